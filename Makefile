@@ -1,0 +1,69 @@
+# What people, the git hook and CI run. `make help` lists it.
+PYTHON ?= python3
+MODEL ?= models/demo
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+PROTOS := $(shell find protos -name '*.proto')
+
+.DEFAULT_GOAL := help
+.PHONY: help run test check proto bench lock format clean
+
+help: ## Show this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+run: $(VENV)/.run gen/.built ## Install, start all four services and serve MODEL (models/demo)
+	@exec $(BIN)/stepwell up --model $(MODEL) $(ARGS)
+
+test: $(VENV)/.dev gen/.built ## Run every test
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.dev gen/.built ## Format, lint, types, layering, contracts, generated code
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/buf lint
+	$(BIN)/buf format --diff --exit-code
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+proto: gen/.built ## Generate gen/ from protos/
+
+bench: $(VENV)/.dev gen/.built ## Measure; prints the tables that the README quotes
+	$(BIN)/python -m benchmarks.serving $(ARGS)
+
+lock: $(VENV)/.dev ## Resolve requirements.lock anew from pyproject.toml
+	$(BIN)/uv pip compile --universal --python-version 3.11 --all-extras --no-header \
+	    --no-annotate --no-emit-index-url pyproject.toml -o requirements.lock
+
+format: $(VENV)/.dev ## Rewrite sources in the project's format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	$(BIN)/buf format -w
+
+clean: ## Remove everything that can be made again
+	rm -rf $(VENV) gen build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' \
+	    || { echo "Stepwell needs Python 3.11 to 3.13; name one with: make PYTHON=python3.12"; exit 1; }
+	@echo "Creating $(VENV)"
+	@$(PYTHON) -m venv $(VENV) \
+	    || { echo "Python's venv module is missing; on Debian: apt-get install python3-venv"; exit 1; }
+
+# torch comes first: pip's choice of its build (CPU or CUDA) then stands.
+$(VENV)/.run: $(BIN)/python pyproject.toml requirements.lock
+	@echo "Installing what serving needs (a few minutes the first time; torch is the large part)"
+	@$(PIP) install --progress-bar on -c requirements.lock torch | grep -v '^Requirement already' || true
+	$(PIP) install --progress-bar on -c requirements.lock -e '.[gateway,worker,cli,proto]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	@echo "Installing what tests and checks need"
+	$(PIP) install --quiet -c requirements.lock -e '.[gateway,worker,cli,proto,dev]'
+	@touch $@
+
+gen/.built: $(PROTOS) | $(VENV)/.run
+	@rm -rf gen && mkdir -p gen
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I protos \
+	    --python_out=gen --grpc_python_out=gen --mypy_out=quiet:gen --mypy_grpc_out=quiet:gen $(PROTOS)
+	@touch $@
