@@ -1,0 +1,73 @@
+"""The hash of a full KV-cache block: what a prefix is found by, on every machine.
+
+    hash(block) = SHA-256( parent digest | token ids, int32 little-endian | extra keys )
+
+The chain starts at the model's fingerprint, so that equal tokens of two models never meet. Extra
+keys are what changes the keys and values besides the tokens: today the cache salt, which goes into
+the first block only, since every later one inherits it through its parent. Chained block hashes
+are vLLM's automatic prefix caching; a canonical encoding in place of pickle makes them portable.
+"""
+
+import sys
+from array import array
+from collections.abc import Sequence
+from hashlib import sha256
+from typing import NewType
+
+BlockHash = NewType("BlockHash", bytes)
+
+HASH_BYTES = 32
+HASH_VERSION = 1
+
+
+def pack_token_ids(token_ids: Sequence[int]) -> bytes:
+    """Token ids as little-endian int32. Raises OverflowError for an id of 2**31 or more."""
+    packed = array("i", token_ids)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_token_ids(packed: bytes) -> list[int]:
+    """The inverse of `pack_token_ids`. Raises ValueError when the length is no multiple of 4."""
+    token_ids = array("i")
+    token_ids.frombytes(packed)
+    if sys.byteorder == "big":
+        token_ids.byteswap()
+    return token_ids.tolist()
+
+
+def encode_extra_keys(cache_salt: str) -> bytes:
+    """Extra keys of a first block: nothing without a salt, else a tag, its length and the salt."""
+    if not cache_salt:
+        return b""
+    salt = cache_salt.encode()
+    return b"cache_salt\0" + len(salt).to_bytes(4, "little") + salt
+
+
+def hash_full_blocks(
+    root: bytes,
+    token_ids: Sequence[int],
+    block_size: int,
+    *,
+    cache_salt: str = "",
+    known: Sequence[BlockHash] = (),
+) -> list[BlockHash]:
+    """Hashes of the full blocks of `token_ids` after those already `known`, in order.
+
+    `root` is the model's fingerprint. A partial last block has no hash.
+    """
+    hashes: list[BlockHash] = []
+    parent = known[-1] if known else root
+    first = len(known) * block_size
+    end = len(token_ids) // block_size * block_size
+    packed = pack_token_ids(token_ids[first:end])
+    stride = 4 * block_size
+    for start in range(0, len(packed), stride):
+        digest = sha256(parent)
+        digest.update(packed[start : start + stride])
+        if first == 0 and start == 0:
+            digest.update(encode_extra_keys(cache_salt))
+        parent = BlockHash(digest.digest())
+        hashes.append(parent)
+    return hashes

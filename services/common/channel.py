@@ -1,0 +1,27 @@
+"""Client channels as every service opens them: bounded buffers, keepalive, quick reconnects."""
+
+import grpc
+
+MAX_MESSAGE_BYTES = 64 * 2**20
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # Without keepalive a partition goes unnoticed for half a minute and more.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # A service that comes back is found again within a quarter of a second.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # Without these a stream that is read slowly is given megabytes of buffer in this process.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 65_535),
+)
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """A channel to host:port or unix:PATH. It connects when it is first used."""
+    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)

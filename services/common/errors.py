@@ -1,0 +1,99 @@
+"""What can go wrong between a client and an engine, in kinds that have one status each.
+
+    StepwellError
+    ├── InvalidArgument      the request is wrong whatever the state; names the field
+    │   └── OutOfRange       it is well formed but longer than what is served
+    ├── NotFound             no such model, pool or request
+    ├── Unauthenticated      no key, or a wrong one
+    ├── PayloadTooLarge      the body is larger than what is read
+    ├── ResourceExhausted    refused before queueing; says when to try again
+    ├── FailedPrecondition   right at another time: fenced, out of sequence, in use
+    ├── Aborted              taken over or given up after it was accepted
+    ├── Unavailable          a part is away or draining; says when to try again
+    └── InternalError        a defect here
+
+A core subclasses the kind that fits and sets `reason`, the machine-readable name that travels in
+`google.rpc.ErrorInfo`. The map to statuses is `services.common.status`.
+"""
+
+from typing import ClassVar
+
+
+class StepwellError(Exception):
+    """One sentence for people, a `reason` for machines, maybe the field at fault."""
+
+    reason: ClassVar[str] = "UNKNOWN"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        field: str | None = None,
+        reason: str | None = None,
+        retry_after_seconds: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+        self.retry_after_seconds = retry_after_seconds
+        self.error_reason = reason or type(self).reason
+
+
+class InvalidArgument(StepwellError):
+    """The request is wrong whatever the state of the system; `field` names what is at fault."""
+
+    reason = "INVALID_ARGUMENT"
+
+
+class OutOfRange(InvalidArgument):
+    """Well formed, but longer or larger than what is served here."""
+
+    reason = "OUT_OF_RANGE"
+
+
+class NotFound(StepwellError):
+    """There is nothing of that name."""
+
+    reason = "NOT_FOUND"
+
+
+class Unauthenticated(StepwellError):
+    """No key, or one that is not known."""
+
+    reason = "UNAUTHENTICATED"
+
+
+class PayloadTooLarge(StepwellError):
+    """The body is larger than what is read."""
+
+    reason = "PAYLOAD_TOO_LARGE"
+
+
+class ResourceExhausted(StepwellError):
+    """Refused before it was queued; `retry_after_seconds` says when to try again."""
+
+    reason = "RESOURCE_EXHAUSTED"
+
+
+class FailedPrecondition(StepwellError):
+    """Right at another time: a stale generation, a number out of sequence, blocks in use."""
+
+    reason = "FAILED_PRECONDITION"
+
+
+class Aborted(StepwellError):
+    """Accepted once, and then taken over or given up."""
+
+    reason = "ABORTED"
+
+
+class Unavailable(StepwellError):
+    """A part that is needed is away or draining. `retry_after_seconds` says when to try again."""
+
+    reason = "UNAVAILABLE"
+
+
+class InternalError(StepwellError):
+    """A defect here, not in the request."""
+
+    reason = "INTERNAL"

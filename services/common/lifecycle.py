@@ -1,0 +1,43 @@
+"""The life of a service process: start, serve until told to stop, drain, exit 0."""
+
+import asyncio
+import logging
+import signal
+from collections.abc import Awaitable, Callable
+
+import uvloop
+
+from services.common.errors import StepwellError
+from services.common.settings import exit_with
+
+logger = logging.getLogger(__name__)
+
+
+def run_service(service: str, serve: Callable[[asyncio.Event], Awaitable[None]]) -> None:
+    """Runs `serve(stop)` to its end; SIGTERM and SIGINT set `stop`, for it to drain and return.
+
+    A StepwellError that `serve` raises, at start or later, ends the process with its one sentence
+    and exit status 1.
+    """
+
+    async def main() -> None:
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, _request_stop, stop, signum)
+        await serve(stop)
+
+    try:
+        uvloop.run(main())
+    except* StepwellError as group:
+        exit_with(f"stepwell {service}: {_first(group)}", status=1)
+
+
+def _request_stop(stop: asyncio.Event, signum: int) -> None:
+    logger.info("%s: draining", signal.Signals(signum).name)
+    stop.set()
+
+
+def _first(group: BaseExceptionGroup[StepwellError]) -> StepwellError:
+    error = group.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error

@@ -1,0 +1,80 @@
+"""Logs: one line an event, text for people or JSON for machines, with its trace."""
+
+import enum
+import json
+import logging
+import sys
+import time
+from typing import Any
+
+from opentelemetry import trace
+
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+class LogFormat(enum.Enum):
+    """How a log line looks."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+class LogLevel(enum.Enum):
+    """What is logged: this and everything more severe."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+def configure_logs(service: str, level: LogLevel, style: LogFormat) -> None:
+    """Sends the process's logs to standard error in the given style."""
+    handler = logging.StreamHandler(sys.stderr)
+    formatter = _JsonFormatter if style is LogFormat.JSON else _TextFormatter
+    handler.setFormatter(formatter(service))
+    logging.basicConfig(level=level.value.upper(), handlers=[handler], force=True)
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    """What was passed as `extra`, and the trace and span that were current."""
+    fields = {key: value for key, value in vars(record).items() if key not in _STANDARD}
+    context = trace.get_current_span().get_span_context()
+    if context.is_valid:
+        fields["trace_id"] = trace.format_trace_id(context.trace_id)
+        fields["span_id"] = trace.format_span_id(context.span_id)
+    return fields
+
+
+class _TextFormatter(logging.Formatter):
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        fields = "".join(f" {key}={value}" for key, value in _fields(record).items())
+        line = (
+            f"{clock} {record.levelname.lower():7} {self._service}: {record.getMessage()}{fields}"
+        )
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+class _JsonFormatter(logging.Formatter):
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+            + f".{record.msecs:03.0f}Z",
+            "level": record.levelname.lower(),
+            "service": self._service,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_fields(record),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)

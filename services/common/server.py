@@ -1,0 +1,157 @@
+"""A grpc.aio server as every service runs it: health, reflection, statuses, keepalive, drain."""
+
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from grpc_status import rpc_status
+
+from services.common import errors, status
+from services.common.channel import MAX_MESSAGE_BYTES
+
+logger = logging.getLogger(__name__)
+
+SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # Two servers on one port would share its connections silently; the second must fail.
+    ("grpc.so_reuseport", 0),
+    # A dead peer is noticed in seconds, and clients may ping as often as ours do.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
+    # Without this the window grows to megabytes, and a stream that nobody reads swallows them.
+    ("grpc.http2.bdp_probe", 0),
+)
+
+
+class GrpcServer:
+    """Services behind one port. Add them, start, and at the end drain.
+
+    `max_concurrent_rpcs` bounds accepted calls, long streams included; further ones are refused
+    with RESOURCE_EXHAUSTED at once.
+    """
+
+    def __init__(self, *, max_concurrent_rpcs: int | None = None) -> None:
+        self._server = grpc.aio.server(
+            interceptors=[StatusInterceptor()],
+            options=SERVER_OPTIONS,
+            maximum_concurrent_rpcs=max_concurrent_rpcs,
+        )
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._names: list[str] = []
+
+    def add(
+        self, register: Callable[[Any, grpc.aio.Server], None], servicer: Any, name: str
+    ) -> None:
+        """Serves `servicer` through its generated `register`; `name` is the full service name."""
+        register(servicer, self._server)
+        self._names.append(name)
+
+    async def start(self, address: str) -> str:
+        """Binds and serves, NOT_SERVING until `set_serving`; returns the address that was bound.
+
+        `address` is host:port, with port 0 for a free one, or unix:PATH. Raises Unavailable when
+        it cannot be bound.
+        """
+        reflection.enable_server_reflection(
+            [*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server
+        )
+        await self.set_serving(False)
+        try:
+            port = self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise errors.Unavailable(
+                f"cannot listen on {address}: it is taken, or no address of this machine"
+            ) from error
+        await self._server.start()
+        return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
+
+    async def set_serving(self, serving: bool) -> None:
+        """What health answers for the server and each of its services."""
+        state = health_pb2.HealthCheckResponse.ServingStatus
+        value = state.SERVING if serving else state.NOT_SERVING
+        for name in ("", *self._names):
+            await self._health.set(name, value)
+
+    async def drain(self, grace_seconds: float) -> None:
+        """Turns NOT_SERVING, takes no new calls, gives running ones the grace, then ends them."""
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_seconds)
+
+
+class StatusInterceptor(grpc.aio.ServerInterceptor):
+    """Turns a StepwellError of any handler into its status; anything else into INTERNAL.
+
+    Streaming handlers are async generators: those of the read-and-write style are not wrapped.
+    Cancellation passes through; a handler that finds the peer gone while it writes has nobody to
+    tell and ends quietly.
+    """
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        method = handler_call_details.method
+        if handler.unary_unary is not None:
+            return grpc.unary_unary_rpc_method_handler(
+                _answering(handler.unary_unary, method),
+                handler.request_deserializer,
+                handler.response_serializer,
+            )
+        if handler.unary_stream is not None:
+            return grpc.unary_stream_rpc_method_handler(
+                _streaming(handler.unary_stream, method),
+                handler.request_deserializer,
+                handler.response_serializer,
+            )
+        if handler.stream_stream is not None:
+            return grpc.stream_stream_rpc_method_handler(
+                _streaming(handler.stream_stream, method),
+                handler.request_deserializer,
+                handler.response_serializer,
+            )
+        return handler
+
+
+def _answering(behavior: Any, method: str) -> Any:
+    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            return await behavior(request, context)
+        except Exception as error:
+            return await _abort(context, error, method)
+
+    return call
+
+
+def _streaming(behavior: Any, method: str) -> Any:
+    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            async with aclosing(behavior(request, context)) as responses:
+                async for response in responses:
+                    yield response
+        except Exception as error:
+            await _abort(context, error, method)
+
+    return call
+
+
+async def _abort(
+    context: grpc.aio.ServicerContext[Any, Any], error: Exception, method: str
+) -> None:
+    if isinstance(error, grpc.aio.AbortError) or context.cancelled():
+        raise error
+    if not isinstance(error, errors.StepwellError):
+        logger.exception("defect while serving %s", method)
+        error = errors.InternalError(f"a defect in {method}: {type(error).__name__}")
+    await context.abort_with_status(rpc_status.to_status(status.to_rich_status(error)))

@@ -1,0 +1,200 @@
+"""Settings of a service: one frozen, flat dataclass, filled from flags and the environment.
+
+A field `max_num_seqs` of the scheduler is the flag `--max-num-seqs` and the variable
+`STEPWELL_SCHEDULER_MAX_NUM_SEQS`; a flag wins over a variable, a variable over the default.
+A value that does not parse, fails its check, or a name that nothing answers to, ends the process
+with one sentence and exit status 2.
+"""
+
+import argparse
+import dataclasses
+import enum
+import os
+import sys
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, Protocol, TypeVar
+
+
+class IsDataclass(Protocol):
+    """Any dataclass."""
+
+    __dataclass_fields__: typing.ClassVar[dict[str, Any]]
+
+
+T = TypeVar("T", bound=IsDataclass)
+Check = Callable[[Any], str | None]
+
+
+class SettingError(ValueError):
+    """A setting that cannot be used; the message names it and says why."""
+
+
+def setting(default: Any = dataclasses.MISSING, *, doc: str, check: Check | None = None) -> Any:
+    """A field of a settings class. Without a default it must be given.
+
+    `check` returns what is wrong with a value ("must be at least 1"), or None.
+    """
+    return dataclasses.field(default=default, metadata={"doc": doc, "check": check})
+
+
+def at_least(low: float) -> Check:
+    """A check: the number is `low` or more. NaN is not."""
+    return lambda value: None if value >= low else f"must be at least {low:g}"
+
+
+def between(low: float, high: float) -> Check:
+    """A check: the number lies in [low, high]. NaN does not."""
+    return lambda value: None if low <= value <= high else f"must be from {low:g} to {high:g}"
+
+
+def existing_directory(value: Path) -> str | None:
+    """A check: the path is a directory."""
+    return None if value.is_dir() else "is not a directory"
+
+
+def load_settings(
+    cls: type[T],
+    service: str,
+    argv: Sequence[str] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> T:
+    """Reads the settings of `service`, or ends the process with one sentence."""
+    try:
+        return parse_settings(
+            cls,
+            service,
+            sys.argv[1:] if argv is None else argv,
+            os.environ if environ is None else environ,
+        )
+    except SettingError as error:
+        exit_with(f"stepwell {service}: {error}")
+
+
+def exit_with(sentence: str, status: int = 2) -> NoReturn:
+    """Ends the process with one sentence on standard error."""
+    print(sentence, file=sys.stderr)
+    raise SystemExit(status)
+
+
+def parse_settings(
+    cls: type[T], service: str, argv: Sequence[str], environ: Mapping[str, str]
+) -> T:
+    """Reads the settings of `service`. Raises SettingError, or SystemExit(0) after --help."""
+    hints = typing.get_type_hints(cls)
+    prefix = env_prefix(service)
+    flags = vars(_parser(cls, service, hints).parse_args(list(argv)))
+    known = {prefix + field.name.upper() for field in dataclasses.fields(cls)}
+    for name in environ:
+        if name.startswith(prefix) and name not in known:
+            raise SettingError(f"{name} is set, but there is no such setting")
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):
+        flag, variable = flag_name(field.name), prefix + field.name.upper()
+        if flags[field.name] is not None:
+            values[field.name] = _convert(flags[field.name], hints[field.name], flag)
+        elif variable in environ:
+            values[field.name] = _convert(environ[variable], hints[field.name], variable)
+        elif field.default is dataclasses.MISSING:
+            raise SettingError(f"{flag} (or {variable}) must be given: {field.metadata['doc']}")
+    settings = cls(**values)
+    validate(settings)
+    return settings
+
+
+def validate(settings: IsDataclass) -> None:
+    """Runs the check of every field. Raises SettingError for the first that fails."""
+    for field in dataclasses.fields(settings):
+        value, check = getattr(settings, field.name), field.metadata.get("check")
+        complaint = check(value) if check is not None and value is not None else None
+        if complaint is not None:
+            raise SettingError(f"{flag_name(field.name)} {complaint}, not {_show(value)}")
+
+
+def flag_name(field_name: str) -> str:
+    """The flag of a field."""
+    return "--" + field_name.replace("_", "-")
+
+
+def env_prefix(service: str) -> str:
+    """What the environment variables of a service begin with."""
+    return f"STEPWELL_{service.upper()}_"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise SettingError(message)
+
+
+def _parser(cls: type[IsDataclass], service: str, hints: dict[str, Any]) -> _Parser:
+    parser = _Parser(
+        prog=f"python -m services.{service}",
+        description=(cls.__doc__ or "").splitlines()[0],
+        epilog=f"Each flag can also be set as {env_prefix(service)}<NAME>.",
+        allow_abbrev=False,
+    )
+    for field in dataclasses.fields(cls):
+        default = "" if field.default in (dataclasses.MISSING, None) else _show(field.default)
+        help_text = field.metadata["doc"] + (f" (default: {default})" if default else "")
+        options: dict[str, Any] = {"default": None, "help": help_text.replace("%", "%%")}
+        if hints[field.name] is bool:
+            parser.add_argument(
+                flag_name(field.name), action=argparse.BooleanOptionalAction, **options
+            )
+        else:
+            parser.add_argument(
+                flag_name(field.name), metavar=_metavar(hints[field.name]), **options
+            )
+    return parser
+
+
+def _metavar(hint: Any) -> str:
+    kind = _plain(hint)
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return "|".join(str(member.value) for member in kind)
+    return (
+        "A,B" if typing.get_origin(kind) else {int: "N", float: "X", Path: "PATH"}.get(kind, "TEXT")
+    )
+
+
+def _plain(hint: Any) -> Any:
+    """The type behind `X | None`."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return next(arg for arg in typing.get_args(hint) if arg is not type(None))
+    return hint
+
+
+def _convert(text: str | bool, hint: Any, name: str) -> Any:
+    kind = _plain(hint)
+    if isinstance(text, bool):
+        return text
+    if kind is bool:
+        return _boolean(text, name)
+    if typing.get_origin(kind) is tuple:
+        item = typing.get_args(kind)[0]
+        return tuple(_convert(part.strip(), item, name) for part in text.split(",") if part.strip())
+    try:
+        return kind(text)
+    except ValueError:
+        if issubclass(kind, enum.Enum):
+            raise SettingError(f"{name} must be one of {_metavar(kind)}, not {text!r}") from None
+        what = {int: "a whole number", float: "a number"}.get(kind, kind.__name__)
+        raise SettingError(f"{name} must be {what}, not {text!r}") from None
+
+
+def _boolean(text: str, name: str) -> bool:
+    if text.lower() in ("1", "true", "yes", "on"):
+        return True
+    if text.lower() in ("0", "false", "no", "off"):
+        return False
+    raise SettingError(f"{name} must be true or false, not {text!r}")
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, enum.Enum):
+        return str(value.value)
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return str(value)

@@ -1,0 +1,87 @@
+"""The one map between errors and gRPC statuses, in both directions, with its details.
+
+Details follow google.rpc: ErrorInfo (reason, domain), BadRequest (field), RetryInfo (delay).
+"""
+
+from datetime import timedelta
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from services.common import errors
+
+DOMAIN = "stepwell"
+
+STATUS_OF: dict[type[errors.StepwellError], grpc.StatusCode] = {
+    errors.InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.OutOfRange: grpc.StatusCode.OUT_OF_RANGE,
+    errors.NotFound: grpc.StatusCode.NOT_FOUND,
+    errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    errors.PayloadTooLarge: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.ResourceExhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.FailedPrecondition: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.Aborted: grpc.StatusCode.ABORTED,
+    errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
+    errors.InternalError: grpc.StatusCode.INTERNAL,
+}
+
+_KIND_OF: dict[grpc.StatusCode, type[errors.StepwellError]] = {
+    **{status: kind for kind, status in STATUS_OF.items() if kind is not errors.PayloadTooLarge},
+    grpc.StatusCode.DEADLINE_EXCEEDED: errors.Unavailable,
+    grpc.StatusCode.CANCELLED: errors.Aborted,
+}
+
+
+def status_code(error: errors.StepwellError) -> grpc.StatusCode:
+    """The status of an error: that of the nearest class in its ancestry that has one."""
+    for kind in type(error).__mro__:
+        if kind in STATUS_OF:
+            return STATUS_OF[kind]
+    return grpc.StatusCode.INTERNAL
+
+
+def to_rich_status(error: errors.StepwellError) -> status_pb2.Status:
+    """The error as google.rpc.Status."""
+    details = [error_details_pb2.ErrorInfo(reason=error.error_reason, domain=DOMAIN)]
+    packed = [_pack(detail) for detail in details]
+    if error.field is not None:
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=error.field, description=error.message
+        )
+        packed.append(_pack(error_details_pb2.BadRequest(field_violations=[violation])))
+    if error.retry_after_seconds is not None:
+        delay = duration_pb2.Duration()
+        delay.FromTimedelta(timedelta(seconds=error.retry_after_seconds))
+        packed.append(_pack(error_details_pb2.RetryInfo(retry_delay=delay)))
+    code: int = status_code(error).value[0]
+    return status_pb2.Status(code=code, message=error.message, details=packed)
+
+
+def from_rpc_error(rpc_error: grpc.aio.AioRpcError) -> errors.StepwellError:
+    """The error that a server raised, as it was; other failures of a call by their status."""
+    kind = _KIND_OF.get(rpc_error.code(), errors.InternalError)
+    message = rpc_error.details() or rpc_error.code().name
+    reason = field = retry_after_seconds = None
+    rich = rpc_status.from_call(rpc_error)
+    for packed in rich.details if rich is not None else ():
+        if packed.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
+            info = error_details_pb2.ErrorInfo()
+            packed.Unpack(info)
+            reason = info.reason
+        elif packed.Is(error_details_pb2.BadRequest.DESCRIPTOR):
+            bad = error_details_pb2.BadRequest()
+            packed.Unpack(bad)
+            field = bad.field_violations[0].field if bad.field_violations else None
+        elif packed.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
+            retry = error_details_pb2.RetryInfo()
+            packed.Unpack(retry)
+            retry_after_seconds = retry.retry_delay.ToTimedelta().total_seconds()
+    return kind(message, field=field, reason=reason, retry_after_seconds=retry_after_seconds)
+
+
+def _pack(message: object) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)  # type: ignore[arg-type]
+    return packed

@@ -1,0 +1,148 @@
+"""Tracing: OTLP when an endpoint is set, nothing at all when none is.
+
+Sampling is parent-based: whoever starts a trace decides by ratio, everyone below follows the flag
+in the W3C `traceparent` that travels in messages. An unsampled trace context is sent as the empty
+string, so that a service below spends one comparison on it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from opentelemetry import context as otel_context
+from opentelemetry import trace
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+from opentelemetry.trace import INVALID_SPAN, Link, Span, SpanContext, SpanKind, TraceFlags
+
+Attributes = Mapping[str, str | int | float | bool | Sequence[str]]
+
+_TRACEPARENT_PARTS = 4
+_SAMPLED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Tracing:
+    """A service's tracer. Without a provider every span is the same inert object."""
+
+    tracer: trace.Tracer
+    provider: TracerProvider | None
+
+    @property
+    def enabled(self) -> bool:
+        """Whether spans go anywhere."""
+        return self.provider is not None
+
+    def start(
+        self,
+        name: str,
+        traceparent: str = "",
+        *,
+        kind: SpanKind = SpanKind.INTERNAL,
+        attributes: Attributes | None = None,
+        links: Sequence[str] = (),
+        start_unix_nanos: int | None = None,
+    ) -> Span:
+        """Starts a span under `traceparent`, or a new trace where there is none.
+
+        `links` are traceparents of spans that this one served. The caller ends it.
+        """
+        if self.provider is None:
+            return INVALID_SPAN
+        parent = parse_traceparent(traceparent)
+        context = (
+            None if parent is None else trace.set_span_in_context(trace.NonRecordingSpan(parent))
+        )
+        contexts = [parsed for link in links if (parsed := parse_traceparent(link)) is not None]
+        return self.tracer.start_span(
+            name,
+            context=context if context is not None else otel_context.Context(),
+            kind=kind,
+            attributes=attributes,
+            links=[Link(linked) for linked in contexts],
+            start_time=start_unix_nanos,
+        )
+
+    def child(
+        self,
+        name: str,
+        traceparent: str,
+        *,
+        kind: SpanKind = SpanKind.INTERNAL,
+        attributes: Attributes | None = None,
+        start_unix_nanos: int | None = None,
+    ) -> Span:
+        """Starts a span under a sampled `traceparent`; an inert one when it is empty."""
+        if not traceparent:
+            return INVALID_SPAN
+        return self.start(
+            name,
+            traceparent,
+            kind=kind,
+            attributes=attributes,
+            start_unix_nanos=start_unix_nanos,
+        )
+
+    def shutdown(self) -> None:
+        """Sends what is left. Blocks for at most a few seconds."""
+        if self.provider is not None:
+            self.provider.shutdown()
+
+
+def configure_tracing(
+    service: str,
+    endpoint: str,
+    sample_ratio: float,
+    *,
+    exporter: SpanExporter | None = None,
+) -> Tracing:
+    """Tracing of a service. `endpoint` is an OTLP/gRPC URL such as http://host:4317, or empty.
+
+    An `exporter` takes the place of the endpoint and gets every span as it ends.
+    """
+    if not endpoint and exporter is None:
+        return Tracing(trace.NoOpTracer(), None)
+    resource = Resource.create(
+        {"service.name": f"stepwell-{service}", "service.namespace": "stepwell"}
+    )
+    provider = TracerProvider(
+        resource=resource, sampler=ParentBased(TraceIdRatioBased(sample_ratio))
+    )
+    if exporter is not None:
+        provider.add_span_processor(SimpleSpanProcessor(exporter))
+    else:
+        provider.add_span_processor(BatchSpanProcessor(_otlp_exporter(endpoint)))
+    return Tracing(provider.get_tracer("stepwell"), provider)
+
+
+def traceparent_of(span: Span) -> str:
+    """The span's W3C trace context, or the empty string when it is not sampled."""
+    context = span.get_span_context()
+    if not context.is_valid or not context.trace_flags & TraceFlags.SAMPLED:
+        return ""
+    return f"00-{context.trace_id:032x}-{context.span_id:016x}-01"
+
+
+def parse_traceparent(traceparent: str) -> SpanContext | None:
+    """The remote span that a `traceparent` names; None when it is empty or malformed."""
+    parts = traceparent.strip().split("-")
+    if len(parts) < _TRACEPARENT_PARTS or [len(part) for part in parts[:4]] != [2, 32, 16, 2]:
+        return None
+    try:
+        trace_id, span_id, flags = (int(part, 16) for part in parts[1:4])
+    except ValueError:
+        return None
+    context = SpanContext(
+        trace_id, span_id, is_remote=True, trace_flags=TraceFlags(flags & _SAMPLED)
+    )
+    return context if context.is_valid else None
+
+
+def _otlp_exporter(endpoint: str) -> SpanExporter:
+    # Imported here: without tracing no process pays for loading the exporter.
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (  # noqa: PLC0415
+        OTLPSpanExporter,
+    )
+
+    return OTLPSpanExporter(endpoint=endpoint, insecure=not endpoint.startswith("https://"))
