@@ -1,0 +1,171 @@
+"""The blocks of a pool: free ones, held ones, cached ones."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from services.common.block_hash import BlockHash
+from services.kvpool.core.events import BlocksStored, Event, EventLog
+from services.kvpool.core.free_queue import FreeQueue
+from services.kvpool.core.ids import NULL_BLOCK, BlockId
+from services.kvpool.core.prefix_index import PrefixIndex
+
+
+class BlockPool:
+    """Blocks 1 .. num_blocks-1; block 0 is the null block and never given out.
+
+    A block is free, or held by one or more block tables. A block that was published keeps its hash
+    when it is freed, and can be found until it is given out again: that is its eviction. Holders
+    are counted only where there are several, which makes the common block, held by one request and
+    shared with none, cost nothing to count.
+    """
+
+    def __init__(self, num_blocks: int, num_groups: int) -> None:
+        self.num_blocks = num_blocks
+        self.num_evictions = 0
+        self._free = FreeQueue([BlockId(block) for block in range(1, num_blocks)])
+        self._indexes = tuple(PrefixIndex() for _ in range(num_groups))
+        # ref_cnt of the blocks that several tables hold; any other block has 0 or 1.
+        self._shared: dict[BlockId, int] = {}
+        self._events = EventLog()
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that nobody holds, cached ones included."""
+        return len(self._free)
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks that somebody holds."""
+        return self.num_blocks - 1 - len(self._free)
+
+    @property
+    def num_cached_hashes(self) -> int:
+        """Hashes that can be found, over all groups."""
+        return sum(map(len, self._indexes))
+
+    def find_prefix(
+        self, group: int, hashes: Sequence[BlockHash], max_blocks: int
+    ) -> list[BlockId]:
+        """Blocks of the longest cached prefix of a hash chain, `max_blocks` at most."""
+        return self._indexes[group].find_prefix(hashes, max_blocks)
+
+    def count_free(self, cached_blocks: Iterable[BlockId]) -> int:
+        """How many of these published blocks nobody holds."""
+        return self._free.count_cached(cached_blocks)
+
+    def take(self, num_blocks: int) -> list[BlockId]:
+        """Gives out blocks from the front of the free queue; so many must be free.
+
+        A cached one loses its hash.
+        """
+        blocks = self._free.pop_blank(num_blocks)
+        if len(blocks) < num_blocks:
+            evicted = self._free.pop_cached(num_blocks - len(blocks))
+            self._evict(evicted)
+            blocks += evicted
+        return blocks
+
+    def touch(self, cached_blocks: Iterable[BlockId]) -> None:
+        """Adds a holder to each of these published blocks; a free one leaves the queue."""
+        for block in cached_blocks:
+            if self._free.has_cached(block):
+                self._free.remove_cached(block)
+            else:
+                self._shared[block] = self._shared.get(block, 1) + 1
+
+    def free(self, blocks: Sequence[BlockId], num_published: int) -> None:
+        """Takes a holder from each block of a table, of which the first so many are published.
+
+        Last to first. Those without a holder left go to the back of the queue if they are
+        published, so that the end of a prefix is reused before its beginning, else to its front.
+        """
+        published = blocks[num_published - 1 :: -1] if num_published else []
+        if self._shared and not self._shared.keys().isdisjoint(published):
+            published = [block for block in published if self._drop_holder(block)]
+        self._free.push_cached(published)
+        self._free.push_blank(blocks[num_published:])
+
+    def publish(self, group: int, hashes: Sequence[BlockHash], blocks: Sequence[BlockId]) -> None:
+        """Lets held blocks without a hash be found, each under the hash beside it."""
+        index = self._indexes[group]
+        new = [
+            block_hash
+            for block_hash, block in zip(hashes, blocks, strict=True)
+            if index.insert(block_hash, block)
+        ]
+        self._events.stored(group, new)
+
+    def reset(self) -> bool:
+        """Forgets every hash, unless a block is in use; returns whether it was done.
+
+        The order of the queue stays.
+        """
+        if self.num_used_blocks:
+            return False
+        for index in self._indexes:
+            index.clear()
+        self._free.blank_all()
+        self._events.cleared()
+        return True
+
+    def take_events(self) -> tuple[Event, ...]:
+        """What entered and left the index since the last call, in order."""
+        return self._events.take()
+
+    def snapshot(self) -> tuple[BlocksStored, ...]:
+        """Everything that can be found now."""
+        return tuple(
+            BlocksStored(group, tuple(index.hashes()))
+            for group, index in enumerate(self._indexes)
+            if len(index)
+        )
+
+    def free_block_ids(self) -> list[BlockId]:
+        """The free queue, the next block to be given out first."""
+        return self._free.order()
+
+    def check(self, tables: Iterable[tuple[int, Sequence[BlockId], Sequence[BlockHash]]]) -> None:
+        """Every block is accounted for by the queue or by the block tables of the requests.
+
+        A table is its group, its blocks, and the hashes of those that are published. Raises
+        AssertionError, for tests and for whoever suspects a leak.
+        """
+        holders: Counter[BlockId] = Counter()
+        for group, blocks, hashes in tables:
+            holders.update(blocks)
+            for block, block_hash in zip(blocks, hashes, strict=False):
+                found = self._indexes[group].hash_of(block)
+                assert found == block_hash, f"block {block} is not under its hash"
+        free = self._free.order()
+        assert len(free) == len(set(free)), "a block is free twice"
+        assert NULL_BLOCK not in free, "the null block is free"
+        assert NULL_BLOCK not in holders, "the null block is held"
+        assert not holders.keys() & set(free), "a block is both free and held"
+        assert len(free) + len(holders) + 1 == self.num_blocks, "a block is lost"
+        shared = {block: count for block, count in holders.items() if count > 1}
+        assert shared == self._shared, "reference counts differ from the tables"
+        self._check_indexes(set(free))
+
+    def _check_indexes(self, free: set[BlockId]) -> None:
+        cached: list[BlockId] = []
+        for index in self._indexes:
+            index.check()
+            cached += index.blocks()
+        assert len(cached) == len(set(cached)), "a block is in two indexes"
+        assert free & set(cached) == set(self._free.cached()), (
+            "the queue holds cached blocks wrongly"
+        )
+
+    def _evict(self, blocks: list[BlockId]) -> None:
+        self.num_evictions += len(blocks)
+        for group, index in enumerate(self._indexes):
+            self._events.removed(group, index.remove(blocks))
+
+    def _drop_holder(self, block: BlockId) -> bool:
+        """Takes one holder away; returns whether it was the last."""
+        ref_cnt = self._shared.get(block, 1) - 1
+        if ref_cnt > 1:
+            self._shared[block] = ref_cnt
+        else:
+            self._shared.pop(block, None)
+        return ref_cnt == 0

@@ -1,0 +1,63 @@
+"""What the pool refuses.
+
+InvalidArgument       InvalidPool, UnsupportedGroup, MalformedTransaction
+NotFound              PoolNotFound
+FailedPrecondition    RequestNotAdmitted, RequestAlreadyAdmitted, StaleGeneration, OutOfSequence
+Aborted               TakenOver
+"""
+
+from services.common.errors import Aborted, FailedPrecondition, InvalidArgument, NotFound
+
+
+class InvalidPool(InvalidArgument):
+    """No pool can have this shape."""
+
+    reason = "INVALID_POOL"
+
+
+class UnsupportedGroup(InvalidArgument):
+    """The attention of a group is of a kind that this pool does not serve."""
+
+    reason = "UNSUPPORTED_GROUP"
+
+
+class MalformedTransaction(InvalidArgument):
+    """An operation is wrong whatever the state of the pool; nothing of the transaction is done."""
+
+    reason = "MALFORMED_TRANSACTION"
+
+
+class PoolNotFound(NotFound):
+    """There is no open pool of that name."""
+
+    reason = "POOL_NOT_FOUND"
+
+
+class RequestNotAdmitted(FailedPrecondition):
+    """The request holds no blocks here; nothing of the transaction is done."""
+
+    reason = "REQUEST_NOT_ADMITTED"
+
+
+class RequestAlreadyAdmitted(FailedPrecondition):
+    """The request holds blocks already; nothing of the transaction is done."""
+
+    reason = "REQUEST_ALREADY_ADMITTED"
+
+
+class StaleGeneration(FailedPrecondition):
+    """The pool was opened again since: whoever speaks knows an earlier life of it."""
+
+    reason = "STALE_GENERATION"
+
+
+class OutOfSequence(FailedPrecondition):
+    """Neither the next transaction nor the last one again."""
+
+    reason = "OUT_OF_SEQUENCE"
+
+
+class TakenOver(Aborted):
+    """A newer stream speaks for the pool."""
+
+    reason = "TAKEN_OVER"

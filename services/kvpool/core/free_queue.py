@@ -1,0 +1,82 @@
+"""The queue of free blocks, in the order in which they are reused.
+
+What vLLM keeps in one intrusive list has two parts that never mix: blocks without a hash are
+freed to the front, blocks with one to the back, and only the latter are ever taken from the middle.
+So the front is a stack, the back a linked map from the least recently used on, and whoever takes
+blocks knows without looking which of them have something to forget. Everything is O(1) per block,
+and the stack moves in slices.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from itertools import islice
+
+from services.kvpool.core.ids import BlockId
+
+
+class FreeQueue:
+    """Free blocks: first those that are blank, then those that are cached, oldest first."""
+
+    __slots__ = ("_blank", "_cached")
+
+    def __init__(self, blocks: Sequence[BlockId]) -> None:
+        """All of `blocks` are blank; the first is reused first."""
+        self._blank = list(reversed(blocks))
+        self._cached: OrderedDict[BlockId, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._blank) + len(self._cached)
+
+    def pop_blank(self, num_blocks: int) -> list[BlockId]:
+        """Takes up to `num_blocks` blank blocks from the front."""
+        if num_blocks == 0:
+            return []
+        blocks = self._blank[-num_blocks:]
+        del self._blank[-num_blocks:]
+        blocks.reverse()
+        return blocks
+
+    def pop_cached(self, num_blocks: int) -> list[BlockId]:
+        """Takes `num_blocks` cached blocks, the least recently used first; so many there must be.
+
+        The caller makes the index forget them.
+        """
+        blocks = list(islice(self._cached, num_blocks))
+        for block in blocks:
+            del self._cached[block]
+        return blocks
+
+    def push_blank(self, blocks: Sequence[BlockId]) -> None:
+        """Puts blocks without a hash at the front; the last one is reused first."""
+        self._blank.extend(blocks)
+
+    def push_cached(self, blocks: Iterable[BlockId]) -> None:
+        """Puts blocks with a hash at the back; the last one is reused last."""
+        cached = self._cached
+        for block in blocks:
+            cached[block] = None
+
+    def has_cached(self, block: BlockId) -> bool:
+        """Whether this block is free and has a hash."""
+        return block in self._cached
+
+    def count_cached(self, blocks: Iterable[BlockId]) -> int:
+        """How many of these are free and have a hash."""
+        return sum(map(self._cached.__contains__, blocks))
+
+    def remove_cached(self, block: BlockId) -> None:
+        """Takes a cached block from the middle."""
+        del self._cached[block]
+
+    def blank_all(self) -> None:
+        """The hashes are gone: every block is blank now, in its place."""
+        self._blank[:0] = reversed(self._cached)
+        self._cached.clear()
+
+    def order(self) -> list[BlockId]:
+        """All free blocks, the next to be reused first."""
+        return [*reversed(self._blank), *self._cached]
+
+    def cached(self) -> list[BlockId]:
+        """The free blocks with a hash, the next to be reused first."""
+        return list(self._cached)

@@ -1,0 +1,276 @@
+"""The pool: block tables of requests over shared blocks, changed in transactions."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.common.block_hash import BlockHash
+from services.kvpool.core.block_pool import BlockPool
+from services.kvpool.core.errors import InvalidPool
+from services.kvpool.core.events import BlocksStored, Event
+from services.kvpool.core.groups import BlockTable, GroupSpec, create_group
+from services.kvpool.core.ids import BlockId, RequestNumber
+from services.kvpool.core.operations import (
+    Admission,
+    Admit,
+    AdmitResult,
+    Commit,
+    GroupBlocks,
+    Grow,
+    GrowResult,
+    Lookup,
+    LookupResult,
+    Operation,
+    OperationResult,
+    Outcome,
+    Release,
+    ResetPrefixCache,
+    ResetPrefixCacheResult,
+    Stop,
+    StopReason,
+)
+from services.kvpool.core.stats import PoolStats
+from services.kvpool.core.validation import TransactionValidator
+
+
+@dataclass(frozen=True, slots=True)
+class PoolConfig:
+    """The shape of a pool. `num_blocks` counts the null block in."""
+
+    num_blocks: int
+    groups: tuple[GroupSpec, ...]
+    enable_prefix_caching: bool = True
+    fingerprint: bytes = b""
+
+
+class KVPool:
+    """One life of a pool. Knows memory and nothing of policy; not for several threads.
+
+    `transact` is the only way to change it. The rules are those of vLLM V1's KV-cache manager.
+    """
+
+    def __init__(self, config: PoolConfig) -> None:
+        """Every block is free. Raises InvalidPool or UnsupportedGroup, naming the field."""
+        _validate(config)
+        self.config = config
+        self._block_size = config.groups[0].block_size
+        self._blocks = BlockPool(config.num_blocks, len(config.groups))
+        self._groups = tuple(
+            create_group(group, spec, self._blocks) for group, spec in enumerate(config.groups)
+        )
+        self._chains: dict[RequestNumber, list[BlockHash]] = {}
+        self._tables: dict[RequestNumber, tuple[BlockTable, ...]] = {}
+        self._num_query_tokens = 0
+        self._num_hit_tokens = 0
+        self._num_transactions = 0
+
+    def transact(self, operations: Sequence[Operation]) -> Outcome:
+        """Executes operations in order, up to the first item that does not fit.
+
+        Everything before that item is done, nothing of it or after it. A transaction that makes no
+        sense changes nothing at all: raises MalformedTransaction, RequestNotAdmitted or
+        RequestAlreadyAdmitted.
+        """
+        TransactionValidator(self._tables.keys()).validate(operations)
+        results: list[OperationResult | None] = []
+        stop = None
+        for index, operation in enumerate(operations):
+            result, stop = self._execute(index, operation)
+            results.append(result)
+            if stop is not None:
+                break
+        self._num_transactions += 1
+        return Outcome(tuple(results), stop, self._blocks.num_free_blocks)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that nobody holds, cached ones included."""
+        return self._blocks.num_free_blocks
+
+    @property
+    def num_cached_hashes(self) -> int:
+        """Hashes that can be found."""
+        return self._blocks.num_cached_hashes
+
+    def free_block_ids(self) -> list[BlockId]:
+        """The free queue, the next block to be given out first."""
+        return self._blocks.free_block_ids()
+
+    def block_tables(self, request: RequestNumber) -> tuple[tuple[BlockId, ...], ...]:
+        """The blocks of a request in each group; empty tables when it holds none."""
+        tables = self._tables.get(request, tuple(BlockTable() for _ in self._groups))
+        return tuple(tuple(table.blocks) for table in tables)
+
+    def take_events(self) -> tuple[Event, ...]:
+        """What entered and left the prefix index since the last call, in order."""
+        return self._blocks.take_events()
+
+    def snapshot(self) -> tuple[BlocksStored, ...]:
+        """Everything that can be found now."""
+        return self._blocks.snapshot()
+
+    def stats(self) -> PoolStats:
+        """Occupancy now, and counts since the pool was opened."""
+        return PoolStats(
+            num_usable_blocks=self.config.num_blocks - 1,
+            num_free_blocks=self._blocks.num_free_blocks,
+            num_cached_hashes=self._blocks.num_cached_hashes,
+            num_requests=len(self._tables),
+            num_evictions=self._blocks.num_evictions,
+            num_query_tokens=self._num_query_tokens,
+            num_hit_tokens=self._num_hit_tokens,
+            num_transactions=self._num_transactions,
+        )
+
+    def check(self) -> None:
+        """free + used + null = total, counts equal tables, hashes are right.
+
+        Costs as much as the pool has blocks. Raises AssertionError.
+        """
+        self._blocks.check(
+            (group, table.blocks, self._chains[request][: table.num_published])
+            for request, tables in self._tables.items()
+            for group, table in enumerate(tables)
+        )
+
+    def _execute(
+        self, index: int, operation: Operation
+    ) -> tuple[OperationResult | None, Stop | None]:
+        match operation:
+            case Release():
+                self._release(operation)
+                return None, None
+            case Grow():
+                return self._grow(index, operation)
+            case Commit():
+                self._commit(operation)
+                return None, None
+            case Lookup():
+                return self._lookup(operation), None
+            case Admit():
+                return self._admit(index, operation)
+            case ResetPrefixCache():
+                return ResetPrefixCacheResult(self._blocks.reset()), None
+
+    def _release(self, release: Release) -> None:
+        for request in release.requests:
+            self._chains.pop(request, None)
+            tables = self._tables.pop(request, None)
+            if tables is not None:
+                for group, table in zip(self._groups, tables, strict=True):
+                    group.free(table)
+
+    def _grow(self, index: int, grow: Grow) -> tuple[GrowResult, Stop | None]:
+        result = GrowResult(self._no_blocks())
+        for item, (request, num_slots) in enumerate(
+            zip(grow.requests, grow.num_slots, strict=True)
+        ):
+            tables = self._tables[request]
+            num_missing = 0
+            for group, table in zip(self._groups, tables, strict=True):
+                num_missing += group.num_missing(table, num_slots)
+            if num_missing > self._blocks.num_free_blocks:
+                return result, Stop(index, item, StopReason.NO_BLOCKS)
+            for group, table, granted in zip(self._groups, tables, result.groups, strict=True):
+                _append(granted, group.grow(table, num_slots))
+        return result, None
+
+    def _commit(self, commit: Commit) -> None:
+        for request, num_tokens, new_hashes in zip(
+            commit.requests, commit.num_tokens, commit.new_hashes, strict=True
+        ):
+            self._publish(request, num_tokens, new_hashes)
+
+    def _lookup(self, lookup: Lookup) -> LookupResult:
+        result = LookupResult([])
+        for request, max_hit_tokens, new_hashes in zip(
+            lookup.requests, lookup.max_hit_tokens, lookup.new_hashes, strict=True
+        ):
+            chain = self._chains.setdefault(request, [])
+            if self.config.enable_prefix_caching:
+                chain.extend(new_hashes)
+            hits = self._find_prefix(chain, max_hit_tokens)
+            result.num_hit_tokens.append(len(hits[0]) * self._block_size)
+        return result
+
+    def _admit(self, index: int, admit: Admit) -> tuple[AdmitResult, Stop | None]:
+        result = AdmitResult(self._no_blocks())
+        for item, admission in enumerate(admit.admissions):
+            chain = [*self._chains.get(admission.request, ()), *admission.new_hashes]
+            hits = self._find_prefix(chain, admission.max_hit_tokens)
+            num_hit_tokens = len(hits[0]) * self._block_size
+            if num_hit_tokens != admission.num_hit_tokens:
+                return result, Stop(index, item, StopReason.HIT_CHANGED, num_hit_tokens)
+            if self._num_needed(admission, hits) > self._blocks.num_free_blocks:
+                return result, Stop(index, item, StopReason.NO_BLOCKS)
+            tables = self._admit_one(admission, hits)
+            for granted, table in zip(result.groups, tables, strict=True):
+                _append(granted, table.blocks)
+        return result, None
+
+    def _num_needed(self, admission: Admission, hits: list[list[BlockId]]) -> int:
+        """Free blocks that an admission must find: a hit that nobody holds is one of them."""
+        num_slots = max(admission.num_slots, admission.num_reserve_slots)
+        return admission.num_watermark_blocks + sum(
+            group.num_blocks(num_slots) - len(blocks) + self._blocks.count_free(blocks)
+            for group, blocks in zip(self._groups, hits, strict=True)
+        )
+
+    def _admit_one(self, admission: Admission, hits: list[list[BlockId]]) -> tuple[BlockTable, ...]:
+        # Every hit is taken out of the queue before anything is given out, lest it be evicted.
+        for blocks in hits:
+            self._blocks.touch(blocks)
+        tables = tuple(
+            group.admit(blocks) for group, blocks in zip(self._groups, hits, strict=True)
+        )
+        for group, table in zip(self._groups, tables, strict=True):
+            group.grow(table, admission.num_slots)
+        self._tables[admission.request] = tables
+        self._publish(admission.request, admission.num_commit_tokens, admission.new_hashes)
+        if self.config.enable_prefix_caching and not admission.resumed:
+            self._num_query_tokens += admission.max_hit_tokens
+            self._num_hit_tokens += admission.num_hit_tokens
+        return tables
+
+    def _publish(
+        self, request: RequestNumber, num_tokens: int, new_hashes: Sequence[BlockHash]
+    ) -> None:
+        chain = self._chains.setdefault(request, [])
+        if not self.config.enable_prefix_caching:
+            return
+        chain.extend(new_hashes)
+        for group, table in zip(self._groups, self._tables[request], strict=True):
+            group.publish(table, chain, num_tokens)
+
+    def _find_prefix(self, chain: Sequence[BlockHash], max_hit_tokens: int) -> list[list[BlockId]]:
+        """Blocks of the longest prefix that every group has cached; equally many for each."""
+        hits = [group.find_prefix(chain, max_hit_tokens) for group in self._groups]
+        depth = min(map(len, hits))
+        return [blocks[:depth] for blocks in hits]
+
+    def _no_blocks(self) -> tuple[GroupBlocks, ...]:
+        return tuple(GroupBlocks([], []) for _ in self._groups)
+
+
+def _append(granted: GroupBlocks, blocks: Sequence[BlockId]) -> None:
+    granted.num_blocks.append(len(blocks))
+    granted.block_ids.extend(blocks)
+
+
+def _validate(config: PoolConfig) -> None:
+    if config.num_blocks < 2:
+        raise InvalidPool(
+            f"a pool of {config.num_blocks} blocks has none beside the null block",
+            field="num_blocks",
+        )
+    if not config.groups:
+        raise InvalidPool("a pool needs at least one group", field="groups")
+    for index, spec in enumerate(config.groups):
+        if spec.block_size < 1:
+            raise InvalidPool(
+                "a block holds at least one token", field=f"groups[{index}].block_size"
+            )
+        if spec.block_size != config.groups[0].block_size:
+            raise InvalidPool(
+                "groups of different block sizes are not served",
+                field=f"groups[{index}].block_size",
+            )

@@ -1,0 +1,98 @@
+"""Which block stores the tokens that a hash stands for."""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from itertools import islice
+
+from services.common.block_hash import BlockHash
+from services.kvpool.core.ids import BlockId
+
+
+class PrefixIndex:
+    """The cached blocks of one group of layers, by hash.
+
+    Several blocks may store the same tokens, since two requests can compute them side by side. All
+    of them stay: a block in a table is never exchanged, so that tables only grow. A look-up finds
+    the one that was inserted first. The length counts hashes, not blocks.
+    """
+
+    __slots__ = ("_block_of", "_duplicates", "_hash_of")
+
+    def __init__(self) -> None:
+        self._block_of: dict[BlockHash, BlockId] = {}
+        self._hash_of: dict[BlockId, BlockHash] = {}
+        self._duplicates: dict[BlockHash, OrderedDict[BlockId, None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._block_of)
+
+    def insert(self, block_hash: BlockHash, block: BlockId) -> bool:
+        """Lets `block`, which has no hash yet, be found; returns whether the hash is new."""
+        self._hash_of[block] = block_hash
+        if block_hash not in self._block_of:
+            self._block_of[block_hash] = block
+            return True
+        self._duplicates.setdefault(block_hash, OrderedDict())[block] = None
+        return False
+
+    def remove(self, blocks: Iterable[BlockId]) -> list[BlockHash]:
+        """Forgets those of `blocks` that are here; returns the hashes nothing has any more."""
+        hash_of, block_of = self._hash_of, self._block_of
+        gone = []
+        for block in blocks:
+            block_hash = hash_of.pop(block, None)
+            if block_hash is None:
+                continue
+            if block_hash in self._duplicates:
+                self._remove_one_of_several(block_hash, block)
+            else:
+                del block_of[block_hash]
+                gone.append(block_hash)
+        return gone
+
+    def find_prefix(self, hashes: Sequence[BlockHash], max_blocks: int) -> list[BlockId]:
+        """Blocks of the longest prefix of the chain that is cached, `max_blocks` at most."""
+        blocks = []
+        find = self._block_of.get
+        for block_hash in islice(hashes, max_blocks):
+            block = find(block_hash)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self._block_of.clear()
+        self._hash_of.clear()
+        self._duplicates.clear()
+
+    def hash_of(self, block: BlockId) -> BlockHash | None:
+        """The hash that a block is found under."""
+        return self._hash_of.get(block)
+
+    def hashes(self) -> list[BlockHash]:
+        """Every hash that can be found, in the order in which they were inserted."""
+        return list(self._block_of)
+
+    def blocks(self) -> list[BlockId]:
+        """Every block that has a hash, duplicates included."""
+        return list(self._hash_of)
+
+    def check(self) -> None:
+        """Both directions and the duplicates agree. Raises AssertionError."""
+        found = {block: block_hash for block_hash, block in self._block_of.items()}
+        for block_hash, others in self._duplicates.items():
+            assert others, "a hash is listed with no duplicates"
+            assert block_hash in self._block_of, "duplicates of a hash that is gone"
+            found |= dict.fromkeys(others, block_hash)
+        assert found == self._hash_of, "the two directions of the index differ"
+
+    def _remove_one_of_several(self, block_hash: BlockHash, block: BlockId) -> None:
+        others = self._duplicates[block_hash]
+        if self._block_of[block_hash] == block:
+            self._block_of[block_hash], _ = others.popitem(last=False)
+        else:
+            del others[block]
+        if not others:
+            del self._duplicates[block_hash]

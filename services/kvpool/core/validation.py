@@ -1,0 +1,105 @@
+"""Whether a transaction makes sense, decided before any of it is done."""
+
+from collections.abc import Collection, Sequence
+
+from services.kvpool.core.errors import (
+    MalformedTransaction,
+    RequestAlreadyAdmitted,
+    RequestNotAdmitted,
+)
+from services.kvpool.core.ids import RequestNumber
+from services.kvpool.core.operations import (
+    Admission,
+    Admit,
+    Commit,
+    Grow,
+    Lookup,
+    Operation,
+    Release,
+)
+
+
+class TransactionValidator:
+    """Walks through a transaction as if all of it fitted, and knows who would hold blocks when.
+
+    A transaction that stops early does less than that, never something else; so what passes here
+    meets no surprise. The pool itself is not touched.
+    """
+
+    def __init__(self, admitted: Collection[RequestNumber]) -> None:
+        self._admitted = admitted
+        self._arrived: set[RequestNumber] = set()
+        self._departed: set[RequestNumber] = set()
+
+    def validate(self, operations: Sequence[Operation]) -> None:
+        """Raises MalformedTransaction, RequestNotAdmitted or RequestAlreadyAdmitted."""
+        for index, operation in enumerate(operations):
+            where = f"operations[{index}]"
+            match operation:
+                case Release():
+                    self._arrived.difference_update(operation.requests)
+                    self._departed.update(operation.requests)
+                case Grow():
+                    self._grow(operation, f"{where}.grow")
+                case Commit():
+                    self._commit(operation, f"{where}.commit")
+                case Lookup():
+                    self._lookup(operation, f"{where}.lookup")
+                case Admit():
+                    for item, admission in enumerate(operation.admissions):
+                        self._admission(admission, f"{where}.admit.admissions[{item}]")
+
+    def _grow(self, grow: Grow, where: str) -> None:
+        _require_parallel(grow.requests, grow.num_slots, f"{where}.num_slots")
+        _require_parallel(grow.requests, grow.num_computed_tokens, f"{where}.num_computed_tokens")
+        self._require_admitted(grow.requests, where)
+
+    def _commit(self, commit: Commit, where: str) -> None:
+        _require_parallel(commit.requests, commit.num_tokens, f"{where}.num_tokens")
+        _require_parallel(commit.requests, commit.new_hashes, f"{where}.num_new_hashes")
+        self._require_admitted(commit.requests, where)
+
+    def _lookup(self, lookup: Lookup, where: str) -> None:
+        _require_parallel(lookup.requests, lookup.max_hit_tokens, f"{where}.max_hit_tokens")
+        _require_parallel(lookup.requests, lookup.new_hashes, f"{where}.num_new_hashes")
+        for item, request in enumerate(lookup.requests):
+            self._require_waiting(request, f"{where}.requests[{item}]")
+
+    def _admission(self, admission: Admission, where: str) -> None:
+        self._require_waiting(admission.request, f"{where}.request")
+        if admission.num_hit_tokens > admission.max_hit_tokens:
+            raise MalformedTransaction(
+                f"a hit of {admission.num_hit_tokens} tokens is planned, "
+                f"of at most {admission.max_hit_tokens}",
+                field=f"{where}.num_hit_tokens",
+            )
+        if admission.num_slots < admission.num_hit_tokens:
+            raise MalformedTransaction(
+                f"{admission.num_slots} slots do not hold "
+                f"the hit of {admission.num_hit_tokens} tokens",
+                field=f"{where}.num_slots",
+            )
+        self._arrived.add(admission.request)
+
+    def _is_admitted(self, request: RequestNumber) -> bool:
+        return request in self._arrived or (
+            request in self._admitted and request not in self._departed
+        )
+
+    def _require_admitted(self, requests: Sequence[RequestNumber], where: str) -> None:
+        for item, request in enumerate(requests):
+            if not self._is_admitted(request):
+                raise RequestNotAdmitted(
+                    f"request {request} holds no blocks", field=f"{where}.requests[{item}]"
+                )
+
+    def _require_waiting(self, request: RequestNumber, field: str) -> None:
+        if self._is_admitted(request):
+            raise RequestAlreadyAdmitted(f"request {request} holds blocks already", field=field)
+
+
+def _require_parallel(requests: Sequence[object], values: Sequence[object], field: str) -> None:
+    if len(requests) != len(values):
+        raise MalformedTransaction(
+            f"{len(values)} values stand beside {len(requests)} requests", field=field
+        )
