@@ -1,0 +1,1 @@
+"""From logits to tokens: parameters, edits, filters, random numbers, log-probabilities."""

@@ -1,0 +1,50 @@
+"""Random numbers without state: a draw is a function of who asks and where.
+
+Philox4x32-10 (Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3",
+SC 2011): ten rounds of multiplications turn a 128-bit counter and a 64-bit key into 128 random
+bits. Any draw can be made without the ones before it, so ranks agree without talking, and a
+request that was preempted draws what it would have drawn.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from services.worker.sampling.arrays import Float64Array, Int64Array, UInt32Array, UInt64Array
+
+_ROUNDS = 10
+_MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)
+_WEYL = np.array([[0x9E3779B9], [0xBB67AE85]], dtype=np.uint64)
+_LOW = np.uint64(0xFFFFFFFF)
+_WORD = np.uint64(32)
+
+
+def philox4x32(counter: UInt32Array, key: UInt32Array) -> UInt32Array:
+    """The generator itself: counters [n, 4] and keys [n, 2] to random words [n, 4]."""
+    even, odd = counter.T[::2].astype(np.uint64), counter.T[1::2].astype(np.uint64)
+    key_words = key.T.astype(np.uint64)
+    for round_ in range(_ROUNDS):
+        product = _MULTIPLIERS * even
+        round_key = (key_words + np.uint64(round_) * _WEYL) & _LOW
+        even = (product >> _WORD)[::-1] ^ odd ^ round_key
+        odd = (product & _LOW)[::-1]
+    return np.stack((even[0], odd[0], even[1], odd[1]), axis=1).astype(np.uint32)
+
+
+def uniforms(seeds: UInt64Array, positions: Int64Array, stream: int) -> Float64Array:
+    """One number in [0, 1) for each (seed, position), 53 bits each, in the given stream.
+
+    The position is that of the token in its whole sequence. Streams are independent: each use of
+    randomness at a position has its own.
+    """
+    counter = np.zeros((len(seeds), 4), dtype=np.uint32)
+    counter[:, :2] = _words(positions.astype(np.uint64))
+    counter[:, 2] = stream
+    random = philox4x32(counter, _words(seeds)).astype(np.uint64)
+    bits = (random[:, 1] << _WORD) | random[:, 0]
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _words(values: UInt64Array) -> UInt32Array:
+    """Each value as its low and its high word, [n, 2]."""
+    return np.stack((values & _LOW, values >> _WORD), axis=1).astype(np.uint32)

@@ -1,0 +1,164 @@
+"""The sampler of a persistent batch: one row of logits in, one token out, per request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from services.worker.sampling.arrays import Float32Array, Int32Array, Int64Array
+from services.worker.sampling.edits import LogitEdit, logit_edits
+from services.worker.sampling.filters import draw, kept_token_ids
+from services.worker.sampling.logprobs import LogprobRows, logprob_rows, prompt_logprobs
+from services.worker.sampling.params import SamplingParams
+from services.worker.sampling.philox import uniforms
+
+__all__ = ["LogprobRows", "Sampler", "SamplerOutput", "prompt_logprobs"]
+
+_SAMPLING_STREAM = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerOutput:
+    """What one step sampled, in the order of its rows."""
+
+    token_ids: Int32Array  # [R]
+    logprobs: dict[int, LogprobRows]  # by row, one row each, where the request wants them
+    nan_rows: Int32Array  # rows without a usable distribution; their token is 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    params: SamplingParams
+    temperature: np.float32
+    edits: tuple[LogitEdit, ...]
+
+
+class Sampler:
+    """Samples for the requests in the slots of a batch, and keeps what sampling must remember.
+
+    A row goes through these stages, in vLLM's order:
+
+      1. log-probabilities, of the logits as the model gave them;
+      2. edits: allowed tokens, bad words, min tokens, logit bias, penalties;
+      3. temperature; 0 takes the best token, the lowest id among equals, and ends here;
+      4. filters: min-p, top-k, top-p;
+      5. the draw, by one number that is a function of the request's seed and the position of
+         the token in its sequence.
+
+    Nothing a row does depends on another row, bit for bit: a request samples the same tokens alone
+    and in any batch, and after it was removed and added again with its output.
+
+    Greedy rows cost one pass over the batch. Any other row is taken by itself, while its logits fit
+    in the processor's cache, which is faster than a pass over the whole batch for each stage.
+    """
+
+    def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
+        self._requests: list[_Request | None] = [None] * max_num_seqs
+        self._num_tokens: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
+        self._seeds = np.zeros(max_num_seqs, dtype=np.uint64)
+        self._is_plain = np.zeros(max_num_seqs, dtype=np.bool_)
+        self._is_edited = np.zeros(max_num_seqs, dtype=np.bool_)
+        self._wants_logprobs = np.zeros(max_num_seqs, dtype=np.bool_)
+        self._edited = np.empty(vocab_size, dtype=np.float32)
+        self._weights = np.empty(vocab_size, dtype=np.float32)
+
+    def add(
+        self, slot: int, params: SamplingParams, token_ids: np.ndarray, num_prompt_tokens: int
+    ) -> None:
+        """Put a request into a free slot: its prompt and, when it comes back, its output so far."""
+        if self._requests[slot] is not None:
+            raise ValueError(f"slot {slot} is taken")
+        edits = logit_edits(params, token_ids, num_prompt_tokens)
+        temperature = np.float32(params.temperature)
+        self._requests[slot] = _Request(params, temperature, edits)
+        self._num_tokens[slot] = len(token_ids)
+        self._seeds[slot] = params.seed
+        self._is_plain[slot] = temperature == 0 and not edits
+        self._is_edited[slot] = bool(edits)
+        self._wants_logprobs[slot] = params.logprobs is not None
+
+    def remove(self, slot: int) -> None:
+        """Free a slot."""
+        if self._requests[slot] is None:
+            raise ValueError(f"slot {slot} is free")
+        self._requests[slot] = None
+
+    def sample(self, logits: torch.Tensor, slots: np.ndarray) -> SamplerOutput:
+        """One token for each row of the logits float32 [R, V]; row i belongs to slots[i].
+
+        The tokens become part of the requests. The logits are read only. A row is reported in
+        `nan_rows`, and has no log-probabilities, when NaN or infinity leaves nothing to sample
+        from; the other rows do not notice.
+        """
+        lines: Float32Array = logits.numpy(force=True)
+        token_ids = lines.argmax(axis=1)
+        usable = np.isfinite(np.take_along_axis(lines, token_ids[:, None], axis=1)[:, 0])
+        chosen = np.flatnonzero(usable & ~self._is_plain[slots])
+        if len(chosen):
+            numbers = uniforms(self._seeds[slots], self._num_tokens[slots], _SAMPLING_STREAM)
+            for row in chosen.tolist():
+                request = self._request(slots[row])
+                with np.errstate(all="ignore"):
+                    token_id = self._choose(lines[row], request, numbers[row])
+                usable[row] = token_id is not None
+                token_ids[row] = token_id or 0
+        token_ids[~usable] = 0
+        self._append(slots, token_ids)
+        return SamplerOutput(
+            token_ids=token_ids.astype(np.int32),
+            logprobs=self._logprobs(lines, slots, token_ids, usable),
+            nan_rows=np.flatnonzero(~usable).astype(np.int32),
+        )
+
+    def _choose(self, line: Float32Array, request: _Request, uniform: float) -> int | None:
+        """Stages 2 to 5 for one row; None when the edits left nothing to sample from."""
+        if request.edits:
+            np.copyto(self._edited, line)
+            line = self._edited
+            for edit in request.edits:
+                edit.apply(line)
+        best = int(line.argmax())
+        if not np.isfinite(line[best]):
+            return None
+        if request.temperature == 0:
+            return best
+        weights = self._weigh(line, line[best], request.temperature)
+        kept = kept_token_ids(line, weights, request.params)
+        if kept is None:
+            return draw(weights, uniform)
+        return int(kept[draw(weights[kept], uniform)])
+
+    def _weigh(
+        self, line: Float32Array, largest: np.float32, temperature: np.float32
+    ) -> Float32Array:
+        """The row's probabilities times a factor that makes the largest 1."""
+        weights = self._weights
+        np.subtract(line, largest, out=weights)
+        np.divide(weights, temperature, out=weights)
+        np.exp(weights, out=weights)
+        return weights
+
+    def _append(self, slots: np.ndarray, token_ids: Int64Array) -> None:
+        self._num_tokens[slots] += 1
+        for row in np.flatnonzero(self._is_edited[slots]).tolist():
+            for edit in self._request(slots[row]).edits:
+                edit.append(int(token_ids[row]))
+
+    def _logprobs(
+        self, lines: Float32Array, slots: np.ndarray, token_ids: Int64Array, usable: np.ndarray
+    ) -> dict[int, LogprobRows]:
+        rows = np.flatnonzero(self._wants_logprobs[slots] & usable).tolist()
+        found = {}
+        for row in rows:
+            num_top = self._request(slots[row]).params.logprobs
+            assert num_top is not None
+            found[row] = logprob_rows(lines[row : row + 1], token_ids[row : row + 1], num_top)
+        return found
+
+    def _request(self, slot: int) -> _Request:
+        request = self._requests[slot]
+        if request is None:
+            raise ValueError(f"slot {slot} is free")
+        return request
