@@ -1,0 +1,1 @@
+"""The persistent batch and the step that runs over it."""

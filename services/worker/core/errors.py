@@ -1,0 +1,21 @@
+"""What a worker refuses.
+
+    InvalidArgument
+    └── InvalidStep          a step contradicts the batch or the limits
+    StepwellError
+    └── KVCacheTooSmall      the memory set aside cannot hold one sequence
+"""
+
+from services.common.errors import InvalidArgument, StepwellError
+
+
+class InvalidStep(InvalidArgument):
+    """A step contradicts the batch or the worker's limits; nothing of it was applied."""
+
+    reason = "INVALID_STEP"
+
+
+class KVCacheTooSmall(StepwellError):
+    """The memory set aside for keys and values cannot hold one sequence of the asked length."""
+
+    reason = "KV_CACHE_TOO_SMALL"

@@ -1,0 +1,1 @@
+"""Models from Hugging Face directories: reading them, checking them, running them."""

@@ -1,0 +1,185 @@
+"""Tensors in safetensors files: one file, or shards with an index.
+
+Headers are read and checked here, so that a damaged file is named before anything is loaded; the
+bytes are then mapped by the safetensors library.
+Format: https://huggingface.co/docs/safetensors, an 8-byte little-endian length, a JSON header,
+and the tensors' bytes.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from services.worker.models.errors import ModelFileError, ModelTensorError
+from services.worker.models.json_file import read_json_object
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_LENGTH_BYTES = 8
+_READABLE = {"F32", "BF16", "F16", "F64"}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where a tensor lies: its file, its stored data type and shape, and its bytes in the file."""
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Every tensor of a model directory by name; nothing is loaded yet."""
+
+    directory: Path
+    tensors: dict[str, TensorInfo]
+
+    @property
+    def source(self) -> Path:
+        """The file that an error about the whole checkpoint names."""
+        index = self.directory / INDEX_FILE
+        single = self.directory / SINGLE_FILE
+        return single if single.exists() else index
+
+    @property
+    def files(self) -> list[Path]:
+        """The safetensors files, in order."""
+        return sorted({tensor.file for tensor in self.tensors.values()})
+
+    def check(self, expected: dict[str, tuple[int, ...]], ignored: frozenset[str]) -> None:
+        """Raises ModelTensorError unless the tensors are exactly `expected`, besides `ignored`."""
+        missing = sorted(expected.keys() - self.tensors.keys())
+        if missing:
+            raise ModelTensorError(self.source, f"{_named('tensor', missing)} missing")
+        extra = sorted(self.tensors.keys() - expected.keys() - ignored)
+        if extra:
+            unknown = [name for name in extra if not name.endswith("rotary_emb.inv_freq")]
+            if unknown:
+                raise ModelTensorError(
+                    self.source, f"{_named('tensor', unknown)} not part of this architecture"
+                )
+        for name, shape in expected.items():
+            tensor = self.tensors[name]
+            if tensor.shape != shape:
+                raise ModelTensorError(
+                    tensor.file,
+                    f"tensor {name} has shape {list(tensor.shape)}, "
+                    f"but config.json describes {list(shape)}",
+                )
+            if tensor.dtype not in _READABLE:
+                raise ModelTensorError(
+                    tensor.file, f"tensor {name} has data type {tensor.dtype}, which is not read"
+                )
+
+    @contextmanager
+    def open(self) -> Iterator["TensorReader"]:
+        """Maps the files for reading. Raises ModelFileError when one cannot be opened."""
+        with ExitStack() as stack:
+            handles = {}
+            for file in self.files:
+                try:
+                    handles[file] = stack.enter_context(safe_open(file, framework="pt"))
+                except (OSError, SafetensorError) as error:
+                    raise ModelFileError(file, f"the file cannot be read: {error}") from error
+            yield TensorReader(self, handles)
+
+
+class TensorReader:
+    """Reads tensors of an open checkpoint."""
+
+    def __init__(self, checkpoint: Checkpoint, handles: dict[Path, safe_open]) -> None:
+        self._checkpoint = checkpoint
+        self._handles = handles
+
+    def read(self, *names: str, dtype: torch.dtype) -> torch.Tensor:
+        """The tensors, stacked along their first axis, as a new tensor of `dtype`."""
+        parts = []
+        for name in names:
+            handle = self._handles[self._checkpoint.tensors[name].file]
+            parts.append(handle.get_tensor(name).to(dtype))
+        return torch.cat(parts) if len(parts) > 1 else parts[0].clone()
+
+
+def open_checkpoint(directory: Path) -> Checkpoint:
+    """Finds the tensors of a model directory and checks its files. Raises ModelFileError."""
+    single, index = directory / SINGLE_FILE, directory / INDEX_FILE
+    if single.exists():
+        return Checkpoint(directory, {tensor.name: tensor for tensor in read_header(single)})
+    if not index.exists():
+        raise ModelFileError(single, f"the file is missing, and so is {INDEX_FILE}")
+    return Checkpoint(directory, _read_shards(directory, index))
+
+
+def read_header(file: Path) -> list[TensorInfo]:
+    """The tensors of one safetensors file, in the order of their bytes. Raises ModelFileError."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+            if size < _LENGTH_BYTES or length > size - _LENGTH_BYTES:
+                raise ModelFileError(file, f"the file is cut short: it ends after {size} bytes")
+            header = json.loads(stream.read(length))
+    except FileNotFoundError:
+        raise ModelFileError(file, "the file is missing") from None
+    except OSError as error:
+        raise ModelFileError(file, f"the file cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ModelFileError(file, f"the header is not valid JSON: {error}") from error
+    tensors = _parse_header(file, header, _LENGTH_BYTES + length)
+    needed = max((tensor.end for tensor in tensors), default=0)
+    if needed > size:
+        raise ModelFileError(
+            file, f"the file is cut short: its header describes {needed} bytes, it has {size}"
+        )
+    return tensors
+
+
+def _parse_header(file: Path, header: object, base: int) -> list[TensorInfo]:
+    tensors = []
+    try:
+        for name, entry in header.items():  # type: ignore[attr-defined]
+            if name == "__metadata__":
+                continue
+            begin, end = entry["data_offsets"]
+            shape = tuple(int(size) for size in entry["shape"])
+            tensors.append(
+                TensorInfo(name, file, str(entry["dtype"]), shape, base + begin, base + end)
+            )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ModelFileError(file, "the header is not that of a safetensors file") from error
+    return sorted(tensors, key=lambda tensor: (tensor.begin, tensor.name))
+
+
+def _read_shards(directory: Path, index: Path) -> dict[str, TensorInfo]:
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelFileError(index, "weight_map must map tensor names to files")
+    for file_name in weight_map.values():
+        if not isinstance(file_name, str) or Path(file_name).name != file_name:
+            raise ModelFileError(index, f"weight_map names {file_name!r}, which is no file name")
+    tensors = {}
+    for file_name in sorted(set(weight_map.values())):
+        for tensor in read_header(directory / file_name):
+            tensors[tensor.name] = tensor
+    for name, file_name in weight_map.items():
+        if name not in tensors or tensors[name].file.name != file_name:
+            raise ModelTensorError(directory / file_name, f"tensor {name} is missing")
+    return tensors
+
+
+def _named(noun: str, names: list[str]) -> str:
+    """'tensor a is', 'tensors a, b and 3 more are'."""
+    if len(names) == 1:
+        return f"{noun} {names[0]} is"
+    shown, rest = names[:2], len(names) - 2
+    more = f" and {rest} more" if rest else ""
+    return f"{noun}s {', '.join(shown)}{more} are"

@@ -1,0 +1,97 @@
+"""A JSON object read from a model directory, with accessors that name file, key and problem."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from services.worker.models.errors import ModelConfigError, ModelFileError
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object in `path`. Raises ModelFileError when it is missing or no JSON object."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelFileError(path, "the file is missing") from None
+    except OSError as error:
+        raise ModelFileError(path, f"the file cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ModelFileError(path, f"the file is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelFileError(path, f"the file must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+class JsonReader:
+    """Typed access to a JSON object. A key whose value is null counts as absent.
+
+    Every accessor raises ModelConfigError for a value of the wrong kind, and for an absent key
+    without a default.
+    """
+
+    def __init__(self, path: Path, values: dict[str, Any], prefix: str = "") -> None:
+        self.path = path
+        self._values = {key: value for key, value in values.items() if value is not None}
+        self._prefix = prefix
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._values
+
+    def positive_int(self, key: str, default: int | None = None) -> int:
+        """A whole number of 1 or more."""
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.error(key, f"must be a whole number of 1 or more, not {value!r}")
+        return value
+
+    def positive_float(self, key: str, default: float | None = None) -> float:
+        """A finite number above 0."""
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
+            raise self.error(key, f"must be a positive number, not {value!r}")
+        return float(value)
+
+    def boolean(self, key: str, default: bool) -> bool:
+        """true or false."""
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            raise self.error(key, f"must be true or false, not {value!r}")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """A string."""
+        value = self._get(key, default)
+        if not isinstance(value, str):
+            raise self.error(key, f"must be a string, not {value!r}")
+        return value
+
+    def nested(self, key: str) -> "JsonReader | None":
+        """An object in the object; None when absent or empty."""
+        value = self._values.get(key)
+        if value is None or value == {}:
+            return None
+        if not isinstance(value, dict):
+            raise self.error(key, f"must be an object, not {value!r}")
+        return JsonReader(self.path, value, f"{self._prefix}{key}.")
+
+    def integers(self, key: str) -> tuple[int, ...]:
+        """A whole number or a list of them; empty when absent."""
+        value = self._values.get(key, [])
+        numbers = value if isinstance(value, list) else [value]
+        if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers):
+            raise self.error(key, f"must be a token id or a list of them, not {value!r}")
+        return tuple(numbers)
+
+    def raw(self, key: str) -> Any:
+        """The value as it stands; None when absent."""
+        return self._values.get(key)
+
+    def error(self, key: str, problem: str) -> ModelConfigError:
+        """An error about one key."""
+        return ModelConfigError(self.path, f"{self._prefix}{key} {problem}")
+
+    def _get(self, key: str, default: Any) -> Any:
+        value = self._values.get(key, default)
+        if value is None:
+            raise self.error(key, "is missing")
+        return value

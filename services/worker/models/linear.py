@@ -1,0 +1,41 @@
+"""Matrix multiplication by a fixed weight, packed for the processor where that is possible."""
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+
+class Linear:
+    """x W^T + b for a weight [out, in] and a bias [out] or None.
+
+    On the CPU the weight is reordered once into oneDNN's blocked layout, which about halves the
+    time of small batches; where the library lacks the operation, the plain one runs. The instance
+    owns its weight: in packed form the caller's tensor is not kept.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._bias = bias
+        self._packed = _pack(weight)
+        self._plain = weight if self._packed is None else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[n, in] -> [n, out]."""
+        if self._packed is None:
+            assert self._plain is not None
+            return F.linear(x, self._plain, self._bias)
+        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+            x, self._packed, self._bias, "none", [], ""
+        )
+        return product
+
+
+def _pack(weight: torch.Tensor) -> torch.Tensor | None:
+    if not torch.backends.mkldnn.is_available() or weight.device.type != "cpu":
+        return None
+    if weight.dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return None
+    try:
+        packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
+    except (AttributeError, RuntimeError):
+        return None
+    return packed

@@ -1,0 +1,126 @@
+"""Tiny seeded models of every supported architecture, saved as Hugging Face directories.
+
+The weights are drawn wide enough that greedy outputs vary; a model of a kind is the same on every
+machine that draws the same random numbers.
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+VOCAB_SIZE = 320
+MAX_POSITION_EMBEDDINGS = 512
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_POSITION_EMBEDDINGS,
+    "initializer_range": 0.25,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """A kind of tiny model: its configuration class and what differs from the common shape."""
+
+    config_class: type[PretrainedConfig]
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """A fresh configuration."""
+        return self.config_class(**{**_SHAPE, **self.changes})
+
+
+def _rope(**parameters: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_theta": 10000.0, **parameters}}
+
+
+TINY_MODELS: dict[str, TinyModel] = {
+    "llama": TinyModel(LlamaConfig),
+    "llama_tied": TinyModel(LlamaConfig, {"tie_word_embeddings": True}),
+    "llama_biases": TinyModel(
+        LlamaConfig, {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1}
+    ),
+    "llama_wide_heads": TinyModel(LlamaConfig, {"head_dim": 32, "num_key_value_heads": 4}),
+    "llama_llama3": TinyModel(
+        LlamaConfig,
+        _rope(
+            rope_type="llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=64,
+        ),
+    ),
+    "llama_linear": TinyModel(LlamaConfig, _rope(rope_type="linear", factor=4.0)),
+    "llama_dynamic": TinyModel(LlamaConfig, _rope(rope_type="dynamic", factor=2.0)),
+    "llama_yarn": TinyModel(
+        LlamaConfig,
+        _rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=128),
+    ),
+    "mistral": TinyModel(MistralConfig, {"sliding_window": None, "head_dim": 16}),
+    "qwen2": TinyModel(Qwen2Config, {"use_sliding_window": False}),
+    "qwen3": TinyModel(Qwen3Config, {"head_dim": 16}),
+}
+
+
+def build_tiny_model(
+    kind: str, *, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> PreTrainedModel:
+    """The model of a kind, ready for inference. Biases and norms are random too."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(TINY_MODELS[kind].config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.2)
+            elif "norm" in name:
+                parameter.normal_(mean=1.0, std=0.2)
+    return model.to(dtype).eval()
+
+
+def save_tiny_model(
+    directory: Path,
+    kind: str = "llama",
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    shard_bytes: int | None = None,
+) -> PreTrainedModel:
+    """Saves the model of a kind to `directory` and returns it; `shard_bytes` cuts it in shards."""
+    model = build_tiny_model(kind, dtype=dtype, seed=seed)
+    shards = {} if shard_bytes is None else {"max_shard_size": shard_bytes}
+    model.save_pretrained(directory, **shards)
+    return model
+
+
+def edit_config(directory: Path, **changes: Any) -> None:
+    """Overwrites keys of config.json; a value of None removes the key."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    for key, value in changes.items():
+        if value is None:
+            config.pop(key, None)
+        else:
+            config[key] = value
+    path.write_text(json.dumps(config))
