@@ -178,9 +178,7 @@ class TorchPagedAttention:
             begin = end
         return groups
 
-    def _decode_group(
-        self, layout: StepLayout, begin: int, end: int, width: int
-    ) -> _DecodeGroup:
+    def _decode_group(self, layout: StepLayout, begin: int, end: int, width: int) -> _DecodeGroup:
         lengths = layout.seq_lens[begin:end]
         length = int(lengths[-1])
         columns = np.arange(width)

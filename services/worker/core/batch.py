@@ -146,14 +146,10 @@ class _StepCheck:
         )
         self._check_token_ids(request.token_ids, "new_requests.token_ids")
         groups = len(request.block_tables)
-        self._require(
-            groups == _NUM_GROUPS, "new_requests.block_tables", f"{groups} groups, not 1"
-        )
+        self._require(groups == _NUM_GROUPS, "new_requests.block_tables", f"{groups} groups, not 1")
         self._check_block_ids(request.block_tables[0], "new_requests.block_tables")
         width, most = len(request.block_tables[0]), limits.max_blocks_per_seq
-        self._require(
-            width <= most, "new_requests.block_tables", f"{width} blocks, over {most}"
-        )
+        self._require(width <= most, "new_requests.block_tables", f"{width} blocks, over {most}")
         request.sampling.validate(limits.vocab_size)
         self._in_use.add(slot)
         self._new[slot] = request
@@ -170,9 +166,7 @@ class _StepCheck:
             "block ids do not add up to num_blocks",
         )
         self._check_block_ids(appended.block_ids, name)
-        for slot, count in zip(
-            appended.slots.tolist(), appended.num_blocks.tolist(), strict=True
-        ):
+        for slot, count in zip(appended.slots.tolist(), appended.num_blocks.tolist(), strict=True):
             self._require(slot in self._in_use, name, f"slot {slot} is not in use")
             self._appended[slot] = self._appended.get(slot, 0) + count
         for slot in self._appended:

@@ -1,9 +1,9 @@
 """What a worker refuses.
 
-    InvalidArgument
-    └── InvalidStep          a step contradicts the batch or the limits
-    StepwellError
-    └── KVCacheTooSmall      the memory set aside cannot hold one sequence
+InvalidArgument
+└── InvalidStep          a step contradicts the batch or the limits
+StepwellError
+└── KVCacheTooSmall      the memory set aside cannot hold one sequence
 """
 
 from services.common.errors import InvalidArgument, StepwellError

@@ -178,7 +178,7 @@ class Runner:
         return self._model.compute_logits(hidden[torch.from_numpy(wanted)]), first_rows
 
     def _prompt_logprobs(self, rows: _Rows, hidden: torch.Tensor) -> dict[int, LogprobRows]:
-        """Log-probabilities of the prompt tokens that follow a position of this step, by request."""
+        """Log-probabilities of prompt tokens that follow a position of this step, by request."""
         found = {}
         for index, slot in enumerate(rows.slots.tolist()):
             num_top = self._batch.sampling[slot].prompt_logprobs

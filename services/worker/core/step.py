@@ -18,7 +18,7 @@ def no_ints() -> Int32Array:
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """A request that enters the batch, whole: tokens known so far, and its block tables by group."""
+    """A request that enters the batch, whole: known tokens, and its block tables by group."""
 
     slot: int
     token_ids: Int32Array
@@ -29,7 +29,7 @@ class NewRequest:
 
 @dataclass(frozen=True, slots=True)
 class AppendedBlocks:
-    """Growth of block tables in one group: `num_blocks[i]` of the concatenated ids to `slots[i]`."""
+    """Growth of tables in one group: `num_blocks[i]` of the concatenated ids to `slots[i]`."""
 
     slots: Int32Array
     num_blocks: Int32Array

@@ -105,7 +105,8 @@ class TensorReader:
         parts = []
         for name in names:
             handle = self._handles[self._checkpoint.tensors[name].file]
-            parts.append(handle.get_tensor(name).to(dtype))
+            tensor: torch.Tensor = handle.get_tensor(name)  # type: ignore[no-untyped-call]
+            parts.append(tensor.to(dtype))
         return torch.cat(parts) if len(parts) > 1 else parts[0].clone()
 
 

@@ -31,7 +31,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """All weights. `embedding` [vocab_size, hidden_size]; `head` projects back to the vocabulary."""
+    """All weights. `embedding` [vocab_size, hidden_size]; `head` projects to the vocabulary."""
 
     embedding: torch.Tensor
     layers: tuple[LayerWeights, ...]

@@ -1,7 +1,6 @@
 """From a model directory to a decoder in memory."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 

@@ -1,0 +1,169 @@
+"""Between the contract's messages and the core's types. Arrays share the messages' memory."""
+
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+from stepwell.common.v1 import common_pb2
+from stepwell.worker.v1 import worker_pb2
+
+from services.worker.core.engine import WorkerDescription
+from services.worker.core.errors import InvalidStep
+from services.worker.core.step import (
+    AppendedBlocks,
+    Int32Array,
+    NewRequest,
+    RequestLogprobs,
+    StepInput,
+    StepOutput,
+)
+from services.worker.sampling.params import SamplingParams
+from services.worker.sampling.sampler import LogprobRows
+
+_INT32_BYTES = 4
+_INT32 = np.dtype("<i4")
+_DEFAULTS = SamplingParams()
+_SCALARS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "min_tokens",
+    "logprobs",
+    "prompt_logprobs",
+)
+
+
+def step_from_message(message: worker_pb2.ExecuteRequest) -> StepInput:
+    """The step. Raises InvalidStep when a packed array is not one."""
+    return StepInput(
+        generation=message.generation,
+        step=message.step,
+        slots=_array(message.slots, "slots"),
+        num_scheduled_tokens=_array(message.num_scheduled_tokens, "num_scheduled_tokens"),
+        num_computed_tokens=_array(message.num_computed_tokens, "num_computed_tokens"),
+        removed_slots=_array(message.removed_slots, "removed_slots"),
+        new_requests=tuple(_new_request(request) for request in message.new_requests),
+        appended_blocks=tuple(
+            AppendedBlocks(
+                _array(appended.slots, "appended_blocks.slots"),
+                _array(appended.num_blocks, "appended_blocks.num_blocks"),
+                _array(appended.block_ids, "appended_blocks.block_ids"),
+            )
+            for appended in message.appended_blocks
+        ),
+        num_draft_tokens=_array(message.num_draft_tokens, "num_draft_tokens"),
+        draft_token_ids=_array(message.draft_token_ids, "draft_token_ids"),
+    )
+
+
+def sampling_from_message(message: common_pb2.SamplingParams) -> SamplingParams:
+    """The parameters with their defaults resolved; nothing is checked."""
+    scalars = {
+        name: getattr(message, name) if message.HasField(name) else getattr(_DEFAULTS, name)  # type: ignore[arg-type]
+        for name in _SCALARS
+    }
+    return SamplingParams(
+        **scalars,
+        logit_bias_token_ids=tuple(message.logit_bias_token_ids),
+        logit_bias_values=tuple(message.logit_bias_values),
+        allowed_token_ids=tuple(message.allowed_token_ids),
+        bad_words=tuple(tuple(word.ids) for word in message.bad_words),
+        stop_token_ids=tuple(message.stop_token_ids),
+        eos_token_ids=tuple(message.eos_token_ids),
+    )
+
+
+def output_to_message(
+    output: StepOutput, *, queue_nanos: int, execute_nanos: int
+) -> worker_pb2.ExecuteResponse:
+    """The answer to a step."""
+    return worker_pb2.ExecuteResponse(
+        generation=output.generation,
+        step=output.step,
+        num_tokens=_packed(output.num_tokens),
+        token_ids=_packed(output.token_ids),
+        logprobs=[
+            _request_logprobs(index, logprobs) for index, logprobs in output.logprobs.items()
+        ],
+        nan_requests=_packed(output.nan_requests),
+        queue_nanos=queue_nanos,
+        execute_nanos=execute_nanos,
+    )
+
+
+def description_to_message(description: WorkerDescription) -> worker_pb2.DescribeResponse:
+    """The answer to Describe."""
+    group = common_pb2.KVCacheGroup(
+        attention_type=common_pb2.ATTENTION_TYPE_FULL,
+        block_size=description.block_size,
+        num_layers=description.num_layers,
+    )
+    return worker_pb2.DescribeResponse(
+        incarnation=description.incarnation,
+        model_name=description.model_name,
+        fingerprint=description.fingerprint,
+        max_model_len=description.max_model_len,
+        vocab_size=description.vocab_size,
+        eos_token_ids=description.eos_token_ids,
+        groups=[group],
+        num_blocks=description.num_blocks,
+        bytes_per_block=description.bytes_per_block,
+        max_num_seqs=description.max_num_seqs,
+        max_num_batched_tokens=description.max_num_batched_tokens,
+        rank=description.rank,
+        world_size=description.world_size,
+        kv_cache_sizing=description.kv_cache_sizing,
+        dtype=description.dtype,
+    )
+
+
+def _new_request(message: worker_pb2.NewRequest) -> NewRequest:
+    return NewRequest(
+        slot=message.slot,
+        token_ids=_array(message.token_ids, "new_requests.token_ids"),
+        num_prompt_tokens=message.num_prompt_tokens,
+        sampling=sampling_from_message(message.sampling),
+        block_tables=tuple(
+            _array(table.block_ids, "new_requests.block_tables") for table in message.block_tables
+        ),
+    )
+
+
+def _request_logprobs(index: int, logprobs: RequestLogprobs) -> worker_pb2.RequestLogprobs:
+    return worker_pb2.RequestLogprobs(
+        index=index,
+        sampled=_logprobs(logprobs.sampled),
+        prompt=_logprobs(logprobs.prompt),
+    )
+
+
+def _logprobs(rows: LogprobRows | None) -> common_pb2.Logprobs | None:
+    if rows is None:
+        return None
+    return common_pb2.Logprobs(
+        width=rows.width,
+        token_ids=_flat(rows.token_ids),
+        logprobs=rows.logprobs.reshape(-1).tolist(),
+        ranks=_flat(rows.ranks),
+    )
+
+
+def _flat(values: Int32Array) -> Sequence[int]:
+    flat: list[int] = values.reshape(-1).tolist()
+    return flat
+
+
+def _array(packed: bytes, field: str) -> Int32Array:
+    if len(packed) % _INT32_BYTES:
+        raise InvalidStep(f"{field}: {len(packed)} bytes are no int32 array", field=field)
+    array = np.frombuffer(packed, _INT32)
+    return array if sys.byteorder == "little" else array.astype(np.int32)
+
+
+def _packed(values: Int32Array) -> bytes:
+    return values.astype(_INT32, copy=False).tobytes()

@@ -1,0 +1,38 @@
+"""A loaded model, ready for steps, and what it is."""
+
+from dataclasses import dataclass
+
+from services.worker.core.runner import Runner
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDescription:
+    """Model, capacity and identity. Field by field the contract's DescribeResponse.
+
+    One KV-cache group of full attention with `num_layers` layers. `fingerprint` is 32 bytes.
+    """
+
+    incarnation: str
+    model_name: str
+    fingerprint: bytes
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    num_layers: int
+    block_size: int
+    num_blocks: int
+    bytes_per_block: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    kv_cache_sizing: str
+    dtype: str
+    rank: int = 0
+    world_size: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What runs steps, and what it is."""
+
+    runner: Runner
+    description: WorkerDescription

@@ -1,0 +1,68 @@
+"""The fingerprint: what makes two workers' KV blocks interchangeable, and so roots block hashes.
+
+It covers configuration, weights, tokenizer, block size, the cache's data type and the version of
+the block hash. Not the path: a copy of a model is the same model.
+"""
+
+import json
+from hashlib import sha256
+from pathlib import Path
+
+from services.common.block_hash import HASH_VERSION
+from services.worker.models.checkpoint import Checkpoint, TensorInfo
+from services.worker.models.json_file import read_json_object
+
+WHOLE_FILE_BYTES = 64 * 2**20
+"""Weights up to this size are hashed whole; of larger ones a sample of each tensor."""
+
+_SAMPLE_BYTES = 4096
+_IGNORED_CONFIG_KEYS = {"_name_or_path", "transformers_version"}
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
+
+
+def model_fingerprint(
+    checkpoint: Checkpoint, block_size: int, kv_dtype: str, *, rope_length: int = 0
+) -> bytes:
+    """32 bytes; equal exactly when cached keys and values mean the same.
+
+    `rope_length`: the length that rotary frequencies were fixed for, where they depend on one.
+    """
+    digest = sha256()
+
+    def add(label: str, content: bytes) -> None:
+        for part in (label.encode(), content):
+            digest.update(len(part).to_bytes(8, "little"))
+            digest.update(part)
+
+    config = read_json_object(checkpoint.directory / "config.json")
+    kept = {key: value for key, value in config.items() if key not in _IGNORED_CONFIG_KEYS}
+    add("config", json.dumps(kept, sort_keys=True).encode())
+    for name in sorted(checkpoint.tensors):
+        tensor = checkpoint.tensors[name]
+        add("tensor", f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+    whole = sum(file.stat().st_size for file in checkpoint.files) <= WHOLE_FILE_BYTES
+    for file in checkpoint.files:
+        tensors = [tensor for tensor in checkpoint.tensors.values() if tensor.file == file]
+        add("weights", _hash_weights(file, tensors, whole=whole))
+    for name in _TOKENIZER_FILES:
+        path = checkpoint.directory / name
+        if path.exists():
+            add(name, sha256(path.read_bytes()).digest())
+    add("cache", f"{block_size} {kv_dtype} {rope_length} {HASH_VERSION}".encode())
+    return digest.digest()
+
+
+def _hash_weights(file: Path, tensors: list[TensorInfo], *, whole: bool) -> bytes:
+    """Of each tensor its bytes, or the first, middle and last few of them."""
+    digest = sha256()
+    with file.open("rb") as stream:
+        for tensor in sorted(tensors, key=lambda tensor: tensor.name):
+            size = tensor.end - tensor.begin
+            if whole or size <= 3 * _SAMPLE_BYTES:
+                stream.seek(tensor.begin)
+                digest.update(stream.read(size))
+                continue
+            for start in (0, (size - _SAMPLE_BYTES) // 2, size - _SAMPLE_BYTES):
+                stream.seek(tensor.begin + start)
+                digest.update(stream.read(_SAMPLE_BYTES))
+    return digest.digest()

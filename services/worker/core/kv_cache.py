@@ -1,0 +1,130 @@
+"""How many blocks of keys and values fit, and why.
+
+The memory is given, or a share of what is available once the weights are loaded, less what a step's
+activations need; never more than the batch could use. The answer explains itself in one sentence.
+"""
+
+from dataclasses import dataclass
+
+from services.worker.core.errors import KVCacheTooSmall
+
+_NULL_BLOCKS = 1
+_MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheDemand:
+    """What the cache is for. `max_model_len_asked`: whether the length was asked for by name."""
+
+    bytes_per_block: int
+    block_size: int
+    max_num_seqs: int
+    max_model_len: int
+    max_model_len_asked: bool
+
+    @property
+    def most_blocks(self) -> int:
+        """Blocks of a full batch of longest sequences, and the null block."""
+        return self.max_num_seqs * self.blocks_of(self.max_model_len) + _NULL_BLOCKS
+
+    def blocks_of(self, num_tokens: int) -> int:
+        """Blocks that hold so many tokens."""
+        return -(-num_tokens // self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheMemory:
+    """The memory for the cache: a number of blocks or of bytes, or else a share of what is free.
+
+    `activation_bytes` is what the largest step needs besides weights and cache.
+    """
+
+    num_blocks: int | None
+    kv_cache_memory_bytes: int | None
+    memory_utilization: float
+    available_bytes: int
+    activation_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheSizing:
+    """The blocks of the cache, the null block included; the longest sequence; why."""
+
+    num_blocks: int
+    max_model_len: int
+    explanation: str
+
+
+def size_kv_cache(demand: KVCacheDemand, memory: KVCacheMemory) -> KVCacheSizing:
+    """Finds the number of blocks.
+
+    A length that was not asked for is lowered to what fits. Raises KVCacheTooSmall when one
+    sequence of the asked length, or of a single block, does not fit.
+    """
+    fitting, reason = _fitting_blocks(demand, memory)
+    num_blocks = min(fitting, demand.most_blocks)
+    if fitting > num_blocks:
+        reason = (
+            f"what {demand.max_num_seqs} sequences of {demand.max_model_len} tokens can use; "
+            f"{fitting} would fit in {reason}"
+        )
+    capacity = (num_blocks - _NULL_BLOCKS) * demand.block_size
+    length = demand.max_model_len
+    if capacity < length:
+        if demand.max_model_len_asked or capacity < demand.block_size:
+            needed = (demand.blocks_of(length) + _NULL_BLOCKS) * demand.bytes_per_block
+            raise KVCacheTooSmall(
+                f"the KV cache cannot hold one sequence of {length} tokens: it needs "
+                f"{_mib(needed)}, and there is {reason}; lower max_model_len or give more memory"
+            )
+        length = capacity
+        reason += f"; max_model_len lowered from {demand.max_model_len} to {length} to fit"
+    size = _mib(num_blocks * demand.bytes_per_block)
+    return KVCacheSizing(
+        num_blocks,
+        length,
+        f"{num_blocks} blocks of {demand.block_size} tokens, {size}: {reason}",
+    )
+
+
+def _fitting_blocks(demand: KVCacheDemand, memory: KVCacheMemory) -> tuple[int, str]:
+    if memory.num_blocks is not None:
+        return memory.num_blocks, f"num_blocks {memory.num_blocks}"
+    if memory.kv_cache_memory_bytes is not None:
+        size = memory.kv_cache_memory_bytes
+        return size // demand.bytes_per_block, f"kv_cache_memory_bytes {_mib(size)}"
+    share = int(memory.available_bytes * memory.memory_utilization)
+    size = max(share - memory.activation_bytes, 0)
+    return size // demand.bytes_per_block, (
+        f"{_mib(size)}, which is {memory.memory_utilization:.0%} of {_mib(memory.available_bytes)} "
+        f"available after loading, less {_mib(memory.activation_bytes)} for activations"
+    )
+
+
+def _mib(size: int) -> str:
+    return f"{size / _MIB:.1f} MiB"
+
+
+def estimate_activation_bytes(
+    *,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+    hidden_size: int,
+    intermediate_size: int,
+    vocab_size: int,
+    kv_bytes_per_token_and_layer: int,
+    gathered_tokens: int,
+    itemsize: int,
+) -> int:
+    """An upper estimate of what the largest step holds besides weights and cache.
+
+    Per token: residual, normalized and attended states, the fused projections. Per sampled row:
+    logits in float32 and the sampler's copies. And the workspace that pages are gathered into.
+    """
+    per_token = (6 * hidden_size + 4 * intermediate_size) * itemsize
+    per_row = 4 * 4 * vocab_size
+    return (
+        max_num_batched_tokens * per_token
+        + max_num_seqs * per_row
+        + gathered_tokens * kv_bytes_per_token_and_layer
+    )

@@ -1,0 +1,66 @@
+"""Settings of a worker."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.common.logs import LogFormat, LogLevel
+from services.common.settings import at_least, between, existing_directory, setting
+from services.worker.models.config import DtypeSetting
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """Runs one model: weights, KV cache, attention and sampling."""
+
+    model: Path = setting(
+        doc="directory of the model, in Hugging Face format", check=existing_directory
+    )
+    address: str = setting(
+        "127.0.0.1:9003", doc="address to listen on, host:port or unix:PATH; port 0 for a free one"
+    )
+    served_model_name: str | None = setting(
+        None, doc="name of the model (default: the directory's)"
+    )
+    dtype: DtypeSetting = setting(
+        DtypeSetting.AUTO,
+        doc="data type of weights and KV cache; auto is the checkpoint's where the processor "
+        "computes in it, else float32",
+    )
+    block_size: int = setting(16, doc="tokens per block", check=between(1, 1024))
+    max_model_len: int | None = setting(
+        None,
+        doc="longest sequence, prompt and output together, in tokens (default: the model's, "
+        "or what fits in memory)",
+        check=at_least(2),
+    )
+    max_num_seqs: int = setting(64, doc="requests that run at once", check=between(1, 4096))
+    max_num_batched_tokens: int = setting(
+        1024, doc="most tokens of a step", check=between(1, 1_048_576)
+    )
+    num_threads: int | None = setting(
+        None, doc="threads to compute with (default: every processor)", check=at_least(1)
+    )
+    num_blocks: int | None = setting(
+        None, doc="blocks of the KV cache, instead of its memory", check=at_least(2)
+    )
+    kv_cache_memory_bytes: int | None = setting(
+        None, doc="memory of the KV cache, instead of a share", check=at_least(1)
+    )
+    memory_utilization: float = setting(
+        0.7,
+        doc="share of the memory available after loading that KV cache and activations may use",
+        check=between(0.01, 1),
+    )
+    otlp_endpoint: str = setting(
+        "", doc="where traces go, an OTLP/gRPC URL such as http://127.0.0.1:4317; empty for nowhere"
+    )
+    trace_sample_ratio: float = setting(
+        1.0,
+        doc="share of traces beginning here that are recorded; others follow whoever began them",
+        check=between(0, 1),
+    )
+    drain_seconds: float = setting(
+        1.0, doc="time that running calls get at the end", check=between(0, 600)
+    )
+    log_level: LogLevel = setting(LogLevel.INFO, doc="what is logged")
+    log_format: LogFormat = setting(LogFormat.TEXT, doc="how a log line looks")
