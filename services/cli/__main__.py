@@ -1,0 +1,76 @@
+"""The `stepwell` command: finds the subcommand and turns its errors into one sentence."""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.metadata import version
+from io import TextIOWrapper
+
+from services.cli.errors import CommandError
+
+COMMANDS = {
+    "up": "start all four services and serve a model",
+    "chat": "talk with a model, in the terminal or through a pipe",
+    "complete": "continue a text",
+    "status": "show the queues and the pool of each replica",
+}
+
+_INTERRUPTED = 130
+
+HELP = "\n".join(
+    [
+        "usage: stepwell COMMAND [OPTION]...",
+        "",
+        "Large language models served from four small services.",
+        "",
+        *(f"  {name:<10}{summary}" for name, summary in COMMANDS.items()),
+        "",
+        "`stepwell COMMAND --help` lists the options of a command.",
+        "`stepwell --version` says which version this is.",
+    ]
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    name = arguments[0] if arguments else "--help"
+    if name in ("-h", "--help", "help"):
+        print(HELP)
+        return 0
+    if name == "--version":
+        print(f"stepwell {version('stepwell')}")
+        return 0
+    if name not in COMMANDS:
+        print(
+            f"stepwell: there is no command {name!r}; the commands are {', '.join(COMMANDS)}",
+            file=sys.stderr,
+        )
+        return 2
+    return _run(name, arguments[1:])
+
+
+def _run(name: str, arguments: Sequence[str]) -> int:
+    try:
+        # Python lets broken text through in some locales, and breaks when it is sent.
+        if isinstance(sys.stdin, TextIOWrapper):
+            sys.stdin.reconfigure(errors="strict")
+        # A command's libraries are loaded only when it runs: --help answers at once.
+        status: int = import_module(f"services.cli.{name}").main(arguments)
+    except CommandError as error:
+        print(f"stepwell {name}: {error.sentence}", file=sys.stderr)
+        return error.exit_status
+    except UnicodeError:
+        print(f"stepwell {name}: the input is not UTF-8 text", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has enough. Python would complain once more when it flushes.
+        sys.stdout = None
+        return 0
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""Flags that the client commands share."""
+
+import argparse
+import os
+from typing import Any, NoReturn
+
+from services.cli.client import DEFAULT_URL
+from services.cli.errors import CommandError
+
+_SAMPLING: tuple[tuple[str, type, str], ...] = (
+    ("max_tokens", int, "most tokens to generate"),
+    ("temperature", float, "0 is greedy, 1 the model's own distribution"),
+    ("top_p", float, "keep the smallest set of tokens with this probability"),
+    ("top_k", int, "keep the k most probable tokens"),
+    ("min_p", float, "drop tokens below this share of the most probable one"),
+    ("presence_penalty", float, "discourage tokens that were used"),
+    ("frequency_penalty", float, "discourage tokens by how often they were used"),
+    ("repetition_penalty", float, "discourage tokens of prompt and answer"),
+    ("seed", int, "the same seed gives the same answer"),
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that complains in one sentence."""
+
+    def __init__(self, command: str, description: str) -> None:
+        super().__init__(
+            prog=f"stepwell {command}",
+            description=description,
+            epilog="STEPWELL_URL and STEPWELL_API_KEY stand in for --url and --api-key.",
+            allow_abbrev=False,
+        )
+        self.add_argument(
+            "--url",
+            default=os.environ.get("STEPWELL_URL", DEFAULT_URL),
+            help=f"where the server is (default: {DEFAULT_URL})",
+        )
+        self.add_argument(
+            "--api-key", default=os.environ.get("STEPWELL_API_KEY"), help="key to the server"
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the command with the complaint."""
+        raise CommandError(message, exit_status=2)
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """Adds the model and the flags of sampling. What is not given is the server's to choose."""
+    parser.add_argument("--model", help="which model (default: the first that is served)")
+    for name, kind, text in _SAMPLING:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=text, metavar="X")
+    parser.add_argument(
+        "--stop", action="append", help="end before this text; may be given several times"
+    )
+
+
+def sampling_body(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The request's fields for the flags that were given."""
+    names = (*(name for name, _, _ in _SAMPLING), "stop")
+    given = {name: getattr(arguments, name) for name in names}
+    return {name: value for name, value in given.items() if value is not None}

@@ -1,0 +1,143 @@
+"""`stepwell chat`: a conversation, in the terminal or through a pipe."""
+
+import argparse
+import sys
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import closing, suppress
+from importlib import import_module
+from typing import Any
+
+from services.cli.arguments import Parser, add_sampling, sampling_body
+from services.cli.client import Client
+from services.cli.errors import CommandError
+
+_WELCOME = "Talking with {model}. /reset forgets the conversation, /quit or Ctrl-D leaves,"
+_WELCOME_MORE = "Ctrl-C stops an answer."
+_PROMPT = "> "
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command."""
+    arguments = _parse(argv)
+    with Client(arguments.url, arguments.api_key) as client:
+        model = arguments.model or client.default_model()
+        conversation = Conversation(client, model, sampling_body(arguments), arguments.system)
+        if arguments.message is not None:
+            _print_answer(conversation.ask(arguments.message))
+        elif sys.stdin.isatty():
+            _converse(conversation)
+        else:
+            _answer_each_line(conversation)
+    return 0
+
+
+class Conversation:
+    """The turns so far. A turn that fails or is stopped before its first text leaves no trace."""
+
+    def __init__(
+        self, client: Client, model: str, sampling: dict[str, Any], system: str | None
+    ) -> None:
+        self.model = model
+        self._client = client
+        self._sampling = sampling
+        self._beginning = [] if system is None else [{"role": "system", "content": system}]
+        self._turns: list[dict[str, str]] = []
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """What the model sees."""
+        return [*self._beginning, *self._turns]
+
+    def reset(self) -> None:
+        """Forgets everything but the system message."""
+        self._turns.clear()
+
+    def ask(self, message: str) -> Generator[str, None, None]:
+        """The answer in pieces. What was read of it becomes part of the conversation."""
+        question = {"role": "user", "content": message}
+        body = {
+            "model": self.model,
+            "messages": [*self.messages, question],
+            "stream": True,
+            **self._sampling,
+        }
+        answer = ""
+        try:
+            with closing(self._client.stream("/v1/chat/completions", body)) as events:
+                for event in events:
+                    for choice in event.get("choices", []):
+                        piece = choice.get("delta", {}).get("content") or ""
+                        answer += piece
+                        yield piece
+        finally:
+            if answer:
+                self._turns += [question, {"role": "assistant", "content": answer}]
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = Parser("chat", "Talks with a model.")
+    parser.add_argument(
+        "message",
+        nargs="?",
+        help="one message; without it a conversation, or one message a line from a pipe",
+    )
+    parser.add_argument("--system", help="what the model is told before the conversation")
+    add_sampling(parser)
+    return parser.parse_args(argv)
+
+
+def _answer_each_line(conversation: Conversation) -> None:
+    for line in sys.stdin:
+        match line.strip():
+            case "":
+                continue
+            case "/quit":
+                return
+            case "/reset":
+                conversation.reset()
+            case message:
+                _print_answer(conversation.ask(message))
+
+
+def _print_answer(pieces: Iterable[str]) -> None:
+    for piece in pieces:
+        print(piece, end="", flush=True)
+    print(flush=True)
+
+
+def _converse(conversation: Conversation) -> None:
+    with suppress(ImportError):  # Line editing and history for input(), where Python has it.
+        import_module("readline")
+    print(_WELCOME.format(model=conversation.model), _WELCOME_MORE)
+    while (message := _read_message()) is not None:
+        if message == "/quit":
+            return
+        if message == "/reset":
+            conversation.reset()
+            print("The conversation is forgotten.")
+        elif message.startswith("/"):
+            print(f"There is no command {message.split()[0]}; there are /reset and /quit.")
+        elif message:
+            _answer(conversation, message)
+
+
+def _answer(conversation: Conversation, message: str) -> None:
+    with closing(conversation.ask(message)) as pieces:
+        try:
+            _print_answer(pieces)
+        except KeyboardInterrupt:
+            print(" (stopped)")
+        except CommandError as error:
+            print(error.sentence)
+
+
+def _read_message() -> str | None:
+    """A line, empty after Ctrl-C; None at the end of the input."""
+    try:
+        return input(_PROMPT).strip()
+    except KeyboardInterrupt:
+        print()
+        return ""
+    except EOFError:
+        print()
+        return None

@@ -1,0 +1,114 @@
+"""A child process: one run of one program, its output line by line, its end."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_LAUNCHER = Path(__file__).with_name("launcher.py")
+_TAIL_LINES = 50
+_LONGEST_LINE = 16_384
+_CHUNK_BYTES = 65_536
+_OUTPUT_GRACE_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ChildSpec:
+    """What to run. `until_ready` returns once the program serves, and may be asked again."""
+
+    name: str
+    command: tuple[str, ...]
+    environ: Mapping[str, str]
+    until_ready: Callable[[], Awaitable[None]]
+
+
+class Child:
+    """A running child. Standard output and standard error come as one sequence of lines.
+
+    It leads a session of its own, so that Ctrl-C in a terminal reaches the supervisor alone, and
+    the kernel kills it when the supervisor dies. Start it from the main thread.
+    """
+
+    def __init__(
+        self, spec: ChildSpec, process: asyncio.subprocess.Process, on_line: Callable[[str], None]
+    ) -> None:
+        self.spec = spec
+        self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._process = process
+        self._on_line = on_line
+        self._output = asyncio.create_task(self._read_lines())
+
+    @classmethod
+    async def start(cls, spec: ChildSpec, on_line: Callable[[str], None]) -> "Child":
+        """Starts the program; each line of its output goes to `on_line` as it comes."""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-S", str(_LAUNCHER), str(os.getpid())),
+            *spec.command,
+            env=dict(spec.environ),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+        )
+        return cls(spec, process, on_line)
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self._process.pid
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is known to have ended."""
+        return self._process.returncode is not None
+
+    async def wait(self) -> int:
+        """Its exit status, or minus the signal that killed it, once its output is read."""
+        status = await self._process.wait()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(self._output), _OUTPUT_GRACE_SECONDS)
+        return status
+
+    def terminate(self) -> None:
+        """Asks it to end."""
+        if not self.ended:
+            self._process.terminate()
+
+    def kill(self) -> None:
+        """Ends it and whatever it started."""
+        if not self.ended:
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    async def _read_lines(self) -> None:
+        assert self._process.stdout is not None
+        rest = b""
+        while chunk := await self._process.stdout.read(_CHUNK_BYTES):
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                self._take(line)
+            if len(rest) > _LONGEST_LINE:
+                self._take(rest)
+                rest = b""
+        if rest:
+            self._take(rest)
+
+    def _take(self, line: bytes) -> None:
+        text = line[:_LONGEST_LINE].decode(errors="replace").rstrip()
+        self.tail.append(text)
+        self._on_line(text)
+
+
+def describe_exit(status: int) -> str:
+    """The end of a process in words: `exit status 1`, `killed by SIGKILL`."""
+    if status >= 0:
+        return f"exit status {status}"
+    try:
+        return f"killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"killed by signal {-status}"

@@ -1,0 +1,133 @@
+"""The HTTP API as the commands use it: JSON answers and server-sent events."""
+
+import json
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from services.cli.errors import CommandError
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+_CONNECT_SECONDS = 5.0
+_ANSWER_SECONDS = 30.0
+# A long prompt may wait long in a queue: between two tokens there is no limit.
+_STREAM_TIMEOUT = httpx.Timeout(_ANSWER_SECONDS, connect=_CONNECT_SECONDS, read=None)
+
+
+class Client:
+    """One server. Every failure is a CommandError with one sentence for people.
+
+    Closing a stream's iterator early closes its connection, which aborts the request.
+    """
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        self._url = url.rstrip("/")
+        if not self._url.startswith(("http://", "https://")):
+            raise CommandError(f"--url {url} is not an http:// or https:// address")
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        try:
+            self._http = httpx.Client(
+                base_url=self._url,
+                headers=headers,
+                timeout=httpx.Timeout(_ANSWER_SECONDS, connect=_CONNECT_SECONDS),
+                # A server on this machine is not behind the proxy that leads out of it.
+                trust_env=False,
+            )
+        except (httpx.InvalidURL, ValueError) as error:
+            raise CommandError(f"--url {url} is not an address: {error}") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._http.close()
+
+    def get(self, path: str) -> Any:
+        """The JSON at a path."""
+        try:
+            response = self._http.get(path)
+        except httpx.HTTPError as error:
+            raise self._failure(error) from error
+        _refuse(response)
+        return _parse(response.text)
+
+    def default_model(self) -> str:
+        """The first model served."""
+        models = self.get("/v1/models").get("data", [])
+        if not models:
+            raise CommandError(f"{self._url} serves no model")
+        name: str = models[0]["id"]
+        return name
+
+    def stream(self, path: str, body: Mapping[str, Any]) -> Generator[Any, None, None]:
+        """Posts `body` and yields the JSON of each event until `[DONE]`."""
+        try:
+            with self._http.stream("POST", path, json=body, timeout=_STREAM_TIMEOUT) as response:
+                if response.is_error:
+                    response.read()
+                    _refuse(response)
+                yield from _until_done(events(response.iter_lines()))
+        except httpx.HTTPError as error:
+            raise self._failure(error) from error
+
+    def _failure(self, error: Exception) -> CommandError:
+        if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+            return CommandError(f"nothing answers at {self._url}; is `stepwell up` running there?")
+        if isinstance(error, httpx.TimeoutException):
+            return CommandError(f"{self._url} did not answer within {_ANSWER_SECONDS:.0f} s")
+        return CommandError(f"the connection to {self._url} broke: {error or type(error).__name__}")
+
+
+def events(lines: Iterable[str]) -> Iterator[str]:
+    """The data of each server-sent event (WHATWG HTML, 9.2): its `data` lines, joined."""
+    data: list[str] = []
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name == "data":
+            data.append(value.removeprefix(" "))
+        elif not line and data:
+            yield "\n".join(data)
+            data = []
+
+
+def _until_done(datas: Iterable[str]) -> Iterator[Any]:
+    for data in datas:
+        if data == "[DONE]":
+            return
+        event = _parse(data)
+        if isinstance(event, dict) and "error" in event:
+            raise CommandError(_message_of(event) or data)
+        yield event
+    raise CommandError("the answer broke off before its end")
+
+
+def _refuse(response: httpx.Response) -> None:
+    if not response.is_error:
+        return
+    try:
+        message = _message_of(response.json())
+    except ValueError:
+        message = None
+    raise CommandError(message or f"{response.url} answered {response.status_code}")
+
+
+def _message_of(body: Any) -> str | None:
+    """The message of an error in OpenAI's shape."""
+    error = body.get("error") if isinstance(body, dict) else None
+    message = error.get("message") if isinstance(error, dict) else error
+    return message if isinstance(message, str) and message else None
+
+
+def _parse(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise CommandError(f"the server sent what is not JSON: {text[:80]!r}") from error

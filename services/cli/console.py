@@ -1,0 +1,78 @@
+"""What `stepwell up` writes while it runs: the services' lines and its own, on standard error."""
+
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TextIO
+
+_COLOURS = {"gateway": 36, "scheduler": 33, "kvpool": 35, "worker": 32, "up": 1}
+_TAIL_SHOWN = 8
+
+
+class Console:
+    """The supervisor's observer for people. A terminal gets colours, anything else plain text.
+
+    `quiet` leaves out what goes as expected. With `raw` the services' lines pass unchanged, for
+    programs that parse them. Losing the reader is no reason to stop serving: what cannot be
+    written is dropped.
+    """
+
+    def __init__(self, stream: TextIO, *, colour: bool, quiet: bool, raw: bool) -> None:
+        self._stream = stream
+        self._colour = colour
+        self._quiet = quiet
+        self._raw = raw
+
+    def line(self, name: str, text: str) -> None:
+        """A service's line."""
+        if not self._quiet:
+            self._write(text if self._raw else f"{self._prefix(name)}{text}")
+
+    def note(self, text: str) -> None:
+        """Progress of the command itself."""
+        if not self._quiet:
+            self.warn(text)
+
+    def warn(self, text: str) -> None:
+        """What people should know even when the command is quiet."""
+        self._write(f"{self._prefix('up')}{text}")
+
+    def ready(self, name: str, seconds: float, num_restarts: int) -> None:
+        """A service is ready."""
+        again = f" again (restart {num_restarts})" if num_restarts else ""
+        tell = self.warn if num_restarts else self.note
+        tell(f"{name} is ready{again} after {seconds:.1f} s")
+
+    def died(self, name: str, status: str, tail: Sequence[str], delay_seconds: float) -> None:
+        """A service died."""
+        self.warn(f"{name} died: {status}; starting it again in {delay_seconds:.1f} s")
+        self.tail(name, tail)
+
+    def tail(self, name: str, lines: Sequence[str]) -> None:
+        """The last lines of a service that ended."""
+        for line in list(lines)[-_TAIL_SHOWN:]:
+            self.warn(f"  last lines of {name}: {line}")
+
+    def stopping(self, name: str) -> None:
+        """A service is asked to end."""
+        self.note(f"stopping {name}")
+
+    def killed(self, name: str, seconds: float) -> None:
+        """A service had to be killed."""
+        self.warn(f"{name} did not stop within {seconds:.0f} s and is killed")
+
+    def _prefix(self, name: str) -> str:
+        prefix = f"{name:<9} | "
+        return f"\033[{_COLOURS.get(name, 0)}m{prefix}\033[0m" if self._colour else prefix
+
+    def _write(self, text: str) -> None:
+        with suppress(OSError, ValueError):
+            self._stream.write(text + "\n")
+            self._stream.flush()
+
+
+def announce(text: str) -> None:
+    """Writes to standard output, for people and for programs that wait for it."""
+    with suppress(OSError, ValueError):
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()

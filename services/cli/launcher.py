@@ -1,0 +1,39 @@
+"""Becomes another program that cannot outlive its supervisor.
+
+    python -I -S launcher.py SUPERVISOR_PID PROGRAM [ARGUMENT]...
+
+On Linux the kernel is asked to kill this process when the supervisor ends, however it ends
+(PR_SET_PDEATHSIG, which an exec keeps). Compared with a pipe that each child would have to watch,
+this needs nothing from the program that is started, and works while it is stuck in native code.
+The request concerns the supervisor's thread that forked: it must be one that lives as long as the
+supervisor, so children are started from its main thread.
+
+Elsewhere than on Linux the program just runs. This file imports nothing of the project, so that it
+costs a few milliseconds.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+_CANNOT_EXECUTE = 127
+
+
+def main() -> None:
+    """Binds this process's life to the supervisor's and becomes the program."""
+    supervisor, command = int(sys.argv[1]), sys.argv[2:]
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != supervisor:
+        sys.exit("the supervisor ended before its child began")
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        print(f"cannot execute {command[0]}: {error.strerror}", file=sys.stderr)
+        sys.exit(_CANNOT_EXECUTE)
+
+
+if __name__ == "__main__":
+    main()

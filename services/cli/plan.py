@@ -1,0 +1,149 @@
+"""What `stepwell up` starts: each service's command, environment, readiness and time to stop."""
+
+import enum
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from services.cli.child import ChildSpec
+from services.cli.ports import join_host_port
+from services.cli.readiness import until_serving
+from services.cli.settings import UpSettings
+from services.cli.supervisor import Stage
+from services.common.settings import env_prefix
+
+# Which services each setting belongs to, where it has the same name there.
+OWNERS: dict[str, tuple[str, ...]] = {
+    "dtype": ("worker",),
+    "num_threads": ("worker",),
+    "kv_cache_memory_bytes": ("worker",),
+    "num_blocks": ("worker",),
+    "block_size": ("worker",),
+    "max_model_len": ("worker",),
+    "max_num_seqs": ("worker", "scheduler"),
+    "max_num_batched_tokens": ("worker", "scheduler"),
+    "policy": ("scheduler",),
+    "enable_prefix_caching": ("scheduler",),
+    "served_model_name": ("worker",),
+    "api_keys": ("gateway",),
+    "otlp_endpoint": ("gateway", "scheduler", "kvpool", "worker"),
+    "trace_sample_ratio": ("gateway", "scheduler", "kvpool", "worker"),
+    "log_level": ("gateway", "scheduler", "kvpool", "worker"),
+    "log_format": ("gateway", "scheduler", "kvpool", "worker"),
+}
+
+# The gateway drains: it takes no new request and lets running ones end. Together the stages stay
+# below ten seconds, the time that most supervisors give before they kill.
+_GATEWAY_STOP_SECONDS = 5.0
+_SCHEDULER_STOP_SECONDS = 2.0
+_CACHES_STOP_SECONDS = 2.0
+# Of which a service keeps this much to end once its calls have.
+_EXIT_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where the services listen: the gateway on two ports, the others on sockets in a directory."""
+
+    host: str
+    http_port: int
+    grpc_port: int
+    run_directory: Path
+
+    def socket(self, service: str) -> str:
+        """The internal address of a service."""
+        return f"unix:{self.run_directory / service}.sock"
+
+    @property
+    def http(self) -> str:
+        """Where to reach the HTTP API from this machine, host:port."""
+        return join_host_port(_reachable(self.host), self.http_port)
+
+    @property
+    def grpc(self) -> str:
+        """Where to reach the gRPC API from this machine, host:port."""
+        return join_host_port(_reachable(self.host), self.grpc_port)
+
+
+def stages(settings: UpSettings, addresses: Addresses, environ: Mapping[str, str]) -> list[Stage]:
+    """The four services, in the order in which they stop."""
+    wiring: dict[str, dict[str, Any]] = {
+        "gateway": {
+            "model": settings.model,
+            "host": addresses.host,
+            "http_port": addresses.http_port,
+            "grpc_port": addresses.grpc_port,
+            "schedulers": (addresses.socket("scheduler"),),
+            "drain_seconds": _GATEWAY_STOP_SECONDS - _EXIT_SECONDS,
+        },
+        "scheduler": {
+            "address": addresses.socket("scheduler"),
+            "kvpool": addresses.socket("kvpool"),
+            "workers": (addresses.socket("worker"),),
+            "drain_seconds": _SCHEDULER_STOP_SECONDS - _EXIT_SECONDS,
+        },
+        "kvpool": {
+            "address": addresses.socket("kvpool"),
+            "drain_seconds": _CACHES_STOP_SECONDS - _EXIT_SECONDS,
+        },
+        "worker": {
+            "model": settings.model,
+            "address": addresses.socket("worker"),
+            "drain_seconds": _CACHES_STOP_SECONDS - _EXIT_SECONDS,
+        },
+    }
+
+    def spec(service: str, address: str) -> ChildSpec:
+        values = {**_owned(settings, service), **wiring[service]}
+        return ChildSpec(
+            name=service,
+            command=(sys.executable, "-m", f"services.{service}"),
+            environ={**environ, **_as_environment(service, values)},
+            until_ready=partial(until_serving, address),
+        )
+
+    return [
+        Stage((spec("gateway", addresses.grpc),), _GATEWAY_STOP_SECONDS),
+        Stage((spec("scheduler", addresses.socket("scheduler")),), _SCHEDULER_STOP_SECONDS),
+        Stage(
+            tuple(spec(service, addresses.socket(service)) for service in ("kvpool", "worker")),
+            _CACHES_STOP_SECONDS,
+        ),
+    ]
+
+
+def _reachable(host: str) -> str:
+    """An address for clients, where servers were told to listen on every one."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
+def _owned(settings: UpSettings, service: str) -> dict[str, Any]:
+    """The settings that belong to a service and were given."""
+    return {
+        name: value
+        for name, owners in OWNERS.items()
+        if service in owners and (value := getattr(settings, name)) is not None
+    }
+
+
+def _as_environment(service: str, values: Mapping[str, Any]) -> dict[str, str]:
+    """Settings as variables: other users of the machine can read flags, and keys are among them."""
+    return {env_prefix(service) + name.upper(): _as_text(value) for name, value in values.items()}
+
+
+def _as_text(value: Any) -> str:
+    match value:
+        case bool():
+            return str(value).lower()
+        case enum.Enum():
+            return str(value.value)
+        case tuple():
+            return ",".join(map(_as_text, value))
+        case os.PathLike():
+            return str(os.fspath(value))
+        case _:
+            return str(value)

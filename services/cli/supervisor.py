@@ -1,0 +1,192 @@
+"""Keeps child processes running, and ends them in order.
+
+All start at once: each waits for the others it needs, so that loading overlaps. A child that ends
+before it was ever ready cannot work, and takes everything down with it; one that ends later is
+started again, at once the first time and then with growing delays (as Erlang's supervisors and
+systemd do, without their limit: everything behind the gateway can be recomputed, so trying on
+never harms). At the end the stages stop one after the other, in the order given, each within its
+own time; what is left after that is killed.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from services.cli.child import Child, ChildSpec, describe_exit
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Children that stop together, and how long they may take to do so."""
+
+    specs: tuple[ChildSpec, ...]
+    stop_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """How long to wait before a child is started again.
+
+    The delay grows with each death, and starts over after a life of `steady_seconds`.
+    """
+
+    first_delay_seconds: float = 0.1
+    factor: float = 2.0
+    longest_delay_seconds: float = 10.0
+    steady_seconds: float = 30.0
+
+    def delay_seconds(self, num_deaths: int) -> float:
+        """The delay after the given number of deaths in a row."""
+        return min(
+            self.first_delay_seconds * self.factor ** (num_deaths - 1), self.longest_delay_seconds
+        )
+
+
+class Observer(Protocol):
+    """Who is told what happens."""
+
+    def line(self, name: str, text: str) -> None:
+        """A child wrote a line."""
+
+    def ready(self, name: str, seconds: float, num_restarts: int) -> None:
+        """A child serves, so long after it was started."""
+
+    def died(self, name: str, status: str, tail: Sequence[str], delay_seconds: float) -> None:
+        """A child that had served ended unasked, and is started again after the delay."""
+
+    def stopping(self, name: str) -> None:
+        """A child is asked to end."""
+
+    def killed(self, name: str, seconds: float) -> None:
+        """A child did not end when asked, within its time."""
+
+
+class StartFailed(Exception):
+    """A child ended before it was ever ready."""
+
+    def __init__(self, name: str, status: str, tail: Sequence[str]) -> None:
+        super().__init__(f"{name} ended with {status} before it was ready")
+        self.name = name
+        self.status = status
+        self.tail = tuple(tail)
+
+
+class Supervisor:
+    """Runs the stages' children until told to stop."""
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        observer: Observer,
+        restarts: RestartPolicy | None = None,
+    ) -> None:
+        self._stages = stages
+        self._observer = observer
+        self._restarts = restarts or RestartPolicy()
+        self._children: dict[str, Child] = {}
+        self._was_ready: dict[str, asyncio.Event] = {}
+        self.all_ready = asyncio.Event()
+        self.stop = asyncio.Event()
+        self.hurry = asyncio.Event()
+
+    def pid(self, name: str) -> int:
+        """The process id of a child's present or last run."""
+        return self._children[name].pid
+
+    def not_ready(self) -> list[str]:
+        """Children that have not been ready yet."""
+        return [name for name, event in self._was_ready.items() if not event.is_set()]
+
+    async def run(self) -> None:
+        """Returns after `stop` was set and every child has ended. Raises StartFailed.
+
+        `all_ready` is set once each child has been ready. Setting `hurry` during the stop kills
+        what is left. No child is alive when this returns or raises.
+        """
+        specs = [spec for stage in self._stages for spec in stage.specs]
+        self._was_ready = {spec.name: asyncio.Event() for spec in specs}
+        tasks: list[asyncio.Task[None]] = [asyncio.create_task(self._keep(spec)) for spec in specs]
+        tasks.append(asyncio.create_task(self._told_to_stop()))
+        announcer = asyncio.create_task(self._announce())
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in (*tasks, announcer):
+                task.cancel()
+            await asyncio.gather(*tasks, announcer, return_exceptions=True)
+            for stage in self._stages:
+                await self._stop_stage(stage)
+
+    async def _told_to_stop(self) -> None:
+        await self.stop.wait()
+
+    async def _announce(self) -> None:
+        for event in self._was_ready.values():
+            await event.wait()
+        self.all_ready.set()
+
+    async def _keep(self, spec: ChildSpec) -> None:
+        """Runs one child over and over. Raises StartFailed; otherwise ends by cancellation."""
+        num_restarts = num_deaths = 0
+        while True:
+            child = await Child.start(spec, lambda text: self._observer.line(spec.name, text))
+            self._children[spec.name] = child
+            started = time.monotonic()
+            if await _ready_before_its_end(child):
+                self._observer.ready(spec.name, time.monotonic() - started, num_restarts)
+                self._was_ready[spec.name].set()
+            status = describe_exit(await child.wait())
+            if not self._was_ready[spec.name].is_set():
+                raise StartFailed(spec.name, status, child.tail)
+            steady = time.monotonic() - started >= self._restarts.steady_seconds
+            num_deaths = 1 if steady else num_deaths + 1
+            delay_seconds = self._restarts.delay_seconds(num_deaths)
+            self._observer.died(spec.name, status, child.tail, delay_seconds)
+            await asyncio.sleep(delay_seconds)
+            num_restarts += 1
+
+    async def _stop_stage(self, stage: Stage) -> None:
+        children = [
+            child
+            for spec in stage.specs
+            if (child := self._children.get(spec.name)) is not None and not child.ended
+        ]
+        if not children:
+            return
+        for child in children:
+            self._observer.stopping(child.spec.name)
+            child.terminate()
+        ends = [asyncio.create_task(child.wait()) for child in children]
+        await self._first_of(asyncio.gather(*ends), stage.stop_seconds)
+        for child in children:
+            if not child.ended:
+                self._observer.killed(child.spec.name, stage.stop_seconds)
+                child.kill()
+        await asyncio.gather(*ends)
+
+    async def _first_of(self, ended: asyncio.Future[list[int]], stop_seconds: float) -> None:
+        """Waits until the children have ended, the time is over, or there is a hurry."""
+        hurry = asyncio.ensure_future(self.hurry.wait())
+        either: set[asyncio.Future[Any]] = {ended, hurry}
+        await asyncio.wait(either, timeout=stop_seconds, return_when=asyncio.FIRST_COMPLETED)
+        hurry.cancel()
+
+
+async def _ready_before_its_end(child: Child) -> bool:
+    """Waits until the child is ready (True) or has ended (False)."""
+    ready = asyncio.ensure_future(child.spec.until_ready())
+    ended = asyncio.ensure_future(child.wait())
+    either: set[asyncio.Future[Any]] = {ready, ended}
+    try:
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if ready.done():
+            ready.result()
+        return ready.done()
+    finally:
+        for task in (ready, ended):
+            task.cancel()
+        await asyncio.gather(ready, ended, return_exceptions=True)

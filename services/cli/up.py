@@ -1,0 +1,141 @@
+"""`stepwell up`: the four services from one command."""
+
+import asyncio
+import json
+import os
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+
+from services.cli.console import Console, announce
+from services.cli.errors import CommandError
+from services.cli.plan import Addresses, stages
+from services.cli.ports import claim_port
+from services.cli.run_directory import run_directory
+from services.cli.settings import UpSettings
+from services.cli.supervisor import StartFailed, Supervisor
+from services.common.logs import LogFormat
+from services.common.settings import load_settings
+
+_STILL_STARTING_SECONDS = 10.0
+_ASK_AGAIN_SECONDS = 0.1
+_PROMPT = "def read_lines(path):"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command."""
+    # Lost connections are part of a restart: gRPC's C core must not spill them on the terminal.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    settings = load_settings(UpSettings, "up", argv)
+    _check_model(settings.model)
+    http_port = claim_port(settings.host, settings.http_port, "--http-port")
+    if settings.grpc_port == http_port:
+        raise CommandError(f"--http-port and --grpc-port are both {http_port}")
+    grpc_port = claim_port(settings.host, settings.grpc_port, "--grpc-port")
+    console = Console(
+        sys.stderr,
+        colour=sys.stderr.isatty() and "NO_COLOR" not in os.environ,
+        quiet=settings.quiet,
+        raw=settings.log_format is LogFormat.JSON,
+    )
+    with run_directory() as directory:
+        addresses = Addresses(settings.host, http_port, grpc_port, directory)
+        try:
+            asyncio.run(_supervise(settings, addresses, console))
+        except StartFailed as failure:
+            raise CommandError(_why(failure, console)) from failure
+    console.note("everything has stopped")
+    return 0
+
+
+def _check_model(model: Path) -> None:
+    """Says at once what is wrong with the most common mistakes; the worker checks the rest."""
+    if not model.exists():
+        raise CommandError(f"there is no directory {model}", exit_status=2)
+    if not model.is_dir():
+        raise CommandError(f"{model} is not a directory", exit_status=2)
+    if not (model / "config.json").is_file():
+        raise CommandError(f"{model} holds no config.json: it is not a model", exit_status=2)
+
+
+async def _supervise(settings: UpSettings, addresses: Addresses, console: Console) -> None:
+    supervisor = Supervisor(stages(settings, addresses, _environment(os.environ)), console)
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        loop.add_signal_handler(signum, _on_signal, supervisor, signum, console)
+    console.note(f"starting gateway, scheduler, kvpool and worker for {settings.model}")
+    announcer = asyncio.create_task(_announce_ready(supervisor, settings, addresses, console))
+    try:
+        await supervisor.run()
+    finally:
+        announcer.cancel()
+
+
+def _environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """What the services inherit."""
+    return {**environ, "PYTHONUNBUFFERED": "1"}
+
+
+def _on_signal(supervisor: Supervisor, signum: int, console: Console) -> None:
+    if supervisor.stop.is_set():
+        console.warn(f"{signal.Signals(signum).name} again: killing what is left")
+        supervisor.hurry.set()
+        return
+    console.note(f"{signal.Signals(signum).name}: stopping; once more kills")
+    supervisor.stop.set()
+
+
+async def _announce_ready(
+    supervisor: Supervisor, settings: UpSettings, addresses: Addresses, console: Console
+) -> None:
+    started = time.monotonic()
+    while not supervisor.all_ready.is_set():
+        with suppress(TimeoutError):
+            await asyncio.wait_for(supervisor.all_ready.wait(), _STILL_STARTING_SECONDS)
+            break
+        waited = time.monotonic() - started
+        console.note(f"still waiting for {', '.join(supervisor.not_ready())} ({waited:.0f} s)")
+    key = settings.api_keys[0] if settings.api_keys else None
+    model = await _model_name(addresses.http, key)
+    announce(ready_text(addresses, model, needs_key=key is not None))
+
+
+async def _model_name(address: str, key: str | None) -> str:
+    """The served model's name, as the HTTP API gives it; asks until it answers."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    async with httpx.AsyncClient(trust_env=False, headers=headers) as http:
+        while True:
+            try:
+                response = await http.get(f"http://{address}/v1/models")
+                name: str = response.raise_for_status().json()["data"][0]["id"]
+            except httpx.HTTPError:
+                await asyncio.sleep(_ASK_AGAIN_SECONDS)
+            else:
+                return name
+
+
+def ready_text(addresses: Addresses, model: str, *, needs_key: bool) -> str:
+    """The line that says it serves, and below it a command to try."""
+    body = json.dumps({"model": model, "prompt": _PROMPT, "max_tokens": 64, "stream": True})
+    key = "-H 'Authorization: Bearer KEY' " if needs_key else ""
+    return (
+        f"ready: {model} at http://{addresses.http} (gRPC at {addresses.grpc}); try\n"
+        f"  curl -N http://{addresses.http}/v1/completions {key}"
+        f"-H 'Content-Type: application/json' -d {shlex.quote(body)}"
+    )
+
+
+def _why(failure: StartFailed, console: Console) -> str:
+    """The sentence with which a service ended, or the last lines it wrote."""
+    beginning = f"stepwell {failure.name}: "
+    for line in reversed(failure.tail):
+        if line.startswith(beginning):
+            return f"{failure.name} cannot start: {line.removeprefix(beginning)}"
+    console.tail(failure.name, failure.tail)
+    return f"{failure.name} cannot start: {failure.status}"

@@ -1,0 +1,204 @@
+"""The commands as people and scripts run them: real processes, a real HTTP server."""
+
+import os
+import pty
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.small_server import SmallServer, small_server
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def server() -> Iterator[SmallServer]:
+    with small_server() as running:
+        yield running
+
+
+def stepwell(*arguments: str, stdin: str | bytes = "") -> subprocess.CompletedProcess[str]:
+    """Runs the command to its end."""
+    environ = {name: value for name, value in os.environ.items() if "STEPWELL" not in name}
+    done = subprocess.run(
+        [sys.executable, "-m", "services.cli", *arguments],
+        input=stdin.encode() if isinstance(stdin, str) else stdin,
+        capture_output=True,
+        cwd=ROOT,
+        env=environ,
+        timeout=60,
+        check=False,
+    )
+    return subprocess.CompletedProcess(
+        done.args, done.returncode, done.stdout.decode(), done.stderr.decode()
+    )
+
+
+def assert_refused(
+    done: subprocess.CompletedProcess[str], sentence: str, exit_status: int = 1
+) -> None:
+    assert done.stderr == sentence + "\n"
+    assert done.returncode == exit_status
+
+
+def test_help_lists_the_commands() -> None:
+    for arguments in ([], ["--help"]):
+        done = stepwell(*arguments)
+        assert done.returncode == 0
+        assert all(name in done.stdout for name in ("up", "chat", "complete", "status"))
+
+
+def test_the_version_is_one_line() -> None:
+    done = stepwell("--version")
+    assert done.returncode == 0
+    assert done.stdout.startswith("stepwell 0.")
+
+
+def test_an_unknown_command_is_one_sentence() -> None:
+    assert_refused(
+        stepwell("serve"),
+        "stepwell: there is no command 'serve'; the commands are up, chat, complete, status",
+        2,
+    )
+
+
+def test_an_unknown_flag_is_one_sentence() -> None:
+    assert_refused(stepwell("chat", "--foo"), "stepwell chat: unrecognized arguments: --foo", 2)
+
+
+def test_a_bad_flag_value_is_one_sentence() -> None:
+    assert_refused(
+        stepwell("complete", "--top-k", "many", "x"),
+        "stepwell complete: argument --top-k: invalid int value: 'many'",
+        2,
+    )
+
+
+def test_a_completion_streams_with_its_parameters(server: SmallServer) -> None:
+    done = stepwell(
+        *("complete", "--url", server.url, "--max-tokens", "5", "--temperature", "0"),
+        *("--stop", "a", "--stop", "b", "--api-key", "secret", "größer als"),
+    )
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "größer.als.\n"
+    assert server.bodies == [
+        {
+            "model": "small",
+            "prompt": "größer als",
+            "stream": True,
+            "max_tokens": 5,
+            "temperature": 0,
+            "stop": ["a", "b"],
+        }
+    ]
+    assert server.keys == ["Bearer secret"] * 2
+
+
+def test_a_completion_of_standard_input(server: SmallServer) -> None:
+    done = stepwell("complete", "--url", server.url, "--model", "m", "--echo", stdin="a b")
+    assert done.stdout == "a ba.b.\n"
+    assert server.bodies[0]["model"] == "m"
+
+
+def test_one_chat_message(server: SmallServer) -> None:
+    done = stepwell("chat", "--url", server.url, "--system", "be brief", "hello")
+    assert (done.returncode, done.stdout) == (0, "[be brief hello]\n")
+
+
+def test_a_piped_chat_is_one_conversation(server: SmallServer) -> None:
+    done = stepwell("chat", "--url", server.url, stdin="one\n\ntwo\n/reset\nthree\n/quit\nfour\n")
+    assert done.stdout == "[one]\n[one [one] two]\n[three]\n"
+
+
+def test_a_refused_parameter_is_the_servers_sentence(server: SmallServer) -> None:
+    assert_refused(
+        stepwell("complete", "--url", server.url, "--top-k", "-1", "refuse"),
+        "stepwell complete: top_k must be at least 0",
+    )
+
+
+def test_an_error_in_the_stream_is_one_sentence(server: SmallServer) -> None:
+    done = stepwell("complete", "--url", server.url, "fail")
+    assert_refused(done, "stepwell complete: the worker is away")
+
+
+def test_an_answer_that_breaks_off_is_an_error(server: SmallServer) -> None:
+    done = stepwell("complete", "--url", server.url, "break")
+    assert_refused(done, "stepwell complete: the answer broke off before its end")
+
+
+def test_an_empty_prompt_is_refused(server: SmallServer) -> None:
+    done = stepwell("complete", "--url", server.url)
+    assert_refused(done, "stepwell complete: the prompt is empty")
+
+
+def test_input_that_is_no_text_is_refused(server: SmallServer) -> None:
+    done = stepwell("complete", "--url", server.url, stdin=b"\xff\xfe")
+    assert_refused(done, "stepwell complete: the input is not UTF-8 text")
+
+
+@pytest.mark.parametrize("command", [["chat", "hi"], ["complete", "x"], ["status"]])
+def test_a_server_that_is_away_is_one_sentence(command: list[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    assert_refused(
+        stepwell(*command, "--url", f"http://127.0.0.1:{port}"),
+        f"stepwell {command[0]}: nothing answers at http://127.0.0.1:{port}; "
+        "is `stepwell up` running there?",
+    )
+
+
+@pytest.mark.parametrize("url", ["ftp://host", "host", "http://"])
+def test_what_is_no_url_is_one_sentence(url: str) -> None:
+    done = stepwell("chat", "--url", url, "hi")
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert url in done.stderr
+
+
+def test_a_conversation_in_a_terminal(server: SmallServer) -> None:
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "services.cli", "chat", "--url", server.url],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        cwd=ROOT,
+        start_new_session=True,
+    )
+    os.close(slave)
+    try:
+        assert "Talking with small." in read_until(master, "> ")
+        os.write(master, b"hello\n")
+        assert "[hello]" in read_until(master, "]\r\n> ")
+        os.write(master, b"wait\n")
+        read_until(master, "[hello [hello] wait")
+        process.send_signal(signal.SIGINT)
+        read_until(master, " (stopped)\r\n> ")
+        assert server.hung_up.wait(20)
+        os.write(master, b"/nothing\n")
+        assert "there are /reset and /quit" in read_until(master, "quit.\r\n> ")
+        os.write(master, b"\x04")
+        assert process.wait(timeout=20) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(master)
+
+
+def read_until(terminal: int, ending: str) -> str:
+    """What a terminal shows up to `ending`."""
+    shown, deadline = "", time.monotonic() + 20
+    while not shown.endswith(ending):
+        ready, _, _ = select.select([terminal], [], [], max(0, deadline - time.monotonic()))
+        assert ready, shown
+        shown += os.read(terminal, 4096).decode()
+    return shown

@@ -1,0 +1,104 @@
+"""`stepwell up` with what cannot work: one sentence, a status, nothing left running."""
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    return directory
+
+
+def up(*arguments: str | Path) -> tuple[int, str]:
+    """Exit status and standard error of a start that is refused."""
+    done = subprocess.run(
+        [sys.executable, "-m", "services.cli", "up", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout == ""
+    return done.returncode, done.stderr
+
+
+def test_the_model_must_be_given() -> None:
+    assert up() == (
+        2,
+        "stepwell up: --model (or STEPWELL_UP_MODEL) must be given: "
+        "directory of the model, in Hugging Face format\n",
+    )
+
+
+def test_a_missing_directory(tmp_path: Path) -> None:
+    missing = tmp_path / "nothing"
+    assert up("--model", missing) == (2, f"stepwell up: there is no directory {missing}\n")
+
+
+def test_a_file_is_no_directory(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.touch()
+    assert up("--model", file) == (2, f"stepwell up: {file} is not a directory\n")
+
+
+def test_a_directory_without_a_model(tmp_path: Path) -> None:
+    assert up("--model", tmp_path) == (
+        2,
+        f"stepwell up: {tmp_path} holds no config.json: it is not a model\n",
+    )
+
+
+def test_an_unknown_flag(model: Path) -> None:
+    assert up("--model", model, "--port", "1") == (
+        2,
+        "stepwell up: unrecognized arguments: --port 1\n",
+    )
+
+
+def test_a_bad_value(model: Path) -> None:
+    assert up("--model", model, "--http-port", "web") == (
+        2,
+        "stepwell up: --http-port must be a whole number, not 'web'\n",
+    )
+    assert up("--model", model, "--max-num-seqs", "0") == (
+        2,
+        "stepwell up: --max-num-seqs must be at least 1, not 0\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("flag", "other"), [("--http-port", "--grpc-port"), ("--grpc-port", "--http-port")]
+)
+def test_a_taken_port(model: Path, flag: str, other: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert up("--model", model, flag, str(port), other, "0") == (
+            1,
+            f"stepwell up: port {port} of 127.0.0.1 is taken; choose another one with {flag}\n",
+        )
+
+
+def test_one_port_for_both(model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    assert up("--model", model, "--http-port", port, "--grpc-port", port) == (
+        1,
+        f"stepwell up: --http-port and --grpc-port are both {port}\n",
+    )
+
+
+def test_an_address_of_another_machine(model: Path) -> None:
+    assert up("--model", model, "--host", "192.0.2.1") == (
+        1,
+        "stepwell up: --host 192.0.2.1 is not an address of this machine\n",
+    )

@@ -1,0 +1,91 @@
+"""A small HTTP server that speaks as much of the API as the commands need."""
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+STATUS = {"replicas": []}
+
+
+class SmallServer(ThreadingHTTPServer):
+    """Answers a completion with the words of the prompt, and a chat with what it was sent.
+
+    A message "wait" is answered half, until the client hangs up, which sets `hung_up`.
+    A prompt "refuse" is refused, "break" breaks off, "fail" sends an error in the stream.
+    `bodies` holds what was posted, `keys` the Authorization of each call.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.bodies: list[dict[str, Any]] = []
+        self.hung_up = threading.Event()
+        self.keys: list[str | None] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+@contextmanager
+def small_server() -> Iterator[SmallServer]:
+    """Serves until the block ends."""
+    with SmallServer() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: SmallServer
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+        """Says nothing."""
+
+    def do_GET(self) -> None:
+        self.server.keys.append(self.headers["Authorization"])
+        self._answer(200, {"data": [{"id": "small"}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.keys.append(self.headers["Authorization"])
+        self.server.bodies.append(body)
+        if body.get("prompt") == "refuse":
+            self._answer(400, {"error": {"message": "top_k must be at least 0", "param": "top_k"}})
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        for event in self._events(body):
+            self.wfile.write(f"data: {event}\n\n".encode())
+
+    def _events(self, body: dict[str, Any]) -> Iterator[str]:
+        if "messages" in body:
+            said = " ".join(message["content"] for message in body["messages"])
+            yield json.dumps({"choices": [{"delta": {"role": "assistant"}}]})
+            yield json.dumps({"choices": [{"delta": {"content": f"[{said}"}}]})
+            if body["messages"][-1]["content"] == "wait":
+                self.rfile.read(1)
+                self.server.hung_up.set()
+            yield json.dumps({"choices": [{"delta": {"content": "]"}, "finish_reason": "stop"}]})
+        else:
+            for word in body["prompt"].split():
+                yield json.dumps({"choices": [{"text": f"{word}."}]}, ensure_ascii=False)
+        yield json.dumps({"choices": [], "usage": {}})
+        if body.get("prompt") == "fail":
+            yield json.dumps({"error": {"message": "the worker is away"}})
+        if body.get("prompt") != "break":
+            yield "[DONE]"
+
+    def _answer(self, status: int, body: dict[str, Any]) -> None:
+        content = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
