@@ -2,11 +2,20 @@
 
 InvalidArgument       InvalidPool, UnsupportedGroup, MalformedTransaction
 NotFound              PoolNotFound
+ResourceExhausted     TooManyPools
 FailedPrecondition    RequestNotAdmitted, RequestAlreadyAdmitted, StaleGeneration, OutOfSequence
 Aborted               TakenOver
+Unavailable           Draining
 """
 
-from services.common.errors import Aborted, FailedPrecondition, InvalidArgument, NotFound
+from services.common.errors import (
+    Aborted,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+)
 
 
 class InvalidPool(InvalidArgument):
@@ -31,6 +40,12 @@ class PoolNotFound(NotFound):
     """There is no open pool of that name."""
 
     reason = "POOL_NOT_FOUND"
+
+
+class TooManyPools(ResourceExhausted):
+    """Another pool would be more than this process keeps."""
+
+    reason = "TOO_MANY_POOLS"
 
 
 class RequestNotAdmitted(FailedPrecondition):
@@ -61,3 +76,9 @@ class TakenOver(Aborted):
     """A newer stream speaks for the pool."""
 
     reason = "TAKEN_OVER"
+
+
+class Draining(Unavailable):
+    """The process is about to end; streams that never end by themselves end now."""
+
+    reason = "DRAINING"

@@ -1,0 +1,104 @@
+"""Watchers of the prefix indexes, each at its own pace and none with an unbounded queue."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+
+from services.kvpool.core.errors import Draining
+from services.kvpool.core.events import AllBlocksCleared, EventBatch
+from services.kvpool.core.ids import PoolId
+
+Snapshot = Callable[[], EventBatch]
+
+
+class EventFeed:
+    """Hands every batch of events to those who watch the pool.
+
+    What a watcher has not read yet waits for it, up to `max_hashes` hashes. Then all of it is
+    dropped, and the watcher is given a new snapshot when it reads on.
+    """
+
+    def __init__(self, max_hashes: int) -> None:
+        self._max_hashes = max_hashes
+        self._watchers: dict[PoolId, set[_Watcher]] = {}
+        self._closed = False
+
+    def open(self, pool_id: PoolId, generation: int, num_groups: int) -> None:  # noqa: ARG002
+        """Tells the watchers of a pool to forget everything: it begins anew."""
+        self.publish(pool_id, EventBatch(generation, 0, True, ()))
+
+    def publish(self, pool_id: PoolId, batch: EventBatch) -> None:
+        """Queues a batch for every watcher of the pool."""
+        for watcher in self._watchers.get(pool_id, ()):
+            watcher.push(batch)
+
+    async def watch(self, pool_id: PoolId, snapshot: Snapshot) -> AsyncGenerator[EventBatch]:
+        """A snapshot, then what follows it, without end. Raises Draining when the feed closes."""
+        watcher = _Watcher(self._max_hashes)
+        watchers = self._watchers.setdefault(pool_id, set())
+        watchers.add(watcher)
+        try:
+            while not self._closed:
+                batch = watcher.pop()
+                yield snapshot() if batch is None else batch
+                await watcher.wait()
+        finally:
+            watchers.discard(watcher)
+        raise Draining("the pool is draining")
+
+    def close(self) -> None:
+        """Ends every watcher."""
+        self._closed = True
+        for watchers in self._watchers.values():
+            for watcher in watchers:
+                watcher.close()
+
+
+class _Watcher:
+    """Batches that one reader has yet to read; none, and `lagging`, when they grew too many."""
+
+    def __init__(self, max_hashes: int) -> None:
+        self._max_hashes = max_hashes
+        self._batches: deque[EventBatch] = deque()
+        self._num_hashes = 0
+        self._lagging = True
+        self._closed = False
+        self._news = asyncio.Event()
+
+    def push(self, batch: EventBatch) -> None:
+        if self._lagging:
+            return
+        self._batches.append(batch)
+        self._num_hashes += _weight(batch)
+        if self._num_hashes > self._max_hashes:
+            self._batches.clear()
+            self._num_hashes = 0
+            self._lagging = True
+        self._news.set()
+
+    def pop(self) -> EventBatch | None:
+        """The next batch, or None when the reader needs a snapshot, which this takes as given."""
+        if self._lagging:
+            self._lagging = False
+            return None
+        batch = self._batches.popleft()
+        self._num_hashes -= _weight(batch)
+        return batch
+
+    async def wait(self) -> None:
+        """Returns when there is something to read, or nothing will come any more."""
+        while not (self._batches or self._lagging or self._closed):
+            self._news.clear()
+            await self._news.wait()
+
+    def close(self) -> None:
+        self._closed = True
+        self._news.set()
+
+
+def _weight(batch: EventBatch) -> int:
+    """Hashes in a batch; one for a batch that says something without any."""
+    return max(
+        1,
+        sum(len(event.hashes) for event in batch.events if not isinstance(event, AllBlocksCleared)),
+    )

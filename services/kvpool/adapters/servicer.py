@@ -1,0 +1,88 @@
+"""The contract KVPool over the pools of this process."""
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
+
+from services.common.telemetry import Tracing
+from services.kvpool.adapters import converters
+from services.kvpool.adapters.event_feed import EventFeed
+from services.kvpool.adapters.telemetry import traced
+from services.kvpool.adapters.transact_stream import Speakers, TransactStream
+from services.kvpool.core.ids import PoolId
+from services.kvpool.core.pool_host import HostedPool, PoolHost
+from services.kvpool.core.ports import Directory
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Host = PoolHost[kvpool_pb2.TransactResponse]
+
+
+class KVPoolServicer(kvpool_pb2_grpc.KVPoolServicer):
+    """Converts: message, call of the core, message."""
+
+    def __init__(self, host: Host, directory: Directory, feed: EventFeed, tracing: Tracing) -> None:
+        self._host = host
+        self._directory = directory
+        self._feed = feed
+        self._speakers = Speakers()
+        self._apply = traced(self._transact, tracing)
+
+    async def OpenPool(
+        self, request: kvpool_pb2.OpenPoolRequest, _context: Context
+    ) -> kvpool_pb2.OpenPoolResponse:
+        """Begins a new life of a pool."""
+        hosted = self._host.open(PoolId(request.pool_id), converters.config_from_wire(request))
+        return kvpool_pb2.OpenPoolResponse(generation=hosted.generation)
+
+    async def Transact(
+        self, request_iterator: AsyncIterator[kvpool_pb2.TransactRequest], _context: Context
+    ) -> AsyncIterator[kvpool_pb2.TransactResponse]:
+        """Answers each transaction once, in order."""
+        stream = TransactStream()
+        try:
+            while (request := await stream.read(request_iterator)) is not None:
+                hosted = self._host.get(PoolId(request.pool_id))
+                answer = hosted.ledger.find(request.generation, request.sequence)
+                # Only who knows where the pool stands may speak for it.
+                self._speakers.speak(hosted.pool_id, stream)
+                yield self._apply(hosted, request) if answer is None else answer
+        finally:
+            self._speakers.leave(stream)
+
+    async def MatchPrefix(
+        self, request: kvpool_pb2.MatchPrefixRequest, _context: Context
+    ) -> kvpool_pb2.MatchPrefixResponse:
+        """How deep a chain is cached in each pool."""
+        hashes = converters.split_hashes(request.hashes, "hashes")
+        return converters.matches_to_wire(await self._directory.match(hashes))
+
+    async def WatchEvents(
+        self, request: kvpool_pb2.WatchEventsRequest, _context: Context
+    ) -> AsyncIterator[kvpool_pb2.WatchEventsResponse]:
+        """A snapshot of a pool's index, then its changes."""
+        pool_id = self._host.get(PoolId(request.pool_id)).pool_id
+        watching = self._feed.watch(pool_id, lambda: self._host.get(pool_id).snapshot())
+        async with aclosing(watching) as batches:
+            async for batch in batches:
+                yield converters.batch_to_wire(batch)
+
+    async def GetStats(
+        self, request: kvpool_pb2.GetStatsRequest, _context: Context
+    ) -> kvpool_pb2.GetStatsResponse:
+        """What one pool counts, or each."""
+        pools = [self._host.get(PoolId(request.pool_id))] if request.pool_id else self._host.pools()
+        return converters.stats_to_wire(pools)
+
+    def _transact(
+        self,
+        hosted: HostedPool[kvpool_pb2.TransactResponse],
+        request: kvpool_pb2.TransactRequest,
+    ) -> kvpool_pb2.TransactResponse:
+        outcome = hosted.pool.transact(converters.operations_from_wire(request.operations))
+        answer = converters.outcome_to_wire(outcome, hosted.generation, request.sequence)
+        hosted.ledger.record(request.sequence, answer)
+        self._host.publish_events(hosted)
+        return answer

@@ -1,0 +1,104 @@
+"""The pools of a process, each with its generation, its numbers and its events."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from services.kvpool.core.errors import InvalidPool, PoolNotFound, TooManyPools
+from services.kvpool.core.events import EventBatch
+from services.kvpool.core.ids import PoolId
+from services.kvpool.core.kv_pool import KVPool, PoolConfig
+from services.kvpool.core.ledger import TransactionLedger
+from services.kvpool.core.ports import EventSink
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLimits:
+    """What a process is ready to keep: a block costs it about a hundred bytes."""
+
+    max_pools: int
+    max_blocks_per_pool: int
+
+
+@dataclass(slots=True)
+class HostedPool(Generic[Answer]):
+    """One life of a pool, with the answers it gave and the number of its last batch of events."""
+
+    pool_id: PoolId
+    generation: int
+    pool: KVPool
+    ledger: TransactionLedger[Answer] = field(init=False)
+    num_batches: int = 0
+
+    def __post_init__(self) -> None:
+        self.ledger = TransactionLedger(self.generation)
+
+    def snapshot(self) -> EventBatch:
+        """Everything that can be found now, as of the last batch."""
+        return EventBatch(self.generation, self.num_batches, True, self.pool.snapshot())
+
+
+class PoolHost(Generic[Answer]):
+    """Opens pools and passes their events on.
+
+    `clock_micros` is wall-clock time in microseconds: generations start there, so that they grow
+    over restarts of the process without anything being stored.
+    """
+
+    def __init__(
+        self,
+        limits: PoolLimits,
+        sinks: Sequence[EventSink],
+        clock_micros: Callable[[], int],
+    ) -> None:
+        self._limits = limits
+        self._sinks = sinks
+        self._clock_micros = clock_micros
+        self._pools: dict[PoolId, HostedPool[Answer]] = {}
+        self._last_generation = 0
+
+    def open(self, pool_id: PoolId, config: PoolConfig) -> HostedPool[Answer]:
+        """Begins a new life of a pool, whether there was one or not.
+
+        Raises InvalidPool, UnsupportedGroup or TooManyPools; the pool that was there then stays.
+        """
+        if not pool_id:
+            raise InvalidPool("a pool has a name", field="pool_id")
+        if config.num_blocks > self._limits.max_blocks_per_pool:
+            raise InvalidPool(
+                f"{config.num_blocks} blocks are more than the {self._limits.max_blocks_per_pool} "
+                "that a pool may have here",
+                field="num_blocks",
+            )
+        if pool_id not in self._pools and len(self._pools) >= self._limits.max_pools:
+            raise TooManyPools(f"{len(self._pools)} pools are open, and no more may be")
+        pool = KVPool(config)
+        self._last_generation = max(self._last_generation + 1, self._clock_micros())
+        hosted: HostedPool[Answer] = HostedPool(pool_id, self._last_generation, pool)
+        self._pools[pool_id] = hosted
+        for sink in self._sinks:
+            sink.open(pool_id, hosted.generation, len(config.groups))
+        return hosted
+
+    def get(self, pool_id: PoolId) -> HostedPool[Answer]:
+        """The present life of a pool. Raises PoolNotFound."""
+        hosted = self._pools.get(pool_id)
+        if hosted is None:
+            raise PoolNotFound(f"no pool {pool_id!r} is open", field="pool_id")
+        return hosted
+
+    def pools(self) -> list[HostedPool[Answer]]:
+        """All pools, by name."""
+        return sorted(self._pools.values(), key=lambda hosted: hosted.pool_id)
+
+    def publish_events(self, hosted: HostedPool[Answer]) -> None:
+        """Passes on what changed in a pool's prefix index since the last call, if anything did."""
+        events = hosted.pool.take_events()
+        if not events:
+            return
+        hosted.num_batches += 1
+        batch = EventBatch(hosted.generation, hosted.num_batches, False, events)
+        for sink in self._sinks:
+            sink.publish(hosted.pool_id, batch)

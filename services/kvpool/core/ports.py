@@ -1,0 +1,38 @@
+"""What the pools need of others: somebody to tell what they cache, and to ask it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.common.block_hash import BlockHash
+from services.kvpool.core.events import EventBatch
+from services.kvpool.core.ids import PoolId
+
+
+@dataclass(frozen=True, slots=True)
+class PoolMatch:
+    """How many blocks of a hash chain, from the first on, one pool has cached."""
+
+    pool_id: PoolId
+    generation: int
+    num_blocks: int
+
+
+class EventSink(Protocol):
+    """Hears of every change to the prefix indexes, in order. It neither blocks nor raises."""
+
+    def open(self, pool_id: PoolId, generation: int, num_groups: int) -> None:
+        """A pool begins a new life, empty; whatever was said of earlier ones is void."""
+
+    def publish(self, pool_id: PoolId, batch: EventBatch) -> None:
+        """A pool changed. A batch of a generation that is not the newest is passed over."""
+
+
+class Directory(EventSink, Protocol):
+    """Which prefixes are cached where. Advice: it may lag, and nothing depends on it."""
+
+    async def match(self, hashes: Sequence[BlockHash]) -> list[PoolMatch]:
+        """The depth of a chain in each pool that holds its first block, ordered by pool."""
+
+    def drop(self, pool_id: PoolId, generation: int) -> None:
+        """A pool's life is over. Passed over if it is not the newest generation."""

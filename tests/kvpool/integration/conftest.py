@@ -1,0 +1,48 @@
+"""A pool service on a free port, and a client of it."""
+
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from stepwell.kvpool.v1 import kvpool_pb2_grpc
+
+from services.common.channel import open_channel
+from services.common.telemetry import configure_tracing
+from services.kvpool.__main__ import PoolService
+from services.kvpool.settings import KVPoolSettings
+
+WATCH_BUFFER_HASHES = 8
+
+
+@pytest.fixture
+def spans() -> InMemorySpanExporter:
+    return InMemorySpanExporter()
+
+
+@pytest.fixture
+async def service(spans: InMemorySpanExporter) -> AsyncIterator[tuple[PoolService, str]]:
+    settings = KVPoolSettings(
+        address="127.0.0.1:0",
+        drain_seconds=0.0,
+        max_pools=2,
+        max_blocks_per_pool=1_000,
+        watch_buffer_hashes=WATCH_BUFFER_HASHES,
+    )
+    tracing = configure_tracing("kvpool", "", 1.0, exporter=spans)
+    service = PoolService(settings, tracing)
+    address = await service.start()
+    yield service, address
+    await service.drain()
+    tracing.shutdown()
+
+
+@pytest.fixture
+async def channel(service: tuple[PoolService, str]) -> AsyncIterator[grpc.aio.Channel]:
+    async with open_channel(service[1]) as channel:
+        yield channel
+
+
+@pytest.fixture
+def stub(channel: grpc.aio.Channel) -> kvpool_pb2_grpc.KVPoolStub:
+    return kvpool_pb2_grpc.KVPoolStub(channel)

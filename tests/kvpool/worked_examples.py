@@ -1,0 +1,90 @@
+"""What the examples of the pool are written with: small pools and chains that read as letters."""
+
+from collections.abc import Sequence
+from hashlib import sha256
+
+from services.common.block_hash import BlockHash
+from services.kvpool.core.groups import AttentionType, GroupSpec
+from services.kvpool.core.kv_pool import KVPool, PoolConfig
+from services.kvpool.core.operations import (
+    Admission,
+    Admit,
+    AdmitResult,
+    Commit,
+    Grow,
+    GrowResult,
+    Lookup,
+    LookupResult,
+    Release,
+)
+
+BLOCK_SIZE = 4
+
+
+def hashes(path: str) -> list[BlockHash]:
+    """The chain of a prompt whose blocks are letters: "ab" and "ac" share their first hash."""
+    return [BlockHash(sha256(path[:end].encode()).digest()) for end in range(1, len(path) + 1)]
+
+
+def make_pool(num_blocks: int, *, num_groups: int = 1, caching: bool = True) -> KVPool:
+    groups = (GroupSpec(AttentionType.FULL, BLOCK_SIZE),) * num_groups
+    return KVPool(PoolConfig(num_blocks, groups, caching))
+
+
+def admission(
+    request: int,
+    num_tokens: int,
+    *,
+    hit: int = 0,
+    path: str = "",
+    reserve: int | None = None,
+    watermark: int = 0,
+    resumed: bool = False,
+) -> Admission:
+    """A request whose `num_tokens` tokens are all computed in this step."""
+    return Admission(
+        request=request,
+        max_hit_tokens=num_tokens - 1,
+        num_hit_tokens=hit,
+        num_slots=num_tokens,
+        num_commit_tokens=num_tokens,
+        num_reserve_slots=num_tokens if reserve is None else reserve,
+        num_watermark_blocks=watermark,
+        new_hashes=hashes(path),
+        resumed=resumed,
+    )
+
+
+def admit(
+    pool: KVPool, request: int, num_tokens: int, *, hit: int = 0, path: str = ""
+) -> list[int]:
+    """Admits one request, which must fit; returns its first group's table."""
+    terms = admission(request, num_tokens, hit=hit, path=path)
+    outcome = pool.transact([Admit([terms])])
+    assert outcome.stop is None
+    (result,) = outcome.results
+    assert isinstance(result, AdmitResult)
+    return list(result.groups[0].block_ids)
+
+
+def grow(pool: KVPool, request: int, num_slots: int) -> list[int]:
+    """Grows one request, which must fit; returns its first group's new blocks."""
+    outcome = pool.transact([Grow([request], [0], [num_slots])])
+    assert outcome.stop is None
+    (result,) = outcome.results
+    assert isinstance(result, GrowResult)
+    return list(result.groups[0].block_ids)
+
+
+def commit(pool: KVPool, request: int, num_tokens: int, new: Sequence[BlockHash] = ()) -> None:
+    pool.transact([Commit([request], [num_tokens], [new])])
+
+
+def lookup(pool: KVPool, request: int, max_hit_tokens: int, path: str = "") -> int:
+    (result,) = pool.transact([Lookup([request], [max_hit_tokens], [hashes(path)])]).results
+    assert isinstance(result, LookupResult)
+    return result.num_hit_tokens[0]
+
+
+def release(pool: KVPool, *requests: int) -> None:
+    pool.transact([Release(requests)])
