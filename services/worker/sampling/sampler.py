@@ -50,8 +50,9 @@ class Sampler:
     Nothing a row does depends on another row, bit for bit: a request samples the same tokens alone
     and in any batch, and after it was removed and added again with its output.
 
-    Greedy rows cost one pass over the batch. Any other row is taken by itself, while its logits fit
-    in the processor's cache, which is faster than a pass over the whole batch for each stage.
+    Greedy rows cost one pass over the batch. Any other row is taken by itself, through buffers of
+    one row: it pays only for what it asks, and where the vocabulary is large this costs the same
+    as passes over the whole batch, without their memory.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int) -> None:

@@ -1,0 +1,1 @@
+"""Measurements: every number the project quotes comes from a program here."""
