@@ -1,0 +1,121 @@
+"""How one request samples: the contract's parameters with defaults resolved, and their ranges."""
+
+import math
+from dataclasses import dataclass
+
+from services.common.errors import InvalidArgument
+
+MAX_SEED = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """`stepwell.common.v1.SamplingParams` but for `max_tokens`: fields have the contract's names,
+    meanings and ranges.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias_token_ids: tuple[int, ...] = ()
+    logit_bias_values: tuple[float, ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    seed: int = 0
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    eos_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    @property
+    def penalises(self) -> bool:
+        """Whether a token's past occurrences change its logit."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+    def validate(self, vocab_size: int) -> None:
+        """Raise `InvalidArgument` for the first field that no model of this size can honour.
+
+        Refuses values out of the contract's ranges (NaN is out of every range), token ids that
+        the vocabulary lacks, and combinations that leave no token to sample.
+        """
+        self._validate_numbers(vocab_size)
+        self._validate_tokens(vocab_size)
+        self._validate_choice(vocab_size)
+
+    def _validate_numbers(self, vocab_size: int) -> None:
+        if not 0 <= self.temperature < math.inf:
+            raise _invalid("temperature", f"is {self.temperature}, not in [0, inf)")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise _invalid("repetition_penalty", f"is {self.repetition_penalty}, not in (0, inf)")
+        if not 0 < self.top_p <= 1:
+            raise _invalid("top_p", f"is {self.top_p}, not in (0, 1]")
+        _require_range("min_p", self.min_p, 0, 1)
+        _require_range("presence_penalty", self.presence_penalty, -2, 2)
+        _require_range("frequency_penalty", self.frequency_penalty, -2, 2)
+        _require_range("seed", self.seed, 0, MAX_SEED)
+        for field, count in (("top_k", self.top_k), ("min_tokens", self.min_tokens)):
+            if count < 0:
+                raise _invalid(field, f"is {count}, below 0")
+        for field, wanted in (
+            ("logprobs", self.logprobs),
+            ("prompt_logprobs", self.prompt_logprobs),
+        ):
+            if wanted is not None:
+                _require_range(field, wanted, 0, vocab_size)
+
+    def _validate_tokens(self, vocab_size: int) -> None:
+        if len(self.logit_bias_token_ids) != len(self.logit_bias_values):
+            raise _invalid(
+                "logit_bias_values",
+                f"has {len(self.logit_bias_values)} entries for "
+                f"{len(self.logit_bias_token_ids)} token ids",
+            )
+        for value in self.logit_bias_values:
+            _require_range("logit_bias_values", value, -100, 100)
+        if len(set(self.logit_bias_token_ids)) != len(self.logit_bias_token_ids):
+            raise _invalid("logit_bias_token_ids", "names a token twice")
+        _require_vocabulary("logit_bias_token_ids", self.logit_bias_token_ids, vocab_size)
+        _require_vocabulary("allowed_token_ids", self.allowed_token_ids, vocab_size)
+        _require_vocabulary("stop_token_ids", self.stop_token_ids, vocab_size)
+        _require_vocabulary("eos_token_ids", self.eos_token_ids, vocab_size)
+        for word in self.bad_words:
+            if not word:
+                raise _invalid("bad_words", "holds an empty sequence")
+            _require_vocabulary("bad_words", word, vocab_size)
+
+    def _validate_choice(self, vocab_size: int) -> None:
+        banned = {word[0] for word in self.bad_words if len(word) == 1}
+        if not self._leaves_choice(banned, vocab_size):
+            raise _invalid("bad_words", "leave no token to sample")
+        ending = {*self.stop_token_ids, *self.eos_token_ids}
+        if self.min_tokens and not self._leaves_choice(banned | ending, vocab_size):
+            raise _invalid("min_tokens", "leaves no token to sample but those that end")
+
+    def _leaves_choice(self, banned: set[int], vocab_size: int) -> bool:
+        if self.allowed_token_ids:
+            return not banned.issuperset(self.allowed_token_ids)
+        return len(banned) < vocab_size
+
+
+def _invalid(field: str, problem: str) -> InvalidArgument:
+    return InvalidArgument(f"{field} {problem}", field=field)
+
+
+def _require_range(field: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise _invalid(field, f"is {value}, not in [{low}, {high}]")
+
+
+def _require_vocabulary(field: str, token_ids: tuple[int, ...], vocab_size: int) -> None:
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise _invalid(field, f"holds token {token_id}, not in the vocabulary of {vocab_size}")

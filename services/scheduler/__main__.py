@@ -1,0 +1,170 @@
+"""The scheduler service: `python -m services.scheduler`."""
+
+import asyncio
+import itertools
+import logging
+import uuid
+from contextlib import suppress
+
+from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+
+from services.common.channel import open_channel
+from services.common.errors import Aborted
+from services.common.lifecycle import run_service
+from services.common.logs import configure_logs
+from services.common.metrics import serving_metrics
+from services.common.server import GrpcServer
+from services.common.settings import load_settings
+from services.common.telemetry import configure_tracing
+from services.scheduler.adapters.door import Door
+from services.scheduler.adapters.pool_client import PoolClient
+from services.scheduler.adapters.replica import ReplicaClient, ReplicaShape
+from services.scheduler.adapters.servicer import SchedulerServicer
+from services.scheduler.adapters.sessions import Sessions
+from services.scheduler.adapters.statistics import Statistics, StepCounts
+from services.scheduler.adapters.step_tracer import StepTracer
+from services.scheduler.adapters.traced_ports import TracedExecutor, TracedPool
+from services.scheduler.adapters.worker_client import Rank, WorkerGroup
+from services.scheduler.core.config import Policy, SchedulerConfig
+from services.scheduler.core.engine import Engine
+from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.settings import SchedulerSettings
+
+SERVICE = "scheduler"
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> None:
+    """Reads the settings and serves until told to stop."""
+    settings = load_settings(SchedulerSettings, SERVICE)
+    configure_logs(SERVICE, settings.log_level, settings.log_format)
+    run_service(SERVICE, lambda stop: serve(settings, stop))
+
+
+async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
+    """Builds the service once pool and workers are there, serves until `stop`, and drains."""
+    tracing = configure_tracing(SERVICE, settings.otlp_endpoint, settings.trace_sample_ratio)
+    pool_channel = open_channel(settings.kvpool)
+    worker_channels = [open_channel(address) for address in settings.workers]
+    pool = PoolClient(pool_channel, settings.replica, settings.pool_timeout_seconds)
+    workers = WorkerGroup(
+        [Rank(*pair) for pair in zip(settings.workers, worker_channels, strict=True)],
+        settings.step_timeout_seconds,
+    )
+    replica = ReplicaClient(pool, workers, enable_prefix_caching=settings.enable_prefix_caching)
+    try:
+        shape = await _unless_stopped(replica, stop)
+        config = make_config(settings, shape)
+        counts, sessions = StepCounts(), Sessions()
+        engine = Engine(
+            Scheduler(config, TracedPool(pool, tracing)),
+            TracedExecutor(workers, tracing),
+            replica,
+            sessions,
+            StepTracer(tracing, counts),
+        )
+        incarnation, model_name = uuid.uuid4().hex, shape.description.model_name
+        statistics = Statistics(engine, sessions, counts, incarnation, model_name)
+        door = Door(
+            config=config,
+            vocab_size=shape.description.vocab_size,
+            max_model_len=shape.description.max_model_len,
+            max_num_waiting=settings.max_num_waiting,
+            num_waiting=lambda: engine.num_waiting,
+            next_key=itertools.count(1).__next__,
+        )
+        opened = what_is_served(shape, config, incarnation)
+        servicer = SchedulerServicer(engine, door, sessions, statistics, opened)
+        with serving_metrics(statistics, settings.metrics_host, settings.metrics_port):
+            await _serve_engine(settings, engine, servicer, stop)
+    except Aborted:
+        logger.info("told to stop before pool and workers were there")
+    finally:
+        replica.close()
+        for channel in (pool_channel, *worker_channels):
+            await channel.close()
+        tracing.shutdown()
+
+
+def make_config(settings: SchedulerSettings, shape: ReplicaShape) -> SchedulerConfig:
+    """The settings, bounded by what the workers were built for and the pool can hold."""
+    built = shape.description
+    return SchedulerConfig(
+        max_num_seqs=min(settings.max_num_seqs or built.max_num_seqs, built.max_num_seqs),
+        max_num_batched_tokens=min(
+            settings.max_num_batched_tokens or built.max_num_batched_tokens,
+            built.max_num_batched_tokens,
+        ),
+        max_model_len=shape.max_request_tokens,
+        block_size=shape.block_size,
+        num_blocks=shape.num_blocks,
+        fingerprint=built.fingerprint,
+        policy=settings.policy,
+        enable_prefix_caching=settings.enable_prefix_caching,
+        enable_chunked_prefill=settings.enable_chunked_prefill,
+        long_prefill_token_threshold=settings.long_prefill_token_threshold,
+        long_prefill_token_threshold_adaptive=settings.long_prefill_token_threshold_adaptive,
+        scheduler_reserve_full_isl=settings.scheduler_reserve_full_isl,
+        watermark=settings.watermark,
+    )
+
+
+def what_is_served(
+    shape: ReplicaShape, config: SchedulerConfig, incarnation: str
+) -> scheduler_pb2.SessionOpened:
+    """What a session is told first."""
+    built = shape.description
+    return scheduler_pb2.SessionOpened(
+        incarnation=incarnation,
+        model_name=built.model_name,
+        max_model_len=built.max_model_len,
+        vocab_size=built.vocab_size,
+        max_request_tokens=config.max_model_len,
+        fingerprint=built.fingerprint,
+        block_size=config.block_size,
+        eos_token_ids=built.eos_token_ids,
+        priority_scheduling=config.policy is Policy.PRIORITY,
+    )
+
+
+async def _unless_stopped(replica: ReplicaClient, stop: asyncio.Event) -> ReplicaShape:
+    """Waits for pool and workers. Raises Aborted when told to stop first."""
+    opening = asyncio.create_task(replica.open())
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({opening, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if opening.done():
+        return opening.result()
+    opening.cancel()
+    with suppress(asyncio.CancelledError):
+        await opening
+    raise Aborted("told to stop")
+
+
+async def _serve_engine(
+    settings: SchedulerSettings,
+    engine: Engine,
+    servicer: SchedulerServicer,
+    stop: asyncio.Event,
+) -> None:
+    """Runs the engine and its server together; a defect in the engine ends the process."""
+    server = GrpcServer()
+    server.add(
+        scheduler_pb2_grpc.add_SchedulerServicer_to_server,
+        servicer,
+        scheduler_pb2.DESCRIPTOR.services_by_name["Scheduler"].full_name,
+    )
+    address = await server.start(settings.address)
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(engine.run(), name="engine")
+        await server.set_serving(True)
+        logger.info("serving on %s", address)
+        await stop.wait()
+        servicer.drain()
+        await server.drain(settings.drain_seconds)
+        running.cancel()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""The door: what a request must be to be queued. Nothing that would fail below gets through."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from stepwell.scheduler.v1 import scheduler_pb2
+
+from services.common.block_hash import unpack_token_ids
+from services.common.errors import InvalidArgument, OutOfRange, ResourceExhausted
+from services.common.sampling_messages import sampling_from_message
+from services.scheduler.core.config import Policy, SchedulerConfig
+from services.scheduler.core.request import Request, StopConditions
+
+RETRY_AFTER_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """Checks requests against what the replica can do, and makes them the core's own."""
+
+    config: SchedulerConfig
+    vocab_size: int
+    max_model_len: int
+    max_num_waiting: int
+    num_waiting: Callable[[], int]
+    next_key: Callable[[], int]
+
+    def let_in(self, message: scheduler_pb2.AddRequest) -> Request:
+        """The request that a message asks for. Raises InvalidArgument, OutOfRange or
+        ResourceExhausted, each of which names what is at fault.
+        """
+        if self.num_waiting() >= self.max_num_waiting:
+            raise ResourceExhausted(
+                f"{self.max_num_waiting} requests wait already",
+                reason="QUEUE_FULL",
+                retry_after_seconds=RETRY_AFTER_SECONDS,
+            )
+        prompt = self._tokens(message.prompt_token_ids, "prompt_token_ids")
+        output = self._tokens(message.output_token_ids, "output_token_ids")
+        if not prompt:
+            raise InvalidArgument("prompt_token_ids is empty", field="prompt_token_ids")
+        self._check_length(len(prompt), len(output))
+        self._check_sampling(message, len(output))
+        if message.priority and self.config.policy is not Policy.PRIORITY:
+            raise InvalidArgument(
+                "priority is not 0, but this replica does not schedule by priority",
+                field="priority",
+            )
+        sampling = message.sampling
+        return Request(
+            request_id=message.request_id,
+            key=self.next_key(),
+            token_ids=prompt + output,
+            num_prompt_tokens=len(prompt),
+            stop=StopConditions(
+                max_tokens=sampling.max_tokens,
+                eos_token_ids=frozenset(sampling.eos_token_ids),
+                stop_token_ids=frozenset(sampling.stop_token_ids),
+            ),
+            priority=message.priority,
+            arrival_time=message.arrival_unix_nanos / 1e9,
+            cache_salt=message.cache_salt,
+            traceparent=message.traceparent,
+            sampling=sampling,
+            reads_prefix_cache=not sampling.HasField("prompt_logprobs"),
+        )
+
+    def _tokens(self, packed: bytes, field: str) -> list[int]:
+        try:
+            token_ids = unpack_token_ids(packed)
+        except ValueError as error:
+            raise InvalidArgument(f"{field} is not int32", field=field) from error
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
+            wrong = next(token for token in token_ids if not 0 <= token < self.vocab_size)
+            raise InvalidArgument(
+                f"{field} holds {wrong}; tokens are below {self.vocab_size}", field=field
+            )
+        return token_ids
+
+    def _check_length(self, num_prompt: int, num_output: int) -> None:
+        total = num_prompt + num_output
+        field = "output_token_ids" if num_output else "prompt_token_ids"
+        if total >= self.max_model_len:
+            raise OutOfRange(
+                f"the request has {total} tokens; the model takes {self.max_model_len}, "
+                "at least one of them to generate",
+                field=field,
+                reason="LONGER_THAN_MODEL",
+            )
+        if total >= self.config.max_model_len:
+            raise OutOfRange(
+                f"the request has {total} tokens; the KV cache holds {self.config.max_model_len}, "
+                "at least one of them to generate",
+                field=field,
+                reason="LARGER_THAN_POOL",
+            )
+
+    def _check_sampling(self, message: scheduler_pb2.AddRequest, num_output: int) -> None:
+        for name in ("seed", "max_tokens"):
+            if not message.sampling.HasField(name):
+                raise InvalidArgument(f"sampling.{name} is not set", field=f"sampling.{name}")
+        if message.sampling.max_tokens <= num_output:
+            raise InvalidArgument(
+                f"sampling.max_tokens is {message.sampling.max_tokens}, "
+                f"but the output has {num_output} tokens already",
+                field="sampling.max_tokens",
+            )
+        try:
+            sampling_from_message(message.sampling).validate(self.vocab_size)
+        except InvalidArgument as error:
+            raise InvalidArgument(error.message, field=f"sampling.{error.field}") from error

@@ -1,0 +1,127 @@
+"""The pool over gRPC: one long stream, one transaction at a time, each applied exactly once."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+import grpc
+from stepwell.common.v1 import common_pb2
+from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
+
+from services.common.errors import StepwellError, Unavailable
+from services.common.status import from_rpc_error
+from services.scheduler.adapters import pool_messages
+from services.scheduler.core import ports
+
+logger = logging.getLogger(__name__)
+
+_TransactCall = grpc.aio.StreamStreamCall[kvpool_pb2.TransactRequest, kvpool_pb2.TransactResponse]
+
+RETRY_SECONDS = 0.05
+
+
+class PoolClient:
+    """A `ports.KVPool` over a channel. A broken stream is opened again and the transaction sent
+    again, under its old number, until it is answered or `timeout_seconds` have passed.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel, pool_id: str, timeout_seconds: float) -> None:
+        self._stub = kvpool_pb2_grpc.KVPoolStub(channel)
+        self._pool_id = pool_id
+        self._timeout_seconds = timeout_seconds
+        self._generation = 0
+        self._sequence = 0
+        self._call: _TransactCall | None = None
+
+    async def open(
+        self,
+        num_blocks: int,
+        groups: Sequence[common_pb2.KVCacheGroup],
+        fingerprint: bytes,
+        *,
+        enable_prefix_caching: bool,
+    ) -> int:
+        """Begins a new generation of the pool and returns it. Raises StepwellError."""
+        self.close()
+        try:
+            response = await self._stub.OpenPool(
+                kvpool_pb2.OpenPoolRequest(
+                    pool_id=self._pool_id,
+                    num_blocks=num_blocks,
+                    groups=groups,
+                    enable_prefix_caching=enable_prefix_caching,
+                    fingerprint=fingerprint,
+                ),
+                timeout=self._timeout_seconds,
+            )
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        self._generation, self._sequence = response.generation, 0
+        return self._generation
+
+    async def transact(
+        self, operations: Sequence[ports.Operation], traceparent: str = ""
+    ) -> ports.Outcome:
+        self._sequence += 1
+        request = kvpool_pb2.TransactRequest(
+            pool_id=self._pool_id,
+            generation=self._generation,
+            sequence=self._sequence,
+            operations=[pool_messages.to_message(operation) for operation in operations],
+            traceparent=traceparent,
+        )
+        try:
+            async with asyncio.timeout(self._timeout_seconds):
+                return pool_messages.to_outcome(await self._send(request))
+        except TimeoutError as error:
+            raise ports.PoolLost(
+                f"the kvpool did not answer within {self._timeout_seconds:g} s"
+            ) from error
+
+    def close(self) -> None:
+        """Ends the stream."""
+        if self._call is not None:
+            self._call.cancel()
+            self._call = None
+
+    async def _send(self, request: kvpool_pb2.TransactRequest) -> kvpool_pb2.TransactResponse:
+        while True:
+            try:
+                return await self._try(request)
+            except grpc.aio.AioRpcError as rpc_error:
+                error = from_rpc_error(rpc_error)
+                self.close()
+                if not isinstance(error, Unavailable):
+                    raise _lost(error) from rpc_error
+                logger.warning("transaction %d: %s; sending it again", request.sequence, error)
+                await asyncio.sleep(RETRY_SECONDS)
+
+    async def _try(self, request: kvpool_pb2.TransactRequest) -> kvpool_pb2.TransactResponse:
+        if self._call is None:
+            self._call = self._stub.Transact()
+        try:
+            await self._call.write(request)
+            response = await self._call.read()
+        except asyncio.InvalidStateError:  # the stream ended before it was written to
+            response = grpc.aio.EOF
+        if isinstance(response, kvpool_pb2.TransactResponse):
+            return response
+        raise await _why_ended(self._call)
+
+
+async def _why_ended(call: _TransactCall) -> grpc.aio.AioRpcError:
+    return grpc.aio.AioRpcError(
+        _as_failure(await call.code()),
+        await call.initial_metadata(),
+        await call.trailing_metadata(),
+        details=await call.details(),
+    )
+
+
+def _as_failure(code: grpc.StatusCode) -> grpc.StatusCode:
+    """A stream that the pool ends in good order, as when it drains, is as good as broken."""
+    return grpc.StatusCode.UNAVAILABLE if code is grpc.StatusCode.OK else code
+
+
+def _lost(error: StepwellError) -> ports.PoolLost:
+    return ports.PoolLost(f"the kvpool refused a transaction: {error.message}")

@@ -1,0 +1,114 @@
+"""Pool and workers as a pair: found, matched, opened as one generation, and opened again."""
+
+import asyncio
+import logging
+from dataclasses import dataclass
+
+from stepwell.worker.v1 import worker_pb2
+
+from services.common.errors import FailedPrecondition, StepwellError
+from services.scheduler.adapters.pool_client import PoolClient
+from services.scheduler.adapters.worker_client import WorkerGroup
+
+logger = logging.getLogger(__name__)
+
+FIRST_RETRY_SECONDS = 0.05
+LAST_RETRY_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaShape:
+    """What the ranks have in common, and the least of what they differ in."""
+
+    description: worker_pb2.DescribeResponse
+    num_blocks: int
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self.description.groups[0].block_size
+
+    @property
+    def max_request_tokens(self) -> int:
+        """Tokens that a request alone in the pool could come to hold."""
+        return min(self.description.max_model_len, (self.num_blocks - 1) * self.block_size)
+
+
+class ReplicaClient:
+    """A `Replica` over pool and workers. What they serve may not change while this process lives,
+    for requests are checked against it at the door: `reopen` raises FailedPrecondition if it does.
+    """
+
+    def __init__(
+        self, pool: PoolClient, workers: WorkerGroup, *, enable_prefix_caching: bool
+    ) -> None:
+        self._pool = pool
+        self._workers = workers
+        self._enable_prefix_caching = enable_prefix_caching
+        self._shape: ReplicaShape | None = None
+
+    async def open(self) -> ReplicaShape:
+        """Waits for pool and workers as long as it takes, and opens them as a new generation."""
+        delay, complaint = FIRST_RETRY_SECONDS, ""
+        while True:
+            try:
+                return await self._try()
+            except FailedPrecondition:
+                raise
+            except StepwellError as error:
+                if error.message != complaint:
+                    complaint = error.message
+                    logger.info("waiting for pool and workers: %s", complaint)
+                await asyncio.sleep(delay)
+                delay = min(2 * delay, LAST_RETRY_SECONDS)
+
+    async def reopen(self) -> None:
+        await self.open()
+
+    def close(self) -> None:
+        """Ends all streams."""
+        self._workers.close()
+        self._pool.close()
+
+    async def _try(self) -> ReplicaShape:
+        shape = _shape(await self._workers.describe())
+        if self._shape is not None:
+            _require_same(self._shape, shape)
+        generation = await self._pool.open(
+            shape.num_blocks,
+            shape.description.groups,
+            shape.description.fingerprint,
+            enable_prefix_caching=self._enable_prefix_caching,
+        )
+        self._workers.open(generation)
+        self._shape = shape
+        logger.info(
+            "serving %s: %d blocks of %d tokens, generation %d",
+            shape.description.model_name,
+            shape.num_blocks,
+            shape.block_size,
+            generation,
+        )
+        return shape
+
+
+def _shape(ranks: list[worker_pb2.DescribeResponse]) -> ReplicaShape:
+    for number, rank in enumerate(ranks):
+        if (rank.rank, rank.world_size) != (number, len(ranks)):
+            raise FailedPrecondition(
+                f"worker {number} of {len(ranks)} says that it is rank {rank.rank} of "
+                f"{rank.world_size}: list all ranks, in order"
+            )
+        if rank.fingerprint != ranks[0].fingerprint:
+            raise FailedPrecondition(f"worker {number} serves another model than worker 0")
+    return ReplicaShape(ranks[0], min(rank.num_blocks for rank in ranks))
+
+
+def _require_same(before: ReplicaShape, after: ReplicaShape) -> None:
+    if after.description.fingerprint != before.description.fingerprint:
+        raise FailedPrecondition("the worker came back with another model: restart the scheduler")
+    if after.num_blocks < before.num_blocks:
+        raise FailedPrecondition(
+            f"the worker came back with {after.num_blocks} blocks instead of "
+            f"{before.num_blocks}: restart the scheduler"
+        )

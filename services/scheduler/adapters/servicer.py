@@ -1,0 +1,154 @@
+"""The scheduler's contract over an engine."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+
+from services.common.errors import InvalidArgument, StepwellError, Unavailable
+from services.scheduler.adapters.door import Door
+from services.scheduler.adapters.sessions import GatewaySession, Sessions
+from services.scheduler.adapters.statistics import Statistics
+from services.scheduler.core.engine import Engine
+from services.scheduler.core.request import Request
+
+logger = logging.getLogger(__name__)
+
+HASH_INLINE_TOKENS = 2048
+"""Longer prompts are hashed in a thread: a step must not wait for them."""
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
+    """Sessions in front of one engine. `opened` is what each session is told first."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        door: Door,
+        sessions: Sessions,
+        statistics: Statistics,
+        opened: scheduler_pb2.SessionOpened,
+    ) -> None:
+        self._engine = engine
+        self._door = door
+        self._sessions = sessions
+        self._statistics = statistics
+        self._opened = opened
+        self._draining = False
+
+    def drain(self) -> None:
+        """Refuses new requests from here on; those that are alive go on."""
+        self._draining = True
+
+    async def Session(
+        self, request_iterator: AsyncIterator[scheduler_pb2.SessionRequest], context: _Context
+    ) -> AsyncIterator[scheduler_pb2.SessionResponse]:
+        """See the contract."""
+        first = await anext(request_iterator, None)
+        if first is None or first.WhichOneof("message") != "open":
+            raise InvalidArgument("a session begins with open", field="open")
+        session = self._sessions.open(first.open.gateway_id)
+        reader = asyncio.create_task(self._read(session, request_iterator))
+        logger.info("session of %s opened", session.gateway_id)
+        try:
+            yield scheduler_pb2.SessionResponse(opened=self._opened)
+            async for deltas in _news(session, reader):
+                yield scheduler_pb2.SessionResponse(deltas=deltas)
+            reader.result()
+        finally:
+            reader.cancel()
+            orphans = self._sessions.close(session)
+            self._engine.abort(orphans)
+            logger.info("session of %s ended; %d aborted", session.gateway_id, len(orphans))
+
+    async def Abort(
+        self, request: scheduler_pb2.AbortRequest, context: _Context
+    ) -> scheduler_pb2.AbortResponse:
+        """See the contract."""
+        found = self._sessions.find(request.request_ids)
+        self._engine.abort(found)
+        return scheduler_pb2.AbortResponse(num_aborted=len(found))
+
+    async def Pause(
+        self, request: scheduler_pb2.PauseRequest, context: _Context
+    ) -> scheduler_pb2.PauseResponse:
+        """See the contract."""
+        await self._engine.pause(abort=request.abort)
+        return scheduler_pb2.PauseResponse()
+
+    async def Resume(
+        self, request: scheduler_pb2.ResumeRequest, context: _Context
+    ) -> scheduler_pb2.ResumeResponse:
+        """See the contract."""
+        self._engine.resume()
+        return scheduler_pb2.ResumeResponse()
+
+    async def ResetPrefixCache(
+        self, request: scheduler_pb2.ResetPrefixCacheRequest, context: _Context
+    ) -> scheduler_pb2.ResetPrefixCacheResponse:
+        """See the contract."""
+        await self._engine.reset_prefix_cache(preempt_running=request.preempt_running)
+        return scheduler_pb2.ResetPrefixCacheResponse()
+
+    async def GetStats(
+        self, request: scheduler_pb2.GetStatsRequest, context: _Context
+    ) -> scheduler_pb2.GetStatsResponse:
+        """See the contract."""
+        return self._statistics.message()
+
+    async def _read(
+        self, session: GatewaySession, messages: AsyncIterator[scheduler_pb2.SessionRequest]
+    ) -> None:
+        async for message in messages:
+            match message.WhichOneof("message"):
+                case "add":
+                    await self._add(session, message.add)
+                case "abort":
+                    alive = map(session.requests.get, message.abort.handles)
+                    self._engine.abort([request for request in alive if request is not None])
+                case kind:
+                    raise InvalidArgument(f"{kind or 'nothing'} is not said in an open session")
+
+    async def _add(self, session: GatewaySession, message: scheduler_pb2.AddRequest) -> None:
+        try:
+            if self._draining:
+                raise Unavailable("the scheduler is draining", reason="DRAINING")
+            if message.handle in session.requests:
+                raise InvalidArgument(f"handle {message.handle} is in use", field="handle")
+            if not message.arrival_unix_nanos:
+                message.arrival_unix_nanos = time.time_ns()
+            request = self._door.let_in(message)
+        except StepwellError as error:
+            session.reject(message.handle, error)
+            return
+        await self._hash(request)
+        self._sessions.own(session, message.handle, request)
+        self._engine.add(request)
+
+    async def _hash(self, request: Request) -> None:
+        config = self._door.config
+        if not config.enable_prefix_caching or request.num_tokens <= HASH_INLINE_TOKENS:
+            return
+        await asyncio.to_thread(request.hash_full_blocks, config.fingerprint, config.block_size)
+
+
+async def _news(
+    session: GatewaySession, reader: asyncio.Task[None]
+) -> AsyncIterator[scheduler_pb2.StepDeltas]:
+    """What the outbox collects, until the gateway has said its last."""
+    taking = asyncio.ensure_future(session.outbox.take())
+    try:
+        while True:
+            await asyncio.wait({taking, reader}, return_when=asyncio.FIRST_COMPLETED)
+            if not taking.done():
+                return
+            yield taking.result()
+            taking = asyncio.ensure_future(session.outbox.take())
+    finally:
+        taking.cancel()

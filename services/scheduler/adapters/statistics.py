@@ -1,0 +1,114 @@
+"""A look at the replica, put together when somebody asks: RPC GetStats, and Prometheus."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.registry import Collector
+from stepwell.scheduler.v1 import scheduler_pb2
+
+from services.common import names
+from services.scheduler.adapters.sessions import Sessions
+from services.scheduler.core.engine import Engine, EngineState
+
+_STATES = {
+    EngineState.IDLE: scheduler_pb2.ENGINE_STATE_IDLE,
+    EngineState.RUNNING: scheduler_pb2.ENGINE_STATE_RUNNING,
+    EngineState.PAUSED: scheduler_pb2.ENGINE_STATE_PAUSED,
+    EngineState.RECOVERING: scheduler_pb2.ENGINE_STATE_RECOVERING,
+}
+
+RECENT_STEPS = 100
+
+
+class StepCounts:
+    """Running totals over steps, for whoever watches the engine to add to."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_scheduled_tokens = 0
+        self.step_nanos: deque[int] = deque(maxlen=RECENT_STEPS)
+
+    @property
+    def mean_step_nanos(self) -> int:
+        """Mean duration of recent steps; 0 before the first."""
+        return sum(self.step_nanos) // len(self.step_nanos) if self.step_nanos else 0
+
+
+class Statistics(Collector):
+    """Numbers of an engine, its sessions and its steps."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        sessions: Sessions,
+        counts: StepCounts,
+        incarnation: str,
+        model_name: str,
+    ) -> None:
+        self._engine = engine
+        self._sessions = sessions
+        self._counts = counts
+        self._incarnation = incarnation
+        self._model_name = model_name
+
+    def message(self) -> scheduler_pb2.GetStatsResponse:
+        """The numbers as GetStats tells them."""
+        engine, scheduler, counts = self._engine, self._engine.scheduler, self._counts
+        return scheduler_pb2.GetStatsResponse(
+            incarnation=self._incarnation,
+            model_name=self._model_name,
+            state=_STATES[engine.state],
+            state_reason=engine.state_reason,
+            num_running=len(scheduler.running),
+            num_waiting=engine.num_waiting,
+            max_num_seqs=scheduler.config.max_running,
+            max_num_batched_tokens=scheduler.config.token_budget,
+            num_usable_blocks=scheduler.config.num_blocks - 1,
+            num_free_blocks=scheduler.num_free_blocks,
+            block_size=scheduler.config.block_size,
+            num_steps=counts.num_steps,
+            num_prompt_tokens=counts.num_prompt_tokens,
+            num_cached_tokens=counts.num_cached_tokens,
+            num_generated_tokens=self._sessions.num_generated_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            num_finished=self._sessions.num_finished,
+            num_sessions=len(self._sessions),
+            mean_step_nanos=counts.mean_step_nanos,
+        )
+
+    def collect(self) -> Iterator[Metric]:
+        """The numbers as Prometheus reads them."""
+        stats = self.message()
+        labels = {"model_name": self._model_name}
+        usage = 1 - stats.num_free_blocks / stats.num_usable_blocks
+        gauges: Sequence[tuple[str, str, float]] = (
+            (names.METRIC_NUM_REQUESTS_RUNNING, "Requests that run.", stats.num_running),
+            (names.METRIC_NUM_REQUESTS_WAITING, "Requests that wait.", stats.num_waiting),
+            (names.METRIC_KV_CACHE_USAGE, "Share of the KV cache in use; 1 is all.", usage),
+            (names.METRIC_STEP_SECONDS, "Mean of recent steps.", stats.mean_step_nanos / 1e9),
+        )
+        counters: Sequence[tuple[str, str, float]] = (
+            (names.METRIC_NUM_PREEMPTIONS, "Preemptions.", stats.num_preemptions),
+            (
+                names.METRIC_ITERATION_TOKENS,
+                "Tokens computed in steps.",
+                self._counts.num_scheduled_tokens,
+            ),
+        )
+        for name, text, value in gauges:
+            gauge = GaugeMetricFamily(name, text, labels=list(labels))
+            gauge.add_metric(list(labels.values()), value)
+            yield gauge
+        for name, text, value in counters:
+            counter = CounterMetricFamily(name, text, labels=list(labels))
+            counter.add_metric(list(labels.values()), value)
+            yield counter
+        info = InfoMetricFamily(
+            names.METRIC_CACHE_CONFIG.removesuffix("_info"), "Shape of the cache.", labels=[]
+        )
+        shape = {"block_size": stats.block_size, "num_gpu_blocks": stats.num_usable_blocks + 1}
+        info.add_metric([], {key: str(value) for key, value in shape.items()})
+        yield info

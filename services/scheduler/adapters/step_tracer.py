@@ -1,0 +1,168 @@
+"""Traces of steps and requests, from what the engine tells its observers.
+
+A step is a trace of its own, linked to the sampled requests it serves. A sampled request gets, in
+its own trace, spans for the time it queued, the chunks of its prompt, and its decoding.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from opentelemetry.trace import Span
+
+from services.common import names
+from services.common.telemetry import Attributes, Tracing, parse_traceparent, traceparent_of
+from services.scheduler.adapters.statistics import StepCounts
+from services.scheduler.core.plan import RequestUpdate, StepPlan
+from services.scheduler.core.request import Request
+
+
+@dataclass(slots=True)
+class _StepTrace:
+    span: Span
+    begun_nanos: int
+
+
+@dataclass(slots=True)
+class _RequestTrace:
+    """The span of what a request is doing now: its prompt, then its decoding."""
+
+    span: Span
+    is_decoding: bool = False
+
+
+class StepTracer:
+    """A `StepObserver` that counts every step and traces those that are sampled."""
+
+    def __init__(
+        self, tracing: Tracing, counts: StepCounts, clock: Callable[[], int] = time.time_ns
+    ) -> None:
+        self._tracing = tracing
+        self._counts = counts
+        self._clock = clock
+        self._begun: _StepTrace | None = None
+        self._steps: dict[int, _StepTrace] = {}
+        self._requests: dict[Request, _RequestTrace] = {}
+
+    def begin(self) -> str:
+        self._begun = _StepTrace(self._tracing.start(names.SPAN_STEP), self._clock())
+        return traceparent_of(self._begun.span)
+
+    def planned(self, plan: StepPlan) -> None:
+        step, self._begun = self._begun, None
+        if step is None:
+            raise AssertionError("a step was planned that had not begun")
+        self._count(plan)
+        if self._tracing.enabled:
+            self._trace_plan(plan, step.span)
+        if plan.requests or plan.removed_slots:
+            self._steps[plan.step] = step
+        else:
+            step.span.end()
+
+    def done(self, plan: StepPlan, updates: Sequence[RequestUpdate]) -> None:
+        step = self._steps.pop(plan.step)
+        self._counts.step_nanos.append(self._clock() - step.begun_nanos)
+        step.span.end()
+        for update in updates if self._requests else ():
+            trace = self._requests.get(update.request)
+            if trace is not None and update.request.is_finished:
+                self._end(update.request)
+            elif trace is not None and update.token_ids and not trace.is_decoding:
+                trace.span.end()
+                trace.span = self._child(names.SPAN_REQUEST_DECODE, update.request)
+                trace.is_decoding = True
+
+    def ended(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            if request.num_cached_tokens is None and request.traceparent:
+                self._record_queue(request)
+            self._end(request)
+
+    def lost(self, preempted: Sequence[Request]) -> None:
+        open_steps = [*self._steps.values(), *filter(None, [self._begun])]
+        self._steps.clear()
+        self._begun = None
+        for step in open_steps:
+            step.span.end()
+        self._note_preempted(preempted)
+
+    def _count(self, plan: StepPlan) -> None:
+        counts = self._counts
+        counts.num_steps += 1
+        counts.num_scheduled_tokens += plan.num_tokens
+        for request in plan.new:
+            counts.num_prompt_tokens += request.num_prompt_tokens
+            counts.num_cached_tokens += request.num_cached_tokens or 0
+
+    def _trace_plan(self, plan: StepPlan, span: Span) -> None:
+        for request in plan.new:
+            if request.traceparent:
+                self._leave_queue(request)
+        self._note_preempted(plan.preempted)
+        if not span.is_recording():
+            return
+        for request in plan.requests:
+            linked = parse_traceparent(request.traceparent)
+            if linked is not None:
+                span.add_link(linked)
+        span.set_attributes(
+            {
+                names.ATTR_STEP: plan.step,
+                names.ATTR_NUM_REQUESTS: len(plan.requests),
+                names.ATTR_NUM_SCHEDULED_TOKENS: plan.num_tokens,
+                names.ATTR_NUM_PREEMPTIONS: len(plan.preempted),
+            }
+        )
+
+    def _record_queue(self, request: Request) -> None:
+        queued = self._child(
+            names.SPAN_REQUEST_QUEUE,
+            request,
+            {names.ATTR_REQUEST_ID: request.request_id},
+            start_unix_nanos=int(request.arrival_time * 1e9),
+        )
+        if request.finish_reason is not None:
+            queued.set_attribute(names.ATTR_FINISH_REASON, request.finish_reason.value)
+        queued.end()
+
+    def _leave_queue(self, request: Request) -> None:
+        self._record_queue(request)
+        prefill = self._child(
+            names.SPAN_REQUEST_PREFILL,
+            request,
+            {
+                names.ATTR_NUM_PROMPT_TOKENS: request.num_prompt_tokens,
+                names.ATTR_NUM_CACHED_TOKENS: request.num_cached_tokens or 0,
+            },
+        )
+        self._requests[request] = _RequestTrace(prefill)
+
+    def _child(
+        self,
+        name: str,
+        request: Request,
+        attributes: Attributes | None = None,
+        start_unix_nanos: int | None = None,
+    ) -> Span:
+        return self._tracing.child(
+            name, request.traceparent, attributes=attributes, start_unix_nanos=start_unix_nanos
+        )
+
+    def _note_preempted(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            trace = self._requests.get(request)
+            if trace is not None:
+                trace.span.add_event(names.EVENT_PREEMPTED)
+
+    def _end(self, request: Request) -> None:
+        trace = self._requests.pop(request, None)
+        if trace is not None and request.finish_reason is not None:
+            trace.span.set_attributes(
+                {
+                    names.ATTR_FINISH_REASON: request.finish_reason.value,
+                    names.ATTR_NUM_OUTPUT_TOKENS: request.num_output_tokens,
+                    names.ATTR_NUM_PREEMPTIONS: request.num_preemptions,
+                }
+            )
+            trace.span.end()

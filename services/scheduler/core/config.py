@@ -1,0 +1,55 @@
+"""What one replica's scheduler is told once: limits, thresholds, policy."""
+
+import enum
+from dataclasses import dataclass
+
+
+class Policy(enum.Enum):
+    """Who waits first, and who is preempted."""
+
+    FCFS = "fcfs"
+    PRIORITY = "priority"
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Names and meanings are vLLM's. Token counts are per step unless said otherwise."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    """Blocks in the pool, the null block included."""
+    fingerprint: bytes = b""
+    """Root of the block-hash chain."""
+    policy: Policy = Policy.FCFS
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+    """Most prompt tokens of one request in a step that others share; 0: no such limit."""
+    long_prefill_token_threshold_adaptive: bool = False
+    """Raise the threshold to an even share of the step where that is more."""
+    max_num_scheduled_tokens: int | None = None
+    """A budget below max_num_batched_tokens, the size that the workers are built for."""
+    max_num_active_seqs: int | None = None
+    """A limit below max_num_seqs, the size that the workers' batch is built for."""
+    scheduler_reserve_full_isl: bool = True
+    """Admit only who could now be given blocks for the whole sequence, not just its first chunk."""
+    watermark: float = 0.0
+    """Share of the pool that stays free when a request joins running ones."""
+
+    @property
+    def token_budget(self) -> int:
+        """Tokens that a step hands out."""
+        return self.max_num_scheduled_tokens or self.max_num_batched_tokens
+
+    @property
+    def max_running(self) -> int:
+        """Requests that may run at once."""
+        return min(self.max_num_seqs, self.max_num_active_seqs or self.max_num_seqs)
+
+    @property
+    def num_watermark_blocks(self) -> int:
+        """The watermark in blocks."""
+        return int(self.watermark * self.num_blocks)

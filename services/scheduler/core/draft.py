@@ -1,0 +1,56 @@
+"""A step while it is being planned: the budget left, the grants made, what may still be undone."""
+
+from dataclasses import dataclass, field
+
+from services.common.block_hash import BlockHash
+from services.scheduler.core.ports import BlockTables
+from services.scheduler.core.request import Request
+
+
+@dataclass(slots=True)
+class StepDraft:
+    """The token budget of one step and who got what of it, in scheduling order."""
+
+    budget: int
+    """Tokens left."""
+    threshold: int
+    """Most tokens of one request in this step; 0: no such limit."""
+    requests: list[Request] = field(default_factory=list)
+    num_tokens: list[int] = field(default_factory=list)
+    appended: dict[Request, BlockTables] = field(default_factory=dict)
+    tables: dict[Request, BlockTables] = field(default_factory=dict)
+    new: list[Request] = field(default_factory=list)
+    resumed: list[Request] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+    hits: dict[Request, int] = field(default_factory=dict)
+    """Cached tokens of waiting requests, as the pool last said."""
+    filling: list[tuple[Request, int]] = field(default_factory=list)
+    """Running requests whose blocks the step fills, with the tokens computed after it."""
+    asking: list[Request] = field(default_factory=list)
+    """Waiting requests in the look-up under way."""
+    published: set[BlockHash] = field(default_factory=set)
+    """Hashes that admissions of this step publish: later ones will hit them."""
+
+    def cap(self, gap: int) -> int:
+        """How many of `gap` missing tokens the threshold lets one request have."""
+        return self.threshold if 0 < self.threshold < gap else gap
+
+    def grant(self, request: Request, num_tokens: int) -> None:
+        """Gives tokens of the budget to a request."""
+        self.requests.append(request)
+        self.num_tokens.append(num_tokens)
+        self.budget -= num_tokens
+
+    def revoke_from(self, request: Request) -> None:
+        """Takes back what was given to a request and to everyone after it."""
+        index = self.requests.index(request)
+        self.budget += sum(self.num_tokens[index:])
+        del self.requests[index:], self.num_tokens[index:]
+
+    def revoke(self, request: Request) -> None:
+        """Takes back what was given to a request, if anything."""
+        if request in self.requests:
+            index = self.requests.index(request)
+            self.budget += self.num_tokens.pop(index)
+            del self.requests[index]
+            self.appended.pop(request, None)

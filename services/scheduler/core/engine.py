@@ -1,0 +1,171 @@
+"""The loop that turns plans into tokens."""
+
+import asyncio
+import enum
+import logging
+from collections import deque
+from collections.abc import Awaitable, Iterable, Sequence
+
+from services.common.errors import FailedPrecondition, Unavailable
+from services.scheduler.core.plan import RequestUpdate, StepOutput, StepPlan
+from services.scheduler.core.ports import (
+    Delivery,
+    Executor,
+    PoolLost,
+    Replica,
+    StepObserver,
+    WorkersLost,
+)
+from services.scheduler.core.request import Request
+from services.scheduler.core.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+class EngineState(enum.Enum):
+    """Where the engine stands."""
+
+    IDLE = "idle"
+    RUNNING = "running"
+    PAUSED = "paused"
+    RECOVERING = "recovering"
+
+
+class Engine:
+    """Drives one scheduler: requests in, steps out to the workers, tokens back to who waits.
+
+    Everything that changes the scheduler happens in the turns of `run`, one after another; the
+    other methods leave word and may be called at any time from the same event loop.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        replica: Replica,
+        delivery: Delivery,
+        observer: StepObserver,
+    ) -> None:
+        self.scheduler = scheduler
+        self.state = EngineState.IDLE
+        self.state_reason = ""
+        self._executor = executor
+        self._replica = replica
+        self._delivery = delivery
+        self._observer = observer
+        self._arrivals: list[Request] = []
+        self._aborts: list[Request] = []
+        self._in_flight: deque[tuple[StepPlan, Awaitable[StepOutput]]] = deque()
+        self._wake = asyncio.Event()
+        self._between_turns = asyncio.Lock()
+        self._paused = False
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have not been scheduled yet, or were preempted."""
+        return len(self.scheduler.waiting) + len(self._arrivals)
+
+    def add(self, request: Request) -> None:
+        """Queues a request for the next turn."""
+        self._arrivals.append(request)
+        self._wake.set()
+
+    def abort(self, requests: Iterable[Request]) -> None:
+        """Ends requests in the next turn, wherever they stand; a step in flight is not held up."""
+        self._aborts += requests
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Steps for ever. A lost pool or worker costs recomputation; anything else is a defect."""
+        while True:
+            await self._until_work()
+            try:
+                async with self._between_turns:
+                    await self._turn()
+            except (PoolLost, WorkersLost) as lost:
+                await self._recover(lost)
+
+    async def pause(self, *, abort: bool) -> None:
+        """Stops planning; returns when no step is in flight. `abort` ends what is alive."""
+        self._paused = True
+        self._wake.set()
+        async with self._between_turns:
+            while self._in_flight:
+                await self._complete()
+            self._take_in()
+            if abort:
+                self._end([*self.scheduler.running, *self.scheduler.waiting])
+                await self.scheduler.flush()
+            self.state = EngineState.PAUSED
+
+    def resume(self) -> None:
+        """Goes on planning."""
+        self._paused = False
+        self._wake.set()
+
+    async def reset_prefix_cache(self, *, preempt_running: bool) -> None:
+        """Forgets every cached prefix. Raises FailedPrecondition while requests hold blocks."""
+        async with self._between_turns:
+            while self._in_flight:
+                await self._complete()
+            if preempt_running:
+                self.scheduler.preempt_all()
+            if not await self.scheduler.reset_prefix_cache():
+                raise FailedPrecondition("requests hold blocks", reason="BLOCKS_IN_USE")
+
+    async def _turn(self) -> None:
+        """Takes in what was said, plans and sends a step, takes back the tokens of the oldest."""
+        self._take_in()
+        if not self._paused and self.scheduler.has_work:
+            traceparent = self._observer.begin()
+            plan = await self.scheduler.schedule(traceparent)
+            self._observer.planned(plan)
+            if plan.requests or plan.removed_slots:
+                answer = await self._executor.submit(plan, traceparent)
+                self._in_flight.append((plan, answer))
+        if self._in_flight:
+            await self._complete()
+
+    async def _complete(self) -> None:
+        plan, answer = self._in_flight.popleft()
+        output = await answer
+        self._take_in()
+        updates = self.scheduler.update_from_output(plan, output)
+        self._delivery.deliver(plan, updates)
+        self._observer.done(plan, updates)
+
+    def _take_in(self) -> None:
+        for request in self._arrivals:
+            self.scheduler.add(request)
+        self._arrivals.clear()
+        aborts, self._aborts = self._aborts, []
+        self._end(aborts)
+
+    def _end(self, requests: Sequence[Request]) -> None:
+        alive = [request for request in requests if not request.is_finished]
+        for request in alive:
+            self.scheduler.abort(request)
+        if alive:
+            updates = [RequestUpdate(request, ()) for request in alive]
+            self._delivery.deliver(None, updates)
+            self._observer.ended(alive)
+
+    async def _until_work(self) -> None:
+        while not (self._arrivals or self._aborts or self._in_flight) and (
+            self._paused or not self.scheduler.has_work
+        ):
+            self.state = EngineState.PAUSED if self._paused else EngineState.IDLE
+            self._wake.clear()
+            await self._wake.wait()
+        self.state = EngineState.RUNNING
+
+    async def _recover(self, lost: Unavailable) -> None:
+        """Starts over with whoever is there, or comes back: requests keep their tokens."""
+        logger.warning("%s; recovering", lost.message)
+        self.state, self.state_reason = EngineState.RECOVERING, lost.message
+        self._in_flight.clear()
+        preempted = self.scheduler.forget_pool()
+        self._observer.lost(preempted)
+        await self._replica.reopen()
+        self.state_reason = ""
+        logger.info("recovered; %d requests are computed again", len(preempted))

@@ -1,0 +1,57 @@
+"""What a step is: who gets how many tokens, with which blocks; and what came of it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from services.scheduler.core.request import Request
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One engine step, decided. The first three lists are parallel, in scheduling order."""
+
+    step: int
+    requests: list[Request] = field(default_factory=list)
+    num_scheduled_tokens: list[int] = field(default_factory=list)
+    num_computed_tokens: list[int] = field(default_factory=list)
+    """Where each one starts, prefix hit included."""
+    block_tables: dict[Request, tuple[list[int], ...]] = field(default_factory=dict)
+    """Full tables of those admitted in this step."""
+    appended_blocks: dict[Request, tuple[list[int], ...]] = field(default_factory=dict)
+    """New blocks of those that ran before."""
+    new: list[Request] = field(default_factory=list)
+    """Admitted for the first time."""
+    resumed: list[Request] = field(default_factory=list)
+    """Admitted again after a preemption."""
+    preempted: list[Request] = field(default_factory=list)
+    """In the order in which they were preempted."""
+    removed_slots: list[int] = field(default_factory=list)
+    """Places in the workers' batch that were given up since the last plan."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the step computes."""
+        return sum(self.num_scheduled_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What the workers answered. `token_ids` is parallel to the plan's requests."""
+
+    token_ids: Sequence[Sequence[int]]
+    """Sampled tokens: none inside a prompt."""
+    logprobs: Mapping[int, object] = field(default_factory=dict)
+    """By index of the request, carried through."""
+    nan_requests: frozenset[int] = frozenset()
+    """Indexes of requests whose logits held NaN."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestUpdate:
+    """News of one request after a step."""
+
+    request: Request
+    token_ids: Sequence[int]
+    logprobs: object | None = None
+    num_computed_tokens: int = 0
+    """Where the step began for it."""

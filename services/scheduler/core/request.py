@@ -1,0 +1,133 @@
+"""A request as the scheduler sees it: tokens, and a count of how many of them are computed."""
+
+import enum
+from dataclasses import dataclass, field
+
+from services.common.block_hash import BlockHash, hash_full_blocks
+
+
+class RequestStatus(enum.Enum):
+    """Where a request stands."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+class FinishReason(enum.Enum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class StopConditions:
+    """When a request ends by itself."""
+
+    max_tokens: int
+    eos_token_ids: frozenset[int] = frozenset()
+    stop_token_ids: frozenset[int] = frozenset()
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence. Equal only to itself."""
+
+    request_id: str
+    key: int
+    """Its number towards the pool, never used twice in the life of a scheduler."""
+    token_ids: list[int]
+    """Prompt, then output; grows as tokens are sampled."""
+    num_prompt_tokens: int
+    stop: StopConditions
+    priority: int = 0
+    arrival_time: float = 0.0
+    """Seconds on any clock that all requests of a replica share."""
+    cache_salt: str = ""
+    traceparent: str = ""
+    sampling: object = None
+    """How the worker samples; carried through."""
+    reads_prefix_cache: bool = True
+    """False where every prompt position must be computed, as for prompt log-probabilities."""
+
+    status: RequestStatus = RequestStatus.WAITING
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    num_computed_tokens: int = 0
+    num_slots: int = 0
+    """Tokens that its block table can hold."""
+    slot: int | None = None
+    """Its place in the workers' batch while it runs."""
+    num_cached_tokens: int | None = None
+    """Prefix hit when it was first scheduled; None before."""
+    num_preemptions: int = 0
+    block_hashes: list[BlockHash] = field(default_factory=list)
+    """Hashes of its full blocks, as far as they have been needed."""
+    known_to_pool: bool = False
+    num_hashes_sent: int = 0
+    """How many of `block_hashes` the pool has been told."""
+    num_committed_blocks: int = 0
+    """Full blocks published under their hash."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output known so far."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output known so far."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def max_hit_tokens(self) -> int:
+        """Longest cached prefix of use: one token must be left to compute, to sample from."""
+        return len(self.token_ids) - 1 if self.reads_prefix_cache else 0
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has ended."""
+        return self.status is RequestStatus.FINISHED
+
+    def hash_full_blocks(self, root: bytes, block_size: int) -> None:
+        """Brings `block_hashes` up to the tokens known."""
+        if (len(self.block_hashes) + 1) * block_size <= len(self.token_ids):
+            self.block_hashes += hash_full_blocks(
+                root,
+                self.token_ids,
+                block_size,
+                cache_salt=self.cache_salt,
+                known=self.block_hashes,
+            )
+
+    def forget_blocks(self) -> None:
+        """Back to nothing computed: what it held in pool and workers is gone."""
+        self.num_computed_tokens = self.num_slots = 0
+        self.num_hashes_sent = self.num_committed_blocks = 0
+        self.known_to_pool = False
+        self.slot = None
+
+    def append_output(self, token_id: int, max_model_len: int) -> bool:
+        """Takes a sampled token; returns whether it ends the request.
+
+        Checked in vLLM's order: end of sequence, stop tokens, then length. The sampler keeps the
+        first two from coming before min_tokens.
+        """
+        self.token_ids.append(token_id)
+        if token_id in self.stop.eos_token_ids:
+            self.finish(FinishReason.STOP)
+        elif token_id in self.stop.stop_token_ids:
+            self.finish(FinishReason.STOP)
+            self.stop_token_id = token_id
+        elif len(self.token_ids) >= max_model_len or self.num_output_tokens >= self.stop.max_tokens:
+            self.finish(FinishReason.LENGTH)
+        return self.is_finished
+
+    def finish(self, reason: FinishReason) -> None:
+        """Ends the request."""
+        self.status = RequestStatus.FINISHED
+        self.finish_reason = reason
