@@ -10,6 +10,7 @@ from services.common import status
 from tests.kvpool.worked_examples import BLOCK_SIZE, hashes
 
 SECONDS = 10.0
+WATCH_BUFFER_HASHES = 8
 
 
 def open_request(
@@ -102,10 +103,10 @@ class Speaker:
         return await self.read()
 
     async def read(self) -> kvpool_pb2.TransactResponse:
-        response = await self._call.read()
-        if response is grpc.aio.EOF:
-            raise await failure(self._call)
-        return response
+        try:
+            return await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            raise status.from_rpc_error(error) from error
 
     async def end(self) -> None:
         await self._call.done_writing()
@@ -114,13 +115,3 @@ class Speaker:
 
     def break_off(self) -> None:
         self._call.cancel()
-
-
-async def failure(call: grpc.aio.Call) -> Exception:
-    """The error that ended a stream, as the server raised it."""
-    code, details = await call.code(), await call.details()
-    return status.from_rpc_error(
-        grpc.aio.AioRpcError(
-            code, await call.initial_metadata(), await call.trailing_metadata(), details
-        )
-    )

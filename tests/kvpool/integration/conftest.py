@@ -11,8 +11,7 @@ from services.common.channel import open_channel
 from services.common.telemetry import configure_tracing
 from services.kvpool.__main__ import PoolService
 from services.kvpool.settings import KVPoolSettings
-
-WATCH_BUFFER_HASHES = 8
+from tests.kvpool.wire import WATCH_BUFFER_HASHES
 
 
 @pytest.fixture

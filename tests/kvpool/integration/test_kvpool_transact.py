@@ -13,8 +13,8 @@ from services.common.errors import (
     FailedPrecondition,
     InvalidArgument,
     NotFound,
-    StepwellError,
 )
+from services.kvpool.core import errors
 from tests.kvpool import wire
 from tests.kvpool.wire import Speaker
 
@@ -297,6 +297,13 @@ async def opened_speaker(stub, **shape) -> Speaker:
     return Speaker(stub, opened.generation, shape.get("pool_id", "replica"))
 
 
-def test_every_refusal_of_the_pool_has_a_status():
-    kinds = StepwellError.__subclasses__()
-    assert all(status.status_code(kind("why")) is not None for kind in kinds)
+def test_every_refusal_of_the_pool_has_a_status_and_a_reason():
+    refusals = [
+        kind
+        for kind in vars(errors).values()
+        if isinstance(kind, type) and kind.__module__ == errors.__name__
+    ]
+    assert len(refusals) >= 10
+    assert len({kind.reason for kind in refusals}) == len(refusals)
+    for kind in refusals:
+        assert status.status_code(kind("why")) is not grpc.StatusCode.INTERNAL

@@ -1,0 +1,121 @@
+"""The pool as a process: it serves, tells its metrics, drains on SIGTERM and exits 0."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from urllib.request import urlopen
+
+import pytest
+from stepwell.kvpool.v1 import kvpool_pb2_grpc
+
+from services.common.channel import open_channel
+from services.common.errors import StepwellError
+from tests.kvpool import wire
+from tests.kvpool.wire import Speaker
+
+STARTED_SECONDS = 30.0
+
+
+async def test_it_drains_on_sigterm_and_exits_with_success():
+    async with (
+        pool_process("--drain-seconds", "20") as (process, addresses),
+        open_channel(addresses["serving"]) as channel,
+    ):
+        speaker = await opened_speaker(channel)
+        await speaker.transact(wire.admit(wire.admission(1, 9)))
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(wire.SECONDS):
+            while b"draining" not in await process.stderr.readline():
+                pass
+        # Whoever speaks for a pool may finish.
+        assert (await speaker.transact(wire.release(1))).num_free_blocks == 9
+        await speaker.end()
+        async with asyncio.timeout(wire.SECONDS):
+            assert await process.wait() == 0
+
+
+async def test_a_speaker_that_does_not_end_is_ended():
+    async with (
+        pool_process("--drain-seconds", "0.1") as (process, addresses),
+        open_channel(addresses["serving"]) as channel,
+    ):
+        speaker = await opened_speaker(channel)
+        await speaker.transact()
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(wire.SECONDS):
+            with pytest.raises(StepwellError):
+                await speaker.read()
+            assert await process.wait() == 0
+
+
+async def test_metrics_are_served_in_vllms_names():
+    async with pool_process("--metrics-port", "0") as (_, addresses):
+        async with open_channel(addresses["serving"]) as channel:
+            speaker = await opened_speaker(channel, num_blocks=11)
+            await speaker.transact(wire.admit(wire.admission(1, 9, path="ab")))
+            await speaker.transact(wire.admit(wire.admission(2, 9, hit=8, path="ab")))
+            await speaker.end()
+        lines = (await asyncio.to_thread(scrape, addresses["serving metrics"])).splitlines()
+    assert 'vllm:kv_cache_usage_perc{engine="replica"} 0.4' in lines
+    assert 'vllm:prefix_cache_queries_total{engine="replica"} 16.0' in lines
+    assert 'vllm:prefix_cache_hits_total{engine="replica"} 8.0' in lines
+    assert 'stepwell_kvpool_transactions_total{engine="replica"} 2.0' in lines
+    (info,) = [line for line in lines if line.startswith("vllm:cache_config_info{")]
+    assert 'block_size="4"' in info
+    assert 'num_gpu_blocks="11"' in info
+
+
+async def test_an_address_that_is_taken_ends_it_with_one_sentence():
+    async with pool_process() as (_, addresses):
+        process = await asyncio.create_subprocess_exec(
+            *command(addresses["serving"]), stderr=asyncio.subprocess.PIPE
+        )
+        async with asyncio.timeout(STARTED_SECONDS):
+            _, errors = await process.communicate()
+    assert process.returncode == 1
+    assert f"stepwell kvpool: cannot listen on {addresses['serving']}" in errors.decode()
+
+
+@asynccontextmanager
+async def pool_process(
+    *flags: str,
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, dict[str, str]]]:
+    """A running service, and the addresses it logged, by what is served there."""
+    process = await asyncio.create_subprocess_exec(
+        *command("127.0.0.1:0", *flags),
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert process.stderr is not None
+    addresses: dict[str, str] = {}
+    try:
+        async with asyncio.timeout(STARTED_SECONDS):
+            while "serving" not in addresses:
+                line = (await process.stderr.readline()).decode()
+                assert line, "the service ended before it served"
+                if " address=" in line:
+                    said, address = line.strip().rsplit(" address=", 1)
+                    addresses[said.partition("kvpool: ")[2]] = address
+        yield process, addresses
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+def command(address: str, *flags: str) -> list[str]:
+    return [sys.executable, "-m", "services.kvpool", "--address", address, *flags]
+
+
+async def opened_speaker(channel, **shape) -> Speaker:
+    stub = kvpool_pb2_grpc.KVPoolStub(channel)
+    opened = await stub.OpenPool(wire.open_request(**shape))
+    return Speaker(stub, opened.generation)
+
+
+def scrape(address: str) -> str:
+    with urlopen(f"http://{address}/metrics", timeout=wire.SECONDS) as response:
+        return response.read().decode()
