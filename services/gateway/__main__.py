@@ -1,0 +1,38 @@
+"""`python -m services.gateway`: the composition root."""
+
+import asyncio
+import logging
+
+from services.common.lifecycle import run_service
+from services.common.logs import configure_logs
+from services.common.settings import load_settings
+from services.common.telemetry import configure_tracing
+from services.gateway.adapters.hf_tokenizer import load_tokenizer
+from services.gateway.gateway import Gateway
+from services.gateway.settings import GatewaySettings
+
+logger = logging.getLogger(__name__)
+
+
+async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
+    """Serves until `stop` is set, then drains."""
+    tracing = configure_tracing("gateway", settings.otlp_endpoint, settings.trace_sample_ratio)
+    gateway = Gateway(settings, load_tokenizer(settings.model), tracing)
+    addresses = await gateway.start()
+    logger.info(
+        "serving %s: HTTP on %s, gRPC on %s", settings.model_name, addresses.http, addresses.grpc
+    )
+    await stop.wait()
+    await gateway.drain()
+    tracing.shutdown()
+
+
+def main() -> None:
+    """Reads settings, serves."""
+    settings = load_settings(GatewaySettings, "gateway")
+    configure_logs("gateway", settings.log_level, settings.log_format)
+    run_service("gateway", lambda stop: serve(settings, stop))
+
+
+if __name__ == "__main__":
+    main()

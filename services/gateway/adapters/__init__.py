@@ -1,0 +1,1 @@
+"""How the gateway's core meets HTTP, gRPC, schedulers, a tokenizer and telemetry."""

@@ -1,0 +1,149 @@
+"""The tokenizer of a Hugging Face model directory, through transformers and tokenizers."""
+
+import asyncio
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from services.common.errors import FailedPrecondition, InvalidArgument
+
+T = TypeVar("T")
+
+# Below this, tokenizing costs less than a thread switch is worth.
+_INLINE_CHARACTERS = 2048
+_SPACE_MARK = "▁"
+
+
+class HfTokenizer:
+    """The core's Tokenizer. Uses the Rust tokenizer directly, which is safe in several threads."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._backend = tokenizer.backend_tokenizer
+        added = self._backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(token for token, info in added.items() if info.special)
+        decoder = self._backend.decoder
+        kind = json.loads(decoder.__getstate__())["type"] if decoder is not None else ""
+        self.is_byte_level = kind == "ByteLevel"
+        self.has_chat_template = tokenizer.chat_template is not None
+        self._bytes = _token_bytes(self._backend, self.is_byte_level)
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        def work() -> list[int]:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return ids
+
+        return await self._off_loop(len(text), work)
+
+    async def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        variables: Mapping[str, Any],
+    ) -> str:
+        if not self.has_chat_template:
+            raise InvalidArgument(
+                "this model has no chat template; use completions instead", field="messages"
+            )
+
+        def work() -> str:
+            text: str = self._tokenizer.apply_chat_template(
+                list(messages),
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **variables,
+            )
+            return text
+
+        size = sum(len(message["content"]) for message in messages)
+        try:
+            return await self._off_loop(size, work)
+        except Exception as error:
+            # The template is a program that came with the model: it may raise anything about
+            # a conversation it was not written for.
+            raise InvalidArgument(
+                f"the model's chat template does not take these messages: {error}",
+                field="messages",
+            ) from error
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._bytes[token_id] if token_id < len(self._bytes) else b""
+
+    def token_name(self, token_id: int) -> str:
+        return self._backend.id_to_token(token_id) or ""
+
+    async def _off_loop(self, size: int, work: Callable[[], T]) -> T:
+        if size < _INLINE_CHARACTERS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def load_tokenizer(directory: Path) -> HfTokenizer:
+    """Reads the tokenizer files of a model directory. Raises FailedPrecondition in one sentence."""
+    # The tokenizer needs no torch, whatever transformers has to say about its absence.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    # Threads of its own would fight with the event loop for the cores.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # Loading transformers takes seconds; nothing else here needs it.
+    from transformers import AutoTokenizer  # noqa: PLC0415
+
+    if (
+        not (directory / "tokenizer_config.json").is_file()
+        and not (directory / "tokenizer.json").is_file()
+    ):
+        raise FailedPrecondition(f"{directory}: there is no tokenizer.json")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+    except Exception as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise FailedPrecondition(f"{directory}: cannot load the tokenizer: {first_line}") from error
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise FailedPrecondition(f"{directory}: the tokenizer has no tokenizer.json form")
+    return HfTokenizer(tokenizer)
+
+
+def _token_bytes(backend: Any, is_byte_level: bool) -> list[bytes]:
+    vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=True)
+    table = [b""] * (max(vocabulary.values()) + 1)
+    added = backend.get_added_tokens_decoder()
+    to_bytes = _byte_level_bytes if is_byte_level else _marked_bytes
+    for token, token_id in vocabulary.items():
+        table[token_id] = token.encode() if token_id in added else to_bytes(token)
+    return table
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins: bytes that print stand for themselves, others are moved up."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    moved = [byte for byte in range(0x100) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(0x100 + place): byte for place, byte in enumerate(moved)
+    }
+
+
+_ALPHABET = _byte_level_alphabet()
+
+
+def _byte_level_bytes(token: str) -> bytes:
+    try:
+        return bytes([_ALPHABET[character] for character in token])
+    except KeyError:
+        return token.encode()
+
+
+def _marked_bytes(token: str) -> bytes:
+    """SentencePiece's writing: a mark for a space, <0xE2> for a single byte."""
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        return bytes.fromhex(token[3:5])
+    return token.replace(_SPACE_MARK, " ").encode()

@@ -1,0 +1,1 @@
+"""OpenAI's API over HTTP, with vLLM's common extras."""

@@ -1,0 +1,254 @@
+"""The HTTP side of the gateway: its routes."""
+
+import json
+import re
+import secrets
+import time
+from typing import Any
+
+from fastapi import Depends, FastAPI, Request
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from services.common.errors import InternalError, InvalidArgument, StepwellError
+from services.gateway.adapters import genai
+from services.gateway.adapters.auth import ApiKeys
+from services.gateway.adapters.fleet import Fleet
+from services.gateway.adapters.http.bodies import (
+    ChatCompletionBody,
+    CompletionBody,
+    DetokenizeBody,
+    SamplingBody,
+    TokenizeBody,
+)
+from services.gateway.adapters.http.chat import ChatDialect, chat_request, in_chat_words, render
+from services.gateway.adapters.http.completions import CompletionDialect, completion_request
+from services.gateway.adapters.http.dialect import Envelope
+from services.gateway.adapters.http.errors import error_response
+from services.gateway.adapters.http.openapi import describe_body
+from services.gateway.adapters.http.parse import read_body
+from services.gateway.adapters.http.reply import Exchange, GenerationReply
+from services.gateway.adapters.metrics import Metrics
+from services.gateway.adapters.observation import Observer
+from services.gateway.adapters.status import fleet_status
+from services.gateway.core.gate import Gate
+from services.gateway.core.inference import Inference
+from services.gateway.core.request import ClientRequest
+
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class HttpApi:
+    """Routes and what they need. `app` is the ASGI application."""
+
+    def __init__(
+        self,
+        inference: Inference,
+        fleet: Fleet,
+        gate: Gate,
+        observer: Observer,
+        metrics: Metrics,
+        keys: ApiKeys,
+        *,
+        max_body_bytes: int,
+    ) -> None:
+        self._inference = inference
+        self._fleet = fleet
+        self._gate = gate
+        self._observer = observer
+        self._metrics = metrics
+        self._keys = keys
+        self._max_body_bytes = max_body_bytes
+        self._created = int(time.time())
+        self.app = self._routes()
+
+    def _routes(self) -> FastAPI:
+        app = FastAPI(title="Stepwell", description=(__doc__ or "").strip())
+        locked = [Depends(self._authenticate)]
+        for path, handler, body in (
+            ("/v1/completions", self.completions, CompletionBody),
+            ("/v1/chat/completions", self.chat_completions, ChatCompletionBody),
+            ("/tokenize", self.tokenize, TokenizeBody),
+            ("/detokenize", self.detokenize, DetokenizeBody),
+        ):
+            extra = describe_body(body)
+            app.add_api_route(
+                path, handler, methods=["POST"], openapi_extra=extra, dependencies=locked
+            )
+        app.add_api_route("/v1/models", self.models, methods=["GET"], dependencies=locked)
+        app.add_api_route(
+            "/v1/models/{name:path}", self.model, methods=["GET"], dependencies=locked
+        )
+        app.add_api_route("/status", self.status, methods=["GET"], dependencies=locked)
+        app.add_api_route("/health", self.health, methods=["GET"])
+        app.add_api_route("/metrics", self.metrics, methods=["GET"])
+        app.add_exception_handler(StepwellError, _stepwell_error)
+        app.add_exception_handler(HTTPException, _http_exception)
+        app.add_exception_handler(Exception, _defect)
+        return app
+
+    def _authenticate(self, request: Request) -> None:
+        self._keys.check(request.headers.get("authorization", ""))
+
+    async def completions(self, request: Request) -> Response:
+        """Text completions."""
+        body = await self._body(request, CompletionBody)
+        name = _request_id("cmpl", body, request)
+        envelope = self._envelope(name, body)
+        return self._reply(
+            Exchange(
+                operation=genai.OPERATION_TEXT_COMPLETION,
+                traceparent=request.headers.get("traceparent", ""),
+                stream=bool(body.stream),
+                to_request=lambda: completion_request(body, self._inference, name),
+                to_dialect=lambda made: CompletionDialect(envelope, made, self._inference.tokens),
+            )
+        )
+
+    async def chat_completions(self, request: Request) -> Response:
+        """Chat completions."""
+        body = await self._body(request, ChatCompletionBody)
+        name = _request_id("chatcmpl", body, request)
+        envelope = self._envelope(name, body)
+
+        async def to_request() -> ClientRequest:
+            return await chat_request(body, self._inference, name)
+
+        return self._reply(
+            Exchange(
+                operation=genai.OPERATION_CHAT,
+                traceparent=request.headers.get("traceparent", ""),
+                stream=bool(body.stream),
+                to_request=to_request,
+                to_dialect=lambda made: ChatDialect(envelope, made, self._inference.tokens),
+                in_client_words=lambda error: in_chat_words(error, body),
+            )
+        )
+
+    async def tokenize(self, request: Request) -> Response:
+        """Text or a conversation to token ids."""
+        body = await self._body(request, TokenizeBody)
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidArgument("give either prompt or messages", field="prompt")
+        _check_tokenize(body)
+        is_text = body.prompt is not None
+        text = body.prompt if body.prompt is not None else await render(body, self._inference)
+        special = is_text if body.add_special_tokens is None else body.add_special_tokens
+        tokenizer = self._inference.tokenizer
+        token_ids = await tokenizer.encode(text, add_special_tokens=special)
+        names = [tokenizer.token_name(t) for t in token_ids] if body.return_token_strs else None
+        return JSONResponse(
+            {
+                "count": len(token_ids),
+                "max_model_len": self._inference.limits().max_model_len,
+                "tokens": token_ids,
+                "token_strs": names,
+            }
+        )
+
+    async def detokenize(self, request: Request) -> Response:
+        """Token ids to text."""
+        body = await self._body(request, DetokenizeBody)
+        text = self._inference.tokenizer.decode(body.tokens, skip_special_tokens=False)
+        return JSONResponse({"prompt": text})
+
+    async def models(self) -> Response:
+        """The models served here."""
+        return JSONResponse({"object": "list", "data": [self._model_card()]})
+
+    async def model(self, name: str) -> Response:
+        """One model."""
+        self._inference.check_model(name)
+        return JSONResponse(self._model_card())
+
+    async def status(self) -> Response:
+        """Replicas, their queues and pools, as seen from here."""
+        return JSONResponse(
+            {
+                "model": self._inference.model_name,
+                "draining": not self._gate.is_open,
+                "requests_in_flight": self._gate.inside,
+                "replicas": await fleet_status(self._fleet),
+            }
+        )
+
+    async def health(self) -> Response:
+        """200 when requests can be served, else 503 and why not."""
+        reason = self._fleet.why_not_ready() if self._gate.is_open else "shutting down"
+        if reason:
+            return JSONResponse({"status": "unavailable", "reason": reason}, status_code=503)
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(self) -> Response:
+        """Prometheus metrics."""
+        self._metrics.replicas_ready.set(self._fleet.num_ready)
+        return Response(self._metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    async def _body(self, request: Request, model: type[Any]) -> Any:
+        body = await read_body(request, model, self._max_body_bytes)
+        self._inference.check_model(body.model)
+        return body
+
+    def _reply(self, exchange: Exchange) -> Response:
+        return GenerationReply(exchange, self._inference, self._gate, self._observer)
+
+    def _envelope(self, name: str, body: SamplingBody) -> Envelope:
+        options = body.stream_options
+        return Envelope(
+            id=name,
+            created=int(time.time()),
+            model=self._inference.model_name,
+            stream=bool(body.stream),
+            include_usage=bool(options and options.include_usage),
+            usage_in_every_chunk=bool(options and options.continuous_usage_stats),
+            return_token_ids=bool(body.return_token_ids),
+        )
+
+    def _model_card(self) -> dict[str, Any]:
+        name = self._inference.model_name
+        card = {"id": name, "object": "model", "created": self._created, "owned_by": "stepwell"}
+        if self._fleet.num_ready:
+            card["max_model_len"] = self._fleet.limits().max_model_len
+        return card
+
+
+def _request_id(prefix: str, body: SamplingBody, request: Request) -> str:
+    """The client's name for its request, from body or header, or a new one."""
+    name = body.request_id or request.headers.get("x-request-id", "")
+    if body.request_id and not _REQUEST_ID.fullmatch(name):
+        raise InvalidArgument("request_id must be printable ASCII", field="request_id")
+    if not _REQUEST_ID.fullmatch(name):
+        name = secrets.token_hex(12)
+    return f"{prefix}-{name}"
+
+
+def _check_tokenize(body: TokenizeBody) -> None:
+    if body.prompt is None:
+        return
+    for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
+        if getattr(body, name) is not None:
+            raise InvalidArgument(f"{name} may only be given with messages", field=name)
+
+
+async def _stepwell_error(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, StepwellError)
+    return error_response(error)
+
+
+async def _http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    body = {
+        "error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+    }
+    return Response(
+        json.dumps(body),
+        status_code=error.status_code,
+        headers=error.headers,
+        media_type="application/json",
+    )
+
+
+async def _defect(_request: Request, _error: Exception) -> Response:
+    return error_response(InternalError("a defect here"))

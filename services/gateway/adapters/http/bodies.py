@@ -1,0 +1,149 @@
+"""The bodies of requests, field by field. Types are checked here, ranges in the core."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from services.gateway.adapters.http.fields import Body, Int, TokenId, only
+
+_NO_TOOLS = "tools are not supported"
+_NO_FORMAT = "constrained output is not supported"
+
+
+class StreamOptions(Body):
+    """What a stream carries besides its pieces."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class SamplingBody(Body):
+    """What completions and chat completions share."""
+
+    model: str | None = None
+    # OpenAI's.
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    max_tokens: Int | None = None
+    n: Int | None = None
+    seed: Int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    # vLLM's.
+    top_k: Int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: Int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[TokenId] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: Annotated[Any, only(True, why="it cannot be turned off")] = None
+    add_special_tokens: bool | None = None
+    priority: Int | None = None
+    cache_salt: str | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[TokenId] | None = None
+    prompt_logprobs: Int | None = None
+    return_token_ids: bool | None = None
+    request_id: str | None = Field(default=None, min_length=1, max_length=128)
+    # What changes nothing here.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: Annotated[Any, only(False, why="nothing is stored")] = None
+    service_tier: Annotated[Any, only("auto", "default", why="there is one service tier")] = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class CompletionBody(SamplingBody):
+    """POST /v1/completions."""
+
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    echo: bool | None = None
+    logprobs: Int | None = None
+    best_of: Int | None = None
+    suffix: Annotated[Any, only("", why="text cannot be inserted before a suffix")] = None
+    response_format: Annotated[Any, only({"type": "text"}, why=_NO_FORMAT)] = None
+
+
+class TextPart(Body):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(Body):
+    """One turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+    # A turn of the assistant may be sent back as it came.
+    refusal: Annotated[Any, only(why="refusals are not supported")] = None
+    annotations: Annotated[Any, only([], why="annotations are not supported")] = None
+    audio: Annotated[Any, only(why="audio is not supported")] = None
+    function_call: Annotated[Any, only(why=_NO_TOOLS)] = None
+    tool_calls: Annotated[Any, only([], why=_NO_TOOLS)] = None
+
+    def to_template(self) -> dict[str, str]:
+        """The turn as chat templates take it."""
+        content = self.content
+        if not isinstance(content, str):
+            content = "".join(part.text for part in content)
+        turn = {"role": self.role, "content": content}
+        return turn if self.name is None else {**turn, "name": self.name}
+
+
+class ChatPrompt(Body):
+    """A conversation and how it is rendered."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatCompletionBody(SamplingBody, ChatPrompt):
+    """POST /v1/chat/completions."""
+
+    logprobs: bool | None = None
+    top_logprobs: Int | None = None
+    max_completion_tokens: Int | None = None
+    response_format: Annotated[Any, only({"type": "text"}, why=_NO_FORMAT)] = None
+    tools: Annotated[Any, only([], why=_NO_TOOLS)] = None
+    tool_choice: Annotated[Any, only("none", why=_NO_TOOLS)] = None
+    parallel_tool_calls: Annotated[Any, only(True, False, why=_NO_TOOLS)] = None
+    functions: Annotated[Any, only([], why=_NO_TOOLS)] = None
+    function_call: Annotated[Any, only("none", why=_NO_TOOLS)] = None
+    modalities: Annotated[Any, only(["text"], why="only text is generated")] = None
+    audio: Annotated[Any, only(why="only text is generated")] = None
+    prediction: Annotated[Any, only(why="predicted outputs are not supported")] = None
+    reasoning_effort: Annotated[Any, only("none", why="reasoning effort is not supported")] = None
+    verbosity: Annotated[Any, only("medium", why="verbosity is not supported")] = None
+    web_search_options: Annotated[Any, only(why=_NO_TOOLS)] = None
+
+
+class TokenizeBody(Body):
+    """POST /tokenize: plain text in `prompt`, or a conversation in `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = Field(default=None, min_length=1)
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[TokenId]

@@ -1,0 +1,194 @@
+"""/v1/completions: from its body to a request, from answers to its chunks."""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+from services.common.errors import InvalidArgument
+from services.gateway.adapters.http.bodies import CompletionBody
+from services.gateway.adapters.http.dialect import Dialect
+from services.gateway.adapters.http.sampling import (
+    check_stream_options,
+    stop_strings,
+    to_sampling,
+)
+from services.gateway.core.choice import Piece
+from services.gateway.core.generation import Answer
+from services.gateway.core.inference import Inference
+from services.gateway.core.logprobs import (
+    LogprobRows,
+    completion_logprobs,
+    echoed_logprobs,
+    joined,
+    prompt_logprobs,
+)
+from services.gateway.core.request import ClientRequest, Prompt
+
+DEFAULT_MAX_TOKENS = 16
+
+
+async def completion_request(
+    body: CompletionBody, inference: Inference, request_id: str
+) -> ClientRequest:
+    """The request that a body asks for. Raises InvalidArgument for contradictions."""
+    check_stream_options(body)
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise InvalidArgument(
+            "best_of is not supported beyond n: every answer is returned",
+            field="best_of",
+            reason="UNSUPPORTED_PARAMETER",
+        )
+    prompt_only = bool(body.echo) and body.max_tokens == 0
+    return ClientRequest(
+        request_id=request_id,
+        prompts=await _prompts(body, inference),
+        sampling=await to_sampling(
+            body,
+            inference,
+            max_tokens=None if prompt_only else body.max_tokens,
+            logprobs=body.logprobs,
+            prompt_logprobs=_num_prompt_logprobs(body),
+        ),
+        n=1 if body.n is None else body.n,
+        stop=stop_strings(body),
+        include_stop_str_in_output=bool(body.include_stop_str_in_output),
+        ignore_eos=bool(body.ignore_eos),
+        skip_special_tokens=body.skip_special_tokens is not False,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+        default_max_tokens=DEFAULT_MAX_TOKENS,
+        prompt_only=prompt_only,
+    )
+
+
+def _num_prompt_logprobs(body: CompletionBody) -> int | None:
+    if not body.echo or body.logprobs is None:
+        return body.prompt_logprobs
+    if body.prompt_logprobs not in (None, body.logprobs):
+        raise InvalidArgument(
+            "prompt_logprobs must equal logprobs where the prompt is echoed",
+            field="prompt_logprobs",
+        )
+    return body.logprobs
+
+
+async def _prompts(body: CompletionBody, inference: Inference) -> tuple[Prompt, ...]:
+    """One prompt or many, as text or as tokens; an empty list is one prompt without tokens."""
+    prompts = [body.prompt] if _is_single(body.prompt) else body.prompt
+    return tuple(
+        [
+            await _text_prompt(prompt, body, inference)
+            if isinstance(prompt, str)
+            else _token_prompt(cast(list[int], prompt), body, inference)
+            for prompt in prompts
+        ]
+    )
+
+
+def _is_single(prompt: str | list[str] | list[int] | list[list[int]]) -> bool:
+    return isinstance(prompt, str) or not prompt or isinstance(prompt[0], int)
+
+
+async def _text_prompt(text: str, body: CompletionBody, inference: Inference) -> Prompt:
+    if not text:
+        raise InvalidArgument("prompt must not be empty", field="prompt")
+    token_ids = await inference.tokenizer.encode(
+        text, add_special_tokens=body.add_special_tokens is not False
+    )
+    return Prompt(token_ids, text if body.echo else None)
+
+
+def _token_prompt(token_ids: list[int], body: CompletionBody, inference: Inference) -> Prompt:
+    if not body.echo:
+        return Prompt(token_ids)
+    return Prompt(token_ids, inference.tokenizer.decode(token_ids, skip_special_tokens=False))
+
+
+class CompletionDialect(Dialect):
+    """Text completions. An echoed prompt comes with the first tokens of each answer."""
+
+    whole_object = "text_completion"
+    chunk_object = "text_completion"
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._unsent: dict[int, LogprobRows | None] = dict.fromkeys(range(self.request.num_choices))
+
+    def opening(self) -> list[dict[str, Any]]:
+        return []
+
+    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
+        prompt_rows = None
+        is_first = piece.index in self._unsent
+        if is_first:
+            prompt_rows = joined(self._unsent[piece.index], piece.prompt_logprobs)
+            self._unsent[piece.index] = prompt_rows
+        if not piece.token_ids and piece.finish_reason is None:
+            return []
+        says_nothing = not (
+            piece.text or piece.logprobs or piece.finish_reason or self.envelope.return_token_ids
+        )
+        if says_nothing and not (is_first and self.request.prompts[0].text is not None):
+            return []
+        self._unsent.pop(piece.index, None)
+        return [
+            self._choice(
+                piece.index,
+                piece.text,
+                piece.token_ids,
+                piece.logprobs,
+                piece.offsets or (),
+                piece,
+                prompt_rows,
+                with_prompt=is_first,
+            )
+        ]
+
+    def choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        shaped = self._choice(
+            index,
+            answer.text,
+            answer.token_ids,
+            answer.logprobs,
+            answer.offsets,
+            answer.last,
+            answer.prompt_logprobs,
+            with_prompt=True,
+        )
+        if self.request.sampling.prompt_logprobs is not None:
+            shaped["prompt_logprobs"] = prompt_logprobs(answer.prompt_logprobs, self.tokens)
+        return shaped
+
+    def _choice(
+        self,
+        index: int,
+        text: str,
+        token_ids: list[int],
+        rows: LogprobRows | None,
+        offsets: Sequence[int],
+        last: Piece,
+        prompt_rows: LogprobRows | None,
+        *,
+        with_prompt: bool,
+    ) -> dict[str, Any]:
+        prompt = self.request.prompts[index // self.request.n]
+        echo = prompt.text or ""
+        logprobs = None
+        if rows is not None:
+            shifted = [len(echo) + offset for offset in offsets]
+            logprobs = completion_logprobs(rows, shifted, self.tokens)
+        if with_prompt and prompt.text is not None and self.request.sampling.logprobs is not None:
+            echoed = echoed_logprobs(prompt.token_ids[0], prompt_rows, self.tokens)
+            if logprobs is not None:
+                echoed = {name: echoed[name] + logprobs[name] for name in echoed}
+            logprobs = echoed
+        shaped = {
+            "index": index,
+            "text": echo + text if with_prompt else text,
+            "logprobs": logprobs,
+            "finish_reason": last.finish_reason.value if last.finish_reason else None,
+            "stop_reason": last.stop_reason,
+        }
+        if self.envelope.return_token_ids:
+            shaped["token_ids"] = token_ids
+            shaped["prompt_token_ids"] = prompt.token_ids if with_prompt else None
+        return shaped

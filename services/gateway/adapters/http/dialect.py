@@ -1,0 +1,111 @@
+"""What completions and chat completions have in common on the way out."""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from services.gateway.core.choice import Piece
+from services.gateway.core.generation import Answer, Usage
+from services.gateway.core.request import ClientRequest
+from services.gateway.core.tokens import TokenText
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """What is written around the choices of every answer and chunk."""
+
+    id: str
+    created: int
+    model: str
+    stream: bool
+    include_usage: bool
+    usage_in_every_chunk: bool
+    return_token_ids: bool
+
+
+class Dialect(ABC):
+    """One API's way to write answers and chunks."""
+
+    whole_object: str
+    chunk_object: str
+
+    def __init__(self, envelope: Envelope, request: ClientRequest, tokens: TokenText) -> None:
+        self.envelope = envelope
+        self.request = request
+        self.tokens = tokens
+
+    @abstractmethod
+    def opening(self) -> list[dict[str, Any]]:
+        """Choices of the chunks that come before any token."""
+
+    @abstractmethod
+    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
+        """Choices of the chunks that a piece makes; none when it says nothing."""
+
+    @abstractmethod
+    def choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        """A whole answer."""
+
+    def extras(self, _answers: Sequence[Answer]) -> dict[str, Any]:
+        """Further fields of the whole."""
+        return {}
+
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
+        """The body of an answer that is not streamed."""
+        body = {
+            **self._head(self.whole_object),
+            "choices": [self.choice(index, answer) for index, answer in enumerate(answers)],
+            "usage": usage_body(usage),
+            **self.extras(answers),
+        }
+        return json.dumps(body, separators=(",", ":")).encode()
+
+    def encode_chunks(self, choices: Sequence[dict[str, Any]], usage: Usage) -> bytes:
+        """Server-sent events, one per choice."""
+        head, tail = self._frame(usage)
+        return b"".join(
+            [head + json.dumps(choice, separators=(",", ":")).encode() + tail for choice in choices]
+        )
+
+    def closing(self, usage: Usage) -> bytes:
+        """The last events: token counts where asked for, and the mark of the end."""
+        if not self.envelope.include_usage:
+            return b"data: [DONE]\n\n"
+        body = {**self._head(self.chunk_object), "choices": [], "usage": usage_body(usage)}
+        return event(body) + b"data: [DONE]\n\n"
+
+    def _frame(self, usage: Usage) -> tuple[bytes, bytes]:
+        head = json.dumps(self._head(self.chunk_object), separators=(",", ":")).encode()
+        tail = b"]}\n\n"
+        if self.envelope.usage_in_every_chunk:
+            counts = json.dumps(usage_body(usage), separators=(",", ":")).encode()
+            tail = b'],"usage":' + counts + b"}\n\n"
+        elif self.envelope.include_usage:
+            tail = b'],"usage":null}\n\n'
+        return b"data: " + head[:-1] + b',"choices":[', tail
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        envelope = self.envelope
+        return {
+            "id": envelope.id,
+            "object": kind,
+            "created": envelope.created,
+            "model": envelope.model,
+        }
+
+
+def event(body: object) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
+
+
+def usage_body(usage: Usage) -> dict[str, Any]:
+    """Token counts as OpenAI writes them."""
+    return {
+        "prompt_tokens": usage.num_prompt_tokens,
+        "completion_tokens": usage.num_generated_tokens,
+        "total_tokens": usage.num_prompt_tokens + usage.num_generated_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+    }

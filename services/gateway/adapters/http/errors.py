@@ -1,0 +1,61 @@
+"""Errors as OpenAI's API writes them: a status and {"error": {message, type, param, code}}."""
+
+import json
+import math
+
+from starlette.responses import Response
+
+from services.common import errors
+
+# Kinds by status and OpenAI's type; the nearest class in an error's ancestry counts.
+KINDS: dict[type[errors.StepwellError], tuple[int, str]] = {
+    errors.InvalidArgument: (400, "invalid_request_error"),
+    errors.OutOfRange: (400, "invalid_request_error"),
+    errors.Unauthenticated: (401, "authentication_error"),
+    errors.NotFound: (404, "not_found_error"),
+    errors.FailedPrecondition: (409, "conflict_error"),
+    errors.PayloadTooLarge: (413, "invalid_request_error"),
+    errors.ResourceExhausted: (429, "rate_limit_error"),
+    errors.InternalError: (500, "server_error"),
+    errors.Aborted: (503, "service_unavailable_error"),
+    errors.Unavailable: (503, "service_unavailable_error"),
+}
+
+
+def http_status(error: errors.StepwellError) -> int:
+    """The HTTP status of an error."""
+    return _kind(error)[0]
+
+
+def error_body(error: errors.StepwellError) -> dict[str, object]:
+    """The error object, also sent as an event where a stream has begun."""
+    return {
+        "error": {
+            "message": error.message,
+            "type": _kind(error)[1],
+            "param": error.field,
+            "code": error.error_reason.lower(),
+        }
+    }
+
+
+def error_response(error: errors.StepwellError) -> Response:
+    """The whole answer, with a Retry-After in whole seconds where trying again helps."""
+    headers = {}
+    if error.retry_after_seconds is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_seconds)))
+    if isinstance(error, errors.Unauthenticated):
+        headers["WWW-Authenticate"] = "Bearer"
+    return Response(
+        json.dumps(error_body(error)),
+        status_code=http_status(error),
+        headers=headers,
+        media_type="application/json",
+    )
+
+
+def _kind(error: errors.StepwellError) -> tuple[int, str]:
+    for ancestor in type(error).__mro__:
+        if ancestor in KINDS:
+            return KINDS[ancestor]
+    return KINDS[errors.InternalError]

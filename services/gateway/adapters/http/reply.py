@@ -1,0 +1,152 @@
+"""Runs one generation inside one HTTP exchange, and ends it when the client goes away."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from services.common.errors import InternalError, StepwellError
+from services.gateway.adapters.http.dialect import Dialect, event
+from services.gateway.adapters.http.errors import error_body, error_response
+from services.gateway.adapters.observation import Observation, Observer
+from services.gateway.core.choice import Piece
+from services.gateway.core.gate import Gate
+from services.gateway.core.generation import Answer, Generation
+from services.gateway.core.inference import Inference
+from services.gateway.core.request import ClientRequest
+
+logger = logging.getLogger(__name__)
+
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    # Proxies that buffer would hold tokens back.
+    (b"x-accel-buffering", b"no"),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What one request needs: how to understand it, and how to write its answer."""
+
+    operation: str
+    traceparent: str
+    stream: bool
+    to_request: Callable[[], Awaitable[ClientRequest]]
+    to_dialect: Callable[[ClientRequest], Dialect]
+    in_client_words: Callable[[StepwellError], StepwellError] = lambda error: error
+
+
+class GenerationReply(Response):
+    """The answer to a completion of either kind, streamed or whole.
+
+    The status is sent with the first news from the engine, so that a refusal at its door has its
+    own status even when a stream was asked for. A client that disconnects cancels the work, which
+    aborts its sequences.
+    """
+
+    def __init__(
+        self, exchange: Exchange, inference: Inference, gate: Gate, observer: Observer
+    ) -> None:
+        super().__init__()
+        self._exchange = exchange
+        self._inference = inference
+        self._gate = gate
+        self._observer = observer
+        self._started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def tracked(message: Message) -> None:
+            self._started = True
+            await send(message)
+
+        work = asyncio.create_task(self._work(scope, receive, tracked))
+        gone = asyncio.create_task(_disconnected(receive))
+        try:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (work, gone):
+                task.cancel()
+            await asyncio.wait((work, gone))
+        if not work.cancelled():
+            work.result()
+
+    async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = self._exchange
+        try:
+            with (
+                self._gate.enter(),
+                self._observer.observing(exchange.operation, exchange.traceparent) as observation,
+            ):
+                await self._generate(observation, send)
+        except StepwellError as error:
+            await self._refuse(exchange.in_client_words(error), scope, receive, send)
+        except Exception:
+            logger.exception("defect while serving %s", exchange.operation)
+            await self._refuse(InternalError("a defect here"), scope, receive, send)
+
+    async def _generate(self, observation: Observation, send: Send) -> None:
+        request = await self._exchange.to_request()
+        generation = self._inference.prepare(request, observation.traceparent)
+        dialect = self._exchange.to_dialect(request)
+        pieces = observation.watch(
+            generation, self._inference.run(generation), stream=self._exchange.stream
+        )
+        async with aclosing(pieces) as source:  # type: ignore[type-var]
+            if self._exchange.stream:
+                await _stream(source, generation, dialect, send)
+            else:
+                await _whole(source, generation, dialect, send)
+
+    async def _refuse(
+        self, error: StepwellError, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        if self._started:
+            body = event(error_body(error)) + b"data: [DONE]\n\n"
+            await send({"type": "http.response.body", "body": body})
+        else:
+            await error_response(error)(scope, receive, send)
+
+
+async def _stream(
+    pieces: AsyncIterator[list[Piece]], generation: Generation, dialect: Dialect, send: Send
+) -> None:
+    opened = False
+    async for news in pieces:
+        choices = [] if opened else dialect.opening()
+        for piece in news:
+            choices += dialect.chunks(piece)
+        if not opened:
+            opened = True
+            start = {"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS}
+            await send(start)
+        if choices:
+            events = dialect.encode_chunks(choices, generation.usage())
+            await send({"type": "http.response.body", "body": events, "more_body": True})
+    last = dialect.closing(generation.usage())
+    await send({"type": "http.response.body", "body": last})
+
+
+async def _whole(
+    pieces: AsyncIterator[list[Piece]], generation: Generation, dialect: Dialect, send: Send
+) -> None:
+    answers = [Answer() for _ in generation.choices]
+    async for news in pieces:
+        for piece in news:
+            answers[piece.index].add(piece)
+    body = dialect.whole(answers, generation.usage())
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+    ]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,68 @@
+"""An uvicorn server inside this process's event loop, which ends when it is told to."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from fastapi import FastAPI
+
+from services.common.errors import Unavailable
+
+
+class _Quiet(uvicorn.Server):
+    """Leaves signals to whoever runs the process."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class HttpServer:
+    """Serves an application on one address."""
+
+    def __init__(self, app: FastAPI) -> None:
+        config = uvicorn.Config(
+            app,
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            http="httptools",
+            ws="none",
+            # Keeps headers of one request from growing for ever.
+            h11_max_incomplete_event_size=64 * 1024,
+        )
+        self._server = _Quiet(config)
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self, address: str) -> str:
+        """Binds and serves; returns host:port. Raises Unavailable when it cannot be bound."""
+        listener = _bind(address)
+        host, port = address.rpartition(":")[0], listener.getsockname()[1]
+        self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
+        return f"{host}:{port}"
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Takes no new connections, gives running exchanges the grace, then ends them."""
+        if self._task is None:
+            return
+        self._server.config.timeout_graceful_shutdown = max(1, round(grace_seconds))
+        self._server.should_exit = True
+        await self._task
+
+
+def _bind(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    try:
+        family = socket.getaddrinfo(host or None, int(port), type=socket.SOCK_STREAM)[0][0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, int(port)))
+        listener.listen(2048)
+    except (OSError, ValueError, OverflowError) as error:
+        raise Unavailable(f"cannot listen on {address} for HTTP: {error}") from error
+    listener.setblocking(False)
+    return listener

@@ -1,0 +1,165 @@
+"""The gRPC service `Inference`: messages in, the core's words, messages out."""
+
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+from stepwell.gateway.v1 import gateway_pb2, gateway_pb2_grpc
+
+from services.common.errors import InvalidArgument
+from services.gateway.adapters import genai
+from services.gateway.adapters.auth import ApiKeys
+from services.gateway.adapters.converters import (
+    from_sampling_proto,
+    to_finish_reason,
+    to_logprobs_proto,
+)
+from services.gateway.adapters.fleet import Fleet
+from services.gateway.adapters.observation import Observer
+from services.gateway.core.choice import Piece
+from services.gateway.core.gate import Gate
+from services.gateway.core.generation import Generation
+from services.gateway.core.inference import Inference
+from services.gateway.core.request import ClientRequest, Prompt
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
+    """Inference over the same core as HTTP."""
+
+    def __init__(
+        self, inference: Inference, fleet: Fleet, gate: Gate, observer: Observer, keys: ApiKeys
+    ) -> None:
+        self._inference = inference
+        self._fleet = fleet
+        self._gate = gate
+        self._observer = observer
+        self._keys = keys
+
+    async def Generate(
+        self, request: gateway_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[gateway_pb2.GenerateResponse]:
+        metadata = self._enter(request.model, context)
+        is_chat = request.WhichOneof("prompt") == "chat"
+        operation = genai.OPERATION_CHAT if is_chat else genai.OPERATION_TEXT_COMPLETION
+        with (
+            self._gate.enter(),
+            self._observer.observing(operation, metadata.get("traceparent", "")) as observation,
+        ):
+            client_request = await self._client_request(request)
+            generation = self._inference.prepare(client_request, observation.traceparent)
+            pieces = observation.watch(generation, self._inference.run(generation), stream=True)
+            async with aclosing(pieces) as source:  # type: ignore[type-var]
+                async for news in source:
+                    for piece in news:
+                        if not piece.is_empty:
+                            yield _to_response(piece, generation)
+
+    async def Tokenize(
+        self, request: gateway_pb2.TokenizeRequest, context: Context
+    ) -> gateway_pb2.TokenizeResponse:
+        self._enter(request.model, context)
+        kind = request.WhichOneof("prompt")
+        if kind is None:
+            raise InvalidArgument("prompt is missing", field="prompt")
+        if kind == "chat":
+            token_ids = await self._chat_tokens(request.chat)
+        else:
+            token_ids = await self._inference.tokenizer.encode(
+                request.text, add_special_tokens=not request.skip_special_tokens
+            )
+        limits = self._inference.limits()
+        return gateway_pb2.TokenizeResponse(token_ids=token_ids, max_model_len=limits.max_model_len)
+
+    async def Detokenize(
+        self, request: gateway_pb2.DetokenizeRequest, context: Context
+    ) -> gateway_pb2.DetokenizeResponse:
+        self._enter(request.model, context)
+        text = self._inference.tokenizer.decode(request.token_ids, skip_special_tokens=False)
+        return gateway_pb2.DetokenizeResponse(text=text)
+
+    async def ListModels(
+        self, _request: gateway_pb2.ListModelsRequest, context: Context
+    ) -> gateway_pb2.ListModelsResponse:
+        self._enter("", context)
+        num_ready = self._fleet.num_ready
+        model = gateway_pb2.Model(
+            name=self._inference.model_name,
+            max_model_len=self._fleet.limits().max_model_len if num_ready else 0,
+            num_ready_replicas=num_ready,
+        )
+        return gateway_pb2.ListModelsResponse(models=[model])
+
+    def _enter(self, model: str, context: Context) -> dict[str, str]:
+        """Metadata of the call, once its key and its model were checked."""
+        metadata = {
+            key: value
+            for key, value in context.invocation_metadata() or ()
+            if isinstance(value, str)
+        }
+        self._keys.check(metadata.get("authorization", ""))
+        self._inference.check_model(model)
+        return metadata
+
+    async def _client_request(self, request: gateway_pb2.GenerateRequest) -> ClientRequest:
+        return ClientRequest(
+            request_id=request.request_id or f"gen-{secrets.token_hex(12)}",
+            prompts=(Prompt(await self._prompt_tokens(request)),),
+            sampling=from_sampling_proto(request.sampling),
+            n=request.n if request.HasField("n") else 1,
+            stop=tuple(request.stop),
+            include_stop_str_in_output=request.include_stop_str_in_output,
+            ignore_eos=request.ignore_eos,
+            skip_special_tokens=not request.keep_special_tokens,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+        )
+
+    async def _prompt_tokens(self, request: gateway_pb2.GenerateRequest) -> list[int]:
+        match request.WhichOneof("prompt"):
+            case "text":
+                if not request.text:
+                    raise InvalidArgument("prompt must not be empty", field="text")
+                return await self._inference.tokenizer.encode(request.text, add_special_tokens=True)
+            case "token_ids":
+                return list(request.token_ids.ids)
+            case "chat":
+                return await self._chat_tokens(request.chat)
+        raise InvalidArgument("prompt is missing", field="prompt")
+
+    async def _chat_tokens(self, chat: gateway_pb2.Chat) -> list[int]:
+        if not chat.messages:
+            raise InvalidArgument("messages must not be empty", field="chat.messages")
+        tokenizer = self._inference.tokenizer
+        text = await tokenizer.render_chat(
+            [{"role": turn.role, "content": turn.content} for turn in chat.messages],
+            add_generation_prompt=True,
+            continue_final_message=False,
+            variables={},
+        )
+        return await tokenizer.encode(text, add_special_tokens=False)
+
+
+def _to_response(piece: Piece, generation: Generation) -> gateway_pb2.GenerateResponse:
+    response = gateway_pb2.GenerateResponse(
+        request_id=generation.request.request_id,
+        index=piece.index,
+        text=piece.text,
+        token_ids=piece.token_ids,
+        logprobs=to_logprobs_proto(piece.logprobs),
+        prompt_logprobs=to_logprobs_proto(piece.prompt_logprobs),
+    )
+    if piece.finish_reason is not None:
+        choice = generation.choices[piece.index]
+        response.finish_reason = to_finish_reason(piece.finish_reason)
+        response.usage.num_prompt_tokens = choice.num_prompt_tokens
+        response.usage.num_cached_tokens = choice.num_cached_tokens
+        response.usage.num_generated_tokens = choice.num_output_tokens
+    if isinstance(piece.stop_reason, str):
+        response.stop_string = piece.stop_reason
+    elif piece.stop_reason is not None:
+        response.stop_token_id = piece.stop_reason
+    return response

@@ -1,0 +1,160 @@
+"""Sequences on their way: what was sent, what came back, and who waits for it."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from services.common.errors import StepwellError
+from services.gateway.core.delta import Delta, Finish, FinishReason
+from services.gateway.core.logprobs import LogprobRows
+from services.gateway.core.request import EngineRequest
+
+
+class Inflight:
+    """One sequence that has not ended: its request and every token that came for it so far.
+
+    That is all a replica needs to go on with it. `losses` counts the replicas that were lost under
+    it since its last token; `refused_by` names those that would not take it.
+    """
+
+    __slots__ = (
+        "_mailbox",
+        "expiry",
+        "index",
+        "losses",
+        "orphaned_until",
+        "output_token_ids",
+        "refused_by",
+        "release",
+        "request",
+        "was_accepted",
+    )
+
+    def __init__(self, request: EngineRequest, index: int, mailbox: "Mailbox") -> None:
+        self.request = request
+        self.index = index
+        self.output_token_ids: list[int] = []
+        self.losses = 0
+        self.refused_by: set[str] = set()
+        self.was_accepted = False
+        self.orphaned_until: float | None = None
+        self.expiry: asyncio.TimerHandle | None = None
+        self.release: Callable[[], None] = _nothing
+        self._mailbox = mailbox
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of the prompt are still to come."""
+        return self.request.sampling.prompt_logprobs is not None and not self.output_token_ids
+
+    def admitted(self, num_cached_tokens: int) -> None:
+        """It left a queue. Only the first time counts: later ones follow a loss."""
+        self._accepted()
+        if not self.output_token_ids:
+            self._delta().num_cached_tokens = num_cached_tokens
+
+    def tokens(self, token_ids: list[int]) -> None:
+        """New tokens of its output."""
+        self._accepted()
+        self.losses = 0
+        self.output_token_ids += token_ids
+        self._delta().token_ids += token_ids
+
+    def logprobs(self, rows: LogprobRows) -> None:
+        """Log-probabilities of the tokens that came last."""
+        delta = self._delta()
+        if delta.logprobs is None:
+            delta.logprobs = rows
+        else:
+            delta.logprobs.extend(rows)
+
+    def prompt_logprobs(self, rows: LogprobRows) -> None:
+        """Further log-probabilities of the prompt."""
+        delta = self._delta()
+        if delta.prompt_logprobs is None:
+            delta.prompt_logprobs = rows
+        else:
+            delta.prompt_logprobs.extend(rows)
+
+    def finished(self, finish: Finish) -> None:
+        """It ended well."""
+        self._delta().finish = finish
+
+    def failed(self, error: StepwellError) -> None:
+        """It ended badly."""
+        self._delta().error = error
+
+    def _accepted(self) -> None:
+        self.was_accepted = True
+        self.orphaned_until = None
+
+    def _delta(self) -> Delta:
+        return self._mailbox.delta(self.index)
+
+
+def ended(inflight: Inflight) -> Finish | None:
+    """Whether the tokens that came are already a whole answer, although nobody said so.
+
+    The rules are the scheduler's: minimum, end of sequence, stop tokens, length.
+    """
+    tokens, sampling = inflight.output_token_ids, inflight.request.sampling
+    if not tokens:
+        return None
+    if len(tokens) >= sampling.min_tokens:
+        if tokens[-1] in sampling.eos_token_ids:
+            return Finish(FinishReason.STOP)
+        if tokens[-1] in sampling.stop_token_ids:
+            return Finish(FinishReason.STOP, tokens[-1])
+    if sampling.max_tokens is not None and len(tokens) >= sampling.max_tokens:
+        return Finish(FinishReason.LENGTH)
+    return None
+
+
+class Mailbox:
+    """Merged news of the sequences of one client request; the core's Subscription.
+
+    It holds at most one delta per sequence, so a reader that never comes costs no more than the
+    tokens of its own request.
+    """
+
+    def __init__(self, requests: Sequence[EngineRequest], drop: Callable[[Inflight], None]) -> None:
+        """`drop` is called for a sequence that nobody waits for any more."""
+        self.inflights = [Inflight(request, i, self) for i, request in enumerate(requests)]
+        self._alive = set(range(len(requests)))
+        self._drop = drop
+        self._news: dict[int, Delta] = {}
+        self._waiter: asyncio.Future[None] | None = None
+
+    def delta(self, index: int) -> Delta:
+        """The delta to add news to; wakes the reader."""
+        delta = self._news.get(index)
+        if delta is None:
+            delta = self._news[index] = Delta()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+        return delta
+
+    async def receive(self) -> list[tuple[int, Delta]]:
+        if not self._news:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        news, self._news = self._news, {}
+        for index, delta in news.items():
+            if delta.finish is not None or delta.error is not None:
+                self._alive.discard(index)
+        return list(news.items())
+
+    def abort(self, index: int) -> None:
+        if index in self._alive:
+            self._alive.discard(index)
+            self._drop(self.inflights[index])
+
+    def close(self) -> None:
+        for index in tuple(self._alive):
+            self.abort(index)
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,159 @@
+"""Watches a request from outside: its span, its latencies, its counts."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, contextmanager
+
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode
+
+from services.common.errors import StepwellError
+from services.common.telemetry import Tracing, traceparent_of
+from services.gateway.adapters import genai
+from services.gateway.adapters.metrics import Metrics
+from services.gateway.core.choice import Piece
+from services.gateway.core.generation import Generation
+
+
+class Observation:
+    """One request under watch."""
+
+    def __init__(self, span: Span, metrics: Metrics) -> None:
+        self._span = span
+        self._metrics = metrics
+        self._started = time.perf_counter()
+        self._first_token_seconds: float | None = None
+        self._last_token: dict[int, float] = {}
+        self._generation: Generation | None = None
+
+    @property
+    def traceparent(self) -> str:
+        """What goes along with the request; empty when it is not sampled."""
+        return traceparent_of(self._span)
+
+    async def watch(
+        self, generation: Generation, pieces: AsyncIterator[list[Piece]], *, stream: bool
+    ) -> AsyncIterator[list[Piece]]:
+        """Passes the pieces on, and takes their times."""
+        self._generation = generation
+        if self._span.is_recording():
+            self._span.set_attributes(_request_attributes(generation, stream))
+        async with aclosing(pieces) as source:  # type: ignore[type-var]
+            async for news in source:
+                now = time.perf_counter()
+                for piece in news:
+                    self._saw(piece, now)
+                yield news
+
+    def _saw(self, piece: Piece, now: float) -> None:
+        num_tokens = len(piece.token_ids)
+        if num_tokens:
+            self._metrics.generation_tokens.inc(num_tokens)
+            last = self._last_token.get(piece.index)
+            if last is not None:
+                for _ in range(num_tokens):
+                    self._metrics.inter_token_latency.observe((now - last) / num_tokens)
+            elif self._first_token_seconds is None:
+                self._first_token_seconds = now - self._started
+                self._metrics.time_to_first_token.observe(self._first_token_seconds)
+            self._last_token[piece.index] = now
+        if piece.finish_reason is not None:
+            self._metrics.ended(piece.finish_reason.value)
+
+    def completed(self) -> None:
+        """The request is over, whatever way."""
+        seconds = time.perf_counter() - self._started
+        generation = self._generation
+        if generation is None:
+            return
+        usage = generation.usage()
+        self._metrics.prompt_tokens.inc(usage.num_prompt_tokens)
+        self._metrics.cached_tokens.inc(usage.num_cached_tokens)
+        self._metrics.e2e_latency.observe(seconds)
+        unfinished = len(generation.choices) - len(generation.finish_reasons())
+        for _ in range(unfinished):
+            self._metrics.ended("abort")
+        if self._span.is_recording():
+            self._span.set_attributes(
+                {
+                    genai.RESPONSE_FINISH_REASONS: generation.finish_reasons(),
+                    genai.USAGE_INPUT_TOKENS: usage.num_prompt_tokens,
+                    genai.USAGE_OUTPUT_TOKENS: usage.num_generated_tokens,
+                    genai.USAGE_CACHE_READ_INPUT_TOKENS: usage.num_cached_tokens,
+                    genai.LATENCY_E2E: seconds,
+                }
+            )
+            if self._first_token_seconds is not None:
+                first = self._first_token_seconds
+                self._span.set_attribute(genai.RESPONSE_TIME_TO_FIRST_CHUNK, first)
+                self._span.set_attribute(genai.LATENCY_TIME_TO_FIRST_TOKEN, first)
+
+    def failed(self, error_type: str, message: str) -> None:
+        """The request ends in an error."""
+        self._span.set_attribute(genai.ERROR_TYPE, error_type)
+        self._span.set_status(Status(StatusCode.ERROR, message))
+        if self._first_token_seconds is None:
+            self._metrics.refused(error_type)
+
+
+class Observer:
+    """Puts requests under watch."""
+
+    def __init__(self, model_name: str, tracing: Tracing, metrics: Metrics) -> None:
+        self._model_name = model_name
+        self._tracing = tracing
+        self._metrics = metrics
+
+    @contextmanager
+    def observing(self, operation: str, traceparent: str) -> Iterator[Observation]:
+        """A server span around a request, and its metrics. Errors pass through."""
+        span = self._tracing.start(
+            f"{operation} {self._model_name}",
+            traceparent,
+            kind=SpanKind.SERVER,
+            attributes={
+                genai.OPERATION_NAME: operation,
+                genai.PROVIDER_NAME: genai.PROVIDER,
+                genai.REQUEST_MODEL: self._model_name,
+            },
+        )
+        observation = Observation(span, self._metrics)
+        self._metrics.requests_in_flight.inc()
+        try:
+            yield observation
+        except StepwellError as error:
+            observation.failed(error.error_reason.lower(), error.message)
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            observation.failed("cancelled", "the client went away")
+            raise
+        except Exception as error:
+            observation.failed(type(error).__name__, "a defect")
+            raise
+        finally:
+            observation.completed()
+            self._metrics.requests_in_flight.dec()
+            span.end()
+
+
+def _request_attributes(
+    generation: Generation, stream: bool
+) -> dict[str, str | int | float | bool | list[str]]:
+    request, sampling = generation.request, generation.sequences[0].sampling
+    attributes: dict[str, str | int | float | bool | list[str]] = {
+        genai.RESPONSE_ID: request.request_id,
+        genai.REQUEST_TEMPERATURE: sampling.temperature,
+        genai.REQUEST_TOP_P: sampling.top_p,
+        genai.REQUEST_TOP_K: sampling.top_k,
+        genai.REQUEST_FREQUENCY_PENALTY: sampling.frequency_penalty,
+        genai.REQUEST_PRESENCE_PENALTY: sampling.presence_penalty,
+        genai.REQUEST_CHOICE_COUNT: request.n,
+        genai.REQUEST_STREAM: stream,
+    }
+    if sampling.max_tokens is not None:
+        attributes[genai.REQUEST_MAX_TOKENS] = sampling.max_tokens
+    if request.sampling.seed is not None:
+        attributes[genai.REQUEST_SEED] = request.sampling.seed
+    if request.stop:
+        attributes[genai.REQUEST_STOP_SEQUENCES] = list(request.stop)
+    return attributes

@@ -1,0 +1,42 @@
+"""What `stepwell status` shows: every replica with its statistics."""
+
+import asyncio
+from typing import Any
+
+import grpc
+from google.protobuf.json_format import MessageToDict
+
+from services.gateway.adapters.fleet import Fleet
+from services.gateway.adapters.replica import Replica
+
+_TIMEOUT_SECONDS = 1.0
+
+
+async def fleet_status(fleet: Fleet) -> list[dict[str, Any]]:
+    """Each replica: address, whether it is ready, why not, its own numbers."""
+    return list(await asyncio.gather(*map(_replica_status, fleet.replicas)))
+
+
+async def _replica_status(replica: Replica) -> dict[str, Any]:
+    status: dict[str, Any] = {
+        "address": replica.address,
+        "ready": replica.is_ready,
+        "reason": replica.reason,
+        "unfinished_here": replica.num_unfinished,
+        "stats": None,
+    }
+    try:
+        stats = await replica.stats(_TIMEOUT_SECONDS)
+    except grpc.aio.AioRpcError as error:
+        status["reason"] = status["reason"] or f"{error.code().name}: {error.details()}"
+        return status
+    numbers = MessageToDict(
+        stats, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    # JSON mapping of protobuf writes 64-bit numbers as strings.
+    status["stats"] = {
+        name: int(value) if isinstance(value, str) and value.isdigit() else value
+        for name, value in numbers.items()
+        if name != "incarnation"
+    } | {"incarnation": stats.incarnation}
+    return status

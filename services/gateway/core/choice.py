@@ -1,0 +1,151 @@
+"""One answer while it is made: tokens in, text out."""
+
+from dataclasses import dataclass, field
+
+from services.gateway.core.delta import Delta, FinishReason
+from services.gateway.core.detokenizer import new_detokenizer
+from services.gateway.core.logprobs import LogprobRows
+from services.gateway.core.ports import Tokenizer
+from services.gateway.core.request import ClientRequest, EngineRequest
+from services.gateway.core.stop_strings import StopStrings
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What there is new to say of one answer.
+
+    `text` holds whole characters, none of which may become part of a stop string. `logprobs` has a
+    row and `offsets` an entry (where in the answer the token's text starts, in characters) per
+    token of `token_ids`, where asked for. `stop_reason` is the stop string or stop token that
+    ended it, None for end of sequence.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: LogprobRows | None = None
+    offsets: list[int] | None = None
+    prompt_logprobs: LogprobRows | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it says nothing that any client could see."""
+        return not self.token_ids and self.finish_reason is None and self.prompt_logprobs is None
+
+
+class Choice:
+    """Turns deltas of one sequence into pieces, and finds its stop strings.
+
+    The result does not depend on how tokens were grouped into deltas. The text of the token that
+    ended the sequence (end of sequence, a stop token) is left out unless stop strings are included.
+    """
+
+    def __init__(
+        self, index: int, tokenizer: Tokenizer, request: ClientRequest, sequence: EngineRequest
+    ) -> None:
+        sampling = sequence.sampling
+        self.index = index
+        self.num_prompt_tokens = len(sequence.prompt_token_ids)
+        self.num_cached_tokens = 0
+        self.num_output_tokens = 0
+        self.finish_reason: FinishReason | None = None
+        self._detokenizer = new_detokenizer(
+            tokenizer,
+            sequence.prompt_token_ids,
+            skip_special_tokens=request.skip_special_tokens,
+        )
+        self._min_tokens = sampling.min_tokens
+        self._prompt_only = request.prompt_only
+        self._include_stop = request.include_stop_str_in_output
+        self._final_ids = frozenset(sampling.stop_token_ids + sampling.eos_token_ids)
+        self._stops = (
+            StopStrings(request.stop, include=self._include_stop) if request.stop else None
+        )
+        self._wants_logprobs = sampling.logprobs is not None
+        self._num_characters = 0
+
+    def accept(self, delta: Delta) -> Piece:
+        """The piece that a delta makes. Must not be called again once `finish_reason` is set."""
+        if delta.num_cached_tokens is not None:
+            self.num_cached_tokens = delta.num_cached_tokens
+        if self._prompt_only:
+            return self._accept_prompt_only(delta)
+        if self._stops is None and not self._wants_logprobs:
+            text, num_tokens, offsets, stop = self._plain_text(delta.token_ids), None, None, None
+        else:
+            text, num_tokens, offsets, stop = self._text_token_by_token(delta.token_ids)
+        reason, stop_reason = self._finish(delta, stop)
+        if reason is not None and stop is None:
+            text += self._rest()
+        tokens = delta.token_ids if num_tokens is None else delta.token_ids[:num_tokens]
+        logprobs = delta.logprobs
+        if logprobs is not None and len(logprobs) > len(tokens):
+            logprobs = logprobs.head(len(tokens))
+        return Piece(
+            self.index,
+            text,
+            tokens,
+            logprobs,
+            offsets,
+            delta.prompt_logprobs,
+            reason,
+            stop_reason,
+        )
+
+    def _accept_prompt_only(self, delta: Delta) -> Piece:
+        if delta.finish is not None:
+            self.finish_reason = FinishReason.LENGTH
+        return Piece(
+            self.index, prompt_logprobs=delta.prompt_logprobs, finish_reason=self.finish_reason
+        )
+
+    def _plain_text(self, token_ids: list[int]) -> str:
+        if not token_ids:
+            return ""
+        self.num_output_tokens += len(token_ids)
+        if self._is_final(token_ids[-1]):
+            return self._detokenizer.feed(token_ids[:-1])
+        return self._detokenizer.feed(token_ids)
+
+    def _text_token_by_token(self, token_ids: list[int]) -> tuple[str, int, list[int], str | None]:
+        """Text to show, how many tokens it took, where each starts, the stop string that ended."""
+        shown: list[str] = []
+        offsets: list[int] = []
+        for count, token in enumerate(token_ids, start=1):
+            self.num_output_tokens += 1
+            offsets.append(self._num_characters)
+            text = "" if self._is_final(token) else self._detokenizer.feed((token,))
+            self._num_characters += len(text)
+            if self._stops is None or self.num_output_tokens <= self._min_tokens:
+                shown.append(text)
+                continue
+            text, stop = self._stops.feed(text)
+            shown.append(text)
+            if stop is not None:
+                return "".join(shown), count, offsets, stop
+        return "".join(shown), len(token_ids), offsets, None
+
+    def _is_final(self, token_id: int) -> bool:
+        return (
+            token_id in self._final_ids
+            and self.num_output_tokens >= self._min_tokens
+            and not self._include_stop
+        )
+
+    def _finish(
+        self, delta: Delta, stop: str | None
+    ) -> tuple[FinishReason | None, str | int | None]:
+        if stop is not None:
+            self.finish_reason = FinishReason.STOP
+            return self.finish_reason, stop
+        if delta.finish is None:
+            return None, None
+        self.finish_reason = delta.finish.reason
+        return self.finish_reason, delta.finish.stop_token_id
+
+    def _rest(self) -> str:
+        """What was held back, once nothing can follow; no stop string can be in it."""
+        tail = self._detokenizer.flush()
+        return tail if self._stops is None else self._stops.flush() + tail

@@ -1,0 +1,46 @@
+"""How many requests are inside at once, and when the last one has left."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from services.common.errors import ResourceExhausted, Unavailable
+
+
+class Gate:
+    """Counts requests in; full, it refuses; closed, it lets those inside finish."""
+
+    def __init__(self, max_concurrent_requests: int) -> None:
+        self._max = max_concurrent_requests
+        self._inside = 0
+        self._open = True
+
+    @property
+    def inside(self) -> int:
+        """Requests that entered and have not left."""
+        return self._inside
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it was not closed."""
+        return self._open
+
+    @contextmanager
+    def enter(self) -> Iterator[None]:
+        """Holds a place. Raises ResourceExhausted when full, Unavailable when closed."""
+        if not self._open:
+            raise Unavailable("the server is shutting down", retry_after_seconds=1.0)
+        if self._inside >= self._max:
+            raise ResourceExhausted(
+                f"{self._max} requests are being served; no more are taken at once",
+                reason="TOO_MANY_CONCURRENT_REQUESTS",
+                retry_after_seconds=1.0,
+            )
+        self._inside += 1
+        try:
+            yield
+        finally:
+            self._inside -= 1
+
+    def close(self) -> None:
+        """Lets nobody in any more. Idempotent."""
+        self._open = False

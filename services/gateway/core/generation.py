@@ -1,0 +1,102 @@
+"""The life of one client request: its sequences at the engine, its answers as they grow."""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from services.gateway.core.choice import Choice, Piece
+from services.gateway.core.delta import Delta
+from services.gateway.core.logprobs import LogprobRows, joined
+from services.gateway.core.ports import Engine, Subscription, Tokenizer
+from services.gateway.core.request import ClientRequest, EngineRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of a request: each prompt once, every answer."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_generated_tokens: int
+
+
+class Generation:
+    """A request that was checked, with everything its answers need.
+
+    Answer number i belongs to prompt number i // n.
+    """
+
+    def __init__(
+        self, request: ClientRequest, sequences: list[EngineRequest], tokenizer: Tokenizer
+    ) -> None:
+        self.request = request
+        self.sequences = sequences
+        self.choices = [
+            Choice(index, tokenizer, request, sequence) for index, sequence in enumerate(sequences)
+        ]
+
+    async def pieces(self, engine: Engine) -> AsyncIterator[list[Piece]]:
+        """Runs the request; each item is what there is new, maybe nothing but "it left the queue".
+
+        Raises StepwellError when the engine refuses or gives up. Closing the iterator, whatever
+        way, aborts what has not ended.
+        """
+        subscription = engine.start(self.sequences)
+        try:
+            num_open = len(self.choices)
+            while num_open:
+                news = [
+                    self._accept(index, delta, subscription)
+                    for index, delta in await subscription.receive()
+                    if self.choices[index].finish_reason is None
+                ]
+                num_open -= sum(piece.finish_reason is not None for piece in news)
+                yield news
+        finally:
+            subscription.close()
+
+    def _accept(self, index: int, delta: Delta, subscription: Subscription) -> Piece:
+        if delta.error is not None:
+            raise delta.error
+        piece = self.choices[index].accept(delta)
+        if piece.finish_reason is not None and delta.finish is None:
+            subscription.abort(index)
+        return piece
+
+    def usage(self) -> Usage:
+        """Counts so far. Of n answers to a prompt the first tells what was cached."""
+        firsts = self.choices[:: self.request.n]
+        return Usage(
+            num_prompt_tokens=sum(choice.num_prompt_tokens for choice in firsts),
+            num_cached_tokens=sum(choice.num_cached_tokens for choice in firsts),
+            num_generated_tokens=sum(choice.num_output_tokens for choice in self.choices),
+        )
+
+    def finish_reasons(self) -> list[str]:
+        """Why the answers ended, in order; those that have not are left out."""
+        return [c.finish_reason.value for c in self.choices if c.finish_reason is not None]
+
+
+class Answer:
+    """One answer, put together from its pieces."""
+
+    def __init__(self) -> None:
+        self._text: list[str] = []
+        self.token_ids: list[int] = []
+        self.offsets: list[int] = []
+        self.last = Piece(0)
+        self.logprobs: LogprobRows | None = None
+        self.prompt_logprobs: LogprobRows | None = None
+
+    @property
+    def text(self) -> str:
+        """All of its text."""
+        return "".join(self._text)
+
+    def add(self, piece: Piece) -> None:
+        """Takes the next piece of this answer."""
+        self._text.append(piece.text)
+        self.token_ids += piece.token_ids
+        self.offsets += piece.offsets or ()
+        self.logprobs = joined(self.logprobs, piece.logprobs)
+        self.prompt_logprobs = joined(self.prompt_logprobs, piece.prompt_logprobs)
+        self.last = piece

@@ -1,0 +1,83 @@
+"""The service behind every protocol: from a checked request to a running generation."""
+
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from services.common.errors import NotFound
+from services.gateway.core.choice import Piece
+from services.gateway.core.generation import Generation
+from services.gateway.core.ports import Engine, Tokenizer
+from services.gateway.core.request import (
+    ClientRequest,
+    ModelLimits,
+    check_request,
+    to_engine_requests,
+)
+from services.gateway.core.tokens import TokenText
+
+
+class Inference:
+    """One model at the edge."""
+
+    def __init__(
+        self,
+        model_name: str,
+        tokenizer: Tokenizer,
+        engine: Engine,
+        *,
+        max_choices: int,
+        draw_seed: Callable[[], int],
+        unix_nanos: Callable[[], int],
+    ) -> None:
+        self.model_name = model_name
+        self.tokenizer = tokenizer
+        self.tokens = TokenText(tokenizer)
+        self._engine = engine
+        self._max_choices = max_choices
+        self._draw_seed = draw_seed
+        self._unix_nanos = unix_nanos
+
+    def check_model(self, name: str | None) -> None:
+        """Raises NotFound unless the name is the model's, or none is given."""
+        if name and name != self.model_name:
+            raise NotFound(
+                f"there is no model {name!r} here; this server has {self.model_name!r}",
+                field="model",
+                reason="MODEL_NOT_FOUND",
+            )
+
+    def limits(self) -> ModelLimits:
+        """What a request may be. Raises Unavailable while no replica is ready."""
+        return self._engine.limits()
+
+    def prepare(self, request: ClientRequest, traceparent: str = "") -> Generation:
+        """Checks a request. Raises what is wrong with it; nothing has been sent then."""
+        limits = self._engine.limits()
+        check_request(request, limits, self._max_choices)
+        sequences = to_engine_requests(
+            request,
+            limits,
+            seed=self._draw_seed(),
+            arrival_unix_nanos=self._unix_nanos(),
+            traceparent=traceparent,
+        )
+        return Generation(request, sequences, self.tokenizer)
+
+    def run(self, generation: Generation) -> AsyncIterator[list[Piece]]:
+        """The pieces of a prepared request, as they come."""
+        return generation.pieces(self._engine)
+
+    async def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Token sequences of words that must not appear, each also as it follows a space.
+
+        The rule is vLLM's: the form with the space counts when it differs in its first token and
+        is as long.
+        """
+        sequences: list[tuple[int, ...]] = []
+        for word in words:
+            bare = word.lstrip()
+            plain = tuple(await self.tokenizer.encode(bare, add_special_tokens=False))
+            spaced = tuple(await self.tokenizer.encode(" " + bare, add_special_tokens=False))
+            sequences.append(plain)
+            if spaced and plain and spaced[0] != plain[0] and len(spaced) == len(plain):
+                sequences.append(spaced)
+        return tuple(sequences)

@@ -1,0 +1,131 @@
+"""Log-probabilities of consecutive positions, and how OpenAI's and vLLM's answers write them."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from services.gateway.core.tokens import TokenText
+
+# JSON has no -inf; this is what OpenAI's API writes for a token that could not be.
+LOWEST_LOGPROB = -9999.0
+
+
+@dataclass(slots=True)
+class LogprobRows:
+    """A dense matrix, row-major: column 0 is the position's token, the others the best, in order.
+
+    `token_ids` and `logprobs` hold rows x `width` values, `ranks` one per row.
+    """
+
+    width: int
+    token_ids: list[int]
+    logprobs: list[float]
+    ranks: list[int]
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    def extend(self, other: "LogprobRows") -> None:
+        """Appends the rows of `other`, which has the same width."""
+        self.token_ids += other.token_ids
+        self.logprobs += other.logprobs
+        self.ranks += other.ranks
+
+    def head(self, num_rows: int) -> "LogprobRows":
+        """The first rows."""
+        cells = num_rows * self.width
+        return LogprobRows(
+            self.width, self.token_ids[:cells], self.logprobs[:cells], self.ranks[:num_rows]
+        )
+
+    def rows(self) -> Iterator[tuple[list[int], list[float], int]]:
+        """Each row: its token ids, their log-probabilities, the rank of its own token."""
+        for row, rank in enumerate(self.ranks):
+            cells = slice(row * self.width, (row + 1) * self.width)
+            yield (
+                self.token_ids[cells],
+                [max(p, LOWEST_LOGPROB) for p in self.logprobs[cells]],
+                rank,
+            )
+
+
+def chat_logprobs(rows: LogprobRows, tokens: TokenText) -> list[dict[str, Any]]:
+    """`logprobs.content` of a chat answer: one entry per token."""
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        raw = tokens.raw(token_id)
+        return {"token": tokens.written(token_id), "logprob": logprob, "bytes": list(raw)}
+
+    return [
+        {
+            **entry(ids[0], probs[0]),
+            "top_logprobs": [entry(*best) for best in zip(ids[1:], probs[1:], strict=True)],
+        }
+        for ids, probs, _ in rows.rows()
+    ]
+
+
+def completion_logprobs(
+    rows: LogprobRows, offsets: Sequence[int], tokens: TokenText
+) -> dict[str, list[Any]]:
+    """`logprobs` of a completion: four parallel lists.
+
+    `offsets` says where the text of each token starts. The token itself is always among its top
+    log-probabilities, which then are one more than asked for.
+    """
+    shaped = empty_completion_logprobs()
+    for (ids, probs, _), offset in zip(rows.rows(), offsets, strict=True):
+        shaped["tokens"].append(tokens.written(ids[0]))
+        shaped["token_logprobs"].append(probs[0])
+        top = {tokens.written(token): prob for token, prob in zip(ids[1:], probs[1:], strict=True)}
+        top.setdefault(tokens.written(ids[0]), probs[0])
+        shaped["top_logprobs"].append(top)
+        shaped["text_offset"].append(offset)
+    return shaped
+
+
+def echoed_logprobs(
+    first_token: int, rows: LogprobRows | None, tokens: TokenText
+) -> dict[str, list[Any]]:
+    """`logprobs` of an echoed prompt, whose first token has none."""
+    shaped = empty_completion_logprobs()
+    shaped["tokens"].append(tokens.written(first_token))
+    shaped["token_logprobs"].append(None)
+    shaped["top_logprobs"].append(None)
+    shaped["text_offset"].append(0)
+    if rows is None:
+        return shaped
+    lengths = [len(tokens.written(ids[0])) for ids, _, _ in rows.rows()]
+    offsets = list(accumulate(lengths, initial=len(tokens.written(first_token))))[:-1]
+    rest = completion_logprobs(rows, offsets, tokens)
+    return {name: shaped[name] + rest[name] for name in shaped}
+
+
+def joined(rows: LogprobRows | None, more: LogprobRows | None) -> LogprobRows | None:
+    """Rows followed by more rows, either of which may be missing. May grow `rows` in place."""
+    if rows is None or more is None:
+        return more if rows is None else rows
+    rows.extend(more)
+    return rows
+
+
+def empty_completion_logprobs() -> dict[str, list[Any]]:
+    """The four lists of a completion's `logprobs`, without a token."""
+    return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+
+def prompt_logprobs(rows: LogprobRows | None, tokens: TokenText) -> list[Any]:
+    """vLLM's `prompt_logprobs`: per prompt token a map from token id to logprob, rank and text."""
+    shaped: list[Any] = [None]
+    for ids, probs, rank in rows.rows() if rows is not None else ():
+        entries = {}
+        for place, (token, prob) in enumerate(zip(ids[1:], probs[1:], strict=True), start=1):
+            entries[str(token)] = _ranked(prob, place, token, tokens)
+        entries[str(ids[0])] = _ranked(probs[0], rank, ids[0], tokens)
+        shaped.append(entries)
+    return shaped
+
+
+def _ranked(logprob: float, rank: int, token_id: int, tokens: TokenText) -> dict[str, Any]:
+    return {"logprob": logprob, "rank": rank, "decoded_token": tokens.written(token_id)}

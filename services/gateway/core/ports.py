@@ -1,0 +1,92 @@
+"""What the core needs from outside: an engine that makes tokens, a tokenizer, a way to offload."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from services.gateway.core.delta import Delta
+from services.gateway.core.request import EngineRequest, ModelLimits
+
+
+class Subscription(Protocol):
+    """The news of the sequences of one client request, until it is closed."""
+
+    async def receive(self) -> list[tuple[int, Delta]]:
+        """Waits for news: (index of the sequence, what came for it), each index at most once.
+
+        What comes while nobody waits is merged, so that a slow reader costs the tokens themselves
+        and nothing else. One waiter at a time.
+        """
+        ...
+
+    def abort(self, index: int) -> None:
+        """Nobody waits for this sequence any more. Idempotent; later news of it is dropped."""
+        ...
+
+    def close(self) -> None:
+        """Aborts whatever has not ended. Idempotent."""
+        ...
+
+
+class Engine(Protocol):
+    """Every replica of the model, seen as one."""
+
+    def limits(self) -> ModelLimits:
+        """What a request may be. Raises Unavailable while no replica is ready."""
+        ...
+
+    def start(self, requests: Sequence[EngineRequest]) -> Subscription:
+        """Sends sequences to a replica. Raises Unavailable, with nothing sent, when none is ready.
+
+        A sequence survives the loss of its replica: it is sent again with the tokens that came so
+        far, and its news goes on without a lost or repeated token.
+        """
+        ...
+
+
+class Tokenizer(Protocol):
+    """Text to tokens and back. Long work happens off the event loop."""
+
+    @property
+    def is_byte_level(self) -> bool:
+        """Whether text is exactly the concatenation of `token_bytes`."""
+        ...
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that are no text: end of sequence, roles, padding."""
+        ...
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether conversations can be rendered."""
+        ...
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of plain text."""
+        ...
+
+    async def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        variables: Mapping[str, Any],
+    ) -> str:
+        """A conversation as the model's chat template writes it.
+
+        Raises InvalidArgument when the template does not take it.
+        """
+        ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Text of token ids. Ids the tokenizer does not know have no text."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token stands for; none for an id the tokenizer does not know."""
+        ...
+
+    def token_name(self, token_id: int) -> str:
+        """The token as the vocabulary writes it."""
+        ...

@@ -1,0 +1,205 @@
+"""What a client asks, and the sequences it becomes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from services.common.errors import InvalidArgument, OutOfRange
+from services.gateway.core.sampling import Sampling, check_sampling, check_token_ids
+from services.gateway.core.seeds import child_seed
+
+MAX_STOP_STRINGS = 64
+MAX_STOP_STRING_LENGTH = 1024
+MAX_CACHE_SALT_BYTES = 256
+INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What a request may be: the tightest of all replicas that are ready.
+
+    `capacity` is the longest sequence, prompt and output together, that model and pool can hold.
+    """
+
+    max_model_len: int
+    max_request_tokens: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    priority_scheduling: bool
+
+    @property
+    def capacity(self) -> int:
+        return min(self.max_model_len, self.max_request_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt as tokens; with its text where the client sent text and wants it back."""
+
+    token_ids: list[int]
+    text: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ClientRequest:
+    """One request at the edge, whatever protocol it came by: n answers to each prompt.
+
+    `default_max_tokens` holds where `sampling.max_tokens` is None; None is "as many as fit".
+    `prompt_only` asks for nothing but the prompt (echo with max_tokens 0).
+    """
+
+    request_id: str
+    prompts: tuple[Prompt, ...]
+    sampling: Sampling
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    priority: int = 0
+    cache_salt: str = ""
+    default_max_tokens: int | None = None
+    prompt_only: bool = False
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.n
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(prompt.token_ids) for prompt in self.prompts)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One sequence, complete: seed, max_tokens and end-of-sequence tokens are set."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: Sampling
+    priority: int
+    cache_salt: str
+    arrival_unix_nanos: int
+    traceparent: str
+
+
+def check_request(request: ClientRequest, limits: ModelLimits, max_choices: int) -> None:
+    """Raises InvalidArgument or OutOfRange that names what cannot be served. Changes nothing."""
+    if request.n < 1:
+        raise InvalidArgument(f"n must be at least 1, not {request.n}", field="n")
+    if not request.prompts:
+        raise InvalidArgument("prompt must not be empty", field="prompt")
+    if request.num_choices > max_choices:
+        raise InvalidArgument(
+            f"{len(request.prompts)} prompts with n={request.n} are {request.num_choices} answers;"
+            f" one request may have {max_choices}",
+            field="n",
+        )
+    check_sampling(request.sampling, limits.vocab_size)
+    _check_stop(request.stop)
+    if len(request.cache_salt.encode()) > MAX_CACHE_SALT_BYTES:
+        raise InvalidArgument(
+            f"cache_salt may be {MAX_CACHE_SALT_BYTES} bytes long", field="cache_salt"
+        )
+    _check_priority(request.priority, limits)
+    for prompt in request.prompts:
+        _check_prompt(prompt, request.sampling, limits)
+
+
+def to_engine_requests(
+    request: ClientRequest,
+    limits: ModelLimits,
+    *,
+    seed: int,
+    arrival_unix_nanos: int,
+    traceparent: str,
+) -> list[EngineRequest]:
+    """The sequences of a checked request, prompt by prompt. `seed` holds if it names none."""
+    seed = request.sampling.seed if request.sampling.seed is not None else seed
+    eos_token_ids = () if request.ignore_eos else limits.eos_token_ids
+    sequences: list[EngineRequest] = []
+    for prompt in request.prompts:
+        max_tokens = _max_tokens(request, len(prompt.token_ids), limits)
+        for child in range(request.n):
+            name = request.request_id
+            sequences.append(
+                EngineRequest(
+                    request_id=name if request.num_choices == 1 else f"{name}-{len(sequences)}",
+                    prompt_token_ids=prompt.token_ids,
+                    sampling=replace(
+                        request.sampling,
+                        seed=child_seed(seed, child),
+                        max_tokens=max_tokens,
+                        eos_token_ids=eos_token_ids,
+                    ),
+                    priority=request.priority,
+                    cache_salt=request.cache_salt,
+                    arrival_unix_nanos=arrival_unix_nanos,
+                    traceparent=traceparent,
+                )
+            )
+    return sequences
+
+
+def _max_tokens(request: ClientRequest, num_prompt_tokens: int, limits: ModelLimits) -> int:
+    room = limits.capacity - num_prompt_tokens
+    if request.prompt_only:
+        return 1
+    if request.sampling.max_tokens is not None:
+        return request.sampling.max_tokens
+    return room if request.default_max_tokens is None else min(room, request.default_max_tokens)
+
+
+def _check_prompt(prompt: Prompt, sampling: Sampling, limits: ModelLimits) -> None:
+    length = len(prompt.token_ids)
+    if length == 0:
+        raise InvalidArgument("prompt must not be empty: it has no tokens", field="prompt")
+    check_token_ids("prompt", prompt.token_ids, limits.vocab_size)
+    if length >= limits.capacity:
+        raise OutOfRange(
+            f"the prompt has {length} tokens, which leaves no room for an answer: "
+            + _what_fits(limits),
+            field="prompt",
+            reason="CONTEXT_LENGTH_EXCEEDED",
+        )
+    if sampling.max_tokens is not None and length + sampling.max_tokens > limits.capacity:
+        raise OutOfRange(
+            f"max_tokens is {sampling.max_tokens} and the prompt has {length} tokens, together "
+            f"{length + sampling.max_tokens}: " + _what_fits(limits),
+            field="max_tokens",
+            reason="CONTEXT_LENGTH_EXCEEDED",
+        )
+    room = limits.capacity - length if sampling.max_tokens is None else sampling.max_tokens
+    if sampling.min_tokens > room:
+        raise InvalidArgument(
+            f"min_tokens is {sampling.min_tokens}, but at most {room} can be generated",
+            field="min_tokens",
+        )
+
+
+def _what_fits(limits: ModelLimits) -> str:
+    if limits.max_request_tokens < limits.max_model_len:
+        return f"this server's KV cache holds {limits.max_request_tokens} tokens of one request"
+    return f"this model's context is {limits.max_model_len} tokens"
+
+
+def _check_stop(stop: Sequence[str]) -> None:
+    if len(stop) > MAX_STOP_STRINGS:
+        raise InvalidArgument(
+            f"stop holds {len(stop)} strings; at most {MAX_STOP_STRINGS} are taken", field="stop"
+        )
+    for text in stop:
+        if not 0 < len(text) <= MAX_STOP_STRING_LENGTH:
+            raise InvalidArgument(
+                f"stop: a string must have 1 to {MAX_STOP_STRING_LENGTH} characters, not "
+                f"{len(text)}",
+                field="stop",
+            )
+
+
+def _check_priority(priority: int, limits: ModelLimits) -> None:
+    if abs(priority) > INT32_MAX:
+        raise InvalidArgument("priority must fit in 32 bits", field="priority")
+    if priority and not limits.priority_scheduling:
+        raise InvalidArgument(
+            "priority must be 0: this server runs requests in order of arrival", field="priority"
+        )

@@ -1,0 +1,108 @@
+"""The gateway, put together: what `__main__` runs and tests start on free ports."""
+
+import asyncio
+import contextlib
+import random
+import secrets
+import socket
+import time
+from dataclasses import dataclass
+
+from stepwell.gateway.v1 import gateway_pb2_grpc
+
+from services.common.server import GrpcServer
+from services.common.telemetry import Tracing
+from services.gateway.adapters.auth import ApiKeys
+from services.gateway.adapters.fleet import Fleet
+from services.gateway.adapters.hf_tokenizer import HfTokenizer
+from services.gateway.adapters.http.app import HttpApi
+from services.gateway.adapters.http.server import HttpServer
+from services.gateway.adapters.inference_servicer import InferenceServicer
+from services.gateway.adapters.metrics import Metrics
+from services.gateway.adapters.observation import Observer
+from services.gateway.core.gate import Gate
+from services.gateway.core.inference import Inference
+from services.gateway.settings import GatewaySettings
+
+SERVICE_NAME = "stepwell.gateway.v1.Inference"
+_READINESS_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where a gateway listens."""
+
+    http: str
+    grpc: str
+
+
+class Gateway:
+    """One gateway process's worth of objects."""
+
+    def __init__(self, settings: GatewaySettings, tokenizer: HfTokenizer, tracing: Tracing) -> None:
+        self._settings = settings
+        name = settings.model_name
+        self.fleet = Fleet(
+            settings.schedulers,
+            f"{socket.gethostname()}-{secrets.token_hex(4)}",
+            resubmit_timeout_seconds=settings.resubmit_timeout_seconds,
+            rng=random.Random(secrets.randbits(64)),
+        )
+        inference = Inference(
+            name,
+            tokenizer,
+            self.fleet,
+            max_choices=settings.max_choices_per_request,
+            draw_seed=lambda: secrets.randbits(64),
+            unix_nanos=time.time_ns,
+        )
+        metrics = Metrics(name)
+        observer = Observer(name, tracing, metrics)
+        keys = ApiKeys(settings.api_keys)
+        self.gate = Gate(settings.max_concurrent_requests)
+        api = HttpApi(
+            inference,
+            self.fleet,
+            self.gate,
+            observer,
+            metrics,
+            keys,
+            max_body_bytes=settings.max_body_bytes,
+        )
+        self._http = HttpServer(api.app)
+        self._grpc = GrpcServer()
+        servicer = InferenceServicer(inference, self.fleet, self.gate, observer, keys)
+        self._grpc.add(gateway_pb2_grpc.add_InferenceServicer_to_server, servicer, SERVICE_NAME)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> Addresses:
+        """Listens, and begins to connect to the schedulers."""
+        grpc_address = await self._grpc.start(self._settings.grpc_listen)
+        http_address = await self._http.start(self._settings.http_listen)
+        self._tasks = [
+            asyncio.create_task(self.fleet.run()),
+            asyncio.create_task(self._follow_readiness()),
+        ]
+        return Addresses(http_address, grpc_address)
+
+    async def drain(self) -> None:
+        """Takes nothing new, lets what runs finish within the drain time, then ends it all."""
+        self.gate.close()
+        grace = self._settings.drain_seconds
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace):
+                await asyncio.gather(self._grpc.drain(grace), self._http.stop(grace))
+        await asyncio.gather(self._grpc.drain(0), self._http.stop(0))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _follow_readiness(self) -> None:
+        """Health over gRPC says SERVING while a replica is ready."""
+        was_ready = False
+        while self.gate.is_open:
+            is_ready = self.fleet.num_ready > 0
+            if is_ready != was_ready:
+                await self._grpc.set_serving(is_ready)
+                was_ready = is_ready
+            await asyncio.sleep(_READINESS_SECONDS)

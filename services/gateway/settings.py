@@ -1,0 +1,59 @@
+"""Settings of the gateway."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.common.logs import LogFormat, LogLevel
+from services.common.settings import at_least, between, existing_directory, setting
+
+
+def _not_empty(value: tuple[str, ...]) -> str | None:
+    return None if value else "must name at least one address"
+
+
+@dataclass(frozen=True, slots=True)
+class GatewaySettings:
+    """The edge: OpenAI-compatible HTTP and gRPC in front of one or more schedulers."""
+
+    model: Path = setting(
+        doc="model directory; its tokenizer files are read", check=existing_directory
+    )
+    served_model_name: str = setting(
+        "", doc="name by which clients ask for the model; empty: the directory's name"
+    )
+    schedulers: tuple[str, ...] = setting(
+        ("127.0.0.1:9001",), doc="addresses of schedulers, comma-separated", check=_not_empty
+    )
+    http_listen: str = setting("0.0.0.0:8000", doc="host:port of the HTTP server")
+    grpc_listen: str = setting("0.0.0.0:9000", doc="host:port or unix:PATH of the gRPC server")
+    api_keys: tuple[str, ...] = setting(
+        (), doc="keys that clients must show one of, comma-separated; empty: everybody is let in"
+    )
+    max_concurrent_requests: int = setting(
+        1024, doc="client requests served at once; further ones get 429", check=at_least(1)
+    )
+    max_choices_per_request: int = setting(
+        256, doc="prompts times n of one request", check=at_least(1)
+    )
+    max_body_bytes: int = setting(
+        4 * 2**20, doc="longest HTTP body that is read", check=at_least(1024)
+    )
+    resubmit_timeout_seconds: float = setting(
+        30.0, doc="how long a request waits for a replica when its own is lost", check=at_least(0)
+    )
+    drain_seconds: float = setting(
+        8.0, doc="how long running requests may take to finish on SIGTERM", check=between(0, 3600)
+    )
+    otlp_endpoint: str = setting(
+        "", doc="OTLP/gRPC endpoint for traces, such as http://localhost:4317; empty: no tracing"
+    )
+    trace_sample_ratio: float = setting(
+        1.0, doc="share of requests without a traceparent that are traced", check=between(0, 1)
+    )
+    log_level: LogLevel = setting(LogLevel.INFO, doc="least severe level that is logged")
+    log_format: LogFormat = setting(LogFormat.TEXT, doc="text for people or json for machines")
+
+    @property
+    def model_name(self) -> str:
+        """The name that clients use."""
+        return self.served_model_name or self.model.resolve().name

@@ -1,0 +1,23 @@
+"""What the gateway's tests share."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.gateway.fake_scheduler import FakeScheduler
+from tests.gateway.serving import Serving, serving
+from tests.gateway.tiny_tokenizer import write_tokenizer
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model directory named "tiny" with a tokenizer and nothing else."""
+    return write_tokenizer(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+async def served(model: Path) -> AsyncIterator[Serving]:
+    """A gateway before one fake scheduler."""
+    async with serving(model, FakeScheduler()) as running:
+        yield running

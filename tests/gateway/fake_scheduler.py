@@ -1,0 +1,264 @@
+"""A scheduler without an engine: the real contract over real gRPC, tokens from a formula.
+
+The token at a position is a pure function of prompt, seed and position, as in the real one, so a
+request that is sent again with its output so far goes on exactly. Unless `answer` is set: then
+every request gets those tokens.
+"""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any
+
+import grpc
+from stepwell.common.v1 import common_pb2
+from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+
+from services.common.block_hash import unpack_token_ids
+from services.common.server import GrpcServer
+
+VOCAB_SIZE = 320
+# Tokens below are special in the tests' tokenizer.
+FIRST_ORDINARY = 4
+
+
+@dataclass
+class Sequence:
+    """A request that runs."""
+
+    add: scheduler_pb2.AddRequest
+    prompt: list[int]
+    output: list[int]
+    is_new: bool = True
+
+
+@dataclass
+class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
+    """Serves sessions. Its knobs may be turned at any time."""
+
+    model_name: str = "tiny"
+    max_model_len: int = 512
+    max_request_tokens: int = 480
+    eos_token_ids: tuple[int, ...] = (0,)
+    priority_scheduling: bool = True
+    # What every request is answered with, in place of the formula.
+    answer: list[int] | None = None
+    # Steps that may be taken; None: any number.
+    permits: int | None = None
+    tokens_per_step: int = 1
+    rejection: scheduler_pb2.Rejection | None = None
+    engine_error: str = ""
+    num_cached_tokens: int = 0
+    # What was heard.
+    adds: list[scheduler_pb2.AddRequest] = field(default_factory=list)
+    aborts: list[str] = field(default_factory=list)
+    num_sessions: int = 0
+    address: str = ""
+
+    def __post_init__(self) -> None:
+        self._server: GrpcServer | None = None
+        self._sessions: list[_Session] = []
+        self._changed = asyncio.Event()
+
+    async def start(self, address: str = "") -> str:
+        """Serves, on the address it had before if it had one."""
+        self._server = GrpcServer()
+        register: Any = scheduler_pb2_grpc.add_SchedulerServicer_to_server
+        self._server.add(register, self, "stepwell.scheduler.v1.Scheduler")
+        self.address = await self._server.start(address or self.address or "127.0.0.1:0")
+        return self.address
+
+    async def die(self) -> None:
+        """Ends everything at once, as a killed process does."""
+        assert self._server is not None
+        await self._server.drain(0)
+        self._sessions.clear()
+
+    def allow(self, num_steps: int) -> None:
+        """Lets so many further steps happen."""
+        self.permits = (self.permits or 0) + num_steps
+        self.wake()
+
+    def run_freely(self) -> None:
+        """Lets any number of steps happen."""
+        self.permits = None
+        self.wake()
+
+    def wake(self) -> None:
+        for session in self._sessions:
+            session.changed.set()
+
+    @property
+    def num_running(self) -> int:
+        return sum(len(session.sequences) for session in self._sessions)
+
+    async def Session(  # noqa: N802
+        self, requests: AsyncIterator[scheduler_pb2.SessionRequest], _context: object
+    ) -> AsyncIterator[scheduler_pb2.SessionResponse]:
+        session = _Session(self)
+        self._sessions.append(session)
+        self.num_sessions += 1
+        reader = asyncio.create_task(session.read(requests))
+        try:
+            yield scheduler_pb2.SessionResponse(opened=self._opened())
+            async for deltas in session.steps():
+                yield scheduler_pb2.SessionResponse(deltas=deltas)
+        finally:
+            reader.cancel()
+            if session in self._sessions:
+                self._sessions.remove(session)
+
+    async def GetStats(  # noqa: N802
+        self, _request: scheduler_pb2.GetStatsRequest, _context: object
+    ) -> scheduler_pb2.GetStatsResponse:
+        return scheduler_pb2.GetStatsResponse(
+            incarnation="1", model_name=self.model_name, num_running=self.num_running, num_steps=7
+        )
+
+    def _opened(self) -> scheduler_pb2.SessionOpened:
+        return scheduler_pb2.SessionOpened(
+            incarnation="1",
+            model_name=self.model_name,
+            max_model_len=self.max_model_len,
+            vocab_size=VOCAB_SIZE,
+            max_request_tokens=self.max_request_tokens,
+            block_size=16,
+            eos_token_ids=self.eos_token_ids,
+            priority_scheduling=self.priority_scheduling,
+        )
+
+    def token_at(self, sequence: Sequence, position: int) -> int:
+        """The token at a position of an output."""
+        if self.answer is not None:
+            return self.answer[position] if position < len(self.answer) else 0
+        return formula(sequence.prompt, sequence.add.sampling.seed, position)
+
+
+def formula(prompt: list[int], seed: int, position: int) -> int:
+    """The token that the fake makes at a position."""
+    digest = sha256(f"{prompt}|{seed}|{position}".encode()).digest()
+    return FIRST_ORDINARY + int.from_bytes(digest[:4], "little") % (VOCAB_SIZE - FIRST_ORDINARY)
+
+
+class _Session:
+    def __init__(self, scheduler: FakeScheduler) -> None:
+        self._scheduler = scheduler
+        self.sequences: dict[int, Sequence] = {}
+        self.changed = asyncio.Event()
+        self._rejected: list[scheduler_pb2.Rejection] = []
+        self._numbers = itertools.count(1)
+
+    async def read(self, requests: AsyncIterator[scheduler_pb2.SessionRequest]) -> None:
+        try:
+            async for request in requests:
+                self._hear(request)
+                self.changed.set()
+        except grpc.aio.AioRpcError:
+            return
+
+    def _hear(self, request: scheduler_pb2.SessionRequest) -> None:
+        kind = request.WhichOneof("message")
+        if kind == "add":
+            add = request.add
+            self._scheduler.adds.append(add)
+            if self._scheduler.rejection is not None:
+                rejected = scheduler_pb2.Rejection()
+                rejected.CopyFrom(self._scheduler.rejection)
+                rejected.handle = add.handle
+                self._rejected.append(rejected)
+                return
+            assert add.handle not in self.sequences
+            self.sequences[add.handle] = Sequence(
+                add, unpack_token_ids(add.prompt_token_ids), unpack_token_ids(add.output_token_ids)
+            )
+        elif kind == "abort":
+            for handle in request.abort.handles:
+                sequence = self.sequences.pop(handle, None)
+                if sequence is not None:
+                    self._scheduler.aborts.append(sequence.add.request_id)
+
+    async def steps(self) -> AsyncIterator[scheduler_pb2.StepDeltas]:
+        scheduler = self._scheduler
+        while True:
+            await self.changed.wait()
+            if self._rejected:
+                rejected, self._rejected = self._rejected, []
+                yield scheduler_pb2.StepDeltas(step=next(self._numbers), rejected=rejected)
+            if not self.sequences or scheduler.permits == 0:
+                self.changed.clear()
+                continue
+            if scheduler.permits is not None:
+                scheduler.permits -= 1
+            yield self._step()
+            await asyncio.sleep(0)
+
+    def _step(self) -> scheduler_pb2.StepDeltas:
+        deltas = scheduler_pb2.StepDeltas(step=next(self._numbers))
+        for handle, sequence in list(self.sequences.items()):
+            if sequence.is_new:
+                sequence.is_new = False
+                deltas.admitted.add(
+                    handle=handle, num_cached_tokens=self._scheduler.num_cached_tokens
+                )
+                self._prompt_logprobs(handle, sequence, deltas)
+            self._advance(handle, sequence, deltas)
+        return deltas
+
+    def _advance(self, handle: int, sequence: Sequence, deltas: scheduler_pb2.StepDeltas) -> None:
+        scheduler, sampling = self._scheduler, sequence.add.sampling
+        made: list[int] = []
+        finish = None
+        if scheduler.engine_error:
+            finish = scheduler_pb2.Finished(
+                reason=common_pb2.FINISH_REASON_ERROR, message=scheduler.engine_error
+            )
+        while finish is None and len(made) < scheduler.tokens_per_step:
+            token = scheduler.token_at(sequence, len(sequence.output))
+            sequence.output.append(token)
+            made.append(token)
+            finish = _finish(sequence.output, sampling)
+        deltas.handles.append(handle)
+        deltas.num_tokens.append(len(made))
+        deltas.token_ids.extend(made)
+        if sampling.HasField("logprobs"):
+            deltas.logprobs.add(handle=handle, sampled=rows_of(made, sampling.logprobs))
+        if finish is not None:
+            finish.handle = handle
+            deltas.finished.append(finish)
+            del self.sequences[handle]
+
+    def _prompt_logprobs(
+        self, handle: int, sequence: Sequence, deltas: scheduler_pb2.StepDeltas
+    ) -> None:
+        sampling = sequence.add.sampling
+        if sampling.HasField("prompt_logprobs"):
+            rows = rows_of(sequence.prompt[1:], sampling.prompt_logprobs)
+            deltas.logprobs.add(handle=handle, prompt=rows)
+
+
+def rows_of(token_ids: list[int], num_top: int) -> common_pb2.Logprobs:
+    """Log-probabilities: the token itself at -0.5, the best being it and its successors."""
+    rows = common_pb2.Logprobs(width=1 + num_top)
+    for token in token_ids:
+        best = [(token + k) % VOCAB_SIZE for k in range(num_top)]
+        rows.token_ids.extend([token, *best])
+        rows.logprobs.extend([-0.5, *(-0.5 - k for k in range(num_top))])
+        rows.ranks.append(1)
+    return rows
+
+
+def _finish(
+    output: list[int], sampling: common_pb2.SamplingParams
+) -> scheduler_pb2.Finished | None:
+    if len(output) >= sampling.min_tokens:
+        if output[-1] in sampling.eos_token_ids:
+            return scheduler_pb2.Finished(reason=common_pb2.FINISH_REASON_STOP)
+        if output[-1] in sampling.stop_token_ids:
+            return scheduler_pb2.Finished(
+                reason=common_pb2.FINISH_REASON_STOP, stop_token_id=output[-1]
+            )
+    if len(output) >= sampling.max_tokens:
+        return scheduler_pb2.Finished(reason=common_pb2.FINISH_REASON_LENGTH)
+    return None

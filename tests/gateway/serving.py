@@ -1,0 +1,94 @@
+"""A gateway in this process, on free ports, before fake schedulers."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+from openai import AsyncOpenAI
+from stepwell.gateway.v1 import gateway_pb2_grpc
+
+from services.common.channel import open_channel
+from services.common.telemetry import Tracing, configure_tracing
+from services.gateway.adapters.hf_tokenizer import load_tokenizer
+from services.gateway.gateway import Gateway
+from services.gateway.settings import GatewaySettings
+from tests.gateway.fake_scheduler import FakeScheduler
+
+DEADLINE_SECONDS = 10.0
+
+
+@dataclass
+class Serving:
+    """A gateway that serves, and clients of it."""
+
+    gateway: Gateway
+    schedulers: list[FakeScheduler]
+    http: httpx.AsyncClient
+    base_url: str
+    channel: grpc.aio.Channel
+    tokenizer: Any
+
+    @property
+    def scheduler(self) -> FakeScheduler:
+        return self.schedulers[0]
+
+    @property
+    def stub(self) -> Any:
+        return gateway_pb2_grpc.InferenceStub(self.channel)
+
+    def openai(self, **options: Any) -> AsyncOpenAI:
+        return AsyncOpenAI(
+            base_url=f"{self.base_url}/v1", **({"api_key": "none", "max_retries": 0} | options)
+        )
+
+    def tokens(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer._backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+
+@asynccontextmanager
+async def serving(
+    model: Path,
+    *schedulers: FakeScheduler,
+    tracing: Tracing | None = None,
+    **settings: Any,
+) -> AsyncIterator[Serving]:
+    """Starts the schedulers, a gateway before them, and clients; stops them all at the end."""
+    fakes = list(schedulers) or [FakeScheduler()]
+    addresses = tuple([await fake.start() for fake in fakes])
+    values = {
+        "model": model,
+        "schedulers": addresses,
+        "http_listen": "127.0.0.1:0",
+        "grpc_listen": "127.0.0.1:0",
+        "drain_seconds": 1.0,
+    } | settings
+    tokenizer = load_tokenizer(model)
+    gateway = Gateway(
+        GatewaySettings(**values), tokenizer, tracing or configure_tracing("gateway", "", 0.0)
+    )
+    bound = await gateway.start()
+    base_url = f"http://{bound.http}"
+    channel = open_channel(bound.grpc)
+    async with httpx.AsyncClient(base_url=base_url, timeout=DEADLINE_SECONDS) as http:
+        serving = Serving(gateway, fakes, http, base_url, channel, tokenizer)
+        try:
+            await until(lambda: gateway.fleet.num_ready == len(fakes))
+            yield serving
+        finally:
+            await channel.close()
+            await gateway.drain()
+            for fake in fakes:
+                await fake.die()
+
+
+async def until(condition: Callable[[], bool], seconds: float = DEADLINE_SECONDS) -> None:
+    """Waits until the condition holds; fails after the deadline."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
