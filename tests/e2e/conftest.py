@@ -1,0 +1,59 @@
+"""Stacks that several tests share: each kind starts when it is first wanted."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tests.e2e.stack import Stack
+from tests.e2e.tiny import save_servable_model
+
+# A pool that holds about four of the sequences that the tests run sixteen of, and steps that cut
+# prompts into chunks of seven tokens.
+FLAGS = {
+    "plain": (),
+    "small pool": ("--num-blocks", "24", "--max-model-len", "256"),
+    "chunks of 7": ("--max-num-batched-tokens", "7", "--max-num-seqs", "7"),
+}
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """A model on disk and in memory."""
+
+    directory: Path
+    model: PreTrainedModel
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """The model that the stacks serve."""
+    torch.set_num_threads(1)
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    return TinyModel(directory, save_servable_model(directory))
+
+
+@pytest.fixture(scope="session")
+def stack_of(tiny_model: TinyModel) -> Iterator[Callable[[str], Stack]]:
+    """The running stack of a kind."""
+    running: dict[str, Stack] = {}
+
+    def stack_of(kind: str) -> Stack:
+        if kind not in running:
+            running[kind] = Stack(tiny_model.directory, *FLAGS[kind])
+        return running[kind]
+
+    yield stack_of
+    for stack in running.values():
+        stack.terminate()
+    for stack in running.values():
+        stack.close()
+
+
+@pytest.fixture(scope="session")
+def stack(stack_of: Callable[[str], Stack]) -> Stack:
+    """The plain stack."""
+    return stack_of("plain")

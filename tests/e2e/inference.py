@@ -1,0 +1,57 @@
+"""The gRPC API as the tests use it."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from stepwell.common.v1 import common_pb2
+from stepwell.gateway.v1 import gateway_pb2, gateway_pb2_grpc
+
+
+@dataclass
+class Answer:
+    """All of one answer."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: int = 0
+    num_cached_tokens: int = 0
+
+
+@asynccontextmanager
+async def connect(address: str) -> AsyncIterator[gateway_pb2_grpc.InferenceStub]:
+    """A stub of the gateway."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        yield gateway_pb2_grpc.InferenceStub(channel)
+
+
+def request(prompt: list[int], max_tokens: int, **sampling: Any) -> gateway_pb2.GenerateRequest:
+    """A request for exactly `max_tokens` tokens; greedy unless told otherwise."""
+    return gateway_pb2.GenerateRequest(
+        token_ids=common_pb2.TokenIds(ids=prompt),
+        sampling=common_pb2.SamplingParams(
+            max_tokens=max_tokens, **{"temperature": 0.0, **sampling}
+        ),
+        ignore_eos=True,
+    )
+
+
+async def generate(
+    stub: gateway_pb2_grpc.InferenceStub,
+    wanted: gateway_pb2.GenerateRequest,
+    on_tokens: Callable[[int], None] | None = None,
+    metadata: tuple[tuple[str, str], ...] = (),
+) -> Answer:
+    """Generates to the end. `on_tokens` hears how many tokens there are after each piece."""
+    answer = Answer()
+    async for piece in stub.Generate(wanted, timeout=100, metadata=metadata):
+        answer.token_ids += piece.token_ids
+        answer.text += piece.text
+        if piece.finish_reason:
+            answer.finish_reason = piece.finish_reason
+            answer.num_cached_tokens = piece.usage.num_cached_tokens
+        if on_tokens is not None:
+            on_tokens(len(answer.token_ids))
+    return answer

@@ -1,0 +1,139 @@
+"""All four services as `stepwell up` runs them."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+ROOT = Path(__file__).parents[2]
+SERVICES = ("gateway", "scheduler", "kvpool", "worker")
+_READY = re.compile(r"ready: (\S+) at (http://\S+) \(gRPC at (\S+)\)")
+_START_SECONDS = 90.0
+
+
+class Stack:
+    """A running `stepwell up`. Its output is kept for the report of a test that fails."""
+
+    def __init__(self, model: Path, *flags: str) -> None:
+        self.output: list[str] = []
+        self._process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "services.cli", "up", "--model", str(model)),
+                *("--http-port", "0", "--grpc-port", "0", "--num-threads", "1", *flags),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=ROOT,
+            env={name: value for name, value in os.environ.items() if "STEPWELL" not in name},
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+        match = self._wait_ready()
+        self.model, self.url, self.grpc = match.groups()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.output.append(line.rstrip())
+
+    def _wait_ready(self) -> re.Match[str]:
+        deadline = time.monotonic() + _START_SECONDS
+        while time.monotonic() < deadline:
+            for line in tuple(self.output):
+                if (match := _READY.match(line)) is not None:
+                    return match
+            if self._process.poll() is not None:
+                break
+            time.sleep(0.02)
+        self.close()
+        raise AssertionError("not ready:\n" + "\n".join(self.output))
+
+    @property
+    def pid(self) -> int:
+        """The process id of `stepwell up`."""
+        return self._process.pid
+
+    def pids(self) -> dict[str, int]:
+        """The process of each service that runs now."""
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        found = {}
+        for child in children:
+            try:
+                command = Path(f"/proc/{child}/cmdline").read_bytes().decode().split("\0")
+            except OSError:
+                continue
+            for service in SERVICES:
+                if command[1:3] == ["-m", f"services.{service}"]:
+                    found[service] = int(child)
+        return found
+
+    def resident_bytes(self) -> dict[str, int]:
+        """Memory of each service."""
+        sizes = {}
+        for service, pid in self.pids().items():
+            status = Path(f"/proc/{pid}/status").read_text()
+            sizes[service] = int(re.findall(r"VmRSS:\s+(\d+) kB", status)[0]) * 1024
+        return sizes
+
+    def status(self) -> dict[str, Any]:
+        """The statistics of the one replica."""
+        (replica,) = httpx.get(f"{self.url}/status").json()["replicas"]
+        statistics: dict[str, Any] = replica["stats"]
+        return statistics
+
+    def kill(self, service: str) -> None:
+        """Ends one service as a crash would."""
+        os.kill(self.pids()[service], signal.SIGKILL)
+
+    def wait_until_back(self, service: str, killed_pid: int, seconds: float = 60) -> None:
+        """Waits until a killed service runs again and the gateway has a replica."""
+
+        def back() -> bool:
+            return self.pids().get(service, killed_pid) != killed_pid and self.healthy()
+
+        wait_for(back, seconds)
+
+    def healthy(self) -> bool:
+        """Whether the gateway can serve."""
+        return httpx.get(f"{self.url}/health").status_code == httpx.codes.OK
+
+    def terminate(self) -> None:
+        """Asks it to stop."""
+        self._process.terminate()
+
+    def wait(self, seconds: float) -> int:
+        """Its exit status."""
+        return self._process.wait(seconds)
+
+    def close(self) -> None:
+        """Ends it, however it is."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(15)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+        self._process.wait()
+        self._reader.join()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> float:
+    """Waits for a condition, with a deadline; returns how long it took."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() < began + seconds, f"not within {seconds} s"
+        time.sleep(0.02)
+    return time.monotonic() - began

@@ -1,0 +1,78 @@
+"""A service that is killed while it works costs time, never a token."""
+
+import asyncio
+
+import pytest
+
+from tests.e2e.conftest import TinyModel
+from tests.e2e.inference import Answer, connect, generate, request
+from tests.e2e.prompts import PROMPTS
+from tests.e2e.stack import Stack, wait_for
+from tests.e2e.tiny import greedy
+
+NUM_TOKENS = 150
+KILL_AT = 30
+
+
+async def answers(stack: Stack, kill: str | None = None) -> list[Answer]:
+    """Two greedy and two seeded answers; `kill` ends a service once the first is on its way."""
+    killed = False
+
+    def on_tokens(num_tokens: int) -> None:
+        nonlocal killed
+        if kill is not None and not killed and num_tokens >= KILL_AT:
+            assert num_tokens < NUM_TOKENS
+            killed = True
+            stack.kill(kill)
+
+    requests = [request(PROMPTS[i], NUM_TOKENS) for i in range(2)]
+    requests += [
+        request(PROMPTS[i], NUM_TOKENS, seed=i, temperature=1.0, frequency_penalty=0.2)
+        for i in range(2, 4)
+    ]
+    async with connect(stack.grpc) as stub:
+        first, *others = requests
+        return await asyncio.gather(
+            generate(stub, first, on_tokens), *(generate(stub, wanted) for wanted in others)
+        )
+
+
+@pytest.mark.parametrize("service", ["worker", "kvpool", "scheduler"])
+async def test_streams_go_on_when_a_service_is_killed(
+    service: str, stack: Stack, tiny_model: TinyModel
+) -> None:
+    undisturbed = await answers(stack)
+    pid = stack.pids()[service]
+
+    disturbed = await answers(stack, kill=service)
+
+    assert [a.token_ids for a in disturbed] == [a.token_ids for a in undisturbed]
+    assert [a.text for a in disturbed] == [a.text for a in undisturbed]
+    assert disturbed[0].token_ids == greedy(tiny_model.model, PROMPTS[0], NUM_TOKENS)
+    stack.wait_until_back(service, pid)
+    assert any(f"{service} died: killed by SIGKILL" in line for line in stack.output)
+    status = stack.status()
+    assert (status["num_running"], status["num_waiting"]) == (0, 0)
+    assert status["num_free_blocks"] == status["num_usable_blocks"]
+
+
+async def test_a_killed_gateway_comes_back_and_its_requests_are_aborted(stack: Stack) -> None:
+    pid = stack.pids()["gateway"]
+
+    with pytest.raises(Exception):  # noqa: B017, PT011 - Whatever the transport calls it.
+        await answers(stack, kill="gateway")
+
+    wait_for(lambda: stack.pids().get("gateway", pid) != pid, 60)
+    wait_for(lambda: _serves(stack), 60)
+    wait_for(lambda: stack.status()["num_running"] == 0, 5)
+    status = stack.status()
+    assert status["num_free_blocks"] == status["num_usable_blocks"]
+
+
+def _serves(stack: Stack) -> bool:
+    try:
+        return stack.healthy()
+    except OSError:
+        return False
+    except Exception as error:
+        return type(error).__module__.startswith("httpx") and False

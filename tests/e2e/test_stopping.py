@@ -1,0 +1,89 @@
+"""The end of `stepwell up`."""
+
+import asyncio
+import os
+import signal
+import tempfile
+from pathlib import Path
+
+import grpc
+import pytest
+
+from tests.e2e.conftest import TinyModel
+from tests.e2e.inference import Answer, connect, generate, request
+from tests.e2e.prompts import PROMPTS
+from tests.e2e.stack import SERVICES, Stack, wait_for
+
+
+def run_directories() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob("stepwell-*"))
+
+
+def exists(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+async def test_sigterm_under_load_ends_everything_in_order(tiny_model: TinyModel) -> None:
+    directories = run_directories()
+    stack = await asyncio.to_thread(Stack, tiny_model.directory)
+    pids = stack.pids()
+    assert set(pids) == set(SERVICES)
+    begun = asyncio.Semaphore(0)
+
+    async def client(prompt: list[int]) -> Answer | grpc.aio.AioRpcError:
+        async with connect(stack.grpc) as stub:
+            try:
+                return await generate(stub, request(prompt, 1_900), lambda _: begun.release())
+            except grpc.aio.AioRpcError as error:
+                return error
+
+    try:
+        clients = [asyncio.create_task(client(prompt)) for prompt in PROMPTS[:8]]
+        async with asyncio.timeout(30):
+            for _ in clients:
+                await begun.acquire()
+
+        stack.terminate()
+        status = await asyncio.to_thread(stack.wait, 10)
+
+        assert status == 0, stack.output
+        assert not any(map(exists, pids.values()))
+        assert run_directories() == directories
+        stops = [line.split()[-1] for line in stack.output if "| stopping " in line]
+        assert stops[:2] == ["gateway", "scheduler"]
+        assert not any("is killed" in line or "Traceback" in line for line in stack.output)
+        for answer in await asyncio.gather(*clients):
+            # What could not be finished in time says so.
+            if isinstance(answer, grpc.aio.AioRpcError):
+                assert answer.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+            else:
+                assert len(answer.token_ids) == 1_900
+    finally:
+        stack.close()
+
+
+def test_nothing_outlives_a_killed_up(tiny_model: TinyModel) -> None:
+    stack = Stack(tiny_model.directory)
+    try:
+        pids = stack.pids()
+        os.kill(stack.pid, signal.SIGKILL)
+        wait_for(lambda: not any(map(exists, pids.values())), 5)
+    finally:
+        stack.close()
+
+
+@pytest.mark.parametrize("damage", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_damaged_model_ends_the_start_with_its_file(
+    tiny_model: TinyModel, tmp_path: Path, damage: str
+) -> None:
+    for file in tiny_model.directory.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    content = (tmp_path / damage).read_bytes()
+    (tmp_path / damage).write_bytes(content[: len(content) // 2])
+
+    with pytest.raises(AssertionError) as failure:
+        Stack(tmp_path)
+
+    last = str(failure.value).splitlines()[-1]
+    assert last.startswith("stepwell up: ")
+    assert damage in last

@@ -1,0 +1,68 @@
+"""Clients that connect, read one token and vanish."""
+
+import asyncio
+import time
+
+import httpx
+
+from tests.e2e.inference import connect, generate, request
+from tests.e2e.prompts import PROMPTS
+from tests.e2e.stack import Stack, wait_for
+
+WAVE = 50
+NUM_WAVES = 10
+MOST_GROWTH_BYTES = 16 * 2**20
+
+
+async def wave(stack: Stack, number: int) -> None:
+    """Fifty clients at once, each with a prompt of its own, that leave after one token."""
+
+    async def client(name: str) -> None:
+        body = {
+            "model": stack.model,
+            "prompt": f"{name}: something to talk about for a long while",
+            "max_tokens": 1_500,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        async with (
+            httpx.AsyncClient(timeout=60) as http,
+            http.stream("POST", f"{stack.url}/v1/completions", json=body) as response,
+        ):
+            assert response.status_code == httpx.codes.OK
+            async for line in response.aiter_lines():
+                if line.startswith("data: "):
+                    return
+
+    await asyncio.gather(*(client(f"client {number}.{i}") for i in range(WAVE)))
+
+
+async def test_five_hundred_vanishing_clients_leave_nothing_behind(stack: Stack) -> None:
+    async with connect(stack.grpc) as stub:
+        before = await generate(stub, request(PROMPTS[3], 20))
+        await wave(stack, 0)  # Buffers and thread pools reach their size.
+        memory = stack.resident_bytes()
+
+        for number in range(1, NUM_WAVES + 1):
+            await wave(stack, number)
+        freed_within = wait_for(lambda: _all_free(stack), 2)
+
+        began = time.monotonic()
+        after = await generate(stub, request(PROMPTS[3], 20))
+        answered_within = time.monotonic() - began
+
+    assert freed_within < 2
+    assert after.token_ids == before.token_ids
+    assert answered_within < 2
+    for service, size in stack.resident_bytes().items():
+        assert size - memory[service] < MOST_GROWTH_BYTES, service
+
+
+def _all_free(stack: Stack) -> bool:
+    status = stack.status()
+    assert status["num_usable_blocks"] > 0
+    return (
+        status["num_free_blocks"] == status["num_usable_blocks"]
+        and status["num_running"] == 0
+        and status["num_waiting"] == 0
+    )

@@ -1,0 +1,55 @@
+"""A tiny model that can be served: seeded weights, a byte-level tokenizer, a chat template."""
+
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from tests.tiny_models import VOCAB_SIZE, edit_config, save_tiny_model
+
+MAX_MODEL_LEN = 2048
+_SPECIAL = ["<pad>", "<s>", "</s>"]
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def save_servable_model(directory: Path) -> PreTrainedModel:
+    """Saves a tiny Llama in fp32 with its tokenizer, and returns it.
+
+    A token is a byte; some ids of the model have no token, as in many real models.
+    """
+    model = save_tiny_model(directory)
+    # Rotary positions have no end: what changes is how long a sequence is allowed to get.
+    edit_config(directory, max_position_embeddings=MAX_MODEL_LEN)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = [*_SPECIAL, *alphabet]
+    assert len(tokens) < VOCAB_SIZE
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in _SPECIAL])
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        chat_template=_CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    ).save_pretrained(directory)
+    return model
+
+
+def greedy(model: PreTrainedModel, prompt: list[int], max_tokens: int) -> list[int]:
+    """The model's own continuation, each token the most probable one; nothing ends it early."""
+    token_ids, past = torch.tensor([prompt]), None
+    output: list[int] = []
+    with torch.inference_mode():
+        for _ in range(max_tokens):
+            answer = model(input_ids=token_ids, past_key_values=past, use_cache=True)
+            past = answer.past_key_values
+            token_ids = answer.logits[:, -1].argmax(-1, keepdim=True)
+            output.append(int(token_ids))
+    return output
