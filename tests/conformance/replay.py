@@ -12,7 +12,7 @@ from services.scheduler.core.config import Policy, SchedulerConfig
 from services.scheduler.core.plan import StepOutput, StepPlan
 from services.scheduler.core.request import Request, StopConditions
 from services.scheduler.core.scheduler import Scheduler
-from tests.inprocess_pool import InProcessPool
+from tools.inprocess_pool import InProcessPool
 
 DEFAULTS: dict[str, Any] = {
     "policy": "fcfs",
