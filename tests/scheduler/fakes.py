@@ -1,0 +1,186 @@
+"""The engine's ports, small and real: workers that can be held up or lost, a pool that can be lost,
+a replica that brings both back, someone who waits for tokens, and someone who watches.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+
+from services.scheduler.core import ports
+from services.scheduler.core.plan import RequestUpdate, StepOutput, StepPlan
+from services.scheduler.core.request import Request
+from tests.inprocess_pool import InProcessPool
+from tests.scheduler.paged_model import PagedModel
+
+SECONDS = 10.0
+
+_Answer = asyncio.Future[StepOutput]
+
+
+class FragilePool:
+    """A `KVPool` over the real core, until it is lost."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self._shape = num_blocks, block_size
+        self._is_lost = False
+        self.inner = InProcessPool(num_blocks, block_size)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks nobody holds."""
+        return self.inner.core.num_free_blocks
+
+    def lose(self) -> None:
+        """From here on every transaction fails."""
+        self._is_lost = True
+
+    def renew(self) -> None:
+        """A new generation, empty."""
+        self.inner = InProcessPool(*self._shape)
+        self._is_lost = False
+
+    async def transact(
+        self, operations: Sequence[ports.Operation], traceparent: str = ""
+    ) -> ports.Outcome:
+        await asyncio.sleep(0)
+        if self._is_lost:
+            raise ports.PoolLost("the pool is away")
+        return await self.inner.transact(operations, traceparent)
+
+
+class FakeExecutor:
+    """An `Executor` over the paged model. Held up, it answers nothing until it is let go."""
+
+    def __init__(self, block_size: int, num_slots: int) -> None:
+        self._shape = block_size, num_slots
+        self._model = PagedModel(*self._shape)
+        self._waiting: deque[tuple[_Answer, StepOutput]] = deque()
+        self._is_lost = False
+        self._is_held = False
+        self.num_steps = 0
+        self.breaks: frozenset[int] = frozenset()
+        """Indexes of requests for which the next steps answer NaN."""
+
+    @property
+    def num_requests(self) -> int:
+        """Requests in the batch."""
+        return self._model.num_requests
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that were submitted and not answered."""
+        return len(self._waiting)
+
+    def hold(self) -> None:
+        """Answers nothing from here on."""
+        self._is_held = True
+
+    def let_go(self) -> None:
+        """Answers what was held up, and everything after it."""
+        self._is_held = False
+        while self._waiting:
+            answer, output = self._waiting.popleft()
+            answer.set_result(output)
+
+    def lose(self) -> None:
+        """Fails every step in flight and every further one."""
+        self._is_lost = True
+        while self._waiting:
+            answer, _ = self._waiting.popleft()
+            answer.set_exception(ports.WorkersLost("the workers are away"))
+            answer.exception()
+
+    def renew(self) -> None:
+        """New workers with empty batches and caches."""
+        self._model = PagedModel(*self._shape)
+        self._is_lost = self._is_held = False
+
+    async def submit(self, plan: StepPlan, traceparent: str = "") -> Awaitable[StepOutput]:  # noqa: ARG002
+        if self._is_lost:
+            raise ports.WorkersLost("the workers are away")
+        self.num_steps += 1
+        output = StepOutput(self._model.run_plan(plan).token_ids, nan_requests=self.breaks)
+        answer: _Answer = asyncio.get_running_loop().create_future()
+        self._waiting.append((answer, output))
+        if not self._is_held:
+            asyncio.get_running_loop().call_soon(self._answer_all)
+        return answer
+
+    def _answer_all(self) -> None:
+        if not self._is_held:
+            self.let_go()
+
+
+class FakeReplica:
+    """A `Replica` that brings pool and workers back once they are there."""
+
+    def __init__(self, pool: FragilePool, executor: FakeExecutor) -> None:
+        self.there = asyncio.Event()
+        self.there.set()
+        self.num_reopened = 0
+        self._pool = pool
+        self._executor = executor
+
+    async def reopen(self) -> None:
+        await self.there.wait()
+        self._pool.renew()
+        self._executor.renew()
+        self.num_reopened += 1
+
+
+class Inbox:
+    """A `Delivery` that keeps what it is told, by the name of the request."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, list[int]] = {}
+        self.ended: list[str] = []
+        self._news = asyncio.Event()
+
+    def deliver(self, plan: StepPlan | None, updates: Sequence[RequestUpdate]) -> None:  # noqa: ARG002
+        for update in updates:
+            name = update.request.request_id
+            assert name not in self.ended, f"{name} has ended already"
+            self.tokens.setdefault(name, []).extend(update.token_ids)
+            if update.request.is_finished:
+                self.ended.append(name)
+        self._news.set()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Waits for a condition that news can make true."""
+        async with asyncio.timeout(SECONDS):
+            while not condition():
+                self._news.clear()
+                await self._news.wait()
+
+
+class Watcher:
+    """A `StepObserver` that counts, and sees to it that what begins also ends."""
+
+    def __init__(self) -> None:
+        self.num_planned = 0
+        self.num_done = 0
+        self.num_lost = 0
+        self.num_ended = 0
+        self.preempted: list[str] = []
+        self._has_begun = False
+
+    def begin(self) -> str:
+        assert not self._has_begun
+        self._has_begun = True
+        return ""
+
+    def planned(self, plan: StepPlan) -> None:
+        self._has_begun = False
+        self.num_planned += 1
+        self.preempted += [request.request_id for request in plan.preempted]
+
+    def done(self, plan: StepPlan, updates: Sequence[RequestUpdate]) -> None:  # noqa: ARG002
+        self.num_done += 1
+
+    def ended(self, requests: Sequence[Request]) -> None:
+        self.num_ended += len(requests)
+
+    def lost(self, preempted: Sequence[Request]) -> None:
+        self._has_begun = False
+        self.num_lost += 1
+        self.preempted += [request.request_id for request in preempted]

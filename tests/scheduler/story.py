@@ -1,0 +1,135 @@
+"""What the examples of the scheduler are told with: short names, and a step that reads as words."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.plan import StepOutput, StepPlan
+from services.scheduler.core.request import Request, StopConditions
+from services.scheduler.core.scheduler import Scheduler
+from tools.inprocess_pool import InProcessPool
+from tests.scheduler.paged_model import PagedModel
+
+BLOCK_SIZE = 4
+
+
+def prompt(num_tokens: int, first: int = 100) -> list[int]:
+    """A prompt of consecutive tokens; those of different `first` share no block."""
+    return [(first + offset) % 1000 for offset in range(num_tokens)]
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a step did, by the names of requests."""
+
+    granted: dict[str, int]
+    """Tokens of each, in scheduling order."""
+    start: dict[str, int]
+    """Tokens computed before it."""
+    blocks: dict[str, list[int]]
+    """Full tables of those admitted, new blocks of the others."""
+    new: list[str]
+    resumed: list[str]
+    preempted: list[str]
+    round_trips: int
+    tokens: dict[str, list[int]]
+    """What was sampled, of those that sampled or ended."""
+
+
+class Story:
+    """A scheduler over the real pool core, with requests by name."""
+
+    def __init__(self, *, num_blocks: int = 100, block_size: int = BLOCK_SIZE, **config: Any):
+        limits: dict[str, Any] = {
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 100,
+            "max_model_len": 400,
+            "enable_prefix_caching": True,
+        }
+        self.config = SchedulerConfig(
+            block_size=block_size, num_blocks=num_blocks, **limits | config
+        )
+        self.pool = InProcessPool(
+            num_blocks, block_size, enable_prefix_caching=self.config.enable_prefix_caching
+        )
+        self.scheduler = Scheduler(self.config, self.pool)
+        self.model = PagedModel(block_size, self.config.max_num_seqs)
+        self._num_requests = 0
+
+    def add(
+        self,
+        name: str,
+        token_ids: Sequence[int],
+        *,
+        max_tokens: int = 100,
+        eos: Iterable[int] = (),
+        stop: Iterable[int] = (),
+        **fields: Any,
+    ) -> Request:
+        """Queues a request."""
+        self._num_requests += 1
+        fields = {"num_prompt_tokens": len(token_ids), "arrival_time": self._num_requests} | fields
+        request = Request(
+            request_id=name,
+            key=self._num_requests,
+            token_ids=list(token_ids),
+            stop=StopConditions(max_tokens, frozenset(eos), frozenset(stop)),
+            **fields,
+        )
+        self.scheduler.add(request)
+        return request
+
+    async def step(self) -> Told:
+        """Plans a step, runs it, takes its tokens in; the pool is in order after each of it."""
+        before = self.pool.num_transactions
+        plan = await self.scheduler.schedule()
+        round_trips = self.pool.num_transactions - before
+        self.pool.core.check()
+        return self.finish(plan, self.model.run_plan(plan), round_trips)
+
+    def finish(self, plan: StepPlan, output: StepOutput, round_trips: int = 0) -> Told:
+        """Takes in what came of a plan."""
+        updates = self.scheduler.update_from_output(plan, output)
+        ids = names(plan.requests)
+        return Told(
+            granted=dict(zip(ids, plan.num_scheduled_tokens, strict=True)),
+            start=dict(zip(ids, plan.num_computed_tokens, strict=True)),
+            blocks={
+                request.request_id: tables[0]
+                for part in (plan.block_tables, plan.appended_blocks)
+                for request, tables in part.items()
+            },
+            new=names(plan.new),
+            resumed=names(plan.resumed),
+            preempted=names(plan.preempted),
+            round_trips=round_trips,
+            tokens={update.request.request_id: list(update.token_ids) for update in updates},
+        )
+
+    async def steps(self, count: int) -> list[Told]:
+        """Several steps."""
+        return [await self.step() for _ in range(count)]
+
+    async def run(self, max_steps: int = 1000) -> list[Told]:
+        """Steps until nothing is left to do, news for pool and workers included."""
+        told = []
+        while self.scheduler.has_work:
+            told.append(await self.step())
+            assert len(told) < max_steps, "somebody starves"
+        return told
+
+    @property
+    def running(self) -> list[str]:
+        """Who runs, in order of admission."""
+        return names(self.scheduler.running)
+
+    @property
+    def waiting(self) -> list[str]:
+        """Who waits, the head first."""
+        return names(self.scheduler.waiting)
+
+
+def names(requests: Iterable[Request]) -> list[str]:
+    """The names of requests."""
+    return [request.request_id for request in requests]

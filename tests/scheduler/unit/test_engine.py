@@ -1,0 +1,309 @@
+"""The engine's loop: requests in, tokens out, whatever happens in between."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from services.common.errors import FailedPrecondition
+from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.engine import Engine, EngineState
+from services.scheduler.core.request import FinishReason, Request, StopConditions
+from services.scheduler.core.scheduler import Scheduler
+from tests.scheduler.fakes import (
+    SECONDS,
+    FakeExecutor,
+    FakeReplica,
+    FragilePool,
+    Inbox,
+    Watcher,
+)
+from tests.scheduler.paged_model import continuation
+from tests.scheduler.story import prompt
+
+BLOCK_SIZE = 4
+
+
+class Bench:
+    """An engine among fakes."""
+
+    def __init__(self, *, num_blocks: int = 50, **config: Any) -> None:
+        limits: dict[str, Any] = {
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 32,
+            "max_model_len": 120,
+        }
+        self.pool = FragilePool(num_blocks, BLOCK_SIZE)
+        self.executor = FakeExecutor(BLOCK_SIZE, limits["max_num_seqs"])
+        self.replica = FakeReplica(self.pool, self.executor)
+        self.inbox = Inbox()
+        self.watcher = Watcher()
+        shape = SchedulerConfig(block_size=BLOCK_SIZE, num_blocks=num_blocks, **limits | config)
+        scheduler = Scheduler(shape, self.pool)
+        self.engine = Engine(scheduler, self.executor, self.replica, self.inbox, self.watcher)
+        self._num_requests = 0
+        self._num_usable_blocks = num_blocks - 1
+
+    def add(self, name: str, token_ids: list[int], max_tokens: int = 8) -> Request:
+        self._num_requests += 1
+        stop = StopConditions(max_tokens)
+        request = Request(name, self._num_requests, list(token_ids), len(token_ids), stop)
+        self.engine.add(request)
+        return request
+
+    async def until_tokens(self, name: str, count: int) -> None:
+        await self.inbox.until(lambda: len(self.inbox.tokens.get(name, ())) >= count)
+
+    async def until_ended(self, *names: str) -> None:
+        await self.inbox.until(lambda: set(names) <= set(self.inbox.ended))
+
+    async def until_idle(self) -> None:
+        """Until nothing is to be done; nothing is left behind then."""
+        await eventually(lambda: self.engine.state is EngineState.IDLE)
+        assert self.pool.num_free_blocks == self._num_usable_blocks
+        assert self.executor.num_requests == 0
+        assert self.watcher.num_planned >= self.watcher.num_done
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    """Waits for a condition that the loop's next turns make true."""
+    async with asyncio.timeout(SECONDS):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def running(bench: Bench) -> AsyncIterator[Bench]:
+    task = asyncio.create_task(bench.engine.run())
+    try:
+        yield bench
+        assert not task.done()
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    async with running(Bench()) as bench:
+        yield bench
+
+
+async def test_requests_go_in_and_tokens_come_out(bench: Bench) -> None:
+    bench.add("a", prompt(9))
+    bench.add("b", prompt(5, 500), max_tokens=3)
+    await bench.until_ended("a", "b")
+    assert bench.inbox.tokens == {
+        "a": continuation(prompt(9), 8),
+        "b": continuation(prompt(5, 500), 3),
+    }
+    assert bench.inbox.ended == ["b", "a"]
+    await bench.until_idle()
+
+
+async def test_an_idle_engine_takes_no_steps_and_wakes_up_again(bench: Bench) -> None:
+    bench.add("a", prompt(5), max_tokens=2)
+    await bench.until_ended("a")
+    await bench.until_idle()
+    steps = bench.executor.num_steps
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert bench.executor.num_steps == steps
+    bench.add("b", prompt(5), max_tokens=2)
+    await bench.until_ended("b")
+
+
+async def test_a_request_that_comes_during_a_step_runs_in_a_later_one(bench: Bench) -> None:
+    bench.executor.hold()
+    bench.add("a", prompt(5))
+    await eventually(lambda: bench.executor.num_in_flight > 0)
+    bench.add("b", prompt(5, 500))
+    assert bench.engine.num_waiting >= 1
+    bench.executor.let_go()
+    await bench.until_ended("a", "b")
+    assert bench.inbox.tokens["b"] == continuation(prompt(5, 500), 8)
+
+
+async def test_an_abort_during_a_step_ends_the_request_with_what_it_has(bench: Bench) -> None:
+    request = bench.add("a", prompt(5), max_tokens=100)
+    other = bench.add("b", prompt(5, 500), max_tokens=20)
+    await bench.until_tokens("a", 3)
+    bench.executor.hold()
+    await eventually(lambda: bench.executor.num_in_flight > 0)
+    bench.engine.abort([request])
+    bench.executor.let_go()
+    await bench.until_ended("a", "b")
+    assert request.finish_reason is FinishReason.ABORT
+    assert bench.inbox.tokens["a"] == continuation(prompt(5), len(bench.inbox.tokens["a"]))
+    assert other.token_ids[5:] == continuation(prompt(5, 500), 20)
+    assert bench.watcher.num_ended == 1
+    await bench.until_idle()
+
+
+async def test_aborting_what_has_not_been_taken_in_yet_ends_it(bench: Bench) -> None:
+    request = bench.add("a", prompt(5))
+    bench.engine.abort([request, request])
+    await bench.until_ended("a")
+    assert bench.inbox.tokens["a"] == []
+    await bench.until_idle()
+    bench.engine.abort([request])
+    await bench.until_idle()
+
+
+async def test_pause_returns_when_no_step_is_in_flight_and_keeps_everything(bench: Bench) -> None:
+    bench.add("a", prompt(5), max_tokens=50)
+    await bench.until_tokens("a", 2)
+    bench.executor.hold()
+    await eventually(lambda: bench.executor.num_in_flight > 0)
+    pausing = asyncio.create_task(bench.engine.pause(abort=False))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not pausing.done()
+    bench.executor.let_go()
+    await pausing
+    assert (bench.engine.state, bench.executor.num_in_flight) == (EngineState.PAUSED, 0)
+    steps, known = bench.executor.num_steps, len(bench.inbox.tokens["a"])
+    bench.add("b", prompt(5, 500))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert (bench.executor.num_steps, len(bench.inbox.tokens["a"])) == (steps, known)
+    bench.engine.resume()
+    await bench.until_ended("a", "b")
+    assert bench.inbox.tokens["a"] == continuation(prompt(5), 50)
+    await bench.until_idle()
+
+
+async def test_pause_with_abort_ends_everything(bench: Bench) -> None:
+    for number in range(6):
+        bench.add(f"r{number}", prompt(5, 100 * number), max_tokens=100)
+    await bench.until_tokens("r0", 2)
+    await bench.engine.pause(abort=True)
+    assert sorted(bench.inbox.ended) == [f"r{number}" for number in range(6)]
+    assert bench.pool.num_free_blocks == 49
+    assert bench.engine.state is EngineState.PAUSED
+    bench.engine.resume()
+    await bench.until_idle()
+
+
+async def test_pausing_and_resuming_twice_is_the_same_as_once(bench: Bench) -> None:
+    bench.add("a", prompt(5), max_tokens=30)
+    await bench.engine.pause(abort=False)
+    await bench.engine.pause(abort=False)
+    bench.engine.resume()
+    bench.engine.resume()
+    await bench.until_ended("a")
+    assert bench.inbox.tokens["a"] == continuation(prompt(5), 30)
+
+
+async def test_an_abort_while_paused_ends_the_request(bench: Bench) -> None:
+    request = bench.add("a", prompt(5), max_tokens=100)
+    await bench.until_tokens("a", 1)
+    await bench.engine.pause(abort=False)
+    bench.engine.abort([request])
+    await bench.until_ended("a")
+    bench.engine.resume()
+    await bench.until_idle()
+
+
+async def test_lost_workers_cost_computation_and_no_token(bench: Bench) -> None:
+    bench.add("a", prompt(9), max_tokens=20)
+    bench.add("b", prompt(9), max_tokens=30)
+    await bench.until_tokens("b", 4)
+    bench.executor.hold()
+    await eventually(lambda: bench.executor.num_in_flight > 0)
+    bench.executor.lose()
+    await bench.until_ended("a", "b")
+    assert bench.inbox.tokens["a"] == continuation(prompt(9), 20)
+    assert bench.inbox.tokens["b"] == continuation(prompt(9), 30)
+    assert (bench.replica.num_reopened, bench.watcher.num_lost) == (1, 1)
+    assert set(bench.watcher.preempted) == {"a", "b"}
+    await bench.until_idle()
+
+
+async def test_a_lost_pool_costs_computation_and_no_token(bench: Bench) -> None:
+    bench.add("a", prompt(9), max_tokens=20)
+    await bench.until_tokens("a", 4)
+    bench.pool.lose()
+    bench.add("b", prompt(9), max_tokens=20)
+    await bench.until_ended("a", "b")
+    assert bench.inbox.tokens["a"] == bench.inbox.tokens["b"] == continuation(prompt(9), 20)
+    assert bench.replica.num_reopened == 1
+    await bench.until_idle()
+
+
+async def test_while_a_part_is_away_requests_wait_and_can_be_aborted(bench: Bench) -> None:
+    first = bench.add("a", prompt(9), max_tokens=20)
+    await bench.until_tokens("a", 2)
+    bench.replica.there.clear()
+    bench.executor.lose()
+    await eventually(lambda: bench.engine.state is EngineState.RECOVERING)
+    assert bench.engine.state_reason == "the workers are away"
+    bench.add("b", prompt(5), max_tokens=3)
+    assert bench.engine.num_waiting == 2
+    bench.engine.abort([first])
+    bench.replica.there.set()
+    await bench.until_ended("a", "b")
+    assert first.finish_reason is FinishReason.ABORT
+    assert bench.inbox.tokens["b"] == continuation(prompt(5), 3)
+    await bench.until_idle()
+    assert bench.engine.state_reason == ""
+
+
+async def test_parts_that_keep_going_away_only_delay(bench: Bench) -> None:
+    bench.add("a", prompt(9), max_tokens=40)
+    for known, lose in ((3, bench.pool.lose), (6, bench.executor.lose), (9, bench.pool.lose)):
+        await bench.until_tokens("a", known)
+        before = bench.replica.num_reopened
+        lose()
+        await eventually(lambda before=before: bench.replica.num_reopened > before)
+    await bench.until_ended("a")
+    assert bench.inbox.tokens["a"] == continuation(prompt(9), 40)
+
+
+async def test_resetting_is_refused_while_blocks_are_in_use(bench: Bench) -> None:
+    bench.add("a", prompt(9), max_tokens=50)
+    await bench.until_tokens("a", 2)
+    with pytest.raises(FailedPrecondition) as refused:
+        await bench.engine.reset_prefix_cache(preempt_running=False)
+    assert refused.value.error_reason == "BLOCKS_IN_USE"
+    await bench.until_ended("a")
+    assert bench.inbox.tokens["a"] == continuation(prompt(9), 50)
+    await bench.until_idle()
+    await bench.engine.reset_prefix_cache(preempt_running=False)
+    assert bench.pool.inner.core.num_cached_hashes == 0
+
+
+async def test_resetting_may_preempt_and_changes_no_token(bench: Bench) -> None:
+    request = bench.add("a", prompt(9), max_tokens=50)
+    await bench.until_tokens("a", 2)
+    await bench.engine.reset_prefix_cache(preempt_running=True)
+    assert bench.pool.inner.core.num_cached_hashes == 0
+    await bench.until_ended("a")
+    assert request.num_preemptions == 1
+    assert bench.inbox.tokens["a"] == continuation(prompt(9), 50)
+    await bench.until_idle()
+
+
+async def test_a_request_whose_logits_broke_ends_and_the_engine_goes_on(bench: Bench) -> None:
+    bench.executor.breaks = frozenset({0})
+    request = bench.add("a", prompt(5))
+    await bench.until_ended("a")
+    bench.executor.breaks = frozenset()
+    assert (request.finish_reason, bench.inbox.tokens["a"]) == (FinishReason.ERROR, [])
+    bench.add("b", prompt(5), max_tokens=3)
+    await bench.until_ended("b")
+    await bench.until_idle()
+
+
+async def test_a_small_pool_preempts_and_still_serves_everyone() -> None:
+    async with running(Bench(num_blocks=12)) as bench:
+        wanted = {f"r{number}": prompt(7 + number, 100 * number) for number in range(6)}
+        for name, token_ids in wanted.items():
+            bench.add(name, token_ids, max_tokens=15)
+        await bench.until_ended(*wanted)
+        for name, token_ids in wanted.items():
+            assert bench.inbox.tokens[name] == continuation(token_ids, 15)
+        assert bench.watcher.preempted
+        await bench.until_idle()

@@ -1,0 +1,157 @@
+"""How requests end: by themselves, by an abort, or because the model broke."""
+
+import pytest
+
+from services.scheduler.core.plan import StepOutput
+from services.scheduler.core.request import FinishReason
+from tests.scheduler.paged_model import continuation
+from tests.scheduler.story import Story, prompt
+
+SAID = continuation(prompt(5), 10)
+
+
+async def test_max_tokens_ends_a_request() -> None:
+    story = Story()
+    request = story.add("a", prompt(5), max_tokens=3)
+    await story.run()
+    assert request.finish_reason is FinishReason.LENGTH
+    assert request.token_ids[5:] == SAID[:3]
+
+
+async def test_the_models_length_ends_a_request() -> None:
+    story = Story(max_model_len=8)
+    request = story.add("a", prompt(5), max_tokens=100)
+    await story.run()
+    assert (request.finish_reason, len(request.token_ids)) == (FinishReason.LENGTH, 8)
+
+
+async def test_end_of_sequence_is_part_of_the_output_and_names_no_stop_token() -> None:
+    story = Story()
+    request = story.add("a", prompt(5), eos=[SAID[2]])
+    await story.run()
+    assert (request.finish_reason, request.stop_token_id) == (FinishReason.STOP, None)
+    assert request.token_ids[5:] == SAID[:3]
+
+
+async def test_a_stop_token_is_named() -> None:
+    story = Story()
+    request = story.add("a", prompt(5), stop=[SAID[1], 999])
+    await story.run()
+    assert (request.finish_reason, request.stop_token_id) == (FinishReason.STOP, SAID[1])
+
+
+@pytest.mark.parametrize(
+    ("eos", "stop", "max_tokens", "reason", "named"),
+    [
+        ([SAID[2]], [SAID[2]], 3, FinishReason.STOP, None),
+        ([], [SAID[2]], 3, FinishReason.STOP, SAID[2]),
+        ([], [], 3, FinishReason.LENGTH, None),
+    ],
+    ids=["end of sequence first", "then stop tokens", "then length"],
+)
+async def test_reasons_have_an_order(
+    eos: list[int], stop: list[int], max_tokens: int, reason: FinishReason, named: int | None
+) -> None:
+    story = Story()
+    request = story.add("a", prompt(5), eos=eos, stop=stop, max_tokens=max_tokens)
+    await story.run()
+    assert (request.finish_reason, request.stop_token_id) == (reason, named)
+    assert request.num_output_tokens == 3
+
+
+async def test_output_it_came_with_counts() -> None:
+    story = Story()
+    request = story.add("a", prompt(5) + SAID[:4], num_prompt_tokens=5, max_tokens=6)
+    await story.run()
+    assert request.token_ids[5:] == SAID[:6]
+
+
+async def test_a_waiting_request_is_aborted_without_a_trace() -> None:
+    story = Story()
+    request = story.add("a", prompt(5))
+    story.scheduler.abort(request)
+    assert (request.is_finished, request.finish_reason) == (True, FinishReason.ABORT)
+    assert story.waiting == []
+    assert not story.scheduler.has_work
+
+
+async def test_a_running_request_is_aborted_and_gives_everything_back() -> None:
+    story = Story()
+    a = story.add("a", prompt(5))
+    story.add("b", prompt(5, 500), max_tokens=3)
+    await story.step()
+    story.scheduler.abort(a)
+    assert (await story.step()).granted == {"b": 1}
+    await story.run()
+    assert story.pool.core.num_free_blocks == 99
+    assert story.model.num_requests == 0
+
+
+async def test_an_abort_alone_is_work_until_pool_and_workers_know() -> None:
+    story = Story()
+    a = story.add("a", prompt(5))
+    await story.step()
+    story.scheduler.abort(a)
+    assert story.scheduler.has_work
+    told = await story.step()
+    assert (told.granted, told.round_trips) == ({}, 1)
+    assert not story.scheduler.has_work
+    assert story.model.num_requests == 0
+
+
+async def test_a_request_aborted_while_its_step_runs_gets_nothing_of_it() -> None:
+    story = Story()
+    a = story.add("a", prompt(5))
+    b = story.add("b", prompt(5, 500), max_tokens=2)
+    plan = await story.scheduler.schedule()
+    output = story.model.run_plan(plan)
+    story.scheduler.abort(a)
+    told = story.finish(plan, output)
+    assert list(told.tokens) == ["b"]
+    assert a.token_ids == prompt(5)
+    await story.run()
+    assert b.finish_reason is FinishReason.LENGTH
+    assert story.pool.core.num_free_blocks == 99
+
+
+async def test_a_victim_is_aborted_from_the_queue() -> None:
+    story = Story(num_blocks=4)
+    story.add("a", prompt(6), max_tokens=3)
+    b = story.add("b", prompt(4, 500))
+    await story.step()
+    assert (await story.step()).preempted == ["b"]
+    story.scheduler.abort(b)
+    await story.run()
+    assert story.pool.core.num_free_blocks == 3
+
+
+async def test_aborting_what_has_ended_changes_nothing() -> None:
+    story = Story()
+    request = story.add("a", prompt(5), max_tokens=1)
+    await story.run()
+    story.scheduler.abort(request)
+    assert request.finish_reason is FinishReason.LENGTH
+    assert not story.scheduler.has_work
+
+
+async def test_nan_ends_one_request_and_leaves_the_others() -> None:
+    story = Story()
+    broken = story.add("a", prompt(5))
+    whole = story.add("b", prompt(5, 500), max_tokens=2)
+    plan = await story.scheduler.schedule()
+    output = story.model.run_plan(plan)
+    told = story.finish(plan, StepOutput(output.token_ids, nan_requests=frozenset({0})))
+    assert told.tokens["a"] == []
+    assert (broken.finish_reason, broken.num_output_tokens) == (FinishReason.ERROR, 0)
+    await story.run()
+    assert whole.finish_reason is FinishReason.LENGTH
+    assert story.pool.core.num_free_blocks == 99
+
+
+async def test_a_place_in_the_batch_is_used_again() -> None:
+    story = Story(max_num_seqs=1)
+    for number in range(3):
+        story.add(f"r{number}", prompt(4), max_tokens=1)
+    told = await story.run()
+    assert [step.new for step in told[:3]] == [["r0"], ["r1"], ["r2"]]
+    assert story.model.num_requests == 0
