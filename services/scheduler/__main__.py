@@ -101,6 +101,7 @@ def make_config(settings: SchedulerSettings, shape: ReplicaShape) -> SchedulerCo
         num_blocks=shape.num_blocks,
         fingerprint=built.fingerprint,
         policy=settings.policy,
+        async_scheduling=settings.async_scheduling,
         enable_prefix_caching=settings.enable_prefix_caching,
         enable_chunked_prefill=settings.enable_chunked_prefill,
         long_prefill_token_threshold=settings.long_prefill_token_threshold,

@@ -33,6 +33,9 @@ class SchedulerSettings:
     max_num_waiting: int = setting(
         1024, doc="requests that may wait; further ones are refused", check=at_least(1)
     )
+    async_scheduling: bool = setting(
+        True, doc="plan a step while the one before it runs: two steps in flight"
+    )
     enable_prefix_caching: bool = setting(True, doc="find and share cached prompt prefixes")
     enable_chunked_prefill: bool = setting(
         True, doc="cut prompts into chunks; otherwise a prompt runs whole or waits"

@@ -33,7 +33,7 @@ class StepCounts:
 
     @property
     def mean_step_nanos(self) -> int:
-        """Mean duration of recent steps; 0 before the first."""
+        """Mean time that recent steps took, without what overlapped; 0 before the first."""
         return sum(self.step_nanos) // len(self.step_nanos) if self.step_nanos else 0
 
 

@@ -41,6 +41,7 @@ class StepTracer:
         self._counts = counts
         self._clock = clock
         self._begun: _StepTrace | None = None
+        self._last_done_nanos = 0
         self._steps: dict[int, _StepTrace] = {}
         self._requests: dict[Request, _RequestTrace] = {}
 
@@ -62,7 +63,9 @@ class StepTracer:
 
     def done(self, plan: StepPlan, updates: Sequence[RequestUpdate]) -> None:
         step = self._steps.pop(plan.step)
-        self._counts.step_nanos.append(self._clock() - step.begun_nanos)
+        now = self._clock()
+        self._counts.step_nanos.append(now - max(step.begun_nanos, self._last_done_nanos))
+        self._last_done_nanos = now
         step.span.end()
         for update in updates if self._requests else ():
             trace = self._requests.get(update.request)

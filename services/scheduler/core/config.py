@@ -36,6 +36,12 @@ class SchedulerConfig:
     """A limit below max_num_seqs, the size that the workers' batch is built for."""
     scheduler_reserve_full_isl: bool = True
     """Admit only who could now be given blocks for the whole sequence, not just its first chunk."""
+    async_scheduling: bool = False
+    """Plan a step while the one before it runs, with placeholders for its tokens."""
+    num_speculative_tokens: int = 0
+    """Drafts that the workers propose for each request and step."""
+    num_lookahead_tokens: int = 0
+    """Slots that a draft model needs beyond the tokens of a step."""
     watermark: float = 0.0
     """Share of the pool that stays free when a request joins running ones."""
 

@@ -19,6 +19,7 @@ class StepDraft:
     num_tokens: list[int] = field(default_factory=list)
     appended: dict[Request, BlockTables] = field(default_factory=dict)
     tables: dict[Request, BlockTables] = field(default_factory=dict)
+    draft_token_ids: dict[Request, list[int]] = field(default_factory=dict)
     new: list[Request] = field(default_factory=list)
     resumed: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
@@ -31,20 +32,37 @@ class StepDraft:
     published: set[BlockHash] = field(default_factory=set)
     """Hashes that admissions of this step publish: later ones will hit them."""
 
+    @property
+    def runs_any(self) -> bool:
+        """Whether a request that ran before this step has a part in it."""
+        return len(self.requests) > len(self.tables)
+
+    @property
+    def runs_prefill(self) -> bool:
+        """Whether the step computes a further chunk of somebody's prompt."""
+        return any(request.is_in_prefill for request in self.requests)
+
     def cap(self, gap: int) -> int:
         """How many of `gap` missing tokens the threshold lets one request have."""
         return self.threshold if 0 < self.threshold < gap else gap
 
     def grant(self, request: Request, num_tokens: int) -> None:
-        """Gives tokens of the budget to a request."""
+        """Gives tokens of the budget to a request; drafts go last."""
         self.requests.append(request)
         self.num_tokens.append(num_tokens)
         self.budget -= num_tokens
+        if request.draft_token_ids:
+            known = len(request.token_ids) + request.num_output_placeholders
+            num_drafts = request.num_computed_tokens + num_tokens - known
+            if num_drafts > 0:
+                self.draft_token_ids[request] = request.draft_token_ids[:num_drafts]
 
     def revoke_from(self, request: Request) -> None:
         """Takes back what was given to a request and to everyone after it."""
         index = self.requests.index(request)
         self.budget += sum(self.num_tokens[index:])
+        for revoked in self.requests[index:]:
+            self.draft_token_ids.pop(revoked, None)
         del self.requests[index:], self.num_tokens[index:]
 
     def revoke(self, request: Request) -> None:
@@ -54,3 +72,4 @@ class StepDraft:
             self.budget += self.num_tokens.pop(index)
             del self.requests[index]
             self.appended.pop(request, None)
+            self.draft_token_ids.pop(request, None)

@@ -59,6 +59,7 @@ class Engine:
         self._wake = asyncio.Event()
         self._between_turns = asyncio.Lock()
         self._paused = False
+        self._depth = 2 if scheduler.config.async_scheduling else 1
 
     @property
     def num_waiting(self) -> int:
@@ -114,16 +115,22 @@ class Engine:
                 raise FailedPrecondition("requests hold blocks", reason="BLOCKS_IN_USE")
 
     async def _turn(self) -> None:
-        """Takes in what was said, plans and sends a step, takes back the tokens of the oldest."""
+        """Takes in what was said, plans and sends a step, takes back the tokens of the oldest.
+
+        With asynchronous scheduling the oldest is the step before: it runs while this one is
+        planned, and when nothing could be planned there is only its answer to wait for.
+        """
         self._take_in()
+        planned = False
         if not self._paused and self.scheduler.has_work:
             traceparent = self._observer.begin()
             plan = await self.scheduler.schedule(traceparent)
             self._observer.planned(plan)
-            if plan.requests or plan.removed_slots:
+            planned = bool(plan.requests)
+            if planned or plan.removed_slots:
                 answer = await self._executor.submit(plan, traceparent)
                 self._in_flight.append((plan, answer))
-        if self._in_flight:
+        if self._in_flight and (len(self._in_flight) >= self._depth or not planned):
             await self._complete()
 
     async def _complete(self) -> None:

@@ -19,6 +19,8 @@ class StepPlan:
     """Full tables of those admitted in this step."""
     appended_blocks: dict[Request, tuple[list[int], ...]] = field(default_factory=dict)
     """New blocks of those that ran before."""
+    draft_token_ids: dict[Request, list[int]] = field(default_factory=dict)
+    """Drafts at the end of a request's scheduled tokens, to be verified."""
     new: list[Request] = field(default_factory=list)
     """Admitted for the first time."""
     resumed: list[Request] = field(default_factory=list)
@@ -40,6 +42,8 @@ class StepOutput:
 
     token_ids: Sequence[Sequence[int]]
     """Sampled tokens: none inside a prompt."""
+    draft_token_ids: Sequence[Sequence[int]] = ()
+    """Proposals for the next step; parallel as well, or empty when nothing is proposed."""
     logprobs: Mapping[int, object] = field(default_factory=dict)
     """By index of the request, carried through."""
     nan_requests: frozenset[int] = frozenset()

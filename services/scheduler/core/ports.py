@@ -74,6 +74,8 @@ class Admission:
     num_commit_tokens: int
     num_reserve_slots: int
     num_watermark_blocks: int
+    num_drafts: int = 0
+    """Empty drafts that pad its first step; part of the slots, nothing to the pool."""
     traceparent: str = ""
     resumed: bool = False
 

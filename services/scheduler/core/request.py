@@ -1,6 +1,7 @@
 """A request as the scheduler sees it: tokens, and a count of how many of them are computed."""
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.common.block_hash import BlockHash, hash_full_blocks
@@ -58,6 +59,13 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     num_computed_tokens: int = 0
+    """Tokens whose keys and values are stored, or will be once the steps in flight have run."""
+    num_output_placeholders: int = 0
+    """Tokens that steps in flight are about to sample, drafts included."""
+    is_in_prefill: bool = False
+    """Whether the last step left tokens to compute before one can be sampled."""
+    draft_token_ids: list[int] = field(default_factory=list)
+    """Guesses at the tokens after the last one, -1 where only the workers know them."""
     num_slots: int = 0
     """Tokens that its block table can hold."""
     slot: int | None = None
@@ -105,27 +113,35 @@ class Request:
             )
 
     def forget_blocks(self) -> None:
-        """Back to nothing computed: what it held in pool and workers is gone."""
+        """Back to nothing computed: what it held in pool and workers is gone.
+
+        Tokens of steps in flight may still come.
+        """
+        self.draft_token_ids = []
+        self.is_in_prefill = False
         self.num_computed_tokens = self.num_slots = 0
         self.num_hashes_sent = self.num_committed_blocks = 0
         self.known_to_pool = False
         self.slot = None
 
-    def append_output(self, token_id: int, max_model_len: int) -> bool:
-        """Takes a sampled token; returns whether it ends the request.
+    def append_output(self, token_ids: Sequence[int], max_model_len: int) -> Sequence[int]:
+        """Takes sampled tokens up to one that ends the request; returns those taken.
 
         Checked in vLLM's order: end of sequence, stop tokens, then length. The sampler keeps the
         first two from coming before min_tokens.
         """
-        self.token_ids.append(token_id)
-        if token_id in self.stop.eos_token_ids:
-            self.finish(FinishReason.STOP)
-        elif token_id in self.stop.stop_token_ids:
-            self.finish(FinishReason.STOP)
-            self.stop_token_id = token_id
-        elif len(self.token_ids) >= max_model_len or self.num_output_tokens >= self.stop.max_tokens:
-            self.finish(FinishReason.LENGTH)
-        return self.is_finished
+        for count, token_id in enumerate(token_ids, start=1):
+            self.token_ids.append(token_id)
+            if token_id in self.stop.eos_token_ids:
+                self.finish(FinishReason.STOP)
+            elif token_id in self.stop.stop_token_ids:
+                self.finish(FinishReason.STOP)
+                self.stop_token_id = token_id
+            elif self.num_tokens >= max_model_len or self.num_output_tokens >= self.stop.max_tokens:
+                self.finish(FinishReason.LENGTH)
+            if self.is_finished:
+                return token_ids[:count]
+        return token_ids
 
     def finish(self, reason: FinishReason) -> None:
         """Ends the request."""

@@ -1,11 +1,13 @@
 """The policy: who gets how many tokens in a step, who waits, who makes room."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 
 from services.common.block_hash import BlockHash
+from services.scheduler.core.admission import AdmissionPlanner
 from services.scheduler.core.config import Policy, SchedulerConfig
 from services.scheduler.core.draft import StepDraft
+from services.scheduler.core.pending import PendingOperations
 from services.scheduler.core.plan import RequestUpdate, StepOutput, StepPlan
 from services.scheduler.core.ports import (
     Admission,
@@ -17,7 +19,6 @@ from services.scheduler.core.ports import (
     Lookup,
     Operation,
     Outcome,
-    Release,
     ResetPrefixCache,
     StopReason,
 )
@@ -42,15 +43,16 @@ class Scheduler:
         self.num_free_blocks = config.num_blocks - 1
         self.num_preemptions = 0
         self._pool = pool
+        self._planner = AdmissionPlanner(config)
+        self._pending = PendingOperations()
         self._num_steps = 0
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._removed_slots: list[int] = []
-        self._releases: list[int] = []
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything: requests, or news for pool and workers."""
-        return bool(self.running or self.waiting or self._releases or self._removed_slots)
+        return bool(self.running or self.waiting or self._pending or self._removed_slots)
 
     def add(self, request: Request) -> None:
         """Queues a request that arrived."""
@@ -89,8 +91,8 @@ class Scheduler:
     def update_from_output(self, plan: StepPlan, output: StepOutput) -> list[RequestUpdate]:
         """Takes in what the workers sampled; ends requests that are done.
 
-        Requests that ended while the step ran are passed over. The updates are in scheduling
-        order, only for requests with new tokens or an end.
+        Requests that ended while the step ran are passed over; one that was preempted meanwhile
+        still gets its tokens. The updates are in scheduling order, only for requests with news.
         """
         updates: list[RequestUpdate] = []
         for index, request in enumerate(plan.requests):
@@ -98,16 +100,15 @@ class Scheduler:
                 continue
             if index in output.nan_requests:
                 request.finish(FinishReason.ERROR)
-                updates.append(RequestUpdate(request, []))
-            elif (tokens := output.token_ids[index]) or index in output.logprobs:
-                kept = self._append(request, tokens)
-                logprobs, start = output.logprobs.get(index), plan.num_computed_tokens[index]
-                updates.append(RequestUpdate(request, kept, logprobs, start))
-        if any(update.request.is_finished for update in updates):
+                updates.append(RequestUpdate(request, ()))
+            elif output.token_ids[index] or index in output.logprobs:
+                updates.append(self._update(plan, output, index))
+        ended = [update.request for update in updates if update.request.is_finished]
+        if ended:
             self.running = [request for request in self.running if not request.is_finished]
-            for update in updates:
-                if update.request.is_finished:
-                    self._give_back(update.request)
+        for request in ended:
+            self._leave_queue(request)
+            self._give_back(request)
         return updates
 
     def preempt_all(self) -> list[Request]:
@@ -118,25 +119,26 @@ class Scheduler:
         return victims
 
     def forget_pool(self) -> list[Request]:
-        """Starts over with an empty pool and empty workers; nothing but computation is lost.
+        """Starts over with an empty pool, empty workers and no step in flight.
 
-        Returns the requests that ran.
+        Nothing but computation is lost. Returns the requests that ran.
         """
         victims = self.preempt_all()
         for request in self.waiting:
             request.forget_blocks()
-        self._releases.clear()
+            request.num_output_placeholders = 0
+        self._pending.clear()
         self._removed_slots.clear()
         self.num_free_blocks = self.config.num_blocks - 1
         return victims
 
     async def flush(self) -> None:
-        """Gives back to the pool now what would otherwise go with the next step."""
-        await self._transact([], "")
+        """Tells the pool now what would otherwise go with the next step."""
+        await self._transact(self._pending.take(), "")
 
     async def reset_prefix_cache(self) -> bool:
         """Forgets every cached prefix; False, and nothing done, while blocks are in use."""
-        outcome = await self._transact([ResetPrefixCache()], "")
+        outcome = await self._transact([*self._pending.take(), ResetPrefixCache()], "")
         return outcome.reset_done
 
     # Step 1: running requests
@@ -146,6 +148,7 @@ class Scheduler:
         while True:
             growing = self._grant_running(draft, index)
             operations = [
+                *self._pending.take(),
                 *self._grow(draft, growing),
                 *self._commit(draft),
                 *(() if draft.preempted else self._look_up(draft)),
@@ -165,24 +168,28 @@ class Scheduler:
         for request in islice(self.running, index, None):
             if draft.budget == 0:
                 break
-            computed = request.num_computed_tokens
-            gap = min(draft.cap(len(request.token_ids) - computed), draft.budget)
+            computed, placeholders = request.num_computed_tokens, request.num_output_placeholders
+            if placeholders and _surely_ends(request):
+                continue
+            ahead = len(request.token_ids) + len(request.draft_token_ids) + placeholders
+            gap = min(draft.cap(ahead - computed), draft.budget)
             num_new = min(gap, longest - computed)
             if num_new > 0:
                 draft.grant(request, num_new)
-                if computed + num_new > request.num_slots:
+                if self._num_slots(computed + num_new) > request.num_slots:
                     growing.append(request)
         return growing
+
+    def _num_slots(self, num_tokens: int) -> int:
+        """Slots that a running request needs for its first `num_tokens` to be computed."""
+        return min(num_tokens + self.config.num_lookahead_tokens, self.config.max_model_len)
 
     def _grow(self, draft: StepDraft, growing: list[Request]) -> Iterator[Operation]:
         if growing:
             granted = dict(zip(draft.requests, draft.num_tokens, strict=True))
             computed = [request.num_computed_tokens for request in growing]
-            yield Grow(
-                [request.key for request in growing],
-                computed,
-                [request.num_computed_tokens + granted[request] for request in growing],
-            )
+            slots = [self._num_slots(r.num_computed_tokens + granted[r]) for r in growing]
+            yield Grow([request.key for request in growing], computed, slots)
 
     def _commit(self, draft: StepDraft) -> Iterator[Operation]:
         """Publishes what the step fills; after all growth, so that no victim is published."""
@@ -192,7 +199,9 @@ class Scheduler:
         for request, num_new in zip(draft.requests, draft.num_tokens, strict=True):
             end = request.num_computed_tokens + num_new
             if end >= (request.num_committed_blocks + 1) * self.config.block_size:
-                draft.filling.append((request, end))
+                end = min(end, len(request.token_ids))
+                if end >= (request.num_committed_blocks + 1) * self.config.block_size:
+                    draft.filling.append((request, end))
         if draft.filling:
             yield Commit(
                 [request.key for request, _ in draft.filling],
@@ -230,13 +239,17 @@ class Scheduler:
             if any(request not in draft.hits for request in candidates):
                 outcome = await self._transact([*self._look_up(draft)], traceparent)
                 self._settle(draft, outcome)
-            admissions = self._plan_admissions(draft, candidates)
+            admissions = self._planner.plan(
+                draft,
+                candidates,
+                num_running=len(self.running),
+                num_free_blocks=self.num_free_blocks,
+            )
             if not admissions:
                 return
             outcome = await self._transact([Admit(admissions)], traceparent)
-            for request, admission, blocks in zip(
-                candidates, admissions, outcome.admitted, strict=False
-            ):
+            admitted = zip(candidates, admissions, outcome.admitted, strict=False)
+            for request, admission, blocks in admitted:
                 self._admit(draft, request, admission, blocks)
             if outcome.stop is not None:
                 if outcome.stop.reason is StopReason.NO_BLOCKS:
@@ -259,66 +272,13 @@ class Scheduler:
                 [self._unsent_hashes(request) for request in draft.asking],
             )
 
-    def _plan_admissions(self, draft: StepDraft, candidates: list[Request]) -> list[Admission]:
-        """Terms for the candidates, in order, as far as budget and free blocks seem to reach.
-
-        A hit is what the pool said, and after that what earlier admissions of the step publish.
-        """
-        size, budget = self.config.block_size, draft.budget
-        published = set(draft.published)
-        admissions: list[Admission] = []
-        for request in candidates:
-            hit = self._hit(draft, request, published)
-            gap = draft.cap(request.num_tokens - hit)
-            if budget == 0 or (gap > budget and not self.config.enable_chunked_prefill):
-                break
-            end = hit + min(gap, budget)
-            budget -= end - hit
-            admission = self._terms(request, hit, end, joins=bool(self.running or admissions))
-            if not admissions and not self._may_fit(admission):
-                break
-            published.update(request.block_hashes[hit // size : end // size])
-            admissions.append(admission)
-        return admissions
-
-    def _hit(self, draft: StepDraft, request: Request, published: set[BlockHash]) -> int:
-        size = self.config.block_size
-        blocks = draft.hits[request] // size
-        longest = min(request.max_hit_tokens // size, len(request.block_hashes))
-        while blocks < longest and request.block_hashes[blocks] in published:
-            blocks += 1
-        return blocks * size
-
-    def _terms(self, request: Request, hit: int, end: int, *, joins: bool) -> Admission:
-        reserve = request.num_tokens if self.config.scheduler_reserve_full_isl else end
-        return Admission(
-            key=request.key,
-            max_hit_tokens=request.max_hit_tokens,
-            num_hit_tokens=hit,
-            num_slots=end,
-            num_commit_tokens=end,
-            num_reserve_slots=reserve,
-            num_watermark_blocks=self.config.num_watermark_blocks if joins else 0,
-            traceparent=request.traceparent,
-            resumed=request.status is RequestStatus.PREEMPTED,
-        )
-
-    def _may_fit(self, admission: Admission) -> bool:
-        """False when the pool would refuse for sure: saves asking it in vain, step after step."""
-        size = self.config.block_size
-        needed = -(-admission.num_reserve_slots // size) - admission.num_hit_tokens // size
-        return needed + admission.num_watermark_blocks <= self.num_free_blocks
-
     def _admit(
         self, draft: StepDraft, request: Request, admission: Admission, blocks: BlockTables
     ) -> None:
         self.waiting.remove(request)
         self.running.append(request)
-        hit, end, size = admission.num_hit_tokens, admission.num_slots, self.config.block_size
-        draft.grant(request, end - hit)
-        draft.tables[request] = blocks
-        draft.published.update(request.block_hashes[hit // size : end // size])
-        (draft.resumed if admission.resumed else draft.new).append(request)
+        size = self.config.block_size
+        hit, end = admission.num_hit_tokens, admission.num_commit_tokens
         request.status = RequestStatus.RUNNING
         request.slot = self._free_slots.pop()
         request.num_computed_tokens = hit
@@ -327,6 +287,11 @@ class Scheduler:
         request.known_to_pool = True
         if request.num_cached_tokens is None:
             request.num_cached_tokens = hit
+        request.draft_token_ids = [-1] * admission.num_drafts
+        draft.grant(request, end - hit + admission.num_drafts)
+        draft.tables[request] = blocks
+        draft.published.update(request.block_hashes[hit // size : end // size])
+        (draft.resumed if admission.resumed else draft.new).append(request)
 
     # Both steps
 
@@ -338,21 +303,17 @@ class Scheduler:
         return StepDraft(budget=config.token_budget, threshold=threshold if alive > 1 else 0)
 
     async def _transact(self, operations: list[Operation], traceparent: str) -> Outcome:
-        """One turn on the pool, giving back first what is to be given back; none for nothing."""
-        if self._releases:
-            operations = [Release(tuple(self._releases)), *operations]
+        """One turn on the pool; none for nothing."""
         if not operations:
             return Outcome(self.num_free_blocks)
         outcome = await self._pool.transact(operations, traceparent)
-        self._releases.clear()
         self.num_free_blocks = outcome.num_free_blocks
         return outcome
 
     def _settle(self, draft: StepDraft, outcome: Outcome) -> None:
         """Notes what the pool has been told once it has taken it in."""
         for request, end in draft.filling:
-            known = min(end, request.num_tokens)
-            request.num_committed_blocks = known // self.config.block_size
+            request.num_committed_blocks = end // self.config.block_size
             request.num_hashes_sent = len(request.block_hashes)
         for request, hit in zip(draft.asking, outcome.hits, strict=False):
             draft.hits[request] = hit
@@ -373,6 +334,7 @@ class Scheduler:
             num_computed_tokens=[request.num_computed_tokens for request in draft.requests],
             block_tables=draft.tables,
             appended_blocks=draft.appended,
+            draft_token_ids=draft.draft_token_ids,
             new=draft.new,
             resumed=draft.resumed,
             preempted=draft.preempted,
@@ -382,20 +344,67 @@ class Scheduler:
         self._removed_slots = []
         for request, num_new in zip(draft.requests, draft.num_tokens, strict=True):
             request.num_computed_tokens += num_new
+            request.draft_token_ids = []
+            ahead = len(request.token_ids) + request.num_output_placeholders
+            request.is_in_prefill = request.num_computed_tokens < ahead
+            if self.config.async_scheduling and not request.is_in_prefill:
+                self._expect_tokens(request, len(plan.draft_token_ids.get(request, ())))
         return plan
 
-    def _append(self, request: Request, token_ids: Sequence[int]) -> Sequence[int]:
-        """Appends sampled tokens up to one that ends the request; returns those kept."""
-        for count, token_id in enumerate(token_ids, start=1):
-            if request.append_output(token_id, self.config.max_model_len):
-                return token_ids[:count]
-        return token_ids
+    def _expect_tokens(self, request: Request, num_drafts: int) -> None:
+        """Holds places for what the step will sample, so that the next can be planned now."""
+        request.num_output_placeholders += 1 + num_drafts
+        request.draft_token_ids = [-1] * self.config.num_speculative_tokens
+
+    # After a step
+
+    def _update(self, plan: StepPlan, output: StepOutput, index: int) -> RequestUpdate:
+        request, token_ids = plan.requests[index], output.token_ids[index]
+        num_drafts = len(plan.draft_token_ids.get(request, ()))
+        kept = request.append_output(token_ids, self.config.max_model_len)
+        if num_drafts and kept:
+            self._claw_back(request, num_drafts + 1 - len(kept))
+        if self.config.async_scheduling:
+            request.num_output_placeholders -= len(kept)
+        elif output.draft_token_ids and kept:
+            request.draft_token_ids = list(output.draft_token_ids[index])
+        if request.slot is not None:
+            self._commit_known(request)
+        start = plan.num_computed_tokens[index]
+        return RequestUpdate(request, kept, output.logprobs.get(index), start)
+
+    def _claw_back(self, request: Request, num_rejected: int) -> None:
+        """Drafts that were rejected, or came after the end, were never computed."""
+        if request.num_computed_tokens > 0:
+            request.num_computed_tokens -= num_rejected
+        if request.num_output_placeholders > 0:
+            request.num_output_placeholders -= num_rejected
+
+    def _commit_known(self, request: Request) -> None:
+        """Publishes blocks that a step filled with tokens which nobody knew when it was planned."""
+        end = min(request.num_computed_tokens - request.num_output_placeholders, request.num_tokens)
+        blocks = end // self.config.block_size
+        if self.config.enable_prefix_caching and blocks > request.num_committed_blocks:
+            self._pending.commit(request.key, end, self._unsent_hashes(request))
+            request.num_committed_blocks = blocks
+            request.num_hashes_sent = len(request.block_hashes)
+
+    def _leave_queue(self, request: Request) -> None:
+        """A request may end in the queue, by a token that was in flight when it was preempted."""
+        if request.slot is None:
+            self.waiting.remove(request)
 
     def _give_back(self, request: Request) -> None:
         """Frees what a request holds: its blocks with the next transaction, its slot with it."""
         if request.known_to_pool:
-            self._releases.append(request.key)
+            self._pending.release(request.key)
         if request.slot is not None:
             self._free_slots.append(request.slot)
             self._removed_slots.append(request.slot)
         request.forget_blocks()
+
+
+def _surely_ends(request: Request) -> bool:
+    """Whether steps in flight bring a request to its last token, were every draft rejected."""
+    tokens = request.num_computed_tokens + 2 - request.num_output_placeholders
+    return tokens >= request.num_prompt_tokens + request.stop.max_tokens

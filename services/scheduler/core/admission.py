@@ -1,0 +1,98 @@
+"""On what terms waiting requests could be admitted: arithmetic on tokens, no memory of its own."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.common.block_hash import BlockHash
+from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.draft import StepDraft
+from services.scheduler.core.ports import Admission
+from services.scheduler.core.request import Request, RequestStatus
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionPlanner:
+    """Plans the admissions of a step before the pool is asked, so that one transaction does."""
+
+    config: SchedulerConfig
+
+    def plan(
+        self,
+        draft: StepDraft,
+        candidates: Sequence[Request],
+        *,
+        num_running: int,
+        num_free_blocks: int,
+    ) -> list[Admission]:
+        """Terms for the candidates, in order, as far as the budget seems to reach.
+
+        A prefix hit is what the pool said last, and after that what earlier admissions of the
+        step publish. When the first candidate cannot fit for sure, none is planned: that saves
+        asking the pool in vain, step after step.
+        """
+        size, budget = self.config.block_size, draft.budget
+        published = set(draft.published)
+        admissions: list[Admission] = []
+        for request in candidates:
+            if budget == 0:
+                break
+            hit = self._hit(request, draft.hits[request], published)
+            gap = draft.cap(request.num_tokens - hit)
+            if gap > budget and not self.config.enable_chunked_prefill:
+                break
+            end = hit + min(gap, budget)
+            num_drafts = self._padding(draft, request, hit, end)
+            if end + num_drafts - hit > budget:
+                break
+            budget -= end + num_drafts - hit
+            admission = self._terms(
+                request, hit, end, num_drafts, joins=bool(num_running or admissions)
+            )
+            if not admissions and self._blocks_needed(admission) > num_free_blocks:
+                break
+            published.update(request.block_hashes[hit // size : end // size])
+            admissions.append(admission)
+        return admissions
+
+    def _hit(self, request: Request, hit: int, published: set[BlockHash]) -> int:
+        size = self.config.block_size
+        blocks = hit // size
+        longest = min(request.max_hit_tokens // size, len(request.block_hashes))
+        while blocks < longest and request.block_hashes[blocks] in published:
+            blocks += 1
+        return blocks * size
+
+    def _padding(self, draft: StepDraft, request: Request, hit: int, end: int) -> int:
+        """Empty drafts beside a request that has one token to compute.
+
+        A step of decoding requests with drafts then has one shape. No use in a step that runs a
+        further chunk of a prompt, or of no running request where nothing is cached either.
+        """
+        if end - hit != 1 or end != request.num_tokens or draft.runs_prefill:
+            return 0
+        return self.config.num_speculative_tokens if draft.runs_any or hit else 0
+
+    def _terms(
+        self, request: Request, hit: int, end: int, num_drafts: int, *, joins: bool
+    ) -> Admission:
+        reserve = request.num_tokens if self.config.scheduler_reserve_full_isl else end
+        slots = end + num_drafts + self.config.num_lookahead_tokens
+        slots = min(slots, self.config.max_model_len)
+        return Admission(
+            key=request.key,
+            max_hit_tokens=request.max_hit_tokens,
+            num_hit_tokens=hit,
+            num_slots=slots,
+            num_commit_tokens=end,
+            num_reserve_slots=max(reserve, slots),
+            num_watermark_blocks=self.config.num_watermark_blocks if joins else 0,
+            num_drafts=num_drafts,
+            traceparent=request.traceparent,
+            resumed=request.status is RequestStatus.PREEMPTED,
+        )
+
+    def _blocks_needed(self, admission: Admission) -> int:
+        """Blocks that the admission needs at least."""
+        size = self.config.block_size
+        blocks = -(-admission.num_reserve_slots // size) - admission.num_hit_tokens // size
+        return blocks + admission.num_watermark_blocks

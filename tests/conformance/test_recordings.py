@@ -1,0 +1,96 @@
+"""Our decisions are vLLM's: every recorded field of every step, with the pool in process and behind
+its service.
+"""
+
+import json
+import lzma
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stepwell.common.v1 import common_pb2
+from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
+
+from services.common.channel import open_channel
+from services.common.server import GrpcServer
+from services.common.telemetry import configure_tracing
+from services.kvpool.adapters.event_feed import EventFeed
+from services.kvpool.adapters.memory_directory import MemoryDirectory
+from services.kvpool.adapters.servicer import KVPoolServicer
+from services.kvpool.core.ids import PoolId
+from services.kvpool.core.pool_host import PoolHost, PoolLimits
+from services.scheduler.adapters.pool_client import PoolClient
+from tests.conformance.replay import FIELDS, Replay, differences, full_config
+from tools.inprocess_pool import InProcessPool
+
+Record = dict[str, Any]
+
+
+def load_recordings() -> list[Record]:
+    """Scenario and record of each recording."""
+    packed = Path(__file__).with_name("recordings.jsonl.xz").read_bytes()
+    return [json.loads(line) for line in lzma.decompress(packed).splitlines()]
+
+
+RECORDINGS = load_recordings()
+
+
+async def replay_in_process(scenario: Record) -> Record:
+    config = full_config(scenario)
+    pool = InProcessPool(
+        config["num_gpu_blocks"],
+        config["block_size"],
+        enable_prefix_caching=config["enable_prefix_caching"],
+    )
+    return await Replay(scenario, pool, pool.core).run()
+
+
+async def replay_over_grpc(scenario: Record) -> Record:
+    config = full_config(scenario)
+    feed, directory = EventFeed(65_536), MemoryDirectory()
+    host: PoolHost[kvpool_pb2.TransactResponse] = PoolHost(
+        PoolLimits(max_pools=1, max_blocks_per_pool=10_000), (directory, feed), lambda: 1
+    )
+    server = GrpcServer()
+    servicer = KVPoolServicer(host, directory, feed, configure_tracing("kvpool", "", 1.0))
+    server.add(kvpool_pb2_grpc.add_KVPoolServicer_to_server, servicer, "stepwell.kvpool.v1.KVPool")
+    channel = open_channel(await server.start("127.0.0.1:0"))
+    client = PoolClient(channel, "recording", timeout_seconds=10)
+    group = common_pb2.KVCacheGroup(
+        attention_type=common_pb2.ATTENTION_TYPE_FULL, block_size=config["block_size"], num_layers=1
+    )
+    try:
+        await client.open(
+            config["num_gpu_blocks"],
+            [group],
+            b"",
+            enable_prefix_caching=config["enable_prefix_caching"],
+        )
+        return await Replay(scenario, client, host.get(PoolId("recording")).pool).run()
+    finally:
+        client.close()
+        await channel.close()
+        await server.drain(0)
+
+
+def test_all_recordings_are_there() -> None:
+    assert len(RECORDINGS) == 53
+    assert sum(len(recording["recorded"]["requests"]) for recording in RECORDINGS) == 1351
+
+
+@pytest.mark.parametrize("replay", [replay_in_process, replay_over_grpc])
+@pytest.mark.parametrize("recording", RECORDINGS, ids=lambda recording: recording["name"])
+async def test_decisions_are_those_recorded(
+    recording: Record, replay: Callable[[Record], Coroutine[Any, Any, Record]]
+) -> None:
+    ours = await replay(recording["scenario"])
+    assert differences(recording["recorded"], ours, FIELDS) == []
+
+
+def test_a_changed_decision_shows() -> None:
+    recorded = RECORDINGS[0]["recorded"]
+    changed = json.loads(json.dumps(recorded))
+    changed["steps"][3]["free_sha"] = "0" * 12
+    changed["requests"]["r000"]["num_preemptions"] += 1
+    assert len(differences(recorded, changed, FIELDS)) == 2
