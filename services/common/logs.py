@@ -9,7 +9,12 @@ from typing import Any
 
 from opentelemetry import trace
 
-_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {
+    "message",
+    "asctime",
+    "taskName",
+    "color_message",  # uvicorn's, for terminals
+}
 
 
 class LogFormat(enum.Enum):

@@ -50,6 +50,11 @@ def between(low: float, high: float) -> Check:
     return lambda value: None if low <= value <= high else f"must be from {low:g} to {high:g}"
 
 
+def not_empty(value: tuple[object, ...]) -> str | None:
+    """A check: a list names at least one."""
+    return None if value else "must name at least one"
+
+
 def existing_directory(value: Path) -> str | None:
     """A check: the path is a directory."""
     return None if value.is_dir() else "is not a directory"
@@ -60,14 +65,20 @@ def load_settings(
     service: str,
     argv: Sequence[str] | None = None,
     environ: Mapping[str, str] | None = None,
+    *,
+    prog: str | None = None,
 ) -> T:
-    """Reads the settings of `service`, or ends the process with one sentence."""
+    """Reads the settings of `service`, or ends the process with one sentence.
+
+    `prog` is what the help calls the program, by default the service's module.
+    """
     try:
         return parse_settings(
             cls,
             service,
             sys.argv[1:] if argv is None else argv,
             os.environ if environ is None else environ,
+            prog=prog,
         )
     except SettingError as error:
         exit_with(f"stepwell {service}: {error}")
@@ -80,12 +91,17 @@ def exit_with(sentence: str, status: int = 2) -> NoReturn:
 
 
 def parse_settings(
-    cls: type[T], service: str, argv: Sequence[str], environ: Mapping[str, str]
+    cls: type[T],
+    service: str,
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    prog: str | None = None,
 ) -> T:
     """Reads the settings of `service`. Raises SettingError, or SystemExit(0) after --help."""
     hints = typing.get_type_hints(cls)
     prefix = env_prefix(service)
-    flags = vars(_parser(cls, service, hints).parse_args(list(argv)))
+    flags = vars(_parser(cls, service, hints, prog).parse_args(list(argv)))
     known = {prefix + field.name.upper() for field in dataclasses.fields(cls)}
     for name in environ:
         if name.startswith(prefix) and name not in known:
@@ -110,7 +126,9 @@ def validate(settings: IsDataclass) -> None:
         value, check = getattr(settings, field.name), field.metadata.get("check")
         complaint = check(value) if check is not None and value is not None else None
         if complaint is not None:
-            raise SettingError(f"{flag_name(field.name)} {complaint}, not {_show(value)}")
+            raise SettingError(
+                f"{flag_name(field.name)} {complaint}, not {_show(value) or 'nothing'}"
+            )
 
 
 def flag_name(field_name: str) -> str:
@@ -128,9 +146,11 @@ class _Parser(argparse.ArgumentParser):
         raise SettingError(message)
 
 
-def _parser(cls: type[IsDataclass], service: str, hints: dict[str, Any]) -> _Parser:
+def _parser(
+    cls: type[IsDataclass], service: str, hints: dict[str, Any], prog: str | None
+) -> _Parser:
     parser = _Parser(
-        prog=f"python -m services.{service}",
+        prog=prog or f"python -m services.{service}",
         description=(cls.__doc__ or "").splitlines()[0],
         epilog=f"Each flag can also be set as {env_prefix(service)}<NAME>.",
         allow_abbrev=False,
@@ -139,7 +159,7 @@ def _parser(cls: type[IsDataclass], service: str, hints: dict[str, Any]) -> _Par
         default = "" if field.default in (dataclasses.MISSING, None) else _show(field.default)
         help_text = field.metadata["doc"] + (f" (default: {default})" if default else "")
         options: dict[str, Any] = {"default": None, "help": help_text.replace("%", "%%")}
-        if hints[field.name] is bool:
+        if _plain(hints[field.name]) is bool:
             parser.add_argument(
                 flag_name(field.name), action=argparse.BooleanOptionalAction, **options
             )
