@@ -5,6 +5,7 @@ in the W3C `traceparent` that travels in messages. An unsampled trace context is
 string, so that a service below spends one comparison on it.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,11 @@ from opentelemetry.trace import INVALID_SPAN, Link, Span, SpanContext, SpanKind,
 
 Attributes = Mapping[str, str | int | float | bool | Sequence[str]]
 
-_TRACEPARENT_PARTS = 4
+# Versions after 00 may append more.
+_TRACEPARENT = re.compile(
+    "(?P<version>[0-9a-f]{2})-(?P<trace_id>[0-9a-f]{32})-(?P<span_id>[0-9a-f]{16})"
+    "-(?P<flags>[0-9a-f]{2})(?P<rest>-.*)?"
+)
 _SAMPLED = 1
 
 
@@ -73,8 +78,8 @@ class Tracing:
         attributes: Attributes | None = None,
         start_unix_nanos: int | None = None,
     ) -> Span:
-        """Starts a span under a sampled `traceparent`; an inert one when it is empty."""
-        if not traceparent:
+        """Starts a span under a sampled `traceparent`; an inert one when that names no span."""
+        if not traceparent or parse_traceparent(traceparent) is None:
             return INVALID_SPAN
         return self.start(
             name,
@@ -126,15 +131,14 @@ def traceparent_of(span: Span) -> str:
 
 def parse_traceparent(traceparent: str) -> SpanContext | None:
     """The remote span that a `traceparent` names; None when it is empty or malformed."""
-    parts = traceparent.strip().split("-")
-    if len(parts) < _TRACEPARENT_PARTS or [len(part) for part in parts[:4]] != [2, 32, 16, 2]:
-        return None
-    try:
-        trace_id, span_id, flags = (int(part, 16) for part in parts[1:4])
-    except ValueError:
+    match = _TRACEPARENT.fullmatch(traceparent.strip())
+    if match is None or match["version"] == "ff" or (match["version"] == "00" and match["rest"]):
         return None
     context = SpanContext(
-        trace_id, span_id, is_remote=True, trace_flags=TraceFlags(flags & _SAMPLED)
+        int(match["trace_id"], 16),
+        int(match["span_id"], 16),
+        is_remote=True,
+        trace_flags=TraceFlags(int(match["flags"], 16) & _SAMPLED),
     )
     return context if context.is_valid else None
 

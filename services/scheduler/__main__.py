@@ -9,7 +9,7 @@ from contextlib import suppress
 from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 from services.common.channel import open_channel
-from services.common.errors import Aborted
+from services.common.errors import Aborted, FailedPrecondition
 from services.common.lifecycle import run_service
 from services.common.logs import configure_logs
 from services.common.metrics import serving_metrics
@@ -88,9 +88,12 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
 
 
 def make_config(settings: SchedulerSettings, shape: ReplicaShape) -> SchedulerConfig:
-    """The settings, bounded by what the workers were built for and the pool can hold."""
+    """The settings, bounded by what the workers were built for and the pool can hold.
+
+    Raises FailedPrecondition when a sequence could get longer than the step that must hold it.
+    """
     built = shape.description
-    return SchedulerConfig(
+    config = SchedulerConfig(
         max_num_seqs=min(settings.max_num_seqs or built.max_num_seqs, built.max_num_seqs),
         max_num_batched_tokens=min(
             settings.max_num_batched_tokens or built.max_num_batched_tokens,
@@ -109,6 +112,12 @@ def make_config(settings: SchedulerSettings, shape: ReplicaShape) -> SchedulerCo
         scheduler_reserve_full_isl=settings.scheduler_reserve_full_isl,
         watermark=settings.watermark,
     )
+    if not config.enable_chunked_prefill and config.token_budget < config.max_model_len:
+        raise FailedPrecondition(
+            f"without chunked prefill a step of {config.token_budget} tokens cannot hold a "
+            f"sequence of {config.max_model_len}: raise max_num_batched_tokens of the worker"
+        )
+    return config
 
 
 def what_is_served(

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from services.common.logs import LogFormat, LogLevel
-from services.common.settings import at_least, between, setting
+from services.common.settings import at_least, between, not_empty, setting
 from services.scheduler.core.config import Policy
 
 
@@ -12,7 +12,9 @@ class SchedulerSettings:
     """One replica's scheduler: queues, token budget, policy, engine loop."""
 
     kvpool: str = setting(doc="address of the kvpool: host:port or unix:PATH")
-    workers: tuple[str, ...] = setting(doc="addresses of all ranks of the worker, in rank order")
+    workers: tuple[str, ...] = setting(
+        doc="addresses of all ranks of the worker, in rank order", check=not_empty
+    )
     address: str = setting(
         "127.0.0.1:9001", doc="where to listen: host:port, port 0 for a free one, or unix:PATH"
     )

@@ -72,8 +72,9 @@ class Rank:
         why = "it ended the stream"
         try:
             async for response in call:
-                if self._waiting:
-                    self._waiting.popleft().set_result(response)
+                answer = self._waiting.popleft() if self._waiting else None
+                if answer is not None and not answer.done():  # whoever waited may have given up
+                    answer.set_result(response)
         except grpc.aio.AioRpcError as error:
             why = from_rpc_error(error).message
         self._call = None

@@ -149,7 +149,7 @@ class Engine:
         self._end(aborts)
 
     def _end(self, requests: Sequence[Request]) -> None:
-        alive = [request for request in requests if not request.is_finished]
+        alive = [request for request in dict.fromkeys(requests) if not request.is_finished]
         for request in alive:
             self.scheduler.abort(request)
         if alive:
