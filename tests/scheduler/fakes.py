@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from services.scheduler.core import ports
 from services.scheduler.core.plan import RequestUpdate, StepOutput, StepPlan
 from services.scheduler.core.request import Request
-from tests.inprocess_pool import InProcessPool
 from tests.scheduler.paged_model import PagedModel
+from tools.inprocess_pool import InProcessPool
 
 SECONDS = 10.0
 

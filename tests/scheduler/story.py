@@ -8,8 +8,8 @@ from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.plan import StepOutput, StepPlan
 from services.scheduler.core.request import Request, StopConditions
 from services.scheduler.core.scheduler import Scheduler
-from tools.inprocess_pool import InProcessPool
 from tests.scheduler.paged_model import PagedModel
+from tools.inprocess_pool import InProcessPool
 
 BLOCK_SIZE = 4
 
