@@ -49,13 +49,17 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             self._stream.end(Unavailable("the worker is draining"))
 
     async def Describe(
-        self, request: worker_pb2.DescribeRequest, context: _Context
+        self,
+        request: worker_pb2.DescribeRequest,
+        context: _Context,
     ) -> worker_pb2.DescribeResponse:
         """See the contract."""
         return description_to_message(self._loaded().description)
 
     async def Execute(
-        self, request_iterator: AsyncIterator[worker_pb2.ExecuteRequest], context: _Context
+        self,
+        request_iterator: AsyncIterator[worker_pb2.ExecuteRequest],
+        context: _Context,
     ) -> AsyncIterator[worker_pb2.ExecuteResponse]:
         """See the contract."""
         engine = self._loaded()

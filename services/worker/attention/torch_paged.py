@@ -51,8 +51,9 @@ class _Chunk:
 class TorchPagedAttention:
     """The KV cache of all layers, and attention over it."""
 
-    def __init__(self, shape: AttentionShape) -> None:
+    def __init__(self, shape: AttentionShape, max_group_tokens: int = MAX_GROUP_TOKENS) -> None:
         self._shape = shape
+        self._max_group_blocks = max_group_tokens // shape.block_size
         self._scale = shape.head_dim**-0.5
         pages = (shape.num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
         self._keys = [torch.zeros(pages, dtype=shape.dtype) for _ in range(shape.num_layers)]
@@ -167,11 +168,11 @@ class TorchPagedAttention:
     def _group_decodes(self, layout: StepLayout) -> list[_DecodeGroup]:
         """Cuts the decodes where one is over twice as long as the group's shortest."""
         blocks = -(-layout.seq_lens // self._shape.block_size)
-        limit = MAX_GROUP_TOKENS // self._shape.block_size
         groups, begin = [], 0
         for end in range(1, layout.num_decodes + 1):
             if end < layout.num_decodes and (
-                blocks[end] <= 2 * blocks[begin] and blocks[end] * (end + 1 - begin) <= limit
+                blocks[end] <= 2 * blocks[begin]
+                and blocks[end] * (end + 1 - begin) <= self._max_group_blocks
             ):
                 continue
             groups.append(self._decode_group(layout, begin, end, int(blocks[end - 1])))

@@ -30,7 +30,8 @@ class Linear:
 
 
 def _pack(weight: torch.Tensor) -> torch.Tensor | None:
-    if not torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call] or weight.device.type != "cpu":
+    has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if not has_onednn or weight.device.type != "cpu":
         return None
     if weight.dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return None

@@ -1,0 +1,156 @@
+"""Greedy output equals transformers' token for token in float32, however a request is served."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tests.tiny_models import MAX_POSITION_EMBEDDINGS, TINY_MODELS, VOCAB_SIZE, save_tiny_model
+from tests.worker.runner_driver import Driver, Request, build_runner
+
+NUM_REQUESTS = 16
+NUM_BLOCKS = 2400
+LONGEST_OUTPUT = 40
+KINDS = sorted(TINY_MODELS)
+
+Build = Callable[..., Driver]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[PreTrainedModel, Build, list[Request]]:
+    """A reference model, a way to build drivers over the same weights, and requests with their
+    expected outputs in `expected`.
+    """
+    torch.set_num_threads(1)
+    directory: Path = tmp_path_factory.mktemp(request.param)
+    model = save_tiny_model(directory, request.param, shard_bytes=50_000)
+
+    def build(block_size: int = 16) -> Driver:
+        runner = build_runner(directory, block_size=block_size, num_blocks=NUM_BLOCKS)
+        return Driver(runner, block_size=block_size, num_blocks=NUM_BLOCKS)
+
+    return model, build, make_requests()
+
+
+def make_requests() -> list[Request]:
+    """Prompts of 1 to 90 tokens, outputs of 8 to 38."""
+    random = np.random.default_rng(7)
+    return [
+        Request(random.integers(3, VOCAB_SIZE, 1 + 6 * number).tolist(), 8 + 2 * number)
+        for number in range(NUM_REQUESTS)
+    ]
+
+
+_expected: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+
+
+def expected_output(model: PreTrainedModel, request: Request) -> list[int]:
+    """What transformers generates; remembered, since each scenario asks for the same."""
+    key = (id(model), tuple(request.prompt))
+    if key not in _expected:
+        prompt = torch.tensor([request.prompt])
+        output = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=LONGEST_OUTPUT,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        _expected[key] = output[0, len(request.prompt) :].tolist()
+    return _expected[key][: request.max_tokens]
+
+
+def assert_parity(model: PreTrainedModel, requests: list[Request]) -> None:
+    for number, request in enumerate(requests):
+        assert request.output == expected_output(model, request), f"request {number}"
+
+
+def fresh(requests: list[Request]) -> list[Request]:
+    return [Request(request.prompt, request.max_tokens) for request in requests]
+
+
+def test_outputs_vary(served) -> None:
+    model, _, requests = served
+    assert min(len(set(expected_output(model, request))) for request in requests[8:]) >= 8
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_alone(served, block_size: int) -> None:
+    model, build, requests = served
+    driver = build(block_size)
+    alone = fresh(requests[::5])
+    for request in alone:
+        driver.run([request])
+    assert_parity(model, alone)
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_sixteen_together_with_prompts_in_chunks_of_7(served, block_size: int) -> None:
+    model, build, requests = served
+    together = fresh(requests)
+    build(block_size).run(together, chunk=7)
+    assert_parity(model, together)
+
+
+def test_sixteen_that_join_one_after_the_other(served) -> None:
+    model, build, requests = served
+    driver, together = build(), fresh(requests)
+    for number in range(1, NUM_REQUESTS + 1):
+        driver.step(
+            [
+                (request, len(request.tokens) - request.num_computed)
+                for request in together[:number]
+                if not request.finished
+            ]
+        )
+        for request in together:
+            if request.finished and request.slot is not None:
+                driver.remove(request)
+    driver.run(together)
+    assert_parity(model, together)
+
+
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_prefix_hits_share_blocks_with_the_first_request(served, block_size: int) -> None:
+    model, build, requests = served
+    prompt = requests[-1].prompt
+    first = Request(prompt, 8)
+    # One goes on as the first did, the others branch off at other tokens, one in mid-block.
+    followers = [
+        Request(prompt, 30),
+        Request([*prompt[:48], 9, 8, 7], 30),
+        Request([*prompt[:70], *requests[3].prompt], 30),
+    ]
+    driver = build(block_size)
+    driver.step([(first, len(prompt))])
+    for follower, common in zip(followers, (len(prompt) - 1, 48, 70), strict=True):
+        hit = common // block_size
+        follower.block_ids = first.block_ids[:hit]
+        follower.num_computed = hit * block_size
+        driver.shared.update(follower.block_ids)
+    driver.run([first, *followers])
+    assert_parity(model, [first, *followers])
+
+
+@pytest.mark.parametrize("chunk", [5, MAX_POSITION_EMBEDDINGS])
+def test_preempted_again_and_again(served, chunk: int) -> None:
+    model, build, requests = served
+    driver, together = build(), fresh(requests[:10])
+    random = np.random.default_rng(3)
+    while running := [request for request in together if not request.finished]:
+        driver.step(
+            [
+                (request, min(chunk, len(request.tokens) - request.num_computed))
+                for request in running
+            ]
+        )
+        for request in running:
+            if request.finished or random.random() < 0.06:
+                driver.remove(request)
+    assert_parity(model, together)

@@ -1,0 +1,112 @@
+"""The worker as a process: it serves until SIGTERM, and a bad start ends with one sentence."""
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from stepwell.worker.v1 import worker_pb2, worker_pb2_grpc
+
+from services.common.channel import open_channel
+from tests.tiny_models import edit_config, save_tiny_model
+
+DEADLINE_SECONDS = 60
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    save_tiny_model(tmp_path / "model", "llama")
+    return tmp_path / "model"
+
+
+async def start(*flags: str, **environ: str) -> asyncio.subprocess.Process:
+    """`python -m services.worker` with these flags; log lines come on standard error."""
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("STEPWELL_")}
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "services.worker", "--num-threads", "1", *flags),
+        cwd=ROOT,
+        env={**clean, "PYTHONPATH": f"{ROOT}:{ROOT / 'gen'}", **environ},
+        stderr=asyncio.subprocess.PIPE,
+    )
+
+
+async def outcome(process: asyncio.subprocess.Process) -> tuple[int, list[str]]:
+    """Exit status and the lines on standard error."""
+    _, errors = await asyncio.wait_for(process.communicate(), DEADLINE_SECONDS)
+    assert process.returncode is not None
+    return process.returncode, errors.decode().splitlines()
+
+
+async def until_serving(address: str) -> None:
+    async with open_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        while True:
+            answer = await stub.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+            if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                return
+            await asyncio.sleep(0.05)
+
+
+async def test_serves_until_told_to_stop_and_exits_with_0(directory: Path, tmp_path: Path) -> None:
+    address = f"unix:{tmp_path / 'worker.sock'}"
+    process = await start(
+        "--model", str(directory), "--address", address, STEPWELL_WORKER_NUM_BLOCKS="50"
+    )
+    try:
+        await asyncio.wait_for(until_serving(address), DEADLINE_SECONDS)
+        async with open_channel(address) as channel:
+            stub = worker_pb2_grpc.WorkerStub(channel)
+            description = await stub.Describe(worker_pb2.DescribeRequest(), timeout=5)
+        assert (description.model_name, description.num_blocks) == ("model", 50)
+    finally:
+        process.send_signal(signal.SIGTERM)
+    status, lines = await outcome(process)
+    assert status == 0
+    shown = "\n".join(lines)
+    for progress in ("loading LlamaForCausalLM", "loading layers: 100%", "KV cache: 50 blocks"):
+        assert progress in shown
+    assert "warming up: 100%" in shown
+    assert "Traceback" not in shown
+
+
+async def test_a_damaged_model_ends_the_start_with_one_sentence(directory: Path) -> None:
+    edit_config(directory, vocab_size=None)
+    status, lines = await outcome(await start("--model", str(directory), "--address", "[::1]:0"))
+    assert status == 1
+    assert lines == [f"stepwell worker: {directory}/config.json: vocab_size is missing"]
+
+
+async def test_too_little_memory_ends_the_start_with_one_sentence(directory: Path) -> None:
+    status, lines = await outcome(
+        await start(
+            *("--model", str(directory), "--address", "127.0.0.1:0", "--log-level", "error"),
+            *("--max-model-len", "512", "--kv-cache-memory-bytes", "100000"),
+        )
+    )
+    assert status == 1
+    [sentence] = lines
+    assert sentence.startswith(
+        "stepwell worker: the KV cache cannot hold one sequence of 512 tokens: it needs 0.2 MiB"
+    )
+
+
+async def test_a_taken_port_is_known_before_the_model_is_read(directory: Path) -> None:
+    server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)  # noqa: ARG005
+    port = server.sockets[0].getsockname()[1]
+    status, lines = await outcome(
+        await start("--model", str(directory), "--address", f"127.0.0.1:{port}")
+    )
+    server.close()
+    assert status == 1
+    assert f"stepwell worker: cannot listen on 127.0.0.1:{port}" in lines[-1]
+    assert not any("loading" in line for line in lines)
+
+
+async def test_a_model_that_is_no_directory(tmp_path: Path) -> None:
+    status, lines = await outcome(await start("--model", str(tmp_path / "nothing")))
+    assert status == 2
+    assert lines == [f"stepwell worker: --model is not a directory, not {tmp_path / 'nothing'}"]

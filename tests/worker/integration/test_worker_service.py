@@ -1,0 +1,360 @@
+"""The worker over gRPC: a real server, a real model, steps in flight, take-over, bad steps."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from stepwell.common.v1 import common_pb2
+from stepwell.worker.v1 import worker_pb2, worker_pb2_grpc
+
+from services.common.channel import open_channel
+from services.common.server import GrpcServer
+from services.common.telemetry import configure_tracing
+from services.worker.adapters.compute import ComputeThread
+from services.worker.adapters.servicer import WorkerServicer
+from services.worker.build import build_engine
+from services.worker.core.engine import Engine
+from services.worker.process import SERVICE
+from services.worker.settings import WorkerSettings
+from tests.tiny_models import VOCAB_SIZE, save_tiny_model
+
+DEADLINE_SECONDS = 20
+PROMPT = list(range(20, 40))
+TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+
+
+def packed(*values: int) -> bytes:
+    """Little-endian int32."""
+    return np.array(values, "<i4").tobytes()
+
+
+def unpacked(array: bytes) -> list[int]:
+    return np.frombuffer(array, "<i4").tolist()
+
+
+def new_request(slot: int = 0, traceparent: str = "", **sampling: object) -> worker_pb2.NewRequest:
+    """PROMPT, greedy unless told otherwise, with room for 64 tokens."""
+    blocks = range(1 + 4 * slot, 5 + 4 * slot)
+    return worker_pb2.NewRequest(
+        slot=slot,
+        token_ids=packed(*PROMPT),
+        num_prompt_tokens=len(PROMPT),
+        sampling=common_pb2.SamplingParams(**{"temperature": 0, **sampling}),
+        block_tables=[worker_pb2.BlockTable(block_ids=packed(*blocks))],
+        traceparent=traceparent,
+    )
+
+
+def step(
+    number: int, *rows: tuple[int, int, int], generation: int = 1, **fields: object
+) -> worker_pb2.ExecuteRequest:
+    """Rows are (slot, scheduled, computed)."""
+    slots, scheduled, computed = zip(*rows, strict=True) if rows else ((), (), ())
+    return worker_pb2.ExecuteRequest(
+        generation=generation,
+        step=number,
+        slots=packed(*slots),
+        num_scheduled_tokens=packed(*scheduled),
+        num_computed_tokens=packed(*computed),
+        **fields,
+    )
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    torch.set_num_threads(1)
+    directory: Path = tmp_path_factory.mktemp("tiny") / "llama-tiny"
+    save_tiny_model(directory, "llama")
+    settings = WorkerSettings(
+        model=directory, max_num_seqs=8, max_num_batched_tokens=64, num_blocks=40
+    )
+    return build_engine(settings, "incarnation-1", lambda: None)
+
+
+@pytest.fixture
+def exporter() -> InMemorySpanExporter:
+    return InMemorySpanExporter()
+
+
+@pytest.fixture
+async def servicer(exporter: InMemorySpanExporter) -> AsyncIterator[WorkerServicer]:
+    compute = ComputeThread()
+    yield WorkerServicer(compute, configure_tracing("worker", "", 1.0, exporter=exporter))
+    compute.close()
+
+
+@pytest.fixture
+async def channel(servicer: WorkerServicer) -> AsyncIterator[grpc.aio.Channel]:
+    server = GrpcServer()
+    server.add(worker_pb2_grpc.add_WorkerServicer_to_server, servicer, SERVICE)
+    address = await server.start("127.0.0.1:0")
+    async with open_channel(address) as channel:
+        yield channel
+    servicer.close()
+    await server.drain(0)
+
+
+@pytest.fixture
+def worker(
+    servicer: WorkerServicer, channel: grpc.aio.Channel, engine: Engine
+) -> worker_pb2_grpc.WorkerStub:
+    servicer.open(engine)
+    return worker_pb2_grpc.WorkerStub(channel)
+
+
+class Stream:
+    """An Execute stream, every read and write with a deadline."""
+
+    def __init__(self, worker: worker_pb2_grpc.WorkerStub) -> None:
+        self.call = worker.Execute()
+
+    async def send(self, *messages: worker_pb2.ExecuteRequest) -> None:
+        for message in messages:
+            await asyncio.wait_for(self.call.write(message), DEADLINE_SECONDS)
+
+    async def answer(self) -> worker_pb2.ExecuteResponse:
+        response = await asyncio.wait_for(self.call.read(), DEADLINE_SECONDS)
+        assert response is not grpc.aio.EOF
+        return response
+
+    async def error(self) -> grpc.aio.AioRpcError:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            while True:
+                await self.answer()
+        return caught.value
+
+    async def finish(self) -> None:
+        await self.call.done_writing()
+        assert await asyncio.wait_for(self.call.read(), DEADLINE_SECONDS) is grpc.aio.EOF
+
+
+async def generate(stream: Stream, count: int) -> list[int]:
+    """Greedy tokens of PROMPT, one step at a time, in slot 0."""
+    tokens = []
+    await stream.send(step(1, (0, len(PROMPT), 0), new_requests=[new_request()]))
+    for number in range(count):
+        tokens += unpacked((await stream.answer()).token_ids)
+        if number + 1 < count:
+            await stream.send(step(2 + number, (0, 1, len(PROMPT) + number)))
+    await stream.send(step(99, removed_slots=packed(0)))
+    await stream.answer()
+    return tokens
+
+
+async def test_describe(worker: worker_pb2_grpc.WorkerStub, engine: Engine) -> None:
+    description = await worker.Describe(worker_pb2.DescribeRequest(), timeout=DEADLINE_SECONDS)
+    assert description.incarnation == "incarnation-1"
+    assert description.model_name == "llama-tiny"
+    assert description.fingerprint == engine.description.fingerprint
+    assert (description.max_model_len, description.vocab_size) == (512, VOCAB_SIZE)
+    assert list(description.eos_token_ids) == [2]
+    assert description.num_blocks == 40
+    # Two layers, keys and values, two heads of 12, 16 tokens, 4 bytes.
+    assert description.bytes_per_block == 2 * 2 * 2 * 12 * 16 * 4
+    assert (description.max_num_seqs, description.max_num_batched_tokens) == (8, 64)
+    assert (description.rank, description.world_size, description.dtype) == (0, 1, "float32")
+    assert description.kv_cache_sizing.startswith("40 blocks of 16 tokens")
+    [group] = description.groups
+    assert group.attention_type == common_pb2.ATTENTION_TYPE_FULL
+    assert (group.block_size, group.window, group.num_layers) == (16, 0, 2)
+
+
+async def test_unavailable_until_the_model_is_loaded(
+    servicer: WorkerServicer, channel: grpc.aio.Channel, engine: Engine
+) -> None:
+    worker = worker_pb2_grpc.WorkerStub(channel)
+    health = health_pb2_grpc.HealthStub(channel)
+    state = await health.Check(health_pb2.HealthCheckRequest(service=SERVICE))
+    assert state.status == health_pb2.HealthCheckResponse.NOT_SERVING
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await worker.Describe(worker_pb2.DescribeRequest(), timeout=DEADLINE_SECONDS)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert (await Stream(worker).error()).code() is grpc.StatusCode.UNAVAILABLE
+    servicer.open(engine)
+    await worker.Describe(worker_pb2.DescribeRequest(), timeout=DEADLINE_SECONDS)
+
+
+async def test_steps_in_flight_feed_on_what_the_worker_sampled(
+    worker: worker_pb2_grpc.WorkerStub,
+) -> None:
+    stream = Stream(worker)
+    tokens = await generate(stream, 6)
+    await stream.finish()
+
+    ahead = Stream(worker)
+    await ahead.send(
+        step(1, (0, len(PROMPT), 0), new_requests=[new_request()]),
+        *(step(2 + number, (0, 1, len(PROMPT) + number)) for number in range(5)),
+    )
+    answers = [await ahead.answer() for _ in range(6)]
+    assert [answer.step for answer in answers] == [1, 2, 3, 4, 5, 6]
+    assert [token for answer in answers for token in unpacked(answer.token_ids)] == tokens
+    assert all(answer.execute_nanos > 0 for answer in answers)
+    assert any(answer.queue_nanos > 0 for answer in answers[1:])
+    await ahead.finish()
+
+
+async def test_a_newer_stream_takes_over_with_an_empty_batch(
+    worker: worker_pb2_grpc.WorkerStub,
+) -> None:
+    old = Stream(worker)
+    await old.send(step(1, (0, len(PROMPT), 0), new_requests=[new_request()]))
+    first = await old.answer()
+    new = Stream(worker)
+    tokens = await generate(new, 3)
+    assert tokens[:1] == unpacked(first.token_ids)
+    error = await old.error()
+    assert error.code() is grpc.StatusCode.ABORTED
+    assert error.details() == "a newer stream took the worker over"
+
+
+async def test_a_stream_that_ends_leaves_nothing_in_the_batch(
+    worker: worker_pb2_grpc.WorkerStub,
+) -> None:
+    stream = Stream(worker)
+    await stream.send(step(1, (0, len(PROMPT), 0), new_requests=[new_request()]))
+    await stream.answer()
+    stream.call.cancel()
+    again = Stream(worker)
+    assert len(await generate(again, 2)) == 2
+    await again.finish()
+
+
+BAD_STEPS = {
+    "removed_slots: slot 3 is not in use": step(2, removed_slots=packed(3)),
+    "new_requests.slot: slot 0 is in use": step(2, new_requests=[new_request(0)]),
+    "slots: slot 5 is not in use": step(2, (5, 1, 0)),
+    "new_requests.block_tables: block [99] is not from 1 to 39": step(
+        2,
+        new_requests=[
+            worker_pb2.NewRequest(
+                slot=1,
+                token_ids=packed(4),
+                num_prompt_tokens=1,
+                block_tables=[worker_pb2.BlockTable(block_ids=packed(99))],
+            )
+        ],
+    ),
+    "slots: slot 1 needs 20 tokens, has room for 16": step(
+        2,
+        (1, 20, 0),
+        new_requests=[
+            worker_pb2.NewRequest(
+                slot=1,
+                token_ids=packed(*PROMPT),
+                num_prompt_tokens=20,
+                block_tables=[worker_pb2.BlockTable(block_ids=packed(9))],
+            )
+        ],
+    ),
+    "temperature": step(2, new_requests=[new_request(1, temperature=-1)]),
+    "removed_slots: 3 bytes are no int32 array": worker_pb2.ExecuteRequest(
+        generation=1, step=2, removed_slots=b"abc"
+    ),
+    "drafts of slot 0 do not follow its 21 tokens": step(
+        2, (0, 2, 19), num_draft_tokens=packed(1), draft_token_ids=packed(5)
+    ),
+}
+
+
+@pytest.mark.parametrize("problem", BAD_STEPS)
+async def test_a_bad_step_ends_the_stream_and_the_worker_stays_up(
+    worker: worker_pb2_grpc.WorkerStub, problem: str
+) -> None:
+    stream = Stream(worker)
+    await stream.send(step(1, (0, len(PROMPT), 0), new_requests=[new_request()]))
+    await stream.answer()
+    # A step behind the bad one is dropped with it.
+    with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # It may end meanwhile.
+        await stream.send(BAD_STEPS[problem], step(3, (0, 1, len(PROMPT))))
+    error = await stream.error()
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert problem in (error.details() or "")
+    again = Stream(worker)
+    assert len(await generate(again, 2)) == 2
+    await again.finish()
+
+
+async def test_logprobs_travel(worker: worker_pb2_grpc.WorkerStub) -> None:
+    stream = Stream(worker)
+    request = new_request(1, logprobs=3, prompt_logprobs=1)
+    await stream.send(
+        step(1, (0, 20, 0), (1, 12, 0), new_requests=[new_request(0), request]),
+        step(2, (1, 8, 12)),
+    )
+    [first] = (await stream.answer()).logprobs
+    assert first.index == 1
+    assert not first.HasField("sampled")
+    assert (first.prompt.width, len(first.prompt.ranks)) == (2, 12)
+    assert list(first.prompt.token_ids)[::2] == PROMPT[1:13]
+    second = await stream.answer()
+    [last] = second.logprobs
+    assert last.index == 0
+    assert list(last.prompt.token_ids)[::2] == PROMPT[13:20]
+    assert (last.sampled.width, list(last.sampled.ranks)) == (4, [1])
+    assert list(last.sampled.token_ids)[:1] == unpacked(second.token_ids)
+    assert list(last.sampled.logprobs)[1:] == sorted(last.sampled.logprobs[1:], reverse=True)
+    await stream.finish()
+
+
+def traceparent(span_id: int) -> str:
+    return f"00-{TRACE_ID}-{span_id:016x}-01"
+
+
+async def test_traced_steps_and_requests_become_spans(
+    worker: worker_pb2_grpc.WorkerStub, exporter: InMemorySpanExporter
+) -> None:
+    stream = Stream(worker)
+    await stream.send(
+        step(
+            1,
+            (0, 12, 0),
+            new_requests=[new_request(0, traceparent=traceparent(7))],
+            traceparent=traceparent(8),
+        ),
+        step(2, (0, 8, 12)),
+        step(3, (0, 1, 20)),
+        step(4, (0, 1, 21)),
+        step(5, removed_slots=packed(0)),
+    )
+    for _ in range(5):
+        await stream.answer()
+    await stream.finish()
+    spans: dict[str, ReadableSpan] = {span.name: span for span in exporter.get_finished_spans()}
+    assert set(spans) == {"worker.execute", "worker.prefill", "worker.decode"}
+    assert all(f"{span.context.trace_id:032x}" == TRACE_ID for span in spans.values())
+    parents = {name: span.parent.span_id for name, span in spans.items() if span.parent}
+    assert parents == {"worker.execute": 8, "worker.prefill": 7, "worker.decode": 7}
+    prefill, decode = spans["worker.prefill"], spans["worker.decode"]
+    assert prefill.attributes["stepwell.num_steps"] == 2
+    assert prefill.attributes["stepwell.num_scheduled_tokens"] == 20
+    assert decode.attributes["stepwell.num_steps"] == 2
+    assert decode.attributes["stepwell.num_output_tokens"] == 2
+    assert prefill.start_time <= prefill.end_time <= decode.start_time <= decode.end_time
+
+
+async def test_untraced_steps_leave_no_spans(
+    worker: worker_pb2_grpc.WorkerStub, exporter: InMemorySpanExporter
+) -> None:
+    stream = Stream(worker)
+    await generate(stream, 3)
+    await stream.finish()
+    assert exporter.get_finished_spans() == ()
+
+
+async def test_draining_ends_the_stream(
+    worker: worker_pb2_grpc.WorkerStub, servicer: WorkerServicer
+) -> None:
+    stream = Stream(worker)
+    await stream.send(step(1, (0, len(PROMPT), 0), new_requests=[new_request()]))
+    await stream.answer()
+    servicer.close()
+    assert (await stream.error()).code() is grpc.StatusCode.UNAVAILABLE

@@ -1,0 +1,46 @@
+"""The fingerprint follows what cached keys and values mean, and nothing else."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from services.worker.core.fingerprint import model_fingerprint
+from services.worker.models.checkpoint import open_checkpoint
+from tests.tiny_models import edit_config, save_tiny_model
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    save_tiny_model(tmp_path / "model", "llama")
+    return tmp_path / "model"
+
+
+def fingerprint(directory: Path, block_size: int = 16, dtype: str = "float32") -> bytes:
+    return model_fingerprint(open_checkpoint(directory), block_size, dtype)
+
+
+def test_a_copy_is_the_same_model(directory: Path, tmp_path: Path) -> None:
+    shutil.copytree(directory, tmp_path / "copy")
+    edit_config(tmp_path / "copy", transformers_version="0.0.0", _name_or_path="elsewhere")
+    assert fingerprint(tmp_path / "copy") == fingerprint(directory)
+    assert len(fingerprint(directory)) == 32
+
+
+def test_one_weight_makes_another_model(directory: Path) -> None:
+    before = fingerprint(directory)
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][5, 5] += 1
+    save_file(tensors, directory / "model.safetensors")
+    assert fingerprint(directory) != before
+
+
+def test_config_tokenizer_block_size_and_data_type_count(directory: Path) -> None:
+    found = {fingerprint(directory), fingerprint(directory, 32), fingerprint(directory, 16, "x")}
+    (directory / "tokenizer.json").write_text(json.dumps({"version": "1.0"}))
+    found.add(fingerprint(directory))
+    edit_config(directory, rms_norm_eps=1e-4)
+    found.add(fingerprint(directory))
+    assert len(found) == 5

@@ -1,0 +1,97 @@
+"""The KV cache is sized from memory, up to what the batch can use, and says why."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from services.worker.adapters.machine import available_memory_bytes
+from services.worker.core.errors import KVCacheTooSmall
+from services.worker.core.kv_cache import KVCacheDemand, KVCacheMemory, size_kv_cache
+
+MIB = 2**20
+DEMAND = KVCacheDemand(
+    bytes_per_block=MIB,
+    block_size=16,
+    max_num_seqs=4,
+    max_model_len=160,
+    max_model_len_asked=True,
+)
+MEMORY = KVCacheMemory(
+    num_blocks=None,
+    kv_cache_memory_bytes=None,
+    memory_utilization=0.5,
+    available_bytes=80 * MIB,
+    activation_bytes=10 * MIB,
+)
+
+
+def test_a_share_of_what_is_available_less_activations() -> None:
+    sizing = size_kv_cache(DEMAND, MEMORY)
+    assert sizing.num_blocks == 30
+    assert sizing.max_model_len == 160
+    assert sizing.explanation == (
+        "30 blocks of 16 tokens, 30.0 MiB: 30.0 MiB, which is 50% of 80.0 MiB available after "
+        "loading, less 10.0 MiB for activations"
+    )
+
+
+def test_never_more_than_a_full_batch_and_the_null_block() -> None:
+    sizing = size_kv_cache(DEMAND, replace(MEMORY, available_bytes=1000 * MIB))
+    assert sizing.num_blocks == 4 * 10 + 1
+    assert "what 4 sequences of 160 tokens can use; 490 would fit in" in sizing.explanation
+
+
+def test_memory_given_in_bytes() -> None:
+    sizing = size_kv_cache(DEMAND, replace(MEMORY, kv_cache_memory_bytes=20 * MIB + 5))
+    assert sizing.num_blocks == 20
+    assert "kv_cache_memory_bytes 20.0 MiB" in sizing.explanation
+
+
+def test_blocks_given_by_number() -> None:
+    assert size_kv_cache(DEMAND, replace(MEMORY, num_blocks=12)).num_blocks == 12
+
+
+def test_the_null_block_holds_nothing() -> None:
+    assert size_kv_cache(DEMAND, replace(MEMORY, num_blocks=11)).max_model_len == 160
+    with pytest.raises(KVCacheTooSmall) as caught:
+        size_kv_cache(DEMAND, replace(MEMORY, num_blocks=10))
+    assert caught.value.message == (
+        "the KV cache cannot hold one sequence of 160 tokens: it needs 11.0 MiB, and there is "
+        "num_blocks 10; lower max_model_len or give more memory"
+    )
+
+
+def test_a_length_that_nobody_asked_for_is_lowered_to_fit() -> None:
+    demand = replace(DEMAND, max_model_len_asked=False)
+    sizing = size_kv_cache(demand, replace(MEMORY, num_blocks=6))
+    assert (sizing.num_blocks, sizing.max_model_len) == (6, 80)
+    assert "max_model_len lowered from 160 to 80 to fit" in sizing.explanation
+
+
+def test_no_room_for_a_single_block() -> None:
+    demand = replace(DEMAND, max_model_len_asked=False)
+    with pytest.raises(KVCacheTooSmall):
+        size_kv_cache(demand, replace(MEMORY, activation_bytes=900 * MIB))
+
+
+def test_available_memory_is_the_machines_within_the_control_groups_limit(tmp_path: Path) -> None:
+    proc, cgroup = tmp_path / "proc", tmp_path / "cgroup"
+    proc.mkdir()
+    cgroup.mkdir()
+    (proc / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    5000 kB\n")
+    assert available_memory_bytes(proc, cgroup) == 5000 * 1024
+    (cgroup / "memory.max").write_text("max\n")
+    (cgroup / "memory.current").write_text("1000000\n")
+    assert available_memory_bytes(proc, cgroup) == 5000 * 1024
+    (cgroup / "memory.max").write_text("3000000\n")
+    (cgroup / "memory.stat").write_text("anon 5\ninactive_file 250000\n")
+    assert available_memory_bytes(proc, cgroup) == 2_250_000
+
+
+def test_available_memory_under_the_first_version_of_control_groups(tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemAvailable: 5000 kB\n")
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory/memory.limit_in_bytes").write_text("2000000\n")
+    (tmp_path / "memory/memory.usage_in_bytes").write_text("500000\n")
+    assert available_memory_bytes(tmp_path, tmp_path) == 1_500_000

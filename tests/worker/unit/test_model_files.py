@@ -1,0 +1,245 @@
+"""A wrong or damaged model directory is refused with one sentence: the file and the problem."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from services.worker.models.checkpoint import open_checkpoint
+from services.worker.models.config import read_model_config, resolve_max_model_len
+from services.worker.models.errors import (
+    ModelConfigError,
+    ModelError,
+    ModelFileError,
+    ModelTensorError,
+    UnsupportedModel,
+)
+from services.worker.models.loader import load_weights
+from tests.tiny_models import edit_config, save_tiny_model
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    save_tiny_model(tmp_path, "llama")
+    return tmp_path
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    save_tiny_model(tmp_path, "llama", shard_bytes=60_000)
+    return tmp_path
+
+
+def load(directory: Path) -> None:
+    """Everything that a start reads."""
+    config = read_model_config(directory)
+    resolve_max_model_len(config, None, directory / "config.json")
+    load_weights(config, open_checkpoint(directory), torch.float32, lambda done, total: None)
+
+
+def refusal(directory: Path, kind: type[ModelError]) -> str:
+    """The sentence that refuses the directory: it is one line and begins with a file's path."""
+    with pytest.raises(kind) as caught:
+        load(directory)
+    sentence = caught.value.message
+    assert "\n" not in sentence
+    assert sentence.startswith(f"{directory}/")
+    return sentence.removeprefix(f"{directory}/")
+
+
+def test_sound_directory_loads_with_progress_by_layer(directory: Path) -> None:
+    seen = []
+    config = read_model_config(directory)
+    weights = load_weights(
+        config,
+        open_checkpoint(directory),
+        torch.float32,
+        lambda done, total: seen.append((done, total)),
+    )
+    assert seen == [(1, 2), (2, 2)]
+    assert len(weights.layers) == 2
+
+
+def test_missing_config(directory: Path) -> None:
+    (directory / "config.json").unlink()
+    assert refusal(directory, ModelFileError) == "config.json: the file is missing"
+
+
+def test_config_that_is_no_json(directory: Path) -> None:
+    (directory / "config.json").write_text('{"architectures": [')
+    assert refusal(directory, ModelFileError).startswith(
+        "config.json: the file is not valid JSON: "
+    )
+
+
+def test_config_that_is_no_object(directory: Path) -> None:
+    (directory / "config.json").write_text("[]")
+    assert refusal(directory, ModelFileError) == (
+        "config.json: the file must hold a JSON object, not list"
+    )
+
+
+def test_unsupported_architecture(directory: Path) -> None:
+    edit_config(directory, architectures=["GPT2LMHeadModel"])
+    assert refusal(directory, UnsupportedModel) == (
+        "config.json: architecture GPT2LMHeadModel is not supported; supported are "
+        "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"hidden_size": "large"}, "hidden_size must be a whole number of 1 or more, not 'large'"),
+        ({"num_hidden_layers": None}, "num_hidden_layers is missing"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads must divide num_attention_heads 4"),
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps must be a positive number"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config: quantized weights"),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}},
+            "rope_type 'longrope' is not supported",
+        ),
+        ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.factor is missing"),
+        ({"architectures": []}, "architectures must name one architecture"),
+    ],
+)
+def test_wrong_value_in_config(directory: Path, changes: dict[str, object], problem: str) -> None:
+    edit_config(directory, **changes)
+    assert refusal(directory, ModelConfigError).startswith(f"config.json: {problem}")
+
+
+def test_sliding_window_needs_a_length_within_it(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "mistral")
+    edit_config(tmp_path, sliding_window=128)
+    assert refusal(tmp_path, UnsupportedModel) == (
+        "config.json: sliding_window is 128, and sliding-window attention is not supported; "
+        "set max_model_len to 128 or less"
+    )
+    config = read_model_config(tmp_path)
+    assert resolve_max_model_len(config, 128, tmp_path / "config.json") == 128
+
+
+def test_length_beyond_the_model_is_refused(directory: Path) -> None:
+    config = read_model_config(directory)
+    with pytest.raises(ModelConfigError, match="max_model_len is 513, but .* 512 tokens"):
+        resolve_max_model_len(config, 513, directory / "config.json")
+
+
+def test_missing_weights(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+    assert refusal(directory, ModelFileError) == (
+        "model.safetensors: the file is missing, and so is model.safetensors.index.json"
+    )
+
+
+def test_weights_cut_short(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1000])
+    assert refusal(directory, ModelFileError) == (
+        f"model.safetensors: the file is cut short: its header describes {len(content)} bytes, "
+        f"it has {len(content) - 1000}"
+    )
+
+
+@pytest.mark.parametrize("size", [0, 5, 200])
+def test_weights_cut_within_the_header(directory: Path, size: int) -> None:
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+    assert refusal(directory, ModelFileError) == (
+        f"model.safetensors: the file is cut short: it ends after {size} bytes"
+    )
+
+
+def test_weights_that_are_something_else(directory: Path) -> None:
+    (directory / "model.safetensors").write_bytes((20).to_bytes(8, "little") + b"x" * 100)
+    assert refusal(directory, ModelFileError).startswith(
+        "model.safetensors: the header is not valid JSON"
+    )
+
+
+def change_tensors(directory: Path, change) -> None:
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def test_missing_tensor(directory: Path) -> None:
+    change_tensors(directory, lambda tensors: tensors.pop("model.norm.weight"))
+    assert refusal(directory, ModelTensorError) == (
+        "model.safetensors: tensor model.norm.weight is missing"
+    )
+
+
+def test_many_missing_tensors_are_summed_up(directory: Path) -> None:
+    def drop_layer(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.startswith("model.layers.1.")]:
+            del tensors[name]
+
+    change_tensors(directory, drop_layer)
+    assert refusal(directory, ModelTensorError) == (
+        "model.safetensors: tensors model.layers.1.input_layernorm.weight, "
+        "model.layers.1.mlp.down_proj.weight and 7 more are missing"
+    )
+
+
+def test_extra_tensor(directory: Path) -> None:
+    change_tensors(directory, lambda tensors: tensors.update(surplus=torch.zeros(3)))
+    assert refusal(directory, ModelTensorError) == (
+        "model.safetensors: tensor surplus is not part of this architecture"
+    )
+
+
+def test_wrong_shape(directory: Path) -> None:
+    edit_config(directory, intermediate_size=64)
+    assert refusal(directory, ModelTensorError) == (
+        "model.safetensors: tensor model.layers.0.mlp.gate_proj.weight has shape [96, 48], "
+        "but config.json describes [64, 48]"
+    )
+
+
+def test_wrong_data_type(directory: Path) -> None:
+    change_tensors(
+        directory,
+        lambda tensors: tensors.update({"model.norm.weight": torch.zeros(48, dtype=torch.int32)}),
+    )
+    assert refusal(directory, ModelTensorError) == (
+        "model.safetensors: tensor model.norm.weight has data type I32, which is not read"
+    )
+
+
+def test_missing_shard(sharded: Path) -> None:
+    shard = sorted(sharded.glob("model-*.safetensors"))[1]
+    shard.unlink()
+    assert refusal(sharded, ModelFileError) == f"{shard.name}: the file is missing"
+
+
+def test_index_that_is_no_json(sharded: Path) -> None:
+    (sharded / "model.safetensors.index.json").write_text("{")
+    assert refusal(sharded, ModelFileError).startswith(
+        "model.safetensors.index.json: the file is not valid JSON"
+    )
+
+
+def test_index_that_names_a_tensor_the_shard_lacks(sharded: Path) -> None:
+    path = sharded / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    name, shard = next(iter(index["weight_map"].items()))
+    other = next(file for file in index["weight_map"].values() if file != shard)
+    index["weight_map"][name] = other
+    path.write_text(json.dumps(index))
+    assert refusal(sharded, ModelTensorError) == f"{other}: tensor {name} is missing"
+
+
+def test_index_that_leads_out_of_the_directory(sharded: Path) -> None:
+    path = sharded / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.norm.weight"] = "../elsewhere.safetensors"
+    path.write_text(json.dumps(index))
+    assert re.search("'../elsewhere.safetensors', which is no", refusal(sharded, ModelFileError))

@@ -1,0 +1,149 @@
+"""What a runner makes of single steps: chunks, steps planned ahead, drafts, generations."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from services.worker.core.errors import InvalidStep
+from services.worker.core.runner import Runner
+from services.worker.core.step import NewRequest, StepInput, StepOutput
+from services.worker.sampling.params import SamplingParams
+from tests.tiny_models import save_tiny_model
+from tests.worker.runner_driver import GREEDY, build_runner, ints
+
+PROMPT = [7, 8, 9, 10, 11]
+
+
+@pytest.fixture
+def runner(tmp_path: Path) -> Runner:
+    torch.set_num_threads(1)
+    save_tiny_model(tmp_path, "llama")
+    return build_runner(tmp_path, block_size=4, num_blocks=40)
+
+
+def new(slot: int = 0, sampling: SamplingParams = GREEDY, first_block: int = 1) -> NewRequest:
+    """PROMPT with room for 24 tokens."""
+    blocks = np.arange(first_block, first_block + 6, dtype=np.int32)
+    return NewRequest(slot, ints(*PROMPT), len(PROMPT), sampling, (blocks,))
+
+
+def step(number: int, *rows: tuple[int, int, int], generation: int = 1, **changes) -> StepInput:
+    """Rows are (slot, scheduled, computed)."""
+    slots, scheduled, computed = zip(*rows, strict=True) if rows else ((), (), ())
+    return StepInput(generation, number, ints(*slots), ints(*scheduled), ints(*computed), **changes)
+
+
+def run_plainly(runner: Runner, sampling: SamplingParams, count: int) -> list[int]:
+    """The first tokens without drafts."""
+    tokens = runner.execute(
+        step(0, (3, 5, 0), new_requests=(new(3, sampling, 30),))
+    ).token_ids.tolist()
+    for index in range(1, count):
+        tokens += runner.execute(step(index, (3, 1, 4 + index))).token_ids.tolist()
+    runner.execute(step(count, removed_slots=ints(3)))
+    return tokens
+
+
+def test_nothing_is_sampled_inside_a_prompt(runner: Runner) -> None:
+    first = runner.execute(step(1, (0, 3, 0), new_requests=(new(),)))
+    assert (first.num_tokens.tolist(), first.token_ids.tolist()) == ([0], [])
+    last = runner.execute(step(2, (0, 2, 3)))
+    assert last.num_tokens.tolist() == [1]
+    assert last.token_ids.tolist() == run_plainly(runner, GREEDY, 1)
+
+
+def test_answers_keep_the_order_of_the_step(runner: Runner) -> None:
+    runner.execute(step(1, (2, 5, 0), new_requests=(new(2),)))
+    output = runner.execute(
+        step(
+            2,
+            (1, 5, 0),
+            (2, 1, 5),
+            (0, 4, 0),
+            new_requests=(new(0, first_block=10), new(1, first_block=20)),
+        )
+    )
+    tokens = run_plainly(runner, GREEDY, 2)
+    assert output.num_tokens.tolist() == [1, 1, 0]
+    assert output.token_ids.tolist() == tokens
+
+
+def test_a_step_that_only_removes_answers_nothing(runner: Runner) -> None:
+    runner.execute(step(1, (0, 5, 0), new_requests=(new(),)))
+    output = runner.execute(step(2, removed_slots=ints(0)))
+    assert (output.generation, output.step) == (1, 2)
+    assert len(output.num_tokens) == len(output.token_ids) == 0
+
+
+def test_a_new_generation_starts_with_an_empty_batch(runner: Runner) -> None:
+    runner.execute(step(1, (0, 5, 0), new_requests=(new(),)))
+    with pytest.raises(InvalidStep, match="slot 0 is not in use"):
+        runner.execute(step(2, (0, 1, 5), generation=2))
+    output = runner.execute(step(3, (0, 5, 0), generation=2, new_requests=(new(),)))
+    assert output.num_tokens.tolist() == [1]
+
+
+def verify(runner: Runner, sampling: SamplingParams, drafts: list[int]) -> StepOutput:
+    """The step after the prompt, with drafts for the tokens that follow."""
+    runner.execute(step(10, (0, 5, 0), new_requests=(new(0, sampling),)))
+    return runner.execute(
+        step(
+            11,
+            (0, 1 + len(drafts), 5),
+            num_draft_tokens=ints(len(drafts)),
+            draft_token_ids=ints(*drafts),
+        )
+    )
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=1.5, seed=4)])
+@pytest.mark.parametrize("num_right", [0, 1, 3])
+def test_drafts_stand_as_far_as_they_are_what_would_be_sampled(
+    runner: Runner, sampling: SamplingParams, num_right: int
+) -> None:
+    tokens = run_plainly(runner, sampling, 8)
+    drafts = tokens[1 : 1 + num_right] + [3] * (3 - num_right)
+    output = verify(runner, sampling, drafts)
+    accepted = output.token_ids.tolist()
+    assert output.num_tokens.tolist() == [num_right + 1]
+    assert accepted == tokens[1 : 2 + num_right]
+    # What was refused leaves nothing behind.
+    rest = []
+    for number in range(20, 22):
+        computed = 5 + len(accepted) + len(rest)
+        rest += runner.execute(step(number, (0, 1, computed))).token_ids.tolist()
+    assert rest == tokens[2 + num_right : 4 + num_right]
+
+
+def test_verification_returns_a_row_of_logprobs_per_token(runner: Runner) -> None:
+    sampling = SamplingParams(temperature=0, logprobs=2)
+    tokens = run_plainly(runner, sampling, 4)
+    output = verify(runner, sampling, tokens[1:3])
+    rows = output.logprobs[0].sampled
+    assert rows is not None
+    assert rows.token_ids[:, 0].tolist() == tokens[1:4]
+
+
+def test_penalties_see_accepted_drafts(runner: Runner) -> None:
+    sampling = SamplingParams(temperature=0, frequency_penalty=2.0, repetition_penalty=1.5)
+    tokens = run_plainly(runner, sampling, 6)
+    assert verify(runner, sampling, tokens[1:5]).token_ids.tolist() == tokens[1:6]
+
+
+def test_drafts_beside_requests_without(runner: Runner) -> None:
+    tokens = run_plainly(runner, GREEDY, 4)
+    runner.execute(step(1, (0, 5, 0), new_requests=(new(0),)))
+    output = runner.execute(
+        step(
+            2,
+            (1, 5, 0),
+            (0, 3, 5),
+            new_requests=(new(1, first_block=10),),
+            num_draft_tokens=ints(0, 2),
+            draft_token_ids=ints(tokens[1], 3),
+        )
+    )
+    assert output.num_tokens.tolist() == [1, 2]
+    assert output.token_ids.tolist() == [tokens[0], tokens[1], tokens[2]]

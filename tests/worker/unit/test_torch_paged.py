@@ -1,0 +1,105 @@
+"""Paged attention equals attention written out over one sequence at a time."""
+
+import numpy as np
+import pytest
+import torch
+
+from services.worker.attention.interface import AttentionShape, StepLayout
+from services.worker.attention.torch_paged import TILE_QUERIES, TorchPagedAttention
+
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 6, 2, 8
+
+
+class Sequence:
+    """One sequence's keys and values, kept whole beside the cache, and its blocks."""
+
+    def __init__(self, block_ids: list[int]) -> None:
+        self.block_ids = block_ids
+        self.keys = torch.empty(0, NUM_KV_HEADS, HEAD_DIM)
+        self.values = torch.empty(0, NUM_KV_HEADS, HEAD_DIM)
+
+
+def attend_plainly(queries: torch.Tensor, sequence: Sequence) -> torch.Tensor:
+    """Softmax attention of the last tokens of a sequence, query by query and head by head."""
+    context = len(sequence.keys) - len(queries)
+    output = torch.empty(len(queries), NUM_HEADS, HEAD_DIM)
+    for index, query in enumerate(queries):
+        for head in range(NUM_HEADS):
+            group = head // (NUM_HEADS // NUM_KV_HEADS)
+            keys = sequence.keys[: context + index + 1, group]
+            weights = torch.softmax(keys @ query[head] * HEAD_DIM**-0.5, dim=0)
+            output[index, head] = weights @ sequence.values[: context + index + 1, group]
+    return output.flatten(1)
+
+
+def layout_of(sequences: list[Sequence], counts: list[int], block_size: int) -> StepLayout:
+    width = max(len(sequence.block_ids) for sequence in sequences)
+    tables = np.full((len(sequences), width), 10_000, np.int32)
+    slots = []
+    for row, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
+        tables[row, : len(sequence.block_ids)] = sequence.block_ids
+        length = len(sequence.keys)
+        slots += [
+            sequence.block_ids[position // block_size] * block_size + position % block_size
+            for position in range(length - count, length)
+        ]
+    return StepLayout(
+        num_decodes=sum(count == 1 for count in counts),
+        query_starts=np.cumsum([0, *counts]).astype(np.int32),
+        seq_lens=np.array([len(sequence.keys) for sequence in sequences], np.int32),
+        block_tables=tables,
+        slot_mapping=np.array(slots, np.int64),
+    )
+
+
+def run_step(
+    attention: TorchPagedAttention, sequences: list[Sequence], counts: list[int], block_size: int
+) -> None:
+    """Computes so many new tokens of each sequence and compares."""
+    total = sum(counts)
+    queries = torch.randn(total, NUM_HEADS, HEAD_DIM)
+    keys, values = torch.randn(2, total, NUM_KV_HEADS, HEAD_DIM).unbind(0)
+    first = 0
+    for sequence, count in zip(sequences, counts, strict=True):
+        sequence.keys = torch.cat((sequence.keys, keys[first : first + count]))
+        sequence.values = torch.cat((sequence.values, values[first : first + count]))
+        first += count
+    step = attention.begin_step(layout_of(sequences, counts, block_size))
+    output = step(0, queries, keys, values)
+    first = 0
+    for sequence, count in zip(sequences, counts, strict=True):
+        expected = attend_plainly(queries[first : first + count], sequence)
+        torch.testing.assert_close(output[first : first + count], expected, atol=1e-5, rtol=1e-4)
+        first += count
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_decodes_of_different_lengths_beside_chunks(block_size: int) -> None:
+    torch.manual_seed(1)
+    lengths = [1, 3, 30, 31, 65, 64, 150]
+    blocks = np.random.default_rng(0).permutation(np.arange(1, 1 + 7 * 320)).tolist()
+    sequences = [Sequence(blocks[320 * i : 320 * (i + 1)]) for i in range(len(lengths))]
+    shape = AttentionShape(
+        1, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, block_size, 1 + 7 * 320, torch.float32
+    )
+    attention = TorchPagedAttention(shape)
+    # Prompts, one of a single token.
+    run_step(attention, sequences[:1], [1], block_size)
+    run_step(attention, sequences[1:], lengths[1:], block_size)
+    # Decodes in rising order of length, then chunks after a past, one longer than a tile.
+    order = [0, 1, 2, 4, 5, 3, 6]
+    mixed = [sequences[index] for index in order]
+    run_step(attention, mixed, [1, 1, 1, 1, 9, TILE_QUERIES + 5, 2], block_size)
+    # Decodes alone.
+    mixed.sort(key=lambda sequence: len(sequence.keys))
+    run_step(attention, mixed, [1] * 7, block_size)
+
+
+def test_decodes_over_a_group_limit_are_cut() -> None:
+    torch.manual_seed(2)
+    sequences = [Sequence(list(range(1 + 8 * i, 9 + 8 * i))) for i in range(5)]
+    shape = AttentionShape(1, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, 4, 41, torch.float32)
+    attention = TorchPagedAttention(shape, max_group_tokens=64)
+    for sequence, length in zip(sequences, [20, 21, 22, 30, 31], strict=True):
+        run_step(attention, [sequence], [length], 4)
+    run_step(attention, sequences, [1] * 5, 4)
