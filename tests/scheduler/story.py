@@ -1,5 +1,6 @@
 """What the examples of the scheduler are told with: short names, and a step that reads as words."""
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +57,7 @@ class Story:
         self.scheduler = Scheduler(self.config, self.pool)
         self.model = PagedModel(block_size, self.config.max_num_seqs)
         self._num_requests = 0
+        self._in_flight: deque[tuple[StepPlan, StepOutput]] = deque()
 
     def add(
         self,
@@ -81,16 +83,21 @@ class Story:
         return request
 
     async def step(self) -> Told:
-        """Plans a step, runs it, takes its tokens in; the pool is in order after each of it."""
+        """Plans a step and runs it; the pool is in order after each of them.
+
+        The tokens that are taken in are its own, or with asynchronous scheduling those of the step
+        before.
+        """
         before = self.pool.num_transactions
         plan = await self.scheduler.schedule()
         round_trips = self.pool.num_transactions - before
         self.pool.core.check()
-        return self.finish(plan, self.model.run_plan(plan), round_trips)
-
-    def finish(self, plan: StepPlan, output: StepOutput, round_trips: int = 0) -> Told:
-        """Takes in what came of a plan."""
-        updates = self.scheduler.update_from_output(plan, output)
+        if plan.requests or plan.removed_slots:
+            self._in_flight.append((plan, self.model.run_plan(plan)))
+        depth = 2 if self.config.async_scheduling else 1
+        tokens: dict[str, list[int]] = {}
+        if self._in_flight and (len(self._in_flight) >= depth or not plan.requests):
+            tokens = self.take_in(*self._in_flight.popleft())
         ids = names(plan.requests)
         return Told(
             granted=dict(zip(ids, plan.num_scheduled_tokens, strict=True)),
@@ -104,8 +111,18 @@ class Story:
             resumed=names(plan.resumed),
             preempted=names(plan.preempted),
             round_trips=round_trips,
-            tokens={update.request.request_id: list(update.token_ids) for update in updates},
+            tokens=tokens,
         )
+
+    def take_in(self, plan: StepPlan, output: StepOutput) -> dict[str, list[int]]:
+        """Takes in what came of a plan; returns the tokens of those that sampled or ended."""
+        updates = self.scheduler.update_from_output(plan, output)
+        return {update.request.request_id: list(update.token_ids) for update in updates}
+
+    def settle(self) -> None:
+        """Takes in what is in flight."""
+        while self._in_flight:
+            self.take_in(*self._in_flight.popleft())
 
     async def steps(self, count: int) -> list[Told]:
         """Several steps."""
@@ -114,10 +131,15 @@ class Story:
     async def run(self, max_steps: int = 1000) -> list[Told]:
         """Steps until nothing is left to do, news for pool and workers included."""
         told = []
-        while self.scheduler.has_work:
+        while self.has_work:
             told.append(await self.step())
             assert len(told) < max_steps, "somebody starves"
         return told
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything, or is still in flight."""
+        return bool(self._in_flight) or self.scheduler.has_work
 
     @property
     def running(self) -> list[str]:

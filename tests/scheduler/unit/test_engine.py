@@ -85,9 +85,9 @@ async def running(bench: Bench) -> AsyncIterator[Bench]:
         await asyncio.wait({task})
 
 
-@pytest.fixture
-async def bench() -> AsyncIterator[Bench]:
-    async with running(Bench()) as bench:
+@pytest.fixture(params=[False, True], ids=["one step in flight", "two steps in flight"])
+async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
+    async with running(Bench(async_scheduling=request.param)) as bench:
         yield bench
 
 

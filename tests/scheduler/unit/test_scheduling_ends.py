@@ -106,8 +106,7 @@ async def test_a_request_aborted_while_its_step_runs_gets_nothing_of_it() -> Non
     plan = await story.scheduler.schedule()
     output = story.model.run_plan(plan)
     story.scheduler.abort(a)
-    told = story.finish(plan, output)
-    assert list(told.tokens) == ["b"]
+    assert list(story.take_in(plan, output)) == ["b"]
     assert a.token_ids == prompt(5)
     await story.run()
     assert b.finish_reason is FinishReason.LENGTH
@@ -140,8 +139,8 @@ async def test_nan_ends_one_request_and_leaves_the_others() -> None:
     whole = story.add("b", prompt(5, 500), max_tokens=2)
     plan = await story.scheduler.schedule()
     output = story.model.run_plan(plan)
-    told = story.finish(plan, StepOutput(output.token_ids, nan_requests=frozenset({0})))
-    assert told.tokens["a"] == []
+    broken_output = StepOutput(output.token_ids, nan_requests=frozenset({0}))
+    assert story.take_in(plan, broken_output)["a"] == []
     assert (broken.finish_reason, broken.num_output_tokens) == (FinishReason.ERROR, 0)
     await story.run()
     assert whole.finish_reason is FinishReason.LENGTH

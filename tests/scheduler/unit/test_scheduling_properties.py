@@ -84,6 +84,7 @@ def worlds(draw: st.DrawFn) -> World:
         "long_prefill_token_threshold": draw(st.sampled_from([0, 0, 1, 5])),
         "long_prefill_token_threshold_adaptive": draw(st.booleans()),
         "scheduler_reserve_full_isl": draw(st.booleans()),
+        "async_scheduling": draw(st.booleans()),
         "watermark": draw(st.sampled_from([0.0, 0.0, 0.1, 0.5])),
     }
     return World(
@@ -103,7 +104,7 @@ class Run:
 
     async def to_the_end(self) -> None:
         step, last = 0, max(arrival.step for arrival in self.world.arrivals)
-        while step <= last or self.story.scheduler.has_work:
+        while step <= last or self.story.has_work:
             assert step < 2000, f"{self.story.waiting} starve"
             self._happen(step)
             told = await self.story.step()
@@ -130,6 +131,7 @@ class Run:
             if arrival.abort_after is not None and step == arrival.step + arrival.abort_after:
                 self.story.scheduler.abort(request)
         if step in self.world.told_to_preempt_all:
+            self.story.settle()
             self.story.scheduler.preempt_all()
 
     def _check_limits(self, told: Told) -> None:
