@@ -1,0 +1,59 @@
+"""Pools of a process: each life has a generation greater than every earlier one."""
+
+import pytest
+
+from services.kvpool.adapters.memory_directory import MemoryDirectory
+from services.kvpool.core.errors import InvalidPool, PoolNotFound, TooManyPools
+from services.kvpool.core.groups import AttentionType, GroupSpec
+from services.kvpool.core.kv_pool import PoolConfig
+from services.kvpool.core.pool_host import PoolHost, PoolLimits
+from services.kvpool.core.ports import PoolMatch
+from tests.kvpool.worked_examples import admit, hashes
+
+CONFIG = PoolConfig(8, (GroupSpec(AttentionType.FULL, 4),))
+
+
+def make_host(now: int, *sinks: MemoryDirectory) -> PoolHost[str]:
+    return PoolHost(PoolLimits(max_pools=2, max_blocks_per_pool=8), sinks, lambda: now)
+
+
+def test_generations_grow_even_when_the_clock_stands():
+    host = make_host(100)
+    assert [host.open("a", CONFIG).generation for _ in range(3)] == [100, 101, 102]
+    assert host.open("b", CONFIG).generation == 103
+
+
+def test_generations_grow_over_a_restart_of_the_process():
+    assert make_host(500).open("a", CONFIG).generation > make_host(400).open("a", CONFIG).generation
+
+
+def test_a_refused_opening_leaves_the_pool_as_it_was():
+    host = make_host(100)
+    opened = host.open("a", CONFIG)
+    with pytest.raises(InvalidPool):
+        host.open("a", PoolConfig(9, CONFIG.groups))
+    assert host.get("a") is opened
+
+
+def test_limits_hold():
+    host = make_host(100)
+    host.open("a", CONFIG)
+    host.open("b", CONFIG)
+    with pytest.raises(TooManyPools):
+        host.open("c", CONFIG)
+    with pytest.raises(PoolNotFound):
+        host.get("c")
+    assert [hosted.pool_id for hosted in host.pools()] == ["a", "b"]
+
+
+async def test_what_a_pool_caches_is_passed_on():
+    directory = MemoryDirectory()
+    host = make_host(100, directory)
+    hosted = host.open("a", CONFIG)
+    admit(hosted.pool, 1, 8, path="ab")
+    assert await directory.match(hashes("ab")) == []
+    host.publish_events(hosted)
+    assert await directory.match(hashes("ab")) == [PoolMatch("a", 100, 2)]
+    assert hosted.num_batches == 1
+    host.publish_events(hosted)
+    assert hosted.num_batches == 1

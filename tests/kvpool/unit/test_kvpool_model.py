@@ -1,0 +1,237 @@
+"""The pool against a naive one, over random transactions: nothing lost, shared or found wrongly."""
+
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+
+from services.kvpool.core.errors import MalformedTransaction
+from services.kvpool.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored
+from services.kvpool.core.groups import AttentionType, GroupSpec
+from services.kvpool.core.kv_pool import KVPool, PoolConfig
+from services.kvpool.core.operations import (
+    Admission,
+    Admit,
+    AdmitResult,
+    Commit,
+    GroupBlocks,
+    Grow,
+    GrowResult,
+    Lookup,
+    LookupResult,
+    Operation,
+    OperationResult,
+    Release,
+    ResetPrefixCache,
+    ResetPrefixCacheResult,
+)
+from tests.kvpool.naive_pool import NaivePool
+from tests.kvpool.worked_examples import hashes
+
+Option = TypeVar("Option")
+
+REQUESTS = range(6)
+MIN_OPERATIONS = 10_000
+
+
+class Choices:
+    """Choices read off bytes, one each, the first option when they run out.
+
+    One draw a transaction instead of dozens makes thousands of operations a matter of seconds, and
+    still shrinks to a small example.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        self._bytes = iter(data)
+
+    def upto(self, high: int) -> int:
+        return next(self._bytes, 0) % (high + 1)
+
+    def one_of(self, options: Sequence[Option]) -> Option:
+        return options[self.upto(len(options) - 1)]
+
+    def some_of(self, options: Iterable[int]) -> list[int]:
+        """One to three different ones, in any order."""
+        left = list(options)
+        number = min(1 + self.upto(2), len(left))
+        return [left.pop(self.upto(len(left) - 1)) for _ in range(number)]
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Both pools get the same transactions; after each one everything that can be seen is equal.
+
+    A request's prompt is a path over two letters, so that prefixes are shared all the time, and
+    pools are so small that blocks are always short.
+    """
+
+    num_operations = 0
+
+    @initialize(
+        num_blocks=st.integers(2, 14),
+        num_groups=st.sampled_from([1, 1, 1, 2]),
+        block_size=st.integers(1, 3),
+        caching=st.sampled_from([True, True, True, False]),
+    )
+    def open(self, num_blocks: int, num_groups: int, block_size: int, caching: bool) -> None:
+        groups = (GroupSpec(AttentionType.FULL, block_size),) * num_groups
+        self.pool = KVPool(PoolConfig(num_blocks, groups, caching))
+        self.naive = NaivePool(num_blocks, num_groups, block_size, caching)
+        self.block_size = block_size
+        self.told: set[tuple[int, bytes]] = set()
+        self.paths: dict[int, str] = {}
+
+    @rule(data=st.binary(min_size=24, max_size=56))
+    def transact(self, data: bytes) -> None:
+        choices = Choices(data)
+        self.admitted = set(self.naive.tables)
+        operations = [self._choose(choices) for _ in range(1 + choices.upto(3))]
+        PoolMachine.num_operations += len(operations)
+        expected, misfit = self.naive.transact(operations)
+        outcome = self.pool.transact(operations)
+        assert [plain(result) for result in outcome.results] == expected
+        stop = outcome.stop
+        assert misfit == (
+            stop and (stop.operation_index, stop.item_index, stop.reason, stop.num_hit_tokens)
+        )
+        assert outcome.num_free_blocks == len(self.naive.free)
+
+    @rule(data=st.binary(min_size=4, max_size=4))
+    def transact_nonsense(self, data: bytes) -> None:
+        self.admitted = set(self.naive.tables)
+        before = self.pool.stats()
+        with pytest.raises(MalformedTransaction):
+            self.pool.transact([self._release(Choices(data)), Grow([], [], [1])])
+        assert self.pool.stats() == before
+
+    @invariant()
+    def both_are_equal(self) -> None:
+        self.pool.check()
+        assert self.pool.free_block_ids() == self.naive.free
+        for request in REQUESTS:
+            tables = [list(table) for table in self.pool.block_tables(request)]
+            nothing = [[] for _ in self.pool.config.groups]
+            assert tables == self.naive.tables.get(request, nothing)
+        assert self.pool.stats().num_evictions == self.naive.num_evictions
+        assert self.pool.num_cached_hashes == len(self.naive.found())
+
+    @invariant()
+    def the_events_tell_what_can_be_found(self) -> None:
+        for event in self.pool.take_events():
+            match event:
+                case BlocksStored(group, new):
+                    told = {(group, block_hash) for block_hash in new}
+                    assert not told & self.told
+                    self.told |= told
+                case BlocksRemoved(group, gone):
+                    told = {(group, block_hash) for block_hash in gone}
+                    assert told <= self.told
+                    self.told -= told
+                case AllBlocksCleared():
+                    self.told.clear()
+        assert self.told == self.naive.found()
+        snapshot = {(event.group, h) for event in self.pool.snapshot() for h in event.hashes}
+        assert snapshot == self.naive.found()
+
+    def _choose(self, choices: Choices) -> Operation:
+        """An operation that makes sense after those chosen before it, if all of them fit."""
+        kinds = [self._release]
+        kinds += [self._grow, self._grow, self._commit, self._commit] if self.admitted else []
+        kinds += [self._lookup, self._admit, self._admit, self._admit] if self._waiting() else []
+        return choices.one_of([*kinds, self._reset])(choices)
+
+    def _waiting(self) -> list[int]:
+        return [request for request in REQUESTS if request not in self.admitted]
+
+    def _new_hashes(self, choices: Choices, request: int) -> list[bytes]:
+        known = len(self.naive.chains.get(request, []))
+        letters = "".join(choices.one_of("ab") for _ in range(choices.upto(4)))
+        self.paths[request] = self.paths.get(request, "")[:known] + letters
+        return hashes(self.paths[request])[known:]
+
+    def _release(self, choices: Choices) -> Release:
+        requests = choices.some_of(REQUESTS)
+        self.admitted -= set(requests)
+        return Release(requests)
+
+    def _reset(self, _: Choices) -> ResetPrefixCache:
+        return ResetPrefixCache()
+
+    def _grow(self, choices: Choices) -> Grow:
+        requests = choices.some_of(self.admitted)
+        slots = [choices.upto(8 * self.block_size) for _ in requests]
+        return Grow(requests, [0] * len(requests), slots)
+
+    def _commit(self, choices: Choices) -> Commit:
+        requests = choices.some_of(self.admitted)
+        tokens = [choices.upto(8 * self.block_size) for _ in requests]
+        return Commit(requests, tokens, [self._new_hashes(choices, r) for r in requests])
+
+    def _lookup(self, choices: Choices) -> Lookup:
+        requests = choices.some_of(self._waiting())
+        limits = [choices.upto(6 * self.block_size) for _ in requests]
+        return Lookup(requests, limits, [self._new_hashes(choices, r) for r in requests])
+
+    def _admit(self, choices: Choices) -> Admit:
+        requests = choices.some_of(self._waiting())
+        self.admitted |= set(requests)
+        return Admit([self._admission(choices, request) for request in requests])
+
+    def _admission(self, choices: Choices, request: int) -> Admission:
+        num_tokens = 1 + choices.upto(6 * self.block_size)
+        new = self._new_hashes(choices, request)
+        hit = self.naive.depth(request, new, num_tokens - 1) * self.block_size
+        if choices.upto(9) == 9:
+            hit = 0
+        return Admission(
+            request=request,
+            max_hit_tokens=num_tokens - 1,
+            num_hit_tokens=hit,
+            num_slots=num_tokens - choices.upto(num_tokens - hit),
+            num_commit_tokens=num_tokens - choices.upto(num_tokens),
+            num_reserve_slots=num_tokens,
+            num_watermark_blocks=choices.one_of([0, 0, 0, 1]),
+            new_hashes=new,
+        )
+
+
+def plain(result: OperationResult | None) -> object:
+    """A result as the naive pool gives it."""
+    match result:
+        case GrowResult(groups) | AdmitResult(groups):
+            return [list(blocks) for blocks in zip(*map(split, groups), strict=True)]
+        case LookupResult(num_hit_tokens):
+            return num_hit_tokens
+        case ResetPrefixCacheResult(done):
+            return done
+        case None:
+            return None
+
+
+def split(blocks: GroupBlocks) -> list[list[int]]:
+    ids = iter(blocks.block_ids)
+    return [[next(ids) for _ in range(number)] for number in blocks.num_blocks]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)  # shrinking a failure takes Hypothesis up to five minutes
+def test_the_pool_equals_a_naive_one_over_thousands_of_operations():
+    PoolMachine.num_operations = 0
+    run_state_machine_as_test(
+        PoolMachine,
+        settings=settings(
+            max_examples=200,
+            stateful_step_count=60,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    assert PoolMachine.num_operations >= MIN_OPERATIONS

@@ -1,0 +1,12 @@
+"""The embedded directory is a directory."""
+
+import pytest
+
+from services.kvpool.adapters.memory_directory import MemoryDirectory
+from tests.kvpool.directory_conformance import DirectoryConformance
+
+
+class TestMemoryDirectory(DirectoryConformance):
+    @pytest.fixture
+    def directory(self) -> MemoryDirectory:
+        return MemoryDirectory()
