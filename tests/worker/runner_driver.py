@@ -38,7 +38,7 @@ def build_runner(
 ) -> Runner:
     """A runner over the model in a directory."""
     config = read_model_config(directory)
-    weights = load_weights(config, open_checkpoint(directory), dtype, lambda done, total: None)
+    weights = load_weights(config, open_checkpoint(directory), dtype, lambda *_: None)
     shape = AttentionShape(
         config.num_layers,
         config.num_heads,
@@ -93,7 +93,8 @@ class Request:
 
 class Driver:
     """Runs requests step by step. Blocks are handed out in a shuffled order, tables grow block by
-    block, and freed blocks are handed out again last, still full of what was in them; `shared` blocks never are.
+    block, and freed blocks are handed out again last, still full of what was in them. Blocks in
+    `shared` are never handed out again.
     """
 
     def __init__(self, runner: Runner, *, block_size: int, num_blocks: int, seed: int = 0) -> None:

@@ -37,7 +37,7 @@ def load(directory: Path) -> None:
     """Everything that a start reads."""
     config = read_model_config(directory)
     resolve_max_model_len(config, None, directory / "config.json")
-    load_weights(config, open_checkpoint(directory), torch.float32, lambda done, total: None)
+    load_weights(config, open_checkpoint(directory), torch.float32, lambda *_: None)
 
 
 def refusal(directory: Path, kind: type[ModelError]) -> str:
@@ -126,7 +126,7 @@ def test_sliding_window_needs_a_length_within_it(tmp_path: Path) -> None:
 
 def test_length_beyond_the_model_is_refused(directory: Path) -> None:
     config = read_model_config(directory)
-    with pytest.raises(ModelConfigError, match="max_model_len is 513, but .* 512 tokens"):
+    with pytest.raises(ModelConfigError, match=r"max_model_len is 513, but .* 512 tokens"):
         resolve_max_model_len(config, 513, directory / "config.json")
 
 
