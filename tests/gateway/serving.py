@@ -90,5 +90,5 @@ async def serving(
 async def until(condition: Callable[[], bool], seconds: float = DEADLINE_SECONDS) -> None:
     """Waits until the condition holds; fails after the deadline."""
     async with asyncio.timeout(seconds):
-        while not condition():
+        while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)

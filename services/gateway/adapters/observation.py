@@ -115,6 +115,7 @@ class Observer:
                 genai.OPERATION_NAME: operation,
                 genai.PROVIDER_NAME: genai.PROVIDER,
                 genai.REQUEST_MODEL: self._model_name,
+                genai.RESPONSE_MODEL: self._model_name,
             },
         )
         observation = Observation(span, self._metrics)

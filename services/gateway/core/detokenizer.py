@@ -20,6 +20,8 @@ _REPLACEMENT = "\ufffd"
 # A character has at most four bytes, hence at most four tokens.
 _MAX_TOKENS_OF_CHARACTER = 4
 _CONTEXT_TOKENS = 6
+_MAX_SILENT_TOKENS = 24
+_CONTINUATIONS = frozenset(bytes([byte]) for byte in range(0x80, 0xC0))
 
 
 class Detokenizer(Protocol):
@@ -69,8 +71,8 @@ class ByteDetokenizer:
 class WindowDetokenizer:
     """For every other tokenizer, through `decode` alone.
 
-    `_window[:_read]` is text that was given out; `_window[_read:]` waits for its character to be
-    whole.
+    `_window[:_read]` is the context: tokens whose text was given out, beginning and ending with a
+    whole character; `_window[_read:]` waits for its character to be whole.
     """
 
     def __init__(
@@ -79,7 +81,10 @@ class WindowDetokenizer:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._window = list(prompt_token_ids[-_CONTEXT_TOKENS:])
-        self._read = len(self._window)
+        while self._window and tokenizer.token_bytes(self._window[0])[:1] in _CONTINUATIONS:
+            del self._window[0]
+        # A prompt of token ids may end inside a character, which the output then completes.
+        self._read = len(self._window) - _num_open_tokens(tokenizer, self._window)
 
     def feed(self, token_ids: Sequence[int]) -> str:
         return "".join([self._step(token) for token in token_ids])
@@ -87,26 +92,39 @@ class WindowDetokenizer:
     def _step(self, token_id: int) -> str:
         self._window.append(token_id)
         text = self._new_text()
-        waiting = len(self._window) - self._read
-        if not text or (text.endswith(_REPLACEMENT) and waiting <= _MAX_TOKENS_OF_CHARACTER):
-            if waiting > 4 * _CONTEXT_TOKENS:
-                self._advance()
+        num_waiting = len(self._window) - self._read
+        if not text:
+            if num_waiting > _MAX_SILENT_TOKENS:
+                del self._window[self._read :]
             return ""
-        self._advance()
+        if text.endswith(_REPLACEMENT) and num_waiting <= _MAX_TOKENS_OF_CHARACTER:
+            return ""
+        # What was just given out is the next context.
+        del self._window[: self._read]
+        self._read = len(self._window)
         return text
 
     def flush(self) -> str:
         text = self._new_text().rstrip(_REPLACEMENT)
-        self._advance()
+        self._read = len(self._window)
         return text
 
     def _new_text(self) -> str:
         before = self._decode(self._window[: self._read])
         return self._decode(self._window)[len(before) :]
 
-    def _advance(self) -> None:
-        self._window = self._window[-_CONTEXT_TOKENS:]
-        self._read = len(self._window)
-
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+
+
+def _num_open_tokens(tokenizer: Tokenizer, token_ids: Sequence[int]) -> int:
+    """How many of the last tokens belong to a character that is not whole yet."""
+    raw = b""
+    for count, token in enumerate(reversed(token_ids[-_MAX_TOKENS_OF_CHARACTER:]), start=1):
+        raw = tokenizer.token_bytes(token) + raw
+        if raw[:1] not in _CONTINUATIONS:
+            # 110xxxxx begins two bytes, 1110xxxx three, 11110xxx four.
+            lead = raw[0] if raw else 0
+            length = 1 + (lead >= 0xC0) + (lead >= 0xE0) + (lead >= 0xF0)
+            return count if len(raw) < length else 0
+    return 0

@@ -156,7 +156,7 @@ def _check_prompt(prompt: Prompt, sampling: Sampling, limits: ModelLimits) -> No
     check_token_ids("prompt", prompt.token_ids, limits.vocab_size)
     if length >= limits.capacity:
         raise OutOfRange(
-            f"the prompt has {length} tokens, which leaves no room for an answer: "
+            f"prompt has {length} tokens, which leaves no room for an answer: "
             + _what_fits(limits),
             field="prompt",
             reason="CONTEXT_LENGTH_EXCEEDED",

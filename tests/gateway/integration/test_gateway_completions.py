@@ -52,3 +52,145 @@ async def test_a_stream_says_the_same_in_pieces(served: Serving) -> None:
     # A cut character at the very end is dropped.
     assert expected.startswith(whole["choices"][0]["text"])
     assert len(expected) - len(whole["choices"][0]["text"]) <= 1
+
+
+async def test_many_prompts_in_every_form(served: Serving) -> None:
+    ask = {"max_tokens": 5, "seed": 1}
+    ids = served.tokens("the hello")
+    alone = (await served.http.post("/v1/completions", json={"prompt": "the hello"} | ask)).json()
+    text = alone["choices"][0]["text"]
+    for prompt in (ids, ["the hello"], [ids]):
+        body = (await served.http.post("/v1/completions", json={"prompt": prompt} | ask)).json()
+        assert body["choices"][0]["text"] == text
+    many = (
+        await served.http.post(
+            "/v1/completions", json={"prompt": ["the hello", "world"], "n": 2} | ask
+        )
+    ).json()
+    assert [choice["index"] for choice in many["choices"]] == [0, 1, 2, 3]
+    assert many["choices"][0]["text"] == text
+    assert many["usage"]["prompt_tokens"] == len(ids) + len(served.tokens("world"))
+    assert many["usage"]["completion_tokens"] == 20
+
+
+async def test_the_default_length_is_openais(served: Serving) -> None:
+    body = (await served.http.post("/v1/completions", json={"prompt": "the"})).json()
+    assert body["usage"]["completion_tokens"] == 16
+    assert body["choices"][0]["finish_reason"] == "length"
+
+
+async def test_echo_with_logprobs_covers_the_prompt(served: Serving) -> None:
+    served.scheduler.answer = served.tokens(" world")
+    ask = {"prompt": "the hello", "echo": True, "logprobs": 2, "max_tokens": 20}
+    body = (await served.http.post("/v1/completions", json=ask)).json()
+    (choice,) = body["choices"]
+    assert choice["text"] == "the hello world"
+    logprobs = choice["logprobs"]
+    tokens = [*served.tokens("the hello"), *served.tokens(" world"), 0]
+    assert len(logprobs["tokens"]) == len(tokens)
+    assert logprobs["token_logprobs"] == [None] + [-0.5] * (len(tokens) - 1)
+    assert logprobs["top_logprobs"][0] is None
+    for token, offset in list(zip(logprobs["tokens"], logprobs["text_offset"], strict=True))[:-1]:
+        assert choice["text"][offset:].startswith(token)
+    chunks = await events(served, "/v1/completions", ask)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "the hello world"
+    streamed = [name for chunk in chunks for name in chunk["choices"][0]["logprobs"]["tokens"]]
+    assert streamed == logprobs["tokens"]
+
+
+async def test_echo_alone_scores_a_prompt(served: Serving) -> None:
+    ask = {"prompt": "the hello", "echo": True, "logprobs": 0, "max_tokens": 0}
+    body = (await served.http.post("/v1/completions", json=ask)).json()
+    (choice,) = body["choices"]
+    assert choice["text"] == "the hello"
+    assert len(choice["logprobs"]["tokens"]) == len(served.tokens("the hello"))
+    assert body["usage"]["completion_tokens"] == 0
+
+
+async def test_vllms_extras_arrive_at_the_scheduler(served: Serving) -> None:
+    ask = {
+        "prompt": "the",
+        "max_tokens": 8,
+        "top_k": 5,
+        "min_p": 0.25,
+        "repetition_penalty": 1.5,
+        "min_tokens": 3,
+        "ignore_eos": True,
+        "stop_token_ids": [7, 9],
+        "allowed_token_ids": [7, 8, 9, 10],
+        "logit_bias": {"8": -1.5},
+        "bad_words": ["hello"],
+        "priority": -3,
+        "cache_salt": "mine",
+        "prompt_logprobs": 1,
+        "return_token_ids": True,
+        "request_id": "abc",
+        "temperature": 0,
+        "seed": -1,
+    }
+    body = (await served.http.post("/v1/completions", json=ask)).json()
+    (choice,) = body["choices"]
+    (add,) = served.scheduler.adds
+    sampling = add.sampling
+    assert body["id"] == add.request_id == "cmpl-abc"
+    assert (sampling.top_k, sampling.min_p, sampling.repetition_penalty) == (5, 0.25, 1.5)
+    assert (sampling.min_tokens, sampling.max_tokens, sampling.seed) == (3, 8, 2**64 - 1)
+    assert list(sampling.eos_token_ids) == []
+    assert list(sampling.stop_token_ids) == [7, 9]
+    assert dict(zip(sampling.logit_bias_token_ids, sampling.logit_bias_values, strict=True)) == {
+        8: -1.5
+    }
+    assert list(sampling.bad_words[0].ids) == served.tokens("hello")
+    assert sampling.HasField("temperature")
+    assert sampling.temperature == 0
+    assert (add.priority, add.cache_salt) == (-3, "mine")
+    assert choice["prompt_token_ids"] == served.tokens("the")
+    assert len(choice["token_ids"]) == 8
+    assert choice["prompt_logprobs"][0] is None
+
+
+async def test_usage_in_every_chunk(served: Serving) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = await events(
+        served,
+        "/v1/completions",
+        {"prompt": "the", "max_tokens": 3, "stream_options": options, "seed": 2},
+    )
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] == 3
+    assert chunks[-1]["choices"] == []
+
+
+async def test_tokenize_and_detokenize(served: Serving) -> None:
+    asked = {"prompt": "the world", "return_token_strs": True}
+    body = (await served.http.post("/tokenize", json=asked)).json()
+    assert body["tokens"] == served.tokens("the world")
+    assert body["count"] == len(body["tokens"]) == len(body["token_strs"])
+    assert body["max_model_len"] == 512
+    back = (await served.http.post("/detokenize", json={"tokens": body["tokens"]})).json()
+    assert back == {"prompt": "the world"}
+    chat = {"messages": [{"role": "user", "content": "hello"}]}
+    body = (await served.http.post("/tokenize", json=chat)).json()
+    assert body["tokens"] == served.tokens("<|user|>hello<|end|><|assistant|>")
+
+
+async def test_models_health_status_and_metrics(served: Serving) -> None:
+    (card,) = (await served.http.get("/v1/models")).json()["data"]
+    assert (card["id"], card["object"], card["max_model_len"]) == ("tiny", "model", 512)
+    assert (await served.http.get("/v1/models/tiny")).json()["id"] == "tiny"
+    assert (await served.http.get("/v1/models/other")).status_code == 404
+    assert (await served.http.get("/health")).status_code == 200
+    await served.http.post("/v1/completions", json={"prompt": "the", "max_tokens": 3})
+    (replica,) = (await served.http.get("/status")).json()["replicas"]
+    assert (replica["ready"], replica["stats"]["num_steps"]) == (True, 7)
+    metrics = (await served.http.get("/metrics")).text
+    assert 'vllm:generation_tokens_total{model_name="tiny"} 3.0' in metrics
+    success = 'vllm:request_success_total{finished_reason="length",model_name="tiny"} 1.0'
+    assert success in metrics
+    assert 'vllm:time_to_first_token_seconds_count{model_name="tiny"} 1.0' in metrics
+    assert 'vllm:inter_token_latency_seconds_count{model_name="tiny"} 2.0' in metrics
+    assert (await served.http.get("/openapi.json")).status_code == 200
+    missing = await served.http.get("/nowhere")
+    assert missing.status_code == 404
+    assert missing.json()["error"]["message"] == "GET /nowhere: Not Found"

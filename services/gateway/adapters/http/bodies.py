@@ -4,7 +4,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from services.gateway.adapters.http.fields import Body, Int, TokenId, only
+from services.gateway.adapters.http.fields import (
+    Body,
+    Int,
+    Prompts,
+    TextOrParts,
+    TextOrTexts,
+    Texts,
+    TokenIds,
+    only,
+)
 
 _NO_TOOLS = "tools are not supported"
 _NO_FORMAT = "constrained output is not supported"
@@ -28,7 +37,7 @@ class SamplingBody(Body):
     max_tokens: Int | None = None
     n: Int | None = None
     seed: Int | None = None
-    stop: str | list[str] | None = None
+    stop: TextOrTexts | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: float | None = None
@@ -39,15 +48,15 @@ class SamplingBody(Body):
     repetition_penalty: float | None = None
     min_tokens: Int | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: Annotated[Any, only(True, why="it cannot be turned off")] = None
     add_special_tokens: bool | None = None
     priority: Int | None = None
     cache_salt: str | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[TokenId] | None = None
+    bad_words: Texts | None = None
+    allowed_token_ids: TokenIds | None = None
     prompt_logprobs: Int | None = None
     return_token_ids: bool | None = None
     request_id: str | None = Field(default=None, min_length=1, max_length=128)
@@ -63,7 +72,7 @@ class SamplingBody(Body):
 class CompletionBody(SamplingBody):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: Prompts
     echo: bool | None = None
     logprobs: Int | None = None
     best_of: Int | None = None
@@ -71,18 +80,11 @@ class CompletionBody(SamplingBody):
     response_format: Annotated[Any, only({"type": "text"}, why=_NO_FORMAT)] = None
 
 
-class TextPart(Body):
-    """A part of a message's content."""
-
-    type: Literal["text"]
-    text: str
-
-
 class ChatMessage(Body):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: TextOrParts
     name: str | None = None
     # A turn of the assistant may be sent back as it came.
     refusal: Annotated[Any, only(why="refusals are not supported")] = None
@@ -103,7 +105,7 @@ class ChatMessage(Body):
 class ChatPrompt(Body):
     """A conversation and how it is rendered."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -134,7 +136,7 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = Field(default=None, min_length=1)
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
@@ -146,4 +148,4 @@ class DetokenizeBody(Body):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: TokenIds

@@ -100,7 +100,7 @@ def in_chat_words(error: StepwellError, body: ChatCompletionBody) -> StepwellErr
     if name is None:
         return error
     message = error.message
-    if message.startswith(f"{error.field} "):
+    if message.startswith((f"{error.field} ", f"{error.field}:")):
         message = name + message[len(error.field or "") :]
     return type(error)(
         message,

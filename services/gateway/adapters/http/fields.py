@@ -1,14 +1,63 @@
 """Building blocks of request bodies: strict types, and fields that are known but not served."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+)
 from pydantic_core import PydanticCustomError
 
 # Numbers beyond this cannot be meant; without a bound an integer of a million digits is parsed.
 _INT64 = 2**63
 Int = Annotated[int, Field(ge=-_INT64, lt=_INT64)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+# Lists end at their first wrong item: a body could hold a million.
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+
+
+def _by_first_item(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "<text>"
+    if not isinstance(value, list):
+        return None
+    first = value[0] if value else None
+    if isinstance(first, str):
+        return "<texts>"
+    return "<lists>" if isinstance(first, list) else "<items>"
+
+
+def _by_first_item_or_texts(value: Any) -> str | None:
+    kind = _by_first_item(value)
+    return kind if kind in (None, "<text>") else "<texts>"
+
+
+# One alternative is chosen first, so that what is wrong with it can be said in one sentence.
+Prompts = Annotated[
+    Annotated[str, Tag("<text>")]
+    | Annotated[Texts, Tag("<texts>")]
+    | Annotated[TokenIds, Tag("<items>")]
+    | Annotated[list[TokenIds], Field(fail_fast=True), Tag("<lists>")],
+    Discriminator(
+        _by_first_item,
+        custom_error_type="alternative",
+        custom_error_message="must be a string, a list of strings, token ids, or lists of these",
+    ),
+]
+TextOrTexts = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[Texts, Tag("<texts>")],
+    Discriminator(
+        _by_first_item_or_texts,
+        custom_error_type="alternative",
+        custom_error_message="must be a string or a list of strings",
+    ),
+]
 
 
 class Body(BaseModel):
@@ -26,3 +75,27 @@ def only(*values: Any, why: str) -> AfterValidator:
         raise PydanticCustomError("not_supported", "{why}", {"why": why})
 
     return AfterValidator(check)
+
+
+class TextPart(Body):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+def _by_type(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "<text>"
+    return "<parts>" if isinstance(value, list) else None
+
+
+TextOrParts = Annotated[
+    Annotated[str, Tag("<text>")]
+    | Annotated[list[TextPart], Field(fail_fast=True), Tag("<parts>")],
+    Discriminator(
+        _by_type,
+        custom_error_type="alternative",
+        custom_error_message="must be a string or a list of parts",
+    ),
+]

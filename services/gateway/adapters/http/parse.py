@@ -1,6 +1,6 @@
 """From the bytes of a body to a body object, or to an error that names the field."""
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
@@ -8,6 +8,9 @@ from starlette.requests import Request
 from services.common.errors import InvalidArgument, PayloadTooLarge
 
 B = TypeVar("B", bound=BaseModel)
+
+# Listing a hundred thousand problems would take longer than serving a request.
+_MAX_PROBLEMS = 100
 
 
 async def read_body(request: Request, model: type[B], max_bytes: int) -> B:
@@ -40,35 +43,28 @@ def _too_large(max_bytes: int) -> PayloadTooLarge:
     return PayloadTooLarge(f"the body is larger than the {max_bytes} bytes that are read")
 
 
+# What to say of a problem by pydantic's name for it, where pydantic's words are not for clients.
+_SENTENCES = {
+    "extra_forbidden": ("{where} is no known parameter", "UNKNOWN_PARAMETER"),
+    "missing": ("{where} is missing", "MISSING_PARAMETER"),
+    "not_supported": ("{where} is not supported: {what}", "UNSUPPORTED_PARAMETER"),
+    "alternative": ("{where} {what}", None),
+    "model_type": ("{where} must be a JSON object", None),
+}
+
+
 def _refusal(error: ValidationError) -> InvalidArgument:
-    problem = _worst(error.errors(include_url=False, include_input=False))
-    kind, location = problem["type"], _path(problem["loc"])
+    if error.error_count() > _MAX_PROBLEMS:
+        return InvalidArgument(f"the body has {error.error_count()} wrong or unknown fields")
+    problem = error.errors(include_url=False, include_input=False)[0]
+    kind, where, what = problem["type"], _path(problem["loc"]), problem["msg"]
     if kind == "json_invalid":
         return InvalidArgument(f"the body is not JSON: {problem['ctx']['error']}")
-    if kind == "model_type":
-        where = location or "the body"
-        return InvalidArgument(f"{where} must be a JSON object", field=location or None)
-    if kind == "extra_forbidden":
-        return InvalidArgument(
-            f"{location} is no known parameter", field=location, reason="UNKNOWN_PARAMETER"
-        )
-    if kind == "missing":
-        return InvalidArgument(f"{location} is missing", field=location, reason="MISSING_PARAMETER")
-    if kind == "not_supported":
-        return InvalidArgument(
-            f"{location} is not supported: {problem['msg']}",
-            field=location,
-            reason="UNSUPPORTED_PARAMETER",
-        )
-    message = problem["msg"][:1].lower() + problem["msg"][1:]
-    return InvalidArgument(f"{location}: {message}", field=location)
-
-
-def _worst(problems: list[Any]) -> Any:
-    """The first problem; of the alternatives of one field, the one that got furthest."""
-    first = problems[0]["loc"][:1]
-    same = [problem for problem in problems if problem["loc"][:1] == first]
-    return max(same, key=lambda problem: sum(isinstance(part, int) for part in problem["loc"]))
+    sentence, reason = _SENTENCES.get(kind, ("{where}: {what}", None))
+    if kind not in _SENTENCES:
+        what = what[:1].lower() + what[1:]
+    message = sentence.format(where=where or "the body", what=what)
+    return InvalidArgument(message, field=where or None, reason=reason)
 
 
 def _path(location: tuple[int | str, ...]) -> str:
@@ -79,11 +75,6 @@ def _path(location: tuple[int | str, ...]) -> str:
             path += f"[{part}]"
         elif place == 0:
             path = part
-        elif _is_field(part):
+        elif not part.startswith("<"):
             path += f".{part}"
     return path
-
-
-def _is_field(part: str) -> bool:
-    """Whether a part of a location is a field's name: alternatives are written like types."""
-    return part.isidentifier() and part not in ("str", "int", "float", "bool", "TextPart")

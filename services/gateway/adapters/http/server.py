@@ -10,6 +10,8 @@ from fastapi import FastAPI
 
 from services.common.errors import Unavailable
 
+_SEND_BUFFER_BYTES = 128 * 1024
+
 
 class _Quiet(uvicorn.Server):
     """Leaves signals to whoever runs the process."""
@@ -60,6 +62,8 @@ def _bind(address: str) -> socket.socket:
         family = socket.getaddrinfo(host or None, int(port), type=socket.SOCK_STREAM)[0][0]
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Accepted connections inherit it; the kernel would give a slow reader megabytes.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         listener.bind((host, int(port)))
         listener.listen(2048)
     except (OSError, ValueError, OverflowError) as error:

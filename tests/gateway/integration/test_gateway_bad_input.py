@@ -1,0 +1,242 @@
+"""What is wrong with a request is said by name, and nothing is enqueued."""
+
+import json
+from typing import Any
+
+import openai
+import pytest
+from stepwell.scheduler.v1 import scheduler_pb2
+
+from tests.gateway.fake_scheduler import FakeScheduler
+from tests.gateway.serving import Serving, serving
+
+CHAT = [{"role": "user", "content": "hi"}]
+
+# (what is wrong, body, the field that the error names)
+COMPLETIONS: list[tuple[str, dict[str, Any], str]] = [
+    ("empty prompt", {"prompt": ""}, "prompt"),
+    ("no tokens", {"prompt": []}, "prompt"),
+    ("one of many empty", {"prompt": ["a", ""]}, "prompt"),
+    ("no prompt", {}, "prompt"),
+    ("prompt too long", {"prompt": [5] * 600}, "prompt"),
+    ("prompt beyond the pool", {"prompt": [5] * 490}, "prompt"),
+    ("no room for an answer", {"prompt": [5] * 480}, "prompt"),
+    ("together too long", {"prompt": [5] * 400, "max_tokens": 100}, "max_tokens"),
+    ("token id unknown", {"prompt": [5, 320]}, "prompt"),
+    ("token id negative", {"prompt": [5, -1]}, "prompt[1]"),
+    ("token id huge", {"prompt": [10**40]}, "prompt[0]"),
+    ("prompt of the wrong type", {"prompt": 5}, "prompt"),
+    ("text for a number", {"prompt": "a", "max_tokens": "5"}, "max_tokens"),
+    ("number for a flag", {"prompt": "a", "stream": 1}, "stream"),
+    ("flag for a number", {"prompt": "a", "n": True}, "n"),
+    ("fraction for a count", {"prompt": "a", "max_tokens": 1.5}, "max_tokens"),
+    ("negative max_tokens", {"prompt": "a", "max_tokens": -1}, "max_tokens"),
+    ("no max_tokens", {"prompt": "a", "max_tokens": 0}, "max_tokens"),
+    ("negative temperature", {"prompt": "a", "temperature": -0.1}, "temperature"),
+    ("top_p of zero", {"prompt": "a", "top_p": 0}, "top_p"),
+    ("top_k below -1", {"prompt": "a", "top_k": -2}, "top_k"),
+    ("min_p above one", {"prompt": "a", "min_p": 1.5}, "min_p"),
+    ("n of zero", {"prompt": "a", "n": 0}, "n"),
+    ("n too large", {"prompt": "a", "n": 257}, "n"),
+    ("penalty out of range", {"prompt": "a", "presence_penalty": 3}, "presence_penalty"),
+    ("repetition penalty", {"prompt": "a", "repetition_penalty": 0}, "repetition_penalty"),
+    ("min above max", {"prompt": "a", "min_tokens": 9, "max_tokens": 3}, "min_tokens"),
+    ("bias of no token", {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
+    ("bias of an unknown token", {"prompt": "a", "logit_bias": {"999": 1}}, "logit_bias"),
+    ("bias out of range", {"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias"),
+    ("too many logprobs", {"prompt": "a", "logprobs": 21}, "logprobs"),
+    ("empty stop", {"prompt": "a", "stop": ["x", ""]}, "stop"),
+    ("too many stops", {"prompt": "a", "stop": ["x"] * 65}, "stop"),
+    ("stop of the wrong type", {"prompt": "a", "stop": [1]}, "stop[0]"),
+    ("nothing allowed", {"prompt": "a", "allowed_token_ids": []}, "allowed_token_ids"),
+    ("unknown field", {"prompt": "a", "temprature": 1}, "temprature"),
+    ("suffix", {"prompt": "a", "suffix": "b"}, "suffix"),
+    ("best_of", {"prompt": "a", "best_of": 3}, "best_of"),
+    ("options of no stream", {"prompt": "a", "stream_options": {}}, "stream_options"),
+    (
+        "unknown option",
+        {"prompt": "a", "stream": True, "stream_options": {"x": 1}},
+        "stream_options.x",
+    ),
+    ("seed too large", {"prompt": "a", "seed": 2**70}, "seed"),
+    ("request_id", {"prompt": "a", "request_id": "a\nb"}, "request_id"),
+    ("stored", {"prompt": "a", "store": True}, "store"),
+    (
+        "prompt logprobs in a stream",
+        {"prompt": "a", "stream": True, "prompt_logprobs": 1},
+        "prompt_logprobs",
+    ),
+]
+
+CHATS: list[tuple[str, dict[str, Any], str]] = [
+    ("no messages", {"messages": []}, "messages"),
+    ("no such role", {"messages": [{"role": "x", "content": "a"}]}, "messages[0].role"),
+    ("no content", {"messages": [{"role": "user"}]}, "messages[0].content"),
+    ("null content", {"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+    (
+        "an image",
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages[0].content[0].type",
+    ),
+    ("tools", {"messages": CHAT, "tools": [{}]}, "tools"),
+    ("tool choice", {"messages": CHAT, "tool_choice": "auto"}, "tool_choice"),
+    (
+        "constrained",
+        {"messages": CHAT, "response_format": {"type": "json_object"}},
+        "response_format",
+    ),
+    ("top without logprobs", {"messages": CHAT, "top_logprobs": 2}, "top_logprobs"),
+    (
+        "too many top",
+        {"messages": CHAT, "logprobs": True, "top_logprobs": 99},
+        "top_logprobs",
+    ),
+    (
+        "two lengths",
+        {"messages": CHAT, "max_tokens": 1, "max_completion_tokens": 2},
+        "max_completion_tokens",
+    ),
+    ("too long", {"messages": [{"role": "user", "content": "z" * 600}]}, "messages"),
+    (
+        "length",
+        {"messages": CHAT, "max_completion_tokens": 5000},
+        "max_completion_tokens",
+    ),
+    (
+        "two endings",
+        {"messages": CHAT, "continue_final_message": True, "add_generation_prompt": True},
+        "continue_final_message",
+    ),
+    (
+        "reserved",
+        {"messages": CHAT, "chat_template_kwargs": {"tokenize": True}},
+        "chat_template_kwargs",
+    ),
+    ("reasoning", {"messages": CHAT, "reasoning_effort": "high"}, "reasoning_effort"),
+]
+
+
+async def refused(served: Serving, path: str, body: dict[str, Any], field: str) -> None:
+    response = await served.http.post(path, json=body)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == field, error
+    assert field.partition("[")[0].partition(".")[0] in error["message"], error
+
+
+async def test_bad_completions(served: Serving) -> None:
+    for what, body, field in COMPLETIONS:
+        for stream in ({}, {"stream": True}):
+            if stream and ("stream" in body or "stream_options" in body):
+                continue
+            print(what)
+            await refused(served, "/v1/completions", body | stream, field)
+    assert served.scheduler.adds == []
+
+
+async def test_bad_chats(served: Serving) -> None:
+    for what, body, field in CHATS:
+        print(what)
+        await refused(served, "/v1/chat/completions", body, field)
+    assert served.scheduler.adds == []
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"text"',
+        b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "temperature": Infinity}',
+        b'{"prompt": "a", "logit_bias": {"5": -Infinity}}',
+        b'{"prompt": "\xff\xfe"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "a", "temperature": 1e999}',
+        b"[" * 100_000,
+        b'{"prompt": ' + b"[" * 5_000 + b"]" * 5_000 + b"}",
+        b'{"prompt": "a", "seed": ' + b"9" * 5_000 + b"}",
+    ],
+)
+async def test_what_is_no_request_at_all(served: Serving, raw: bytes) -> None:
+    for path in ("/v1/completions", "/tokenize", "/detokenize", "/v1/chat/completions"):
+        response = await served.http.post(path, content=raw)
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["message"]
+    assert served.scheduler.adds == []
+
+
+async def test_numbers_that_are_none_name_their_field(served: Serving) -> None:
+    raw = b'{"prompt": "a", "temperature": NaN}'
+    error = (await served.http.post("/v1/completions", content=raw)).json()["error"]
+    assert error["param"] == "temperature"
+
+
+async def test_the_message_of_a_long_prompt_has_the_counts(served: Serving) -> None:
+    body = (await served.http.post("/v1/completions", json={"prompt": [5] * 600})).json()
+    assert "600 tokens" in body["error"]["message"]
+    assert "480 tokens" in body["error"]["message"]
+
+
+async def test_a_body_of_10_mb_is_not_read(served: Serving) -> None:
+    body = json.dumps({"prompt": "x" * 10_000_000}).encode()
+    response = await served.http.post("/v1/completions", content=body)
+    assert response.status_code == 413
+
+    async def pieces():
+        for start in range(0, len(body), 65_536):
+            yield body[start : start + 65_536]
+
+    # Without a content-length, too.
+    response = await served.http.post("/v1/completions", content=pieces())
+    assert response.status_code == 413
+    assert response.json()["error"]["type"] == "invalid_request_error"
+    assert (await served.http.post("/v1/completions", json={"prompt": "the"})).status_code == 200
+
+
+async def test_an_unknown_model(served: Serving) -> None:
+    async with served.openai() as client:
+        with pytest.raises(openai.NotFoundError, match="no model 'gpt'"):
+            await client.completions.create(model="gpt", prompt="a")
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.completions.create(model="tiny", prompt="a", temperature=-1)
+    assert caught.value.param == "temperature"
+    assert caught.value.code == "invalid_argument"
+    assert served.scheduler.adds == []
+
+
+async def test_priority_where_there_is_none(model) -> None:
+    async with serving(model, FakeScheduler(priority_scheduling=False)) as served:
+        await refused(served, "/v1/completions", {"prompt": "a", "priority": 1}, "priority")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_refusal_of_the_scheduler_keeps_its_status(served: Serving, stream: bool) -> None:
+    served.scheduler.rejection = scheduler_pb2.Rejection(
+        code=8, reason="QUEUE_FULL", message="the queue is full", retry_after_millis=2500
+    )
+    response = await served.http.post("/v1/completions", json={"prompt": "a", "stream": stream})
+    assert response.status_code == 429
+    assert response.headers["retry-after"] == "3"
+    assert response.json()["error"] == {
+        "message": "the queue is full",
+        "type": "rate_limit_error",
+        "param": None,
+        "code": "queue_full",
+    }
+    served.scheduler.rejection = scheduler_pb2.Rejection(
+        code=11, reason="TOO_LONG", field="prompt_token_ids", message="too long"
+    )
+    response = await served.http.post("/v1/completions", json={"prompt": "a", "stream": stream})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
+
+
+async def test_the_engine_may_give_up(served: Serving) -> None:
+    served.scheduler.engine_error = "out of luck"
+    async with served.openai() as client:
+        with pytest.raises(openai.InternalServerError, match="out of luck"):
+            await client.completions.create(model="tiny", prompt="a")

@@ -1,0 +1,143 @@
+"""Chat completions, with the client that most people use."""
+
+import openai
+import pytest
+
+from tests.gateway.fake_scheduler import FakeScheduler
+from tests.gateway.serving import Serving, serving
+from tests.gateway.tiny_tokenizer import write_tokenizer
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+async def test_an_answer_and_its_prompt(served: Serving) -> None:
+    served.scheduler.answer = served.tokens("the world")
+    served.scheduler.num_cached_tokens = 2
+    async with served.openai() as client:
+        completion = await client.chat.completions.create(model="tiny", messages=HELLO)
+    (choice,) = completion.choices
+    assert choice.message.role == "assistant"
+    assert choice.message.content == "the world"
+    assert choice.finish_reason == "stop"
+    (add,) = served.scheduler.adds
+    prompt = served.tokens("<|user|>hello<|end|><|assistant|>")
+    assert add.prompt_token_ids == b"".join(t.to_bytes(4, "little") for t in prompt)
+    # What is left of what model and pool can hold.
+    assert add.sampling.max_tokens == served.scheduler.max_request_tokens - len(prompt)
+    assert list(add.sampling.eos_token_ids) == [0]
+    assert add.sampling.HasField("seed")
+    assert completion.usage.prompt_tokens == len(prompt)
+    assert completion.usage.prompt_tokens_details.cached_tokens == 2
+
+
+async def test_a_stream_has_role_deltas_finish_and_usage(served: Serving) -> None:
+    served.scheduler.answer = served.tokens("the 世界 world")
+    async with served.openai() as client:
+        stream = await client.chat.completions.create(
+            model="tiny", messages=HELLO, stream=True, stream_options={"include_usage": True}
+        )
+        chunks = [chunk async for chunk in stream]
+    first, *middle, last, usage = chunks
+    assert first.choices[0].delta.role == "assistant"
+    deltas = [chunk.choices[0].delta.content for chunk in middle]
+    assert "".join(deltas) == "the 世界 world"
+    assert all(deltas)
+    assert last.choices[0].finish_reason == "stop"
+    assert usage.choices == []
+    assert usage.usage.completion_tokens == len(served.tokens("the 世界 world")) + 1
+
+
+async def test_n_answers_differ_and_the_first_is_that_of_one(served: Serving) -> None:
+    async with served.openai() as client:
+        ask = {"model": "tiny", "messages": HELLO, "seed": 5, "max_tokens": 12}
+        two = await client.chat.completions.create(n=2, **ask)
+        one = await client.chat.completions.create(**ask)
+        stream = await client.chat.completions.create(n=2, stream=True, **ask)
+        streamed = ["", ""]
+        async for chunk in stream:
+            for choice in chunk.choices:
+                streamed[choice.index] += choice.delta.content or ""
+    texts = [choice.message.content for choice in two.choices]
+    assert [choice.index for choice in two.choices] == [0, 1]
+    assert texts[0] == one.choices[0].message.content
+    assert texts[0] != texts[1]
+    assert texts == streamed
+    assert two.usage.completion_tokens == 24
+    assert two.usage.prompt_tokens == one.usage.prompt_tokens
+
+
+async def test_logprobs_have_bytes_and_the_best(served: Serving) -> None:
+    served.scheduler.answer = served.tokens("the é")
+    async with served.openai() as client:
+        completion = await client.chat.completions.create(
+            model="tiny", messages=HELLO, logprobs=True, top_logprobs=2, max_tokens=3
+        )
+    content = completion.choices[0].logprobs.content
+    assert len(content) == 3
+    assert [entry.logprob for entry in content] == [-0.5] * 3
+    assert [len(entry.top_logprobs) for entry in content] == [2] * 3
+    assert bytes(byte for entry in content for byte in entry.bytes) == "the é".encode()[:5]
+    assert content[0].token == "the"
+    # Half a character is written as bytes.
+    assert content[2].token == "bytes:\\xc3"
+    assert completion.choices[0].message.content == "the "
+
+
+async def test_stop_strings_end_the_answer_and_abort_the_rest(served: Serving) -> None:
+    served.scheduler.answer = served.tokens("the hello world of them")
+    async with served.openai() as client:
+        completion = await client.chat.completions.create(
+            model="tiny", messages=HELLO, stop=["lo wo", "zzz"]
+        )
+    assert completion.choices[0].message.content == "the hel"
+    assert completion.choices[0].finish_reason == "stop"
+    assert completion.choices[0].stop_reason == "lo wo"
+
+
+async def test_an_answer_can_be_continued(served: Serving) -> None:
+    served.scheduler.answer = served.tokens(" world")
+    messages = [*HELLO, {"role": "assistant", "content": "the hello"}]
+    response = await served.http.post(
+        "/v1/chat/completions", json={"messages": messages, "continue_final_message": True}
+    )
+    assert response.json()["choices"][0]["message"]["content"] == " world"
+    expected = served.tokens("<|user|>hello<|end|><|assistant|>the hello")
+    assert len(served.scheduler.adds[0].prompt_token_ids) == 4 * len(expected)
+
+
+async def test_parts_of_text_are_joined_and_echoed_turns_taken(served: Serving) -> None:
+    async with served.openai() as client:
+        first = await client.chat.completions.create(
+            model="tiny", messages=HELLO, max_tokens=4, seed=3
+        )
+        said = first.choices[0].message.model_dump(exclude_unset=True)
+        parts = [{"type": "text", "text": "the "}, {"type": "text", "text": "world"}]
+        await client.chat.completions.create(
+            model="tiny",
+            messages=[*HELLO, said, {"role": "user", "content": parts}],
+            max_tokens=4,
+            user="someone",
+            metadata={"a": "b"},
+            store=False,
+            service_tier="auto",
+            response_format={"type": "text"},
+            tool_choice="none",
+        )
+
+
+async def test_the_template_may_refuse(served: Serving) -> None:
+    async with served.openai() as client:
+        with pytest.raises(openai.BadRequestError, match="no such role: developer") as caught:
+            await client.chat.completions.create(
+                model="tiny", messages=[{"role": "developer", "content": "x"}]
+            )
+    assert caught.value.param == "messages"
+
+
+async def test_a_model_without_a_template_does_not_chat(tmp_path) -> None:
+    model = write_tokenizer(tmp_path / "plain", chat_template=None)
+    async with serving(model, FakeScheduler()) as served, served.openai() as client:
+        with pytest.raises(openai.BadRequestError, match="no chat template"):
+            await client.chat.completions.create(model="plain", messages=HELLO)
+        models = await client.models.list()
+        assert [model.id for model in models.data] == ["plain"]

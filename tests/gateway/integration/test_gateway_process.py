@@ -1,0 +1,130 @@
+"""The gateway as a process of its own."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from tests.gateway.fake_scheduler import FakeScheduler
+
+ROOT = Path(__file__).parents[3]
+PYTHONPATH = f"{ROOT}{os.pathsep}{ROOT / 'gen'}"
+
+
+def command(*flags: str) -> list[str]:
+    return [sys.executable, "-m", "services.gateway", *flags]
+
+
+@contextmanager
+def process(*flags: str) -> Iterator[subprocess.Popen[str]]:
+    environ = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    child = subprocess.Popen(command(*flags), env=environ, stderr=subprocess.PIPE, text=True)
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def run(*flags: str) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    return subprocess.run(
+        command(*flags), env=environ, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def addresses(child: subprocess.Popen[str]) -> str:
+    assert child.stderr is not None
+    for line in child.stderr:
+        if "HTTP on " in line:
+            return line.partition("HTTP on ")[2].partition(",")[0]
+    raise AssertionError("the gateway ended before it served")
+
+
+async def test_sigterm_finishes_what_runs_and_exits_0(model: Path) -> None:
+    scheduler = FakeScheduler(permits=0)
+    address = await scheduler.start()
+    flags = ["--model", str(model), "--schedulers", address]
+    flags += ["--http-listen", "127.0.0.1:0", "--grpc-listen", "127.0.0.1:0"]
+    with process(*flags) as child:
+        http_address = await asyncio.to_thread(addresses, child)
+        async with httpx.AsyncClient(base_url=f"http://{http_address}", timeout=20) as http:
+            async with asyncio.timeout(20):
+                while (await http.get("/health")).status_code != 200:  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+            body = {"prompt": "the", "max_tokens": 8}
+            answer = asyncio.create_task(http.post("/v1/completions", json=body))
+            async with asyncio.timeout(20):
+                while not scheduler.num_running:  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+            child.send_signal(signal.SIGTERM)
+            await asyncio.sleep(0.1)
+            scheduler.run_freely()
+            assert (await answer).json()["usage"]["completion_tokens"] == 8
+        assert await asyncio.to_thread(child.wait, 10) == 0
+    await scheduler.die()
+
+
+async def test_a_request_that_never_ends_is_ended(model: Path) -> None:
+    scheduler = FakeScheduler(permits=0)
+    address = await scheduler.start()
+    flags = ["--model", str(model), "--schedulers", address, "--drain-seconds", "0.5"]
+    flags += ["--http-listen", "127.0.0.1:0", "--grpc-listen", "127.0.0.1:0"]
+    with process(*flags) as child:
+        http_address = await asyncio.to_thread(addresses, child)
+        host, port = http_address.split(":")
+        with socket.create_connection((host, int(port))) as idle:
+            idle.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
+            child.send_signal(signal.SIGTERM)
+            assert await asyncio.to_thread(child.wait, 10) == 0
+    await scheduler.die()
+
+
+def test_a_taken_port_is_one_sentence(model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        ended = run("--model", str(model), "--http-listen", address, "--grpc-listen", "127.0.0.1:0")
+    assert ended.returncode == 1
+    assert f"stepwell gateway: cannot listen on {address} for HTTP" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_directory_without_a_tokenizer_is_one_sentence(tmp_path: Path) -> None:
+    ended = run("--model", str(tmp_path))
+    assert ended.returncode == 1
+    assert ended.stderr.strip().endswith("there is no tokenizer.json")
+    (tmp_path / "tokenizer.json").write_text("{")
+    ended = run("--model", str(tmp_path))
+    assert ended.returncode == 1
+    assert "cannot load the tokenizer" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_no_torch_is_needed(model: Path) -> None:
+    """With torch out of reach the tokenizer loads, and nothing is said about its absence."""
+    program = (
+        "import sys\n"
+        "sys.modules['torch'] = None\n"
+        "from pathlib import Path\n"
+        "from services.gateway.adapters.hf_tokenizer import load_tokenizer\n"
+        "import services.gateway.gateway\n"
+        f"tokenizer = load_tokenizer(Path({str(model)!r}))\n"
+        "print(tokenizer.decode([70, 71], skip_special_tokens=True))\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr == ""
