@@ -15,7 +15,9 @@ class KVPoolSettings:
     )
     max_pools: int = setting(64, doc="pools that may be open at once", check=at_least(1))
     max_blocks_per_pool: int = setting(
-        4_194_304, doc="blocks that a pool may have; each costs about 100 bytes", check=at_least(2)
+        1_048_576,
+        doc="blocks that a pool may have; a snapshot of their hashes must fit into one message",
+        check=between(2, 2_000_000),
     )
     watch_buffer_hashes: int = setting(
         65_536,

@@ -72,12 +72,11 @@ class FullAttentionGroup:
         """A table that holds the hits, which the caller has touched."""
         return BlockTable(hits, len(hits))
 
-    def grow(self, table: BlockTable, num_slots: int) -> list[BlockId]:
-        """Extends a table to so many token slots; the blocks must be free. Returns the new ones."""
-        num_missing = self.num_missing(table, num_slots)
-        if not num_missing:
+    def extend(self, table: BlockTable, num_blocks: int) -> list[BlockId]:
+        """Adds so many blocks to a table; they must be free. Returns them."""
+        if not num_blocks:
             return []
-        blocks = self._pool.take(num_missing)
+        blocks = self._pool.take(num_blocks)
         table.blocks += blocks
         return blocks
 

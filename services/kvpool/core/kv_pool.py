@@ -161,17 +161,22 @@ class KVPool:
 
     def _grow(self, index: int, grow: Grow) -> tuple[GrowResult, Stop | None]:
         result = GrowResult(self._no_blocks())
+        num_free_blocks = self._blocks.num_free_blocks
         for item, (request, num_slots) in enumerate(
             zip(grow.requests, grow.num_slots, strict=True)
         ):
             tables = self._tables[request]
-            num_missing = 0
-            for group, table in zip(self._groups, tables, strict=True):
-                num_missing += group.num_missing(table, num_slots)
-            if num_missing > self._blocks.num_free_blocks:
+            missing = [
+                group.num_missing(table, num_slots)
+                for group, table in zip(self._groups, tables, strict=True)
+            ]
+            num_free_blocks -= sum(missing)
+            if num_free_blocks < 0:
                 return result, Stop(index, item, StopReason.NO_BLOCKS)
-            for group, table, granted in zip(self._groups, tables, result.groups, strict=True):
-                _append(granted, group.grow(table, num_slots))
+            for group, table, num_blocks, granted in zip(
+                self._groups, tables, missing, result.groups, strict=True
+            ):
+                _append(granted, group.extend(table, num_blocks))
         return result, None
 
     def _commit(self, commit: Commit) -> None:
@@ -223,7 +228,7 @@ class KVPool:
             group.admit(blocks) for group, blocks in zip(self._groups, hits, strict=True)
         )
         for group, table in zip(self._groups, tables, strict=True):
-            group.grow(table, admission.num_slots)
+            group.extend(table, group.num_missing(table, admission.num_slots))
         self._tables[admission.request] = tables
         self._publish(admission.request, admission.num_commit_tokens, admission.new_hashes)
         if self.config.enable_prefix_caching and not admission.resumed:

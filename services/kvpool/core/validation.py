@@ -81,20 +81,18 @@ class TransactionValidator:
             )
         self._arrived.add(admission.request)
 
-    def _is_admitted(self, request: RequestNumber) -> bool:
-        return request in self._arrived or (
-            request in self._admitted and request not in self._departed
-        )
-
     def _require_admitted(self, requests: Sequence[RequestNumber], where: str) -> None:
+        admitted, arrived, departed = self._admitted, self._arrived, self._departed
         for item, request in enumerate(requests):
-            if not self._is_admitted(request):
+            if request not in arrived and (request not in admitted or request in departed):
                 raise RequestNotAdmitted(
                     f"request {request} holds no blocks", field=f"{where}.requests[{item}]"
                 )
 
     def _require_waiting(self, request: RequestNumber, field: str) -> None:
-        if self._is_admitted(request):
+        if request in self._arrived or (
+            request in self._admitted and request not in self._departed
+        ):
             raise RequestAlreadyAdmitted(f"request {request} holds blocks already", field=field)
 
 

@@ -23,7 +23,7 @@ def spans() -> InMemorySpanExporter:
 async def service(spans: InMemorySpanExporter) -> AsyncIterator[tuple[PoolService, str]]:
     settings = KVPoolSettings(
         address="127.0.0.1:0",
-        drain_seconds=0.0,
+        drain_seconds=5.0,
         max_pools=2,
         max_blocks_per_pool=1_000,
         watch_buffer_hashes=WATCH_BUFFER_HASHES,

@@ -83,15 +83,16 @@ async def test_watching_a_pool_that_is_not_open_is_refused(stub):
 
 async def test_watchers_end_at_once_when_the_service_drains(service, stub):
     pools, _ = service
-    await opened_speaker(stub)
+    await stub.OpenPool(wire.open_request())
     watch = stub.WatchEvents(kvpool_pb2.WatchEventsRequest(pool_id="replica"))
     await read(watch)
-    pools._feed.close()
+    draining = asyncio.create_task(pools.drain())
     with pytest.raises(grpc.aio.AioRpcError) as ended:
         await read(watch)
     error = status.from_rpc_error(ended.value)
     assert isinstance(error, Unavailable)
     assert error.error_reason == "DRAINING"
+    await draining
 
 
 async def test_a_chain_is_matched_in_every_pool_that_holds_its_beginning(stub):
