@@ -4,7 +4,7 @@ a replica that brings both back, someone who waits for tokens, and someone who w
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 from services.scheduler.core import ports
 from services.scheduler.core.plan import RequestUpdate, StepOutput, StepPlan
@@ -80,22 +80,23 @@ class FakeExecutor:
         self._is_held = False
         while self._waiting:
             answer, output = self._waiting.popleft()
-            answer.set_result(output)
+            if not answer.done():
+                answer.set_result(output)
 
     def lose(self) -> None:
         """Fails every step in flight and every further one."""
         self._is_lost = True
         while self._waiting:
             answer, _ = self._waiting.popleft()
-            answer.set_exception(ports.WorkersLost("the workers are away"))
-            answer.exception()
+            if not answer.done():
+                answer.set_exception(ports.WorkersLost("the workers are away"))
 
     def renew(self) -> None:
         """New workers with empty batches and caches."""
         self._model = PagedModel(*self._shape)
         self._is_lost = self._is_held = False
 
-    async def submit(self, plan: StepPlan, traceparent: str = "") -> Awaitable[StepOutput]:  # noqa: ARG002
+    async def submit(self, plan: StepPlan, traceparent: str = "") -> _Answer:  # noqa: ARG002
         if self._is_lost:
             raise ports.WorkersLost("the workers are away")
         self.num_steps += 1

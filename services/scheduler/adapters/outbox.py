@@ -65,6 +65,11 @@ class Outbox:
         """Lets the stream have what was collected."""
         self._filled.set()
 
+    @property
+    def has_news(self) -> bool:
+        """Whether `take` has something to send."""
+        return self._filled.is_set()
+
     async def take(self) -> scheduler_pb2.StepDeltas:
         """All news there are, once there are some."""
         await self._filled.wait()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from stepwell.worker.v1 import worker_pb2
 
-from services.common.errors import FailedPrecondition, StepwellError
+from services.common.errors import FailedPrecondition, InvalidArgument, StepwellError
 from services.scheduler.adapters.pool_client import PoolClient
 from services.scheduler.adapters.worker_client import WorkerGroup
 
@@ -37,6 +37,7 @@ class ReplicaShape:
 class ReplicaClient:
     """A `Replica` over pool and workers. What they serve may not change while this process lives,
     for requests are checked against it at the door: `reopen` raises FailedPrecondition if it does.
+    What the pool refuses for good is raised as InvalidArgument.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class ReplicaClient:
         while True:
             try:
                 return await self._try()
-            except FailedPrecondition:
+            except (FailedPrecondition, InvalidArgument):
                 raise
             except StepwellError as error:
                 if error.message != complaint:

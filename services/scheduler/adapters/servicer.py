@@ -40,11 +40,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         self._sessions = sessions
         self._statistics = statistics
         self._opened = opened
-        self._draining = False
+        self._draining = asyncio.Event()
 
     def drain(self) -> None:
-        """Refuses new requests from here on; those that are alive go on."""
-        self._draining = True
+        """Refuses new requests from here on; sessions end once theirs have ended."""
+        self._draining.set()
 
     async def Session(
         self, request_iterator: AsyncIterator[scheduler_pb2.SessionRequest], context: _Context
@@ -58,9 +58,10 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         logger.info("session of %s opened", session.gateway_id)
         try:
             yield scheduler_pb2.SessionResponse(opened=self._opened)
-            async for deltas in _news(session, reader):
+            async for deltas in self._news(session, reader):
                 yield scheduler_pb2.SessionResponse(deltas=deltas)
-            reader.result()
+            if reader.done():
+                reader.result()
         finally:
             reader.cancel()
             orphans = self._sessions.close(session)
@@ -117,7 +118,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
 
     async def _add(self, session: GatewaySession, message: scheduler_pb2.AddRequest) -> None:
         try:
-            if self._draining:
+            if self._draining.is_set():
                 raise Unavailable("the scheduler is draining", reason="DRAINING")
             if message.handle in session.requests:
                 raise InvalidArgument(f"handle {message.handle} is in use", field="handle")
@@ -137,18 +138,22 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
             return
         await asyncio.to_thread(request.hash_full_blocks, config.fingerprint, config.block_size)
 
-
-async def _news(
-    session: GatewaySession, reader: asyncio.Task[None]
-) -> AsyncIterator[scheduler_pb2.StepDeltas]:
-    """What the outbox collects, until the gateway has said its last."""
-    taking = asyncio.ensure_future(session.outbox.take())
-    try:
-        while True:
-            await asyncio.wait({taking, reader}, return_when=asyncio.FIRST_COMPLETED)
-            if not taking.done():
-                return
-            yield taking.result()
-            taking = asyncio.ensure_future(session.outbox.take())
-    finally:
-        taking.cancel()
+    async def _news(
+        self, session: GatewaySession, reader: asyncio.Task[None]
+    ) -> AsyncIterator[scheduler_pb2.StepDeltas]:
+        """What the outbox collects, until the gateway has said its last or the drain is done."""
+        outbox = session.outbox
+        taking = asyncio.ensure_future(outbox.take())
+        draining = asyncio.ensure_future(self._draining.wait())
+        try:
+            while session.requests or outbox.has_news or taking.done() or not draining.done():
+                others = {reader} if draining.done() else {reader, draining}
+                await asyncio.wait({taking, *others}, return_when=asyncio.FIRST_COMPLETED)
+                if taking.done():
+                    yield taking.result()
+                    taking = asyncio.ensure_future(outbox.take())
+                elif reader.done():
+                    return
+        finally:
+            taking.cancel()
+            draining.cancel()

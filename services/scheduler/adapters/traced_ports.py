@@ -1,5 +1,6 @@
 """The ports of the engine with a client span around each use of them."""
 
+import asyncio
 from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -42,7 +43,7 @@ class TracedExecutor:
         self._executor = executor
         self._tracing = tracing
 
-    async def submit(self, plan: StepPlan, traceparent: str = "") -> Awaitable[StepOutput]:
+    async def submit(self, plan: StepPlan, traceparent: str = "") -> asyncio.Future[StepOutput]:
         if not traceparent:
             return await self._executor.submit(plan)
         span = self._tracing.child(
@@ -51,8 +52,13 @@ class TracedExecutor:
             kind=SpanKind.CLIENT,
             attributes={names.ATTR_STEP: plan.step},
         )
-        answer = await self._executor.submit(plan, traceparent_of(span))
-        return _answered(span, answer)
+        try:
+            answer = await self._executor.submit(plan, traceparent_of(span))
+        except Exception as error:
+            span.record_exception(error)
+            span.end()
+            raise
+        return asyncio.create_task(_answered(span, answer))
 
 
 async def _answered(span: Span, answer: Awaitable[StepOutput]) -> StepOutput:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 
 import grpc
 from stepwell.worker.v1 import worker_pb2, worker_pb2_grpc
@@ -111,10 +111,10 @@ class WorkerGroup:
         for rank in self._ranks:
             rank.close()
 
-    async def submit(self, plan: StepPlan, traceparent: str = "") -> Awaitable[StepOutput]:
+    async def submit(self, plan: StepPlan, traceparent: str = "") -> asyncio.Future[StepOutput]:
         request = to_execute_request(plan, self._generation, traceparent)
         answers = [await rank.submit(request) for rank in self._ranks]
-        return self._collect(plan.step, answers)
+        return asyncio.create_task(self._collect(plan.step, answers))
 
     async def _collect(self, step: int, answers: list[_Answer]) -> StepOutput:
         try:

@@ -4,7 +4,8 @@ import asyncio
 import enum
 import logging
 from collections import deque
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
 
 from services.common.errors import FailedPrecondition, Unavailable
 from services.scheduler.core.plan import RequestUpdate, StepOutput, StepPlan
@@ -55,10 +56,11 @@ class Engine:
         self._observer = observer
         self._arrivals: list[Request] = []
         self._aborts: list[Request] = []
-        self._in_flight: deque[tuple[StepPlan, Awaitable[StepOutput]]] = deque()
+        self._in_flight: deque[tuple[StepPlan, asyncio.Future[StepOutput]]] = deque()
         self._wake = asyncio.Event()
-        self._between_turns = asyncio.Lock()
+        self._turns = asyncio.Condition()
         self._paused = False
+        self._num_holds = 0
         self._depth = 2 if scheduler.config.async_scheduling else 1
 
     @property
@@ -81,23 +83,22 @@ class Engine:
         while True:
             await self._until_work()
             try:
-                async with self._between_turns:
+                async with self._turns:
                     await self._turn()
+                    self._turns.notify_all()
             except (PoolLost, WorkersLost) as lost:
                 await self._recover(lost)
 
     async def pause(self, *, abort: bool) -> None:
         """Stops planning; returns when no step is in flight. `abort` ends what is alive."""
         self._paused = True
-        self._wake.set()
-        async with self._between_turns:
-            while self._in_flight:
-                await self._complete()
+        async with self._standstill():
             self._take_in()
             if abort:
                 self._end([*self.scheduler.running, *self.scheduler.waiting])
                 await self.scheduler.flush()
-            self.state = EngineState.PAUSED
+            if self.state is not EngineState.RECOVERING:
+                self.state = EngineState.PAUSED
 
     def resume(self) -> None:
         """Goes on planning."""
@@ -105,14 +106,31 @@ class Engine:
         self._wake.set()
 
     async def reset_prefix_cache(self, *, preempt_running: bool) -> None:
-        """Forgets every cached prefix. Raises FailedPrecondition while requests hold blocks."""
-        async with self._between_turns:
-            while self._in_flight:
-                await self._complete()
+        """Forgets every cached prefix. Raises FailedPrecondition while requests hold blocks, and
+        Unavailable while pool or workers are away.
+        """
+        async with self._standstill():
+            if self.state is EngineState.RECOVERING:
+                raise Unavailable(self.state_reason)
             if preempt_running:
                 self.scheduler.preempt_all()
             if not await self.scheduler.reset_prefix_cache():
                 raise FailedPrecondition("requests hold blocks", reason="BLOCKS_IN_USE")
+
+    @asynccontextmanager
+    async def _standstill(self) -> AsyncIterator[None]:
+        """Between turns, with no step in flight. The loop itself takes back what is in flight, so
+        that whoever asks may give up asking.
+        """
+        self._num_holds += 1
+        self._wake.set()
+        try:
+            async with self._turns:
+                await self._turns.wait_for(lambda: not self._in_flight)
+                yield
+        finally:
+            self._num_holds -= 1
+            self._wake.set()
 
     async def _turn(self) -> None:
         """Takes in what was said, plans and sends a step, takes back the tokens of the oldest.
@@ -122,7 +140,7 @@ class Engine:
         """
         self._take_in()
         planned = False
-        if not self._paused and self.scheduler.has_work:
+        if not (self._paused or self._num_holds) and self.scheduler.has_work:
             traceparent = self._observer.begin()
             plan = await self.scheduler.schedule(traceparent)
             self._observer.planned(plan)
@@ -159,7 +177,7 @@ class Engine:
 
     async def _until_work(self) -> None:
         while not (self._arrivals or self._aborts or self._in_flight) and (
-            self._paused or not self.scheduler.has_work
+            self._paused or self._num_holds or not self.scheduler.has_work
         ):
             self.state = EngineState.PAUSED if self._paused else EngineState.IDLE
             self._wake.clear()
@@ -170,9 +188,20 @@ class Engine:
         """Starts over with whoever is there, or comes back: requests keep their tokens."""
         logger.warning("%s; recovering", lost.message)
         self.state, self.state_reason = EngineState.RECOVERING, lost.message
-        self._in_flight.clear()
+        async with self._turns:
+            for _, answer in self._in_flight:
+                _drop(answer)
+            self._in_flight.clear()
+            self._turns.notify_all()
         preempted = self.scheduler.forget_pool()
         self._observer.lost(preempted)
         await self._replica.reopen()
         self.state_reason = ""
         logger.info("recovered; %d requests are computed again", len(preempted))
+
+
+def _drop(answer: asyncio.Future[StepOutput]) -> None:
+    """Nobody waits for it any more, whatever it brings."""
+    if answer.done() and not answer.cancelled():
+        answer.exception()
+    answer.cancel()

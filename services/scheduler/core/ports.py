@@ -3,7 +3,8 @@
 The operations mirror stepwell.kvpool.v1, where their effect is specified in full.
 """
 
-from collections.abc import Awaitable, Sequence
+from asyncio import Future
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -140,8 +141,9 @@ class KVPool(Protocol):
 class Executor(Protocol):
     """The workers of one replica, as one."""
 
-    async def submit(self, plan: StepPlan, traceparent: str = "") -> Awaitable[StepOutput]:
-        """Sends a step to every rank; what it returns resolves when the step is done.
+    async def submit(self, plan: StepPlan, traceparent: str = "") -> Future[StepOutput]:
+        """Sends a step to every rank; what it returns resolves when the step is done. It may be
+        cancelled by whoever needs it no more.
 
         Steps run in the order of the calls. Both raise WorkersLost when the generation is over.
         """

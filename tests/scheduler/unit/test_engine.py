@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.common.errors import FailedPrecondition
+from services.common.errors import FailedPrecondition, Unavailable
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.engine import Engine, EngineState
 from services.scheduler.core.request import FinishReason, Request, StopConditions
@@ -171,6 +171,49 @@ async def test_pause_returns_when_no_step_is_in_flight_and_keeps_everything(benc
     assert (bench.executor.num_steps, len(bench.inbox.tokens["a"])) == (steps, known)
     bench.engine.resume()
     await bench.until_ended("a", "b")
+    assert bench.inbox.tokens["a"] == continuation(prompt(5), 50)
+    await bench.until_idle()
+
+
+@pytest.mark.parametrize("operation", ["pause", "reset"])
+async def test_an_operator_who_gives_up_waiting_costs_no_token(
+    bench: Bench, operation: str
+) -> None:
+    bench.add("a", prompt(5), max_tokens=50)
+    await bench.until_tokens("a", 2)
+    bench.executor.hold()
+    await eventually(lambda: bench.executor.num_in_flight > 0)
+    asking = asyncio.create_task(
+        bench.engine.pause(abort=False)
+        if operation == "pause"
+        else bench.engine.reset_prefix_cache(preempt_running=True)
+    )
+    for _ in range(10):
+        await asyncio.sleep(0)
+    asking.cancel()
+    await asyncio.wait({asking})
+    bench.executor.let_go()
+    bench.engine.resume()
+    await bench.until_ended("a")
+    assert bench.inbox.tokens["a"] == continuation(prompt(5), 50)
+
+
+async def test_workers_lost_while_somebody_waits_for_a_standstill(bench: Bench) -> None:
+    bench.add("a", prompt(5), max_tokens=50)
+    await bench.until_tokens("a", 2)
+    bench.executor.hold()
+    await eventually(lambda: bench.executor.num_in_flight > 0)
+    bench.replica.there.clear()
+    pausing = asyncio.create_task(bench.engine.pause(abort=False))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    bench.executor.lose()
+    await pausing
+    with pytest.raises(Unavailable):
+        await bench.engine.reset_prefix_cache(preempt_running=True)
+    bench.replica.there.set()
+    bench.engine.resume()
+    await bench.until_ended("a")
     assert bench.inbox.tokens["a"] == continuation(prompt(5), 50)
     await bench.until_idle()
 

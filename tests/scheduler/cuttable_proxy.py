@@ -1,0 +1,66 @@
+"""A TCP proxy whose connections can be cut: a network between two services, failing on demand."""
+
+import asyncio
+from contextlib import suppress
+
+
+class CuttableProxy:
+    """Passes bytes on to `target`, until it is cut or closed."""
+
+    def __init__(self, target: str) -> None:
+        self._host, _, port = target.rpartition(":")
+        self._port = int(port)
+        self._server: asyncio.Server | None = None
+        self._links: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_deaf_backwards = False
+        self.num_connections = 0
+
+    async def start(self) -> str:
+        """Listens; returns the address."""
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    def swallow_answers(self) -> None:
+        """From here on answers are lost on their way; what is asked still arrives."""
+        self._is_deaf_backwards = True
+
+    def cut(self) -> None:
+        """Breaks every connection; new ones are whole again."""
+        self._is_deaf_backwards = False
+        for link in self._links:
+            link.transport.abort()
+        self._links.clear()
+
+    async def close(self) -> None:
+        """Breaks everything and listens no more."""
+        if self._server is not None:
+            self._server.close()
+        self.cut()
+        await asyncio.gather(*self._tasks)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
+        try:
+            back_reader, back_writer = await asyncio.open_connection(self._host, self._port)
+        except OSError:
+            writer.transport.abort()
+            return
+        self._links |= {writer, back_writer}
+        for source, sink, is_answer in (
+            (reader, back_writer, False),
+            (back_reader, writer, True),
+        ):
+            task = asyncio.create_task(self._pump(source, sink, is_answer=is_answer))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _pump(
+        self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, *, is_answer: bool
+    ) -> None:
+        with suppress(OSError):
+            while data := await source.read(65_536):
+                if not (is_answer and self._is_deaf_backwards):
+                    sink.write(data)
+                    await sink.drain()
+        sink.close()

@@ -1,0 +1,148 @@
+"""A worker without a model: the whole of stepwell.worker.v1 over gRPC, and faults on demand."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import grpc
+from opentelemetry.trace import SpanKind
+from stepwell.common.v1 import common_pb2
+from stepwell.worker.v1 import worker_pb2, worker_pb2_grpc
+
+from services.common import names
+from services.common.block_hash import pack_token_ids, unpack_token_ids
+from services.common.server import GrpcServer
+from services.common.telemetry import Tracing
+from tests.scheduler.paged_model import VOCAB_SIZE, NewRow, PagedModel
+
+BLOCK_SIZE = 4
+EOS = 2
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class FakeWorker(worker_pb2_grpc.WorkerServicer):
+    """One rank. Its model is the paged one; what it is told to hold up or break, it does."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 64,
+        max_model_len: int = 200,
+        fingerprint: bytes = b"f" * 32,
+        rank: int = 0,
+        world_size: int = 1,
+        tracing: Tracing | None = None,
+    ) -> None:
+        group = common_pb2.KVCacheGroup(
+            attention_type=common_pb2.ATTENTION_TYPE_FULL, block_size=BLOCK_SIZE, num_layers=2
+        )
+        self.description = worker_pb2.DescribeResponse(
+            incarnation=f"worker-{id(self)}",
+            model_name="paged",
+            fingerprint=fingerprint,
+            max_model_len=max_model_len,
+            vocab_size=VOCAB_SIZE,
+            eos_token_ids=[EOS],
+            groups=[group],
+            num_blocks=num_blocks,
+            bytes_per_block=1024,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            rank=rank,
+            world_size=world_size,
+        )
+        self.steps: list[worker_pb2.ExecuteRequest] = []
+        self.nan_slots: frozenset[int] = frozenset()
+        self.going = asyncio.Event()
+        self.going.set()
+        self._tracing = tracing
+        self._server: GrpcServer | None = None
+        self._address = "127.0.0.1:0"
+
+    async def start(self) -> str:
+        """Serves, from the second time on at the same address; returns it."""
+        self._server = GrpcServer()
+        self._server.add(
+            worker_pb2_grpc.add_WorkerServicer_to_server, self, "stepwell.worker.v1.Worker"
+        )
+        self._address = await self._server.start(self._address)
+        await self._server.set_serving(True)
+        return self._address
+
+    async def stop(self) -> None:
+        """Ends every stream and frees the port, as a crash would."""
+        if self._server is not None:
+            server, self._server = self._server, None
+            await server.drain(0)
+
+    async def Describe(  # noqa: N802
+        self,
+        request: worker_pb2.DescribeRequest,  # noqa: ARG002
+        context: _Context,  # noqa: ARG002
+    ) -> worker_pb2.DescribeResponse:
+        return self.description
+
+    async def Execute(  # noqa: N802
+        self,
+        request_iterator: AsyncIterator[worker_pb2.ExecuteRequest],
+        context: _Context,  # noqa: ARG002
+    ) -> AsyncIterator[worker_pb2.ExecuteResponse]:
+        model = PagedModel(BLOCK_SIZE, self.description.max_num_seqs)
+        async for step in request_iterator:
+            self.steps.append(step)
+            response = self._run(model, step)
+            await self.going.wait()
+            yield response
+
+    def _run(
+        self, model: PagedModel, step: worker_pb2.ExecuteRequest
+    ) -> worker_pb2.ExecuteResponse:
+        slots = unpack_token_ids(step.slots)
+        tokens = model.run(
+            unpack_token_ids(step.removed_slots),
+            [_row(request) for request in step.new_requests],
+            _appended(step),
+            list(
+                zip(
+                    slots,
+                    unpack_token_ids(step.num_scheduled_tokens),
+                    unpack_token_ids(step.num_computed_tokens),
+                    strict=True,
+                )
+            ),
+        )
+        if self._tracing is not None and step.traceparent:
+            self._tracing.child(
+                names.SPAN_WORKER_EXECUTE, step.traceparent, kind=SpanKind.SERVER
+            ).end()
+        return worker_pb2.ExecuteResponse(
+            generation=step.generation,
+            step=step.step,
+            num_tokens=pack_token_ids(list(map(len, tokens))),
+            token_ids=pack_token_ids([token for ids in tokens for token in ids]),
+            nan_requests=pack_token_ids(
+                [index for index, slot in enumerate(slots) if slot in self.nan_slots]
+            ),
+        )
+
+
+def _row(request: worker_pb2.NewRequest) -> NewRow:
+    return NewRow(
+        request.slot,
+        unpack_token_ids(request.token_ids),
+        unpack_token_ids(request.block_tables[0].block_ids),
+    )
+
+
+def _appended(step: worker_pb2.ExecuteRequest) -> dict[int, Sequence[int]]:
+    appended: dict[int, Sequence[int]] = {}
+    for group in step.appended_blocks[:1]:
+        blocks, start = unpack_token_ids(group.block_ids), 0
+        counts = unpack_token_ids(group.num_blocks)
+        for slot, count in zip(unpack_token_ids(group.slots), counts, strict=True):
+            appended[slot] = blocks[start : start + count]
+            start += count
+    return appended

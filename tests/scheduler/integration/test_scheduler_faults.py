@@ -1,0 +1,208 @@
+"""What breaks below a scheduler costs computation and time, never a token: none is lost, repeated
+or changed.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from stepwell.scheduler.v1 import scheduler_pb2
+
+from services.common.errors import FailedPrecondition
+from tests.scheduler.fake_worker import FakeWorker
+from tests.scheduler.paged_model import continuation
+from tests.scheduler.serving import (
+    SECONDS,
+    Gateway,
+    Replica,
+    gateway_of,
+    sampling,
+    serving_replica,
+)
+from tests.scheduler.story import prompt
+
+PROMPTS = {handle: prompt(6 + handle, 150 * handle) for handle in range(4)}
+MANY = 150
+
+
+@pytest.fixture(params=[False, True], ids=["one step in flight", "two steps in flight"])
+async def replica(request: pytest.FixtureRequest) -> AsyncIterator[Replica]:
+    worker = FakeWorker(num_blocks=200)
+    async with serving_replica(
+        worker,
+        async_scheduling=request.param,
+        step_timeout_seconds=1.0,
+        pool_timeout_seconds=1.0,
+    ) as replica:
+        yield replica
+
+
+@pytest.fixture
+async def gateway(replica: Replica) -> AsyncIterator[Gateway]:
+    async with gateway_of(replica) as gateway:
+        yield gateway
+
+
+async def ask(gateway: Gateway) -> None:
+    for handle, token_ids in PROMPTS.items():
+        await gateway.add(handle, token_ids, sampling=sampling(MANY))
+    await gateway.until_tokens(3, 3)
+
+
+async def expect_every_token(gateway: Gateway) -> None:
+    await gateway.finish(*PROMPTS)
+    for handle, token_ids in PROMPTS.items():
+        assert gateway.heard[handle].tokens == continuation(token_ids, MANY)
+
+
+async def until_recovering(replica: Replica) -> None:
+    await replica.until(lambda stats: stats.state == scheduler_pb2.ENGINE_STATE_RECOVERING)
+    assert (await replica.stats()).state_reason
+
+
+async def test_a_cut_connection_to_the_pool_costs_nothing(
+    replica: Replica, gateway: Gateway
+) -> None:
+    await ask(gateway)
+    before = await replica.pool.stats()
+    for tokens in (10, 20, 30):
+        await gateway.until_tokens(3, tokens)
+        replica.pool_link.cut()
+    await expect_every_token(gateway)
+    await replica.until_idle()
+    after = await replica.pool.stats()
+    assert after.generation == before.generation, "the transaction was sent again"
+    assert replica.pool_link.num_connections >= 2
+    assert (await replica.stats()).num_preemptions == 0
+
+
+async def test_a_transaction_whose_answer_was_lost_is_applied_once(
+    replica: Replica, gateway: Gateway
+) -> None:
+    await ask(gateway)
+    before = await replica.pool.stats()
+    replica.pool_link.swallow_answers()
+    async with asyncio.timeout(SECONDS):
+        while True:
+            applied = (await replica.pool.stats()).num_transactions
+            if applied > before.num_transactions:
+                break
+            await asyncio.sleep(0.01)
+    replica.pool_link.cut()
+    await expect_every_token(gateway)
+    await replica.until_idle()
+    after = await replica.pool.stats()
+    assert after.generation == before.generation
+    assert (await replica.stats()).num_preemptions == 0
+
+
+async def test_a_pool_that_comes_back_empty_is_a_new_generation(
+    replica: Replica, gateway: Gateway
+) -> None:
+    await ask(gateway)
+    await replica.pool.stop()
+    await until_recovering(replica)
+    await gateway.add(9, prompt(5), sampling=sampling(3))
+    await replica.until(lambda stats: stats.num_waiting == 5)
+    await replica.pool.start()
+    await expect_every_token(gateway)
+    await gateway.finish(9)
+    assert gateway.heard[9].tokens == continuation(prompt(5), 3)
+    await replica.until_idle()
+
+
+async def test_a_pool_that_restarts_at_once_is_noticed_by_its_generation(
+    replica: Replica, gateway: Gateway
+) -> None:
+    await ask(gateway)
+    await replica.pool.stop()
+    await replica.pool.start()
+    await expect_every_token(gateway)
+    assert (await replica.stats()).num_preemptions > 0
+    await replica.until_idle()
+
+
+async def test_a_worker_that_comes_back_gets_everything_again(
+    replica: Replica, gateway: Gateway
+) -> None:
+    await ask(gateway)
+    before = await replica.pool.stats()
+    await replica.worker.stop()
+    await until_recovering(replica)
+    await replica.worker.start()
+    await expect_every_token(gateway)
+    await replica.until_idle()
+    assert (await replica.pool.stats()).generation > before.generation
+
+
+async def test_a_worker_that_hangs_is_given_up_on(replica: Replica, gateway: Gateway) -> None:
+    await ask(gateway)
+    replica.worker.going.clear()
+    await replica.until(lambda stats: stats.num_preemptions > 0)
+    replica.worker.going.set()
+    await expect_every_token(gateway)
+    await replica.until_idle()
+
+
+async def test_a_request_can_be_aborted_while_the_worker_is_away(
+    replica: Replica, gateway: Gateway
+) -> None:
+    await ask(gateway)
+    await replica.worker.stop()
+    await until_recovering(replica)
+    await gateway.abort(0)
+    await replica.worker.start()
+    await gateway.finish(*PROMPTS)
+    for handle in (1, 2, 3):
+        assert gateway.heard[handle].tokens == continuation(PROMPTS[handle], MANY)
+    assert gateway.heard[0].tokens == continuation(PROMPTS[0], len(gateway.heard[0].tokens))
+    await replica.until_idle()
+
+
+async def test_a_lost_rank_takes_the_whole_group_along() -> None:
+    ranks = [FakeWorker(rank=rank, world_size=2, num_blocks=64 - rank) for rank in range(2)]
+    async with serving_replica(*ranks) as replica, gateway_of(replica) as gateway:
+        assert (await replica.stats()).num_usable_blocks == 62, "the least of all ranks"
+        await gateway.add(1, prompt(9), sampling=sampling(MANY))
+        await gateway.until_tokens(1, 5)
+        await ranks[1].stop()
+        await until_recovering(replica)
+        await ranks[1].start()
+        await gateway.finish(1)
+        assert gateway.heard[1].tokens == continuation(prompt(9), MANY)
+        await replica.until_idle()
+    same = {step.step: step for step in ranks[0].steps if step.generation == 1}
+    for step in ranks[1].steps:
+        if step.generation == 1:
+            assert step == same[step.step], "the same bytes to every rank"
+
+
+async def test_ranks_out_of_order_end_the_scheduler_with_a_sentence() -> None:
+    ranks = [FakeWorker(rank=1 - index, world_size=2) for index in range(2)]
+    with pytest.raises(FailedPrecondition, match="list all ranks, in order"):
+        async with serving_replica(*ranks):
+            pass
+
+
+async def test_ranks_of_different_models_end_the_scheduler_with_a_sentence() -> None:
+    ranks = [
+        FakeWorker(rank=0, world_size=2),
+        FakeWorker(rank=1, world_size=2, fingerprint=b"g" * 32),
+    ]
+    with pytest.raises(FailedPrecondition, match="another model"):
+        async with serving_replica(*ranks):
+            pass
+
+
+async def test_without_chunks_the_step_must_hold_a_whole_sequence() -> None:
+    with pytest.raises(FailedPrecondition, match="without chunked prefill"):
+        async with serving_replica(enable_chunked_prefill=False):
+            pass
+    worker = FakeWorker(max_num_batched_tokens=200, max_model_len=200)
+    async with (
+        serving_replica(worker, enable_chunked_prefill=False) as replica,
+        gateway_of(replica) as gateway,
+    ):
+        await gateway.add(1, prompt(150))
+        await gateway.finish(1)
+        assert gateway.heard[1].tokens == continuation(prompt(150), 8)

@@ -1,0 +1,229 @@
+"""What operators ask of a scheduler: pause, resume, reset, statistics."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+import httpx
+import pytest
+from stepwell.common.v1 import common_pb2
+from stepwell.scheduler.v1 import scheduler_pb2
+
+from services.common.errors import FailedPrecondition
+from services.common.status import from_rpc_error
+from services.scheduler.core.config import Policy
+from tests.scheduler.fake_worker import FakeWorker
+from tests.scheduler.paged_model import continuation
+from tests.scheduler.serving import Gateway, Replica, gateway_of, sampling, serving_replica
+from tests.scheduler.story import prompt
+
+
+@pytest.fixture
+async def replica() -> AsyncIterator[Replica]:
+    async with serving_replica(async_scheduling=True) as replica:
+        yield replica
+
+
+@pytest.fixture
+async def gateway(replica: Replica) -> AsyncIterator[Gateway]:
+    async with gateway_of(replica) as gateway:
+        yield gateway
+
+
+async def pause(replica: Replica, *, abort: bool = False) -> None:
+    await replica.stub.Pause(scheduler_pb2.PauseRequest(abort=abort))
+
+
+async def resume(replica: Replica) -> None:
+    await replica.stub.Resume(scheduler_pb2.ResumeRequest())
+
+
+async def reset(replica: Replica, *, preempt_running: bool = False) -> None:
+    try:
+        await replica.stub.ResetPrefixCache(
+            scheduler_pb2.ResetPrefixCacheRequest(preempt_running=preempt_running)
+        )
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+
+
+async def test_a_paused_engine_takes_requests_in_and_runs_them_later(
+    replica: Replica, gateway: Gateway
+) -> None:
+    await gateway.add(1, prompt(9), sampling=sampling(150))
+    await gateway.until_tokens(1, 2)
+    await pause(replica)
+    num_steps = len(replica.worker.steps)
+    await gateway.add(2, prompt(9))
+    await replica.until(lambda stats: stats.num_waiting == 1)
+    stats = await replica.stats()
+    assert stats.state == scheduler_pb2.ENGINE_STATE_PAUSED
+    assert stats.num_running == 1
+    assert len(replica.worker.steps) == num_steps
+    await resume(replica)
+    await gateway.finish(1, 2)
+    assert gateway.heard[1].tokens == continuation(prompt(9), 150)
+    assert gateway.heard[2].tokens == continuation(prompt(9), 8)
+    await replica.until_idle()
+
+
+async def test_pause_waits_for_the_step_in_flight(replica: Replica, gateway: Gateway) -> None:
+    await gateway.add(1, prompt(9), sampling=sampling(150))
+    await gateway.until_tokens(1, 1)
+    replica.worker.going.clear()
+    pausing = asyncio.create_task(pause(replica))
+    done, _ = await asyncio.wait({pausing}, timeout=0.1)
+    assert not done
+    replica.worker.going.set()
+    await pausing
+    await resume(replica)
+    await gateway.finish(1)
+    assert gateway.heard[1].tokens == continuation(prompt(9), 150)
+
+
+async def test_pause_with_abort_ends_what_runs_and_what_waits(
+    replica: Replica, gateway: Gateway
+) -> None:
+    handles = range(12)
+    for handle in handles:
+        await gateway.add(handle, prompt(9, 30 * handle), sampling=sampling(150))
+    await gateway.until_tokens(0, 1)
+    await pause(replica, abort=True)
+    await gateway.finish(*handles)
+    for handle in handles:
+        finished = gateway.heard[handle].finished
+        assert finished is not None
+        assert finished.reason == common_pb2.FINISH_REASON_ABORT
+    pool = await replica.pool.stats()
+    assert pool.num_free_blocks == pool.num_usable_blocks
+    await resume(replica)
+    await replica.until_idle()
+
+
+async def test_pause_and_resume_are_idempotent(replica: Replica, gateway: Gateway) -> None:
+    await resume(replica)
+    await pause(replica)
+    await pause(replica)
+    await resume(replica)
+    await resume(replica)
+    await gateway.add(1, prompt(9))
+    await gateway.finish(1)
+
+
+async def test_resetting_is_refused_while_blocks_are_in_use(
+    replica: Replica, gateway: Gateway
+) -> None:
+    await gateway.add(1, prompt(9), sampling=sampling(180))
+    await gateway.until_tokens(1, 1)
+    with pytest.raises(FailedPrecondition) as refused:
+        await reset(replica)
+    assert refused.value.error_reason == "BLOCKS_IN_USE"
+    await reset(replica, preempt_running=True)
+    await gateway.finish(1)
+    assert gateway.heard[1].tokens == continuation(prompt(9), 180)
+    await replica.until_idle()
+
+
+async def test_after_a_reset_nothing_is_found(replica: Replica, gateway: Gateway) -> None:
+    await gateway.add(1, prompt(9))
+    await gateway.finish(1)
+    await replica.until_idle()
+    await reset(replica)
+    assert (await replica.pool.stats()).num_cached_hashes == 0
+    await gateway.add(2, prompt(9))
+    await gateway.finish(2)
+    assert gateway.heard[2].num_cached_tokens == 0
+
+
+async def test_statistics_count(replica: Replica, gateway: Gateway) -> None:
+    before = await replica.stats()
+    assert before.state == scheduler_pb2.ENGINE_STATE_IDLE
+    assert (before.max_num_seqs, before.max_num_batched_tokens) == (8, 64)
+    assert (before.num_usable_blocks, before.num_free_blocks, before.block_size) == (63, 63, 4)
+    assert (before.num_sessions, before.num_steps, before.mean_step_nanos) == (1, 0, 0)
+    await gateway.add(1, prompt(9))
+    await gateway.finish(1)
+    await gateway.add(2, prompt(9), sampling=sampling(5))
+    await gateway.finish(2)
+    await replica.until_idle()
+    after = await replica.stats()
+    assert after.incarnation == before.incarnation
+    assert gateway.opened is not None
+    assert after.incarnation == gateway.opened.incarnation
+    assert (after.num_prompt_tokens, after.num_cached_tokens) == (18, 8)
+    assert (after.num_generated_tokens, after.num_finished) == (13, 2)
+    assert after.num_preemptions == 0
+    assert after.num_steps >= 13
+    assert after.mean_step_nanos > 0
+
+
+async def test_a_small_pool_preempts_and_says_so() -> None:
+    worker = FakeWorker(num_blocks=14)
+    async with serving_replica(worker) as replica, gateway_of(replica) as gateway:
+        handles = range(5)
+        for handle in handles:
+            await gateway.add(handle, prompt(9, 100 * handle), sampling=sampling(25))
+        await gateway.finish(*handles)
+        for handle in handles:
+            assert gateway.heard[handle].tokens == continuation(prompt(9, 100 * handle), 25)
+        assert (await replica.stats()).num_preemptions > 0
+        assert gateway.opened is not None
+        assert gateway.opened.max_request_tokens == 52
+        await replica.until_idle()
+
+
+async def test_the_queue_is_bounded_and_says_when_to_come_back() -> None:
+    async with (
+        serving_replica(max_num_waiting=2, max_num_seqs=1) as replica,
+        gateway_of(replica) as gateway,
+    ):
+        replica.worker.going.clear()
+        await gateway.add(0, prompt(5))
+        await replica.until(lambda stats: stats.num_running == 1)
+        for handle in (1, 2, 3):
+            await gateway.add(handle, prompt(5))
+        await gateway.until(lambda: gateway.heard[3].rejected is not None)
+        rejected = gateway.heard[3].rejected
+        assert rejected is not None
+        assert (rejected.code, rejected.reason) == (8, "QUEUE_FULL")
+        assert rejected.retry_after_millis > 0
+        replica.worker.going.set()
+        await gateway.finish(0, 1, 2)
+
+
+async def test_priority_is_honoured_where_it_is_the_policy() -> None:
+    async with (
+        serving_replica(policy=Policy.PRIORITY, max_num_seqs=1) as replica,
+        gateway_of(replica) as gateway,
+    ):
+        assert gateway.opened is not None
+        assert gateway.opened.priority_scheduling
+        replica.worker.going.clear()
+        await gateway.add(0, prompt(5), sampling=sampling(2))
+        await replica.until(lambda stats: stats.num_running == 1)
+        await gateway.add(1, prompt(5, 300), priority=5, sampling=sampling(2))
+        await gateway.add(2, prompt(5, 500), priority=-5, sampling=sampling(2))
+        await replica.until(lambda stats: stats.num_waiting == 2)
+        replica.worker.going.set()
+        await gateway.finish(1, 2)
+        entered = [
+            request.token_ids[:4] for step in replica.worker.steps for request in step.new_requests
+        ]
+        firsts = [int.from_bytes(token, "little") for token in entered]
+        assert firsts == [100, 500, 300]
+
+
+async def test_metrics_are_read_over_http(free_port: int) -> None:
+    async with (
+        serving_replica(metrics_port=free_port) as replica,
+        gateway_of(replica) as gateway,
+        httpx.AsyncClient() as client,
+    ):
+        await gateway.add(1, prompt(9))
+        await gateway.finish(1)
+        await replica.until_idle()
+        text = (await client.get(f"http://127.0.0.1:{free_port}/metrics")).text
+    assert 'vllm:num_requests_running{model_name="paged"} 0.0' in text
+    assert 'vllm:kv_cache_usage_perc{model_name="paged"} 0.0' in text
+    assert 'vllm:cache_config_info{block_size="4",num_gpu_blocks="64"} 1.0' in text
+    assert "vllm:num_preemptions_total" in text

@@ -1,0 +1,279 @@
+"""A replica that serves: the scheduler and the pool as they are, workers without a model."""
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from stepwell.common.v1 import common_pb2
+from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
+from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+
+from services.common.block_hash import pack_token_ids
+from services.common.channel import open_channel
+from services.common.status import from_rpc_error
+from services.common.telemetry import configure_tracing
+from services.kvpool.__main__ import PoolService
+from services.kvpool.settings import KVPoolSettings
+from services.scheduler.__main__ import serve
+from services.scheduler.settings import SchedulerSettings
+from tests.scheduler.cuttable_proxy import CuttableProxy
+from tests.scheduler.fake_worker import FakeWorker
+
+SECONDS = 20.0
+
+
+def sampling(max_tokens: int = 8, **fields: Any) -> common_pb2.SamplingParams:
+    """Greedy parameters, as a gateway resolves them."""
+    return common_pb2.SamplingParams(
+        **{"temperature": 0, "seed": 1, "max_tokens": max_tokens} | fields
+    )
+
+
+def add_request(handle: int, prompt: Sequence[int], **fields: Any) -> scheduler_pb2.AddRequest:
+    """A request as a gateway sends it."""
+    defaults = {
+        "request_id": f"request-{handle}",
+        "prompt_token_ids": pack_token_ids(prompt),
+        "sampling": sampling(),
+    }
+    return scheduler_pb2.AddRequest(handle=handle, **defaults | fields)
+
+
+@dataclass(slots=True)
+class Heard:
+    """What a session heard of one request."""
+
+    tokens: list[int] = field(default_factory=list)
+    num_cached_tokens: int | None = None
+    finished: scheduler_pb2.Finished | None = None
+    rejected: scheduler_pb2.Rejection | None = None
+
+
+class Gateway:
+    """A gateway's end of a session."""
+
+    def __init__(self, stub: scheduler_pb2_grpc.SchedulerStub) -> None:
+        self.call = stub.Session()
+        self.opened: scheduler_pb2.SessionOpened | None = None
+        self.heard: dict[int, Heard] = {}
+        self.error: Exception | None = None
+        self._news = asyncio.Event()
+        self._reader = asyncio.create_task(self._read())
+
+    async def open(self, gateway_id: str = "gateway") -> scheduler_pb2.SessionOpened:
+        """Says hello; returns what the replica serves."""
+        await self.say(open=scheduler_pb2.OpenSession(gateway_id=gateway_id))
+        await self.until(lambda: self.opened is not None)
+        assert self.opened is not None
+        return self.opened
+
+    async def say(self, **message: Any) -> None:
+        """Sends one message."""
+        await self.call.write(scheduler_pb2.SessionRequest(**message))
+
+    async def add(self, handle: int, prompt: Sequence[int], **fields: Any) -> None:
+        """Sends a request."""
+        self.heard[handle] = Heard()
+        await self.say(add=add_request(handle, prompt, **fields))
+
+    async def abort(self, *handles: int) -> None:
+        """Drops requests."""
+        await self.say(abort=scheduler_pb2.AbortRequests(handles=handles))
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Waits for a condition that news can make true."""
+        async with asyncio.timeout(SECONDS):
+            while not condition():
+                self._news.clear()
+                await self._news.wait()
+
+    async def until_tokens(self, handle: int, count: int) -> None:
+        """Waits until a request has at least so many tokens."""
+        await self.until(lambda: len(self.heard[handle].tokens) >= count)
+
+    async def finish(self, *handles: int) -> None:
+        """Waits until requests have ended or were refused."""
+        await self.until(
+            lambda: all(self.heard[h].finished or self.heard[h].rejected for h in handles)
+        )
+
+    async def until_ended(self) -> None:
+        """Waits until the scheduler ends the stream."""
+        await asyncio.wait({self._reader}, timeout=SECONDS)
+        assert self._reader.done()
+
+    async def close(self) -> None:
+        """Goes away without a word."""
+        self.call.cancel()
+        await asyncio.wait({self._reader})
+
+    async def _read(self) -> None:
+        try:
+            async for response in self.call:
+                if response.WhichOneof("message") == "opened":
+                    self.opened = response.opened
+                else:
+                    self._take(response.deltas)
+                self._news.set()
+        except grpc.aio.AioRpcError as error:
+            self.error = from_rpc_error(error)
+        except asyncio.CancelledError:
+            pass
+        self._news.set()
+
+    def _take(self, deltas: scheduler_pb2.StepDeltas) -> None:
+        start = 0
+        for handle, count in zip(deltas.handles, deltas.num_tokens, strict=True):
+            self.heard[handle].tokens += deltas.token_ids[start : start + count]
+            start += count
+        assert start == len(deltas.token_ids)
+        for admitted in deltas.admitted:
+            assert self.heard[admitted.handle].num_cached_tokens is None, "admitted once"
+            self.heard[admitted.handle].num_cached_tokens = admitted.num_cached_tokens
+        for finished in deltas.finished:
+            assert self.heard[finished.handle].finished is None, "ends once"
+            self.heard[finished.handle].finished = finished
+        for rejected in deltas.rejected:
+            self.heard.setdefault(rejected.handle, Heard()).rejected = rejected
+
+
+class Pool:
+    """The pool service at one address, to be stopped and started again."""
+
+    def __init__(self, exporter: Any = None) -> None:
+        self._exporter = exporter
+        self._address = "127.0.0.1:0"
+        self._service: PoolService | None = None
+
+    async def start(self) -> str:
+        """Serves, from the second time on at the same address; returns it."""
+        tracing = configure_tracing("kvpool", "", 1.0, exporter=self._exporter)
+        settings = KVPoolSettings(address=self._address, drain_seconds=0.0)
+        self._service = PoolService(settings, tracing)
+        self._address = await self._service.start()
+        return self._address
+
+    async def stop(self) -> None:
+        """Forgets everything, as a crash would."""
+        if self._service is not None:
+            service, self._service = self._service, None
+            await service.drain()
+
+    async def stats(self) -> kvpool_pb2.PoolStats:
+        """Numbers of the one pool, as the service tells them."""
+        async with open_channel(self._address) as channel:
+            answer = await kvpool_pb2_grpc.KVPoolStub(channel).GetStats(
+                kvpool_pb2.GetStatsRequest()
+            )
+        (pool,) = answer.pools
+        return pool
+
+
+@dataclass(slots=True)
+class Replica:
+    """A scheduler that serves, and what it is made of."""
+
+    address: str
+    stub: scheduler_pb2_grpc.SchedulerStub
+    pool: Pool
+    workers: list[FakeWorker]
+    pool_link: CuttableProxy
+    stop: asyncio.Event
+    serving: asyncio.Task[None]
+
+    @property
+    def worker(self) -> FakeWorker:
+        """The first rank."""
+        return self.workers[0]
+
+    async def stats(self) -> scheduler_pb2.GetStatsResponse:
+        """A look at the replica."""
+        return await self.stub.GetStats(scheduler_pb2.GetStatsRequest())
+
+    async def until(self, condition: Callable[[scheduler_pb2.GetStatsResponse], bool]) -> None:
+        """Waits until a look at the replica satisfies."""
+        async with asyncio.timeout(SECONDS):
+            while not condition(await self.stats()):  # noqa: ASYNC110 - another process's state
+                await asyncio.sleep(0.01)
+
+    async def until_idle(self) -> None:
+        """Waits until nobody runs or waits; no block is in use then, and no place in a batch."""
+        await self.until(lambda stats: stats.state == scheduler_pb2.ENGINE_STATE_IDLE)
+        stats = await self.stats()
+        assert (stats.num_running, stats.num_waiting) == (0, 0)
+        assert stats.num_free_blocks == stats.num_usable_blocks
+        pool = await self.pool.stats()
+        assert (pool.num_requests, pool.num_free_blocks) == (0, pool.num_usable_blocks)
+
+
+@asynccontextmanager
+async def serving_replica(
+    *workers: FakeWorker, pool: Pool | None = None, **settings: Any
+) -> AsyncIterator[Replica]:
+    """Starts everything, the scheduler over a link to the pool that can be cut."""
+    ranks = list(workers) or [FakeWorker()]
+    pool = pool or Pool()
+    async with AsyncExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="sw"))
+        link = CuttableProxy(await pool.start())
+        stack.push_async_callback(pool.stop)
+        link_address = await link.start()
+        stack.push_async_callback(link.close)
+        addresses = [await worker.start() for worker in ranks]
+        for worker in ranks:
+            stack.push_async_callback(worker.stop)
+        address = f"unix:{Path(directory) / 'scheduler'}"
+        stop = asyncio.Event()
+        known = {"drain_seconds": 0.0} | settings
+        task = asyncio.create_task(
+            serve(
+                SchedulerSettings(
+                    kvpool=link_address, workers=tuple(addresses), address=address, **known
+                ),
+                stop,
+            )
+        )
+        stack.push_async_callback(_end, task, stop)
+        channel = await stack.enter_async_context(open_channel(address))
+        await until_serving(channel, task)
+        stub = scheduler_pb2_grpc.SchedulerStub(channel)
+        yield Replica(address, stub, pool, ranks, link, stop, task)
+
+
+@asynccontextmanager
+async def gateway_of(replica: Replica) -> AsyncIterator[Gateway]:
+    """An open session."""
+    gateway = Gateway(replica.stub)
+    try:
+        await gateway.open()
+        yield gateway
+    finally:
+        await gateway.close()
+
+
+async def until_serving(
+    channel: grpc.aio.Channel, serving: asyncio.Task[None] | None = None
+) -> None:
+    """Waits until health says SERVING; a server that ended instead says why."""
+    health = health_pb2_grpc.HealthStub(channel)
+    async with asyncio.timeout(SECONDS):
+        while True:
+            if serving is not None and serving.done():
+                await serving
+            with suppress(grpc.aio.AioRpcError):
+                answer = await health.Check(health_pb2.HealthCheckRequest())
+                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+            await asyncio.sleep(0.01)
+
+
+async def _end(task: asyncio.Task[None], stop: asyncio.Event) -> None:
+    stop.set()
+    await asyncio.wait({task}, timeout=SECONDS)
+    assert task.done()
