@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command."""
     # Lost connections are part of a restart: gRPC's C core must not spill them on the terminal.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    settings = load_settings(UpSettings, "up", argv)
+    settings = load_settings(UpSettings, "up", argv, prog="stepwell up")
     _check_model(settings.model)
     http_port = claim_port(settings.host, settings.http_port, "--http-port")
     if settings.grpc_port == http_port:

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-STATUS = {"replicas": []}
-
 
 class SmallServer(ThreadingHTTPServer):
     """Answers a completion with the words of the prompt, and a chat with what it was sent.

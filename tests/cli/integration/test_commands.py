@@ -181,7 +181,10 @@ def test_a_conversation_in_a_terminal(server: SmallServer) -> None:
         assert "[hello]" in read_until(master, "]\r\n> ")
         os.write(master, b"wait\n")
         read_until(master, "[hello [hello] wait")
+        # As with any program, a signal just before a system call waits for its end: once more.
         process.send_signal(signal.SIGINT)
+        while not shows(master, 5):
+            process.send_signal(signal.SIGINT)
         read_until(master, " (stopped)\r\n> ")
         assert server.hung_up.wait(20)
         os.write(master, b"/nothing\n")
@@ -192,6 +195,11 @@ def test_a_conversation_in_a_terminal(server: SmallServer) -> None:
         process.kill()
         process.wait()
         os.close(master)
+
+
+def shows(terminal: int, seconds: float) -> bool:
+    """Whether a terminal has something to show within a time."""
+    return bool(select.select([terminal], [], [], seconds)[0])
 
 
 def read_until(terminal: int, ending: str) -> str:

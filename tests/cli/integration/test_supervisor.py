@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -194,15 +193,16 @@ async def main():
 asyncio.run(main())
 """
     root = str(Path(__file__).parents[3])
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=root
-    ) as supervisor:
-        assert supervisor.stdout is not None
-        pids = [int(pid) for pid in supervisor.stdout.readline().split()]
-        assert len(pids) == 2
-        assert all(map(alive, pids))
+    supervisor = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", code), stdout=asyncio.subprocess.PIPE, cwd=root
+    )
+    assert supervisor.stdout is not None
+    pids = [int(pid) for pid in (await supervisor.stdout.readline()).split()]
+    assert len(pids) == 2
+    assert all(map(alive, pids))
 
-        supervisor.kill()
+    supervisor.kill()
+    await supervisor.wait()
 
     await until(lambda: not any(map(alive, pids)), seconds=5)
 

@@ -1,0 +1,91 @@
+"""What the gateway says of its replicas, as rows that people read."""
+
+from dataclasses import dataclass
+from typing import Any
+
+_STATE_PREFIX = "ENGINE_STATE_"
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One answer of /status, and when it came."""
+
+    status: dict[str, Any]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaView:
+    """A replica as labelled rows; `problem` says why it cannot serve, or is empty."""
+
+    address: str
+    problem: str
+    rows: tuple[tuple[str, str], ...]
+
+
+def headline(sample: Sample) -> str:
+    """Model and load of the gateway in one line."""
+    status = sample.status
+    draining = ", draining" if status["draining"] else ""
+    return f"{status['model']}: {_count(status['requests_in_flight'], 'request')} here{draining}"
+
+
+def replica_views(sample: Sample, before: Sample | None) -> list[ReplicaView]:
+    """Every replica; with an earlier sample also what it does per second."""
+    earlier = {} if before is None else {r["address"]: r for r in before.status["replicas"]}
+    return [
+        ReplicaView(
+            address=replica["address"],
+            problem="" if replica["ready"] else replica["reason"] or "not ready",
+            rows=_rows(replica["stats"], _rates(replica, earlier, sample, before)),
+        )
+        for replica in sample.status["replicas"]
+    ]
+
+
+def _rates(
+    replica: dict[str, Any], earlier: dict[str, Any], sample: Sample, before: Sample | None
+) -> dict[str, float]:
+    """Growth per second of each total. Empty where a scheduler is new: it counts from zero."""
+    new = replica["stats"]
+    old = earlier.get(replica["address"], {}).get("stats")
+    if before is None or new is None or old is None or old["incarnation"] != new["incarnation"]:
+        return {}
+    seconds = max(sample.seconds - before.seconds, 1e-6)
+    return {
+        name: (value - old[name]) / seconds for name, value in new.items() if type(value) is int
+    }
+
+
+def _rows(stats: dict[str, Any] | None, rates: dict[str, float]) -> tuple[tuple[str, str], ...]:
+    if stats is None:
+        return ()
+    usable, free = stats["num_usable_blocks"], stats["num_free_blocks"]
+    state = stats["state"].removeprefix(_STATE_PREFIX).lower()
+    reason = f" ({stats['state_reason']})" if stats["state_reason"] else ""
+    return (
+        ("state", state + reason),
+        ("running", f"{stats['num_running']} of {stats['max_num_seqs']}"),
+        ("waiting", str(stats["num_waiting"])),
+        ("blocks", f"{_share(usable - free, usable)} used, {stats['block_size']} tokens each"),
+        (
+            "prefix hits",
+            f"{_share(stats['num_cached_tokens'], stats['num_prompt_tokens'])} prompt tokens",
+        ),
+        ("generated", f"{stats['num_generated_tokens']} tokens{_rate(rates)}"),
+        ("preemptions", str(stats["num_preemptions"])),
+        ("steps", f"{stats['num_steps']}, {stats['mean_step_nanos'] / 1e6:.1f} ms each"),
+        ("finished", _count(stats["num_finished"], "request")),
+    )
+
+
+def _rate(rates: dict[str, float]) -> str:
+    return f", {rates['num_generated_tokens']:.1f} per second" if rates else ""
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part} of {whole}" + (f" ({100 * part / whole:.1f} %)" if whole else "")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

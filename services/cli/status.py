@@ -1,0 +1,88 @@
+"""`stepwell status`: the queues and the pool of each replica."""
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.panel import Panel
+from rich.table import Table
+
+from services.cli.arguments import Parser
+from services.cli.client import Client
+from services.cli.errors import CommandError
+from services.cli.fleet_view import ReplicaView, Sample, headline, replica_views
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command."""
+    parser = Parser("status", "Shows the queues and the pool of each replica.")
+    parser.add_argument("--watch", action="store_true", help="show it again and again")
+    parser.add_argument(
+        "--interval-seconds", type=float, default=1.0, metavar="X", help="how often (default: 1)"
+    )
+    arguments = parser.parse_args(argv)
+    if not arguments.interval_seconds > 0:
+        raise CommandError("--interval-seconds must be above 0", exit_status=2)
+    with Client(arguments.url, arguments.api_key) as client:
+        if not arguments.watch:
+            _show(_take(client), None)
+        elif sys.stdout.isatty():
+            _watch_in_terminal(client, arguments.interval_seconds)
+        else:
+            for before, sample in _samples(client, arguments.interval_seconds):
+                _show(sample, before)
+    return 0
+
+
+def _take(client: Client) -> Sample:
+    return Sample(client.get("/status"), time.monotonic())
+
+
+def _samples(client: Client, interval_seconds: float) -> Iterator[tuple[Sample | None, Sample]]:
+    """Each sample with the one before it, for ever."""
+    before = None
+    while True:
+        sample = _take(client)
+        yield before, sample
+        before = sample
+        time.sleep(interval_seconds)
+
+
+def _show(sample: Sample, before: Sample | None) -> None:
+    if sys.stdout.isatty():
+        Console().print(_rendered(sample, before))
+    else:
+        print(plain_text(sample, before), flush=True)
+
+
+def _watch_in_terminal(client: Client, interval_seconds: float) -> None:
+    with Live(auto_refresh=False) as live:
+        for before, sample in _samples(client, interval_seconds):
+            live.update(_rendered(sample, before), refresh=True)
+
+
+def plain_text(sample: Sample, before: Sample | None) -> str:
+    """The status for pipes and logs."""
+    lines = [headline(sample)]
+    for view in replica_views(sample, before):
+        lines.append(f"replica {view.address}: {view.problem or 'ready'}")
+        lines += [f"  {label:<12} {value}" for label, value in view.rows]
+    return "\n".join(lines)
+
+
+def _rendered(sample: Sample, before: Sample | None) -> RenderableType:
+    return Group(
+        f"[bold]{escape(headline(sample))}[/bold]",
+        *(_panel(view) for view in replica_views(sample, before)),
+    )
+
+
+def _panel(view: ReplicaView) -> Panel:
+    table = Table.grid(padding=(0, 2))
+    for label, value in view.rows:
+        table.add_row(f"[dim]{label}[/dim]", escape(value))
+    state = f"[red]{escape(view.problem)}[/red]" if view.problem else "[green]ready[/green]"
+    return Panel(table, title=f"{escape(view.address)} {state}", title_align="left")

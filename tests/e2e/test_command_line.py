@@ -1,0 +1,42 @@
+"""`stepwell chat`, `complete` and `status` against the real thing."""
+
+import subprocess
+import sys
+
+from tests.e2e.stack import ROOT, Stack
+
+
+def stepwell(stack: Stack, command: str, *arguments: str, stdin: str = "") -> str:
+    """What the command writes; it must succeed."""
+    done = subprocess.run(
+        [sys.executable, "-m", "services.cli", command, "--url", stack.url, *arguments],
+        input=stdin.encode(),
+        capture_output=True,
+        cwd=ROOT,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    return done.stdout.decode()
+
+
+def test_a_completion_is_the_same_each_time(stack: Stack) -> None:
+    flags = ("--max-tokens", "20", "--temperature", "0", "once upon")
+    first = stepwell(stack, "complete", *flags)
+    assert len(first) > 1
+    assert stepwell(stack, "complete", *flags) == first
+
+
+def test_a_piped_conversation(stack: Stack) -> None:
+    answers = stepwell(stack, "chat", "--max-tokens", "5", "--seed", "1", stdin="hello\nagain\n")
+    assert answers.count("\n") >= 2
+
+
+def test_status_counts_what_was_done(stack: Stack) -> None:
+    stepwell(stack, "complete", "--max-tokens", "3", "x")
+    lines = stepwell(stack, "status").splitlines()
+    rows = dict(line.split(maxsplit=1) for line in lines[2:])
+    assert lines[0] == f"{stack.model}: 0 requests here"
+    assert lines[1].endswith(": ready")
+    assert rows["running"] == "0 of 64"
+    assert int(rows["generated"].split()[0]) >= 1
