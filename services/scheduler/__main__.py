@@ -166,14 +166,17 @@ async def _serve_engine(
         scheduler_pb2.DESCRIPTOR.services_by_name["Scheduler"].full_name,
     )
     address = await server.start(settings.address)
-    async with asyncio.TaskGroup() as tasks:
-        running = tasks.create_task(engine.run(), name="engine")
-        await server.set_serving(True)
-        logger.info("serving on %s", address)
-        await stop.wait()
-        servicer.drain()
-        await server.drain(settings.drain_seconds)
-        running.cancel()
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(engine.run(), name="engine")
+            await server.set_serving(True)
+            logger.info("serving on %s", address)
+            await stop.wait()
+            servicer.drain()
+            await server.drain(settings.drain_seconds)
+            running.cancel()
+    finally:
+        await server.drain(0)  # when it was the engine that ended
 
 
 if __name__ == "__main__":

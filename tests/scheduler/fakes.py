@@ -4,7 +4,7 @@ a replica that brings both back, someone who waits for tokens, and someone who w
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from services.scheduler.core import ports
 from services.scheduler.core.plan import RequestUpdate, StepOutput, StepPlan
@@ -137,7 +137,7 @@ class Inbox:
         self.ended: list[str] = []
         self._news = asyncio.Event()
 
-    def deliver(self, plan: StepPlan | None, updates: Sequence[RequestUpdate]) -> None:  # noqa: ARG002
+    def deliver(self, plan: StepPlan | None, updates: Iterable[RequestUpdate]) -> None:  # noqa: ARG002
         for update in updates:
             name = update.request.request_id
             assert name not in self.ended, f"{name} has ended already"
@@ -175,7 +175,7 @@ class Watcher:
         self.num_planned += 1
         self.preempted += [request.request_id for request in plan.preempted]
 
-    def done(self, plan: StepPlan, updates: Sequence[RequestUpdate]) -> None:  # noqa: ARG002
+    def done(self, plan: StepPlan, updates: Iterable[RequestUpdate]) -> None:  # noqa: ARG002
         self.num_done += 1
 
     def ended(self, requests: Sequence[Request]) -> None:

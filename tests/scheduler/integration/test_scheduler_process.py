@@ -1,0 +1,139 @@
+"""The scheduler as a process: how it starts, drains, and ends."""
+
+import asyncio
+import json
+import signal
+import time
+
+import pytest
+
+from services.common.errors import StepwellError
+from tests.scheduler.fake_worker import FakeWorker
+from tests.scheduler.paged_model import continuation
+from tests.scheduler.scheduler_process import SchedulerProcess, running_scheduler
+from tests.scheduler.serving import Gateway, Pool, sampling
+from tests.scheduler.story import prompt
+
+
+async def test_sigterm_drains_what_runs_refuses_what_comes_and_exits_0() -> None:
+    worker = FakeWorker()
+    async with running_scheduler("--drain-seconds", "10", worker=worker) as running:
+        gateway = Gateway(running.stub)
+        await gateway.open()
+        await gateway.add(1, prompt(9), sampling=sampling(100))
+        await gateway.until_tokens(1, 2)
+        worker.going.clear()
+        running.scheduler.process.send_signal(signal.SIGTERM)
+        handle = await _refused_while_draining(gateway)
+        worker.going.set()
+        await gateway.finish(1)
+        assert gateway.heard[1].tokens == continuation(prompt(9), 100)
+        rejected = gateway.heard[handle].rejected
+        assert rejected is not None
+        assert (rejected.code, rejected.reason) == (14, "DRAINING")
+        await gateway.until_ended()
+        assert gateway.error is None
+        assert await running.scheduler.wait() == 0
+
+
+async def _refused_while_draining(gateway: Gateway) -> int:
+    """Asks until the signal has been taken in; returns the handle that was refused."""
+    for handle in range(2, 1000):
+        await gateway.add(handle, prompt(5), sampling=sampling(1))
+        await gateway.abort(handle)
+        await asyncio.sleep(0.01)
+        if gateway.heard[handle].rejected is not None:
+            return handle
+    raise AssertionError("never drains")
+
+
+async def test_an_idle_gateway_does_not_hold_up_the_end() -> None:
+    async with running_scheduler("--drain-seconds", "15") as running:
+        gateway = Gateway(running.stub)
+        await gateway.open()
+        began = time.monotonic()
+        running.scheduler.process.terminate()
+        assert await running.scheduler.wait() == 0
+        assert time.monotonic() - began < 10
+        await gateway.until_ended()
+
+
+async def test_what_does_not_end_within_the_drain_is_cut_off() -> None:
+    worker = FakeWorker()
+    async with running_scheduler("--drain-seconds", "0.2", worker=worker) as running:
+        gateway = Gateway(running.stub)
+        await gateway.open()
+        await gateway.add(1, prompt(9), sampling=sampling(100))
+        await gateway.until_tokens(1, 1)
+        worker.going.clear()
+        running.scheduler.process.terminate()
+        assert await running.scheduler.wait() == 0
+        await gateway.until_ended()
+        assert isinstance(gateway.error, StepwellError)
+
+
+async def test_it_can_be_stopped_while_it_waits_for_pool_and_workers(free_port: int) -> None:
+    scheduler = await SchedulerProcess.start(
+        *("--kvpool", f"127.0.0.1:{free_port}", "--workers", f"127.0.0.1:{free_port}"),
+        *("--address", "127.0.0.1:0", "--log-format", "json"),
+    )
+    try:
+        assert scheduler.process.stderr is not None
+        line = json.loads(await scheduler.process.stderr.readline())
+        assert line["service"] == "scheduler"
+        assert "waiting for pool and workers" in line["message"]
+        scheduler.process.terminate()
+        assert await scheduler.wait() == 0
+    finally:
+        await scheduler.close()
+
+
+async def test_a_worker_that_comes_back_with_another_model_ends_it_with_a_sentence() -> None:
+    worker = FakeWorker()
+    async with running_scheduler(worker=worker) as running:
+        gateway = Gateway(running.stub)
+        await gateway.open()
+        await gateway.add(1, prompt(9), sampling=sampling(150))
+        await gateway.until_tokens(1, 1)
+        await worker.stop()
+        worker.description.fingerprint = b"g" * 32
+        await worker.start()
+        assert await running.scheduler.wait() == 1
+        assert running.scheduler.errors[-1] == (
+            "stepwell scheduler: the worker came back with another model: restart the scheduler"
+        )
+        await gateway.until_ended()
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--workers", "a:1"], "--kvpool (or STEPWELL_SCHEDULER_KVPOOL) must be given"),
+        (["--kvpool", "a:1", "--workers", ""], "--workers must name at least one, not nothing"),
+        (
+            ["--kvpool", "a:1", "--workers", "a:2", "--watermark", "nan"],
+            "--watermark must be from 0 to 1, not nan",
+        ),
+    ],
+    ids=["missing", "empty", "out of range"],
+)
+async def test_a_bad_setting_ends_it_with_a_sentence(flags: list[str], sentence: str) -> None:
+    scheduler = await SchedulerProcess.start(*flags)
+    assert await scheduler.wait() == 2
+    assert scheduler.errors[-1].startswith(f"stepwell scheduler: {sentence}")
+    assert len(scheduler.errors) == 1
+
+
+async def test_an_address_of_another_machine_ends_it_with_a_sentence() -> None:
+    worker, pool = FakeWorker(), Pool()
+    scheduler = await SchedulerProcess.start(
+        *("--kvpool", await pool.start(), "--workers", await worker.start()),
+        *("--address", "192.0.2.1:1"),
+    )
+    try:
+        assert await scheduler.wait() == 1
+        assert scheduler.errors[-1].startswith("stepwell scheduler: cannot listen on 192.0.2.1:1")
+    finally:
+        await scheduler.close()
+        await worker.stop()
+        await pool.stop()

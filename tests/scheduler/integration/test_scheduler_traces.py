@@ -1,0 +1,125 @@
+"""What a request and a step leave behind in traces, across scheduler, pool and worker."""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import pytest
+import pytest_asyncio
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from services.common import names
+from services.common.telemetry import configure_tracing
+from tests.scheduler.fake_worker import FakeWorker
+from tests.scheduler.scheduler_process import running_scheduler
+from tests.scheduler.serving import Gateway, Pool, sampling
+from tests.scheduler.span_collector import Seen, SpanCollector, seen
+from tests.scheduler.story import prompt
+
+TRACE_ID = 0x1234567890ABCDEF1234567890ABCDEF
+SPAN_ID = 0x1234567890ABCDEF
+TRACEPARENT = f"00-{TRACE_ID:032x}-{SPAN_ID:016x}-01"
+
+
+@dataclass(frozen=True, slots=True)
+class Traces:
+    """Everything that was recorded, by name."""
+
+    spans: list[Seen]
+
+    def named(self, name: str) -> list[Seen]:
+        return [span for span in self.spans if span.name == name]
+
+    def one(self, name: str) -> Seen:
+        (span,) = self.named(name)
+        return span
+
+
+@pytest_asyncio.fixture(
+    loop_scope="module",
+    scope="module",
+    params=[["--no-async-scheduling"], ["--async-scheduling"]],
+    ids=["one step in flight", "two steps in flight"],
+)
+async def traces(request: pytest.FixtureRequest) -> AsyncIterator[Traces]:
+    """One traced request and one that is not, served by three services."""
+    collector, exporter = SpanCollector(), InMemorySpanExporter()
+    tracing = configure_tracing("worker", "", 1.0, exporter=exporter)
+    flags = ["--otlp-endpoint", collector.endpoint, *request.param]
+    try:
+        async with running_scheduler(
+            *flags, worker=FakeWorker(tracing=tracing), pool=Pool(exporter)
+        ) as running:
+            gateway = Gateway(running.stub)
+            await gateway.open()
+            await gateway.add(1, prompt(9), traceparent=TRACEPARENT, request_id="traced")
+            await gateway.finish(1)
+            await gateway.add(2, prompt(9), sampling=sampling(2))
+            await gateway.finish(2)
+            await gateway.close()
+            running.scheduler.process.terminate()
+            assert await running.scheduler.wait() == 0
+    finally:
+        collector.close()
+        tracing.shutdown()
+    assert collector.services == {"stepwell-scheduler"}
+    yield Traces([*collector.spans, *seen(exporter.get_finished_spans())])
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_request_is_one_trace(traces: Traces) -> None:
+    queue = traces.one(names.SPAN_REQUEST_QUEUE)
+    prefill = traces.one(names.SPAN_REQUEST_PREFILL)
+    decode = traces.one(names.SPAN_REQUEST_DECODE)
+    admit = traces.one(names.SPAN_POOL_ADMIT)
+    for span in (queue, prefill, decode, admit):
+        assert (span.trace_id, span.parent) == (TRACE_ID, SPAN_ID)
+    assert queue.attributes[names.ATTR_REQUEST_ID] == "traced"
+    assert prefill.attributes[names.ATTR_NUM_PROMPT_TOKENS] == 9
+    assert decode.attributes[names.ATTR_NUM_OUTPUT_TOKENS] == 8
+    assert decode.attributes[names.ATTR_FINISH_REASON] == "length"
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_step_is_a_trace_of_its_own_linked_to_the_requests_it_serves(
+    traces: Traces,
+) -> None:
+    steps = traces.named(names.SPAN_STEP)
+    assert len({step.trace_id for step in steps}) == len(steps)
+    assert all(step.parent is None for step in steps)
+    linked = [step for step in steps if step.links]
+    assert len(linked) == 8, "the prompt's step, and one for each further token"
+    assert all(step.links == (SPAN_ID,) for step in linked)
+    first = min(linked, key=lambda step: step.attributes[names.ATTR_STEP])
+    assert first.attributes[names.ATTR_NUM_SCHEDULED_TOKENS] == 9
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize(
+    ("client", "server"),
+    [
+        (names.SPAN_STEP_TRANSACT, names.SPAN_POOL_TRANSACT),
+        (names.SPAN_STEP_EXECUTE, names.SPAN_WORKER_EXECUTE),
+    ],
+)
+async def test_pool_and_worker_are_children_of_the_step_seen_from_both_sides(
+    traces: Traces, client: str, server: str
+) -> None:
+    steps = {step.span_id: step for step in traces.named(names.SPAN_STEP)}
+    calls = {call.span_id: call for call in traces.named(client)}
+    served = traces.named(server)
+    assert calls
+    for call in calls.values():
+        assert call.kind == "CLIENT"
+        assert call.parent in steps
+        assert call.trace_id == steps[call.parent].trace_id
+    assert {span.parent for span in served} == set(calls)
+    for span in served:
+        assert span.kind == "SERVER"
+        assert span.parent is not None
+        assert span.trace_id == calls[span.parent].trace_id
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_what_is_not_sampled_leaves_no_span(traces: Traces) -> None:
+    for name in (names.SPAN_REQUEST_QUEUE, names.SPAN_REQUEST_PREFILL, names.SPAN_POOL_ADMIT):
+        assert len(traces.named(name)) == 1
