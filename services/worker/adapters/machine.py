@@ -4,6 +4,10 @@ import os
 from pathlib import Path
 
 _KIB = 1024
+_GROUP_FILES = (
+    ("memory.max", "memory.current"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
 
 
 def available_memory_bytes(
@@ -11,21 +15,15 @@ def available_memory_bytes(
 ) -> int:
     """Memory that can still be used: of the machine, and within the limit of the control group.
 
-    Both versions of control groups are understood. Without either, what the system calls free.
+    Both versions of control groups are understood; in the second, limits of enclosing groups too.
     """
     amounts = [_machine_available(proc)]
-    for limit_name, usage_name, stat_name in (
-        ("memory.max", "memory.current", "memory.stat"),
-        (
-            "memory/memory.limit_in_bytes",
-            "memory/memory.usage_in_bytes",
-            "memory/memory.stat",
-        ),
-    ):
-        limit, usage = _read_int(cgroup / limit_name), _read_int(cgroup / usage_name)
-        if limit is not None and usage is not None:
-            reclaimable = _stat(cgroup / stat_name, "inactive_file")
-            amounts.append(max(limit - usage + reclaimable, 0))
+    for group in _control_groups(proc, cgroup):
+        for limit_name, usage_name in _GROUP_FILES:
+            limit, usage = _read_int(group / limit_name), _read_int(group / usage_name)
+            if limit is not None and usage is not None:
+                reclaimable = _stat(group / "memory.stat", "inactive_file")
+                amounts.append(max(limit - usage + reclaimable, 0))
     return min(amounts)
 
 
@@ -36,6 +34,17 @@ def usable_processors() -> int:
     if quota.isdigit() and period.strip().isdigit():
         return max(min(allowed or 1, -(-int(quota) // int(period))), 1)
     return allowed or 1
+
+
+def _control_groups(proc: Path, cgroup: Path) -> list[Path]:
+    """Where this process's limits may stand: its group and those around it."""
+    groups = [cgroup, cgroup / "memory"]
+    for line in _read_text(proc / "self/cgroup").splitlines():
+        hierarchy, _, path = line.partition("::")
+        if hierarchy == "0":
+            own = cgroup / path.lstrip("/")
+            groups += [group for group in (own, *own.parents) if group.is_relative_to(cgroup)]
+    return groups
 
 
 def _machine_available(proc: Path) -> int:

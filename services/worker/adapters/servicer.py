@@ -3,7 +3,8 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,8 +69,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         tracer = StepTracer(self._tracing, engine.description.rank)
         stream = self._stream = _StepStream(engine.runner, self._compute, tracer)
         try:
-            async for response in stream.responses(request_iterator):
-                yield response
+            async with aclosing(stream.responses(request_iterator)) as responses:
+                async for response in responses:
+                    yield response
         finally:
             stream.close()
             if self._stream is stream:
@@ -122,7 +124,7 @@ class _StepStream:
 
     async def responses(
         self, requests: AsyncIterator[worker_pb2.ExecuteRequest]
-    ) -> AsyncIterator[worker_pb2.ExecuteResponse]:
+    ) -> AsyncGenerator[worker_pb2.ExecuteResponse, None]:
         """Runs steps as they come and answers them in order, taking in the next meanwhile."""
         await self._reset
         pending: deque[_PendingStep] = deque()
@@ -149,6 +151,8 @@ class _StepStream:
         finally:
             if reading is not None:
                 reading.cancel()
+            for step in pending:
+                step.run.cancel()
 
     def _submit(self, message: worker_pb2.ExecuteRequest) -> _PendingStep:
         arrived = time.perf_counter_ns()

@@ -69,12 +69,21 @@ class TorchPagedAttention:
         blocks += [len(chunk.block_ids) for chunk in chunks if chunk.context]
         self._reserve_workspace(max(blocks, default=0))
         self._reserve_mask(max((c.context + c.end - c.begin for c in chunks), default=0))
-        return TorchPagedStep(self, torch.from_numpy(layout.slot_mapping), groups, chunks)
+        slots = torch.from_numpy(layout.slot_mapping)
+        return TorchPagedStep(self, slots, self._opened_blocks(layout), groups, chunks)
 
     def store(
-        self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self,
+        layer: int,
+        slots: torch.Tensor,
+        opened_blocks: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
     ) -> None:
         """Writes keys and values [n, num_kv_heads, head_dim] to cache slots [n]."""
+        if len(opened_blocks):
+            self._keys[layer].index_fill_(0, opened_blocks, 0)
+            self._values[layer].index_fill_(0, opened_blocks, 0)
         self._keys[layer].flatten(0, 1).index_copy_(0, slots, key)
         self._values[layer].flatten(0, 1).index_copy_(0, slots, value)
 
@@ -165,6 +174,18 @@ class TorchPagedAttention:
                 2, size, *self._workspace.shape[2:], dtype=self._shape.dtype
             )
 
+    def _opened_blocks(self, layout: StepLayout) -> torch.Tensor:
+        """Blocks that the step begins and does not fill.
+
+        They are cleared: a mask hides what an earlier owner left in them, but not if that is NaN,
+        and one request's NaN must not reach another.
+        """
+        size = self._shape.block_size
+        last = (layout.seq_lens - 1) // size
+        computed = layout.seq_lens - np.diff(layout.query_starts)
+        opened = np.flatnonzero((last * size >= computed) & (layout.seq_lens % size != 0))
+        return torch.from_numpy(layout.block_tables[opened, last[opened]].astype(np.int64))
+
     def _group_decodes(self, layout: StepLayout) -> list[_DecodeGroup]:
         """Cuts the decodes where one is over twice as long as the group's shortest."""
         blocks = -(-layout.seq_lens // self._shape.block_size)
@@ -210,11 +231,13 @@ class TorchPagedStep:
         self,
         cache: TorchPagedAttention,
         slots: torch.Tensor,
+        opened_blocks: torch.Tensor,
         groups: list[_DecodeGroup],
         chunks: list[_Chunk],
     ) -> None:
         self._cache = cache
         self._slots = slots
+        self._opened_blocks = opened_blocks
         self._groups = groups
         self._chunks = chunks
 
@@ -222,7 +245,7 @@ class TorchPagedStep:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         """See LayerAttention."""
-        self._cache.store(layer, self._slots, key, value)
+        self._cache.store(layer, self._slots, self._opened_blocks, key, value)
         if len(self._groups) == 1 and not self._chunks:
             return self._cache.attend_group(layer, query, self._groups[0])
         output = torch.empty(query.shape, dtype=query.dtype)

@@ -10,11 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.worker.core.errors import InvalidStep
-from services.worker.core.step import AppendedBlocks, Int32Array, NewRequest, StepInput
+from services.worker.core.step import Int32Array, NewRequest, StepInput
+from services.worker.core.step_check import StepCheck
 from services.worker.sampling.params import SamplingParams
-
-_NUM_GROUPS = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +67,7 @@ class PersistentBatch:
 
     def apply(self, step: StepInput) -> None:
         """Takes over the difference that `step` brings. Raises InvalidStep, changing nothing."""
-        _StepCheck(self, step).run()
+        StepCheck(self, step).run()
         for slot in step.removed_slots.tolist():
             del self.sampling[slot]
         for request in step.new_requests:
@@ -99,162 +97,3 @@ class PersistentBatch:
         start = self.num_blocks[slot]
         self.block_tables[slot, start : start + len(block_ids)] = block_ids
         self.num_blocks[slot] += len(block_ids)
-
-
-class _StepCheck:
-    """Checks one step against the batch as it will be when the step's difference is applied."""
-
-    def __init__(self, batch: PersistentBatch, step: StepInput) -> None:
-        self._batch = batch
-        self._limits = batch.limits
-        self._step = step
-        self._in_use = set(batch.sampling)
-        self._new: dict[int, NewRequest] = {}
-        self._appended: dict[int, int] = {}
-
-    def run(self) -> None:
-        """Raises InvalidStep for the first contradiction."""
-        for slot in self._step.removed_slots.tolist():
-            self._require(slot in self._in_use, "removed_slots", f"slot {slot} is not in use")
-            self._in_use.remove(slot)
-        for request in self._step.new_requests:
-            self._check_new(request)
-        groups = len(self._step.appended_blocks)
-        self._require(groups <= _NUM_GROUPS, "appended_blocks", f"{groups} groups, not 1")
-        for appended in self._step.appended_blocks:
-            self._check_appended(appended)
-        self._check_scheduled()
-
-    def _check_new(self, request: NewRequest) -> None:
-        limits, slot = self._limits, request.slot
-        count = len(request.token_ids)
-        self._require(
-            0 <= slot < limits.max_num_seqs,
-            "new_requests.slot",
-            f"slot {slot} is not below {limits.max_num_seqs}",
-        )
-        self._require(slot not in self._in_use, "new_requests.slot", f"slot {slot} is in use")
-        self._require(
-            1 <= count <= limits.max_model_len,
-            "new_requests.token_ids",
-            f"{count} tokens, not 1 to {limits.max_model_len}",
-        )
-        self._require(
-            1 <= request.num_prompt_tokens <= count,
-            "new_requests.num_prompt_tokens",
-            f"{request.num_prompt_tokens}, not 1 to {count}",
-        )
-        self._check_token_ids(request.token_ids, "new_requests.token_ids")
-        groups = len(request.block_tables)
-        self._require(groups == _NUM_GROUPS, "new_requests.block_tables", f"{groups} groups, not 1")
-        self._check_block_ids(request.block_tables[0], "new_requests.block_tables")
-        width, most = len(request.block_tables[0]), limits.max_blocks_per_seq
-        self._require(width <= most, "new_requests.block_tables", f"{width} blocks, over {most}")
-        request.sampling.validate(limits.vocab_size)
-        self._in_use.add(slot)
-        self._new[slot] = request
-
-    def _check_appended(self, appended: AppendedBlocks) -> None:
-        name = "appended_blocks"
-        self._require(
-            len(appended.slots) == len(appended.num_blocks), name, "lists of different length"
-        )
-        self._require(
-            not (appended.num_blocks < 0).any()
-            and int(appended.num_blocks.sum()) == len(appended.block_ids),
-            name,
-            "block ids do not add up to num_blocks",
-        )
-        self._check_block_ids(appended.block_ids, name)
-        for slot, count in zip(appended.slots.tolist(), appended.num_blocks.tolist(), strict=True):
-            self._require(slot in self._in_use, name, f"slot {slot} is not in use")
-            self._appended[slot] = self._appended.get(slot, 0) + count
-        for slot in self._appended:
-            width = self._table_size(slot)
-            most = self._limits.max_blocks_per_seq
-            self._require(width <= most, name, f"slot {slot} has {width} blocks, over {most}")
-
-    def _check_scheduled(self) -> None:
-        step, limits = self._step, self._limits
-        count = len(step.slots)
-        drafts = step.num_draft_tokens
-        for name in ("num_scheduled_tokens", "num_computed_tokens"):
-            given = len(getattr(step, name))
-            self._require(given == count, name, f"{given} entries for {count} slots")
-        self._require(
-            len(drafts) in (0, count), "num_draft_tokens", f"{len(drafts)} entries, {count} slots"
-        )
-        total = int(step.num_scheduled_tokens.sum())
-        self._require(
-            total <= limits.max_num_batched_tokens,
-            "num_scheduled_tokens",
-            f"{total} tokens in a step of at most {limits.max_num_batched_tokens}",
-        )
-        self._require(len(set(step.slots.tolist())) == count, "slots", "a slot is named twice")
-        self._require(
-            not (drafts < 0).any() and int(drafts.sum()) == len(step.draft_token_ids),
-            "draft_token_ids",
-            "drafts do not add up to num_draft_tokens",
-        )
-        self._check_token_ids(step.draft_token_ids, "draft_token_ids")
-        num_drafts = drafts if len(drafts) else np.zeros(count, np.int32)
-        columns = (step.slots, step.num_scheduled_tokens, step.num_computed_tokens, num_drafts)
-        for row in zip(*(column.tolist() for column in columns), strict=True):
-            self._check_row(*row)
-
-    def _check_row(self, slot: int, scheduled: int, computed: int, drafts: int) -> None:
-        self._require(slot in self._in_use, "slots", f"slot {slot} is not in use")
-        end, known = computed + scheduled, self._num_tokens(slot)
-        self._require(
-            scheduled > drafts, "num_scheduled_tokens", f"slot {slot} computes no known token"
-        )
-        self._require(
-            computed >= 0 and end - drafts <= known,
-            "num_computed_tokens",
-            f"slot {slot} has {known} tokens, not {end - drafts}",
-        )
-        self._require(
-            not drafts or end - drafts == known,
-            "num_draft_tokens",
-            f"drafts of slot {slot} do not follow its {known} tokens",
-        )
-        self._require(
-            end <= self._limits.max_model_len,
-            "num_scheduled_tokens",
-            f"slot {slot} would reach {end} tokens, over {self._limits.max_model_len}",
-        )
-        room = self._table_size(slot) * self._limits.block_size
-        self._require(end <= room, "slots", f"slot {slot} needs {end} tokens, has room for {room}")
-
-    def _num_tokens(self, slot: int) -> int:
-        if slot in self._new:
-            return len(self._new[slot].token_ids)
-        return int(self._batch.num_tokens[slot])
-
-    def _table_size(self, slot: int) -> int:
-        if slot in self._new:
-            held = len(self._new[slot].block_tables[0])
-        else:
-            held = int(self._batch.num_blocks[slot])
-        return held + self._appended.get(slot, 0)
-
-    def _check_token_ids(self, token_ids: Int32Array, field: str) -> None:
-        if len(token_ids):
-            wrong = token_ids[(token_ids < 0) | (token_ids >= self._limits.vocab_size)]
-            self._require(
-                not len(wrong),
-                field,
-                f"token {wrong[:1].tolist()} is not below {self._limits.vocab_size}",
-            )
-
-    def _check_block_ids(self, block_ids: Int32Array, field: str) -> None:
-        wrong = block_ids[(block_ids < 1) | (block_ids >= self._limits.num_blocks)]
-        self._require(
-            not len(wrong),
-            field,
-            f"block {wrong[:1].tolist()} is not from 1 to {self._limits.num_blocks - 1}",
-        )
-
-    def _require(self, holds: bool, field: str, problem: str) -> None:
-        if not holds:
-            raise InvalidStep(f"step {self._step.step}: {field}: {problem}", field=field)

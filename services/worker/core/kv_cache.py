@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from services.worker.core.errors import KVCacheTooSmall
 
 _NULL_BLOCKS = 1
+_SHORTEST_SEQUENCE = 2
 _MIB = 2**20
 
 
@@ -71,7 +72,7 @@ def size_kv_cache(demand: KVCacheDemand, memory: KVCacheMemory) -> KVCacheSizing
     capacity = (num_blocks - _NULL_BLOCKS) * demand.block_size
     length = demand.max_model_len
     if capacity < length:
-        if demand.max_model_len_asked or capacity < demand.block_size:
+        if demand.max_model_len_asked or capacity < max(demand.block_size, _SHORTEST_SEQUENCE):
             needed = (demand.blocks_of(length) + _NULL_BLOCKS) * demand.bytes_per_block
             raise KVCacheTooSmall(
                 f"the KV cache cannot hold one sequence of {length} tokens: it needs "

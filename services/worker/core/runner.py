@@ -21,7 +21,8 @@ import torch
 
 from services.worker.attention.interface import LayerAttention, PagedAttention, StepLayout
 from services.worker.core.batch import BatchLimits, PersistentBatch
-from services.worker.core.step import Int32Array, RequestLogprobs, StepInput, StepOutput
+from services.worker.core.sampled import Sampled, joined
+from services.worker.core.step import Int32Array, StepInput, StepOutput
 from services.worker.sampling.sampler import LogprobRows, Sampler, prompt_logprobs
 
 _PROMPT_LOGPROB_ROWS = 128
@@ -147,13 +148,16 @@ class Runner:
         """Samples every request whose last known token was computed; verifies its drafts."""
         known = rows.ends - rows.num_draft_tokens
         sampling = np.flatnonzero(known == self._batch.num_tokens[rows.slots])
-        sampled = _Sampled(len(rows.slots))
+        sampled = Sampled(len(rows.slots))
         if len(sampling):
             logits, first_rows = self._sampled_logits(rows, hidden, sampling)
             offset, active = 0, np.arange(len(sampling))
             while len(active):
                 indexes = sampling[active]
-                wanted = logits[torch.from_numpy(first_rows[active] + offset)]
+                if len(active) < len(logits):
+                    wanted = logits[torch.from_numpy(first_rows[active] + offset)]
+                else:
+                    wanted = logits
                 output = self._sampler.sample(wanted, rows.slots[indexes])
                 sampled.add(indexes, output.token_ids, output.logprobs, output.nan_rows)
                 drafts_left = rows.num_draft_tokens[indexes] > offset
@@ -193,58 +197,5 @@ class Runner:
                 stop = min(start + _PROMPT_LOGPROB_ROWS, end - begin)
                 logits = self._model.compute_logits(hidden[first + start : first + stop])
                 parts.append(prompt_logprobs(logits, targets[start:stop], num_top))
-            found[index] = _joined(parts)
+            found[index] = joined(parts)
         return found
-
-
-class _Sampled:
-    """Collects what is sampled in a step, by request."""
-
-    def __init__(self, num_requests: int) -> None:
-        self.token_ids: list[list[int]] = [[] for _ in range(num_requests)]
-        self._logprobs: dict[int, list[LogprobRows]] = {}
-        self._nan_requests: list[int] = []
-
-    def add(
-        self,
-        indexes: np.ndarray,
-        token_ids: Int32Array,
-        logprobs: dict[int, LogprobRows],
-        nan_rows: Int32Array,
-    ) -> None:
-        """One more token of each of the requests `indexes`."""
-        for index, token_id in zip(indexes.tolist(), token_ids.tolist(), strict=True):
-            self.token_ids[index].append(token_id)
-        for row, rows in logprobs.items():
-            self._logprobs.setdefault(int(indexes[row]), []).append(rows)
-        self._nan_requests.extend(indexes[nan_rows].tolist())
-
-    def output(self, step: StepInput, prompt: dict[int, LogprobRows]) -> StepOutput:
-        """Everything, in the step's order."""
-        logprobs = {
-            index: RequestLogprobs(
-                _joined(self._logprobs[index]) if index in self._logprobs else None,
-                prompt.get(index),
-            )
-            for index in sorted(self._logprobs.keys() | prompt.keys())
-        }
-        tokens = [token_id for token_ids in self.token_ids for token_id in token_ids]
-        return StepOutput(
-            step.generation,
-            step.step,
-            num_tokens=np.array([len(token_ids) for token_ids in self.token_ids], np.int32),
-            token_ids=np.array(tokens, np.int32),
-            logprobs=logprobs,
-            nan_requests=np.array(sorted(self._nan_requests), np.int32),
-        )
-
-
-def _joined(parts: list[LogprobRows]) -> LogprobRows:
-    if len(parts) == 1:
-        return parts[0]
-    return LogprobRows(
-        parts[0].width,
-        np.concatenate([part.token_ids for part in parts]),
-        np.concatenate([part.logprobs for part in parts]),
-        np.concatenate([part.ranks for part in parts]),
-    )

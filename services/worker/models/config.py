@@ -11,7 +11,7 @@ from services.worker.models.errors import ModelConfigError, UnsupportedModel
 from services.worker.models.json_file import JsonReader, read_json_object
 from services.worker.models.rope import RopeConfig, read_rope_config
 
-_MISTRAL_DEFAULT_WINDOW = 4096
+_DEFAULT_WINDOW = 4096
 
 
 class Architecture(enum.Enum):
@@ -83,6 +83,7 @@ def read_model_config(directory: Path) -> ModelConfig:
     reader = JsonReader(path, values)
     architecture = _architecture(path, values)
     hidden_size = reader.positive_int("hidden_size")
+    num_layers = reader.positive_int("num_hidden_layers")
     num_heads = reader.positive_int("num_attention_heads")
     attention_bias = reader.boolean("attention_bias", False)
     is_qwen2, is_mistral = architecture is Architecture.QWEN2, architecture is Architecture.MISTRAL
@@ -91,7 +92,7 @@ def read_model_config(directory: Path) -> ModelConfig:
         vocab_size=reader.positive_int("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=reader.positive_int("intermediate_size"),
-        num_layers=reader.positive_int("num_hidden_layers"),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=reader.positive_int("num_key_value_heads", num_heads),
         head_dim=reader.positive_int("head_dim", max(hidden_size // num_heads, 1)),
@@ -102,7 +103,7 @@ def read_model_config(directory: Path) -> ModelConfig:
         output_bias=attention_bias and not (is_qwen2 or is_mistral),
         mlp_bias=reader.boolean("mlp_bias", False) and architecture is Architecture.LLAMA,
         qk_norm=architecture is Architecture.QWEN3,
-        sliding_window=_sliding_window(architecture, reader, values),
+        sliding_window=_sliding_window(architecture, reader, values, num_layers),
         checkpoint_dtype=_checkpoint_dtype(reader),
         eos_token_ids=_eos_token_ids(directory, reader),
     )
@@ -164,22 +165,24 @@ def _architecture(path: Path, values: Mapping[str, object]) -> Architecture:
 
 
 def _sliding_window(
-    architecture: Architecture, reader: JsonReader, values: Mapping[str, object]
+    architecture: Architecture, reader: JsonReader, values: Mapping[str, object], num_layers: int
 ) -> int | None:
     """The window that transformers would use; None when every layer attends to everything."""
-    if architecture is Architecture.LLAMA:
+    if not _some_layer_slides(architecture, reader, num_layers):
         return None
-    if architecture is Architecture.MISTRAL and "sliding_window" not in values:
-        return _MISTRAL_DEFAULT_WINDOW
-    if "sliding_window" not in reader:
+    if "sliding_window" in values and "sliding_window" not in reader:
         return None
-    if architecture is not Architecture.MISTRAL:
-        layer_types = reader.raw("layer_types")
-        if isinstance(layer_types, list) and "sliding_attention" not in layer_types:
-            return None
-        if not reader.boolean("use_sliding_window", False):
-            return None
-    return reader.positive_int("sliding_window")
+    return reader.positive_int("sliding_window", _DEFAULT_WINDOW)
+
+
+def _some_layer_slides(architecture: Architecture, reader: JsonReader, num_layers: int) -> bool:
+    if architecture in (Architecture.LLAMA, Architecture.MISTRAL):
+        return architecture is Architecture.MISTRAL
+    layer_types = reader.raw("layer_types")
+    if isinstance(layer_types, list):
+        return "sliding_attention" in layer_types
+    enabled = reader.boolean("use_sliding_window", False)
+    return enabled and reader.positive_int("max_window_layers", 28) < num_layers
 
 
 def _checkpoint_dtype(reader: JsonReader) -> torch.dtype | None:

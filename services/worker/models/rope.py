@@ -78,7 +78,8 @@ def read_rope_config(config: JsonReader, path: Path) -> RopeConfig:
         raise UnsupportedModel(
             path, f"rope_type {name!r} is not supported; supported are {known}"
         ) from None
-    if float(values.raw("partial_rotary_factor") or config.raw("partial_rotary_factor") or 1) != 1:
+    outer_share = config.positive_float("partial_rotary_factor", 1.0)
+    if values.positive_float("partial_rotary_factor", outer_share) != 1:
         raise UnsupportedModel(path, "partial_rotary_factor other than 1 is not supported")
     theta = values.positive_float("rope_theta", config.positive_float("rope_theta", DEFAULT_THETA))
     outside = config.positive_int("original_max_position_embeddings", length)

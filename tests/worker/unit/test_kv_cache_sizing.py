@@ -89,9 +89,21 @@ def test_available_memory_is_the_machines_within_the_control_groups_limit(tmp_pa
     assert available_memory_bytes(proc, cgroup) == 2_250_000
 
 
+def test_a_group_around_the_processs_own_may_set_the_limit(tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemAvailable: 5000 kB\n")
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/cgroup").write_text("0::/machine/service\n")
+    (tmp_path / "machine/service").mkdir(parents=True)
+    (tmp_path / "machine/memory.max").write_text("1000000\n")
+    (tmp_path / "machine/memory.current").write_text("400000\n")
+    assert available_memory_bytes(tmp_path, tmp_path) == 600_000
+
+
 def test_available_memory_under_the_first_version_of_control_groups(tmp_path: Path) -> None:
     (tmp_path / "meminfo").write_text("MemAvailable: 5000 kB\n")
     (tmp_path / "memory").mkdir()
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/cgroup").write_text("4:memory:/\n")
     (tmp_path / "memory/memory.limit_in_bytes").write_text("2000000\n")
     (tmp_path / "memory/memory.usage_in_bytes").write_text("500000\n")
     assert available_memory_bytes(tmp_path, tmp_path) == 1_500_000

@@ -124,6 +124,22 @@ def test_sliding_window_needs_a_length_within_it(tmp_path: Path) -> None:
     assert resolve_max_model_len(config, 128, tmp_path / "config.json") == 128
 
 
+@pytest.mark.parametrize(
+    ("changes", "window"),
+    [
+        ({"sliding_window": 64}, None),
+        ({"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 2}, None),
+        ({"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}, 64),
+    ],
+)
+def test_qwen_slides_in_the_layers_above_max_window_layers(
+    tmp_path: Path, changes: dict[str, object], window: int | None
+) -> None:
+    save_tiny_model(tmp_path, "qwen2")
+    edit_config(tmp_path, layer_types=None, **changes)
+    assert read_model_config(tmp_path).sliding_window == window
+
+
 def test_length_beyond_the_model_is_refused(directory: Path) -> None:
     config = read_model_config(directory)
     with pytest.raises(ModelConfigError, match=r"max_model_len is 513, but .* 512 tokens"):

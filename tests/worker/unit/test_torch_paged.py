@@ -95,6 +95,22 @@ def test_decodes_of_different_lengths_beside_chunks(block_size: int) -> None:
     run_step(attention, mixed, [1] * 7, block_size)
 
 
+def test_what_an_earlier_owner_left_in_a_block_does_no_harm() -> None:
+    """Not even NaN, which a mask alone would let through."""
+    torch.manual_seed(3)
+    shape = AttentionShape(1, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, 4, 41, torch.float32)
+    attention = TorchPagedAttention(shape)
+    broken = Sequence(list(range(1, 41)))
+    broken.keys = broken.values = torch.full((160, NUM_KV_HEADS, HEAD_DIM), torch.nan)
+    step = attention.begin_step(layout_of([broken], [160], 4))
+    step(0, torch.randn(160, NUM_HEADS, HEAD_DIM), broken.keys, broken.values)
+
+    sequences = [Sequence(list(range(1 + 8 * i, 9 + 8 * i))) for i in range(3)]
+    run_step(attention, sequences, [5, 9, 14], 4)
+    for _ in range(5):
+        run_step(attention, sequences, [1, 1, 1], 4)
+
+
 def test_decodes_over_a_group_limit_are_cut() -> None:
     torch.manual_seed(2)
     sequences = [Sequence(list(range(1 + 8 * i, 9 + 8 * i))) for i in range(5)]
