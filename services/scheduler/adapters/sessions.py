@@ -1,6 +1,6 @@
 """Who waits for which request: the sessions of gateways, and the way back to each."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from stepwell.common.v1 import common_pb2
@@ -81,7 +81,7 @@ class Sessions:
         wanted = set(request_ids)
         return [request for request in self._owners if request.request_id in wanted]
 
-    def deliver(self, plan: StepPlan | None, updates: Sequence[RequestUpdate]) -> None:
+    def deliver(self, plan: StepPlan | None, updates: Iterable[RequestUpdate]) -> None:
         touched: set[GatewaySession] = set()
         for request in plan.new if plan is not None else ():
             owner = self._owners.get(request)

@@ -5,7 +5,7 @@ its own trace, spans for the time it queued, the chunks of its prompt, and its d
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from opentelemetry.trace import Span
@@ -61,7 +61,7 @@ class StepTracer:
         else:
             step.span.end()
 
-    def done(self, plan: StepPlan, updates: Sequence[RequestUpdate]) -> None:
+    def done(self, plan: StepPlan, updates: Iterable[RequestUpdate]) -> None:
         step = self._steps.pop(plan.step)
         now = self._clock()
         self._counts.step_nanos.append(now - max(step.begun_nanos, self._last_done_nanos))

@@ -17,6 +17,10 @@ class StepDraft:
     """Most tokens of one request in this step; 0: no such limit."""
     requests: list[Request] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    """Tokens computed before the step; parallel, as are the two above."""
+    out_of_stride: dict[Request, int] = field(default_factory=dict)
+    """What those got that take more than one more token of a decode."""
     appended: dict[Request, BlockTables] = field(default_factory=dict)
     tables: dict[Request, BlockTables] = field(default_factory=dict)
     draft_token_ids: dict[Request, list[int]] = field(default_factory=dict)
@@ -50,6 +54,8 @@ class StepDraft:
         """Gives tokens of the budget to a request; drafts go last."""
         self.requests.append(request)
         self.num_tokens.append(num_tokens)
+        self.starts.append(request.num_computed_tokens)
+        self.out_of_stride[request] = num_tokens
         self.budget -= num_tokens
         if request.draft_token_ids:
             known = len(request.token_ids) + request.num_output_placeholders
@@ -62,14 +68,18 @@ class StepDraft:
         index = self.requests.index(request)
         self.budget += sum(self.num_tokens[index:])
         for revoked in self.requests[index:]:
-            self.draft_token_ids.pop(revoked, None)
-        del self.requests[index:], self.num_tokens[index:]
+            self._forget(revoked)
+        del self.requests[index:], self.num_tokens[index:], self.starts[index:]
 
     def revoke(self, request: Request) -> None:
         """Takes back what was given to a request, if anything."""
         if request in self.requests:
             index = self.requests.index(request)
             self.budget += self.num_tokens.pop(index)
-            del self.requests[index]
+            del self.requests[index], self.starts[index]
             self.appended.pop(request, None)
-            self.draft_token_ids.pop(request, None)
+            self._forget(request)
+
+    def _forget(self, request: Request) -> None:
+        self.draft_token_ids.pop(request, None)
+        self.out_of_stride.pop(request, None)

@@ -1,6 +1,6 @@
 """What a step is: who gets how many tokens, with which blocks; and what came of it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from services.scheduler.core.request import Request
@@ -52,10 +52,32 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestUpdate:
-    """News of one request after a step."""
+    """News of one request."""
 
     request: Request
     token_ids: Sequence[int]
     logprobs: object | None = None
     num_computed_tokens: int = 0
     """Where the step began for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepUpdate:
+    """News of a step. Iterates over the requests that have some, in scheduling order."""
+
+    plan: StepPlan
+    token_ids: Sequence[Sequence[int] | None]
+    """New tokens, parallel to the plan's requests; None for those that had ended before."""
+    logprobs: Mapping[int, object]
+    ended: Sequence[Request]
+    """Requests that the step brought to their end."""
+
+    def __iter__(self) -> Iterator[RequestUpdate]:
+        ended = set(self.ended)
+        starts = self.plan.num_computed_tokens
+        for index, (request, tokens) in enumerate(
+            zip(self.plan.requests, self.token_ids, strict=True)
+        ):
+            logprobs = self.logprobs.get(index)
+            if tokens or (tokens is not None and (logprobs is not None or request in ended)):
+                yield RequestUpdate(request, tokens, logprobs, starts[index])

@@ -4,7 +4,7 @@ The operations mirror stepwell.kvpool.v1, where their effect is specified in ful
 """
 
 from asyncio import Future
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -162,7 +162,7 @@ class Replica(Protocol):
 class Delivery(Protocol):
     """The way back to those who wait for tokens."""
 
-    def deliver(self, plan: StepPlan | None, updates: Sequence[RequestUpdate]) -> None:
+    def deliver(self, plan: StepPlan | None, updates: Iterable[RequestUpdate]) -> None:
         """Passes on new tokens and ends. `plan` is None for ends between steps. Never blocks."""
 
 
@@ -175,7 +175,7 @@ class StepObserver(Protocol):
     def planned(self, plan: StepPlan) -> None:
         """The step is decided and about to be sent."""
 
-    def done(self, plan: StepPlan, updates: Sequence[RequestUpdate]) -> None:
+    def done(self, plan: StepPlan, updates: Iterable[RequestUpdate]) -> None:
         """The step's tokens are in."""
 
     def ended(self, requests: Sequence[Request]) -> None:

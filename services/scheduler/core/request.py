@@ -32,6 +32,11 @@ class StopConditions:
     max_tokens: int
     eos_token_ids: frozenset[int] = frozenset()
     stop_token_ids: frozenset[int] = frozenset()
+    ending_token_ids: frozenset[int] = field(init=False)
+    """Both together."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ending_token_ids", self.eos_token_ids | self.stop_token_ids)
 
 
 @dataclass(slots=True, eq=False)
@@ -60,8 +65,12 @@ class Request:
     stop_token_id: int | None = None
     num_computed_tokens: int = 0
     """Tokens whose keys and values are stored, or will be once the steps in flight have run."""
-    num_output_placeholders: int = 0
-    """Tokens that steps in flight are about to sample, drafts included."""
+    stride_end: int = 0
+    """While fewer tokens than this are computed it decodes in stride: each step computes one more,
+    needs nothing of the pool, and can end only by its token.
+    """
+    max_num_tokens: int = 0
+    """Tokens, prompt and output, at which it ends for its length; set when it is queued."""
     is_in_prefill: bool = False
     """Whether the last step left tokens to compute before one can be sampled."""
     draft_token_ids: list[int] = field(default_factory=list)
@@ -92,6 +101,11 @@ class Request:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def num_output_placeholders(self) -> int:
+        """Tokens that steps in flight are about to sample, drafts included."""
+        return max(0, self.num_computed_tokens + 1 - len(self.token_ids))
+
+    @property
     def max_hit_tokens(self) -> int:
         """Longest cached prefix of use: one token must be left to compute, to sample from."""
         return len(self.token_ids) - 1 if self.reads_prefix_cache else 0
@@ -119,12 +133,13 @@ class Request:
         """
         self.draft_token_ids = []
         self.is_in_prefill = False
+        self.stride_end = 0
         self.num_computed_tokens = self.num_slots = 0
         self.num_hashes_sent = self.num_committed_blocks = 0
         self.known_to_pool = False
         self.slot = None
 
-    def append_output(self, token_ids: Sequence[int], max_model_len: int) -> Sequence[int]:
+    def append_output(self, token_ids: Sequence[int]) -> Sequence[int]:
         """Takes sampled tokens up to one that ends the request; returns those taken.
 
         Checked in vLLM's order: end of sequence, stop tokens, then length. The sampler keeps the
@@ -137,9 +152,9 @@ class Request:
             elif token_id in self.stop.stop_token_ids:
                 self.finish(FinishReason.STOP)
                 self.stop_token_id = token_id
-            elif self.num_tokens >= max_model_len or self.num_output_tokens >= self.stop.max_tokens:
+            elif len(self.token_ids) >= self.max_num_tokens:
                 self.finish(FinishReason.LENGTH)
-            if self.is_finished:
+            if self.finish_reason is not None:
                 return token_ids[:count]
         return token_ids
 

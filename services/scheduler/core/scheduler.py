@@ -1,6 +1,6 @@
 """The policy: who gets how many tokens in a step, who waits, who makes room."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from services.common.block_hash import BlockHash
@@ -8,7 +8,7 @@ from services.scheduler.core.admission import AdmissionPlanner
 from services.scheduler.core.config import Policy, SchedulerConfig
 from services.scheduler.core.draft import StepDraft
 from services.scheduler.core.pending import PendingOperations
-from services.scheduler.core.plan import RequestUpdate, StepOutput, StepPlan
+from services.scheduler.core.plan import StepOutput, StepPlan, StepUpdate
 from services.scheduler.core.ports import (
     Admission,
     Admit,
@@ -56,6 +56,8 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queues a request that arrived."""
+        longest = request.num_prompt_tokens + request.stop.max_tokens
+        request.max_num_tokens = min(longest, self.config.max_model_len)
         self.waiting.add(request)
 
     def abort(self, request: Request, reason: FinishReason = FinishReason.ABORT) -> None:
@@ -88,28 +90,34 @@ class Scheduler:
             await self._schedule_waiting(draft, traceparent)
         return self._close(draft)
 
-    def update_from_output(self, plan: StepPlan, output: StepOutput) -> list[RequestUpdate]:
+    def update_from_output(self, plan: StepPlan, output: StepOutput) -> StepUpdate:
         """Takes in what the workers sampled; ends requests that are done.
 
         Requests that ended while the step ran are passed over; one that was preempted meanwhile
-        still gets its tokens. The updates are in scheduling order, only for requests with news.
+        still gets its tokens.
         """
-        updates: list[RequestUpdate] = []
+        taken: list[Sequence[int] | None] = list(output.token_ids)
+        ended: list[Request] = []
         for index, request in enumerate(plan.requests):
-            if request.is_finished:
-                continue
-            if index in output.nan_requests:
+            tokens = taken[index]
+            if request.finish_reason is not None:
+                taken[index] = None
+            elif index in output.nan_requests:
                 request.finish(FinishReason.ERROR)
-                updates.append(RequestUpdate(request, ()))
-            elif output.token_ids[index] or index in output.logprobs:
-                updates.append(self._update(plan, output, index))
-        ended = [update.request for update in updates if update.request.is_finished]
-        if ended:
-            self.running = [request for request in self.running if not request.is_finished]
-        for request in ended:
-            self._leave_queue(request)
-            self._give_back(request)
-        return updates
+                taken[index] = ()
+                ended.append(request)
+            elif tokens:
+                if (
+                    request.num_computed_tokens < request.stride_end
+                    and tokens[0] not in request.stop.ending_token_ids
+                ):
+                    request.token_ids.append(tokens[0])
+                    continue
+                taken[index] = self._append(plan, output, index)
+                if request.finish_reason is not None:
+                    ended.append(request)
+        self._remove(ended)
+        return StepUpdate(plan, taken, output.logprobs, ended)
 
     def preempt_all(self) -> list[Request]:
         """Sends every running request back to the queue, in an order that keeps theirs."""
@@ -126,7 +134,6 @@ class Scheduler:
         victims = self.preempt_all()
         for request in self.waiting:
             request.forget_blocks()
-            request.num_output_placeholders = 0
         self._pending.clear()
         self._removed_slots.clear()
         self.num_free_blocks = self.config.num_blocks - 1
@@ -162,23 +169,35 @@ class Scheduler:
             index = self._make_room(draft, growing[outcome.stop.item_index])
 
     def _grant_running(self, draft: StepDraft, index: int) -> list[Request]:
-        """Gives budget to the running requests from `index` on; returns those that need blocks."""
+        """Gives budget to the running requests from `index` on; returns those that need blocks.
+
+        Most decode in stride: one comparison tells that one more token is all there is to it.
+        """
+        requests, num_tokens, starts = draft.requests, draft.num_tokens, draft.starts
         growing: list[Request] = []
-        longest = self.config.max_model_len - 1
         for request in islice(self.running, index, None):
             if draft.budget == 0:
                 break
-            computed, placeholders = request.num_computed_tokens, request.num_output_placeholders
-            if placeholders and _surely_ends(request):
-                continue
-            ahead = len(request.token_ids) + len(request.draft_token_ids) + placeholders
-            gap = min(draft.cap(ahead - computed), draft.budget)
-            num_new = min(gap, longest - computed)
-            if num_new > 0:
+            computed = request.num_computed_tokens
+            if computed < request.stride_end:
+                requests.append(request)
+                num_tokens.append(1)
+                starts.append(computed)
+                draft.budget -= 1
+            elif (num_new := self._gap(draft, request)) > 0:
                 draft.grant(request, num_new)
                 if self._num_slots(computed + num_new) > request.num_slots:
                     growing.append(request)
         return growing
+
+    def _gap(self, draft: StepDraft, request: Request) -> int:
+        """Tokens that a running request lacks, as far as this step can give them."""
+        computed, placeholders = request.num_computed_tokens, request.num_output_placeholders
+        if placeholders and _surely_ends(request, placeholders):
+            return 0
+        ahead = request.num_tokens + len(request.draft_token_ids) + placeholders
+        gap = min(draft.cap(ahead - computed), draft.budget)
+        return min(gap, self.config.max_model_len - 1 - computed)
 
     def _num_slots(self, num_tokens: int) -> int:
         """Slots that a running request needs for its first `num_tokens` to be computed."""
@@ -186,9 +205,11 @@ class Scheduler:
 
     def _grow(self, draft: StepDraft, growing: list[Request]) -> Iterator[Operation]:
         if growing:
-            granted = dict(zip(draft.requests, draft.num_tokens, strict=True))
             computed = [request.num_computed_tokens for request in growing]
-            slots = [self._num_slots(r.num_computed_tokens + granted[r]) for r in growing]
+            slots = [
+                self._num_slots(request.num_computed_tokens + draft.out_of_stride[request])
+                for request in growing
+            ]
             yield Grow([request.key for request in growing], computed, slots)
 
     def _commit(self, draft: StepDraft) -> Iterator[Operation]:
@@ -196,12 +217,10 @@ class Scheduler:
         if not self.config.enable_prefix_caching:
             return
         draft.filling = []
-        for request, num_new in zip(draft.requests, draft.num_tokens, strict=True):
-            end = request.num_computed_tokens + num_new
-            if end >= (request.num_committed_blocks + 1) * self.config.block_size:
-                end = min(end, len(request.token_ids))
-                if end >= (request.num_committed_blocks + 1) * self.config.block_size:
-                    draft.filling.append((request, end))
+        for request, num_new in draft.out_of_stride.items():
+            end = min(request.num_computed_tokens + num_new, request.num_tokens)
+            if end // self.config.block_size > request.num_committed_blocks:
+                draft.filling.append((request, end))
         if draft.filling:
             yield Commit(
                 [request.key for request, _ in draft.filling],
@@ -331,7 +350,7 @@ class Scheduler:
             step=self._num_steps,
             requests=draft.requests,
             num_scheduled_tokens=draft.num_tokens,
-            num_computed_tokens=[request.num_computed_tokens for request in draft.requests],
+            num_computed_tokens=draft.starts,
             block_tables=draft.tables,
             appended_blocks=draft.appended,
             draft_token_ids=draft.draft_token_ids,
@@ -342,57 +361,67 @@ class Scheduler:
         )
         self._num_steps += 1
         self._removed_slots = []
-        for request, num_new in zip(draft.requests, draft.num_tokens, strict=True):
-            request.num_computed_tokens += num_new
+        for request, start, num_new in zip(
+            draft.requests, draft.starts, draft.num_tokens, strict=True
+        ):
+            request.num_computed_tokens = start + num_new
+        for request in draft.out_of_stride:
+            request.is_in_prefill = request.num_computed_tokens < request.num_tokens
             request.draft_token_ids = []
-            ahead = len(request.token_ids) + request.num_output_placeholders
-            request.is_in_prefill = request.num_computed_tokens < ahead
             if self.config.async_scheduling and not request.is_in_prefill:
-                self._expect_tokens(request, len(plan.draft_token_ids.get(request, ())))
+                request.draft_token_ids = [-1] * self.config.num_speculative_tokens
+            request.stride_end = 0 if request.is_in_prefill else self._stride_end(request)
         return plan
 
-    def _expect_tokens(self, request: Request, num_drafts: int) -> None:
-        """Holds places for what the step will sample, so that the next can be planned now."""
-        request.num_output_placeholders += 1 + num_drafts
-        request.draft_token_ids = [-1] * self.config.num_speculative_tokens
+    def _stride_end(self, request: Request) -> int:
+        """The first number of computed tokens at which a step takes more than one token more: a
+        slot, a block to publish, a draft, or a look at its length.
+        """
+        if self.config.num_speculative_tokens:
+            return 0
+        ends = [request.num_slots - self.config.num_lookahead_tokens, request.max_num_tokens - 2]
+        if self.config.enable_prefix_caching:
+            ends.append((request.num_committed_blocks + 1) * self.config.block_size - 1)
+        return min(ends)
 
     # After a step
 
-    def _update(self, plan: StepPlan, output: StepOutput, index: int) -> RequestUpdate:
-        request, token_ids = plan.requests[index], output.token_ids[index]
+    def _append(self, plan: StepPlan, output: StepOutput, index: int) -> Sequence[int]:
+        """Appends the tokens of a request; returns those up to its end, if it ended."""
+        request = plan.requests[index]
         num_drafts = len(plan.draft_token_ids.get(request, ()))
-        kept = request.append_output(token_ids, self.config.max_model_len)
-        if num_drafts and kept:
-            self._claw_back(request, num_drafts + 1 - len(kept))
-        if self.config.async_scheduling:
-            request.num_output_placeholders -= len(kept)
-        elif output.draft_token_ids and kept:
+        kept = request.append_output(output.token_ids[index])
+        if num_drafts and request.num_computed_tokens:
+            # Drafts that were rejected, or came after the end, were never computed.
+            request.num_computed_tokens -= num_drafts + 1 - len(kept)
+        if output.draft_token_ids and not self.config.async_scheduling:
             request.draft_token_ids = list(output.draft_token_ids[index])
         if request.slot is not None:
             self._commit_known(request)
-        start = plan.num_computed_tokens[index]
-        return RequestUpdate(request, kept, output.logprobs.get(index), start)
-
-    def _claw_back(self, request: Request, num_rejected: int) -> None:
-        """Drafts that were rejected, or came after the end, were never computed."""
-        if request.num_computed_tokens > 0:
-            request.num_computed_tokens -= num_rejected
-        if request.num_output_placeholders > 0:
-            request.num_output_placeholders -= num_rejected
+        return kept
 
     def _commit_known(self, request: Request) -> None:
-        """Publishes blocks that a step filled with tokens which nobody knew when it was planned."""
-        end = min(request.num_computed_tokens - request.num_output_placeholders, request.num_tokens)
-        blocks = end // self.config.block_size
+        """Publishes blocks that a step filled with tokens which nobody knew when it was planned.
+
+        The last token is known, but not computed.
+        """
+        blocks = (request.num_tokens - 1) // self.config.block_size
         if self.config.enable_prefix_caching and blocks > request.num_committed_blocks:
-            self._pending.commit(request.key, end, self._unsent_hashes(request))
+            hashes = self._unsent_hashes(request)
+            self._pending.commit(request.key, request.num_tokens - 1, hashes)
             request.num_committed_blocks = blocks
             request.num_hashes_sent = len(request.block_hashes)
 
-    def _leave_queue(self, request: Request) -> None:
-        """A request may end in the queue, by a token that was in flight when it was preempted."""
-        if request.slot is None:
-            self.waiting.remove(request)
+    def _remove(self, ended: list[Request]) -> None:
+        """Takes out requests that have ended. One may end in the queue, by a token that was in
+        flight when it was preempted.
+        """
+        if any(request.slot is not None for request in ended):
+            self.running = [request for request in self.running if request.finish_reason is None]
+        for request in ended:
+            if request.slot is None:
+                self.waiting.remove(request)
+            self._give_back(request)
 
     def _give_back(self, request: Request) -> None:
         """Frees what a request holds: its blocks with the next transaction, its slot with it."""
@@ -404,7 +433,7 @@ class Scheduler:
         request.forget_blocks()
 
 
-def _surely_ends(request: Request) -> bool:
+def _surely_ends(request: Request, num_placeholders: int) -> bool:
     """Whether steps in flight bring a request to its last token, were every draft rejected."""
-    tokens = request.num_computed_tokens + 2 - request.num_output_placeholders
+    tokens = request.num_computed_tokens + 2 - num_placeholders
     return tokens >= request.num_prompt_tokens + request.stop.max_tokens
