@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from stepwell.gateway.v1 import gateway_pb2_grpc
 
+from services.common.errors import StepwellError, Unavailable
 from services.common.server import GrpcServer
 from services.common.telemetry import Tracing
 from services.gateway.adapters.auth import ApiKeys
@@ -26,6 +27,8 @@ from services.gateway.settings import GatewaySettings
 
 SERVICE_NAME = "stepwell.gateway.v1.Inference"
 _READINESS_SECONDS = 0.05
+# How long the last words to clients may take, once nothing runs any more.
+_GOODBYE_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +79,16 @@ class Gateway:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> Addresses:
-        """Listens, and begins to connect to the schedulers."""
-        grpc_address = await self._grpc.start(self._settings.grpc_listen)
-        http_address = await self._http.start(self._settings.http_listen)
+        """Listens, and begins to connect to the schedulers.
+
+        Raises Unavailable, and listens nowhere, when an address cannot be bound.
+        """
+        try:
+            http_address = await self._http.start(self._settings.http_listen)
+            grpc_address = await self._grpc.start(self._settings.grpc_listen)
+        except StepwellError:
+            await asyncio.gather(self._grpc.drain(0), self._http.stop(0))
+            raise
         self._tasks = [
             asyncio.create_task(self.fleet.run()),
             asyncio.create_task(self._follow_readiness()),
@@ -86,13 +96,17 @@ class Gateway:
         return Addresses(http_address, grpc_address)
 
     async def drain(self) -> None:
-        """Takes nothing new, lets what runs finish within the drain time, then ends it all."""
+        """Takes nothing new, lets what runs finish within the drain time, then ends it all.
+
+        Meanwhile the servers answer: health says no, new requests are refused as unavailable.
+        """
         self.gate.close()
-        grace = self._settings.drain_seconds
+        await self._grpc.set_serving(False)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(grace):
-                await asyncio.gather(self._grpc.drain(grace), self._http.stop(grace))
-        await asyncio.gather(self._grpc.drain(0), self._http.stop(0))
+            async with asyncio.timeout(self._settings.drain_seconds):
+                await self.gate.empty()
+        self.fleet.give_up(Unavailable("the server is shutting down", retry_after_seconds=1.0))
+        await asyncio.gather(self._grpc.drain(_GOODBYE_SECONDS), self._http.stop(_GOODBYE_SECONDS))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -8,6 +8,7 @@ every request gets those tokens.
 import asyncio
 import itertools
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
@@ -69,6 +70,14 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
         self._server.add(register, self, "stepwell.scheduler.v1.Scheduler")
         self.address = await self._server.start(address or self.address or "127.0.0.1:0")
         return self.address
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[str]:
+        """Serves while inside; gives the address."""
+        try:
+            yield await self.start()
+        finally:
+            await self.die()
 
     async def die(self) -> None:
         """Ends everything at once, as a killed process does."""

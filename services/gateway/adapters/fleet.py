@@ -95,6 +95,13 @@ class Fleet:
             replica.send(inflight)
         return mailbox
 
+    def give_up(self, error: StepwellError) -> None:
+        """Ends every sequence with an error."""
+        running = [i for replica in self.replicas for i in replica.inflights()]
+        for inflight in [*running, *self._orphans]:
+            self._drop(inflight)
+            inflight.failed(error)
+
     def _choose(self, inflight: Inflight) -> Replica | None:
         candidates = [
             replica

@@ -70,6 +70,10 @@ class Replica:
         """Sequences of this gateway that run or wait there."""
         return len(self._running)
 
+    def inflights(self) -> list[Inflight]:
+        """Those sequences."""
+        return list(self._running.values())
+
     def send(self, inflight: Inflight) -> None:
         """Sends a sequence there. The replica must be ready."""
         handle = self._free_handle()

@@ -1,5 +1,6 @@
 """How many requests are inside at once, and when the last one has left."""
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,6 +14,8 @@ class Gate:
         self._max = max_concurrent_requests
         self._inside = 0
         self._open = True
+        self._empty = asyncio.Event()
+        self._empty.set()
 
     @property
     def inside(self) -> int:
@@ -36,11 +39,18 @@ class Gate:
                 retry_after_seconds=1.0,
             )
         self._inside += 1
+        self._empty.clear()
         try:
             yield
         finally:
             self._inside -= 1
+            if self._inside == 0:
+                self._empty.set()
 
     def close(self) -> None:
         """Lets nobody in any more. Idempotent."""
         self._open = False
+
+    async def empty(self) -> None:
+        """Waits until nobody is inside."""
+        await self._empty.wait()

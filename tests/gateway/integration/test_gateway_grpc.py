@@ -1,5 +1,6 @@
 """The gRPC service Inference."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -101,23 +102,23 @@ async def test_tokenize_detokenize_and_models(served: Serving) -> None:
 
 async def test_health_follows_the_replicas(served: Serving) -> None:
     health = health_pb2_grpc.HealthStub(served.channel)
-    request = health_pb2.HealthCheckRequest(service="stepwell.gateway.v1.Inference")
-    updates = health.Watch(request)
     states = health_pb2.HealthCheckResponse.ServingStatus
 
-    async def watch_until(state: int) -> None:
-        while (await updates.read()).status != state:
-            pass
+    async def wait_for(state: int) -> None:
+        async with asyncio.timeout(5):
+            for name in ("", "stepwell.gateway.v1.Inference"):
+                request = health_pb2.HealthCheckRequest(service=name)
+                while (await health.Check(request)).status != state:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
 
-    await watch_until(states.SERVING)
+    await wait_for(states.SERVING)
     await served.scheduler.die()
-    await watch_until(states.NOT_SERVING)
+    await wait_for(states.NOT_SERVING)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await generate(served, text="a")
     assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
     await served.scheduler.start()
-    await watch_until(states.SERVING)
-    updates.cancel()
+    await wait_for(states.SERVING)
 
 
 async def test_keys_are_asked_for_everywhere(model: Path) -> None:

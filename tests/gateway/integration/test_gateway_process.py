@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 
 from tests.gateway.fake_scheduler import FakeScheduler
+from tests.gateway.serving import until
 
 ROOT = Path(__file__).parents[3]
 PYTHONPATH = f"{ROOT}{os.pathsep}{ROOT / 'gen'}"
@@ -40,60 +41,67 @@ def run(*flags: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def addresses(child: subprocess.Popen[str]) -> str:
+def serving_address(child: subprocess.Popen[str]) -> str:
+    return line_with(child, "HTTP on ").partition("HTTP on ")[2].partition(",")[0]
+
+
+def line_with(child: subprocess.Popen[str], text: str) -> str:
+    """The next line of the log that holds the text."""
     assert child.stderr is not None
     for line in child.stderr:
-        if "HTTP on " in line:
-            return line.partition("HTTP on ")[2].partition(",")[0]
-    raise AssertionError("the gateway ended before it served")
+        if text in line:
+            return line
+    raise AssertionError(f"the gateway ended before it said {text!r}")
+
+
+def flags(model: Path, scheduler_address: str) -> list[str]:
+    listen = ["--http-listen", "127.0.0.1:0", "--grpc-listen", "127.0.0.1:0"]
+    return ["--model", str(model), "--schedulers", scheduler_address, *listen]
 
 
 async def test_sigterm_finishes_what_runs_and_exits_0(model: Path) -> None:
     scheduler = FakeScheduler(permits=0)
-    address = await scheduler.start()
-    flags = ["--model", str(model), "--schedulers", address]
-    flags += ["--http-listen", "127.0.0.1:0", "--grpc-listen", "127.0.0.1:0"]
-    with process(*flags) as child:
-        http_address = await asyncio.to_thread(addresses, child)
-        async with httpx.AsyncClient(base_url=f"http://{http_address}", timeout=20) as http:
-            async with asyncio.timeout(20):
-                while (await http.get("/health")).status_code != 200:  # noqa: ASYNC110
-                    await asyncio.sleep(0.02)
-            body = {"prompt": "the", "max_tokens": 8}
-            answer = asyncio.create_task(http.post("/v1/completions", json=body))
-            async with asyncio.timeout(20):
-                while not scheduler.num_running:  # noqa: ASYNC110
-                    await asyncio.sleep(0.02)
-            child.send_signal(signal.SIGTERM)
-            await asyncio.sleep(0.1)
-            scheduler.run_freely()
-            assert (await answer).json()["usage"]["completion_tokens"] == 8
-        assert await asyncio.to_thread(child.wait, 10) == 0
-    await scheduler.die()
+    async with scheduler.running() as address:
+        with process(*flags(model, address)) as child:
+            http_address = await asyncio.to_thread(serving_address, child)
+            async with httpx.AsyncClient(base_url=f"http://{http_address}", timeout=20) as http:
+                async with asyncio.timeout(20):
+                    while (await http.get("/health")).status_code != 200:  # noqa: ASYNC110
+                        await asyncio.sleep(0.02)
+                body = {"prompt": "the", "max_tokens": 8}
+                answer = asyncio.create_task(http.post("/v1/completions", json=body))
+                await until(lambda: scheduler.num_running == 1)
+                child.send_signal(signal.SIGTERM)
+                await asyncio.to_thread(line_with, child, "draining")
+                scheduler.run_freely()
+                assert (await answer).json()["usage"]["completion_tokens"] == 8
+            assert await asyncio.to_thread(child.wait, 10) == 0
 
 
 async def test_a_request_that_never_ends_is_ended(model: Path) -> None:
     scheduler = FakeScheduler(permits=0)
-    address = await scheduler.start()
-    flags = ["--model", str(model), "--schedulers", address, "--drain-seconds", "0.5"]
-    flags += ["--http-listen", "127.0.0.1:0", "--grpc-listen", "127.0.0.1:0"]
-    with process(*flags) as child:
-        http_address = await asyncio.to_thread(addresses, child)
-        host, port = http_address.split(":")
-        with socket.create_connection((host, int(port))) as idle:
-            idle.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
-            child.send_signal(signal.SIGTERM)
-            assert await asyncio.to_thread(child.wait, 10) == 0
-    await scheduler.die()
+    async with scheduler.running() as address:
+        with process(*flags(model, address), "--drain-seconds", "0.5") as child:
+            http_address = await asyncio.to_thread(serving_address, child)
+            host, port = http_address.split(":")
+            with socket.create_connection((host, int(port))) as unfinished:
+                head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"
+                unfinished.sendall(head)
+                child.send_signal(signal.SIGTERM)
+                _, log = await asyncio.to_thread(child.communicate, None, 10)
+            assert child.returncode == 0, log
+            assert "Traceback" not in log
 
 
 def test_a_taken_port_is_one_sentence(model: Path) -> None:
+    free = "127.0.0.1:0"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        ended = run("--model", str(model), "--http-listen", address, "--grpc-listen", "127.0.0.1:0")
-    assert ended.returncode == 1
-    assert f"stepwell gateway: cannot listen on {address} for HTTP" in ended.stderr
-    assert "Traceback" not in ended.stderr
+        for http, grpc in ((address, free), (free, address)):
+            ended = run("--model", str(model), "--http-listen", http, "--grpc-listen", grpc)
+            assert ended.returncode == 1
+            assert f"stepwell gateway: cannot listen on {address}" in ended.stderr
+            assert "Traceback" not in ended.stderr
 
 
 def test_a_directory_without_a_tokenizer_is_one_sentence(tmp_path: Path) -> None:

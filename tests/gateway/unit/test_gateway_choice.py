@@ -1,7 +1,6 @@
 """One answer: the grouping of tokens into deltas changes nothing."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -133,7 +132,7 @@ def test_the_first_of_n_has_the_seed_itself_and_all_differ():
     assert len(seeds) == 50 * 49 + 50
 
 
-def test_the_bytes_of_tokens_are_the_text(tokenizer: HfTokenizer, tmp_path: Path):
+def test_the_bytes_of_tokens_are_the_text(tokenizer: HfTokenizer):
     text = "the 世界 🙂"
     joined = b"".join(tokenizer.token_bytes(token) for token in encode(tokenizer, text))
     assert joined.decode() == text

@@ -1,5 +1,6 @@
 """Tokens to text, whatever the cut."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ def encode(tokenizer: HfTokenizer, text: str) -> list[int]:
 def pieces(tokenizer: HfTokenizer, prompt: list[int], ids: list[int], cuts: list[int]):
     detokenizer = new_detokenizer(tokenizer, prompt, skip_special_tokens=True)
     bounds = [0, *sorted(cut % (len(ids) + 1) for cut in cuts), len(ids)]
-    fed = [detokenizer.feed(ids[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    fed = [detokenizer.feed(ids[a:b]) for a, b in itertools.pairwise(bounds)]
     return [*fed, detokenizer.flush()]
 
 

@@ -64,7 +64,12 @@ class HttpApi:
         self.app = self._routes()
 
     def _routes(self) -> FastAPI:
-        app = FastAPI(title="Stepwell", description=(__doc__ or "").strip())
+        app = FastAPI(
+            title="Stepwell",
+            description="OpenAI's API with vLLM's common extras.",
+            # Requests have their own span; another one around it would tell less.
+            telemetry={"tracing": False, "metrics": False, "logs": False},
+        )
         locked = [Depends(self._authenticate)]
         for path, handler, body in (
             ("/v1/completions", self.completions, CompletionBody),

@@ -47,11 +47,17 @@ class HttpServer:
         return f"{host}:{port}"
 
     async def stop(self, grace_seconds: float) -> None:
-        """Takes no new connections, gives running exchanges the grace, then ends them."""
+        """Takes no new connections, gives running exchanges the grace, then cuts them off."""
         if self._task is None:
             return
-        self._server.config.timeout_graceful_shutdown = max(1, round(grace_seconds))
         self._server.should_exit = True
+        await asyncio.wait((self._task,), timeout=grace_seconds)
+        state = self._server.server_state
+        for connection in list(state.connections):
+            connection.transport.abort()
+        if state.tasks:
+            await asyncio.wait(state.tasks, timeout=grace_seconds)
+        self._server.force_exit = True
         await self._task
 
 
