@@ -49,6 +49,7 @@ METRIC_PREFIX_CACHE_HITS = "vllm:prefix_cache_hits"
 METRIC_ITERATION_TOKENS = "vllm:iteration_tokens_total"
 METRIC_CACHE_CONFIG = "vllm:cache_config_info"
 METRIC_STEP_SECONDS = "stepwell_step_seconds"
+METRIC_POOL_USAGE = "stepwell_kvpool_usage_perc"
 METRIC_POOL_EVICTIONS = "stepwell_kvpool_evictions"
 METRIC_POOL_TRANSACTIONS = "stepwell_kvpool_transactions"
 

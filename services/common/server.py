@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from inspect import isasyncgenfunction
 from typing import Any
 
 import grpc
@@ -89,7 +90,8 @@ class GrpcServer:
 class StatusInterceptor(grpc.aio.ServerInterceptor):
     """Turns a StepwellError of any handler into its status; anything else into INTERNAL.
 
-    Streaming handlers are async generators: those of the read-and-write style are not wrapped.
+    Our streaming handlers are async generators. Those of the read-and-write style, such as the
+    health service's Watch, are left as they are.
     Cancellation passes through; a handler that finds the peer gone while it writes has nobody to
     tell and ends quietly.
     """
@@ -109,13 +111,13 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                 handler.request_deserializer,
                 handler.response_serializer,
             )
-        if handler.unary_stream is not None:
+        if isasyncgenfunction(handler.unary_stream):
             return grpc.unary_stream_rpc_method_handler(
                 _streaming(handler.unary_stream, method),
                 handler.request_deserializer,
                 handler.response_serializer,
             )
-        if handler.stream_stream is not None:
+        if isasyncgenfunction(handler.stream_stream):
             return grpc.stream_stream_rpc_method_handler(
                 _streaming(handler.stream_stream, method),
                 handler.request_deserializer,

@@ -8,12 +8,13 @@ from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
 
 from services.common.lifecycle import run_service
 from services.common.logs import configure_logs
+from services.common.metrics import serving_metrics
 from services.common.server import GrpcServer
 from services.common.settings import load_settings
 from services.common.telemetry import Tracing, configure_tracing
 from services.kvpool.adapters.event_feed import EventFeed
 from services.kvpool.adapters.memory_directory import MemoryDirectory
-from services.kvpool.adapters.metrics import serving_metrics
+from services.kvpool.adapters.metrics import PoolCollector
 from services.kvpool.adapters.servicer import KVPoolServicer
 from services.kvpool.core.pool_host import PoolHost, PoolLimits
 from services.kvpool.settings import KVPoolSettings
@@ -34,7 +35,7 @@ async def serve(settings: KVPoolSettings, stop: asyncio.Event) -> None:
     """Serves until `stop` is set, then drains. Raises Unavailable when an address is taken."""
     tracing = configure_tracing(SERVICE, settings.otlp_endpoint, settings.trace_sample_ratio)
     service = PoolService(settings, tracing)
-    with serving_metrics(service.host, settings.metrics_host, settings.metrics_port):
+    with serving_metrics(PoolCollector(service.host), settings.metrics_host, settings.metrics_port):
         address = await service.start()
         logger.info("serving", extra={"address": address})
         await stop.wait()

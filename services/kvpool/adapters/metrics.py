@@ -1,23 +1,18 @@
 """Prometheus metrics of the pools, read from their counts when somebody asks.
 
-The hot path writes no metric. vLLM's names stand where the meaning is vLLM's.
+The hot path writes no metric. vLLM's names stand where the meaning is vLLM's; those that describe
+a replica as a whole are the scheduler's.
 """
 
-import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Generic
 
-from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from services.common import names
-from services.common.errors import Unavailable
 from services.kvpool.core.pool_host import Answer, PoolHost
 from services.kvpool.core.stats import PoolStats
-
-logger = logging.getLogger(__name__)
 
 LABELS = ("engine",)
 
@@ -25,7 +20,7 @@ Read = Callable[[PoolStats], float]
 
 _GAUGES: tuple[tuple[str, str, Read], ...] = (
     (
-        names.METRIC_KV_CACHE_USAGE,
+        names.METRIC_POOL_USAGE,
         "Share of the blocks that are held, 1 is all of them.",
         lambda stats: 1 - stats.num_free_blocks / stats.num_usable_blocks,
     ),
@@ -74,41 +69,3 @@ class PoolCollector(Collector, Generic[Answer]):
             for hosted, stats in pools:
                 counter.add_metric([hosted.pool_id], read(stats))
             yield counter
-        info = InfoMetricFamily(
-            names.METRIC_CACHE_CONFIG.removesuffix("_info"), "Shape of the cache.", labels=LABELS
-        )
-        for hosted, _ in pools:
-            config = hosted.pool.config
-            info.add_metric(
-                [hosted.pool_id],
-                {
-                    "block_size": str(config.groups[0].block_size),
-                    "num_gpu_blocks": str(config.num_blocks),
-                    "enable_prefix_caching": str(config.enable_prefix_caching),
-                },
-            )
-        yield info
-
-
-@contextmanager
-def serving_metrics(host: PoolHost[Answer], address: str, port: int | None) -> Iterator[None]:
-    """Serves the metrics over HTTP, from a thread of their own; not at all without a port.
-
-    Raises Unavailable when the port is taken.
-    """
-    if port is None:
-        yield
-        return
-    registry = CollectorRegistry()
-    registry.register(PoolCollector(host))
-    try:
-        server, thread = start_http_server(port, address, registry)
-    except OSError as error:
-        raise Unavailable(f"cannot serve metrics on {address}:{port}: {error.strerror}") from error
-    logger.info("serving metrics", extra={"address": f"{address}:{server.server_port}"})
-    try:
-        yield
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()

@@ -59,13 +59,10 @@ async def test_metrics_are_served_in_vllms_names():
             await speaker.transact(wire.admit(wire.admission(2, 9, hit=8, path="ab")))
             await speaker.end()
         lines = (await asyncio.to_thread(scrape, addresses["serving metrics"])).splitlines()
-    assert 'vllm:kv_cache_usage_perc{engine="replica"} 0.4' in lines
+    assert 'stepwell_kvpool_usage_perc{engine="replica"} 0.4' in lines
     assert 'vllm:prefix_cache_queries_total{engine="replica"} 16.0' in lines
     assert 'vllm:prefix_cache_hits_total{engine="replica"} 8.0' in lines
     assert 'stepwell_kvpool_transactions_total{engine="replica"} 2.0' in lines
-    (info,) = [line for line in lines if line.startswith("vllm:cache_config_info{")]
-    assert 'block_size="4"' in info
-    assert 'num_gpu_blocks="11"' in info
 
 
 async def test_an_address_that_is_taken_ends_it_with_one_sentence():
