@@ -1,0 +1,161 @@
+"""Clients of the services, as light as they can be: they share the processors with what they
+measure.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+
+from stepwell.common.v1 import common_pb2
+from stepwell.gateway.v1 import gateway_pb2, gateway_pb2_grpc
+from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+
+from services.common.block_hash import pack_token_ids
+from services.common.channel import open_channel
+
+_Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+_EVENT, _DONE = b"data: ", b"[DONE]"
+
+
+class GrpcClient:
+    """`Inference.Generate` of the gateway, all requests over one channel."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = open_channel(address)
+        self._stub = gateway_pb2_grpc.InferenceStub(self._channel)
+
+    async def generate(
+        self, prompt: Sequence[int], num_tokens: int, traceparent: str = ""
+    ) -> AsyncIterator[int]:
+        request = gateway_pb2.GenerateRequest(
+            token_ids=common_pb2.TokenIds(ids=prompt),
+            sampling=common_pb2.SamplingParams(temperature=0, max_tokens=num_tokens),
+            ignore_eos=True,
+        )
+        metadata = (("traceparent", traceparent),) if traceparent else ()
+        async for response in self._stub.Generate(request, metadata=metadata):
+            if response.token_ids:
+                yield len(response.token_ids)
+
+    async def close(self) -> None:
+        """Closes the channel."""
+        await self._channel.close()
+
+
+class HttpClient:
+    """`POST /v1/completions` of the gateway, streamed; one connection for each request at once."""
+
+    def __init__(self, address: str) -> None:
+        self._host, _, port = address.rpartition(":")
+        self._port = int(port)
+        self._idle: list[_Connection] = []
+
+    async def open(self, num_connections: int) -> None:
+        """Connects anew ahead of a load, so that connecting is not measured.
+
+        The gateway closes connections that were idle for long.
+        """
+        await self.close()
+        while len(self._idle) < num_connections:
+            self._idle.append(await asyncio.open_connection(self._host, self._port))
+
+    async def generate(
+        self, prompt: Sequence[int], num_tokens: int, traceparent: str = ""
+    ) -> AsyncIterator[int]:
+        reader, writer = connection = self._idle.pop()
+        writer.write(self._request(prompt, num_tokens, traceparent))
+        await _expect_stream(reader)
+        while chunk := await _chunk(reader):
+            count = _count_tokens(chunk)
+            if count:
+                yield count
+        self._idle.append(connection)
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        while self._idle:
+            _, writer = self._idle.pop()
+            writer.close()
+            await writer.wait_closed()
+
+    def _request(self, prompt: Sequence[int], num_tokens: int, traceparent: str) -> bytes:
+        body = json.dumps(
+            {
+                "prompt": list(prompt),
+                "max_tokens": num_tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+                "stream": True,
+                "return_token_ids": True,
+            }
+        )
+        trace = f"traceparent: {traceparent}\r\n" if traceparent else ""
+        return (
+            f"POST /v1/completions HTTP/1.1\r\nHost: {self._host}:{self._port}\r\n{trace}"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n{body}"
+        ).encode()
+
+
+async def _expect_stream(reader: asyncio.StreamReader) -> None:
+    head = await reader.readuntil(b"\r\n\r\n")
+    if b" 200 " not in head.partition(b"\r\n")[0]:
+        raise RuntimeError(f"the gateway answered {head.decode()}{(await reader.read(4096))!r}")
+
+
+async def _chunk(reader: asyncio.StreamReader) -> bytes:
+    """The next chunk of a chunked body; empty at its end."""
+    size = int(await reader.readuntil(b"\r\n"), 16)
+    return (await reader.readexactly(size + 2))[:-2]
+
+
+def _count_tokens(chunk: bytes) -> int:
+    """New tokens in a chunk, which holds whole server-sent events."""
+    count = 0
+    for event in chunk.split(b"\n\n"):
+        data = event.removeprefix(_EVENT)
+        if data and data != _DONE:
+            body = json.loads(data)
+            if "error" in body:
+                raise RuntimeError(f"the gateway answered {body['error']}")
+            count += sum(len(choice["token_ids"]) for choice in body["choices"])
+    return count
+
+
+class SessionClient:
+    """A session with the scheduler itself, as a gateway has one."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = open_channel(address)
+        self._stub = scheduler_pb2_grpc.SchedulerStub(self._channel)
+
+    async def deltas(
+        self, prompts: Sequence[Sequence[int]], num_tokens: int
+    ) -> AsyncIterator[scheduler_pb2.StepDeltas]:
+        """Sends all prompts at once; yields each message with tokens, until all have ended."""
+        call = self._stub.Session()
+        hello = scheduler_pb2.OpenSession(gateway_id="benchmark")
+        await call.write(scheduler_pb2.SessionRequest(open=hello))
+        await call.read()
+        for handle, prompt in enumerate(prompts):
+            add = scheduler_pb2.AddRequest(
+                handle=handle,
+                request_id=f"benchmark-{handle}",
+                prompt_token_ids=pack_token_ids(prompt),
+                sampling=common_pb2.SamplingParams(temperature=0, seed=0, max_tokens=num_tokens),
+            )
+            await call.write(scheduler_pb2.SessionRequest(add=add))
+        num_open = len(prompts)
+        while num_open:
+            response = await call.read()
+            if not isinstance(response, scheduler_pb2.SessionResponse):
+                raise RuntimeError(f"the session ended: {await call.details()}")
+            if response.deltas.rejected:
+                raise RuntimeError(f"refused: {response.deltas.rejected[0].message}")
+            num_open -= len(response.deltas.finished)
+            if response.deltas.handles:
+                yield response.deltas
+        call.cancel()
+
+    async def close(self) -> None:
+        """Closes the channel."""
+        await self._channel.close()

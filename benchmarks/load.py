@@ -1,0 +1,85 @@
+"""The load: how many requests at once, how long, and what is timed of each.
+
+A closed loop, all at once: `concurrency` clients each send `requests_each` requests, one after the
+other. Prompts are random tokens, so that no two share a prefix and nothing is found in the cache.
+Output has a fixed length, whatever the model would like to end with.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What one run sends. The same load is the same tokens."""
+
+    concurrency: int
+    requests_each: int
+    prompt_tokens: int
+    output_tokens: int
+    vocab_size: int
+    seed: str
+
+    def prompt(self, number: int) -> list[int]:
+        """The token ids of a request."""
+        draw = random.Random(f"{self.seed}/{number}")
+        return [draw.randrange(self.vocab_size) for _ in range(self.prompt_tokens)]
+
+
+@dataclass(slots=True)
+class RequestTimes:
+    """When a request was sent, and when how many tokens came; nanoseconds since the epoch."""
+
+    sent: int
+    arrivals: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that came."""
+        return sum(count for _, count in self.arrivals)
+
+
+class Client(Protocol):
+    """One way to the engine."""
+
+    def generate(
+        self, prompt: Sequence[int], num_tokens: int, traceparent: str = ""
+    ) -> AsyncIterator[int]:
+        """Sends a request; yields, as they come, how many new tokens there are. Greedy."""
+        ...
+
+
+async def run_load(
+    client: Client, load: Load, traceparents: Sequence[str] = ()
+) -> list[RequestTimes]:
+    """Runs a load to its end. Raises AssertionError unless every token came.
+
+    `traceparents`, if given, are those of the requests in order; the result is in order too.
+    """
+    total = load.concurrency * load.requests_each
+    prompts = [load.prompt(number) for number in range(total)]
+    times: list[RequestTimes | None] = [None] * total
+
+    async def one_client(first: int) -> None:
+        for number in range(first, total, load.concurrency):
+            traceparent = traceparents[number] if traceparents else ""
+            taken = RequestTimes(time.time_ns())
+            news = client.generate(prompts[number], load.output_tokens, traceparent)
+            async with aclosing(news) as source:  # type: ignore[type-var]
+                async for count in source:
+                    taken.arrivals.append((time.time_ns(), count))
+            times[number] = taken
+
+    async with asyncio.TaskGroup() as clients:
+        for first in range(load.concurrency):
+            clients.create_task(one_client(first))
+    done = [taken for taken in times if taken is not None]
+    for taken in done:
+        if taken.num_tokens != load.output_tokens:
+            raise AssertionError(f"{taken.num_tokens} tokens came of {load.output_tokens}")
+    return done

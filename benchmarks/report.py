@@ -1,0 +1,143 @@
+"""Tables in Markdown, for the README to quote as they are."""
+
+import os
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from benchmarks.hops import HOPS
+from benchmarks.sides import Row
+
+_BUSY_LOAD = 0.5
+
+
+def machine() -> dict[str, str]:
+    """What the figures were measured on."""
+    return {
+        "processor": _processor(),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "grpcio": version("grpcio"),
+        "load_average": f"{os.getloadavg()[0]:.2f}",
+    }
+
+
+def machine_text(found: Mapping[str, str], command: str) -> str:
+    """The command and the machine; a warning where others were at work on it."""
+    text = (
+        f"`{command}` on {found['processor']}, {found['cores']} cores; "
+        f"Python {found['python']}, torch {found['torch']}, grpcio {found['grpcio']}."
+    )
+    if float(found["load_average"]) > _BUSY_LOAD:
+        text += (
+            f"\n\n**Not to be quoted: the machine was busy with other work when this began "
+            f"(load average {found['load_average']}).**"
+        )
+    return text
+
+
+def serving_table(rows: Sequence[Row]) -> str:
+    """Latencies and throughput of each side at each concurrency."""
+    return _table(
+        (
+            "at once",
+            "through",
+            "TTFT ms, median / p99",
+            "ITL ms, median / p99",
+            "end to end ms",
+            "tokens/s",
+            "tokens/s to one process",
+        ),
+        (
+            (
+                str(row.concurrency),
+                row.side,
+                f"{row.figures.ttft_median:.0f} / {row.figures.ttft_p99:.0f}",
+                f"{row.figures.itl_median:.1f} / {row.figures.itl_p99:.1f}",
+                f"{row.figures.e2e_median:.0f}",
+                f"{row.figures.tokens_per_second:.0f}",
+                f"{row.ratio:.2f}",
+            )
+            for row in rows
+        ),
+    )
+
+
+def rounds_text(rows: Sequence[Row]) -> str:
+    """How often each concurrency was measured."""
+    counts = {row.concurrency: row.num_rounds for row in rows}
+    listed = ", ".join(f"{rounds} at {level}" for level, rounds in counts.items())
+    return f"Medians of rounds in turns: {listed}."
+
+
+def processor_table(rows: Sequence[Row]) -> str:
+    """Processor time per output token of each process."""
+    processes = list(dict.fromkeys(name for row in rows for name in row.processor_micros))
+    return _table(
+        ("at once", "through", *processes),
+        (
+            (
+                str(row.concurrency),
+                row.side,
+                *(_number(row.processor_micros.get(name), 0) for name in processes),
+            )
+            for row in rows
+        ),
+    )
+
+
+def hops_table(hops: Mapping[int, Mapping[str, float | None]]) -> str:
+    """Median microseconds of each hop, a column for each concurrency."""
+    header = [f"{level} request{'s' if level > 1 else ''}" for level in hops]
+    return _table(
+        ("hop of a decode step, median µs", *header),
+        ((hop, *(_number(found[hop], 0) for found in hops.values())) for hop in HOPS),
+    )
+
+
+def tracing_table(rows: Sequence[Row]) -> str:
+    """What tracing costs those who are served."""
+    return _table(
+        ("at once", "tracing", "ITL ms, median", "tokens/s", "tokens/s to off"),
+        (
+            (
+                str(row.concurrency),
+                row.side,
+                f"{row.figures.itl_median:.2f}",
+                f"{row.figures.tokens_per_second:.0f}",
+                f"{row.ratio:.2f}",
+            )
+            for row in rows
+        ),
+    )
+
+
+def span_work_table(work: Mapping[str, Mapping[int, Mapping[str, float]]]) -> str:
+    """Processor time of the spans of a step, by service."""
+    levels = list(dict.fromkeys(level for found in work.values() for level in found))
+    services = list(dict.fromkeys(name for found in work.values() for name in found[levels[0]]))
+    return _table(
+        ("processor µs per step", *(f"{name}, {level}" for name in services for level in levels)),
+        (
+            (label, *(f"{found[level][name]:.1f}" for name in services for level in levels))
+            for label, found in work.items()
+        ),
+    )
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "—" if value is None else f"{value:.{digits}f}"
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()

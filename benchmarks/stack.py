@@ -1,0 +1,125 @@
+"""The four services as `stepwell up` runs them, each a process, for as long as a measurement."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import TracebackType
+
+from services.cli import launcher
+from services.cli.child import ChildSpec
+from services.cli.plan import Addresses, stages
+from services.cli.ports import claim_port
+from services.cli.settings import UpSettings
+
+HOST = "127.0.0.1"
+START_SECONDS = 180.0
+STOP_SECONDS = 15.0
+_LOOK_AGAIN_SECONDS = 0.2
+_TAIL_LINES = 15
+
+
+class Stack:
+    """Services with production defaults but for the size of the cache and the tracing.
+
+    `async with` starts them, returns when they serve, and stops them in their order.
+    """
+
+    def __init__(self, settings: UpSettings) -> None:
+        self._settings = settings
+        self._directory = tempfile.TemporaryDirectory(prefix="stepwell-bench-")
+        self._addresses = Addresses(
+            HOST,
+            claim_port(HOST, 0, "--http-port"),
+            claim_port(HOST, 0, "--grpc-port"),
+            Path(self._directory.name),
+        )
+        self._processes: list[list[tuple[str, subprocess.Popen[bytes]]]] = []
+
+    @property
+    def http(self) -> str:
+        """host:port of the HTTP API."""
+        return self._addresses.http
+
+    @property
+    def grpc(self) -> str:
+        """host:port of the gRPC API."""
+        return self._addresses.grpc
+
+    @property
+    def scheduler(self) -> str:
+        """Where the scheduler listens."""
+        return self._addresses.socket("scheduler")
+
+    def pids(self) -> dict[str, int]:
+        """The process of each service."""
+        return {name: process.pid for stage in self._processes for name, process in stage}
+
+    async def __aenter__(self) -> "Stack":
+        planned = stages(self._settings, self._addresses, _environment())
+        self._processes = [
+            [(spec.name, self._spawn(spec)) for spec in stage.specs] for stage in planned
+        ]
+        try:
+            async with asyncio.timeout(START_SECONDS), asyncio.TaskGroup() as waiting:
+                watch = waiting.create_task(self._watch())
+                for stage in planned:
+                    for spec in stage.specs:
+                        await spec.until_ready()
+                watch.cancel()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _where: TracebackType | None,
+    ) -> None:
+        await asyncio.to_thread(self._stop)
+
+    def _spawn(self, spec: ChildSpec) -> subprocess.Popen[bytes]:
+        with self._log(spec.name).open("wb") as log:
+            return subprocess.Popen(
+                # The kernel ends it if this process is killed; it starts from the main thread.
+                (sys.executable, "-I", "-S", launcher.__file__, str(os.getpid()), *spec.command),
+                env=dict(spec.environ),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def _log(self, name: str) -> Path:
+        return Path(self._directory.name) / f"{name}.log"
+
+    async def _watch(self) -> None:
+        """Raises RuntimeError with its last words as soon as a service ends."""
+        while True:
+            for name, process in (pair for stage in self._processes for pair in stage):
+                if process.poll() is not None:
+                    words = self._log(name).read_text(errors="replace").splitlines()
+                    tail = "\n".join(words[-_TAIL_LINES:])
+                    raise RuntimeError(f"{name} ended with {process.returncode}:\n{tail}")
+            await asyncio.sleep(_LOOK_AGAIN_SECONDS)
+
+    def _stop(self) -> None:
+        for stage in self._processes:
+            for _, process in stage:
+                process.terminate()
+            for _, process in stage:
+                try:
+                    process.wait(STOP_SECONDS)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+        self._directory.cleanup()
+
+
+def _environment() -> dict[str, str]:
+    """What the services inherit: settings of whoever runs the benchmark stay out."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("STEPWELL_")}
+    return {**kept, "GRPC_VERBOSITY": "NONE"}

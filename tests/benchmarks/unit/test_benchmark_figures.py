@@ -1,0 +1,87 @@
+"""Figures of a benchmark, worked out by hand."""
+
+import pytest
+
+from benchmarks.figures import (
+    Figures,
+    figures_of,
+    interleaved,
+    median_figures,
+    median_ratio,
+    percentile,
+)
+from benchmarks.load import Load, RequestTimes
+
+MS = 1_000_000
+
+
+def request(sent: int, *arrivals: tuple[int, int]) -> RequestTimes:
+    """Times in milliseconds."""
+    return RequestTimes(sent * MS, [(at * MS, count) for at, count in arrivals])
+
+
+def figures(tokens_per_second: float) -> Figures:
+    return Figures(1, 2, 3, 4, 5, tokens_per_second)
+
+
+def test_a_percentile_is_one_of_the_values() -> None:
+    assert percentile(range(1, 101), 99) == 99
+    assert percentile(range(1, 102), 99) == 100
+    assert percentile([7.0], 99) == 7
+    assert percentile([3, 1, 2], 0) == 1
+    with pytest.raises(ValueError, match="no values"):
+        percentile([], 50)
+
+
+def test_latencies_and_throughput_of_two_requests() -> None:
+    found = figures_of(
+        [
+            request(1000, (1100, 1), (1110, 1), (1130, 1)),
+            request(1000, (1200, 1), (1250, 1), (1500, 1)),
+        ]
+    )
+    assert found.ttft_median == 150
+    assert found.ttft_p99 == 200
+    assert found.itl_median == (20 + 50) / 2
+    assert found.itl_p99 == 250
+    assert found.e2e_median == (130 + 500) / 2
+    assert found.tokens_per_second == 6 / 0.5
+
+
+def test_tokens_that_come_together_share_the_wait() -> None:
+    found = figures_of([request(0, (10, 1), (40, 3), (50, 1))])
+    assert found.itl_median == 10
+    assert found.itl_p99 == 10
+    assert found.tokens_per_second == 100
+
+
+def test_a_lone_token_has_no_gap() -> None:
+    assert figures_of([request(0, (10, 1))]).itl_median == 0
+
+
+def test_each_figure_is_the_median_of_its_rounds() -> None:
+    rounds = [figures(10), figures(30), figures(20)]
+    assert median_figures(rounds) == figures(20)
+
+
+def test_a_ratio_compares_neighbours_in_time() -> None:
+    slower_and_slower = [figures(100), figures(50), figures(10)]
+    half_of_each = [figures(50), figures(25), figures(5)]
+    assert median_ratio(half_of_each, slower_and_slower) == 0.5
+
+
+def test_rounds_begin_with_another_side_each_time() -> None:
+    assert interleaved(["a", "b", "c"], 4) == [
+        ["a", "b", "c"],
+        ["b", "c", "a"],
+        ["c", "a", "b"],
+        ["a", "b", "c"],
+    ]
+
+
+def test_a_load_is_the_same_tokens_every_time_and_no_two_prompts_share_a_prefix() -> None:
+    load = Load(2, 1, 16, 4, vocab_size=1000, seed="x")
+    assert load.prompt(0) == load.prompt(0)
+    assert len(load.prompt(0)) == 16
+    assert load.prompt(0)[:4] != load.prompt(1)[:4]
+    assert max(load.prompt(0)) < 1000
