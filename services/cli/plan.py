@@ -36,13 +36,11 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "log_format": ("gateway", "scheduler", "kvpool", "worker"),
 }
 
-# The gateway drains: it takes no new request and lets running ones end. Together the stages stay
-# below ten seconds, the time that most supervisors give before they kill.
-_GATEWAY_STOP_SECONDS = 5.0
-_SCHEDULER_STOP_SECONDS = 2.0
-_CACHES_STOP_SECONDS = 2.0
-# Of which a service keeps this much to end once its calls have.
-_EXIT_SECONDS = 1.0
+# The gateway drains first: it takes no new request and lets running ones end. Together the stages
+# stay below ten seconds, the time that most supervisors give before they kill.
+_GATEWAY_DRAIN_SECONDS, _GATEWAY_STOP_SECONDS = 4.0, 6.0
+_SCHEDULER_DRAIN_SECONDS, _SCHEDULER_STOP_SECONDS = 0.5, 1.5
+_CACHES_DRAIN_SECONDS, _CACHES_STOP_SECONDS = 0.5, 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,22 +75,22 @@ def stages(settings: UpSettings, addresses: Addresses, environ: Mapping[str, str
             "http_listen": join_host_port(addresses.host, addresses.http_port),
             "grpc_listen": join_host_port(addresses.host, addresses.grpc_port),
             "schedulers": (addresses.socket("scheduler"),),
-            "drain_seconds": _GATEWAY_STOP_SECONDS - _EXIT_SECONDS,
+            "drain_seconds": _GATEWAY_DRAIN_SECONDS,
         },
         "scheduler": {
             "address": addresses.socket("scheduler"),
             "kvpool": addresses.socket("kvpool"),
             "workers": (addresses.socket("worker"),),
-            "drain_seconds": _SCHEDULER_STOP_SECONDS - _EXIT_SECONDS,
+            "drain_seconds": _SCHEDULER_DRAIN_SECONDS,
         },
         "kvpool": {
             "address": addresses.socket("kvpool"),
-            "drain_seconds": _CACHES_STOP_SECONDS - _EXIT_SECONDS,
+            "drain_seconds": _CACHES_DRAIN_SECONDS,
         },
         "worker": {
             "model": settings.model,
             "address": addresses.socket("worker"),
-            "drain_seconds": _CACHES_STOP_SECONDS - _EXIT_SECONDS,
+            "drain_seconds": _CACHES_DRAIN_SECONDS,
         },
     }
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ _START_SECONDS = 90.0
 class Stack:
     """A running `stepwell up`. Its output is kept for the report of a test that fails."""
 
-    def __init__(self, model: Path, *flags: str) -> None:
+    def __init__(self, model: Path, *flags: str, environ: Mapping[str, str] | None = None) -> None:
+        inherited = {name: value for name, value in os.environ.items() if "STEPWELL" not in name}
         self.output: list[str] = []
         self._process = subprocess.Popen(
             [
@@ -34,7 +35,7 @@ class Stack:
             stderr=subprocess.STDOUT,
             text=True,
             cwd=ROOT,
-            env={name: value for name, value in os.environ.items() if "STEPWELL" not in name},
+            env={**inherited, **(environ or {})},
             start_new_session=True,
         )
         self._reader = threading.Thread(target=self._read)
