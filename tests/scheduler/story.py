@@ -1,12 +1,13 @@
 """What the examples of the scheduler are told with: short names, and a step that reads as words."""
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.plan import StepOutput, StepPlan
+from services.scheduler.core.ports import KVPool
 from services.scheduler.core.request import Request, StopConditions
 from services.scheduler.core.scheduler import Scheduler
 from tests.scheduler.paged_model import PagedModel
@@ -39,9 +40,18 @@ class Told:
 
 
 class Story:
-    """A scheduler over the real pool core, with requests by name."""
+    """A scheduler over the real pool core, with requests by name. It may reach the pool `through`
+    something else.
+    """
 
-    def __init__(self, *, num_blocks: int = 100, block_size: int = BLOCK_SIZE, **config: Any):
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 100,
+        block_size: int = BLOCK_SIZE,
+        through: Callable[[InProcessPool], KVPool] = lambda pool: pool,
+        **config: Any,
+    ) -> None:
         limits: dict[str, Any] = {
             "max_num_seqs": 8,
             "max_num_batched_tokens": 100,
@@ -54,7 +64,7 @@ class Story:
         self.pool = InProcessPool(
             num_blocks, block_size, enable_prefix_caching=self.config.enable_prefix_caching
         )
-        self.scheduler = Scheduler(self.config, self.pool)
+        self.scheduler = Scheduler(self.config, through(self.pool))
         self.model = PagedModel(block_size, self.config.max_num_seqs)
         self._num_requests = 0
         self._in_flight: deque[tuple[StepPlan, StepOutput]] = deque()

@@ -1,0 +1,151 @@
+"""The door: every refusal, the field it names and the status it becomes."""
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+from stepwell.common.v1 import common_pb2
+from stepwell.scheduler.v1 import scheduler_pb2
+
+from services.common.block_hash import pack_token_ids
+from services.common.errors import InvalidArgument, OutOfRange, ResourceExhausted
+from services.scheduler.adapters.door import Door
+from services.scheduler.core.config import Policy, SchedulerConfig
+
+VOCAB_SIZE = 100
+
+
+def make_door(*, policy: Policy = Policy.FCFS, num_waiting: int = 0, cache: int = 40) -> Door:
+    """A model of 50 tokens over a cache of `cache`."""
+    config = SchedulerConfig(
+        max_num_seqs=4,
+        max_num_batched_tokens=32,
+        max_model_len=min(50, cache),
+        block_size=4,
+        num_blocks=11,
+        policy=policy,
+    )
+    return Door(config, VOCAB_SIZE, 50, 3, lambda: num_waiting, itertools.count(1).__next__)
+
+
+def message(**fields: Any) -> scheduler_pb2.AddRequest:
+    sampling = common_pb2.SamplingParams(seed=1, max_tokens=5)
+    sampling.MergeFrom(common_pb2.SamplingParams(**fields.pop("sampling", {})))
+    for name in fields.pop("without", ()):
+        sampling.ClearField(name)
+    prompt = {"prompt_token_ids": pack_token_ids([7, 8, 9])}
+    return scheduler_pb2.AddRequest(
+        **{"handle": 4, "request_id": "a", "sampling": sampling} | prompt | fields
+    )
+
+
+def test_what_is_let_in_is_the_cores_own() -> None:
+    door = make_door(policy=Policy.PRIORITY)
+    request = door.let_in(
+        message(
+            output_token_ids=pack_token_ids([1, 2]),
+            sampling={"stop_token_ids": [5], "eos_token_ids": [6, 7]},
+            priority=-3,
+            arrival_unix_nanos=2_500_000_000,
+            cache_salt="salt",
+            traceparent="00-1-2-01",
+        )
+    )
+    assert (request.request_id, request.key) == ("a", 1)
+    assert (request.token_ids, request.num_prompt_tokens) == ([7, 8, 9, 1, 2], 3)
+    assert (request.stop.max_tokens, request.stop.stop_token_ids) == (5, {5})
+    assert request.stop.eos_token_ids == {6, 7}
+    assert (request.priority, request.arrival_time) == (-3, 2.5)
+    assert (request.cache_salt, request.traceparent) == ("salt", "00-1-2-01")
+    assert request.reads_prefix_cache
+    assert door.let_in(message()).key == 2, "no number is used twice"
+
+
+def test_prompt_logprobs_need_every_position() -> None:
+    request = make_door().let_in(message(sampling={"prompt_logprobs": 0}))
+    assert not request.reads_prefix_cache
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"prompt_token_ids": b""}, "prompt_token_ids"),
+        ({"prompt_token_ids": b"12345"}, "prompt_token_ids"),
+        ({"output_token_ids": b"1"}, "output_token_ids"),
+        ({"prompt_token_ids": pack_token_ids([1, VOCAB_SIZE])}, "prompt_token_ids"),
+        ({"prompt_token_ids": pack_token_ids([1, -1])}, "prompt_token_ids"),
+        ({"output_token_ids": pack_token_ids([VOCAB_SIZE])}, "output_token_ids"),
+        ({"priority": 1}, "priority"),
+        ({"without": ["seed"]}, "sampling.seed"),
+        ({"without": ["max_tokens"]}, "sampling.max_tokens"),
+        ({"sampling": {"max_tokens": 0}}, "sampling.max_tokens"),
+        (
+            {"sampling": {"max_tokens": 2}, "output_token_ids": pack_token_ids([1, 2])},
+            "sampling.max_tokens",
+        ),
+        ({"sampling": {"temperature": math.nan}}, "sampling.temperature"),
+        ({"sampling": {"temperature": math.inf}}, "sampling.temperature"),
+        ({"sampling": {"temperature": -1}}, "sampling.temperature"),
+        ({"sampling": {"top_p": math.nan}}, "sampling.top_p"),
+        ({"sampling": {"top_p": 0}}, "sampling.top_p"),
+        ({"sampling": {"min_p": 1.5}}, "sampling.min_p"),
+        ({"sampling": {"presence_penalty": math.nan}}, "sampling.presence_penalty"),
+        ({"sampling": {"frequency_penalty": 2.5}}, "sampling.frequency_penalty"),
+        ({"sampling": {"repetition_penalty": 0}}, "sampling.repetition_penalty"),
+        ({"sampling": {"logit_bias_token_ids": [1]}}, "sampling.logit_bias_values"),
+        (
+            {"sampling": {"logit_bias_token_ids": [1], "logit_bias_values": [math.nan]}},
+            "sampling.logit_bias_values",
+        ),
+        ({"sampling": {"allowed_token_ids": [VOCAB_SIZE]}}, "sampling.allowed_token_ids"),
+        ({"sampling": {"stop_token_ids": [VOCAB_SIZE]}}, "sampling.stop_token_ids"),
+        ({"sampling": {"eos_token_ids": [VOCAB_SIZE]}}, "sampling.eos_token_ids"),
+        ({"sampling": {"bad_words": [common_pb2.TokenIds()]}}, "sampling.bad_words"),
+        ({"sampling": {"logprobs": VOCAB_SIZE + 1}}, "sampling.logprobs"),
+        ({"sampling": {"prompt_logprobs": VOCAB_SIZE + 1}}, "sampling.prompt_logprobs"),
+        (
+            {"sampling": {"min_tokens": 1, "allowed_token_ids": [1], "eos_token_ids": [1]}},
+            "sampling.min_tokens",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        make_door().let_in(message(**fields))
+    assert refused.value.field == field
+    assert not isinstance(refused.value, OutOfRange)
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "num_output", "field"),
+    [(50, 0, "prompt_token_ids"), (49, 1, "output_token_ids"), (60, 0, "prompt_token_ids")],
+)
+def test_longer_than_the_model_is_out_of_range(
+    num_prompt: int, num_output: int, field: str
+) -> None:
+    with pytest.raises(OutOfRange) as refused:
+        make_door(cache=80).let_in(
+            message(
+                prompt_token_ids=pack_token_ids([1] * num_prompt),
+                output_token_ids=pack_token_ids([1] * num_output),
+                sampling={"max_tokens": 20},
+            )
+        )
+    assert (refused.value.error_reason, refused.value.field) == ("LONGER_THAN_MODEL", field)
+
+
+def test_larger_than_the_pool_is_out_of_range() -> None:
+    door = make_door(cache=40)
+    with pytest.raises(OutOfRange) as refused:
+        door.let_in(message(prompt_token_ids=pack_token_ids([1] * 40)))
+    assert refused.value.error_reason == "LARGER_THAN_POOL"
+    assert door.let_in(message(prompt_token_ids=pack_token_ids([1] * 39))).num_tokens == 39
+
+
+def test_a_full_queue_says_when_to_come_back() -> None:
+    assert make_door(num_waiting=2).let_in(message()).num_tokens == 3
+    with pytest.raises(ResourceExhausted) as refused:
+        make_door(num_waiting=3).let_in(message())
+    assert refused.value.error_reason == "QUEUE_FULL"
+    assert refused.value.retry_after_seconds == 1.0

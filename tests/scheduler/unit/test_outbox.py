@@ -1,0 +1,179 @@
+"""News on their way to gateways: what is collected, and what is sent only once."""
+
+import asyncio
+
+import pytest
+from stepwell.common.v1 import common_pb2
+from stepwell.scheduler.v1 import scheduler_pb2
+from stepwell.worker.v1 import worker_pb2
+
+from services.common.errors import InvalidArgument, ResourceExhausted
+from services.scheduler.adapters.outbox import Outbox
+from services.scheduler.adapters.sessions import GatewaySession, Sessions
+from services.scheduler.core.plan import RequestUpdate, StepPlan
+from services.scheduler.core.request import FinishReason, Request, StopConditions
+
+
+def make_request(name: str = "a") -> Request:
+    return Request(name, 1, [1, 2, 3], 3, StopConditions(10))
+
+
+async def take(session: GatewaySession) -> scheduler_pb2.StepDeltas:
+    async with asyncio.timeout(5):
+        return await session.outbox.take()
+
+
+async def test_steps_that_nobody_took_are_told_together() -> None:
+    outbox = Outbox()
+    outbox.tokens(4, 1, [10])
+    outbox.flush()
+    outbox.tokens(5, 2, [20, 21])
+    outbox.tokens(5, 1, [11])
+    outbox.admitted(2, 8)
+    outbox.flush()
+    deltas = await outbox.take()
+    assert deltas.step == 5
+    assert (list(deltas.handles), list(deltas.num_tokens)) == ([1, 2], [2, 2])
+    assert list(deltas.token_ids) == [10, 11, 20, 21]
+    assert [(item.handle, item.num_cached_tokens) for item in deltas.admitted] == [(2, 8)]
+
+
+async def test_nothing_is_told_twice_and_taking_waits_for_news() -> None:
+    outbox = Outbox()
+    outbox.tokens(1, 1, [10])
+    assert not outbox.has_news, "a step is told whole"
+    outbox.flush()
+    assert outbox.has_news
+    await outbox.take()
+    taking = asyncio.create_task(outbox.take())
+    done, _ = await asyncio.wait({taking}, timeout=0.01)
+    assert not done
+    outbox.tokens(2, 1, [11])
+    outbox.flush()
+    assert list((await taking).token_ids) == [11]
+
+
+@pytest.mark.parametrize("reason", FinishReason)
+async def test_every_end_has_its_reason_on_the_wire(reason: FinishReason) -> None:
+    outbox, request = Outbox(), make_request()
+    request.finish(reason)
+    outbox.finished(1, request)
+    outbox.flush()
+    (finished,) = (await outbox.take()).finished
+    name = common_pb2.FinishReason.Name(finished.reason)
+    assert name == f"FINISH_REASON_{reason.name}"
+    assert bool(finished.message) == (reason is FinishReason.ERROR)
+
+
+async def test_news_go_to_whom_they_concern() -> None:
+    sessions = Sessions()
+    one, two = sessions.open("one"), sessions.open("two")
+    a, b = make_request("a"), make_request("b")
+    sessions.own(one, 1, a)
+    sessions.own(two, 1, b)
+    a.num_cached_tokens, b.num_cached_tokens = 0, 2
+    plan = StepPlan(step=3, requests=[a, b], new=[a, b])
+    b.finish(FinishReason.LENGTH)
+    sessions.deliver(plan, [RequestUpdate(a, [5]), RequestUpdate(b, [6, 7])])
+    first, second = await take(one), await take(two)
+    assert (list(first.token_ids), len(first.finished)) == ([5], 0)
+    assert (list(second.token_ids), len(second.finished)) == ([6, 7], 1)
+    assert [item.num_cached_tokens for item in second.admitted] == [2]
+    assert (list(one.requests), list(two.requests)) == ([1], [])
+    assert (sessions.num_generated_tokens, sessions.num_finished) == (3, 1)
+
+
+async def test_requests_are_found_by_name_until_they_end() -> None:
+    sessions = Sessions()
+    session = sessions.open("one")
+    a, b = make_request("same"), make_request("same")
+    sessions.own(session, 1, a)
+    sessions.own(session, 2, b)
+    assert sessions.find(["same", "other"]) == [a, b]
+    a.finish(FinishReason.ABORT)
+    sessions.deliver(None, [RequestUpdate(a, ())])
+    assert sessions.find(["same"]) == [b]
+
+
+async def test_what_comes_for_a_session_that_is_gone_is_counted_and_dropped() -> None:
+    sessions = Sessions()
+    session = sessions.open("one")
+    request = make_request()
+    sessions.own(session, 1, request)
+    assert sessions.close(session) == [request]
+    assert len(sessions) == 0
+    request.finish(FinishReason.ABORT)
+    sessions.deliver(None, [RequestUpdate(request, ())])
+    assert (sessions.num_finished, session.outbox.has_news) == (1, False)
+    assert sessions.close(session) == []
+
+
+async def test_a_refusal_travels_with_all_that_it_says() -> None:
+    session = GatewaySession("one")
+    session.reject(1, InvalidArgument("wrong", field="sampling.top_p"))
+    session.reject(2, ResourceExhausted("full", reason="QUEUE_FULL", retry_after_seconds=0.5))
+    first, second = (await take(session)).rejected
+    assert first == scheduler_pb2.Rejection(
+        handle=1, code=3, reason="INVALID_ARGUMENT", field="sampling.top_p", message="wrong"
+    )
+    assert second == scheduler_pb2.Rejection(
+        handle=2, code=8, reason="QUEUE_FULL", message="full", retry_after_millis=500
+    )
+
+
+def prompt_rows(first: int, count: int, *, sampled: bool = False) -> worker_pb2.RequestLogprobs:
+    """Rows for the prompt tokens from `first` on, two columns each."""
+    rows = range(first, first + count)
+    item = worker_pb2.RequestLogprobs(
+        prompt=common_pb2.Logprobs(
+            width=2,
+            token_ids=[token for row in rows for token in (row, row + 100)],
+            logprobs=[-float(row) for row in rows for _ in range(2)],
+            ranks=list(rows),
+        )
+    )
+    if sampled:
+        item.sampled.CopyFrom(common_pb2.Logprobs(width=1, token_ids=[9], logprobs=[-1], ranks=[1]))
+    return item
+
+
+async def ranks_told(
+    sessions: Sessions, session: GatewaySession, request: Request, *chunks: tuple[int, int]
+) -> list[int]:
+    """The rows that arrive when the prompt is computed in these chunks (start, tokens)."""
+    for start, count in chunks:
+        rows = prompt_rows(start + 1, count)
+        sessions.deliver(StepPlan(step=start), [RequestUpdate(request, [], rows, start)])
+    told = await take(session)
+    return [rank for item in told.logprobs for rank in item.prompt.ranks]
+
+
+async def test_prompt_rows_come_in_order_as_chunks_are_computed() -> None:
+    sessions, request = Sessions(), make_request()
+    session = sessions.open("one")
+    sessions.own(session, 1, request)
+    assert await ranks_told(sessions, session, request, (0, 4), (4, 3)) == [1, 2, 3, 4, 5, 6, 7]
+
+
+async def test_prompt_rows_are_not_repeated_after_a_preemption() -> None:
+    sessions, request = Sessions(), make_request()
+    session = sessions.open("one")
+    sessions.own(session, 1, request)
+    assert await ranks_told(sessions, session, request, (0, 4)) == [1, 2, 3, 4]
+    again = await ranks_told(sessions, session, request, (0, 3), (3, 3), (6, 2))
+    assert again == [5, 6, 7, 8]
+
+
+async def test_rows_that_are_cut_keep_their_columns_and_what_was_sampled() -> None:
+    sessions, request = Sessions(), make_request()
+    session = sessions.open("one")
+    sessions.own(session, 1, request)
+    await ranks_told(sessions, session, request, (0, 2))
+    rows = prompt_rows(1, 4, sampled=True)
+    sessions.deliver(StepPlan(step=9), [RequestUpdate(request, [9], rows, 0)])
+    (item,) = (await take(session)).logprobs
+    assert item.handle == 1
+    assert list(item.prompt.token_ids) == [3, 103, 4, 104]
+    assert list(item.prompt.logprobs) == [-3, -3, -4, -4]
+    assert (item.prompt.width, list(item.prompt.ranks)) == (2, [3, 4])
+    assert list(item.sampled.token_ids) == [9]
