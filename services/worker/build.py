@@ -7,7 +7,7 @@ import torch
 
 from services.worker.adapters.machine import available_memory_bytes
 from services.worker.attention.interface import AttentionShape
-from services.worker.attention.torch_paged import MAX_GROUP_TOKENS, TorchPagedAttention
+from services.worker.attention.torch_paged import TorchPagedAttention, workspace_bytes
 from services.worker.core.batch import BatchLimits
 from services.worker.core.engine import Engine, WorkerDescription
 from services.worker.core.fingerprint import model_fingerprint
@@ -111,8 +111,7 @@ def _size_kv_cache(
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
         vocab_size=config.vocab_size,
-        kv_bytes_per_token_and_layer=bytes_per_token // config.num_layers,
-        gathered_tokens=max(MAX_GROUP_TOKENS, max_model_len),
+        attention_bytes=workspace_bytes(config.num_kv_heads, config.head_dim, max_model_len, dtype),
         itemsize=dtype.itemsize,
     )
     return size_kv_cache(

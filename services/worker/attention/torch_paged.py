@@ -27,6 +27,14 @@ MAX_GROUP_TOKENS = 16384
 """Keys of one group of decodes, padding included, unless a single sequence is longer."""
 
 
+def workspace_bytes(
+    num_kv_heads: int, head_dim: int, max_model_len: int, dtype: torch.dtype
+) -> int:
+    """Upper estimate of what attention holds besides the cache: gathered pages and the mask."""
+    per_token = 2 * num_kv_heads * head_dim + TILE_QUERIES
+    return 2 * max(MAX_GROUP_TOKENS, max_model_len) * per_token * dtype.itemsize
+
+
 @dataclass(frozen=True, slots=True)
 class _DecodeGroup:
     """Decodes attended to together: rows [begin, end), `length` keys each, padding included."""

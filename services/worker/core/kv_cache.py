@@ -113,19 +113,14 @@ def estimate_activation_bytes(
     hidden_size: int,
     intermediate_size: int,
     vocab_size: int,
-    kv_bytes_per_token_and_layer: int,
-    gathered_tokens: int,
+    attention_bytes: int,
     itemsize: int,
 ) -> int:
     """An upper estimate of what the largest step holds besides weights and cache.
 
     Per token: residual, normalized and attended states, the fused projections. Per sampled row:
-    logits in float32 and the sampler's copies. And the workspace that pages are gathered into.
+    logits in float32 and the sampler's copies. And what attention holds.
     """
     per_token = (6 * hidden_size + 4 * intermediate_size) * itemsize
     per_row = 4 * 4 * vocab_size
-    return (
-        max_num_batched_tokens * per_token
-        + max_num_seqs * per_row
-        + gathered_tokens * kv_bytes_per_token_and_layer
-    )
+    return max_num_batched_tokens * per_token + max_num_seqs * per_row + attention_bytes

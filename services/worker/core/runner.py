@@ -184,11 +184,11 @@ class Runner:
     def _prompt_logprobs(self, rows: _Rows, hidden: torch.Tensor) -> dict[int, LogprobRows]:
         """Log-probabilities of prompt tokens that follow a position of this step, by request."""
         found = {}
-        for index, slot in enumerate(rows.slots.tolist()):
-            num_top = self._batch.sampling[slot].prompt_logprobs
-            begin = int(rows.num_computed_tokens[index])
-            end = min(int(rows.ends[index]), int(self._batch.num_prompt_tokens[slot]) - 1)
-            if num_top is None or begin >= end:
+        ends = np.minimum(rows.ends, self._batch.num_prompt_tokens[rows.slots] - 1)
+        for index in np.flatnonzero(rows.num_computed_tokens < ends).tolist():
+            slot, begin, end = rows.slots[index], rows.num_computed_tokens[index], ends[index]
+            num_top = self._batch.sampling[int(slot)].prompt_logprobs
+            if num_top is None:
                 continue
             targets = self._batch.token_ids[slot, begin + 1 : end + 1]
             first = int(rows.first_tokens[index])

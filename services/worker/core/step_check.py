@@ -109,14 +109,36 @@ class StepCheck:
             "drafts do not add up to num_draft_tokens",
         )
         self._check_token_ids(step.draft_token_ids, "draft_token_ids")
-        num_drafts = drafts if len(drafts) else np.zeros(count, np.int32)
-        columns = (step.slots, step.num_scheduled_tokens, step.num_computed_tokens, num_drafts)
-        for row in zip(*(column.tolist() for column in columns), strict=True):
-            self._check_row(*row)
+        missing = [slot for slot in step.slots.tolist() if slot not in self._in_use]
+        self._require(not missing, "slots", f"slot {missing[:1]} is not in use")
+        self._check_rows()
 
-    def _check_row(self, slot: int, scheduled: int, computed: int, drafts: int) -> None:
-        self._require(slot in self._in_use, "slots", f"slot {slot} is not in use")
-        end, known = computed + scheduled, self._num_tokens(slot)
+    def _check_rows(self) -> None:
+        """Checks all rows at once; only a wrong one is looked at by itself."""
+        step = self._step
+        scheduled = step.num_scheduled_tokens.astype(np.int64)
+        computed = step.num_computed_tokens.astype(np.int64)
+        drafts = np.zeros_like(scheduled)
+        drafts[: len(step.num_draft_tokens)] = step.num_draft_tokens
+        known, room = self._batch.num_tokens[step.slots], self._batch.num_blocks[step.slots]
+        for slot, request in self._new.items():
+            known[step.slots == slot] = len(request.token_ids)
+            room[step.slots == slot] = len(request.block_tables[0])
+        for slot, count in self._appended.items():
+            room[step.slots == slot] += count
+        room *= self._limits.block_size
+        ends, starts = computed + scheduled, computed + scheduled - drafts
+        fits = (scheduled > drafts) & (computed >= 0) & (starts <= known)
+        fits &= (drafts == 0) | (starts == known)
+        fits &= (ends <= self._limits.max_model_len) & (ends <= room)
+        columns = (step.slots, scheduled, computed, drafts, known, room)
+        for row in np.flatnonzero(~fits).tolist():
+            self._refuse_row(*(int(column[row]) for column in columns))
+
+    def _refuse_row(
+        self, slot: int, scheduled: int, computed: int, drafts: int, known: int, room: int
+    ) -> None:
+        end = computed + scheduled
         self._require(
             scheduled > drafts, "num_scheduled_tokens", f"slot {slot} computes no known token"
         )
@@ -135,13 +157,7 @@ class StepCheck:
             "num_scheduled_tokens",
             f"slot {slot} would reach {end} tokens, over {self._limits.max_model_len}",
         )
-        room = self._table_size(slot) * self._limits.block_size
         self._require(end <= room, "slots", f"slot {slot} needs {end} tokens, has room for {room}")
-
-    def _num_tokens(self, slot: int) -> int:
-        if slot in self._new:
-            return len(self._new[slot].token_ids)
-        return int(self._batch.num_tokens[slot])
 
     def _table_size(self, slot: int) -> int:
         if slot in self._new:

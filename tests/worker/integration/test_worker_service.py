@@ -231,7 +231,7 @@ async def test_a_stream_that_ends_leaves_nothing_in_the_batch(
 BAD_STEPS = {
     "removed_slots: slot 3 is not in use": step(2, removed_slots=packed(3)),
     "new_requests.slot: slot 0 is in use": step(2, new_requests=[new_request(0)]),
-    "slots: slot 5 is not in use": step(2, (5, 1, 0)),
+    "slots: slot [5] is not in use": step(2, (5, 1, 0)),
     "new_requests.block_tables: block [99] is not from 1 to 39": step(
         2,
         new_requests=[

@@ -101,8 +101,8 @@ CONTRADICTIONS = {
         appended_blocks=(replace(appended((2, [5])), num_blocks=ints(2)),)
     ),
     "num_computed_tokens: 0 entries for 1 slots": step((2, 1, 5), num_computed_tokens=ints()),
-    "slots: slot 1 is not in use": step((1, 1, 0)),
-    "slots: slot 9 is not in use": step((9, 1, 0)),
+    "slots: slot .1. is not in use": step((1, 1, 0)),
+    "slots: slot .9. is not in use": step((9, 1, 0)),
     "slots: a slot is named twice": step((2, 1, 0), (2, 1, 0)),
     "slots: slot 2 needs 5 tokens, has room for 4": step(
         (2, 5, 0), removed_slots=ints(2), enter=(new(2, [1] * 5, [3]),)

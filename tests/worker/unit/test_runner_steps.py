@@ -79,7 +79,7 @@ def test_a_step_that_only_removes_answers_nothing(runner: Runner) -> None:
 
 def test_a_new_generation_starts_with_an_empty_batch(runner: Runner) -> None:
     runner.execute(step(1, (0, 5, 0), new_requests=(new(),)))
-    with pytest.raises(InvalidStep, match="slot 0 is not in use"):
+    with pytest.raises(InvalidStep, match=r"slot \[0\] is not in use"):
         runner.execute(step(2, (0, 1, 5), generation=2))
     output = runner.execute(step(3, (0, 5, 0), generation=2, new_requests=(new(),)))
     assert output.num_tokens.tolist() == [1]
