@@ -1,0 +1,101 @@
+"""Block hashes against a computation of their own, byte by byte."""
+
+import struct
+from hashlib import sha256
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.common.block_hash import (
+    HASH_BYTES,
+    encode_extra_keys,
+    hash_full_blocks,
+    pack_token_ids,
+    unpack_token_ids,
+)
+
+ROOT = bytes(range(32))
+
+token_ids = st.integers(0, 2**31 - 1)
+
+
+def independent(root: bytes, tokens: list[int], size: int, salt: str = "") -> list[bytes]:
+    hashes, parent = [], root
+    for start in range(0, len(tokens) - size + 1, size):
+        extra = b""
+        if start == 0 and salt:
+            raw = salt.encode("utf-8")
+            extra = b"cache_salt\x00" + struct.pack("<I", len(raw)) + raw
+        packed = struct.pack(f"<{size}i", *tokens[start : start + size])
+        parent = sha256(parent + packed + extra).digest()
+        hashes.append(parent)
+    return hashes
+
+
+def test_known_vectors() -> None:
+    first, second = hash_full_blocks(ROOT, [1, 2, 3, 4, 5, 6, 7], 3)
+    packed = bytes([1, 0, 0, 0, 2, 0, 0, 0, 3, 0, 0, 0])
+    assert first == sha256(ROOT + packed).digest()
+    packed = bytes([4, 0, 0, 0, 5, 0, 0, 0, 6, 0, 0, 0])
+    assert second == sha256(first + packed).digest()
+    assert len(first) == HASH_BYTES
+
+
+def test_a_hash_is_the_same_on_every_machine() -> None:
+    (written,) = hash_full_blocks(b"root", [1, 256, 65_536, 2**31 - 1], 4, cache_salt="é")
+    message = (
+        b"root"
+        b"\x01\x00\x00\x00\x00\x01\x00\x00\x00\x00\x01\x00\xff\xff\xff\x7f"
+        b"cache_salt\x00\x02\x00\x00\x00\xc3\xa9"
+    )
+    assert written == sha256(message).digest()
+
+
+@given(
+    tokens=st.lists(token_ids, max_size=40),
+    size=st.integers(1, 9),
+    salt=st.sampled_from(["", "a", "tenant-7"]),
+    data=st.data(),
+)
+def test_chains_continue_where_they_were_left(
+    tokens: list[int], size: int, salt: str, data: st.DataObject
+) -> None:
+    expected = independent(ROOT, tokens, size, salt)
+    assert hash_full_blocks(ROOT, tokens, size, cache_salt=salt) == expected
+    known = data.draw(st.integers(0, len(expected)))
+    rest = hash_full_blocks(ROOT, tokens, size, cache_salt=salt, known=expected[:known])
+    assert rest == expected[known:]
+
+
+def test_a_partial_block_has_no_hash() -> None:
+    assert hash_full_blocks(ROOT, [1, 2, 3], 4) == []
+    assert hash_full_blocks(ROOT, [], 4) == []
+
+
+def test_everything_before_a_block_is_in_its_hash() -> None:
+    plain = hash_full_blocks(ROOT, [1, 2, 3, 4], 2)
+    assert hash_full_blocks(ROOT, [9, 2, 3, 4], 2)[1] != plain[1]
+    assert hash_full_blocks(b"other", [1, 2, 3, 4], 2)[1] != plain[1]
+    assert hash_full_blocks(ROOT, [1, 2, 3, 4], 2, cache_salt="s")[1] != plain[1]
+    assert hash_full_blocks(ROOT, [1, 2, 3, 9], 2)[0] == plain[0]
+
+
+def test_a_salt_cannot_be_mistaken_for_another() -> None:
+    assert encode_extra_keys("") == b""
+    encoded = {encode_extra_keys(salt) for salt in ("a", "b", "aa", "a\0", "\0a")}
+    assert len(encoded) == 5
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1)))
+def test_token_ids_survive_packing(tokens: list[int]) -> None:
+    packed = pack_token_ids(tokens)
+    assert packed == struct.pack(f"<{len(tokens)}i", *tokens)
+    assert unpack_token_ids(packed) == tokens
+
+
+def test_what_is_no_token_id_is_refused() -> None:
+    with pytest.raises(OverflowError):
+        pack_token_ids([2**31])
+    with pytest.raises(ValueError, match=r".*"):
+        unpack_token_ids(b"12345")

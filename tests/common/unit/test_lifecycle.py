@@ -1,0 +1,94 @@
+"""The life of a service process: signals, drains, and errors that end it."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+HEAD = """
+import asyncio
+from services.common.errors import FailedPrecondition
+from services.common.lifecycle import run_service
+
+async def fail(after):
+    await asyncio.sleep(after)
+    raise FailedPrecondition("the model changed")
+"""
+
+
+def start(body: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", HEAD + body],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    with process:
+        out, errors = process.communicate(timeout=20)
+    return process.returncode, out, errors
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_asks_to_stop_and_the_service_ends_in_its_own_time(signum: int) -> None:
+    process = start("""
+async def serve(stop):
+    print("serving", flush=True)
+    await stop.wait()
+    await asyncio.sleep(0.05)
+    print("drained", flush=True)
+
+run_service("thing", serve)
+""")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "serving\n"
+    process.send_signal(signum)
+    assert ended(process) == (0, "drained\n", "")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "run_service('thing', lambda stop: fail(0))",
+        """
+async def serve(stop):
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(fail(0.01))
+        await stop.wait()
+
+run_service("thing", serve)
+""",
+        """
+async def serve(stop):
+    async with asyncio.TaskGroup() as outer:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(fail(0.01))
+            tasks.create_task(fail(0.01))
+            await stop.wait()
+
+run_service("thing", serve)
+""",
+    ],
+    ids=["at the start", "in a task", "in several tasks"],
+)
+def test_an_error_ends_it_with_its_sentence(body: str) -> None:
+    assert ended(start(body)) == (1, "", "stepwell thing: the model changed\n")
+
+
+def test_a_defect_ends_it_with_a_traceback() -> None:
+    status, _, errors = ended(
+        start("""
+async def serve(stop):
+    raise KeyError("odd")
+
+run_service("thing", serve)
+""")
+    )
+    assert status == 1
+    assert "KeyError: 'odd'" in errors

@@ -1,0 +1,83 @@
+"""Log lines: text for people, JSON for machines, each with its trace."""
+
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from services.common.logs import LogFormat, LogLevel, configure_logs
+from services.common.telemetry import configure_tracing
+
+
+@pytest.fixture(autouse=True)
+def root_logger() -> Iterator[None]:
+    """Leaves the process's logging as it was."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:], root.level = handlers, level
+
+
+def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return capsys.readouterr().err.splitlines()
+
+
+def test_json_lines_carry_fields(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logs("kvpool", LogLevel.INFO, LogFormat.JSON)
+    logging.getLogger("services.kvpool").warning("%d blocks", 3, extra={"pool": "replica-0"})
+    (line,) = map(json.loads, lines(capsys))
+    assert line.pop("time").endswith("Z")
+    assert line == {
+        "level": "warning",
+        "service": "kvpool",
+        "logger": "services.kvpool",
+        "message": "3 blocks",
+        "pool": "replica-0",
+    }
+
+
+def test_json_lines_carry_exceptions_and_anything_printable(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    configure_logs("kvpool", LogLevel.INFO, LogFormat.JSON)
+    try:
+        raise ValueError("odd")
+    except ValueError:
+        logging.getLogger("x").exception("two\nlines", extra={"what": {1, 2}.__class__})
+    (line,) = map(json.loads, lines(capsys))
+    assert line["message"] == "two\nlines"
+    assert line["exception"].endswith("ValueError: odd")
+    assert "set" in line["what"]
+
+
+def test_text_lines_are_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logs("scheduler", LogLevel.INFO, LogFormat.TEXT)
+    logging.getLogger("x").info("serving", extra={"address": "a:1"})
+    (line,) = lines(capsys)
+    assert line[8:] == " info    scheduler: serving address=a:1"
+
+
+def test_what_is_less_severe_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logs("scheduler", LogLevel.WARNING, LogFormat.TEXT)
+    logging.getLogger("x").info("no")
+    logging.getLogger("x").error("yes")
+    (line,) = lines(capsys)
+    assert "yes" in line
+
+
+@pytest.mark.parametrize("style", LogFormat)
+def test_a_line_names_its_trace(capsys: pytest.CaptureFixture[str], style: LogFormat) -> None:
+    configure_logs("scheduler", LogLevel.INFO, style)
+    tracing = configure_tracing("scheduler", "", 1.0, exporter=InMemorySpanExporter())
+    span = tracing.start("step")
+    with trace.use_span(span, end_on_exit=True):
+        logging.getLogger("x").info("here")
+    logging.getLogger("x").info("there")
+    here, there = lines(capsys)
+    assert trace.format_trace_id(span.get_span_context().trace_id) in here
+    assert trace.format_span_id(span.get_span_context().span_id) in here
+    assert "trace_id" not in there
+    tracing.shutdown()

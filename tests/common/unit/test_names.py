@@ -1,0 +1,29 @@
+"""Names of spans, attributes and metrics."""
+
+import re
+
+import pytest
+
+from services.common import names
+
+NAMES = {key: value for key, value in vars(names).items() if key.isupper()}
+
+
+@pytest.mark.parametrize("prefix", ["SPAN_", "EVENT_", "ATTR_", "METRIC_"])
+def test_names_of_a_kind_differ(prefix: str) -> None:
+    values = [value for key, value in NAMES.items() if key.startswith(prefix)]
+    assert values
+    assert len(set(values)) == len(values)
+
+
+def test_every_name_is_of_a_kind_and_well_formed() -> None:
+    shapes = {
+        "SPAN": r"[a-z]+(\.[a-z_]+)+",
+        "EVENT": r"[a-z_]+",
+        "ATTR": r"(stepwell|gen_ai|error|http|server)(\.[a-z_]+)+",
+        "METRIC": r"(vllm:|stepwell_)[a-z0-9_]+",
+    }
+    for key, value in NAMES.items():
+        shape = shapes.get(key.partition("_")[0])
+        assert shape is not None, key
+        assert re.fullmatch(shape, value), f"{key} is {value}"

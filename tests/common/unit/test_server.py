@@ -1,0 +1,203 @@
+"""A server as every service runs it: health, reflection, drain."""
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
+
+from services.common.channel import MAX_MESSAGE_BYTES, open_channel
+from services.common.errors import ResourceExhausted, Unavailable
+from services.common.metrics import serving_metrics
+from services.common.server import GrpcServer
+from services.common.status import from_rpc_error
+
+NAME = "stepwell.kvpool.v1.KVPool"
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+SECONDS = 10.0
+
+
+class Echo(kvpool_pb2_grpc.KVPoolServicer):
+    """Answers one call at once, and another when it is let go."""
+
+    def __init__(self) -> None:
+        self.going = asyncio.Event()
+        self.begun = asyncio.Event()
+
+    async def GetStats(self, request: object, context: object) -> kvpool_pb2.GetStatsResponse:  # noqa: ARG002, N802
+        return kvpool_pb2.GetStatsResponse(pools=[kvpool_pb2.PoolStats(pool_id="echo")])
+
+    async def MatchPrefix(self, request: object, context: object) -> kvpool_pb2.MatchPrefixResponse:  # noqa: ARG002, N802
+        self.begun.set()
+        await self.going.wait()
+        return kvpool_pb2.MatchPrefixResponse()
+
+
+class Served:
+    """A server that is up, and a channel to it."""
+
+    def __init__(self, server: GrpcServer, echo: Echo, channel: grpc.aio.Channel) -> None:
+        self.server = server
+        self.echo = echo
+        self.channel = channel
+        self.stub = kvpool_pb2_grpc.KVPoolStub(channel)
+
+    async def health(self, service: str = "") -> int:
+        answer = await health_pb2_grpc.HealthStub(self.channel).Check(
+            health_pb2.HealthCheckRequest(service=service)
+        )
+        status: int = answer.status
+        return status
+
+
+def make_server(echo: Echo, **options: int) -> GrpcServer:
+    server = GrpcServer(**options)
+    server.add(kvpool_pb2_grpc.add_KVPoolServicer_to_server, echo, NAME)
+    return server
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Served]:
+    echo = Echo()
+    server = make_server(echo)
+    address = await server.start("127.0.0.1:0")
+    assert not address.endswith(":0")
+    async with open_channel(address) as channel:
+        yield Served(server, echo, channel)
+    await server.drain(0)
+
+
+async def test_health_says_serving_only_when_told_to(served: Served) -> None:
+    for name in ("", NAME):
+        assert await served.health(name) == NOT_SERVING
+    await served.server.set_serving(True)
+    for name in ("", NAME):
+        assert await served.health(name) == SERVING
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        await served.health("nobody")
+    assert failed.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_reflection_lists_what_is_served(served: Served) -> None:
+    stub = reflection_pb2_grpc.ServerReflectionStub(served.channel)
+    call = stub.ServerReflectionInfo(
+        iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+    )
+    answer = await call.read()
+    listed = {service.name for service in answer.list_services_response.service}
+    assert {NAME, "grpc.health.v1.Health"} <= listed
+    call.cancel()
+
+
+async def test_a_drain_turns_not_serving_lets_calls_end_and_takes_no_new_ones(
+    served: Served,
+) -> None:
+    await served.server.set_serving(True)
+    watch = health_pb2_grpc.HealthStub(served.channel).Watch(health_pb2.HealthCheckRequest())
+    assert (await watch.read()).status == SERVING
+    running = asyncio.ensure_future(served.stub.MatchPrefix(kvpool_pb2.MatchPrefixRequest()))
+    async with asyncio.timeout(SECONDS):
+        await served.echo.begun.wait()
+        draining = asyncio.create_task(served.server.drain(SECONDS))
+        assert (await watch.read()).status == NOT_SERVING
+        watch.cancel()
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await served.stub.GetStats(kvpool_pb2.GetStatsRequest())
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert not draining.done()
+        served.echo.going.set()
+        assert await running == kvpool_pb2.MatchPrefixResponse()
+        await draining
+
+
+async def test_what_does_not_end_within_the_grace_is_cut_off(served: Served) -> None:
+    running = asyncio.ensure_future(served.stub.MatchPrefix(kvpool_pb2.MatchPrefixRequest()))
+    async with asyncio.timeout(SECONDS):
+        await served.echo.begun.wait()
+        await served.server.drain(0.05)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await running
+
+
+async def test_a_taken_port_is_an_error_at_once(served: Served) -> None:
+    second, third = make_server(Echo()), make_server(Echo())
+    address = await second.start("127.0.0.1:0")
+    with pytest.raises(Unavailable, match=f"cannot listen on {address}"):
+        await third.start(address)
+    await second.drain(0)
+    assert served.server is not second
+
+
+async def test_a_socket_in_the_file_system_is_served_too() -> None:
+    with tempfile.TemporaryDirectory(prefix="sw") as directory:
+        server = make_server(Echo())
+        address = await server.start(f"unix:{Path(directory) / 's'}")
+        assert address == f"unix:{Path(directory) / 's'}"
+        async with open_channel(address) as channel:
+            answer = await kvpool_pb2_grpc.KVPoolStub(channel).GetStats(
+                kvpool_pb2.GetStatsRequest()
+            )
+        assert answer.pools[0].pool_id == "echo"
+        await server.drain(0)
+
+
+async def test_further_calls_than_are_served_at_once_are_refused() -> None:
+    echo = Echo()
+    server = make_server(echo, max_concurrent_rpcs=1)
+    async with open_channel(await server.start("127.0.0.1:0")) as channel:
+        stub = kvpool_pb2_grpc.KVPoolStub(channel)
+        running = asyncio.ensure_future(stub.MatchPrefix(kvpool_pb2.MatchPrefixRequest()))
+        async with asyncio.timeout(SECONDS):
+            await echo.begun.wait()
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await stub.GetStats(kvpool_pb2.GetStatsRequest())
+            assert isinstance(from_rpc_error(refused.value), ResourceExhausted)
+            echo.going.set()
+            await running
+    await server.drain(0)
+
+
+async def test_large_messages_pass_and_larger_ones_are_refused(served: Served) -> None:
+    served.echo.going.set()
+    await served.stub.MatchPrefix(
+        kvpool_pb2.MatchPrefixRequest(hashes=bytes(8 * 2**20)), timeout=SECONDS
+    )
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await served.stub.MatchPrefix(
+            kvpool_pb2.MatchPrefixRequest(hashes=bytes(MAX_MESSAGE_BYTES + 1)), timeout=SECONDS
+        )
+    assert isinstance(from_rpc_error(refused.value), ResourceExhausted)
+
+
+class OneGauge(Collector):
+    """A collector of one number."""
+
+    def collect(self) -> list[GaugeMetricFamily]:
+        return [GaugeMetricFamily("stepwell_answer", "The answer.", value=42)]
+
+
+def test_metrics_are_served_while_the_block_lasts(free_port: int) -> None:
+    url = f"http://127.0.0.1:{free_port}/metrics"
+    with serving_metrics(OneGauge(), "127.0.0.1", free_port):
+        assert "stepwell_answer 42.0" in httpx.get(url).text
+        with (
+            pytest.raises(Unavailable, match=f"cannot serve metrics on 127.0.0.1:{free_port}"),
+            serving_metrics(OneGauge(), "127.0.0.1", free_port),
+        ):
+            pass
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(url)
+
+
+def test_without_a_port_no_metrics_are_served() -> None:
+    with serving_metrics(OneGauge(), "127.0.0.1", None):
+        pass
