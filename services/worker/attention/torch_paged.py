@@ -64,8 +64,8 @@ class TorchPagedAttention:
         self._max_group_blocks = max_group_tokens // shape.block_size
         self._scale = shape.head_dim**-0.5
         pages = (shape.num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
-        self._keys = [torch.zeros(pages, dtype=shape.dtype) for _ in range(shape.num_layers)]
-        self._values = [torch.zeros(pages, dtype=shape.dtype) for _ in range(shape.num_layers)]
+        self._keys = [_allocate(pages, shape.dtype) for _ in range(shape.num_layers)]
+        self._values = [_allocate(pages, shape.dtype) for _ in range(shape.num_layers)]
         self._workspace = torch.empty(2, 0, *pages[1:], dtype=shape.dtype)
         self._causal_mask = torch.empty(TILE_QUERIES, 0, dtype=shape.dtype)
 
@@ -230,6 +230,15 @@ class TorchPagedAttention:
             block_ids = torch.from_numpy(layout.block_tables[row, :blocks])
             chunks.append(_Chunk(begin, end, length - (end - begin), block_ids))
         return chunks
+
+
+def _allocate(pages: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Pages that take memory once they are written. Only the null block, which stands for padding,
+    must hold numbers from the start.
+    """
+    allocated = torch.empty(pages, dtype=dtype)
+    allocated[0].zero_()
+    return allocated
 
 
 class TorchPagedStep:

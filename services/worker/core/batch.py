@@ -53,9 +53,6 @@ class PersistentBatch:
         self.num_blocks = np.zeros(slots, np.int32)
         self.sampling: dict[int, SamplingParams] = {}
 
-    def __contains__(self, slot: int) -> bool:
-        return slot in self.sampling
-
     @property
     def slots(self) -> list[int]:
         """Slots in use."""

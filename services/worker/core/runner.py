@@ -19,8 +19,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from services.worker.attention.interface import LayerAttention, PagedAttention, StepLayout
+from services.worker.attention.interface import LayerAttention, PagedAttention
 from services.worker.core.batch import BatchLimits, PersistentBatch
+from services.worker.core.layout import lay_out
 from services.worker.core.sampled import Sampled, joined
 from services.worker.core.step import Int32Array, StepInput, StepOutput
 from services.worker.sampling.sampler import LogprobRows, Sampler, prompt_logprobs
@@ -70,10 +71,10 @@ class Runner:
         self._generation: int | None = None
 
     def reset(self) -> None:
-        """Empties the batch."""
-        for slot in self._batch.slots:
-            self._sampler.remove(slot)
+        """Empties the batch, in whatever state a failed step left it."""
+        limits = self._batch.limits
         self._batch.clear()
+        self._sampler = Sampler(limits.max_num_seqs, limits.vocab_size)
 
     @torch.inference_mode()
     def execute(self, step: StepInput) -> StepOutput:
@@ -98,36 +99,22 @@ class Runner:
 
     def _forward(self, step: StepInput) -> tuple[_Rows, torch.Tensor]:
         """Runs the model over the step's tokens; hidden states come in the layout's order."""
-        counts, computed = step.num_scheduled_tokens, step.num_computed_tokens
-        drafts = step.num_draft_tokens if len(step.num_draft_tokens) else np.zeros_like(counts)
         self._place_drafts(step)
-        is_decode = counts == 1
-        order = np.lexsort((np.where(is_decode, computed, 0), ~is_decode))
-        starts = np.zeros(len(counts) + 1, np.int32)
-        np.cumsum(counts[order], out=starts[1:])
-        first_tokens = np.empty_like(counts)
-        first_tokens[order] = starts[:-1]
-
-        batch, block_size = self._batch, self._batch.limits.block_size
-        slots = np.repeat(step.slots[order], counts[order])
-        offsets = np.repeat(computed[order] - starts[:-1], counts[order])
-        positions = offsets.astype(np.int64) + np.arange(len(slots))
-        blocks = batch.block_tables[slots, positions // block_size].astype(np.int64)
-        ends = (computed + counts)[order]
-        width = -(-int(ends.max()) // block_size)
-        layout = StepLayout(
-            num_decodes=int(is_decode.sum()),
-            query_starts=starts,
-            seq_lens=ends,
-            block_tables=batch.block_tables[step.slots[order], :width],
-            slot_mapping=blocks * block_size + positions % block_size,
-        )
+        tokens = lay_out(step, self._batch)
         hidden = self._model.forward(
-            torch.from_numpy(batch.token_ids[slots, positions].astype(np.int64)),
-            torch.from_numpy(positions),
-            self._attention.begin_step(layout),
+            torch.from_numpy(tokens.token_ids),
+            torch.from_numpy(tokens.positions),
+            self._attention.begin_step(tokens.layout),
         )
-        return _Rows(step.slots, computed, counts, drafts, first_tokens), hidden
+        counts, drafts = step.num_scheduled_tokens, step.num_draft_tokens
+        rows = _Rows(
+            step.slots,
+            step.num_computed_tokens,
+            counts,
+            drafts if len(drafts) else np.zeros_like(counts),
+            tokens.first_tokens,
+        )
+        return rows, hidden
 
     def _place_drafts(self, step: StepInput) -> None:
         """Writes drafts behind the known tokens; they become known when they are accepted."""

@@ -66,11 +66,6 @@ class ModelConfig:
     checkpoint_dtype: torch.dtype | None
     eos_token_ids: tuple[int, ...]
 
-    @property
-    def queries_per_kv_head(self) -> int:
-        """Query heads that share one key and value head."""
-        return self.num_heads // self.num_kv_heads
-
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of keys and values of one token over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
