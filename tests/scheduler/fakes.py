@@ -165,6 +165,9 @@ class Watcher:
         self.preempted: list[str] = []
         self._has_begun = False
 
+    def arrived(self, requests: Sequence[Request]) -> None:
+        pass
+
     def begin(self) -> str:
         assert not self._has_begun
         self._has_begun = True

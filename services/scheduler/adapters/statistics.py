@@ -1,6 +1,6 @@
 """A look at the replica, put together when somebody asks: RPC GetStats, and Prometheus."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
@@ -10,6 +10,7 @@ from stepwell.scheduler.v1 import scheduler_pb2
 from services.common import names
 from services.scheduler.adapters.sessions import Sessions
 from services.scheduler.core.engine import Engine, EngineState
+from services.scheduler.core.plan import WaitReason
 
 _STATES = {
     EngineState.IDLE: scheduler_pb2.ENGINE_STATE_IDLE,
@@ -29,6 +30,10 @@ class StepCounts:
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_scheduled_tokens = 0
+        self.wait_steps: Counter[WaitReason] = Counter()
+        """Steps after which requests still waited, by what was in their way."""
+        self.wait_reason: WaitReason | None = None
+        """What was in the way after the last step."""
         self.step_nanos: deque[int] = deque(maxlen=RECENT_STEPS)
 
     @property
@@ -106,6 +111,17 @@ class Statistics(Collector):
             counter = CounterMetricFamily(name, text, labels=list(labels))
             counter.add_metric(list(labels.values()), value)
             yield counter
+        waiting = GaugeMetricFamily(
+            names.METRIC_NUM_REQUESTS_WAITING_BY_REASON,
+            "Requests that wait, by what is in their way.",
+            labels=[*labels, "reason"],
+        )
+        for reason in WaitReason:
+            in_the_way = reason is self._counts.wait_reason
+            waiting.add_metric(
+                [*labels.values(), reason.value], stats.num_waiting if in_the_way else 0
+            )
+        yield waiting
         info = InfoMetricFamily(
             names.METRIC_CACHE_CONFIG.removesuffix("_info"), "Shape of the cache.", labels=[]
         )

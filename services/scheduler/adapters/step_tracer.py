@@ -1,10 +1,13 @@
 """Traces of steps and requests, from what the engine tells its observers.
 
 A step is a trace of its own, linked to the sampled requests it serves. A sampled request gets, in
-its own trace, spans for the time it queued, the chunks of its prompt, and its decoding.
+its own trace, spans for the time it queued, the chunks of its prompt, and its decoding. The first
+tells in how many steps it was passed over for what reason: a difference of two running counts, so
+that nobody goes through the queue.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +16,7 @@ from opentelemetry.trace import Span
 from services.common import names
 from services.common.telemetry import Attributes, Tracing, parse_traceparent, traceparent_of
 from services.scheduler.adapters.statistics import StepCounts
-from services.scheduler.core.plan import RequestUpdate, StepPlan
+from services.scheduler.core.plan import RequestUpdate, StepPlan, WaitReason
 from services.scheduler.core.request import Request
 
 
@@ -44,6 +47,12 @@ class StepTracer:
         self._last_done_nanos = 0
         self._steps: dict[int, _StepTrace] = {}
         self._requests: dict[Request, _RequestTrace] = {}
+        self._waiting: dict[Request, Counter[WaitReason]] = {}
+
+    def arrived(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            if request.traceparent and self._tracing.enabled:
+                self._waiting[request] = self._counts.wait_steps.copy()
 
     def begin(self) -> str:
         self._begun = _StepTrace(self._tracing.start(names.SPAN_STEP), self._clock())
@@ -53,9 +62,9 @@ class StepTracer:
         step, self._begun = self._begun, None
         if step is None:
             raise AssertionError("a step was planned that had not begun")
-        self._count(plan)
         if self._tracing.enabled:
             self._trace_plan(plan, step.span)
+        self._count(plan)
         if plan.requests or plan.removed_slots:
             self._steps[plan.step] = step
         else:
@@ -78,7 +87,7 @@ class StepTracer:
 
     def ended(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            if request.num_cached_tokens is None and request.traceparent:
+            if request in self._waiting:
                 self._record_queue(request)
             self._end(request)
 
@@ -88,21 +97,30 @@ class StepTracer:
         self._begun = None
         for step in open_steps:
             step.span.end()
-        self._note_preempted(preempted)
+        for request in preempted:
+            self._note(request, names.EVENT_PREEMPTED, {})
 
     def _count(self, plan: StepPlan) -> None:
         counts = self._counts
         counts.num_steps += 1
         counts.num_scheduled_tokens += plan.num_tokens
+        counts.wait_reason = plan.wait_reason
+        if plan.wait_reason is not None:
+            counts.wait_steps[plan.wait_reason] += 1
         for request in plan.new:
             counts.num_prompt_tokens += request.num_prompt_tokens
             counts.num_cached_tokens += request.num_cached_tokens or 0
 
     def _trace_plan(self, plan: StepPlan, span: Span) -> None:
         for request in plan.new:
-            if request.traceparent:
+            if request in self._waiting:
                 self._leave_queue(request)
-        self._note_preempted(plan.preempted)
+        for preemption in plan.preemptions:
+            attributes: Attributes = {
+                names.ATTR_PREEMPTED_FOR: preemption.cause.request_id,
+                names.ATTR_NUM_LOST_TOKENS: preemption.num_lost_tokens,
+            }
+            self._note(preemption.victim, names.EVENT_PREEMPTED, attributes)
         if not span.is_recording():
             return
         for request in plan.requests:
@@ -114,7 +132,8 @@ class StepTracer:
                 names.ATTR_STEP: plan.step,
                 names.ATTR_NUM_REQUESTS: len(plan.requests),
                 names.ATTR_NUM_SCHEDULED_TOKENS: plan.num_tokens,
-                names.ATTR_NUM_PREEMPTIONS: len(plan.preempted),
+                names.ATTR_NUM_PREEMPTIONS: len(plan.preemptions),
+                names.ATTR_WAIT_REASON: plan.wait_reason.value if plan.wait_reason else "",
             }
         )
 
@@ -127,6 +146,9 @@ class StepTracer:
         )
         if request.finish_reason is not None:
             queued.set_attribute(names.ATTR_FINISH_REASON, request.finish_reason.value)
+        before = self._waiting.pop(request)
+        for reason, steps in (self._counts.wait_steps - before).items():
+            queued.set_attribute(f"{names.ATTR_WAIT_STEPS}.{reason.value}", steps)
         queued.end()
 
     def _leave_queue(self, request: Request) -> None:
@@ -152,11 +174,10 @@ class StepTracer:
             name, request.traceparent, attributes=attributes, start_unix_nanos=start_unix_nanos
         )
 
-    def _note_preempted(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            trace = self._requests.get(request)
-            if trace is not None:
-                trace.span.add_event(names.EVENT_PREEMPTED)
+    def _note(self, request: Request, event: str, attributes: Attributes) -> None:
+        trace = self._requests.get(request)
+        if trace is not None:
+            trace.span.add_event(event, attributes)
 
     def _end(self, request: Request) -> None:
         trace = self._requests.pop(request, None)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from services.common.block_hash import BlockHash
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.draft import StepDraft
+from services.scheduler.core.plan import WaitReason
 from services.scheduler.core.ports import Admission
 from services.scheduler.core.request import Request, RequestStatus
 
@@ -23,8 +24,9 @@ class AdmissionPlanner:
         *,
         num_running: int,
         num_free_blocks: int,
-    ) -> list[Admission]:
-        """Terms for the candidates, in order, as far as the budget seems to reach.
+    ) -> tuple[list[Admission], WaitReason | None]:
+        """Terms for the candidates, in order, as far as the budget seems to reach; and what is in
+        the way of the first one that gets none.
 
         A prefix hit is what the pool said last, and after that what earlier admissions of the
         step publish. When the first candidate cannot fit for sure, none is planned: that saves
@@ -35,24 +37,24 @@ class AdmissionPlanner:
         admissions: list[Admission] = []
         for request in candidates:
             if budget == 0:
-                break
+                return admissions, WaitReason.BUDGET
             hit = self._hit(request, draft.hits[request], published)
             gap = draft.cap(request.num_tokens - hit)
             if gap > budget and not self.config.enable_chunked_prefill:
-                break
+                return admissions, WaitReason.BUDGET
             end = hit + min(gap, budget)
             num_drafts = self._padding(draft, request, hit, end)
             if end + num_drafts - hit > budget:
-                break
+                return admissions, WaitReason.BUDGET
             budget -= end + num_drafts - hit
             admission = self._terms(
                 request, hit, end, num_drafts, joins=bool(num_running or admissions)
             )
             if not admissions and self._blocks_needed(admission) > num_free_blocks:
-                break
+                return admissions, WaitReason.NO_BLOCKS
             published.update(request.block_hashes[hit // size : end // size])
             admissions.append(admission)
-        return admissions
+        return admissions, None
 
     def _hit(self, request: Request, hit: int, published: set[BlockHash]) -> int:
         size = self.config.block_size

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from services.common.block_hash import BlockHash
+from services.scheduler.core.plan import Preemption
 from services.scheduler.core.ports import BlockTables
 from services.scheduler.core.request import Request
 
@@ -26,7 +27,7 @@ class StepDraft:
     draft_token_ids: dict[Request, list[int]] = field(default_factory=dict)
     new: list[Request] = field(default_factory=list)
     resumed: list[Request] = field(default_factory=list)
-    preempted: list[Request] = field(default_factory=list)
+    preemptions: list[Preemption] = field(default_factory=list)
     hits: dict[Request, int] = field(default_factory=dict)
     """Cached tokens of waiting requests, as the pool last said."""
     filling: list[tuple[Request, int]] = field(default_factory=list)

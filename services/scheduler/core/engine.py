@@ -160,9 +160,11 @@ class Engine:
         self._observer.done(plan, updates)
 
     def _take_in(self) -> None:
-        for request in self._arrivals:
-            self.scheduler.add(request)
-        self._arrivals.clear()
+        if self._arrivals:
+            arrivals, self._arrivals = self._arrivals, []
+            for request in arrivals:
+                self.scheduler.add(request)
+            self._observer.arrived(arrivals)
         aborts, self._aborts = self._aborts, []
         self._end(aborts)
 

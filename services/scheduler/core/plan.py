@@ -2,8 +2,31 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 
 from services.scheduler.core.request import Request
+
+
+class WaitReason(Enum):
+    """Why the head of the queue, and so everyone behind it, was not admitted in a step."""
+
+    BUDGET = "budget"
+    """The step's tokens were used up, or the whole prompt must fit and does not."""
+    MAX_SEQS = "max_seqs"
+    """As many requests run as may."""
+    NO_BLOCKS = "no_blocks"
+    """It does not fit in the pool, or somebody who ran had just to give way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preemption:
+    """One request gave way."""
+
+    victim: Request
+    cause: Request
+    """Who needed the blocks; the victim itself, where there was nobody less important."""
+    num_lost_tokens: int
+    """Tokens of the victim that must be computed again."""
 
 
 @dataclass(slots=True)
@@ -25,10 +48,17 @@ class StepPlan:
     """Admitted for the first time."""
     resumed: list[Request] = field(default_factory=list)
     """Admitted again after a preemption."""
-    preempted: list[Request] = field(default_factory=list)
-    """In the order in which they were preempted."""
+    preemptions: list[Preemption] = field(default_factory=list)
+    """In the order in which they happened."""
+    wait_reason: WaitReason | None = None
+    """Why requests still wait; None when nobody does."""
     removed_slots: list[int] = field(default_factory=list)
     """Places in the workers' batch that were given up since the last plan."""
+
+    @property
+    def preempted(self) -> list[Request]:
+        """Who gave way, in that order."""
+        return [preemption.victim for preemption in self.preemptions]
 
     @property
     def num_tokens(self) -> int:

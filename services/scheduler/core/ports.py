@@ -169,6 +169,9 @@ class Delivery(Protocol):
 class StepObserver(Protocol):
     """Someone who watches the engine, for traces and metrics. Changes nothing, never blocks."""
 
+    def arrived(self, requests: Sequence[Request]) -> None:
+        """Requests were queued."""
+
     def begin(self) -> str:
         """A step is about to be planned; returns its trace context, "" when it is not traced."""
 

@@ -8,7 +8,13 @@ from services.scheduler.core.admission import AdmissionPlanner
 from services.scheduler.core.config import Policy, SchedulerConfig
 from services.scheduler.core.draft import StepDraft
 from services.scheduler.core.pending import PendingOperations
-from services.scheduler.core.plan import StepOutput, StepPlan, StepUpdate
+from services.scheduler.core.plan import (
+    Preemption,
+    StepOutput,
+    StepPlan,
+    StepUpdate,
+    WaitReason,
+)
 from services.scheduler.core.ports import (
     Admission,
     Admit,
@@ -86,9 +92,10 @@ class Scheduler:
         """
         draft = self._new_draft()
         await self._schedule_running(draft, traceparent)
-        if not draft.preempted:
-            await self._schedule_waiting(draft, traceparent)
-        return self._close(draft)
+        wait_reason: WaitReason | None = WaitReason.NO_BLOCKS
+        if not draft.preemptions:
+            wait_reason = await self._schedule_waiting(draft, traceparent)
+        return self._close(draft, wait_reason)
 
     def update_from_output(self, plan: StepPlan, output: StepOutput) -> StepUpdate:
         """Takes in what the workers sampled; ends requests that are done.
@@ -158,7 +165,7 @@ class Scheduler:
                 *self._pending.take(),
                 *self._grow(draft, growing),
                 *self._commit(draft),
-                *(() if draft.preempted else self._look_up(draft)),
+                *(() if draft.preemptions else self._look_up(draft)),
             ]
             outcome = await self._transact(operations, traceparent)
             for request, blocks in zip(growing, outcome.grown, strict=False):
@@ -234,7 +241,7 @@ class Scheduler:
         victim = self._victim()
         index, place = self.running.index(request), self.running.index(victim)
         draft.revoke(victim)
-        draft.preempted.append(victim)
+        draft.preemptions.append(Preemption(victim, request, victim.num_computed_tokens))
         self._preempt(victim)
         return index - 1 if place < index else index
 
@@ -253,27 +260,31 @@ class Scheduler:
 
     # Step 2: waiting requests
 
-    async def _schedule_waiting(self, draft: StepDraft, traceparent: str) -> None:
+    async def _schedule_waiting(self, draft: StepDraft, traceparent: str) -> WaitReason | None:
+        """Admits from the head of the queue; returns why it stopped before the queue was empty."""
         while candidates := self._candidates(draft):
             if any(request not in draft.hits for request in candidates):
                 outcome = await self._transact([*self._look_up(draft)], traceparent)
                 self._settle(draft, outcome)
-            admissions = self._planner.plan(
+            admissions, blocked = self._planner.plan(
                 draft,
                 candidates,
                 num_running=len(self.running),
                 num_free_blocks=self.num_free_blocks,
             )
             if not admissions:
-                return
+                return blocked
             outcome = await self._transact([Admit(admissions)], traceparent)
             admitted = zip(candidates, admissions, outcome.admitted, strict=False)
             for request, admission, blocks in admitted:
                 self._admit(draft, request, admission, blocks)
             if outcome.stop is not None:
                 if outcome.stop.reason is StopReason.NO_BLOCKS:
-                    return
+                    return WaitReason.NO_BLOCKS
                 draft.hits[candidates[len(outcome.admitted)]] = outcome.stop.num_hit_tokens
+        if not self.waiting:
+            return None
+        return WaitReason.BUDGET if draft.budget == 0 else WaitReason.MAX_SEQS
 
     def _candidates(self, draft: StepDraft) -> list[Request]:
         """The head of the queue, as far as places and budget could reach."""
@@ -344,7 +355,7 @@ class Scheduler:
         request.hash_full_blocks(self.config.fingerprint, self.config.block_size)
         return request.block_hashes[request.num_hashes_sent :]
 
-    def _close(self, draft: StepDraft) -> StepPlan:
+    def _close(self, draft: StepDraft, wait_reason: WaitReason | None) -> StepPlan:
         """Turns the draft into a plan; from here on its tokens count as computed."""
         plan = StepPlan(
             step=self._num_steps,
@@ -356,7 +367,8 @@ class Scheduler:
             draft_token_ids=draft.draft_token_ids,
             new=draft.new,
             resumed=draft.resumed,
-            preempted=draft.preempted,
+            preemptions=draft.preemptions,
+            wait_reason=wait_reason,
             removed_slots=self._removed_slots,
         )
         self._num_steps += 1
