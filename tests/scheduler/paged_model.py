@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from services.scheduler.core.plan import StepOutput, StepPlan
+from services.scheduler.core.request import Request
 
 VOCAB_SIZE = 1000
 
@@ -73,23 +74,12 @@ class PagedModel:
     def run_plan(self, plan: StepPlan) -> StepOutput:
         """Runs a step of the scheduler core."""
         entering = [
-            NewRow(slot, request.token_ids, tables[0], request.cache_salt)
+            NewRow(_slot(request), request.token_ids, tables[0], request.cache_salt)
             for request, tables in plan.block_tables.items()
-            if (slot := request.slot) is not None
         ]
-        appended = {
-            slot: tables[0]
-            for request, tables in plan.appended_blocks.items()
-            if (slot := request.slot) is not None
-        }
-        work = [
-            (slot, scheduled, computed)
-            for request, scheduled, computed in zip(
-                plan.requests, plan.num_scheduled_tokens, plan.num_computed_tokens, strict=True
-            )
-            if (slot := request.slot) is not None
-        ]
-        assert len(work) == len(plan.requests), "a planned request has no slot"
+        appended = {_slot(request): tables[0] for request, tables in plan.appended_blocks.items()}
+        rows = zip(plan.requests, plan.num_scheduled_tokens, plan.num_computed_tokens, strict=True)
+        work = [(_slot(request), scheduled, computed) for request, scheduled, computed in rows]
         return StepOutput(self.run(plan.removed_slots, entering, appended, work))
 
     def run(
@@ -131,3 +121,8 @@ class PagedModel:
 
     def _place(self, row: _Row, position: int) -> tuple[int, int]:
         return row.table[position // self._block_size], position % self._block_size
+
+
+def _slot(request: Request) -> int:
+    assert request.slot is not None, f"{request.request_id} is planned without a slot"
+    return request.slot
