@@ -22,8 +22,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
     logger.info(
         "serving %s: HTTP on %s, gRPC on %s", settings.model_name, addresses.http, addresses.grpc
     )
-    await stop.wait()
-    await gateway.drain()
+    await gateway.serve_until(stop)
     tracing.shutdown()
 
 

@@ -26,7 +26,6 @@ from services.gateway.core.inference import Inference
 from services.gateway.settings import GatewaySettings
 
 SERVICE_NAME = "stepwell.gateway.v1.Inference"
-_READINESS_SECONDS = 0.05
 # How long the last words to clients may take, once nothing runs any more.
 _GOODBYE_SECONDS = 1.0
 
@@ -111,12 +110,19 @@ class Gateway:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    async def serve_until(self, stop: asyncio.Event) -> None:
+        """Serves until `stop` is set, then drains. A defect in the background ends it, too."""
+        stopped = asyncio.create_task(stop.wait())
+        await asyncio.wait((stopped, *self._tasks), return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        failed = [task for task in self._tasks if task.done()]
+        await self.drain()
+        for task in failed:
+            task.result()
+
     async def _follow_readiness(self) -> None:
         """Health over gRPC says SERVING while a replica is ready."""
-        was_ready = False
-        while self.gate.is_open:
-            is_ready = self.fleet.num_ready > 0
-            if is_ready != was_ready:
-                await self._grpc.set_serving(is_ready)
-                was_ready = is_ready
-            await asyncio.sleep(_READINESS_SECONDS)
+        while True:
+            self.fleet.changed.clear()
+            await self._grpc.set_serving(self.fleet.num_ready > 0 and self.gate.is_open)
+            await self.fleet.changed.wait()

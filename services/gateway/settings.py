@@ -42,7 +42,7 @@ class GatewaySettings:
         30.0, doc="how long a request waits for a replica when its own is lost", check=at_least(0)
     )
     drain_seconds: float = setting(
-        8.0, doc="how long running requests may take to finish on SIGTERM", check=between(0, 3600)
+        7.0, doc="how long running requests may take to finish on SIGTERM", check=between(0, 3600)
     )
     otlp_endpoint: str = setting(
         "", doc="OTLP/gRPC endpoint for traces, such as http://localhost:4317; empty: no tracing"

@@ -13,6 +13,7 @@ from openai import AsyncOpenAI
 from stepwell.gateway.v1 import gateway_pb2_grpc
 
 from services.common.channel import open_channel
+from services.common.errors import StepwellError
 from services.common.telemetry import Tracing, configure_tracing
 from services.gateway.adapters.hf_tokenizer import load_tokenizer
 from services.gateway.gateway import Gateway
@@ -72,7 +73,12 @@ async def serving(
     gateway = Gateway(
         GatewaySettings(**values), tokenizer, tracing or configure_tracing("gateway", "", 0.0)
     )
-    bound = await gateway.start()
+    try:
+        bound = await gateway.start()
+    except StepwellError:
+        for fake in fakes:
+            await fake.die()
+        raise
     base_url = f"http://{bound.http}"
     channel = open_channel(bound.grpc)
     async with httpx.AsyncClient(base_url=base_url, timeout=DEADLINE_SECONDS) as http:

@@ -47,6 +47,8 @@ class Fleet:
         self._resubmit_timeout = resubmit_timeout_seconds
         self._rng = rng
         self._orphans: set[Inflight] = set()
+        # Set whenever a replica comes or goes; whoever waits for it clears it.
+        self.changed = asyncio.Event()
 
     async def run(self) -> None:
         """Keeps the sessions open until cancelled."""
@@ -118,11 +120,13 @@ class Fleet:
         self._adopt(inflight)
 
     def _replica_ready(self, replica: Replica) -> None:
+        self.changed.set()
         for inflight in tuple(self._orphans):
             inflight.refused_by.discard(replica.address)
             self._place(inflight)
 
     def _replica_lost(self, lost: list[Inflight]) -> None:
+        self.changed.set()
         if lost:
             logger.warning("%d requests go on elsewhere or when the scheduler is back", len(lost))
         for inflight in lost:

@@ -30,6 +30,7 @@ class HfTokenizer:
         self.is_byte_level = kind == "ByteLevel"
         self.has_chat_template = tokenizer.chat_template is not None
         self._bytes = _token_bytes(self._backend, self.is_byte_level)
+        self.max_token_bytes = max(map(len, self._bytes))
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -73,6 +74,11 @@ class HfTokenizer:
                 field="messages",
             ) from error
 
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        return await self._off_loop(
+            len(token_ids), lambda: self.decode(token_ids, skip_special_tokens=False)
+        )
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
@@ -91,6 +97,9 @@ class HfTokenizer:
 
 def load_tokenizer(directory: Path) -> HfTokenizer:
     """Reads the tokenizer files of a model directory. Raises FailedPrecondition in one sentence."""
+    files = ("tokenizer.json", "tokenizer_config.json")
+    if not any((directory / name).is_file() for name in files):
+        raise FailedPrecondition(f"{directory}: there is no tokenizer.json")
     # The tokenizer needs no torch, whatever transformers has to say about its absence.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     # Threads of its own would fight with the event loop for the cores.
@@ -98,11 +107,6 @@ def load_tokenizer(directory: Path) -> HfTokenizer:
     # Loading transformers takes seconds; nothing else here needs it.
     from transformers import AutoTokenizer  # noqa: PLC0415
 
-    if (
-        not (directory / "tokenizer_config.json").is_file()
-        and not (directory / "tokenizer.json").is_file()
-    ):
-        raise FailedPrecondition(f"{directory}: there is no tokenizer.json")
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
     except Exception as error:

@@ -78,7 +78,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         self, request: gateway_pb2.DetokenizeRequest, context: Context
     ) -> gateway_pb2.DetokenizeResponse:
         self._enter(request.model, context)
-        text = self._inference.tokenizer.decode(request.token_ids, skip_special_tokens=False)
+        text = await self._inference.tokenizer.detokenize(request.token_ids)
         return gateway_pb2.DetokenizeResponse(text=text)
 
     async def ListModels(
@@ -123,7 +123,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
             case "text":
                 if not request.text:
                     raise InvalidArgument("prompt must not be empty", field="text")
-                return await self._inference.tokenizer.encode(request.text, add_special_tokens=True)
+                return await self._inference.encode(request.text, add_special_tokens=True)
             case "token_ids":
                 return list(request.token_ids.ids)
             case "chat":
@@ -140,7 +140,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
             continue_final_message=False,
             variables={},
         )
-        return await tokenizer.encode(text, add_special_tokens=False)
+        return await self._inference.encode(text, add_special_tokens=False)
 
 
 def _to_response(piece: Piece, generation: Generation) -> gateway_pb2.GenerateResponse:

@@ -14,6 +14,8 @@ from services.gateway.adapters.metrics import Metrics
 from services.gateway.core.choice import Piece
 from services.gateway.core.generation import Generation
 
+CANCELLED = "cancelled"
+
 
 class Observation:
     """One request under watch."""
@@ -25,6 +27,8 @@ class Observation:
         self._first_token_seconds: float | None = None
         self._last_token: dict[int, float] = {}
         self._generation: Generation | None = None
+        # How sequences ended that were not finished.
+        self._end = "abort"
 
     @property
     def traceparent(self) -> str:
@@ -70,9 +74,8 @@ class Observation:
         self._metrics.prompt_tokens.inc(usage.num_prompt_tokens)
         self._metrics.cached_tokens.inc(usage.num_cached_tokens)
         self._metrics.e2e_latency.observe(seconds)
-        unfinished = len(generation.choices) - len(generation.finish_reasons())
-        for _ in range(unfinished):
-            self._metrics.ended("abort")
+        for _ in range(len(generation.choices) - len(generation.finish_reasons())):
+            self._metrics.ended(self._end)
         if self._span.is_recording():
             self._span.set_attributes(
                 {
@@ -92,8 +95,10 @@ class Observation:
         """The request ends in an error."""
         self._span.set_attribute(genai.ERROR_TYPE, error_type)
         self._span.set_status(Status(StatusCode.ERROR, message))
-        if self._first_token_seconds is None:
-            self._metrics.refused(error_type)
+        if error_type != CANCELLED:
+            self._end = "error"
+            if self._first_token_seconds is None:
+                self._metrics.refused(error_type)
 
 
 class Observer:
@@ -126,7 +131,7 @@ class Observer:
             observation.failed(error.error_reason.lower(), error.message)
             raise
         except (asyncio.CancelledError, GeneratorExit):
-            observation.failed("cancelled", "the client went away")
+            observation.failed(CANCELLED, "the client went away")
             raise
         except Exception as error:
             observation.failed(type(error).__name__, "a defect")

@@ -115,9 +115,9 @@ class Replica:
                 else:
                     opened = True
                     self._opened(response.opened)
-            self.reason = "the scheduler ended the session"
+            self._ended("the scheduler ended the session")
         except grpc.aio.AioRpcError as error:
-            self.reason = f"{error.code().name}: {error.details()}"
+            self._ended(f"{error.code().name}: {error.details()}")
         finally:
             writer.cancel()
             call.cancel()
@@ -147,9 +147,12 @@ class Replica:
         )
         self._on_ready(self)
 
+    def _ended(self, reason: str) -> None:
+        if self.is_ready:
+            logger.warning("session with scheduler %s ended: %s", self.address, reason)
+        self.reason = reason
+
     def _lost(self) -> None:
-        if self.limits is not None:
-            logger.warning("session with scheduler %s ended: %s", self.address, self.reason)
         self.limits = None
         lost, self._running = list(self._running.values()), {}
         self._on_lost(lost)

@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from services.common.errors import NotFound
+from services.common.errors import InvalidArgument, NotFound, OutOfRange
 from services.gateway.core.choice import Piece
 from services.gateway.core.generation import Generation
 from services.gateway.core.ports import Engine, Tokenizer
@@ -12,6 +12,7 @@ from services.gateway.core.request import (
     check_request,
     to_engine_requests,
 )
+from services.gateway.core.sampling import MAX_BAD_WORDS
 from services.gateway.core.tokens import TokenText
 
 
@@ -52,7 +53,8 @@ class Inference:
     def prepare(self, request: ClientRequest, traceparent: str = "") -> Generation:
         """Checks a request. Raises what is wrong with it; nothing has been sent then."""
         limits = self._engine.limits()
-        check_request(request, limits, self._max_choices)
+        check_request(request, limits)
+        self.check_num_choices(len(request.prompts), request.n)
         sequences = to_engine_requests(
             request,
             limits,
@@ -66,12 +68,39 @@ class Inference:
         """The pieces of a prepared request, as they come."""
         return generation.pieces(self._engine)
 
+    def check_num_choices(self, num_prompts: int, n: int) -> None:
+        """Raises InvalidArgument for more answers than one request may have.
+
+        Worth asking before the prompts are tokenized.
+        """
+        if num_prompts * n > self._max_choices:
+            raise InvalidArgument(
+                f"{num_prompts} prompts with n={n} are {num_prompts * n} answers; one request may"
+                f" have {self._max_choices}",
+                field="n" if n > 1 else "prompt",
+            )
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a prompt. Raises OutOfRange, untokenized, for one that cannot fit."""
+        capacity = self.limits().capacity
+        if len(text) > capacity * self.tokenizer.max_token_bytes:
+            raise OutOfRange(
+                f"prompt has {len(text)} characters, more than {capacity} tokens can stand for",
+                field="prompt",
+                reason="CONTEXT_LENGTH_EXCEEDED",
+            )
+        return await self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
     async def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Token sequences of words that must not appear, each also as it follows a space.
 
         The rule is vLLM's: the form with the space counts when it differs in its first token and
         is as long.
         """
+        if len(words) > MAX_BAD_WORDS:
+            raise InvalidArgument(
+                f"bad_words holds {len(words)} entries; at most {MAX_BAD_WORDS}", field="bad_words"
+            )
         sequences: list[tuple[int, ...]] = []
         for word in words:
             bare = word.lstrip()

@@ -57,6 +57,11 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def max_token_bytes(self) -> int:
+        """Most bytes that one token stands for."""
+        ...
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether conversations can be rendered."""
         ...
@@ -79,8 +84,12 @@ class Tokenizer(Protocol):
         """
         ...
 
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids of any number, special tokens included."""
+        ...
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Text of token ids. Ids the tokenizer does not know have no text."""
+        """Text of a few token ids. Ids the tokenizer does not know have no text."""
         ...
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -82,18 +82,12 @@ class EngineRequest:
     traceparent: str
 
 
-def check_request(request: ClientRequest, limits: ModelLimits, max_choices: int) -> None:
+def check_request(request: ClientRequest, limits: ModelLimits) -> None:
     """Raises InvalidArgument or OutOfRange that names what cannot be served. Changes nothing."""
     if request.n < 1:
         raise InvalidArgument(f"n must be at least 1, not {request.n}", field="n")
     if not request.prompts:
         raise InvalidArgument("prompt must not be empty", field="prompt")
-    if request.num_choices > max_choices:
-        raise InvalidArgument(
-            f"{len(request.prompts)} prompts with n={request.n} are {request.num_choices} answers;"
-            f" one request may have {max_choices}",
-            field="n",
-        )
     check_sampling(request.sampling, limits.vocab_size)
     _check_stop(request.stop)
     if len(request.cache_salt.encode()) > MAX_CACHE_SALT_BYTES:

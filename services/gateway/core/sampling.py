@@ -94,7 +94,7 @@ def _check_sizes(sampling: Sampling, vocab_size: int) -> None:
     for name, size, most in (
         ("logit_bias", len(sampling.logit_bias), MAX_LOGIT_BIASES),
         ("stop_token_ids", len(sampling.stop_token_ids), MAX_STOP_TOKEN_IDS),
-        ("bad_words", len(sampling.bad_words), MAX_BAD_WORDS),
+        ("bad_words", len(sampling.bad_words), 2 * MAX_BAD_WORDS),
         ("allowed_token_ids", len(sampling.allowed_token_ids), vocab_size),
     ):
         if size > most:

@@ -38,6 +38,7 @@ COMPLETIONS: list[tuple[str, dict[str, Any], str]] = [
     ("min_p above one", {"prompt": "a", "min_p": 1.5}, "min_p"),
     ("n of zero", {"prompt": "a", "n": 0}, "n"),
     ("n too large", {"prompt": "a", "n": 257}, "n"),
+    ("too many prompts", {"prompt": ["a"] * 257}, "prompt"),
     ("penalty out of range", {"prompt": "a", "presence_penalty": 3}, "presence_penalty"),
     ("repetition penalty", {"prompt": "a", "repetition_penalty": 0}, "repetition_penalty"),
     ("min above max", {"prompt": "a", "min_tokens": 9, "max_tokens": 3}, "min_tokens"),
@@ -240,3 +241,22 @@ async def test_the_engine_may_give_up(served: Serving) -> None:
     async with served.openai() as client:
         with pytest.raises(openai.InternalServerError, match="out of luck"):
             await client.completions.create(model="tiny", prompt="a")
+
+
+async def test_what_would_be_costly_is_refused_before_it_is_done(served: Serving) -> None:
+    """Each of these fits a body of 4 MiB, and would take seconds or more if it were looked at."""
+    costly: list[tuple[dict[str, Any], str | None]] = [
+        ({"prompt": "x" * 3_000_000}, "prompt"),
+        ({"prompt": ["the"] * 500_000}, "prompt"),
+        ({"prompt": [5] * 500_000 + ["x"]}, "prompt[500000]"),
+        ({"prompt": "a", "bad_words": ["the"] * 400_000}, "bad_words"),
+        ({"prompt": "a", "stop": ["x"] * 500_000}, "stop"),
+        ({"prompt": "a", "logit_bias": {str(n): "x" for n in range(200_000)}}, None),
+        ({"prompt": "a"} | {f"field{n}": 1 for n in range(150_000)}, None),
+    ]
+    for body, field in costly:
+        response = await served.http.post("/v1/completions", json=body)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == field
+        assert len(response.content) < 1000
+    assert served.scheduler.adds == []

@@ -155,7 +155,7 @@ class HttpApi:
     async def detokenize(self, request: Request) -> Response:
         """Token ids to text."""
         body = await self._body(request, DetokenizeBody)
-        text = self._inference.tokenizer.decode(body.tokens, skip_special_tokens=False)
+        text = await self._inference.tokenizer.detokenize(body.tokens)
         return JSONResponse({"prompt": text})
 
     async def models(self) -> Response:

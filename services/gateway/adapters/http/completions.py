@@ -74,11 +74,12 @@ def _num_prompt_logprobs(body: CompletionBody) -> int | None:
 async def _prompts(body: CompletionBody, inference: Inference) -> tuple[Prompt, ...]:
     """One prompt or many, as text or as tokens; an empty list is one prompt without tokens."""
     prompts = [body.prompt] if _is_single(body.prompt) else body.prompt
+    inference.check_num_choices(len(prompts), body.n or 1)
     return tuple(
         [
             await _text_prompt(prompt, body, inference)
             if isinstance(prompt, str)
-            else _token_prompt(cast(list[int], prompt), body, inference)
+            else await _token_prompt(cast(list[int], prompt), body, inference)
             for prompt in prompts
         ]
     )
@@ -91,16 +92,16 @@ def _is_single(prompt: str | list[str] | list[int] | list[list[int]]) -> bool:
 async def _text_prompt(text: str, body: CompletionBody, inference: Inference) -> Prompt:
     if not text:
         raise InvalidArgument("prompt must not be empty", field="prompt")
-    token_ids = await inference.tokenizer.encode(
+    token_ids = await inference.encode(
         text, add_special_tokens=body.add_special_tokens is not False
     )
     return Prompt(token_ids, text if body.echo else None)
 
 
-def _token_prompt(token_ids: list[int], body: CompletionBody, inference: Inference) -> Prompt:
+async def _token_prompt(token_ids: list[int], body: CompletionBody, inference: Inference) -> Prompt:
     if not body.echo:
         return Prompt(token_ids)
-    return Prompt(token_ids, inference.tokenizer.decode(token_ids, skip_special_tokens=False))
+    return Prompt(token_ids, await inference.tokenizer.detokenize(token_ids))
 
 
 class CompletionDialect(Dialect):

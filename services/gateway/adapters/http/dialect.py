@@ -35,6 +35,9 @@ class Dialect(ABC):
         self.envelope = envelope
         self.request = request
         self.tokens = tokens
+        head = json.dumps(self._head(self.chunk_object), separators=(",", ":")).encode()
+        tail = b'],"usage":null}\n\n' if envelope.include_usage else b"]}\n\n"
+        self._frame_without_usage = b"data: " + head[:-1] + b',"choices":[', tail
 
     @abstractmethod
     def opening(self) -> list[dict[str, Any]]:
@@ -77,14 +80,10 @@ class Dialect(ABC):
         return event(body) + b"data: [DONE]\n\n"
 
     def _frame(self, usage: Usage) -> tuple[bytes, bytes]:
-        head = json.dumps(self._head(self.chunk_object), separators=(",", ":")).encode()
-        tail = b"]}\n\n"
-        if self.envelope.usage_in_every_chunk:
-            counts = json.dumps(usage_body(usage), separators=(",", ":")).encode()
-            tail = b'],"usage":' + counts + b"}\n\n"
-        elif self.envelope.include_usage:
-            tail = b'],"usage":null}\n\n'
-        return b"data: " + head[:-1] + b',"choices":[', tail
+        if not self.envelope.usage_in_every_chunk:
+            return self._frame_without_usage
+        counts = json.dumps(usage_body(usage), separators=(",", ":")).encode()
+        return self._frame_without_usage[0], b'],"usage":' + counts + b"}\n\n"
 
     def _head(self, kind: str) -> dict[str, Any]:
         envelope = self.envelope

@@ -30,6 +30,7 @@ class HttpServer:
             lifespan="off",
             access_log=False,
             log_config=None,
+            log_level="warning",
             server_header=False,
             http="httptools",
             ws="none",
