@@ -37,6 +37,16 @@ async def replica(request: pytest.FixtureRequest) -> AsyncIterator[Replica]:
         yield replica
 
 
+@pytest.fixture(params=[False, True], ids=["one step in flight", "two steps in flight"])
+async def patient(request: pytest.FixtureRequest) -> AsyncIterator[Replica]:
+    """One that waits long for its pool: what breaks is the way there."""
+    worker = FakeWorker(num_blocks=200)
+    async with serving_replica(
+        worker, async_scheduling=request.param, pool_timeout_seconds=15.0
+    ) as replica:
+        yield replica
+
+
 @pytest.fixture
 async def gateway(replica: Replica) -> AsyncIterator[Gateway]:
     async with gateway_of(replica) as gateway:
@@ -60,40 +70,38 @@ async def until_recovering(replica: Replica) -> None:
     assert (await replica.stats()).state_reason
 
 
-async def test_a_cut_connection_to_the_pool_costs_nothing(
-    replica: Replica, gateway: Gateway
-) -> None:
-    await ask(gateway)
-    before = await replica.pool.stats()
-    for tokens in (10, 20, 30):
-        await gateway.until_tokens(3, tokens)
-        replica.pool_link.cut()
-    await expect_every_token(gateway)
-    await replica.until_idle()
-    after = await replica.pool.stats()
+async def test_a_cut_connection_to_the_pool_costs_nothing(patient: Replica) -> None:
+    async with gateway_of(patient) as gateway:
+        await ask(gateway)
+        before = await patient.pool.stats()
+        for tokens in (10, 20, 30):
+            await gateway.until_tokens(3, tokens)
+            patient.pool_link.cut()
+        await expect_every_token(gateway)
+        await patient.until_idle()
+    after = await patient.pool.stats()
     assert after.generation == before.generation, "the transaction was sent again"
-    assert replica.pool_link.num_connections >= 2
-    assert (await replica.stats()).num_preemptions == 0
+    assert patient.pool_link.num_connections >= 2
+    assert (await patient.stats()).num_preemptions == 0
 
 
-async def test_a_transaction_whose_answer_was_lost_is_applied_once(
-    replica: Replica, gateway: Gateway
-) -> None:
-    await ask(gateway)
-    before = await replica.pool.stats()
-    replica.pool_link.swallow_answers()
-    async with asyncio.timeout(SECONDS):
-        while True:
-            applied = (await replica.pool.stats()).num_transactions
-            if applied > before.num_transactions:
-                break
-            await asyncio.sleep(0.01)
-    replica.pool_link.cut()
-    await expect_every_token(gateway)
-    await replica.until_idle()
-    after = await replica.pool.stats()
+async def test_a_transaction_whose_answer_was_lost_is_applied_once(patient: Replica) -> None:
+    async with gateway_of(patient) as gateway:
+        await ask(gateway)
+        before = await patient.pool.stats()
+        patient.pool_link.swallow_answers()
+        async with asyncio.timeout(SECONDS):
+            while True:
+                applied = (await patient.pool.stats()).num_transactions
+                if applied > before.num_transactions:
+                    break
+                await asyncio.sleep(0.01)
+        patient.pool_link.cut()
+        await expect_every_token(gateway)
+        await patient.until_idle()
+    after = await patient.pool.stats()
     assert after.generation == before.generation
-    assert (await replica.stats()).num_preemptions == 0
+    assert (await patient.stats()).num_preemptions == 0
 
 
 async def test_a_pool_that_comes_back_empty_is_a_new_generation(
