@@ -4,9 +4,11 @@ import asyncio
 import os
 import signal
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
+import httpx
 import pytest
 
 from tests.e2e.conftest import TinyModel
@@ -15,17 +17,22 @@ from tests.e2e.prompts import PROMPTS
 from tests.e2e.stack import SERVICES, Stack, wait_for
 
 
-def run_directories() -> set[Path]:
-    return set(Path(tempfile.gettempdir()).glob("stepwell-*"))
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """Where the runs of a test keep their sockets; a short path, as those must be."""
+    with tempfile.TemporaryDirectory() as directory:
+        yield Path(directory)
 
 
 def exists(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-async def test_sigterm_under_load_ends_everything_in_order(tiny_model: TinyModel) -> None:
-    directories = run_directories()
-    stack = await asyncio.to_thread(Stack, tiny_model.directory)
+async def test_sigterm_under_load_ends_everything_in_order(
+    tiny_model: TinyModel, temporary: Path
+) -> None:
+    stack = Stack(tiny_model.directory, environ={"TMPDIR": str(temporary)})
+    assert len(list(temporary.iterdir())) == 1
     pids = stack.pids()
     assert set(pids) == set(SERVICES)
     begun = asyncio.Semaphore(0)
@@ -48,7 +55,7 @@ async def test_sigterm_under_load_ends_everything_in_order(tiny_model: TinyModel
 
         assert status == 0, stack.output
         assert not any(map(exists, pids.values()))
-        assert run_directories() == directories
+        assert list(temporary.iterdir()) == []
         stops = [line.split()[-1] for line in stack.output if "| stopping " in line]
         assert stops[:2] == ["gateway", "scheduler"]
         assert not any("is killed" in line or "Traceback" in line for line in stack.output)
@@ -62,9 +69,20 @@ async def test_sigterm_under_load_ends_everything_in_order(tiny_model: TinyModel
         stack.close()
 
 
-def test_nothing_outlives_a_killed_up(tiny_model: TinyModel) -> None:
-    stack = Stack(tiny_model.directory)
+def test_nothing_outlives_a_killed_up(tiny_model: TinyModel, temporary: Path) -> None:
+    stack = Stack(
+        tiny_model.directory,
+        *("--quiet", "--served-model-name", "other", "--api-keys", "first,second"),
+        environ={"TMPDIR": str(temporary), "STEPWELL_WORKER_MAX_MODEL_LEN": "128"},
+    )
     try:
+        # Its settings, on the way: quiet is the ready line and no more.
+        assert [line.split()[0] for line in stack.output] == ["ready:", "curl"]
+        assert httpx.get(f"{stack.url}/v1/models").status_code == httpx.codes.UNAUTHORIZED
+        key = {"Authorization": "Bearer second"}
+        (model,) = httpx.get(f"{stack.url}/v1/models", headers=key).json()["data"]
+        assert (model["id"], model["max_model_len"]) == ("other", 128)
+
         pids = stack.pids()
         os.kill(stack.pid, signal.SIGKILL)
         wait_for(lambda: not any(map(exists, pids.values())), 5)

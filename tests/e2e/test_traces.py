@@ -46,7 +46,7 @@ def complete(receiver: OtlpReceiver, trace_id: str) -> bool:
     """Whether every service has sent its part of a trace."""
     spans = receiver.trace(trace_id)
     last = {names.SPAN_REQUEST_DECODE, names.SPAN_WORKER_DECODE, names.SPAN_POOL_ADMIT}
-    return last <= {span.name for span in spans} and ALL_SERVICES == {s.service for s in spans}
+    return last <= {span.name for span in spans} and {s.service for s in spans} == ALL_SERVICES
 
 
 def assert_one_tree(spans: list[ReceivedSpan], root_parent: str) -> ReceivedSpan:

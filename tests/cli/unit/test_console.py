@@ -1,0 +1,57 @@
+"""What `stepwell up` shows."""
+
+import io
+from pathlib import Path
+
+from services.cli.console import Console
+from services.cli.plan import Addresses
+from services.cli.up import ready_text
+
+
+def shown(*, colour: bool = False, quiet: bool = False, raw: bool = False) -> list[str]:
+    stream = io.StringIO()
+    console = Console(stream, colour=colour, quiet=quiet, raw=raw)
+    console.line("worker", "loading")
+    console.ready("worker", 1.25, 0)
+    console.died("worker", "killed by SIGKILL", ["first", "last"], 0.1)
+    console.ready("worker", 2.0, 1)
+    return stream.getvalue().splitlines()
+
+
+def test_every_line_says_whose_it_is() -> None:
+    assert shown() == [
+        "worker    | loading",
+        "up        | worker is ready after 1.2 s",
+        "up        | worker died: killed by SIGKILL; starting it again in 0.1 s",
+        "up        |   last lines of worker: first",
+        "up        |   last lines of worker: last",
+        "up        | worker is ready again (restart 1) after 2.0 s",
+    ]
+
+
+def test_a_terminal_gets_colours() -> None:
+    assert shown(colour=True)[0] == "\033[32mworker    | \033[0mloading"
+
+
+def test_quiet_leaves_what_goes_wrong() -> None:
+    assert shown(quiet=True) == shown()[2:]
+
+
+def test_lines_for_programs_are_not_touched() -> None:
+    assert shown(raw=True)[0] == "loading"
+
+
+def test_a_reader_that_left_does_not_end_the_supervisor() -> None:
+    stream = io.StringIO()
+    stream.close()
+    Console(stream, colour=False, quiet=False, raw=False).warn("nobody reads this")
+
+
+def test_the_ready_line(tmp_path: Path) -> None:
+    addresses = Addresses("0.0.0.0", 8000, 9000, tmp_path)
+    first, second = ready_text(addresses, "it's", needs_key=True).splitlines()
+    assert first == "ready: it's at http://127.0.0.1:8000 (gRPC at 127.0.0.1:9000); try"
+    assert second.startswith(
+        "  curl -N http://127.0.0.1:8000/v1/completions -H 'Authorization: Bearer KEY' "
+    )
+    assert '"model": "it\'"\'"\'s"' in second

@@ -1,0 +1,111 @@
+"""What `stepwell up` hands to each service, held against the services' own settings."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.cli.plan import OWNERS, Addresses, stages
+from services.cli.settings import UpSettings
+from services.common.logs import LogFormat, LogLevel
+from services.common.settings import env_prefix, parse_settings
+from services.gateway.settings import GatewaySettings
+from services.kvpool.settings import KVPoolSettings
+from services.scheduler.settings import SchedulerSettings
+from services.worker.settings import WorkerSettings
+
+SETTINGS: dict[str, type[Any]] = {
+    "gateway": GatewaySettings,
+    "scheduler": SchedulerSettings,
+    "kvpool": KVPoolSettings,
+    "worker": WorkerSettings,
+}
+
+EVERYTHING = {
+    "served_model_name": "other",
+    "api_keys": ("one", "two"),
+    "dtype": "float32",
+    "num_threads": 3,
+    "kv_cache_memory_bytes": 1_000_000,
+    "num_blocks": 50,
+    "block_size": 32,
+    "max_model_len": 128,
+    "max_num_seqs": 5,
+    "max_num_batched_tokens": 77,
+    "policy": "priority",
+    "enable_prefix_caching": False,
+    "otlp_endpoint": "http://127.0.0.1:4317",
+    "trace_sample_ratio": 0.25,
+    "log_level": LogLevel.ERROR,
+    "log_format": LogFormat.JSON,
+}
+
+
+def received(tmp_path: Path, environ: dict[str, str], **given: Any) -> dict[str, Any]:
+    """What each service reads of what it is given."""
+    addresses = Addresses("::1", 8000, 9000, Path("/run/stepwell"))
+    plan = stages(UpSettings(model=tmp_path, **given), addresses, environ)
+    specs = {spec.name: spec for stage in plan for spec in stage.specs}
+    assert {name: spec.command[1:] for name, spec in specs.items()} == {
+        name: ("-m", f"services.{name}") for name in SETTINGS
+    }
+    return {
+        name: parse_settings(cls, name, [], specs[name].environ) for name, cls in SETTINGS.items()
+    }
+
+
+def test_every_setting_reaches_its_owners(tmp_path: Path) -> None:
+    assert set(EVERYTHING) == set(OWNERS)
+    services = received(tmp_path, {}, **EVERYTHING)
+    for name, owners in OWNERS.items():
+        for owner in owners:
+            value = getattr(services[owner], name)
+            wanted = EVERYTHING[name]
+            assert wanted in (value, getattr(value, "value", value)), (owner, name)
+
+
+def test_the_services_find_each_other(tmp_path: Path) -> None:
+    services = received(tmp_path, {})
+    gateway, scheduler = services["gateway"], services["scheduler"]
+    assert (gateway.http_listen, gateway.grpc_listen) == ("[::1]:8000", "[::1]:9000")
+    assert gateway.schedulers == (scheduler.address,) == ("unix:/run/stepwell/scheduler.sock",)
+    assert scheduler.kvpool == services["kvpool"].address == "unix:/run/stepwell/kvpool.sock"
+    assert scheduler.workers == (services["worker"].address,)
+    assert gateway.model == services["worker"].model == tmp_path
+
+
+def test_what_is_not_given_is_the_services_own_default(tmp_path: Path) -> None:
+    for name, settings in received(tmp_path, {}).items():
+        for field in dataclasses.fields(SETTINGS[name]):
+            if field.name in OWNERS:
+                assert getattr(settings, field.name) == field.default, (name, field.name)
+
+
+def test_variables_of_the_services_pass_through(tmp_path: Path) -> None:
+    environ = {
+        f"{env_prefix('scheduler')}MAX_NUM_WAITING": "3",
+        f"{env_prefix('worker')}MAX_NUM_SEQS": "4",
+    }
+    services = received(tmp_path, environ)
+    assert services["scheduler"].max_num_waiting == 3
+    assert services["worker"].max_num_seqs == 4
+    assert received(tmp_path, environ, max_num_seqs=9)["worker"].max_num_seqs == 9
+
+
+@pytest.mark.parametrize("secret", ["one", "two"])
+def test_keys_are_no_arguments_that_others_could_read(tmp_path: Path, secret: str) -> None:
+    addresses = Addresses("127.0.0.1", 8000, 9000, tmp_path)
+    plan = stages(UpSettings(model=tmp_path, api_keys=("one", "two")), addresses, {})
+    assert not any(secret in spec.command for stage in plan for spec in stage.specs)
+
+
+def test_all_of_it_stops_within_ten_seconds(tmp_path: Path) -> None:
+    addresses = Addresses("127.0.0.1", 8000, 9000, tmp_path)
+    plan = stages(UpSettings(model=tmp_path), addresses, {})
+    assert [[spec.name for spec in stage.specs] for stage in plan] == [
+        ["gateway"],
+        ["scheduler"],
+        ["kvpool", "worker"],
+    ]
+    assert sum(stage.stop_seconds for stage in plan) < 10

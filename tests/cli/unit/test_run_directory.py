@@ -1,0 +1,46 @@
+"""The directory of one run."""
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+from services.cli.ports import claim_port, join_host_port
+from services.cli.run_directory import run_directory
+
+
+def test_it_is_private_and_goes_away() -> None:
+    with run_directory() as path:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+        (path / "scheduler.sock").touch()
+    assert not path.exists()
+
+
+def test_a_long_path_would_not_fit_an_address(tmp_path: Path) -> None:
+    long = tmp_path / ("long" * 25)
+    long.mkdir()
+    code = """
+from services.cli.run_directory import run_directory
+with run_directory() as path:
+    print(path)
+"""
+    path = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "TMPDIR": str(long)},
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+    assert len(f"{path}/scheduler.sock") <= 107
+    assert list(long.iterdir()) == []
+
+
+def test_port_zero_is_a_free_one() -> None:
+    assert claim_port("127.0.0.1", 0, "--http-port") > 0
+
+
+def test_an_address_of_six_gets_brackets() -> None:
+    assert join_host_port("::1", 80) == "[::1]:80"
+    assert join_host_port("localhost", 80) == "localhost:80"
