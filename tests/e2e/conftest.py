@@ -11,10 +11,10 @@ from transformers import PreTrainedModel
 from tests.e2e.stack import Stack
 from tests.e2e.tiny import save_servable_model
 
-# A pool that holds about four of the sequences that the tests run sixteen of, and steps that cut
-# prompts into chunks of seven tokens.
+# A cache that is soon all written to, so that memory can be seen to stay; a pool that holds about
+# four of the sequences that the tests run sixteen of; steps that cut prompts into chunks of seven.
 FLAGS = {
-    "plain": (),
+    "plain": ("--num-blocks", "1000"),
     "small pool": ("--num-blocks", "24", "--max-model-len", "256"),
     "chunks of 7": ("--max-num-batched-tokens", "7", "--max-num-seqs", "7"),
 }

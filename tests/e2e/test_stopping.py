@@ -24,6 +24,10 @@ def temporary() -> Iterator[Path]:
         yield Path(directory)
 
 
+def entries(directory: Path) -> list[Path]:
+    return list(directory.iterdir())
+
+
 def exists(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
@@ -32,7 +36,7 @@ async def test_sigterm_under_load_ends_everything_in_order(
     tiny_model: TinyModel, temporary: Path
 ) -> None:
     stack = Stack(tiny_model.directory, environ={"TMPDIR": str(temporary)})
-    assert len(list(temporary.iterdir())) == 1
+    assert len(entries(temporary)) == 1
     pids = stack.pids()
     assert set(pids) == set(SERVICES)
     begun = asyncio.Semaphore(0)
@@ -55,7 +59,7 @@ async def test_sigterm_under_load_ends_everything_in_order(
 
         assert status == 0, stack.output
         assert not any(map(exists, pids.values()))
-        assert list(temporary.iterdir()) == []
+        assert entries(temporary) == []
         stops = [line.split()[-1] for line in stack.output if "| stopping " in line]
         assert stops[:2] == ["gateway", "scheduler"]
         assert not any("is killed" in line or "Traceback" in line for line in stack.output)
