@@ -14,7 +14,7 @@ from stepwell.scheduler.v1 import scheduler_pb2_grpc
 
 from services.common.channel import open_channel
 from tests.scheduler.fake_worker import FakeWorker
-from tests.scheduler.serving import SECONDS, Pool, until_serving
+from tests.scheduler.serving_replica import SECONDS, Pool, until_serving
 
 ROOT = Path(__file__).parents[2]
 

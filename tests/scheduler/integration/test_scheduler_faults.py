@@ -11,7 +11,7 @@ from stepwell.scheduler.v1 import scheduler_pb2
 from services.common.errors import FailedPrecondition
 from tests.scheduler.fake_worker import FakeWorker
 from tests.scheduler.paged_model import continuation
-from tests.scheduler.serving import (
+from tests.scheduler.serving_replica import (
     SECONDS,
     Gateway,
     Replica,

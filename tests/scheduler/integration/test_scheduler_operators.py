@@ -14,7 +14,7 @@ from services.common.status import from_rpc_error
 from services.scheduler.core.config import Policy
 from tests.scheduler.fake_worker import FakeWorker
 from tests.scheduler.paged_model import continuation
-from tests.scheduler.serving import Gateway, Replica, gateway_of, sampling, serving_replica
+from tests.scheduler.serving_replica import Gateway, Replica, gateway_of, sampling, serving_replica
 from tests.scheduler.story import prompt
 
 

@@ -11,7 +11,7 @@ from services.common.errors import StepwellError
 from tests.scheduler.fake_worker import FakeWorker
 from tests.scheduler.paged_model import continuation
 from tests.scheduler.scheduler_process import SchedulerProcess, running_scheduler
-from tests.scheduler.serving import Gateway, Pool, sampling
+from tests.scheduler.serving_replica import Gateway, Pool, sampling
 from tests.scheduler.story import prompt
 
 

@@ -11,7 +11,7 @@ from services.common.channel import open_channel
 from services.common.errors import InvalidArgument
 from tests.scheduler.fake_worker import BLOCK_SIZE, EOS, FakeWorker
 from tests.scheduler.paged_model import VOCAB_SIZE, continuation
-from tests.scheduler.serving import Gateway, Replica, gateway_of, sampling, serving_replica
+from tests.scheduler.serving_replica import Gateway, Replica, gateway_of, sampling, serving_replica
 from tests.scheduler.story import prompt
 
 

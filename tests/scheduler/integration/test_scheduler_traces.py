@@ -11,7 +11,7 @@ from services.common import names
 from services.common.telemetry import configure_tracing
 from tests.scheduler.fake_worker import FakeWorker
 from tests.scheduler.scheduler_process import running_scheduler
-from tests.scheduler.serving import Gateway, Pool, sampling
+from tests.scheduler.serving_replica import Gateway, Pool, sampling
 from tests.scheduler.span_collector import Seen, SpanCollector, seen
 from tests.scheduler.story import prompt
 
