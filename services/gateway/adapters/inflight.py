@@ -18,6 +18,8 @@ class Inflight:
 
     __slots__ = (
         "_mailbox",
+        "_num_prompt_rows",
+        "_num_repeated_rows",
         "expiry",
         "index",
         "losses",
@@ -40,11 +42,21 @@ class Inflight:
         self.expiry: asyncio.TimerHandle | None = None
         self.release: Callable[[], None] = _nothing
         self._mailbox = mailbox
+        self._num_prompt_rows = 0
+        self._num_repeated_rows = 0
 
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether log-probabilities of the prompt are still to come."""
         return self.request.sampling.prompt_logprobs is not None and not self.output_token_ids
+
+    def sent(self, release: Callable[[], None]) -> None:
+        """It was sent to a replica, which `release` tells that nobody waits any more.
+
+        Log-probabilities of the prompt come again from its beginning.
+        """
+        self.release = release
+        self._num_repeated_rows = self._num_prompt_rows
 
     def admitted(self, num_cached_tokens: int) -> None:
         """It left a queue. Only the first time counts: later ones follow a loss."""
@@ -68,7 +80,13 @@ class Inflight:
             delta.logprobs.extend(rows)
 
     def prompt_logprobs(self, rows: LogprobRows) -> None:
-        """Further log-probabilities of the prompt."""
+        """Further log-probabilities of the prompt; those that came before are passed over."""
+        num_repeated = min(self._num_repeated_rows, len(rows))
+        self._num_repeated_rows -= num_repeated
+        rows = rows.after(num_repeated)
+        if not rows:
+            return
+        self._num_prompt_rows += len(rows)
         delta = self._delta()
         if delta.prompt_logprobs is None:
             delta.prompt_logprobs = rows

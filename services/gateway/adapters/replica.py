@@ -78,7 +78,7 @@ class Replica:
         """Sends a sequence there. The replica must be ready."""
         handle = self._free_handle()
         self._running[handle] = inflight
-        inflight.release = lambda: self._abort(handle)
+        inflight.sent(release=lambda: self._abort(handle))
         self._post(scheduler_pb2.SessionRequest(add=to_add_request(handle, inflight)))
 
     async def stats(self, timeout_seconds: float) -> scheduler_pb2.GetStatsResponse:
@@ -132,7 +132,7 @@ class Replica:
                 outbox, self._outbox = self._outbox, []
                 for message in outbox:
                     await call.write(message)
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        except (grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
             return  # The reader sees the same end of the call, and its reason.
 
     def _opened(self, opened: scheduler_pb2.SessionOpened) -> None:

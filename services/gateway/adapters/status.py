@@ -20,6 +20,7 @@ async def fleet_status(fleet: Fleet) -> list[dict[str, Any]]:
 async def _replica_status(replica: Replica) -> dict[str, Any]:
     status: dict[str, Any] = {
         "address": replica.address,
+        "model": replica.model_name,
         "ready": replica.is_ready,
         "reason": replica.reason,
         "unfinished_here": replica.num_unfinished,

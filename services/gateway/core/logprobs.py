@@ -39,6 +39,13 @@ class LogprobRows:
             self.width, self.token_ids[:cells], self.logprobs[:cells], self.ranks[:num_rows]
         )
 
+    def after(self, num_rows: int) -> "LogprobRows":
+        """The rows that follow the first ones."""
+        cells = num_rows * self.width
+        return LogprobRows(
+            self.width, self.token_ids[cells:], self.logprobs[cells:], self.ranks[num_rows:]
+        )
+
     def rows(self) -> Iterator[tuple[list[int], list[float], int]]:
         """Each row: its token ids, their log-probabilities, the rank of its own token."""
         for row, rank in enumerate(self.ranks):

@@ -105,6 +105,8 @@ async def test_echo_alone_scores_a_prompt(served: Serving) -> None:
     assert choice["text"] == "the hello"
     assert len(choice["logprobs"]["tokens"]) == len(served.tokens("the hello"))
     assert body["usage"]["completion_tokens"] == 0
+    (chunk,) = await events(served, "/v1/completions", ask)
+    assert chunk["choices"][0] == choice
 
 
 async def test_vllms_extras_arrive_at_the_scheduler(served: Serving) -> None:

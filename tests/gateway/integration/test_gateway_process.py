@@ -108,7 +108,7 @@ def test_a_taken_port_is_one_sentence(model: Path) -> None:
 async def test_a_taken_http_port_leaves_nothing_open(model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(Unavailable, match="cannot listen on .* for HTTP"):
+        with pytest.raises(Unavailable, match=r"cannot listen on .* for HTTP"):
             async with serving(model, FakeScheduler(), http_listen=address):
                 raise AssertionError
 

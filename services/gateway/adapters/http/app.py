@@ -146,7 +146,7 @@ class HttpApi:
         return JSONResponse(
             {
                 "count": len(token_ids),
-                "max_model_len": self._inference.limits().max_model_len,
+                "max_model_len": self._max_model_len(),
                 "tokens": token_ids,
                 "token_strs": names,
             }
@@ -208,14 +208,17 @@ class HttpApi:
             include_usage=bool(options and options.include_usage),
             usage_in_every_chunk=bool(options and options.continuous_usage_stats),
             return_token_ids=bool(body.return_token_ids),
+            return_prompt_logprobs=body.prompt_logprobs is not None,
         )
 
     def _model_card(self) -> dict[str, Any]:
         name = self._inference.model_name
         card = {"id": name, "object": "model", "created": self._created, "owned_by": "stepwell"}
-        if self._fleet.num_ready:
-            card["max_model_len"] = self._fleet.limits().max_model_len
-        return card
+        return {**card, "max_model_len": self._max_model_len()}
+
+    def _max_model_len(self) -> int | None:
+        """The model's context, as long as some replica tells it."""
+        return self._fleet.limits().max_model_len if self._fleet.num_ready else None
 
 
 def _request_id(prefix: str, body: SamplingBody, request: Request) -> str:

@@ -177,7 +177,7 @@ class ChatDialect(Dialect):
         extras: dict[str, Any] = {}
         if self.envelope.return_token_ids:
             extras["prompt_token_ids"] = self.request.prompts[0].token_ids
-        if self.request.sampling.prompt_logprobs is not None:
+        if self.envelope.return_prompt_logprobs:
             rows = answers[0].prompt_logprobs
             extras["prompt_logprobs"] = prompt_logprobs(rows, self.tokens)
         return extras

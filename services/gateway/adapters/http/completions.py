@@ -155,7 +155,7 @@ class CompletionDialect(Dialect):
             answer.prompt_logprobs,
             with_prompt=True,
         )
-        if self.request.sampling.prompt_logprobs is not None:
+        if self.envelope.return_prompt_logprobs:
             shaped["prompt_logprobs"] = prompt_logprobs(answer.prompt_logprobs, self.tokens)
         return shaped
 

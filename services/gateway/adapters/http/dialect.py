@@ -23,6 +23,7 @@ class Envelope:
     include_usage: bool
     usage_in_every_chunk: bool
     return_token_ids: bool
+    return_prompt_logprobs: bool
 
 
 class Dialect(ABC):

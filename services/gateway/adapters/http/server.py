@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from services.common.errors import Unavailable
 
 _SEND_BUFFER_BYTES = 128 * 1024
+_BACKLOG = 2048
 
 
 class _Quiet(uvicorn.Server):
@@ -32,10 +33,9 @@ class HttpServer:
             log_config=None,
             log_level="warning",
             server_header=False,
+            proxy_headers=False,
             http="httptools",
             ws="none",
-            # Keeps headers of one request from growing for ever.
-            h11_max_incomplete_event_size=64 * 1024,
         )
         self._server = _Quiet(config)
         self._task: asyncio.Task[None] | None = None
@@ -65,15 +65,15 @@ class HttpServer:
 def _bind(address: str) -> socket.socket:
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
-        family = socket.getaddrinfo(host or None, int(port), type=socket.SOCK_STREAM)[0][0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Accepted connections inherit it; the kernel would give a slow reader megabytes.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         listener.bind((host, int(port)))
-        listener.listen(2048)
+        listener.listen(_BACKLOG)
     except (OSError, ValueError, OverflowError) as error:
+        listener.close()
         raise Unavailable(f"cannot listen on {address} for HTTP: {error}") from error
     listener.setblocking(False)
     return listener

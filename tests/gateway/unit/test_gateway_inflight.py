@@ -1,0 +1,73 @@
+"""A sequence on its way: what its reader is told, whatever happened to its replicas."""
+
+from services.gateway.adapters.inflight import Mailbox, ended
+from services.gateway.core.delta import Finish, FinishReason
+from services.gateway.core.logprobs import LogprobRows
+from services.gateway.core.request import EngineRequest
+from services.gateway.core.sampling import Sampling
+
+
+def make(**sampling) -> Mailbox:
+    request = EngineRequest("r", [1, 2, 3, 4, 5], Sampling(**sampling), 0, "", 0, "")
+    return Mailbox([request], lambda inflight: inflight.release())
+
+
+def rows(*token_ids: int) -> LogprobRows:
+    return LogprobRows(1, list(token_ids), [-1.0] * len(token_ids), [1] * len(token_ids))
+
+
+def nothing() -> None:
+    return None
+
+
+async def test_news_is_merged_until_somebody_looks() -> None:
+    mailbox = make(max_tokens=9)
+    (inflight,) = mailbox.inflights
+    inflight.admitted(2)
+    inflight.tokens([7])
+    inflight.tokens([8, 9])
+    ((index, delta),) = await mailbox.receive()
+    assert (index, delta.token_ids, delta.num_cached_tokens) == (0, [7, 8, 9], 2)
+    inflight.finished(Finish(FinishReason.LENGTH))
+    ((_, delta),) = await mailbox.receive()
+    assert delta.token_ids == []
+    assert delta.finish == Finish(FinishReason.LENGTH)
+
+
+async def test_prompt_logprobs_that_come_twice_are_told_once() -> None:
+    """The replica was lost in the middle of the prompt; the next one begins anew."""
+    mailbox = make(max_tokens=9, prompt_logprobs=0)
+    (inflight,) = mailbox.inflights
+    inflight.sent(nothing)
+    inflight.prompt_logprobs(rows(2, 3))
+    ((_, delta),) = await mailbox.receive()
+    assert delta.prompt_logprobs == rows(2, 3)
+    inflight.sent(nothing)
+    inflight.prompt_logprobs(rows(2))
+    inflight.prompt_logprobs(rows(3, 4, 5))
+    ((_, delta),) = await mailbox.receive()
+    assert delta.prompt_logprobs == rows(4, 5)
+
+
+async def test_a_closed_mailbox_drops_what_lives_once() -> None:
+    dropped: list[str] = []
+    mailbox = make(max_tokens=9)
+    (inflight,) = mailbox.inflights
+    inflight.sent(lambda: dropped.append("gone"))
+    mailbox.close()
+    mailbox.close()
+    assert dropped == ["gone"]
+
+
+async def test_a_whole_answer_is_known_by_its_tokens() -> None:
+    def end_of(tokens: list[int], **sampling) -> Finish | None:
+        (inflight,) = make(**sampling).inflights
+        inflight.output_token_ids = tokens
+        return ended(inflight)
+
+    assert end_of([], max_tokens=1) is None
+    assert end_of([7], max_tokens=2) is None
+    assert end_of([7, 8], max_tokens=2) == Finish(FinishReason.LENGTH)
+    assert end_of([7, 0], max_tokens=9, eos_token_ids=(0,)) == Finish(FinishReason.STOP)
+    assert end_of([7, 8], max_tokens=9, stop_token_ids=(8,)) == Finish(FinishReason.STOP, 8)
+    assert end_of([7, 8], max_tokens=9, stop_token_ids=(8,), min_tokens=3) is None
