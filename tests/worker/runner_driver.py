@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from services.common.sampling import SamplingParams
 from services.worker.attention.interface import AttentionShape
 from services.worker.attention.torch_paged import TorchPagedAttention
 from services.worker.core.batch import BatchLimits
@@ -16,7 +17,6 @@ from services.worker.models.checkpoint import open_checkpoint
 from services.worker.models.config import read_model_config
 from services.worker.models.decoder import Decoder
 from services.worker.models.loader import load_weights
-from services.worker.sampling.params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0)
 MAX_MODEL_LEN = 512

@@ -7,6 +7,7 @@ import numpy as np
 from stepwell.common.v1 import common_pb2
 from stepwell.worker.v1 import worker_pb2
 
+from services.common.sampling_messages import sampling_from_message
 from services.worker.core.engine import WorkerDescription
 from services.worker.core.errors import InvalidStep
 from services.worker.core.step import (
@@ -17,25 +18,10 @@ from services.worker.core.step import (
     StepInput,
     StepOutput,
 )
-from services.worker.sampling.params import SamplingParams
 from services.worker.sampling.sampler import LogprobRows
 
 _INT32_BYTES = 4
 _INT32 = np.dtype("<i4")
-_DEFAULTS = SamplingParams()
-_SCALARS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "min_tokens",
-    "logprobs",
-    "prompt_logprobs",
-)
 
 
 def step_from_message(message: worker_pb2.ExecuteRequest) -> StepInput:
@@ -58,23 +44,6 @@ def step_from_message(message: worker_pb2.ExecuteRequest) -> StepInput:
         ),
         num_draft_tokens=_array(message.num_draft_tokens, "num_draft_tokens"),
         draft_token_ids=_array(message.draft_token_ids, "draft_token_ids"),
-    )
-
-
-def sampling_from_message(message: common_pb2.SamplingParams) -> SamplingParams:
-    """The parameters with their defaults resolved; nothing is checked."""
-    scalars = {
-        name: getattr(message, name) if message.HasField(name) else getattr(_DEFAULTS, name)  # type: ignore[arg-type]
-        for name in _SCALARS
-    }
-    return SamplingParams(
-        **scalars,
-        logit_bias_token_ids=tuple(message.logit_bias_token_ids),
-        logit_bias_values=tuple(message.logit_bias_values),
-        allowed_token_ids=tuple(message.allowed_token_ids),
-        bad_words=tuple(tuple(word.ids) for word in message.bad_words),
-        stop_token_ids=tuple(message.stop_token_ids),
-        eos_token_ids=tuple(message.eos_token_ids),
     )
 
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from services.common.sampling import SamplingParams
 from services.worker.core.step import Int32Array, NewRequest, StepInput
 from services.worker.core.step_check import StepCheck
-from services.worker.sampling.params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

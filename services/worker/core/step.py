@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from services.worker.sampling.params import SamplingParams
+from services.common.sampling import SamplingParams
 from services.worker.sampling.sampler import LogprobRows
 
 Int32Array = npt.NDArray[np.int32]

@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import numpy as np
 
+from services.common.sampling import SamplingParams
 from services.worker.core.batch import BatchLimits
 from services.worker.core.runner import Runner
 from services.worker.core.step import NewRequest, StepInput
-from services.worker.sampling.params import SamplingParams
 
 WARM_UP_TOKENS = 256
 """Most prompt tokens of a warm-up step: enough to touch every weight and kernel."""

@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from services.worker.attention.interface import LayerAttention
 from services.worker.models.config import ModelConfig
-from services.worker.models.linear import Linear
+from services.worker.models.linear import Linear, padded_rows
 from services.worker.models.rope import cos_sin_table
 
 
@@ -51,20 +51,27 @@ class Decoder:
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, attention: LayerAttention
     ) -> torch.Tensor:
-        """Token ids and positions, int64 [n] -> normalized hidden states [n, hidden_size]."""
-        epsilon = self._config.rms_norm_eps
+        """Token ids and positions, int64 [n] -> normalized hidden states [n, hidden_size].
+
+        Between the attentions there are rows of padding behind the n.
+        """
+        epsilon, num_tokens = self._config.rms_norm_eps, len(token_ids)
+        padding = (0, padded_rows(num_tokens) - num_tokens)
+        token_ids, positions = F.pad(token_ids, padding), F.pad(positions, padding)
         residual = F.embedding(token_ids, self._weights.embedding)
         cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
         for index, layer in enumerate(self._weights.layers):
             hidden = _rms_norm(residual, layer.input_norm, epsilon)
-            residual.add_(self._attend(index, layer, hidden, cos, sin, attention))
+            residual.add_(self._attend(index, layer, hidden, cos, sin, attention, num_tokens))
             hidden = _rms_norm(residual, layer.post_attention_norm, epsilon)
             residual.add_(_gated_mlp(layer, hidden))
-        return _rms_norm(residual, self._weights.norm, epsilon)
+        return _rms_norm(residual, self._weights.norm, epsilon)[:num_tokens]
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [n, hidden_size] -> logits, float32 [n, vocab_size]."""
-        return self._weights.head(hidden).float()
+        num_rows = len(hidden)
+        padded = F.pad(hidden, (0, 0, 0, padded_rows(num_rows) - num_rows))
+        return self._weights.head(padded)[:num_rows].float()
 
     def _attend(
         self,
@@ -74,6 +81,7 @@ class Decoder:
         cos: torch.Tensor,
         sin: torch.Tensor,
         attention: LayerAttention,
+        num_tokens: int,
     ) -> torch.Tensor:
         config = self._config
         num_rotated = config.num_heads + config.num_kv_heads
@@ -85,9 +93,10 @@ class Decoder:
                 heads[:, config.num_heads : num_rotated], layer.key_norm, config.rms_norm_eps
             )
             rotated = torch.cat((query, key), dim=1)
-        rotated = _rotate(rotated, cos, sin)
+        rotated = _rotate(rotated, cos, sin)[:num_tokens]
         query, key = rotated[:, : config.num_heads], rotated[:, config.num_heads :]
-        return layer.output(attention(index, query, key, heads[:, num_rotated:]))
+        attended = attention(index, query, key, heads[:num_tokens, num_rotated:])
+        return layer.output(F.pad(attended, (0, 0, 0, len(hidden) - num_tokens)))
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:

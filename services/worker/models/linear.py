@@ -3,13 +3,29 @@
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+_BUCKETS = ((4, 1), (32, 4), (64, 8), (128, 16), (256, 32), (512, 64))
+"""Up to so many rows, multiples of so many."""
+
+
+def padded_rows(num_rows: int) -> int:
+    """The number of rows to multiply in place of `num_rows`: the next of few.
+
+    oneDNN prepares, and keeps, a kernel with buffers of its own for each number of rows that it
+    meets, at milliseconds and megabytes apiece. Up to 1024 rows there are 31 of these numbers.
+    """
+    for most, multiple in _BUCKETS:
+        if num_rows <= most:
+            return -(-num_rows // multiple) * multiple
+    return -(-num_rows // 128) * 128
+
 
 class Linear:
     """x W^T + b for a weight [out, in] and a bias [out] or None.
 
     On the CPU the weight is reordered once into oneDNN's blocked layout, which about halves the
     time of small batches; where the library lacks the operation, the plain one runs. The instance
-    owns its weight: in packed form the caller's tensor is not kept.
+    owns its weight: in packed form the caller's tensor is not kept. Callers bring a number of rows
+    that `padded_rows` gives.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:

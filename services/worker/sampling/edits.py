@@ -11,8 +11,8 @@ from typing import Protocol
 
 import numpy as np
 
+from services.common.sampling import SamplingParams
 from services.worker.sampling.arrays import Float32Array, Int32Array
-from services.worker.sampling.params import SamplingParams
 from services.worker.sampling.penalties import Penalties
 
 

@@ -14,8 +14,8 @@ from typing import Literal
 
 import numpy as np
 
+from services.common.sampling import SamplingParams
 from services.worker.sampling.arrays import Float32Array, Float64Array, Int64Array
-from services.worker.sampling.params import SamplingParams
 
 _BLOCK = 256
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from services.common.sampling import SamplingParams
 from services.worker.sampling.arrays import Float32Array, Int32Array
-from services.worker.sampling.params import SamplingParams
 
 
 class Penalties:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from services.common.sampling import SamplingParams
 from services.worker.sampling.arrays import Float32Array, Int32Array, Int64Array
 from services.worker.sampling.edits import LogitEdit, logit_edits
 from services.worker.sampling.filters import draw, kept_token_ids
 from services.worker.sampling.logprobs import LogprobRows, logprob_rows, prompt_logprobs
-from services.worker.sampling.params import SamplingParams
 from services.worker.sampling.philox import uniforms
 
 __all__ = ["LogprobRows", "Sampler", "SamplerOutput", "prompt_logprobs"]

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from services.common.errors import InvalidArgument
+from services.common.sampling import SamplingParams
 from services.worker.core.batch import BatchLimits, PersistentBatch
 from services.worker.core.errors import InvalidStep
 from services.worker.core.step import NewRequest, StepInput
-from services.worker.sampling.params import SamplingParams
 from tests.worker.runner_driver import GREEDY, appended, ints
 
 LIMITS = BatchLimits(

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from services.common.sampling import SamplingParams
 from services.worker.core.errors import InvalidStep
 from services.worker.core.runner import Runner
 from services.worker.core.step import NewRequest, StepInput, StepOutput
-from services.worker.sampling.params import SamplingParams
 from tests.tiny_models import save_tiny_model
 from tests.worker.runner_driver import GREEDY, build_runner, ints
 

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
+from services.common.sampling import SamplingParams
 from services.worker.sampling.edits import logit_edits
-from services.worker.sampling.params import SamplingParams
 from services.worker.sampling.sampler import Sampler
 
 VOCAB_SIZE = 6

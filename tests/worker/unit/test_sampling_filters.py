@@ -13,8 +13,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from services.common.sampling import SamplingParams
 from services.worker.sampling.filters import best_token_ids, draw, kept_token_ids
-from services.worker.sampling.params import SamplingParams
 
 
 def random_logits(seed: int, vocab_size: int, spread: float) -> np.ndarray:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.sampling.params import SamplingParams
+from services.common.sampling import SamplingParams
 from services.worker.sampling.sampler import Sampler, prompt_logprobs
 
 
