@@ -23,6 +23,7 @@ import torch
 import uvloop
 
 from benchmarks.load import Load, run_load
+from services.common.sampling import SamplingParams
 from services.common.settings import parse_settings
 from services.gateway.adapters.hf_tokenizer import load_tokenizer
 from services.gateway.adapters.inflight import Inflight, Mailbox
@@ -48,7 +49,6 @@ from services.worker.core.engine import Engine as WorkerEngine
 from services.worker.core.engine import WorkerDescription
 from services.worker.core.runner import Runner
 from services.worker.core.step import AppendedBlocks, Int32Array, NewRequest, StepInput, StepOutput
-from services.worker.sampling.params import SamplingParams
 from services.worker.settings import WorkerSettings
 from tools.inprocess_pool import InProcessPool
 
@@ -83,6 +83,9 @@ class OneReplica:
 
 class Unobserved:
     """The scheduler's `StepObserver` for nobody."""
+
+    def arrived(self, requests: Sequence[Request]) -> None:
+        pass
 
     def begin(self) -> str:
         return ""

@@ -274,13 +274,26 @@ def _levels(text: str) -> tuple[int, ...]:
     return levels
 
 
+def _messages(error: BaseException) -> list[str]:
+    """What went wrong, without where."""
+    if isinstance(error, BaseExceptionGroup):
+        return [message for inner in error.exceptions for message in _messages(inner)]
+    return [str(error)]
+
+
 def main() -> None:
     """Measures, prints, writes."""
     options = parse_options(sys.argv[1:])
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     begun = time.monotonic()
     command = shlex.join(["python", "-m", "benchmarks.serving", *sys.argv[1:]])
-    results = uvloop.run(measure(options, command))
+    try:
+        results = uvloop.run(measure(options, command))
+    except* RuntimeError as failed:
+        tell("\n".join(_messages(failed)))
+        sys.exit(1)
+    except* KeyboardInterrupt:
+        sys.exit(130)
     if options.json_file is not None:
         options.json_file.write_text(json.dumps(results, indent=2) + "\n")
     tell(f"done after {time.monotonic() - begun:.0f} s")

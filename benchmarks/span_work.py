@@ -20,6 +20,7 @@ from opentelemetry.sdk.trace.sampling import Decision
 from stepwell.kvpool.v1 import kvpool_pb2
 from stepwell.worker.v1 import worker_pb2
 
+from services.common.sampling import SamplingParams
 from services.common.telemetry import Tracing, configure_tracing
 from services.kvpool.adapters.telemetry import traced
 from services.scheduler.adapters.statistics import StepCounts
@@ -32,7 +33,6 @@ from services.scheduler.core.request import Request, StopConditions
 from services.worker.adapters.telemetry import StepTimes
 from services.worker.adapters.telemetry import StepTracer as WorkerTracer
 from services.worker.core.step import NewRequest, StepInput, StepOutput
-from services.worker.sampling.params import SamplingParams
 
 NUM_STEPS = 10_000
 _STEPS_PER_FLUSH = 100
