@@ -2,8 +2,11 @@
 
 import asyncio
 import logging
+import os
 import signal
+import sys
 from collections.abc import Awaitable, Callable
+from typing import NoReturn
 
 import uvloop
 
@@ -13,11 +16,12 @@ from services.common.settings import exit_with
 logger = logging.getLogger(__name__)
 
 
-def run_service(service: str, serve: Callable[[asyncio.Event], Awaitable[None]]) -> None:
+def run_service(service: str, serve: Callable[[asyncio.Event], Awaitable[None]]) -> NoReturn:
     """Runs `serve(stop)` to its end; SIGTERM and SIGINT set `stop`, for it to drain and return.
 
     A StepwellError that `serve` raises, at start or later, ends the process with its one sentence
-    and exit status 1.
+    and exit status 1. Once all is drained the process ends at once: taking an interpreter with
+    large libraries apart takes seconds in which an impatient supervisor would kill it.
     """
 
     async def main() -> None:
@@ -31,6 +35,10 @@ def run_service(service: str, serve: Callable[[asyncio.Event], Awaitable[None]])
         uvloop.run(main())
     except* StepwellError as group:
         exit_with(f"stepwell {service}: {_first(group)}", status=1)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _request_stop(stop: asyncio.Event, signum: int) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import sys
 
 from services.common.lifecycle import run_service
 from services.common.logs import configure_logs
@@ -30,6 +31,9 @@ def main() -> None:
     """Reads settings, serves."""
     settings = load_settings(GatewaySettings, "gateway")
     configure_logs("gateway", settings.log_level, settings.log_format)
+    # No model is built here: transformers shall not spend seconds and memory on a torch that it
+    # finds installed beside it.
+    sys.modules["torch"] = None  # type: ignore[assignment]
     run_service("gateway", lambda stop: serve(settings, stop))
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import grpc
 from stepwell.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 
+from services.common import names
 from services.common.errors import InvalidArgument
-from services.gateway.adapters import genai
 from services.gateway.adapters.auth import ApiKeys
 from services.gateway.adapters.converters import (
     from_sampling_proto,
@@ -44,7 +44,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
     ) -> AsyncIterator[gateway_pb2.GenerateResponse]:
         metadata = self._enter(request.model, context)
         is_chat = request.WhichOneof("prompt") == "chat"
-        operation = genai.OPERATION_CHAT if is_chat else genai.OPERATION_TEXT_COMPLETION
+        operation = names.GENAI_OPERATION_CHAT if is_chat else names.GENAI_OPERATION_TEXT_COMPLETION
         with (
             self._gate.enter(),
             self._observer.observing(operation, metadata.get("traceparent", "")) as observation,

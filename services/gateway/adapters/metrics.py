@@ -50,13 +50,13 @@ class Metrics:
             names.METRIC_E2E_REQUEST_LATENCY, "From arrival to the end.", _E2E_BUCKETS
         )
         self.requests_in_flight = Gauge(
-            "stepwell_gateway_requests_in_flight",
+            names.METRIC_GATEWAY_REQUESTS_IN_FLIGHT,
             "Client requests being served.",
             ["model_name"],
             registry=self._registry,
         ).labels(**model)
         self.replicas_ready = Gauge(
-            "stepwell_gateway_replicas_ready",
+            names.METRIC_GATEWAY_REPLICAS_READY,
             "Replicas that take requests.",
             ["model_name"],
             registry=self._registry,

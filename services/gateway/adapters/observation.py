@@ -7,9 +7,9 @@ from contextlib import aclosing, contextmanager
 
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 
+from services.common import names
 from services.common.errors import StepwellError
 from services.common.telemetry import Tracing, traceparent_of
-from services.gateway.adapters import genai
 from services.gateway.adapters.metrics import Metrics
 from services.gateway.core.choice import Piece
 from services.gateway.core.generation import Generation
@@ -79,21 +79,21 @@ class Observation:
         if self._span.is_recording():
             self._span.set_attributes(
                 {
-                    genai.RESPONSE_FINISH_REASONS: generation.finish_reasons(),
-                    genai.USAGE_INPUT_TOKENS: usage.num_prompt_tokens,
-                    genai.USAGE_OUTPUT_TOKENS: usage.num_generated_tokens,
-                    genai.USAGE_CACHE_READ_INPUT_TOKENS: usage.num_cached_tokens,
-                    genai.LATENCY_E2E: seconds,
+                    names.GENAI_RESPONSE_FINISH_REASONS: generation.finish_reasons(),
+                    names.GENAI_USAGE_INPUT_TOKENS: usage.num_prompt_tokens,
+                    names.GENAI_USAGE_OUTPUT_TOKENS: usage.num_generated_tokens,
+                    names.GENAI_USAGE_CACHE_READ_INPUT_TOKENS: usage.num_cached_tokens,
+                    names.GENAI_LATENCY_E2E: seconds,
                 }
             )
             if self._first_token_seconds is not None:
                 first = self._first_token_seconds
-                self._span.set_attribute(genai.RESPONSE_TIME_TO_FIRST_CHUNK, first)
-                self._span.set_attribute(genai.LATENCY_TIME_TO_FIRST_TOKEN, first)
+                self._span.set_attribute(names.GENAI_RESPONSE_TIME_TO_FIRST_CHUNK, first)
+                self._span.set_attribute(names.GENAI_LATENCY_TIME_TO_FIRST_TOKEN, first)
 
     def failed(self, error_type: str, message: str) -> None:
         """The request ends in an error."""
-        self._span.set_attribute(genai.ERROR_TYPE, error_type)
+        self._span.set_attribute(names.GENAI_ERROR_TYPE, error_type)
         self._span.set_status(Status(StatusCode.ERROR, message))
         if error_type != CANCELLED:
             self._end = "error"
@@ -117,10 +117,10 @@ class Observer:
             traceparent,
             kind=SpanKind.SERVER,
             attributes={
-                genai.OPERATION_NAME: operation,
-                genai.PROVIDER_NAME: genai.PROVIDER,
-                genai.REQUEST_MODEL: self._model_name,
-                genai.RESPONSE_MODEL: self._model_name,
+                names.GENAI_OPERATION_NAME: operation,
+                names.GENAI_PROVIDER_NAME: names.GENAI_PROVIDER,
+                names.GENAI_REQUEST_MODEL: self._model_name,
+                names.GENAI_RESPONSE_MODEL: self._model_name,
             },
         )
         observation = Observation(span, self._metrics)
@@ -147,19 +147,19 @@ def _request_attributes(
 ) -> dict[str, str | int | float | bool | list[str]]:
     request, sampling = generation.request, generation.sequences[0].sampling
     attributes: dict[str, str | int | float | bool | list[str]] = {
-        genai.RESPONSE_ID: request.request_id,
-        genai.REQUEST_TEMPERATURE: sampling.temperature,
-        genai.REQUEST_TOP_P: sampling.top_p,
-        genai.REQUEST_TOP_K: sampling.top_k,
-        genai.REQUEST_FREQUENCY_PENALTY: sampling.frequency_penalty,
-        genai.REQUEST_PRESENCE_PENALTY: sampling.presence_penalty,
-        genai.REQUEST_CHOICE_COUNT: request.n,
-        genai.REQUEST_STREAM: stream,
+        names.GENAI_RESPONSE_ID: request.request_id,
+        names.GENAI_REQUEST_TEMPERATURE: sampling.temperature,
+        names.GENAI_REQUEST_TOP_P: sampling.top_p,
+        names.GENAI_REQUEST_TOP_K: sampling.top_k,
+        names.GENAI_REQUEST_FREQUENCY_PENALTY: sampling.frequency_penalty,
+        names.GENAI_REQUEST_PRESENCE_PENALTY: sampling.presence_penalty,
+        names.GENAI_REQUEST_CHOICE_COUNT: request.n,
+        names.GENAI_REQUEST_STREAM: stream,
     }
     if sampling.max_tokens is not None:
-        attributes[genai.REQUEST_MAX_TOKENS] = sampling.max_tokens
+        attributes[names.GENAI_REQUEST_MAX_TOKENS] = sampling.max_tokens
     if request.sampling.seed is not None:
-        attributes[genai.REQUEST_SEED] = request.sampling.seed
+        attributes[names.GENAI_REQUEST_SEED] = request.sampling.seed
     if request.stop:
-        attributes[genai.REQUEST_STOP_SEQUENCES] = list(request.stop)
+        attributes[names.GENAI_REQUEST_STOP_SEQUENCES] = list(request.stop)
     return attributes

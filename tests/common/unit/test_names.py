@@ -9,7 +9,7 @@ from services.common import names
 NAMES = {key: value for key, value in vars(names).items() if key.isupper()}
 
 
-@pytest.mark.parametrize("prefix", ["SPAN_", "EVENT_", "ATTR_", "METRIC_"])
+@pytest.mark.parametrize("prefix", ["SPAN_", "EVENT_", "ATTR_", "GENAI_", "METRIC_"])
 def test_names_of_a_kind_differ(prefix: str) -> None:
     values = [value for key, value in NAMES.items() if key.startswith(prefix)]
     assert values
@@ -21,6 +21,7 @@ def test_every_name_is_of_a_kind_and_well_formed() -> None:
         "SPAN": r"[a-z]+(\.[a-z_]+)+",
         "EVENT": r"[a-z_]+",
         "ATTR": r"(stepwell|gen_ai|error|http|server)(\.[a-z_]+)+",
+        "GENAI": r"stepwell|chat|text_completion|(gen_ai|error)(\.[a-z0-9_]+)+",
         "METRIC": r"(vllm:|stepwell_)[a-z0-9_]+",
     }
     for key, value in NAMES.items():

@@ -11,8 +11,8 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
+from services.common import names
 from services.common.errors import InternalError, InvalidArgument, StepwellError
-from services.gateway.adapters import genai
 from services.gateway.adapters.auth import ApiKeys
 from services.gateway.adapters.fleet import Fleet
 from services.gateway.adapters.http.bodies import (
@@ -103,7 +103,7 @@ class HttpApi:
         envelope = self._envelope(name, body)
         return self._reply(
             Exchange(
-                operation=genai.OPERATION_TEXT_COMPLETION,
+                operation=names.GENAI_OPERATION_TEXT_COMPLETION,
                 traceparent=request.headers.get("traceparent", ""),
                 stream=bool(body.stream),
                 to_request=lambda: completion_request(body, self._inference, name),
@@ -122,7 +122,7 @@ class HttpApi:
 
         return self._reply(
             Exchange(
-                operation=genai.OPERATION_CHAT,
+                operation=names.GENAI_OPERATION_CHAT,
                 traceparent=request.headers.get("traceparent", ""),
                 stream=bool(body.stream),
                 to_request=to_request,
