@@ -14,16 +14,17 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from dataclasses import asdict, fields
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 import uvloop
 
+from benchmarks.hand_over import to_output, to_request, to_step
 from benchmarks.load import Load, run_load
-from services.common.sampling import SamplingParams
 from services.common.settings import parse_settings
 from services.gateway.adapters.hf_tokenizer import load_tokenizer
 from services.gateway.adapters.inflight import Inflight, Mailbox
@@ -37,8 +38,8 @@ from services.scheduler.core import plan as scheduler_plan
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.engine import Engine
 from services.scheduler.core.plan import RequestUpdate, StepPlan
-from services.scheduler.core.ports import BlockTables, PoolLost
-from services.scheduler.core.request import Request, StopConditions
+from services.scheduler.core.ports import PoolLost
+from services.scheduler.core.request import Request
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.settings import SchedulerSettings
 from services.worker.adapters.compute import ComputeThread
@@ -48,14 +49,8 @@ from services.worker.build import build_engine
 from services.worker.core.engine import Engine as WorkerEngine
 from services.worker.core.engine import WorkerDescription
 from services.worker.core.runner import Runner
-from services.worker.core.step import AppendedBlocks, Int32Array, NewRequest, StepInput, StepOutput
 from services.worker.settings import WorkerSettings
 from tools.inprocess_pool import InProcessPool
-
-_GENERATION = 1
-_SAME_NAME = {field.name for field in fields(SamplingParams)} & {
-    field.name for field in fields(Sampling)
-}
 
 
 class RunnerExecutor:
@@ -70,8 +65,8 @@ class RunnerExecutor:
         plan: StepPlan,
         traceparent: str = "",  # noqa: ARG002 - nothing is traced
     ) -> asyncio.Future[scheduler_plan.StepOutput]:
-        step = _to_step(plan)
-        return self._compute.submit(lambda: _to_output(self._runner.execute(step)))
+        step = to_step(plan)
+        return self._compute.submit(lambda: to_output(self._runner.execute(step)))
 
 
 class OneReplica:
@@ -119,7 +114,7 @@ class LocalEngine:
     def start(self, requests: Sequence[EngineRequest]) -> Mailbox:
         mailbox = Mailbox(requests, self._drop)
         for inflight in mailbox.inflights:
-            request = _to_request(inflight.request, next(self._keys))
+            request = to_request(inflight.request, next(self._keys))
             self._waiting[request] = inflight
             self._requests[inflight] = request
             self.engine.add(request)
@@ -176,7 +171,7 @@ class InProcess:
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
         self._compute = ComputeThread()
-        self._running: asyncio.Task[None] | None = None
+        self._tasks = AsyncExitStack()
         self.client: InProcessClient
 
     async def __aenter__(self) -> "InProcess":
@@ -202,14 +197,16 @@ class InProcess:
             unix_nanos=time.time_ns,
         )
         self.client = InProcessClient(inference)
-        self._running = asyncio.create_task(local.engine.run())
+        # A defect in the engine ends whoever waits for it.
+        group = await self._tasks.enter_async_context(asyncio.TaskGroup())
+        self._tasks.callback(group.create_task(local.engine.run()).cancel)
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        if self._running is not None:
-            self._running.cancel()
-            await asyncio.wait({self._running})
-        self._compute.close()
+    async def __aexit__(self, *raised: Any) -> None:
+        try:
+            await self._tasks.__aexit__(*raised)
+        finally:
+            self._compute.close()
 
     def _load(self) -> WorkerEngine:
         torch.set_num_threads(self._settings.num_threads or usable_processors())
@@ -224,85 +221,6 @@ def _limits(built: WorkerDescription, config: SchedulerConfig) -> ModelLimits:
         eos_token_ids=built.eos_token_ids,
         priority_scheduling=False,
     )
-
-
-def _to_request(asked: EngineRequest, key: int) -> Request:
-    sampling = asked.sampling
-    if sampling.max_tokens is None:
-        raise AssertionError("the gateway sets max_tokens")
-    return Request(
-        request_id=asked.request_id,
-        key=key,
-        token_ids=list(asked.prompt_token_ids),
-        num_prompt_tokens=len(asked.prompt_token_ids),
-        stop=StopConditions(
-            sampling.max_tokens,
-            frozenset(sampling.eos_token_ids),
-            frozenset(sampling.stop_token_ids),
-        ),
-        arrival_time=asked.arrival_unix_nanos / 1e9,
-        sampling=_to_params(sampling),
-    )
-
-
-def _to_params(sampling: Sampling) -> SamplingParams:
-    return SamplingParams(
-        **{name: getattr(sampling, name) for name in _SAME_NAME},
-        logit_bias_token_ids=tuple(sampling.logit_bias),
-        logit_bias_values=tuple(sampling.logit_bias.values()),
-    )
-
-
-def _to_step(plan: StepPlan) -> StepInput:
-    return StepInput(
-        generation=_GENERATION,
-        step=plan.step,
-        slots=_ints([request.slot for request in plan.requests]),
-        num_scheduled_tokens=_ints(plan.num_scheduled_tokens),
-        num_computed_tokens=_ints(plan.num_computed_tokens),
-        removed_slots=_ints(plan.removed_slots),
-        new_requests=tuple(
-            _new_request(request, tables) for request, tables in plan.block_tables.items()
-        ),
-        appended_blocks=_appended(plan.appended_blocks),
-    )
-
-
-def _new_request(request: Request, tables: BlockTables) -> NewRequest:
-    if request.slot is None or not isinstance(request.sampling, SamplingParams):
-        raise AssertionError(f"{request.request_id} is not ready to be sent")
-    return NewRequest(
-        slot=request.slot,
-        token_ids=_ints(request.token_ids),
-        num_prompt_tokens=request.num_prompt_tokens,
-        sampling=request.sampling,
-        block_tables=tuple(_ints(table) for table in tables),
-    )
-
-
-def _appended(blocks: Mapping[Request, BlockTables]) -> tuple[AppendedBlocks, ...]:
-    slots = _ints([request.slot for request in blocks])
-    return tuple(
-        AppendedBlocks(
-            slots,
-            _ints([len(ids) for ids in of_group]),
-            _ints([block for ids in of_group for block in ids]),
-        )
-        for of_group in zip(*blocks.values(), strict=True)
-    )
-
-
-def _to_output(output: StepOutput) -> scheduler_plan.StepOutput:
-    token_ids: list[list[int]] = []
-    flat, start = output.token_ids.tolist(), 0
-    for count in output.num_tokens.tolist():
-        token_ids.append(flat[start : start + count])
-        start += count
-    return scheduler_plan.StepOutput(token_ids, nan_requests=frozenset(output.nan_requests))
-
-
-def _ints(values: Sequence[int | None]) -> Int32Array:
-    return np.array(values, np.int32)
 
 
 async def _answer_loads(settings: WorkerSettings) -> None:

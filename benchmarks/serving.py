@@ -278,7 +278,7 @@ def _messages(error: BaseException) -> list[str]:
     """What went wrong, without where."""
     if isinstance(error, BaseExceptionGroup):
         return [message for inner in error.exceptions for message in _messages(inner)]
-    return [str(error)]
+    return [str(error) or "a run did not end"]
 
 
 def main() -> None:
@@ -289,7 +289,7 @@ def main() -> None:
     command = shlex.join(["python", "-m", "benchmarks.serving", *sys.argv[1:]])
     try:
         results = uvloop.run(measure(options, command))
-    except* RuntimeError as failed:
+    except* (RuntimeError, TimeoutError) as failed:
         tell("\n".join(_messages(failed)))
         sys.exit(1)
     except* KeyboardInterrupt:

@@ -1,5 +1,6 @@
 """The sides of a comparison: ways to run the same load, run in turns."""
 
+import asyncio
 import os
 import time
 from collections import defaultdict
@@ -15,6 +16,8 @@ from benchmarks.load import Load, RequestTimes, run_load
 from benchmarks.stack import Stack
 
 WARM_UP_TOKENS = 4
+RUN_SECONDS = 300.0
+"""A run that takes longer hangs."""
 CLIENT = "client"
 
 
@@ -144,7 +147,8 @@ def processor_seconds(pid: int) -> float:
 async def _run(side: Side, load: Load, spent: dict[str, float]) -> Figures:
     pids = side.pids()
     before = {name: processor_seconds(pid) for name, pid in pids.items()}
-    figures = figures_of(await side.run(load))
+    async with asyncio.timeout(RUN_SECONDS):
+        figures = figures_of(await side.run(load))
     for name, pid in pids.items():
         spent[name] += processor_seconds(pid) - before[name]
     return figures

@@ -1,0 +1,102 @@
+"""What the services say in messages, handed over as objects: requests, steps, outputs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+
+import numpy as np
+
+from services.common.sampling import SamplingParams
+from services.gateway.core.request import EngineRequest
+from services.gateway.core.sampling import Sampling
+from services.scheduler.core import plan as scheduler_plan
+from services.scheduler.core.plan import StepPlan
+from services.scheduler.core.ports import BlockTables
+from services.scheduler.core.request import Request, StopConditions
+from services.worker.core.step import AppendedBlocks, Int32Array, NewRequest, StepInput, StepOutput
+
+_GENERATION = 1
+_SAME_NAME = {field.name for field in fields(SamplingParams)} & {
+    field.name for field in fields(Sampling)
+}
+
+
+def to_request(asked: EngineRequest, key: int) -> Request:
+    """The scheduler's request for the gateway's. `key` is its number towards the pool."""
+    sampling = asked.sampling
+    if sampling.max_tokens is None:
+        raise AssertionError("the gateway sets max_tokens")
+    return Request(
+        request_id=asked.request_id,
+        key=key,
+        token_ids=list(asked.prompt_token_ids),
+        num_prompt_tokens=len(asked.prompt_token_ids),
+        stop=StopConditions(
+            sampling.max_tokens,
+            frozenset(sampling.eos_token_ids),
+            frozenset(sampling.stop_token_ids),
+        ),
+        arrival_time=asked.arrival_unix_nanos / 1e9,
+        sampling=_to_params(sampling),
+    )
+
+
+def _to_params(sampling: Sampling) -> SamplingParams:
+    return SamplingParams(
+        **{name: getattr(sampling, name) for name in _SAME_NAME},
+        logit_bias_token_ids=tuple(sampling.logit_bias),
+        logit_bias_values=tuple(sampling.logit_bias.values()),
+    )
+
+
+def to_step(plan: StepPlan) -> StepInput:
+    """The worker's step for the scheduler's plan."""
+    return StepInput(
+        generation=_GENERATION,
+        step=plan.step,
+        slots=_ints([request.slot for request in plan.requests]),
+        num_scheduled_tokens=_ints(plan.num_scheduled_tokens),
+        num_computed_tokens=_ints(plan.num_computed_tokens),
+        removed_slots=_ints(plan.removed_slots),
+        new_requests=tuple(
+            _new_request(request, tables) for request, tables in plan.block_tables.items()
+        ),
+        appended_blocks=_appended(plan.appended_blocks),
+    )
+
+
+def _new_request(request: Request, tables: BlockTables) -> NewRequest:
+    if request.slot is None or not isinstance(request.sampling, SamplingParams):
+        raise AssertionError(f"{request.request_id} is not ready to be sent")
+    return NewRequest(
+        slot=request.slot,
+        token_ids=_ints(request.token_ids),
+        num_prompt_tokens=request.num_prompt_tokens,
+        sampling=request.sampling,
+        block_tables=tuple(_ints(table) for table in tables),
+    )
+
+
+def _appended(blocks: Mapping[Request, BlockTables]) -> tuple[AppendedBlocks, ...]:
+    slots = _ints([request.slot for request in blocks])
+    return tuple(
+        AppendedBlocks(
+            slots,
+            _ints([len(ids) for ids in of_group]),
+            _ints([block for ids in of_group for block in ids]),
+        )
+        for of_group in zip(*blocks.values(), strict=True)
+    )
+
+
+def to_output(output: StepOutput) -> scheduler_plan.StepOutput:
+    """The scheduler's output for the worker's."""
+    token_ids: list[list[int]] = []
+    flat, start = output.token_ids.tolist(), 0
+    for count in output.num_tokens.tolist():
+        token_ids.append(flat[start : start + count])
+        start += count
+    return scheduler_plan.StepOutput(token_ids, nan_requests=frozenset(output.nan_requests))
+
+
+def _ints(values: Sequence[int | None]) -> Int32Array:
+    return np.array(values, np.int32)
