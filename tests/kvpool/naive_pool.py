@@ -2,8 +2,12 @@
 
 It follows the contract's words, one item at a time, and keeps nothing twice: who holds a block is
 read off the tables, what can be found off a list of (group, hash, block) in the order published.
+Which blocks a request needs is read off the tokens that its next query sees.
 """
 
+from collections.abc import Sequence
+
+from services.kvpool.core.groups import AttentionType, GroupSpec
 from services.kvpool.core.operations import (
     Admission,
     Admit,
@@ -20,16 +24,23 @@ Answer = list[object]
 Misfit = tuple[int, int, StopReason, int | None]
 
 
+NULL = 0
+
+
 class NaivePool:
-    def __init__(self, num_blocks: int, num_groups: int, block_size: int, caching: bool) -> None:
+    def __init__(
+        self, num_blocks: int, groups: Sequence[GroupSpec], caching: bool, drop_last: bool = False
+    ) -> None:
         self.free = list(range(1, num_blocks))
         self.published: list[tuple[int, bytes, int]] = []
         self.tables: dict[int, list[list[int]]] = {}
         self.chains: dict[int, list[bytes]] = {}
         self.num_evictions = 0
-        self._groups = range(num_groups)
-        self._block_size = block_size
+        self._specs = groups
+        self._groups = range(len(groups))
+        self._block_size = groups[0].block_size
         self._caching = caching
+        self._drop_last = drop_last
 
     def transact(  # noqa: PLR0912
         self, operations: list[Operation]
@@ -41,10 +52,11 @@ class NaivePool:
                     for request in requests:
                         self._release(request)
                     answers.append(None)
-                case Grow(requests, _, slots):
+                case Grow(requests, computed, slots):
                     answers.append([])
-                    for item, (request, num_slots) in enumerate(zip(requests, slots, strict=True)):
-                        new = self._grow(request, num_slots)
+                    for item, request in enumerate(requests):
+                        self._settle(request, computed[item])
+                        new = self._grow(request, slots[item])
                         if new is None:
                             return answers, (index, item, StopReason.NO_BLOCKS, None)
                         answers[-1].append(new)
@@ -78,37 +90,128 @@ class NaivePool:
     def depth(self, request: int, new: list[bytes], limit: int) -> int:
         return self._depth(self.chains.get(request, []) + new, limit)
 
+    def common(self) -> list[int]:
+        """Leading blocks that every request holds, in groups that never give any back."""
+        if not self._caching or not self.tables:
+            return [0 for _ in self._groups]
+        return [self._common(group) for group in self._groups]
+
+    def _common(self, group: int) -> int:
+        number = 0
+        if self._specs[group].attention_type is AttentionType.FULL:
+            columns = zip(*(tables[group] for tables in self.tables.values()), strict=False)
+            for blocks in columns:
+                if len(set(blocks)) > 1:
+                    break
+                number += 1
+        return number
+
+    def needs(self, group: int, position: int, num_tokens: int) -> bool:
+        """Whether block `position` has a token that the query at `num_tokens` sees."""
+        spec = self._specs[group]
+        match spec.attention_type:
+            case AttentionType.FULL:
+                seen = range(num_tokens)
+            case AttentionType.SLIDING_WINDOW:
+                seen = range(max(0, num_tokens - spec.window + 1), num_tokens)
+            case AttentionType.CHUNKED_LOCAL:
+                chunk = num_tokens // spec.window
+                seen = range(chunk * spec.window, num_tokens)
+            case AttentionType.STATE_SPACE:
+                seen = range(max(0, num_tokens - 1), num_tokens)
+        block = range(position * self._block_size, (position + 1) * self._block_size)
+        return any(token in seen for token in block)
+
+    def _is_stateful(self, group: int) -> bool:
+        return self._specs[group].attention_type is AttentionType.STATE_SPACE
+
     def _held(self) -> list[int]:
-        return [block for tables in self.tables.values() for table in tables for block in table]
+        return [
+            block
+            for tables in self.tables.values()
+            for table in tables
+            for block in table
+            if block != NULL
+        ]
 
     def _release(self, request: int) -> None:
         self.chains.pop(request, None)
         for table in self.tables.get(request, []):
-            blocks = list(reversed(table))
-            table.clear()
-            blocks = [block for block in blocks if block not in self._held()]
-            hashed = [block for block in blocks if self._has_hash(block)]
-            blank = [block for block in blocks if not self._has_hash(block)]
-            self.free = blank + self.free + hashed
+            self._give_back(table, range(len(table)))
         self.tables.pop(request, None)
 
+    def _give_back(self, table: list[int], positions: Sequence[int]) -> None:
+        blocks = [table[position] for position in reversed(positions) if table[position] != NULL]
+        for position in positions:
+            table[position] = NULL
+        blocks = [block for block in blocks if block not in self._held()]
+        hashed = [block for block in blocks if self._has_hash(block)]
+        blank = [block for block in blocks if not self._has_hash(block)]
+        self.free = blank + self.free + hashed
+
+    def _settle(self, request: int, num_tokens: int) -> None:
+        for group, table in enumerate(self.tables[request]):
+            if self._is_stateful(group):
+                self._publish_group(request, group, num_tokens)
+            # A block that no query from here on sees: not this one, nor any later one.
+            unseen = [
+                position
+                for position in range(min(len(table), num_tokens // self._block_size))
+                if not self.needs(group, position, num_tokens)
+            ]
+            self._give_back(table, unseen)
+
+    def _lacking(self, group: int, num_entries: int, num_slots: int) -> int:
+        entries = max(0, self._blocks(num_slots) - num_entries)
+        return min(entries, 1) if self._is_stateful(group) else entries
+
     def _grow(self, request: int, num_slots: int) -> list[list[int]] | None:
-        lacking = [max(0, self._blocks(num_slots) - len(t)) for t in self.tables[request]]
+        tables = self.tables[request]
+        lacking = [self._lacking(g, len(table), num_slots) for g, table in enumerate(tables)]
         if sum(lacking) > len(self.free):
             return None
-        new = [[self._take() for _ in range(number)] for number in lacking]
-        for table, blocks in zip(self.tables[request], new, strict=True):
+        new = []
+        for table, number in zip(tables, lacking, strict=True):
+            passed = max(0, self._blocks(num_slots) - len(table)) - number
+            new.append([NULL] * passed + [self._take() for _ in range(number)])
+        for table, blocks in zip(tables, new, strict=True):
             table.extend(blocks)
         return new
+
+    def _reserved(self, group: int, hits: list[int], admission: Admission) -> int:
+        """The most blocks held at once on the way to the end of the sequence, hits left out."""
+        spec, size = self._specs[group], self._block_size
+        step = admission.num_slots - admission.num_hit_tokens
+        match spec.attention_type:
+            case AttentionType.FULL:
+                most = self._blocks(admission.num_reserve_slots)
+            case AttentionType.SLIDING_WINDOW:
+                most = self._blocks(spec.window - 1 + step) + 1
+            case AttentionType.CHUNKED_LOCAL:
+                most = self._blocks(spec.window + step)
+            case AttentionType.STATE_SPACE:
+                most = 2
+        most = min(most, (admission.num_reserve_slots + size - 1) // size)
+        live = sum(block != NULL for block in hits)
+        return min(
+            self._lacking(group, len(hits), admission.num_reserve_slots), max(0, most - live)
+        )
 
     def _admit(self, admission: Admission) -> tuple[StopReason, int | None] | None:
         chain = self.chains.get(admission.request, []) + list(admission.new_hashes)
         depth = self._depth(chain, admission.max_hit_tokens)
         if depth * self._block_size != admission.num_hit_tokens:
             return StopReason.HIT_CHANGED, depth * self._block_size
-        hits = [[self._find(g, chain[i]) for i in range(depth)] for g in self._groups]
-        wanted = max(admission.num_slots, admission.num_reserve_slots)
-        needed = len(self._groups) * (self._blocks(wanted) - depth)
+        hits = [
+            [
+                self._find(g, chain[i]) if self.needs(g, i, depth * self._block_size) else NULL
+                for i in range(depth)
+            ]
+            for g in self._groups
+        ]
+        now = [self._lacking(g, depth, admission.num_slots) for g in self._groups]
+        later = [self._reserved(g, hits[g], admission) for g in self._groups]
+        needed = max(sum(now), sum(later))
         needed += sum(block in self.free for table in hits for block in table)
         if needed + admission.num_watermark_blocks > len(self.free):
             return StopReason.NO_BLOCKS, None
@@ -120,23 +223,37 @@ class NaivePool:
         return None
 
     def _publish(self, request: int, num_tokens: int) -> None:
+        for group in self._groups:
+            if not self._is_stateful(group):
+                self._publish_group(request, group, num_tokens)
+
+    def _publish_group(self, request: int, group: int, num_tokens: int) -> None:
         if not self._caching:
             return
-        for group, table in enumerate(self.tables[request]):
-            for position, block in enumerate(table):
-                full = (position + 1) * self._block_size <= num_tokens
-                if full and position < len(self.chains[request]) and not self._has_hash(block):
-                    self.published.append((group, self.chains[request][position], block))
+        for position, block in enumerate(self.tables[request][group]):
+            full = (position + 1) * self._block_size <= num_tokens
+            known = position < len(self.chains[request])
+            if full and known and block != NULL and not self._has_hash(block):
+                self.published.append((group, self.chains[request][position], block))
 
     def _depth(self, chain: list[bytes], limit: int) -> int:
-        depth = 0
-        while (
-            depth < len(chain)
-            and (depth + 1) * self._block_size <= limit
-            and all(self._find(group, chain[depth]) is not None for group in self._groups)
-        ):
-            depth += 1
-        return depth
+        """The longest hit, by trying every length."""
+        longest = min(len(chain), limit // self._block_size)
+        return max(
+            (depth for depth in range(1, longest + 1) if self._is_hit(chain[:longest], depth)),
+            default=0,
+        )
+
+    def _is_hit(self, chain: list[bytes], depth: int) -> bool:
+        if not self._caching:
+            return False
+        for group in self._groups:
+            needed = {i for i in range(depth) if self.needs(group, i, depth * self._block_size)}
+            if self._drop_last and not self._is_stateful(group):
+                needed.add(depth)
+            if any(i >= len(chain) or self._find(group, chain[i]) is None for i in needed):
+                return False
+        return True
 
     def _find(self, group: int, block_hash: bytes) -> int | None:
         for entry in self.published:

@@ -69,6 +69,7 @@ def config_from_wire(request: kvpool_pb2.OpenPoolRequest) -> PoolConfig:
         groups=tuple(groups),
         enable_prefix_caching=request.enable_prefix_caching,
         fingerprint=request.fingerprint,
+        drop_last_hit_block=request.drop_last_hit_block,
     )
 
 
@@ -144,6 +145,12 @@ def stats_to_wire(
             num_query_tokens=stats.num_query_tokens,
             num_hit_tokens=stats.num_hit_tokens,
             num_transactions=stats.num_transactions,
+            num_resets=stats.num_resets,
+            evicted_lifetime_transactions=stats.evicted_lifetime_transactions,
+            evicted_idle_transactions=stats.evicted_idle_transactions,
+            num_reuses=stats.num_reuses,
+            reuse_gap_transactions=stats.reuse_gap_transactions,
+            num_common_prefix_blocks=stats.num_common_prefix_blocks,
         )
     return response
 

@@ -62,7 +62,11 @@ class KVPoolServicer(kvpool_pb2_grpc.KVPoolServicer):
     async def WatchEvents(
         self, request: kvpool_pb2.WatchEventsRequest, _context: Context
     ) -> AsyncIterator[kvpool_pb2.WatchEventsResponse]:
-        """A snapshot of a pool's index, then its changes."""
+        """A snapshot of a pool's index, then its changes.
+
+        Each transaction publishes what it changed before it is answered, so that no event waits
+        for another one, or for a timer, however idle the pool is then.
+        """
         pool_id = self._host.get(PoolId(request.pool_id)).pool_id
         watching = self._feed.watch(pool_id, lambda: self._host.get(pool_id).snapshot())
         async with aclosing(watching) as batches:

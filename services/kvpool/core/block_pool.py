@@ -1,9 +1,11 @@
 """The blocks of a pool: free ones, held ones, cached ones."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile, zip_longest
 
 from services.common.block_hash import BlockHash
+from services.kvpool.core.block_ages import BlockAges
 from services.kvpool.core.events import BlocksStored, Event, EventLog
 from services.kvpool.core.free_queue import FreeQueue
 from services.kvpool.core.ids import NULL_BLOCK, BlockId
@@ -16,12 +18,12 @@ class BlockPool:
     A block is free, or held by one or more block tables. A block that was published keeps its hash
     when it is freed, and can be found until it is given out again: that is its eviction. Holders
     are counted only where there are several, which makes the common block, held by one request and
-    shared with none, cost nothing to count.
+    shared with none, cost nothing to count. Whoever changes the pool keeps `ages.now`.
     """
 
     def __init__(self, num_blocks: int, num_groups: int) -> None:
         self.num_blocks = num_blocks
-        self.num_evictions = 0
+        self.ages = BlockAges()
         self._free = FreeQueue([BlockId(block) for block in range(1, num_blocks)])
         self._indexes = tuple(PrefixIndex() for _ in range(num_groups))
         # ref_cnt of the blocks that several tables hold; any other block has 0 or 1.
@@ -49,6 +51,15 @@ class BlockPool:
         """Blocks of the longest cached prefix of a hash chain, `max_blocks` at most."""
         return self._indexes[group].find_prefix(hashes, max_blocks)
 
+    def finder(self, group: int) -> Callable[[BlockHash], BlockId | None]:
+        """What finds the cached block of a hash in a group, or None."""
+        return self._indexes[group].find
+
+    def count_held_by(self, num_holders: int, blocks: Sequence[BlockId]) -> int:
+        """How many of these held blocks, up to the first other one, have so many holders."""
+        ref_cnt = self._shared.get
+        return sum(1 for _ in takewhile(lambda block: ref_cnt(block, 1) == num_holders, blocks))
+
     def count_free(self, cached_blocks: Iterable[BlockId]) -> int:
         """How many of these published blocks nobody holds."""
         return self._free.count_cached(cached_blocks)
@@ -60,16 +71,14 @@ class BlockPool:
         """
         blocks = self._free.pop_blank(num_blocks)
         if len(blocks) < num_blocks:
-            evicted = self._free.pop_cached(num_blocks - len(blocks))
-            self._evict(evicted)
-            blocks += evicted
+            blocks += self._evict(num_blocks - len(blocks))
         return blocks
 
     def touch(self, cached_blocks: Iterable[BlockId]) -> None:
         """Adds a holder to each of these published blocks; a free one leaves the queue."""
         for block in cached_blocks:
             if self._free.has_cached(block):
-                self._free.remove_cached(block)
+                self.ages.reused(self._free.remove_cached(block))
             else:
                 self._shared[block] = self._shared.get(block, 1) + 1
 
@@ -82,7 +91,7 @@ class BlockPool:
         published = blocks[num_published - 1 :: -1] if num_published else []
         if self._shared and not self._shared.keys().isdisjoint(published):
             published = [block for block in published if self._drop_holder(block)]
-        self._free.push_cached(published)
+        self._free.push_cached(published, self.ages.now)
         self._free.push_blank(blocks[num_published:])
 
     def publish(self, group: int, hashes: Sequence[BlockHash], blocks: Sequence[BlockId]) -> None:
@@ -93,6 +102,7 @@ class BlockPool:
             for block_hash, block in zip(hashes, blocks, strict=True)
             if index.insert(block_hash, block)
         ]
+        self.ages.published(blocks)
         self._events.stored(group, new)
 
     def reset(self) -> bool:
@@ -105,6 +115,7 @@ class BlockPool:
         for index in self._indexes:
             index.clear()
         self._free.blank_all()
+        self.ages.reset()
         self._events.cleared()
         return True
 
@@ -127,19 +138,19 @@ class BlockPool:
     def check(self, tables: Iterable[tuple[int, Sequence[BlockId], Sequence[BlockHash]]]) -> None:
         """Every block is accounted for by the queue or by the block tables of the requests.
 
-        A table is its group, its blocks, and the hashes of those that are published. Raises
-        AssertionError, for tests and for whoever suspects a leak.
+        A table is its group, its blocks, and the hashes of the leading ones that are published
+        where they are not null. Raises AssertionError, for tests and for whoever suspects a leak.
         """
         holders: Counter[BlockId] = Counter()
         for group, blocks, hashes in tables:
-            holders.update(blocks)
-            for block, block_hash in zip(blocks, hashes, strict=False):
+            holders.update(block for block in blocks if block != NULL_BLOCK)
+            for block, block_hash in zip_longest(blocks, hashes):
                 found = self._indexes[group].hash_of(block)
-                assert found == block_hash, f"block {block} is not under its hash"
+                expected = None if block == NULL_BLOCK else block_hash
+                assert found == expected, f"block {block} is not under its hash"
         free = self._free.order()
         assert len(free) == len(set(free)), "a block is free twice"
         assert NULL_BLOCK not in free, "the null block is free"
-        assert NULL_BLOCK not in holders, "the null block is held"
         assert not holders.keys() & set(free), "a block is both free and held"
         assert len(free) + len(holders) + 1 == self.num_blocks, "a block is lost"
         shared = {block: count for block, count in holders.items() if count > 1}
@@ -151,15 +162,20 @@ class BlockPool:
         for index in self._indexes:
             index.check()
             cached += index.blocks()
+        assert NULL_BLOCK not in cached, "the null block is published"
+        self.ages.check(cached)
         assert len(cached) == len(set(cached)), "a block is in two indexes"
         assert free & set(cached) == set(self._free.cached()), (
             "the queue holds cached blocks wrongly"
         )
 
-    def _evict(self, blocks: list[BlockId]) -> None:
-        self.num_evictions += len(blocks)
+    def _evict(self, num_blocks: int) -> list[BlockId]:
+        evicted = self._free.pop_cached(num_blocks)
+        blocks = [block for block, _ in evicted]
+        self.ages.evicted(evicted)
         for group, index in enumerate(self._indexes):
             self._events.removed(group, index.remove(blocks))
+        return blocks
 
     def _drop_holder(self, block: BlockId) -> bool:
         """Takes one holder away; returns whether it was the last."""

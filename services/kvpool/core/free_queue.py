@@ -22,7 +22,8 @@ class FreeQueue:
     def __init__(self, blocks: Sequence[BlockId]) -> None:
         """All of `blocks` are blank; the first is reused first."""
         self._blank = list(reversed(blocks))
-        self._cached: OrderedDict[BlockId, None] = OrderedDict()
+        # Cached blocks with the time at which they became free.
+        self._cached: OrderedDict[BlockId, int] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._blank) + len(self._cached)
@@ -36,25 +37,25 @@ class FreeQueue:
         blocks.reverse()
         return blocks
 
-    def pop_cached(self, num_blocks: int) -> list[BlockId]:
+    def pop_cached(self, num_blocks: int) -> list[tuple[BlockId, int]]:
         """Takes `num_blocks` cached blocks, the least recently used first; so many there must be.
 
-        The caller makes the index forget them.
+        Each comes with the time at which it became free. The caller makes the index forget them.
         """
-        blocks = list(islice(self._cached, num_blocks))
-        for block in blocks:
+        taken = list(islice(self._cached.items(), num_blocks))
+        for block, _ in taken:
             del self._cached[block]
-        return blocks
+        return taken
 
     def push_blank(self, blocks: Sequence[BlockId]) -> None:
         """Puts blocks without a hash at the front; the last one is reused first."""
         self._blank.extend(blocks)
 
-    def push_cached(self, blocks: Iterable[BlockId]) -> None:
+    def push_cached(self, blocks: Iterable[BlockId], now: int) -> None:
         """Puts blocks with a hash at the back; the last one is reused last."""
         cached = self._cached
         for block in blocks:
-            cached[block] = None
+            cached[block] = now
 
     def has_cached(self, block: BlockId) -> bool:
         """Whether this block is free and has a hash."""
@@ -64,9 +65,9 @@ class FreeQueue:
         """How many of these are free and have a hash."""
         return sum(map(self._cached.__contains__, blocks))
 
-    def remove_cached(self, block: BlockId) -> None:
-        """Takes a cached block from the middle."""
-        del self._cached[block]
+    def remove_cached(self, block: BlockId) -> int:
+        """Takes a cached block from the middle; returns the time at which it became free."""
+        return self._cached.pop(block)
 
     def blank_all(self) -> None:
         """The hashes are gone: every block is blank now, in its place."""

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 from services.common.block_hash import BlockHash
 from services.kvpool.core.block_pool import BlockPool
+from services.kvpool.core.coordinator import Tables, create_coordinator
 from services.kvpool.core.errors import InvalidPool
 from services.kvpool.core.events import BlocksStored, Event
-from services.kvpool.core.groups import BlockTable, GroupSpec, create_group
+from services.kvpool.core.groups import GroupSpec
 from services.kvpool.core.ids import BlockId, RequestNumber
 from services.kvpool.core.operations import (
     Admission,
@@ -34,12 +35,17 @@ from services.kvpool.core.validation import TransactionValidator
 
 @dataclass(frozen=True, slots=True)
 class PoolConfig:
-    """The shape of a pool. `num_blocks` counts the null block in."""
+    """The shape of a pool. `num_blocks` counts the null block in.
+
+    `drop_last_hit_block` leaves the last block of a prefix hit to be computed again, for a draft
+    head that reads the hidden states at its end (EAGLE).
+    """
 
     num_blocks: int
     groups: tuple[GroupSpec, ...]
     enable_prefix_caching: bool = True
     fingerprint: bytes = b""
+    drop_last_hit_block: bool = False
 
 
 class KVPool:
@@ -54,23 +60,27 @@ class KVPool:
         self.config = config
         self._block_size = config.groups[0].block_size
         self._blocks = BlockPool(config.num_blocks, len(config.groups))
-        self._groups = tuple(
-            create_group(group, spec, self._blocks) for group, spec in enumerate(config.groups)
+        self._coordinator = create_coordinator(
+            config.groups,
+            self._blocks,
+            enable_prefix_caching=config.enable_prefix_caching,
+            drop_last_hit_block=config.drop_last_hit_block,
         )
+        self._groups = self._coordinator.groups
         self._chains: dict[RequestNumber, list[BlockHash]] = {}
-        self._tables: dict[RequestNumber, tuple[BlockTable, ...]] = {}
+        self._tables: dict[RequestNumber, Tables] = {}
         self._num_query_tokens = 0
         self._num_hit_tokens = 0
-        self._num_transactions = 0
 
     def transact(self, operations: Sequence[Operation]) -> Outcome:
         """Executes operations in order, up to the first item that does not fit.
 
-        Everything before that item is done, nothing of it or after it. A transaction that makes no
-        sense changes nothing at all: raises MalformedTransaction, RequestNotAdmitted or
-        RequestAlreadyAdmitted.
+        Everything before that item is done, nothing of it or after it; but what a Grow that does
+        not fit would have given back is given back. A transaction that makes no sense changes
+        nothing at all: raises MalformedTransaction, RequestNotAdmitted or RequestAlreadyAdmitted.
         """
         TransactionValidator(self._tables.keys()).validate(operations)
+        self._blocks.ages.now += 1
         results: list[OperationResult | None] = []
         stop = None
         for index, operation in enumerate(operations):
@@ -78,7 +88,6 @@ class KVPool:
             results.append(result)
             if stop is not None:
                 break
-        self._num_transactions += 1
         return Outcome(tuple(results), stop, self._blocks.num_free_blocks)
 
     @property
@@ -97,8 +106,21 @@ class KVPool:
 
     def block_tables(self, request: RequestNumber) -> tuple[tuple[BlockId, ...], ...]:
         """The blocks of a request in each group; empty tables when it holds none."""
-        tables = self._tables.get(request, tuple(BlockTable() for _ in self._groups))
+        tables = self._tables.get(request)
+        if tables is None:
+            return tuple(() for _ in self._groups)
         return tuple(tuple(table.blocks) for table in tables)
+
+    def num_common_prefix_blocks(self) -> list[int]:
+        """For each group, how many leading blocks all requests that hold blocks share.
+
+        What cascade attention reads once for all of them. Zeros without a request, without prefix
+        caching, and for groups that give blocks back. Costs as much as there are such blocks.
+        """
+        tables = next(iter(self._tables.values()), None)
+        if tables is None:
+            return [0 for _ in self._groups]
+        return self._coordinator.num_common_blocks(tables, len(self._tables))
 
     def take_events(self) -> tuple[Event, ...]:
         """What entered and left the prefix index since the last call, in order."""
@@ -110,15 +132,22 @@ class KVPool:
 
     def stats(self) -> PoolStats:
         """Occupancy now, and counts since the pool was opened."""
+        ages = self._blocks.ages
         return PoolStats(
             num_usable_blocks=self.config.num_blocks - 1,
             num_free_blocks=self._blocks.num_free_blocks,
             num_cached_hashes=self._blocks.num_cached_hashes,
             num_requests=len(self._tables),
-            num_evictions=self._blocks.num_evictions,
+            num_evictions=ages.num_evictions,
             num_query_tokens=self._num_query_tokens,
             num_hit_tokens=self._num_hit_tokens,
-            num_transactions=self._num_transactions,
+            num_transactions=ages.now,
+            num_resets=ages.num_resets,
+            evicted_lifetime_transactions=ages.lifetime,
+            evicted_idle_transactions=ages.idle_before_evict,
+            num_reuses=ages.num_reuses,
+            reuse_gap_transactions=ages.reuse_gap,
+            num_common_prefix_blocks=tuple(self.num_common_prefix_blocks()),
         )
 
     def check(self) -> None:
@@ -162,21 +191,21 @@ class KVPool:
     def _grow(self, index: int, grow: Grow) -> tuple[GrowResult, Stop | None]:
         result = GrowResult(self._no_blocks())
         num_free_blocks = self._blocks.num_free_blocks
-        for item, (request, num_slots) in enumerate(
-            zip(grow.requests, grow.num_slots, strict=True)
+        for item, (request, num_computed_tokens, num_slots) in enumerate(
+            zip(grow.requests, grow.num_computed_tokens, grow.num_slots, strict=True)
         ):
             tables = self._tables[request]
-            missing = [
-                group.num_missing(table, num_slots)
-                for group, table in zip(self._groups, tables, strict=True)
-            ]
-            num_free_blocks -= sum(missing)
+            if self._coordinator.gives_back:
+                self._coordinator.settle(tables, self._chains[request], num_computed_tokens)
+                num_free_blocks = self._blocks.num_free_blocks
+            num_missing = 0
+            for group, table in zip(self._groups, tables, strict=True):
+                num_missing += group.num_missing(len(table.blocks), num_slots)
+            num_free_blocks -= num_missing
             if num_free_blocks < 0:
                 return result, Stop(index, item, StopReason.NO_BLOCKS)
-            for group, table, num_blocks, granted in zip(
-                self._groups, tables, missing, result.groups, strict=True
-            ):
-                _append(granted, group.extend(table, num_blocks))
+            for group, table, granted in zip(self._groups, tables, result.groups, strict=True):
+                _append(granted, group.extend(table, num_slots))
         return result, None
 
     def _commit(self, commit: Commit) -> None:
@@ -214,21 +243,18 @@ class KVPool:
 
     def _num_needed(self, admission: Admission, hits: list[list[BlockId]]) -> int:
         """Free blocks that an admission must find: a hit that nobody holds is one of them."""
-        num_slots = max(admission.num_slots, admission.num_reserve_slots)
-        return admission.num_watermark_blocks + sum(
-            group.num_blocks(num_slots) - len(blocks) + self._blocks.count_free(blocks)
-            for group, blocks in zip(self._groups, hits, strict=True)
-        )
+        num_step_tokens = admission.num_slots - admission.num_hit_tokens
+        now = reserved = admission.num_watermark_blocks
+        for group, blocks in zip(self._groups, hits, strict=True):
+            num_free_hits = self._blocks.count_free(blocks)
+            now += num_free_hits + group.num_missing(len(blocks), admission.num_slots)
+            reserved += num_free_hits + group.num_reserved(
+                blocks, admission.num_reserve_slots, num_step_tokens
+            )
+        return max(now, reserved)
 
-    def _admit_one(self, admission: Admission, hits: list[list[BlockId]]) -> tuple[BlockTable, ...]:
-        # Every hit is taken out of the queue before anything is given out, lest it be evicted.
-        for blocks in hits:
-            self._blocks.touch(blocks)
-        tables = tuple(
-            group.admit(blocks) for group, blocks in zip(self._groups, hits, strict=True)
-        )
-        for group, table in zip(self._groups, tables, strict=True):
-            group.extend(table, group.num_missing(table, admission.num_slots))
+    def _admit_one(self, admission: Admission, hits: list[list[BlockId]]) -> Tables:
+        tables = self._coordinator.admit(hits, admission.num_slots)
         self._tables[admission.request] = tables
         self._publish(admission.request, admission.num_commit_tokens, admission.new_hashes)
         if self.config.enable_prefix_caching and not admission.resumed:
@@ -247,10 +273,7 @@ class KVPool:
             group.publish(table, chain, num_tokens)
 
     def _find_prefix(self, chain: Sequence[BlockHash], max_hit_tokens: int) -> list[list[BlockId]]:
-        """Blocks of the longest prefix that every group has cached; equally many for each."""
-        hits = [group.find_prefix(chain, max_hit_tokens) for group in self._groups]
-        depth = min(map(len, hits))
-        return [blocks[:depth] for blocks in hits]
+        return self._coordinator.find_prefix(chain[: max_hit_tokens // self._block_size])
 
     def _no_blocks(self) -> tuple[GroupBlocks, ...]:
         return tuple(GroupBlocks([], []) for _ in self._groups)

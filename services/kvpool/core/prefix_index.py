@@ -50,6 +50,10 @@ class PrefixIndex:
                 gone.append(block_hash)
         return gone
 
+    def find(self, block_hash: BlockHash) -> BlockId | None:
+        """The block that was published first under a hash, of those still here."""
+        return self._block_of.get(block_hash)
+
     def find_prefix(self, hashes: Sequence[BlockHash], max_blocks: int) -> list[BlockId]:
         """Blocks of the longest prefix of the chain that is cached, `max_blocks` at most."""
         blocks = []

@@ -19,3 +19,9 @@ class PoolStats:
     num_query_tokens: int
     num_hit_tokens: int
     num_transactions: int
+    num_resets: int
+    evicted_lifetime_transactions: int
+    evicted_idle_transactions: int
+    num_reuses: int
+    reuse_gap_transactions: int
+    num_common_prefix_blocks: tuple[int, ...]

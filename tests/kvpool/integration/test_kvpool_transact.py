@@ -201,11 +201,11 @@ async def test_an_unknown_pool_is_not_found(stub):
                     common_pb2.KVCacheGroup(
                         attention_type=common_pb2.ATTENTION_TYPE_SLIDING_WINDOW,
                         block_size=4,
-                        window=8,
+                        window=1,
                     )
                 ]
             },
-            "groups[0].attention_type",
+            "groups[0].window",
         ),
         (
             {
@@ -262,6 +262,7 @@ async def test_statistics_tell_occupancy_and_hits(stub):
         num_query_tokens=16,
         num_hit_tokens=8,
         num_transactions=2,
+        num_common_prefix_blocks=[2],
     )
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await stub.GetStats(kvpool_pb2.GetStatsRequest(pool_id="elsewhere"))

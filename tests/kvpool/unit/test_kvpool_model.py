@@ -39,6 +39,9 @@ from tests.kvpool.worked_examples import hashes
 
 Option = TypeVar("Option")
 
+# Groups by their letters: full attention, sliding window, chunked local, state-space.
+POOLS = ["f", "f", "ff", "w", "c", "s", "fw", "wf", "fc", "fs", "wc", "fws", "wcf", "ww"]
+
 REQUESTS = range(6)
 MIN_OPERATIONS = 10_000
 
@@ -66,6 +69,18 @@ class Choices:
         return [left.pop(self.upto(len(left) - 1)) for _ in range(number)]
 
 
+def spec(kind: str, block_size: int, window: int) -> GroupSpec:
+    match kind:
+        case "w":
+            return GroupSpec(AttentionType.SLIDING_WINDOW, block_size, window + 1)
+        case "c":
+            return GroupSpec(AttentionType.CHUNKED_LOCAL, block_size, window * block_size)
+        case "s":
+            return GroupSpec(AttentionType.STATE_SPACE, block_size)
+        case _:
+            return GroupSpec(AttentionType.FULL, block_size)
+
+
 class PoolMachine(RuleBasedStateMachine):
     """Both pools get the same transactions; after each one everything that can be seen is equal.
 
@@ -77,14 +92,25 @@ class PoolMachine(RuleBasedStateMachine):
 
     @initialize(
         num_blocks=st.integers(2, 14),
-        num_groups=st.sampled_from([1, 1, 1, 2]),
+        kinds=st.sampled_from(POOLS),
         block_size=st.integers(1, 3),
+        window=st.integers(1, 5),
         caching=st.sampled_from([True, True, True, False]),
+        drop_last=st.booleans(),
     )
-    def open(self, num_blocks: int, num_groups: int, block_size: int, caching: bool) -> None:
-        groups = (GroupSpec(AttentionType.FULL, block_size),) * num_groups
-        self.pool = KVPool(PoolConfig(num_blocks, groups, caching))
-        self.naive = NaivePool(num_blocks, num_groups, block_size, caching)
+    def open(
+        self,
+        num_blocks: int,
+        kinds: str,
+        block_size: int,
+        window: int,
+        caching: bool,
+        drop_last: bool,
+    ) -> None:
+        groups = tuple(spec(kind, block_size, window) for kind in kinds)
+        drop_last = drop_last and "c" not in kinds
+        self.pool = KVPool(PoolConfig(num_blocks, groups, caching, b"", drop_last))
+        self.naive = NaivePool(num_blocks, groups, caching, drop_last)
         self.block_size = block_size
         self.told: set[tuple[int, bytes]] = set()
         self.paths: dict[int, str] = {}
@@ -120,6 +146,7 @@ class PoolMachine(RuleBasedStateMachine):
             tables = [list(table) for table in self.pool.block_tables(request)]
             nothing = [[] for _ in self.pool.config.groups]
             assert tables == self.naive.tables.get(request, nothing)
+        assert self.pool.num_common_prefix_blocks() == self.naive.common()
         assert self.pool.stats().num_evictions == self.naive.num_evictions
         assert self.pool.num_cached_hashes == len(self.naive.found())
 
@@ -168,7 +195,7 @@ class PoolMachine(RuleBasedStateMachine):
     def _grow(self, choices: Choices) -> Grow:
         requests = choices.some_of(self.admitted)
         slots = [choices.upto(8 * self.block_size) for _ in requests]
-        return Grow(requests, [0] * len(requests), slots)
+        return Grow(requests, [choices.upto(number) for number in slots], slots)
 
     def _commit(self, choices: Choices) -> Commit:
         requests = choices.some_of(self.admitted)
@@ -197,7 +224,7 @@ class PoolMachine(RuleBasedStateMachine):
             num_hit_tokens=hit,
             num_slots=num_tokens - choices.upto(num_tokens - hit),
             num_commit_tokens=num_tokens - choices.upto(num_tokens),
-            num_reserve_slots=num_tokens,
+            num_reserve_slots=num_tokens + choices.upto(6 * self.block_size),
             num_watermark_blocks=choices.one_of([0, 0, 0, 1]),
             new_hashes=new,
         )

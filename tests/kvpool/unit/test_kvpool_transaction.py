@@ -23,6 +23,8 @@ from services.kvpool.core.operations import (
 )
 from tests.kvpool.worked_examples import admission, admit, hashes, make_pool
 
+FULL = GroupSpec(AttentionType.FULL, 4)
+
 
 def test_a_transaction_stops_at_the_first_item_that_does_not_fit():
     pool = make_pool(6)
@@ -116,9 +118,26 @@ def test_a_lookup_is_remembered_until_the_request_is_released():
             "groups[1].block_size",
         ),
         (
-            PoolConfig(8, (GroupSpec(AttentionType.SLIDING_WINDOW, 4, 16),)),
+            PoolConfig(8, (GroupSpec(AttentionType.SLIDING_WINDOW, 4, 1),)),
             UnsupportedGroup,
-            "groups[0].attention_type",
+            "groups[0].window",
+        ),
+        (
+            PoolConfig(8, (FULL, GroupSpec(AttentionType.CHUNKED_LOCAL, 4, 6))),
+            UnsupportedGroup,
+            "groups[1].window",
+        ),
+        (
+            PoolConfig(
+                8, (FULL, GroupSpec(AttentionType.CHUNKED_LOCAL, 4, 8)), drop_last_hit_block=True
+            ),
+            UnsupportedGroup,
+            "groups[1].attention_type",
+        ),
+        (
+            PoolConfig(8, (GroupSpec(AttentionType.STATE_SPACE, 4, 8),)),
+            UnsupportedGroup,
+            "groups[0].window",
         ),
         (
             PoolConfig(8, (GroupSpec(AttentionType.FULL, 4, 16),)),

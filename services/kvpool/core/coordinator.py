@@ -1,0 +1,160 @@
+"""What the groups of a pool decide together: how long a prefix hit is.
+
+As in vLLM there are three kinds. Without prefix caching there is nothing to decide, with one group
+it decides alone, and with several the hit is one that all of them can use.
+"""
+
+from collections.abc import Sequence
+
+from services.common.block_hash import BlockHash
+from services.kvpool.core.block_pool import BlockPool
+from services.kvpool.core.errors import UnsupportedGroup
+from services.kvpool.core.full_attention import FullAttentionManager
+from services.kvpool.core.group_manager import BlockTable, GroupManager
+from services.kvpool.core.groups import AttentionType, GroupSpec
+from services.kvpool.core.ids import BlockId
+from services.kvpool.core.local_attention import ChunkedLocalManager, SlidingWindowManager
+from services.kvpool.core.state_space import StateSpaceManager
+
+Tables = tuple[BlockTable, ...]
+
+
+class Coordinator:
+    """The groups of a pool without prefix caching: nothing is found, and nothing is common."""
+
+    def __init__(self, groups: Sequence[GroupManager]) -> None:
+        self.groups = tuple(groups)
+        self.gives_back = any(group.gives_back for group in groups)
+
+    def find_prefix(self, hashes: Sequence[BlockHash]) -> list[list[BlockId]]:  # noqa: ARG002
+        """The longest hit among prefixes of a chain of block hashes, as a table for each group.
+
+        All tables are equally long; entries that need not be read are the null block.
+        """
+        return [[] for _ in self.groups]
+
+    def num_common_blocks(self, tables: Tables, num_requests: int) -> list[int]:  # noqa: ARG002
+        """For each group, the leading blocks of one request's tables that all requests hold."""
+        return [0 for _ in self.groups]
+
+    def settle(self, tables: Tables, hashes: Sequence[BlockHash], num_computed_tokens: int) -> None:
+        """Gives back, group after group, what no query from `num_computed_tokens` on can see."""
+        for group, table in zip(self.groups, tables, strict=True):
+            group.settle(table, hashes, num_computed_tokens)
+
+    def admit(self, hits: list[list[BlockId]], num_slots: int) -> Tables:
+        """Tables that hold the hits and then new blocks for so many slots, which must be free.
+
+        Every hit is taken out of the queue before anything is given out, lest it be evicted.
+        """
+        tables = tuple(group.admit(blocks) for group, blocks in zip(self.groups, hits, strict=True))
+        for group, table in zip(self.groups, tables, strict=True):
+            group.extend(table, num_slots)
+        return tables
+
+
+class UnitaryCoordinator(Coordinator):
+    """One group: its hit is the hit."""
+
+    def find_prefix(self, hashes: Sequence[BlockHash]) -> list[list[BlockId]]:
+        """The longest hit of the only group."""
+        (group,) = self.groups
+        return [group.find_prefix(hashes, len(hashes))]
+
+    def num_common_blocks(self, tables: Tables, num_requests: int) -> list[int]:
+        """Leading blocks of one request's tables that all requests hold."""
+        return [
+            group.num_common_blocks(table, num_requests)
+            for group, table in zip(self.groups, tables, strict=True)
+        ]
+
+
+class HybridCoordinator(UnitaryCoordinator):
+    """Several groups: the longest hit on which all of them agree.
+
+    A hit of one group may be too long for another, and the next shorter one of that other may be
+    none for the first, since hits need not be prefixes of each other: a window has to be cached as
+    a whole. So each group in turn shortens the hit to one of its own, until a whole round leaves it
+    as it is. It only ever shrinks, and never below a hit that all agree on.
+    """
+
+    def __init__(self, groups: Sequence[GroupManager]) -> None:
+        super().__init__(groups)
+        # Full attention first: it looks from the left, and bounds what the others look through.
+        self._order = sorted(
+            range(len(self.groups)), key=lambda group: self.groups[group].gives_back
+        )
+
+    def find_prefix(self, hashes: Sequence[BlockHash]) -> list[list[BlockId]]:
+        """The fixed point."""
+        hits: list[list[BlockId]] = [[] for _ in self.groups]
+        depth, shrunk = len(hashes), True
+        while shrunk:
+            shrunk = False
+            for group in self._order:
+                if len(hits[group]) != depth:
+                    hits[group] = self.groups[group].find_prefix(hashes, depth)
+                    shrunk = shrunk or len(hits[group]) < depth
+                    depth = len(hits[group])
+        return hits
+
+
+def create_coordinator(
+    specs: Sequence[GroupSpec],
+    blocks: BlockPool,
+    *,
+    enable_prefix_caching: bool,
+    drop_last_hit_block: bool,
+) -> Coordinator:
+    """The groups of a pool. Raises UnsupportedGroup, naming the field."""
+    groups = [
+        _create_group(group, spec, blocks, drop_last_hit_block=drop_last_hit_block)
+        for group, spec in enumerate(specs)
+    ]
+    if not enable_prefix_caching:
+        return Coordinator(groups)
+    return UnitaryCoordinator(groups) if len(groups) == 1 else HybridCoordinator(groups)
+
+
+def _create_group(
+    group: int, spec: GroupSpec, blocks: BlockPool, *, drop_last_hit_block: bool
+) -> GroupManager:
+    def refuse(text: str, field: str) -> UnsupportedGroup:
+        return UnsupportedGroup(text, field=f"groups[{group}].{field}")
+
+    match spec.attention_type:
+        case AttentionType.FULL:
+            if spec.window:
+                raise refuse(f"full attention has no window, here {spec.window} tokens", "window")
+            return FullAttentionManager(
+                group, spec.block_size, blocks, drop_last_hit_block=drop_last_hit_block
+            )
+        case AttentionType.SLIDING_WINDOW:
+            if spec.window < 2:
+                raise refuse(
+                    f"a sliding window of {spec.window} tokens shows nothing of the past", "window"
+                )
+            return SlidingWindowManager(
+                group,
+                spec.block_size,
+                spec.window,
+                blocks,
+                drop_last_hit_block=drop_last_hit_block,
+            )
+        case AttentionType.CHUNKED_LOCAL:
+            if spec.window < 1 or spec.window % spec.block_size:
+                raise refuse(
+                    f"chunks of {spec.window} tokens are no whole blocks of {spec.block_size}",
+                    "window",
+                )
+            if drop_last_hit_block:
+                raise refuse(
+                    "hits of chunked local attention cannot drop their last block", "attention_type"
+                )
+            return ChunkedLocalManager(group, spec.block_size, spec.window, blocks)
+        case AttentionType.STATE_SPACE:
+            if spec.window:
+                raise refuse(
+                    f"state-space layers have no window, here {spec.window} tokens", "window"
+                )
+            return StateSpaceManager(group, spec.block_size, blocks)

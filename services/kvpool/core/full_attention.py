@@ -1,0 +1,35 @@
+"""Full attention: every query sees every earlier token."""
+
+from collections.abc import Sequence
+
+from services.common.block_hash import BlockHash
+from services.kvpool.core.group_manager import BlockTable, GroupManager
+from services.kvpool.core.ids import BlockId
+
+
+class FullAttentionManager(GroupManager):
+    """A request holds all its blocks until it ends, and a hit is a cached prefix."""
+
+    __slots__ = ()
+
+    @property
+    def gives_back(self) -> bool:
+        """Never."""
+        return False
+
+    def first_seen_block(self, num_tokens: int) -> int:  # noqa: ARG002
+        """The first block of all."""
+        return 0
+
+    def max_held_blocks(self, num_slots: int, num_step_tokens: int) -> int:  # noqa: ARG002
+        """As many as hold the slots."""
+        return -(-num_slots // self._block_size)
+
+    def find_prefix(self, hashes: Sequence[BlockHash], depth: int) -> list[BlockId]:
+        """The longest cached prefix: found from the left, since a chain breaks only once."""
+        blocks = self._pool.find_prefix(self._group, hashes, depth + self._num_dropped)
+        return blocks[:-1] if self._num_dropped else blocks
+
+    def num_common_blocks(self, table: BlockTable, num_requests: int) -> int:
+        """Leading blocks of a table that all of so many requests hold."""
+        return self._pool.count_held_by(num_requests, table.blocks)

@@ -1,0 +1,144 @@
+"""How a group of layers holds blocks.
+
+A group has a block table for each request. What a query may see decides which blocks a request
+needs, which it may give back early, and which make a prefix hit; so each kind of attention has its
+manager, and a coordinator asks them all. vLLM's hybrid KV-cache manager divides the work in the
+same way.
+
+Everything follows from one function of the kind, `first_seen_block`: a request that has computed n
+tokens needs the blocks from there on and no earlier one. Earlier ones are given back while it runs,
+and a prefix of n tokens is a hit if the blocks from there on are cached, whatever became of those
+before. Where a table holds nothing it names the null block.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from services.common.block_hash import BlockHash
+from services.kvpool.core.block_pool import BlockPool
+from services.kvpool.core.ids import NULL_BLOCK, BlockId
+
+
+@dataclass(slots=True)
+class BlockTable:
+    """The blocks of one request in one group, in the order of its tokens.
+
+    The first `num_null` entries are the null block. Of the first `num_published`, those that are
+    not null are in the index; later ones are not.
+    """
+
+    blocks: list[BlockId] = field(default_factory=list)
+    num_published: int = 0
+    num_null: int = 0
+
+
+class GroupManager(ABC):
+    """The tables of one group. A subclass is a kind of attention.
+
+    With `drop_last_hit_block`, a hit must have one more cached block behind it, which is computed
+    again: a draft head reads the hidden states at the end of the prompt, and those are nowhere
+    stored (EAGLE).
+    """
+
+    __slots__ = ("_block_size", "_group", "_num_dropped", "_pool")
+
+    def __init__(
+        self, group: int, block_size: int, pool: BlockPool, *, drop_last_hit_block: bool = False
+    ) -> None:
+        self._group = group
+        self._block_size = block_size
+        self._pool = pool
+        self._num_dropped = int(drop_last_hit_block)
+
+    @property
+    def gives_back(self) -> bool:
+        """Whether a request's earlier blocks fall out of sight while it runs."""
+        return True
+
+    @abstractmethod
+    def first_seen_block(self, num_tokens: int) -> int:
+        """The first block that any query from position `num_tokens` on can see."""
+
+    @abstractmethod
+    def max_held_blocks(self, num_slots: int, num_step_tokens: int) -> int:
+        """Most blocks that a request of so many slots holds at once, computed in such steps."""
+
+    def num_missing(self, num_entries: int, num_slots: int) -> int:
+        """Blocks that a table of so many entries lacks to hold so many token slots."""
+        return max(0, -(-num_slots // self._block_size) - num_entries)
+
+    def num_reserved(self, hits: Sequence[BlockId], num_slots: int, num_step_tokens: int) -> int:
+        """Blocks that a request lacks besides its hits to reach so many slots, step by step."""
+        num_held = len(hits) - self.first_seen_block(len(hits) * self._block_size)
+        most = max(0, self.max_held_blocks(num_slots, num_step_tokens) - num_held)
+        return min(self.num_missing(len(hits), num_slots), most)
+
+    def find_prefix(self, hashes: Sequence[BlockHash], depth: int) -> list[BlockId]:
+        """A table for the longest prefix of at most `depth` whole blocks that is a hit.
+
+        Looks from the right, and begins anew before each block that is missing, so that every hash
+        is looked up once at most.
+        """
+        find = self._pool.finder(self._group)
+        end = min(depth, len(hashes) - self._num_dropped)
+        while end > 0:
+            begin = self.first_seen_block(end * self._block_size)
+            seen: list[BlockId] = []
+            for position in range(end + self._num_dropped - 1, begin - 1, -1):
+                block = find(hashes[position])
+                if block is None:
+                    end = position - self._num_dropped
+                    break
+                seen.append(block)
+            else:
+                seen.reverse()
+                return [NULL_BLOCK] * begin + seen[: end - begin]
+        return []
+
+    def admit(self, hits: list[BlockId]) -> BlockTable:
+        """A table that holds the hits; takes the list over."""
+        num_null = self.first_seen_block(len(hits) * self._block_size)
+        self._pool.touch(hits[num_null:] if num_null else hits)
+        return BlockTable(hits, len(hits), num_null)
+
+    def extend(self, table: BlockTable, num_slots: int) -> list[BlockId]:
+        """Adds what a table lacks to hold so many slots; it must be free. Returns the entries."""
+        entries = self._pool.take(self.num_missing(len(table.blocks), num_slots))
+        table.blocks += entries
+        return entries
+
+    def settle(
+        self,
+        table: BlockTable,
+        hashes: Sequence[BlockHash],  # noqa: ARG002 - for those that publish only now
+        num_computed_tokens: int,
+    ) -> None:
+        """Gives back the blocks that no query from `num_computed_tokens` on can see."""
+        end = min(self.first_seen_block(num_computed_tokens), len(table.blocks))
+        begin = table.num_null
+        if end > begin:
+            self._give_back(table, begin, end)
+            table.blocks[begin:end] = [NULL_BLOCK] * (end - begin)
+            table.num_null = end
+
+    def publish(self, table: BlockTable, hashes: Sequence[BlockHash], num_tokens: int) -> None:
+        """Publishes the blocks of a table that lie wholly below `num_tokens` and have a hash."""
+        end = min(num_tokens // self._block_size, len(hashes), len(table.blocks))
+        if end > table.num_published:
+            begin = max(table.num_published, table.num_null)
+            self._pool.publish(self._group, hashes[begin:end], table.blocks[begin:end])
+            table.num_published = end
+
+    def free(self, table: BlockTable) -> None:
+        """Gives back every block of a table."""
+        self._give_back(table, table.num_null, len(table.blocks))
+
+    def num_common_blocks(self, table: BlockTable, num_requests: int) -> int:  # noqa: ARG002
+        """Leading blocks of a table that all requests hold; where there are null blocks, none."""
+        return 0
+
+    def _give_back(self, table: BlockTable, begin: int, end: int) -> None:
+        self._pool.free(
+            table.blocks[begin:end], min(max(0, table.num_published - begin), end - begin)
+        )

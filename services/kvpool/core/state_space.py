@@ -1,0 +1,71 @@
+"""State-space layers: a recurrent state in place of keys and values."""
+
+from collections.abc import Sequence
+
+from services.common.block_hash import BlockHash
+from services.kvpool.core.group_manager import BlockTable, GroupManager
+from services.kvpool.core.ids import NULL_BLOCK, BlockId
+
+
+class StateSpaceManager(GroupManager):
+    """A block holds the state after the last token that was computed in it, and stands for all of
+    them: a request needs one, and a second one while a step leads from one block to another.
+
+    Entry i of a table is the state somewhere in block i. A step reads the state that the one
+    before it left, and writes the last entry; blocks that it passes over have no state, and their
+    entries are null. A full block can be found by its hash only if its state is the one at its very
+    end. So whoever plans the steps must let a step that leaves a block during prefill end on a
+    block boundary, as far as whole blocks go, and must count no lookahead in slots (the "align"
+    mode of vLLM's Mamba cache). A hit is one state; nothing before it is needed.
+
+    Keys and values may be found by a request that runs in the same step as the one that computes
+    them, since each layer writes before it reads. A state exists only after the step. So a state
+    is published not when its block is planned, but when its owner grows on and says that it is
+    stored.
+    """
+
+    __slots__ = ()
+
+    def first_seen_block(self, num_tokens: int) -> int:
+        """The block of the last token: its state is all that is needed."""
+        return max(0, num_tokens - 1) // self._block_size
+
+    def max_held_blocks(self, num_slots: int, num_step_tokens: int) -> int:  # noqa: ARG002
+        """The state that is read and the one that is written."""
+        return min(2, -(-num_slots // self._block_size))
+
+    def num_missing(self, num_entries: int, num_slots: int) -> int:
+        """One if the slots reach beyond the table, however far."""
+        return int(-(-num_slots // self._block_size) > num_entries)
+
+    def extend(self, table: BlockTable, num_slots: int) -> list[BlockId]:
+        """Adds one block for the state after the slots, and null entries for those passed over."""
+        num_passed = -(-num_slots // self._block_size) - len(table.blocks) - 1
+        if num_passed < 0:
+            return []
+        entries = [NULL_BLOCK] * num_passed + self._pool.take(1)
+        table.blocks += entries
+        return entries
+
+    def publish(self, table: BlockTable, hashes: Sequence[BlockHash], num_tokens: int) -> None:
+        """Nothing: the states are planned, not stored."""
+
+    def settle(
+        self, table: BlockTable, hashes: Sequence[BlockHash], num_computed_tokens: int
+    ) -> None:
+        """Publishes the states that are stored, and gives back those that were read."""
+        begin = table.num_published
+        end = min(num_computed_tokens // self._block_size, len(hashes), len(table.blocks))
+        stored = [position for position in range(begin, end) if table.blocks[position]]
+        self._pool.publish(
+            self._group,
+            [hashes[position] for position in stored],
+            [table.blocks[position] for position in stored],
+        )
+        table.num_published = max(begin, end)
+        super().settle(table, hashes, num_computed_tokens)
+
+    def _give_back(self, table: BlockTable, begin: int, end: int) -> None:
+        states = [block for block in table.blocks[begin:end] if block]
+        published = [block for block in table.blocks[begin : table.num_published] if block]
+        self._pool.free(states, min(len(published), len(states)))
