@@ -6,7 +6,7 @@ import time
 import httpx
 
 from tests.e2e.inference import connect, generate, request
-from tests.e2e.prompts import PROMPTS
+from tests.e2e.prompts import PROMPTS, random_tokens
 from tests.e2e.stack import Stack, wait_for
 
 WAVE = 50
@@ -41,8 +41,11 @@ async def wave(stack: Stack, number: int) -> None:
 async def test_five_hundred_vanishing_clients_leave_nothing_behind(stack: Stack) -> None:
     async with connect(stack.grpc) as stub:
         before = await generate(stub, request(PROMPTS[3], 20))
+        # Buffers, kernels and thread pools reach their size: steps of every length, then waves.
+        for length in range(4, 1_024, 12):
+            await generate(stub, request(random_tokens(length, length), 1))
         for number in range(NUM_WARM_UP_WAVES):
-            await wave(stack, number)  # Buffers, kernels and thread pools reach their size.
+            await wave(stack, number)
         memory = stack.resident_bytes()
 
         for number in range(NUM_WAVES):
