@@ -1,0 +1,89 @@
+"""The demo model's own tokenizer: byte-level BPE, so that any text comes back as it went in."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from tools.demo_model.chat import CHAT_TEMPLATE
+from tools.demo_model.corpus import Document
+
+END_OF_TEXT = "<|endoftext|>"
+TURN_START = "<|im_start|>"
+TURN_END = "<|im_end|>"
+SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
+
+
+def train_tokenizer(documents: Iterable[Document], vocabulary: int) -> Tokenizer:
+    """Learns `vocabulary` tokens: the three special ones (ids 0, 1, 2), 256 bytes, then merges.
+
+    The split before the merges is GPT-2's, which keeps a line break and the indentation after it
+    in one piece; in code these pieces are among the first merges.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[AddedToken(token, special=True) for token in SPECIAL_TOKENS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    marks = re.compile("|".join(map(re.escape, SPECIAL_TOKENS)))  # not to be learned as text
+    tokenizer.train_from_iterator((marks.sub("", doc.text) for doc in documents), trainer)
+    return tokenizer
+
+
+def encode(tokenizer: Tokenizer, documents: Iterable[Document]) -> list[list[int]]:
+    """The ids of each document, `<|endoftext|>` at its end."""
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    encodings = tokenizer.encode_batch([document.text for document in documents])
+    return [[*encoding.ids, end] for encoding in encodings]
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path, context: int) -> None:
+    """Writes the three files `AutoTokenizer` reads; the chat template stands in the second.
+
+    A chat turn ends with `<|im_end|>`, a document with `<|endoftext|>`; as in Qwen's models the
+    first is the tokenizer's end of sequence, and `generation_config.json` names both.
+    """
+    tokenizer.save(str(folder / "tokenizer.json"))
+    named = {"eos_token": TURN_END, "pad_token": END_OF_TEXT}
+    added = {
+        str(tokenizer.token_to_id(token)): {
+            "content": token,
+            "lstrip": False,
+            "normalized": False,
+            "rstrip": False,
+            "single_word": False,
+            "special": True,
+        }
+        for token in SPECIAL_TOKENS
+    }
+    write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": context,
+            "bos_token": None,
+            **named,
+            "additional_special_tokens": [TURN_START, TURN_END],
+            "added_tokens_decoder": added,
+            "clean_up_tokenization_spaces": False,
+            "chat_template": CHAT_TEMPLATE,
+        },
+    )
+    write_json(
+        folder / "special_tokens_map.json",
+        {**named, "additional_special_tokens": [TURN_START, TURN_END]},
+    )
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """`value` as readable JSON, with the line break at its end that a text file has."""
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
