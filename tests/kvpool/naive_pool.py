@@ -36,6 +36,8 @@ class NaivePool:
         self.tables: dict[int, list[list[int]]] = {}
         self.chains: dict[int, list[bytes]] = {}
         self.num_evictions = 0
+        # Tokens that the state in each held block of a state-space group stands for.
+        self.states: dict[int, int] = {}
         self._specs = groups
         self._groups = range(len(groups))
         self._block_size = groups[0].block_size
@@ -151,7 +153,8 @@ class NaivePool:
 
     def _settle(self, request: int, num_tokens: int) -> None:
         for group, table in enumerate(self.tables[request]):
-            if self._is_stateful(group):
+            if self._is_stateful(group) and table:
+                self.states[table[-1]] = num_tokens
                 self._publish_group(request, group, num_tokens)
             # A block that no query from here on sees: not this one, nor any later one.
             unseen = [
@@ -176,6 +179,7 @@ class NaivePool:
             new.append([NULL] * passed + [self._take() for _ in range(number)])
         for table, blocks in zip(tables, new, strict=True):
             table.extend(blocks)
+            self.states |= dict.fromkeys(blocks, 0)
         return new
 
     def _reserved(self, group: int, hits: list[int], admission: Admission) -> int:
@@ -233,6 +237,8 @@ class NaivePool:
         for position, block in enumerate(self.tables[request][group]):
             full = (position + 1) * self._block_size <= num_tokens
             known = position < len(self.chains[request])
+            if self._is_stateful(group) and block != NULL:
+                full = full and self.states[block] == (position + 1) * self._block_size
             if full and known and block != NULL and not self._has_hash(block):
                 self.published.append((group, self.chains[request][position], block))
 

@@ -67,9 +67,9 @@ def admit(
     return list(result.groups[0].block_ids)
 
 
-def grow(pool: KVPool, request: int, num_slots: int) -> list[int]:
+def grow(pool: KVPool, request: int, num_slots: int, *, computed: int = 0) -> list[int]:
     """Grows one request, which must fit; returns its first group's new blocks."""
-    outcome = pool.transact([Grow([request], [0], [num_slots])])
+    outcome = pool.transact([Grow([request], [computed], [num_slots])])
     assert outcome.stop is None
     (result,) = outcome.results
     assert isinstance(result, GrowResult)

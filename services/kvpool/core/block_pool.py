@@ -55,6 +55,10 @@ class BlockPool:
         """What finds the cached block of a hash in a group, or None."""
         return self._indexes[group].find
 
+    def is_published(self, group: int, block: BlockId) -> bool:
+        """Whether a block of a group has a hash."""
+        return self._indexes[group].hash_of(block) is not None
+
     def count_held_by(self, num_holders: int, blocks: Sequence[BlockId]) -> int:
         """How many of these held blocks, up to the first other one, have so many holders."""
         ref_cnt = self._shared.get

@@ -25,8 +25,9 @@ class Release:
 class Grow:
     """Extends block tables to `num_slots` token slots each. Fits per request: all or nothing.
 
-    A table that holds as much already stays as it is. `num_computed_tokens` says what is stored,
-    for groups whose later queries no longer see all of it.
+    A table that holds as much already stays as it is. `num_computed_tokens` says what is stored
+    when the step begins, and will stay: blocks that no later query sees are given back first, and
+    stay given back even if the request then does not fit.
     """
 
     requests: Sequence[RequestNumber]

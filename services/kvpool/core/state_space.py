@@ -8,17 +8,16 @@ from services.kvpool.core.ids import NULL_BLOCK, BlockId
 
 
 class StateSpaceManager(GroupManager):
-    """A block holds the state after the last token that was computed in it, and stands for all of
-    them: a request needs one, and a second one while a step leads from one block to another.
+    """A block holds the state after the last token that was computed in it, and stands for all
+    tokens up to there: a request needs one, and a second while a step leads from one to another.
 
-    Entry i of a table is the state somewhere in block i. A step reads the state that the one
-    before it left, and writes the last entry; blocks that it passes over have no state, and their
-    entries are null. A full block can be found by its hash only if its state is the one at its very
-    end. So whoever plans the steps must let a step that leaves a block during prefill end on a
-    block boundary, as far as whole blocks go, and must count no lookahead in slots (the "align"
-    mode of vLLM's Mamba cache). A hit is one state; nothing before it is needed.
+    A step reads the state that the step before it left, and writes the last entry of the table.
+    Blocks that it passes over have no state: their entries are null. A block can be found by its
+    hash only if its state is the one at its very end, so only a step that ends there leaves a hit
+    for others. Whoever plans steps therefore cuts those of a prompt at block boundaries, and counts
+    no lookahead in slots (the "align" mode of vLLM's Mamba cache); who does not, loses hits.
 
-    Keys and values may be found by a request that runs in the same step as the one that computes
+    Keys and values can be found by a request that runs in the same step as the one that computes
     them, since each layer writes before it reads. A state exists only after the step. So a state
     is published not when its block is planned, but when its owner grows on and says that it is
     stored.
@@ -38,11 +37,19 @@ class StateSpaceManager(GroupManager):
         """One if the slots reach beyond the table, however far."""
         return int(-(-num_slots // self._block_size) > num_entries)
 
+    def admit(self, hits: list[BlockId]) -> BlockTable:
+        """A table that holds the hit: the state at the end of its last block."""
+        table = super().admit(hits)
+        table.num_settled_tokens = len(hits) * self._block_size
+        return table
+
     def extend(self, table: BlockTable, num_slots: int) -> list[BlockId]:
         """Adds one block for the state after the slots, and null entries for those passed over."""
         num_passed = -(-num_slots // self._block_size) - len(table.blocks) - 1
         if num_passed < 0:
             return []
+        if table.num_settled_tokens != len(table.blocks) * self._block_size:
+            table.num_torn = len(table.blocks)
         entries = [NULL_BLOCK] * num_passed + self._pool.take(1)
         table.blocks += entries
         return entries
@@ -54,7 +61,8 @@ class StateSpaceManager(GroupManager):
         self, table: BlockTable, hashes: Sequence[BlockHash], num_computed_tokens: int
     ) -> None:
         """Publishes the states that are stored, and gives back those that were read."""
-        begin = table.num_published
+        table.num_settled_tokens = num_computed_tokens
+        begin = max(table.num_published, table.num_torn)
         end = min(num_computed_tokens // self._block_size, len(hashes), len(table.blocks))
         stored = [position for position in range(begin, end) if table.blocks[position]]
         self._pool.publish(
@@ -62,10 +70,11 @@ class StateSpaceManager(GroupManager):
             [hashes[position] for position in stored],
             [table.blocks[position] for position in stored],
         )
-        table.num_published = max(begin, end)
+        table.num_published = max(table.num_published, end)
         super().settle(table, hashes, num_computed_tokens)
 
     def _give_back(self, table: BlockTable, begin: int, end: int) -> None:
         states = [block for block in table.blocks[begin:end] if block]
-        published = [block for block in table.blocks[begin : table.num_published] if block]
-        self._pool.free(states, min(len(published), len(states)))
+        published = [block for block in states if self._pool.is_published(self._group, block)]
+        torn = [block for block in states if block not in published]
+        self._pool.free(published + torn, len(published))

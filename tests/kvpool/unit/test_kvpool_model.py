@@ -195,7 +195,9 @@ class PoolMachine(RuleBasedStateMachine):
     def _grow(self, choices: Choices) -> Grow:
         requests = choices.some_of(self.admitted)
         slots = [choices.upto(8 * self.block_size) for _ in requests]
-        return Grow(requests, [choices.upto(number) for number in slots], slots)
+        held = [len(self.naive.tables.get(r, [[]])[0]) * self.block_size for r in requests]
+        computed = [choices.upto(min(both)) for both in zip(held, slots, strict=True)]
+        return Grow(requests, computed, slots)
 
     def _commit(self, choices: Choices) -> Commit:
         requests = choices.some_of(self.admitted)

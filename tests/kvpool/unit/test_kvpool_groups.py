@@ -1,0 +1,395 @@
+"""What each kind of attention holds, gives back and finds, by examples with four tokens a block."""
+
+from services.kvpool.core.groups import AttentionType, GroupSpec
+from services.kvpool.core.kv_pool import KVPool, PoolConfig
+from services.kvpool.core.operations import Admit, Grow, ResetPrefixCache, Stop, StopReason
+from tests.kvpool.worked_examples import (
+    BLOCK_SIZE,
+    admission,
+    admit,
+    commit,
+    grow,
+    hashes,
+    lookup,
+    release,
+)
+
+FULL = GroupSpec(AttentionType.FULL, BLOCK_SIZE)
+WINDOW = GroupSpec(AttentionType.SLIDING_WINDOW, BLOCK_SIZE, 6)  # its own token and five before
+CHUNK = GroupSpec(AttentionType.CHUNKED_LOCAL, BLOCK_SIZE, 8)  # two blocks
+STATE = GroupSpec(AttentionType.STATE_SPACE, BLOCK_SIZE)
+
+
+def pool_of(
+    *groups: GroupSpec, num_blocks: int = 16, caching: bool = True, drop_last: bool = False
+) -> KVPool:
+    return KVPool(PoolConfig(num_blocks, groups, caching, b"", drop_last))
+
+
+def evict(pool: KVPool, num_blocks: int) -> None:
+    """Takes so many blocks from the free queue and gives them back without a hash."""
+    admit(pool, 99, num_blocks * BLOCK_SIZE)
+    release(pool, 99)
+
+
+# Sliding window.
+
+
+def test_blocks_outside_the_window_of_the_next_query_are_given_back():
+    pool = pool_of(WINDOW)
+    assert admit(pool, 1, 12, path="abc") == [1, 2, 3]
+    # Query 12 sees tokens 7 to 12: block 1 holds 0 to 3, block 2 holds 4 to 7.
+    assert grow(pool, 1, 13, computed=12) == [4]
+    assert pool.block_tables(1) == ((0, 2, 3, 4),)
+    assert pool.free_block_ids()[-1] == 1  # it has a hash: last to be reused
+    # Query 13 sees tokens 8 to 13.
+    assert grow(pool, 1, 14, computed=13) == []
+    assert pool.block_tables(1) == ((0, 0, 3, 4),)
+    pool.check()
+
+
+def test_blocks_given_back_without_a_hash_are_given_out_at_once_the_last_one_first():
+    pool = pool_of(WINDOW, num_blocks=6, caching=False)
+    assert admit(pool, 1, 16) == [1, 2, 3, 4]
+    assert grow(pool, 1, 20, computed=16) == [2]  # query 16 sees tokens 11 to 16
+    assert pool.block_tables(1) == ((0, 0, 3, 4, 2),)
+    assert pool.free_block_ids() == [1, 5]
+    release(pool, 1)
+    assert pool.free_block_ids() == [2, 4, 3, 1, 5]
+
+
+def test_what_was_given_back_stays_given_back_when_the_growth_does_not_fit():
+    pool = pool_of(WINDOW, num_blocks=5)
+    admit(pool, 1, 16)
+    outcome = pool.transact([Grow([1], [12], [28])])
+    assert outcome.stop == Stop(0, 0, StopReason.NO_BLOCKS)
+    assert outcome.num_free_blocks == 1
+    assert pool.block_tables(1) == ((0, 2, 3, 4),)
+
+
+def test_a_window_does_not_move_back():
+    pool = pool_of(WINDOW)
+    admit(pool, 1, 12, path="abc")
+    grow(pool, 1, 13, computed=12)
+    grow(pool, 1, 14, computed=13)
+    grow(pool, 1, 14, computed=4)
+    assert pool.block_tables(1) == ((0, 0, 3, 4),)
+    release(pool, 1)
+    pool.check()
+
+
+def test_a_hit_needs_only_the_blocks_of_the_last_window():
+    pool = pool_of(WINDOW, num_blocks=8)
+    admit(pool, 1, 16, path="abcd")
+    grow(pool, 1, 17, computed=16)  # gives back blocks 1 and 2
+    release(pool, 1)
+    assert pool.free_block_ids() == [5, 6, 7, 2, 1, 4, 3]
+    evict(pool, 5)  # forgets "a" and "ab"
+    assert lookup(pool, 2, 16, "abcd") == 16
+    assert admit(pool, 2, 17, hit=16) == [0, 0, 3, 4, 1]
+    pool.check()
+
+
+def test_a_window_is_searched_from_the_right():
+    pool = pool_of(WINDOW, num_blocks=8)
+    admit(pool, 1, 20, path="abcde")
+    release(pool, 1)
+    assert pool.free_block_ids() == [6, 7, 5, 4, 3, 2, 1]
+    evict(pool, 3)  # forgets "abcde"
+    assert lookup(pool, 2, 100, "abcde") == 16
+    assert lookup(pool, 3, 15, "abcde") == 12
+    assert admit(pool, 3, 16, hit=12) == [0, 2, 3, 5]
+
+
+def test_with_less_than_a_window_cached_a_hit_must_begin_at_the_first_token():
+    pool = pool_of(WINDOW, num_blocks=8)
+    admit(pool, 1, 12, path="abc")
+    grow(pool, 1, 17, computed=12)  # gives back "a"
+    release(pool, 1)
+    # blocks 5 and 4 are blank, 1 was freed first, then 3 and 2
+    assert pool.free_block_ids() == [5, 4, 6, 7, 1, 3, 2]
+    assert lookup(pool, 2, 4, "a") == 4
+    evict(pool, 6)  # forgets "a" and "abc"; "ab" alone is no window
+    assert lookup(pool, 3, 12, "abc") == 0
+
+
+def test_a_window_is_admitted_with_less_than_the_whole_sequence():
+    pool = pool_of(WINDOW, num_blocks=6)
+    # 40 tokens are ten blocks; a window and a step of eight tokens are five at most.
+    assert pool.transact([Admit([admission(1, 8, reserve=40)])]).stop is None
+    release(pool, 1)
+    tight = pool_of(WINDOW, num_blocks=5)
+    outcome = tight.transact([Admit([admission(1, 8, reserve=40)])])
+    assert outcome.stop == Stop(0, 0, StopReason.NO_BLOCKS)
+    # What this step computes it needs in full.
+    outcome = tight.transact([Admit([admission(1, 20)])])
+    assert outcome.stop == Stop(0, 0, StopReason.NO_BLOCKS)
+
+
+def test_a_request_in_a_window_runs_on_in_four_blocks_for_ever():
+    pool = pool_of(WINDOW, num_blocks=5)
+    admit(pool, 1, 4)
+    for num_computed in range(4, 200):
+        grow(pool, 1, num_computed + 1, computed=num_computed)
+        assert pool.config.num_blocks - 1 - pool.num_free_blocks <= 3
+        pool.check()
+
+
+def test_null_entries_are_never_published():
+    pool = pool_of(WINDOW)
+    admit(pool, 1, 16)
+    grow(pool, 1, 17, computed=16)  # gives back two blocks before their hashes are known
+    commit(pool, 1, 17, hashes("abcd"))
+    assert pool.num_cached_hashes == 2
+    assert [event.hashes for event in pool.take_events()] == [tuple(hashes("abcd")[2:])]
+    pool.check()
+
+
+# Chunked local attention.
+
+
+def test_blocks_of_earlier_chunks_are_given_back():
+    pool = pool_of(CHUNK)
+    admit(pool, 1, 8, path="ab")
+    assert grow(pool, 1, 8, computed=7) == []
+    assert pool.block_tables(1) == ((1, 2),)
+    assert grow(pool, 1, 9, computed=8) == [3]
+    assert pool.block_tables(1) == ((0, 0, 3),)
+    assert pool.free_block_ids()[-2:] == [2, 1]
+    pool.check()
+
+
+def test_what_lies_before_the_current_chunk_is_a_hit_without_being_cached():
+    pool = pool_of(CHUNK)
+    assert lookup(pool, 1, 12, "abc") == 8  # nothing is cached, and nothing before 8 is read
+    assert admit(pool, 1, 13, hit=8) == [0, 0, 1, 2]
+    assert lookup(pool, 2, 15, "abcx") == 12  # the chunk begins at 8, its first block is cached
+    assert admit(pool, 2, 14, hit=12) == [0, 0, 1, 3]
+    assert lookup(pool, 3, 15, "xyzw") == 8
+    assert admit(pool, 3, 14, hit=8) == [0, 0, 4, 5]
+    assert lookup(pool, 4, 7, "x") == 0
+    pool.check()
+
+
+def test_a_chunk_is_admitted_with_less_than_the_whole_sequence():
+    pool = pool_of(CHUNK, num_blocks=4)
+    assert pool.transact([Admit([admission(1, 4, reserve=40)])]).stop is None
+    release(pool, 1)
+    outcome = pool.transact([Admit([admission(1, 8, reserve=40)])])
+    assert outcome.stop == Stop(0, 0, StopReason.NO_BLOCKS)
+
+
+# State-space layers.
+
+
+def test_a_request_has_one_live_state():
+    pool = pool_of(STATE)
+    assert admit(pool, 1, 8, path="ab") == [0, 1]  # passes over its first block
+    assert grow(pool, 1, 9, computed=8) == [2]
+    assert pool.block_tables(1) == ((0, 1, 2),)  # the step reads block 1 and writes block 2
+    assert grow(pool, 1, 10, computed=9) == []
+    assert pool.block_tables(1) == ((0, 0, 2),)
+    assert grow(pool, 1, 20, computed=12) == [0, 3]
+    assert pool.block_tables(1) == ((0, 0, 2, 0, 3),)
+    release(pool, 1)
+    pool.check()
+
+
+def test_a_state_is_found_when_it_is_stored_and_by_its_hash_alone():
+    pool = pool_of(STATE)
+    admit(pool, 1, 8, path="ab")
+    assert lookup(pool, 2, 8, "abc") == 0  # the step that computes it has not run
+    grow(pool, 1, 9, computed=8)
+    assert pool.num_cached_hashes == 1
+    assert lookup(pool, 2, 8) == 8
+    assert lookup(pool, 2, 7) == 0  # the state at token 4 was passed over
+    assert admit(pool, 2, 10, hit=8) == [0, 1, 3]
+    release(pool, 1)
+    pool.check()
+    release(pool, 2)
+    assert pool.free_block_ids()[-1] == 1
+
+
+def test_a_state_that_a_step_left_within_its_block_is_not_found():
+    pool = pool_of(STATE)
+    admit(pool, 1, 6, path="ab")  # block 1 holds the state after six tokens
+    grow(pool, 1, 10, computed=6)  # block 2 that after ten
+    grow(pool, 1, 12, computed=10)
+    assert pool.num_cached_hashes == 0
+    commit(pool, 1, 12, hashes("abc")[2:])
+    grow(pool, 1, 13, computed=12)  # it grew on to twelve: the end of its block
+    assert pool.num_cached_hashes == 1
+    assert lookup(pool, 2, 100, "abc") == 12
+    pool.check()
+
+
+def test_a_state_needs_one_block_however_long_the_prompt():
+    pool = pool_of(STATE, num_blocks=3)
+    assert admit(pool, 1, 400)[-2:] == [0, 1]
+    assert grow(pool, 1, 401, computed=400) == [2]
+    # One state is read, the other written: a third there is not, unless the first is read.
+    assert pool.transact([Grow([1], [400], [405])]).stop == Stop(0, 0, StopReason.NO_BLOCKS)
+    assert grow(pool, 1, 405, computed=404) == [1]
+
+
+# Coordinators.
+
+
+def test_without_prefix_caching_groups_of_all_kinds_find_nothing():
+    pool = pool_of(FULL, WINDOW, CHUNK, STATE, caching=False)
+    admit(pool, 1, 9, path="ab")
+    assert pool.block_tables(1) == ((1, 2, 3), (4, 5, 6), (7, 8, 9), (0, 0, 10))
+    assert lookup(pool, 2, 8, "ab") == 0
+    grow(pool, 1, 10, computed=9)
+    assert pool.block_tables(1) == ((1, 2, 3), (0, 5, 6), (0, 0, 9), (0, 0, 10))
+    assert pool.num_common_prefix_blocks() == [0, 0, 0, 0]
+    pool.check()
+
+
+def test_groups_of_two_kinds_agree_on_the_longest_hit_of_both():
+    pool = pool_of(FULL, WINDOW, num_blocks=12)
+    admit(pool, 1, 16, path="abcd")
+    assert pool.block_tables(1) == ((1, 2, 3, 4), (5, 6, 7, 8))
+    grow(pool, 1, 17, computed=16)
+    assert pool.block_tables(1) == ((1, 2, 3, 4, 9), (0, 0, 7, 8, 10))
+    assert lookup(pool, 2, 16, "abcd") == 16
+    assert admit(pool, 2, 17, hit=16) == [1, 2, 3, 4, 11]
+    assert pool.block_tables(2) == ((1, 2, 3, 4, 11), (0, 0, 7, 8, 6))
+    assert pool.num_common_prefix_blocks() == [4, 0]
+    pool.check()
+
+
+def test_a_hit_shrinks_until_every_group_agrees():
+    pool = pool_of(FULL, WINDOW, STATE, num_blocks=40)
+    # States are left at 8 and at 24; the window loses what lies before.
+    admit(pool, 1, 8, path="ab")
+    commit(pool, 1, 24, hashes("abcdef")[2:])
+    grow(pool, 1, 24, computed=8)
+    commit(pool, 1, 24)
+    grow(pool, 1, 25, computed=24)
+    release(pool, 1)
+    assert lookup(pool, 2, 100, "abcdef") == 24
+    # At most 23 tokens: full attention has 20 and the window too, but of the state only 8 is
+    # there. The window at 8 needs blocks "a" and "ab", which are cached still.
+    assert lookup(pool, 3, 23, "abcdef") == 8
+    admit(pool, 3, 9, hit=8)
+    tables = pool.block_tables(3)
+    assert [len(table) for table in tables] == [3, 3, 3]
+    assert tables[1][:2] == (3, 4)
+    assert tables[2][0] == 0
+    pool.check()
+
+
+def test_a_hit_can_shrink_to_nothing():
+    pool = pool_of(WINDOW, STATE, num_blocks=8)
+    admit(pool, 1, 8, path="ab")
+    assert pool.block_tables(1) == ((1, 2), (0, 3))
+    grow(pool, 1, 13, computed=8)
+    assert pool.block_tables(1) == ((1, 2, 4, 5), (0, 3, 0, 6))
+    release(pool, 1)
+    assert pool.free_block_ids() == [6, 5, 4, 7, 2, 1, 3]
+    assert lookup(pool, 2, 8, "ab") == 8
+    assert admit(pool, 9, 4) == [6]  # 6 for the window, 5 for the state
+    assert pool.block_tables(9) == ((6,), (5,))
+    admit(pool, 8, 8)  # 4, 7 and 2: evicts "ab" of the window
+    assert pool.block_tables(8) == ((4, 7), (0, 2))
+    assert lookup(pool, 3, 8, "ab") == 0  # a window at 4, a state at 8
+    pool.check()
+
+
+def test_an_admission_counts_what_each_group_needs():
+    # Full attention needs ten blocks for 40 tokens, the window five, the state two.
+    pool = pool_of(FULL, WINDOW, STATE, num_blocks=18)
+    outcome = pool.transact([Admit([admission(1, 8, reserve=40, watermark=2)])])
+    assert outcome.stop == Stop(0, 0, StopReason.NO_BLOCKS)
+    assert pool.transact([Admit([admission(1, 8, reserve=40, watermark=1)])]).stop is None
+
+
+def test_a_growth_fits_if_all_groups_do():
+    pool = pool_of(FULL, WINDOW, num_blocks=8)
+    admit(pool, 1, 12)  # six blocks; one is left
+    outcome = pool.transact([Grow([1], [8], [16])])
+    assert outcome.stop == Stop(0, 0, StopReason.NO_BLOCKS)
+    # Query 12 sees tokens 7 to 12: the window gives one back, and both find room.
+    outcome = pool.transact([Grow([1], [12], [16])])
+    assert outcome.stop is None
+    assert [group.block_ids for group in outcome.results[0].groups] == [[4], [7]]
+    assert pool.block_tables(1) == ((1, 2, 3, 4), (0, 5, 6, 7))
+
+
+def test_events_and_snapshots_name_the_group():
+    pool = pool_of(FULL, STATE)
+    admit(pool, 1, 8, path="ab")
+    grow(pool, 1, 9, computed=8)
+    told = [(event.group, event.hashes) for event in pool.take_events()]
+    first, second = hashes("ab")
+    assert told == [(0, (first, second)), (1, (second,))]
+    assert [(event.group, event.hashes) for event in pool.snapshot()] == told
+
+
+# EAGLE.
+
+
+def test_the_last_block_of_a_hit_is_dropped_for_a_draft_head():
+    pool = pool_of(FULL, drop_last=True)
+    admit(pool, 1, 12, path="abc")
+    assert lookup(pool, 2, 100, "abcd") == 8
+    assert admit(pool, 2, 13, hit=8) == [1, 2, 4, 5]
+    assert lookup(pool, 3, 4, "a") == 0
+
+
+def test_a_window_with_its_last_block_dropped_is_still_a_whole_window():
+    pool = pool_of(WINDOW, num_blocks=8, drop_last=True)
+    admit(pool, 1, 16, path="abcd")
+    grow(pool, 1, 17, computed=13)  # gives back "a" and "ab"
+    release(pool, 1)
+    assert pool.free_block_ids() == [5, 6, 7, 2, 1, 4, 3]
+    assert lookup(pool, 2, 16, "abcd") == 12  # blocks "ab" and "abc", and "abcd" behind them
+    evict(pool, 4)  # forgets "ab": two blocks are a window, but then none is left to drop
+    assert lookup(pool, 2, 16) == 0
+
+
+def test_states_need_nothing_behind_them_for_a_draft_head():
+    pool = pool_of(FULL, STATE, drop_last=True)
+    admit(pool, 1, 8, path="abc")
+    commit(pool, 1, 12)
+    grow(pool, 1, 12, computed=8)
+    commit(pool, 1, 12)
+    assert lookup(pool, 2, 12, "abc") == 8  # full attention has twelve tokens and drops four
+
+
+# What all requests share.
+
+
+def test_common_prefix_blocks_are_those_that_every_request_holds():
+    pool = pool_of(FULL)
+    assert pool.num_common_prefix_blocks() == [0]
+    admit(pool, 1, 13, path="abc")
+    assert pool.num_common_prefix_blocks() == [4]
+    admit(pool, 2, 13, hit=8, path="abx")
+    assert pool.num_common_prefix_blocks() == [2]
+    admit(pool, 3, 5, path="y")
+    assert pool.num_common_prefix_blocks() == [0]
+    release(pool, 3)
+    assert pool.num_common_prefix_blocks() == [2]
+
+
+# Ages.
+
+
+def test_ages_of_blocks_are_counted_in_transactions():
+    pool = pool_of(FULL, num_blocks=4)
+    admit(pool, 1, 12, path="abc")  # transaction 1
+    release(pool, 1)  # 2
+    assert lookup(pool, 2, 8, "ab") == 8  # 3
+    admit(pool, 2, 9, hit=8)  # 4: finds two after two, evicts "abc" which lived three, idle two
+    stats = pool.stats()
+    assert (stats.num_reuses, stats.reuse_gap_transactions) == (2, 4)
+    assert stats.num_evictions == 1
+    assert stats.evicted_lifetime_transactions == 3
+    assert stats.evicted_idle_transactions == 2
+    release(pool, 2)  # 5
+    pool.transact([ResetPrefixCache()])  # 6
+    assert pool.stats().num_resets == 1
+    assert pool.stats().num_evictions == 1
+    pool.check()
