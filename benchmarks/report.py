@@ -9,6 +9,10 @@ from pathlib import Path
 from benchmarks.hops import HOPS
 from benchmarks.sides import Row
 
+HOPS_NOTE = (
+    "A step is planned and sent while the one ahead computes: as long as it has to wait in the "
+    "worker, the hops around computing cost processor time and no latency."
+)
 _BUSY_LOAD = 0.5
 
 

@@ -105,7 +105,11 @@ async def measure_model(options: Options, model: Path, *, with_tracing: bool) ->
         # Services send what is left of their traces when they stop.
         spans = receiver.take()
         results["hops"] = {run.concurrency: median_hops(run, spans) for run in runs}
-        show(f"### {model.name}: a decode step, hop by hop", report.hops_table(results["hops"]))
+        show(
+            f"### {model.name}: a decode step, hop by hop",
+            report.hops_table(results["hops"]),
+            report.HOPS_NOTE,
+        )
         if with_tracing:
             results["span_work"] = await measure_span_work(options, receiver.endpoint)
     return results

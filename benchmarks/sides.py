@@ -18,6 +18,7 @@ from benchmarks.stack import Stack
 WARM_UP_TOKENS = 4
 RUN_SECONDS = 300.0
 """A run that takes longer hangs."""
+MIN_ROUNDS = 2
 CLIENT = "client"
 
 
@@ -127,7 +128,7 @@ async def compare(
             await side.run(_warm_up(schedule, concurrency, vocab_size, name))
         begun = time.monotonic()
         for number, order in enumerate(interleaved(list(sides), schedule.num_rounds)):
-            if number and time.monotonic() - begun > schedule.level_seconds:
+            if number >= MIN_ROUNDS and time.monotonic() - begun > schedule.level_seconds:
                 break
             for name in order:
                 load = schedule.load(concurrency, vocab_size, f"{name}/{concurrency}/{number}")
