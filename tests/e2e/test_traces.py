@@ -98,8 +98,14 @@ async def test_steps_link_to_the_requests_they_served(
         ]
 
     def whole(step: ReceivedSpan) -> bool:
-        found = {span.name for span in receiver.trace(step.trace_id)}
-        return {names.SPAN_STEP_EXECUTE, names.SPAN_WORKER_EXECUTE} <= found
+        found = [span.name for span in receiver.trace(step.trace_id)]
+        return names.SPAN_STEP_EXECUTE in found and all(
+            found.count(client) == found.count(server)
+            for client, server in (
+                (names.SPAN_STEP_EXECUTE, names.SPAN_WORKER_EXECUTE),
+                (names.SPAN_STEP_TRANSACT, names.SPAN_POOL_TRANSACT),
+            )
+        )
 
     # 90 tokens in chunks of 32 are three steps, the last of which gives the first token.
     wait_for(lambda: len(steps()) >= 3 + 11 and all(map(whole, steps())), 20)

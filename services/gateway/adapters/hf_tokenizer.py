@@ -14,6 +14,7 @@ T = TypeVar("T")
 
 # Below this, tokenizing costs less than a thread switch is worth.
 _INLINE_CHARACTERS = 2048
+_FILES = ("tokenizer.json", "tokenizer_config.json")
 _SPACE_MARK = "▁"
 
 
@@ -97,8 +98,7 @@ class HfTokenizer:
 
 def load_tokenizer(directory: Path) -> HfTokenizer:
     """Reads the tokenizer files of a model directory. Raises FailedPrecondition in one sentence."""
-    files = ("tokenizer.json", "tokenizer_config.json")
-    if not any((directory / name).is_file() for name in files):
+    if not any((directory / name).is_file() for name in _FILES):
         raise FailedPrecondition(f"{directory}: there is no tokenizer.json")
     # The tokenizer needs no torch, whatever transformers has to say about its absence.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -111,10 +111,24 @@ def load_tokenizer(directory: Path) -> HfTokenizer:
         tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
     except Exception as error:
         first_line = str(error).strip().partition("\n")[0]
-        raise FailedPrecondition(f"{directory}: cannot load the tokenizer: {first_line}") from error
+        raise FailedPrecondition(
+            f"{_culprit(directory)}: cannot load the tokenizer: {first_line}"
+        ) from error
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise FailedPrecondition(f"{directory}: the tokenizer has no tokenizer.json form")
     return HfTokenizer(tokenizer)
+
+
+def _culprit(directory: Path) -> Path:
+    """The first tokenizer file that is damaged, or the directory where each one can be read."""
+    for path in (directory / name for name in _FILES):
+        try:
+            json.loads(path.read_bytes())
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError):
+            return path
+    return directory
 
 
 def _token_bytes(backend: Any, is_byte_level: bool) -> list[bytes]:
