@@ -117,11 +117,18 @@ class WorkerGroup:
         return asyncio.create_task(self._collect(plan.step, answers))
 
     async def _collect(self, step: int, answers: list[_Answer]) -> StepOutput:
+        alarm = asyncio.get_running_loop().call_later(
+            self._step_timeout_seconds, self._give_up, step, answers
+        )
         try:
-            async with asyncio.timeout(self._step_timeout_seconds):
-                responses = [await answer for answer in answers]
-        except TimeoutError as error:
-            raise WorkersLost(
-                f"step {step} was not done within {self._step_timeout_seconds:g} s"
-            ) from error
+            responses = [await answer for answer in answers]
+        finally:
+            alarm.cancel()
         return to_step_output(responses[0])
+
+    def _give_up(self, step: int, answers: list[_Answer]) -> None:
+        late = f"step {step} was not done within {self._step_timeout_seconds:g} s"
+        for answer in answers:
+            if not answer.done():
+                answer.set_exception(WorkersLost(late))
+                answer.exception()

@@ -69,11 +69,14 @@ class Runner:
         self._batch = PersistentBatch(limits)
         self._sampler = Sampler(limits.max_num_seqs, limits.vocab_size)
         self._generation: int | None = None
+        self._prompt_watchers: set[int] = set()
+        """Slots whose requests want log-probabilities of their prompts."""
 
     def reset(self) -> None:
         """Empties the batch, in whatever state a failed step left it."""
         limits = self._batch.limits
         self._batch.clear()
+        self._prompt_watchers.clear()
         self._sampler = Sampler(limits.max_num_seqs, limits.vocab_size)
 
     @torch.inference_mode()
@@ -94,8 +97,11 @@ class Runner:
         self._batch.apply(step)
         for slot in step.removed_slots.tolist():
             self._sampler.remove(slot)
+            self._prompt_watchers.discard(slot)
         for new in step.new_requests:
             self._sampler.add(new.slot, new.sampling, new.token_ids, new.num_prompt_tokens)
+            if new.sampling.prompt_logprobs is not None:
+                self._prompt_watchers.add(new.slot)
 
     def _forward(self, step: StepInput) -> tuple[_Rows, torch.Tensor]:
         """Runs the model over the step's tokens; hidden states come in the layout's order."""
@@ -170,7 +176,9 @@ class Runner:
 
     def _prompt_logprobs(self, rows: _Rows, hidden: torch.Tensor) -> dict[int, LogprobRows]:
         """Log-probabilities of prompt tokens that follow a position of this step, by request."""
-        found = {}
+        found: dict[int, LogprobRows] = {}
+        if not self._prompt_watchers:
+            return found
         ends = np.minimum(rows.ends, self._batch.num_prompt_tokens[rows.slots] - 1)
         for index in np.flatnonzero(rows.num_computed_tokens < ends).tolist():
             slot, begin, end = rows.slots[index], rows.num_computed_tokens[index], ends[index]

@@ -93,7 +93,8 @@ class HttpApi:
         app.add_exception_handler(Exception, _defect)
         return app
 
-    def _authenticate(self, request: Request) -> None:
+    async def _authenticate(self, request: Request) -> None:
+        # A coroutine, since the framework would run a function in a thread of its own.
         self._keys.check(request.headers.get("authorization", ""))
 
     async def completions(self, request: Request) -> Response:
