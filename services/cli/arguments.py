@@ -48,7 +48,9 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     """Adds the model and the flags of sampling. What is not given is the server's to choose."""
     parser.add_argument("--model", help="which model (default: the first that is served)")
     for name, kind, text in _SAMPLING:
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=text, metavar="X")
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=kind, help=text, metavar="N" if kind is int else "X"
+        )
     parser.add_argument(
         "--stop", action="append", help="end before this text; may be given several times"
     )

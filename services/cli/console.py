@@ -1,6 +1,8 @@
 """What `stepwell up` writes while it runs: the services' lines and its own, on standard error."""
 
+import json
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TextIO
@@ -12,8 +14,8 @@ _TAIL_SHOWN = 8
 class Console:
     """The supervisor's observer for people. A terminal gets colours, anything else plain text.
 
-    `quiet` leaves out what goes as expected. With `raw` the services' lines pass unchanged, for
-    programs that parse them. Losing the reader is no reason to stop serving: what cannot be
+    `quiet` leaves out what goes as expected. With `raw`, for programs that parse, the services'
+    lines of JSON pass unchanged and the command's own are JSON too. Losing the reader is no reason to stop serving: what cannot be
     written is dropped.
     """
 
@@ -35,7 +37,11 @@ class Console:
 
     def warn(self, text: str) -> None:
         """What people should know even when the command is quiet."""
-        self._write(f"{self._prefix('up')}{text}")
+        if self._raw:
+            clock = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+            self._write(json.dumps({"time": clock, "service": "up", "message": text}))
+        else:
+            self._write(f"{self._prefix('up')}{text}")
 
     def ready(self, name: str, seconds: float, num_restarts: int) -> None:
         """A service is ready."""

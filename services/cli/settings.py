@@ -27,7 +27,9 @@ class UpSettings:
         None, doc="name that clients use (default: the directory's)"
     )
     api_keys: tuple[str, ...] | None = setting(None, doc="keys that clients must show one of")
-    dtype: str | None = setting(None, doc="data type of weights and KV cache")
+    dtype: str | None = setting(
+        None, doc="data type of weights and KV cache: auto, float32, bfloat16"
+    )
     num_threads: int | None = setting(
         None, doc="threads that the worker computes with", check=at_least(1)
     )
@@ -55,6 +57,6 @@ class UpSettings:
     )
     log_level: LogLevel | None = setting(None, doc="what the services log")
     log_format: LogFormat = setting(
-        LogFormat.TEXT, doc="how a log line looks; json passes the services' lines unchanged"
+        LogFormat.TEXT, doc="how a log line looks: text for people, json for programs"
     )
     quiet: bool = setting(False, doc="show only the ready line and what goes wrong")

@@ -68,7 +68,9 @@ async def _supervise(settings: UpSettings, addresses: Addresses, console: Consol
     supervisor = Supervisor(stages(settings, addresses, _environment(os.environ)), console)
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        loop.add_signal_handler(signum, _on_signal, supervisor, signum, console)
+        # Under nohup a terminal that closes is no reason to stop.
+        if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
+            loop.add_signal_handler(signum, _on_signal, supervisor, signum, console)
     console.note(f"starting gateway, scheduler, kvpool and worker for {settings.model}")
     announcer = asyncio.create_task(_announce_ready(supervisor, settings, addresses, console))
     try:

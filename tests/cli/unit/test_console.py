@@ -1,6 +1,7 @@
 """What `stepwell up` shows."""
 
 import io
+import json
 from pathlib import Path
 
 from services.cli.console import Console
@@ -38,7 +39,9 @@ def test_quiet_leaves_what_goes_wrong() -> None:
 
 
 def test_lines_for_programs_are_not_touched() -> None:
-    assert shown(raw=True)[0] == "loading"
+    first, *own = shown(raw=True)
+    assert first == "loading"
+    assert [json.loads(line)["message"] for line in own][:1] == ["worker is ready after 1.2 s"]
 
 
 def test_a_reader_that_left_does_not_end_the_supervisor() -> None:
