@@ -15,8 +15,8 @@ class Console:
     """The supervisor's observer for people. A terminal gets colours, anything else plain text.
 
     `quiet` leaves out what goes as expected. With `raw`, for programs that parse, the services'
-    lines of JSON pass unchanged and the command's own are JSON too. Losing the reader is no reason to stop serving: what cannot be
-    written is dropped.
+    lines of JSON pass unchanged and the command's own are JSON too. Losing the reader is no reason
+    to stop serving: what cannot be written is dropped.
     """
 
     def __init__(self, stream: TextIO, *, colour: bool, quiet: bool, raw: bool) -> None:
