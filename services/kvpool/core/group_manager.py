@@ -26,15 +26,15 @@ class BlockTable:
 
     The first `num_null` entries are the null block. Of the first `num_published`, those that are
     not null are in the index; later ones are not. Where blocks hold states, `num_settled_tokens`
-    is what was last said to be stored, and of the first `num_torn` entries none is published any
-    more, since the request left a block of theirs before its end.
+    is what was last said to be stored, and `torn` are the entries that are never published, since
+    the request went on to another block before the end of theirs.
     """
 
     blocks: list[BlockId] = field(default_factory=list)
     num_published: int = 0
     num_null: int = 0
     num_settled_tokens: int = 0
-    num_torn: int = 0
+    torn: frozenset[int] = frozenset()
 
 
 class GroupManager(ABC):

@@ -49,7 +49,7 @@ class StateSpaceManager(GroupManager):
         if num_passed < 0:
             return []
         if table.num_settled_tokens != len(table.blocks) * self._block_size:
-            table.num_torn = len(table.blocks)
+            table.torn |= {len(table.blocks) - 1}
         entries = [NULL_BLOCK] * num_passed + self._pool.take(1)
         table.blocks += entries
         return entries
@@ -62,9 +62,14 @@ class StateSpaceManager(GroupManager):
     ) -> None:
         """Publishes the states that are stored, and gives back those that were read."""
         table.num_settled_tokens = num_computed_tokens
-        begin = max(table.num_published, table.num_torn)
         end = min(num_computed_tokens // self._block_size, len(hashes), len(table.blocks))
-        stored = [position for position in range(begin, end) if table.blocks[position]]
+        if end - 1 in table.torn:
+            end -= 1
+        stored = [
+            position
+            for position in range(table.num_published, end)
+            if table.blocks[position] and position not in table.torn
+        ]
         self._pool.publish(
             self._group,
             [hashes[position] for position in stored],

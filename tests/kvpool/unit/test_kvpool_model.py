@@ -114,11 +114,16 @@ class PoolMachine(RuleBasedStateMachine):
         self.block_size = block_size
         self.told: set[tuple[int, bytes]] = set()
         self.paths: dict[int, str] = {}
+        self.num_held_slots: dict[int, int] = {}
 
     @rule(data=st.binary(min_size=24, max_size=56))
     def transact(self, data: bytes) -> None:
         choices = Choices(data)
         self.admitted = set(self.naive.tables)
+        self.num_held_slots = {
+            request: len(tables[0]) * self.block_size
+            for request, tables in self.naive.tables.items()
+        }
         operations = [self._choose(choices) for _ in range(1 + choices.upto(3))]
         PoolMachine.num_operations += len(operations)
         expected, misfit = self.naive.transact(operations)
@@ -133,6 +138,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.binary(min_size=4, max_size=4))
     def transact_nonsense(self, data: bytes) -> None:
         self.admitted = set(self.naive.tables)
+        self.num_held_slots = {}
         before = self.pool.stats()
         with pytest.raises(MalformedTransaction):
             self.pool.transact([self._release(Choices(data)), Grow([], [], [1])])
@@ -187,6 +193,8 @@ class PoolMachine(RuleBasedStateMachine):
     def _release(self, choices: Choices) -> Release:
         requests = choices.some_of(REQUESTS)
         self.admitted -= set(requests)
+        for request in requests:
+            self.num_held_slots.pop(request, None)
         return Release(requests)
 
     def _reset(self, _: Choices) -> ResetPrefixCache:
@@ -195,7 +203,8 @@ class PoolMachine(RuleBasedStateMachine):
     def _grow(self, choices: Choices) -> Grow:
         requests = choices.some_of(self.admitted)
         slots = [choices.upto(8 * self.block_size) for _ in requests]
-        held = [len(self.naive.tables.get(r, [[]])[0]) * self.block_size for r in requests]
+        # What this transaction admits has computed nothing yet, and nobody more than fits.
+        held = [self.num_held_slots.get(request, 0) for request in requests]
         computed = [choices.upto(min(both)) for both in zip(held, slots, strict=True)]
         return Grow(requests, computed, slots)
 
