@@ -23,7 +23,7 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, num_groups: int) -> None:
         self.num_blocks = num_blocks
-        self.ages = BlockAges()
+        self.ages = BlockAges(num_blocks)
         self._free = FreeQueue([BlockId(block) for block in range(1, num_blocks)])
         self._indexes = tuple(PrefixIndex() for _ in range(num_groups))
         # ref_cnt of the blocks that several tables hold; any other block has 0 or 1.
@@ -100,12 +100,7 @@ class BlockPool:
 
     def publish(self, group: int, hashes: Sequence[BlockHash], blocks: Sequence[BlockId]) -> None:
         """Lets held blocks without a hash be found, each under the hash beside it."""
-        index = self._indexes[group]
-        new = [
-            block_hash
-            for block_hash, block in zip(hashes, blocks, strict=True)
-            if index.insert(block_hash, block)
-        ]
+        new = self._indexes[group].insert(hashes, blocks)
         self.ages.published(blocks)
         self._events.stored(group, new)
 
@@ -167,16 +162,14 @@ class BlockPool:
             index.check()
             cached += index.blocks()
         assert NULL_BLOCK not in cached, "the null block is published"
-        self.ages.check(cached)
         assert len(cached) == len(set(cached)), "a block is in two indexes"
         assert free & set(cached) == set(self._free.cached()), (
             "the queue holds cached blocks wrongly"
         )
 
     def _evict(self, num_blocks: int) -> list[BlockId]:
-        evicted = self._free.pop_cached(num_blocks)
-        blocks = [block for block, _ in evicted]
-        self.ages.evicted(evicted)
+        blocks, free_since = self._free.pop_cached(num_blocks)
+        self.ages.evicted(blocks, free_since)
         for group, index in enumerate(self._indexes):
             self._events.removed(group, index.remove(blocks))
         return blocks

@@ -37,15 +37,13 @@ class FreeQueue:
         blocks.reverse()
         return blocks
 
-    def pop_cached(self, num_blocks: int) -> list[tuple[BlockId, int]]:
+    def pop_cached(self, num_blocks: int) -> tuple[list[BlockId], list[int]]:
         """Takes `num_blocks` cached blocks, the least recently used first; so many there must be.
 
-        Each comes with the time at which it became free. The caller makes the index forget them.
+        Returns them, and when each became free. The caller makes the index forget them.
         """
-        taken = list(islice(self._cached.items(), num_blocks))
-        for block, _ in taken:
-            del self._cached[block]
-        return taken
+        blocks = list(islice(self._cached, num_blocks))
+        return blocks, list(map(self._cached.pop, blocks))
 
     def push_blank(self, blocks: Sequence[BlockId]) -> None:
         """Puts blocks without a hash at the front; the last one is reused first."""

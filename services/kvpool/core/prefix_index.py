@@ -26,29 +26,37 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._block_of)
 
-    def insert(self, block_hash: BlockHash, block: BlockId) -> bool:
-        """Lets `block`, which has no hash yet, be found; returns whether the hash is new."""
-        self._hash_of[block] = block_hash
-        if block_hash not in self._block_of:
-            self._block_of[block_hash] = block
-            return True
-        self._duplicates.setdefault(block_hash, OrderedDict())[block] = None
-        return False
+    def insert(self, hashes: Sequence[BlockHash], blocks: Sequence[BlockId]) -> list[BlockHash]:
+        """Lets blocks without a hash be found, each under the one beside it; returns new hashes."""
+        self._hash_of.update(zip(blocks, hashes, strict=True))
+        block_of = self._block_of
+        if block_of.keys().isdisjoint(hashes):
+            length = len(block_of) + len(hashes)
+            block_of.update(zip(hashes, blocks, strict=True))
+            if len(block_of) == length:
+                return list(hashes)
+            for block_hash in set(hashes):  # one of them came twice
+                del block_of[block_hash]
+        return [
+            block_hash
+            for block_hash, block in zip(hashes, blocks, strict=True)
+            if self._insert_one(block_hash, block)
+        ]
 
     def remove(self, blocks: Iterable[BlockId]) -> list[BlockHash]:
         """Forgets those of `blocks` that are here; returns the hashes nothing has any more."""
         hash_of, block_of = self._hash_of, self._block_of
-        gone = []
-        for block in blocks:
-            block_hash = hash_of.pop(block, None)
-            if block_hash is None:
-                continue
-            if block_hash in self._duplicates:
-                self._remove_one_of_several(block_hash, block)
-            else:
+        blocks = [block for block in blocks if block in hash_of]
+        hashes = list(map(hash_of.pop, blocks))
+        if self._duplicates.keys().isdisjoint(hashes):
+            for block_hash in hashes:
                 del block_of[block_hash]
-                gone.append(block_hash)
-        return gone
+            return hashes
+        return [
+            block_hash
+            for block_hash, block in zip(hashes, blocks, strict=True)
+            if self._remove_one(block_hash, block)
+        ]
 
     def find(self, block_hash: BlockHash) -> BlockId | None:
         """The block that was published first under a hash, of those still here."""
@@ -92,11 +100,22 @@ class PrefixIndex:
             found |= dict.fromkeys(others, block_hash)
         assert found == self._hash_of, "the two directions of the index differ"
 
-    def _remove_one_of_several(self, block_hash: BlockHash, block: BlockId) -> None:
-        others = self._duplicates[block_hash]
+    def _insert_one(self, block_hash: BlockHash, block: BlockId) -> bool:
+        if block_hash not in self._block_of:
+            self._block_of[block_hash] = block
+            return True
+        self._duplicates.setdefault(block_hash, OrderedDict())[block] = None
+        return False
+
+    def _remove_one(self, block_hash: BlockHash, block: BlockId) -> bool:
+        others = self._duplicates.get(block_hash)
+        if others is None:
+            del self._block_of[block_hash]
+            return True
         if self._block_of[block_hash] == block:
             self._block_of[block_hash], _ = others.popitem(last=False)
         else:
             del others[block]
         if not others:
             del self._duplicates[block_hash]
+        return False

@@ -101,6 +101,20 @@ def test_of_two_blocks_with_one_hash_the_first_published_is_found():
     assert lookup(pool, 6, 8, "ab") == 8
 
 
+def test_a_hash_may_come_twice_in_one_chain():
+    pool = make_pool(4)
+    admit(pool, 1, 8)
+    (block_hash,) = hashes("a")
+    commit(pool, 1, 8, [block_hash, block_hash])
+    assert pool.num_cached_hashes == 1
+    pool.check()
+    release(pool, 1)
+    assert pool.free_block_ids() == [3, 2, 1]
+    assert admit(pool, 2, 12) == [3, 2, 1]
+    assert pool.num_cached_hashes == 0
+    pool.check()
+
+
 def test_giving_out_a_cached_block_forgets_its_hash():
     pool = make_pool(4)
     admit(pool, 1, 12, path="abc")
