@@ -59,7 +59,7 @@ $(VENV)/.run: $(BIN)/python pyproject.toml requirements.lock
 
 $(VENV)/.dev: $(VENV)/.run
 	@echo "Installing what tests and checks need"
-	$(PIP) install --quiet -c requirements.lock -e '.[gateway,worker,cli,proto,dev]'
+	$(PIP) install --quiet -c requirements.lock -e '.[gateway,worker,cli,zstd,plot,proto,dev]'
 	@touch $@
 
 gen/.built: $(PROTOS) | $(VENV)/.run

@@ -25,6 +25,7 @@ import uvloop
 
 from benchmarks.hand_over import to_output, to_request, to_step
 from benchmarks.load import Load, run_load
+from services.cli.replay.inprocess_pool import InProcessPool
 from services.common.settings import parse_settings
 from services.gateway.adapters.hf_tokenizer import load_tokenizer
 from services.gateway.adapters.inflight import Inflight, Mailbox
@@ -50,7 +51,6 @@ from services.worker.core.engine import Engine as WorkerEngine
 from services.worker.core.engine import WorkerDescription
 from services.worker.core.runner import Runner
 from services.worker.settings import WorkerSettings
-from tools.inprocess_pool import InProcessPool
 
 
 class RunnerExecutor:

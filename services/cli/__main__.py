@@ -13,6 +13,7 @@ COMMANDS = {
     "chat": "talk with a model, in the terminal or through a pipe",
     "complete": "continue a text",
     "status": "show the queues and the pool of each replica",
+    "replay": "drive the scheduler again from a scenario or a step log",
 }
 
 _INTERRUPTED = 130

@@ -22,12 +22,12 @@ from services.scheduler.adapters.replica import ReplicaClient, ReplicaShape
 from services.scheduler.adapters.servicer import SchedulerServicer
 from services.scheduler.adapters.sessions import Sessions
 from services.scheduler.adapters.statistics import Statistics, StepCounts
+from services.scheduler.adapters.step_log import scheduler_with_log
 from services.scheduler.adapters.step_tracer import StepTracer
 from services.scheduler.adapters.traced_ports import TracedExecutor, TracedPool
 from services.scheduler.adapters.worker_client import Rank, WorkerGroup
 from services.scheduler.core.config import Policy, SchedulerConfig
 from services.scheduler.core.engine import Engine
-from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.settings import SchedulerSettings
 
 SERVICE = "scheduler"
@@ -56,28 +56,30 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
     try:
         shape = await _unless_stopped(replica, stop)
         config = make_config(settings, shape)
-        counts, sessions = StepCounts(), Sessions()
-        engine = Engine(
-            Scheduler(config, TracedPool(pool, tracing)),
-            TracedExecutor(workers, tracing),
-            replica,
-            sessions,
-            StepTracer(tracing, counts),
-        )
-        incarnation, model_name = uuid.uuid4().hex, shape.description.model_name
-        statistics = Statistics(engine, sessions, counts, incarnation, model_name)
-        door = Door(
-            config=config,
-            vocab_size=shape.description.vocab_size,
-            max_model_len=shape.description.max_model_len,
-            max_num_waiting=settings.max_num_waiting,
-            num_waiting=lambda: engine.num_waiting,
-            next_key=itertools.count(1).__next__,
-        )
-        opened = what_is_served(shape, config, incarnation)
-        servicer = SchedulerServicer(engine, door, sessions, statistics, opened)
-        with serving_metrics(statistics, settings.metrics_host, settings.metrics_port):
-            await _serve_engine(settings, engine, servicer, stop)
+        pool_port = TracedPool(pool, tracing)
+        with scheduler_with_log(settings.step_log, config, pool_port, shape) as scheduler:
+            counts, sessions = StepCounts(), Sessions()
+            engine = Engine(
+                scheduler,
+                TracedExecutor(workers, tracing),
+                replica,
+                sessions,
+                StepTracer(tracing, counts),
+            )
+            incarnation, model_name = uuid.uuid4().hex, shape.description.model_name
+            statistics = Statistics(engine, sessions, counts, incarnation, model_name)
+            door = Door(
+                config=config,
+                vocab_size=shape.description.vocab_size,
+                max_model_len=shape.description.max_model_len,
+                max_num_waiting=settings.max_num_waiting,
+                num_waiting=lambda: engine.num_waiting,
+                next_key=itertools.count(1).__next__,
+            )
+            opened = what_is_served(shape, config, incarnation)
+            servicer = SchedulerServicer(engine, door, sessions, statistics, opened)
+            with serving_metrics(statistics, settings.metrics_host, settings.metrics_port):
+                await _serve_engine(settings, engine, servicer, stop)
     except Aborted:
         logger.info("told to stop before pool and workers were there")
     finally:

@@ -1,6 +1,7 @@
 """Settings of the scheduler."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from services.common.logs import LogFormat, LogLevel
 from services.common.settings import at_least, between, not_empty, setting
@@ -66,6 +67,11 @@ class SchedulerSettings:
     )
     drain_seconds: float = setting(
         5.0, doc="time for running requests to end after SIGTERM", check=at_least(0)
+    )
+    step_log: Path | None = setting(
+        None,
+        doc="file for a log of every step, prompts included, for `stepwell replay`; "
+        "compressed where its name ends in .zst",
     )
     otlp_endpoint: str = setting("", doc="OTLP/gRPC endpoint for traces; empty: no traces")
     trace_sample_ratio: float = setting(

@@ -12,6 +12,8 @@ import pytest
 from stepwell.common.v1 import common_pb2
 from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
 
+from services.cli.replay.scenario import read_scenario
+from services.cli.replay.scenario_run import ScenarioRun, run_scenario
 from services.common.channel import open_channel
 from services.common.server import GrpcServer
 from services.common.telemetry import configure_tracing
@@ -21,8 +23,7 @@ from services.kvpool.adapters.servicer import KVPoolServicer
 from services.kvpool.core.ids import PoolId
 from services.kvpool.core.pool_host import PoolHost, PoolLimits
 from services.scheduler.adapters.pool_client import PoolClient
-from tests.conformance.replay import FIELDS, Replay, differences, full_config
-from tools.inprocess_pool import InProcessPool
+from tests.conformance.differences import FIELDS, differences
 
 Record = dict[str, Any]
 
@@ -37,17 +38,12 @@ RECORDINGS = load_recordings()
 
 
 async def replay_in_process(scenario: Record) -> Record:
-    config = full_config(scenario)
-    pool = InProcessPool(
-        config["num_gpu_blocks"],
-        config["block_size"],
-        enable_prefix_caching=config["enable_prefix_caching"],
-    )
-    return await Replay(scenario, pool, pool.core).run()
+    return await run_scenario(read_scenario(scenario))
 
 
 async def replay_over_grpc(scenario: Record) -> Record:
-    config = full_config(scenario)
+    story = read_scenario(scenario)
+    config = story.config
     feed, directory = EventFeed(65_536), MemoryDirectory()
     host: PoolHost[kvpool_pb2.TransactResponse] = PoolHost(
         PoolLimits(max_pools=1, max_blocks_per_pool=10_000), (directory, feed), lambda: 1
@@ -58,16 +54,16 @@ async def replay_over_grpc(scenario: Record) -> Record:
     channel = open_channel(await server.start("127.0.0.1:0"))
     client = PoolClient(channel, "recording", timeout_seconds=10)
     group = common_pb2.KVCacheGroup(
-        attention_type=common_pb2.ATTENTION_TYPE_FULL, block_size=config["block_size"], num_layers=1
+        attention_type=common_pb2.ATTENTION_TYPE_FULL, block_size=config.block_size, num_layers=1
     )
     try:
         await client.open(
-            config["num_gpu_blocks"],
+            config.num_blocks,
             [group],
             b"",
-            enable_prefix_caching=config["enable_prefix_caching"],
+            enable_prefix_caching=config.enable_prefix_caching,
         )
-        return await Replay(scenario, client, host.get(PoolId("recording")).pool).run()
+        return await ScenarioRun(story, client, host.get(PoolId("recording")).pool).run()
     finally:
         client.close()
         await channel.close()

@@ -10,7 +10,7 @@ from services.scheduler.core import ports
 from services.scheduler.core.plan import RequestUpdate, StepOutput, StepPlan
 from services.scheduler.core.request import Request
 from tests.scheduler.paged_model import PagedModel
-from tools.inprocess_pool import InProcessPool
+from services.cli.replay.inprocess_pool import InProcessPool
 
 SECONDS = 10.0
 

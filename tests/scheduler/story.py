@@ -11,7 +11,7 @@ from services.scheduler.core.ports import KVPool
 from services.scheduler.core.request import Request, StopConditions
 from services.scheduler.core.scheduler import Scheduler
 from tests.scheduler.paged_model import PagedModel
-from tools.inprocess_pool import InProcessPool
+from services.cli.replay.inprocess_pool import InProcessPool
 
 BLOCK_SIZE = 4
 

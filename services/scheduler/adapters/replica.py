@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stepwell.worker.v1 import worker_pb2
 
@@ -75,6 +75,8 @@ class ReplicaClient:
         shape = _shape(await self._workers.describe())
         if self._shape is not None:
             _require_same(self._shape, shape)
+            # The scheduler goes on counting the blocks that it was built for.
+            shape = replace(shape, num_blocks=self._shape.num_blocks)
         generation = await self._pool.open(
             shape.num_blocks,
             shape.description.groups,

@@ -128,17 +128,14 @@ class Scheduler:
 
     def preempt_all(self) -> list[Request]:
         """Sends every running request back to the queue, in an order that keeps theirs."""
-        victims = self.running[::-1]
-        for victim in victims:
-            self._preempt(victim)
-        return victims
+        return self._preempt_running()
 
     def forget_pool(self) -> list[Request]:
         """Starts over with an empty pool, empty workers and no step in flight.
 
         Nothing but computation is lost. Returns the requests that ran.
         """
-        victims = self.preempt_all()
+        victims = self._preempt_running()
         for request in self.waiting:
             request.forget_blocks()
         self._pending.clear()
@@ -249,6 +246,12 @@ class Scheduler:
         if self.config.policy is Policy.PRIORITY:
             return max(self.running, key=lambda request: (request.priority, request.arrival_time))
         return self.running[-1]
+
+    def _preempt_running(self) -> list[Request]:
+        victims = self.running[::-1]
+        for victim in victims:
+            self._preempt(victim)
+        return victims
 
     def _preempt(self, request: Request) -> None:
         self.running.remove(request)

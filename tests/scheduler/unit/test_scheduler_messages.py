@@ -16,7 +16,7 @@ from services.scheduler.core import ports
 from services.scheduler.core.plan import StepPlan
 from services.scheduler.core.request import Request, StopConditions
 from tests.scheduler.story import Story, prompt
-from tools.inprocess_pool import InProcessPool
+from services.cli.replay.inprocess_pool import InProcessPool
 
 HASHES = [BlockHash(bytes([number]) * 32) for number in range(4)]
 

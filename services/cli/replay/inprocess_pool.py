@@ -10,7 +10,10 @@ from services.scheduler.core import ports
 
 
 class InProcessPool:
-    """A `ports.KVPool` that calls the pool directly; `core` is open to look at."""
+    """A `ports.KVPool` that calls the pool directly; `core` is open to look at.
+
+    Without `groups` it has one, of full attention.
+    """
 
     def __init__(
         self,
@@ -18,13 +21,13 @@ class InProcessPool:
         block_size: int,
         *,
         enable_prefix_caching: bool = True,
-        num_groups: int = 1,
+        groups: Sequence[GroupSpec] = (),
     ) -> None:
-        groups = tuple(GroupSpec(AttentionType.FULL, block_size) for _ in range(num_groups))
+        groups = groups or [GroupSpec(AttentionType.FULL, block_size)]
         self.core = KVPool(
             PoolConfig(
                 num_blocks=num_blocks,
-                groups=groups,
+                groups=tuple(groups),
                 enable_prefix_caching=enable_prefix_caching,
                 fingerprint=b"",
             )
@@ -52,13 +55,20 @@ class InProcessPool:
                     hits += num_hit_tokens
                 case pool_ops.ResetPrefixCacheResult(done):
                     reset_done = done
-        stop = outcome.stop and ports.Stop(
-            outcome.stop.operation_index,
-            outcome.stop.item_index,
-            ports.StopReason(outcome.stop.reason.value),
-            outcome.stop.num_hit_tokens or 0,
+        return ports.Outcome(
+            outcome.num_free_blocks, _stop(outcome.stop), grown, hits, admitted, reset_done
         )
-        return ports.Outcome(outcome.num_free_blocks, stop, grown, hits, admitted, reset_done)
+
+
+def _stop(stop: pool_ops.Stop | None) -> ports.Stop | None:
+    if stop is None:
+        return None
+    return ports.Stop(
+        stop.operation_index,
+        stop.item_index,
+        ports.StopReason(stop.reason.value),
+        stop.num_hit_tokens or 0,
+    )
 
 
 def _numbers(keys: Sequence[int]) -> list[RequestNumber]:

@@ -1,150 +1,111 @@
-"""Drives the scheduler and pool cores through a recorded scenario and records what they decide.
+"""A scenario driven through the scheduler and the pool, and the record of what they decide.
 
-The scenario and record formats are described in tests/conformance/README.md. The model is a
-deterministic stand-in: its next token is a function of the tokens so far.
+The record is the one of the recorded decisions of vLLM that the conformance tests compare with.
 """
 
 import hashlib
-from collections import defaultdict, deque
+from collections import deque
 from typing import Any
 
+from services.cli.replay.inprocess_pool import InProcessPool
+from services.cli.replay.scenario import Abort, Arrival, Scenario
+from services.cli.replay.stand_in import continuation, proposals
 from services.kvpool.core.kv_pool import KVPool
 from services.scheduler.core import ports
-from services.scheduler.core.config import Policy, SchedulerConfig
 from services.scheduler.core.plan import StepOutput, StepPlan
 from services.scheduler.core.request import Request, StopConditions
 from services.scheduler.core.scheduler import Scheduler
 
-DEFAULTS: dict[str, Any] = {
-    "policy": "fcfs",
-    "max_num_seqs": 16,
-    "max_num_batched_tokens": 512,
-    "max_model_len": 512,
-    "block_size": 16,
-    "num_gpu_blocks": 1000,
-    "enable_prefix_caching": True,
-    "long_prefill_token_threshold": 0,
-    "enable_chunked_prefill": True,
-    "async_scheduling": False,
-    "num_speculative_tokens": 0,
-    "max_num_scheduled_tokens": None,
-    "max_num_active_seqs": None,
-    "long_prefill_token_threshold_adaptive": False,
-    "scheduler_reserve_full_isl": True,
-    "watermark": 0.0,
-    "num_lookahead_tokens": None,
-    "eos_token_id": 2,
-}
-SAME_NAME = (
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "max_model_len",
-    "block_size",
-    "enable_prefix_caching",
-    "long_prefill_token_threshold",
-    "enable_chunked_prefill",
-    "async_scheduling",
-    "num_speculative_tokens",
-    "max_num_scheduled_tokens",
-    "max_num_active_seqs",
-    "long_prefill_token_threshold_adaptive",
-    "scheduler_reserve_full_isl",
-    "watermark",
-)
+Record = dict[str, Any]
+"""As JSON knows it."""
 
 
-def next_token(tokens: list[int]) -> int:
-    """What the stand-in for the model says after `tokens`."""
-    return (sum(tokens[-4:]) * 31 + len(tokens) * 7) % 997 + 3
+async def run_scenario(scenario: Scenario) -> Record:
+    """The record, with the pool in this process."""
+    config = scenario.config
+    pool = InProcessPool(
+        config.num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching
+    )
+    return await ScenarioRun(scenario, pool, pool.core).run()
 
 
-def continuation(tokens: list[int], count: int) -> list[int]:
-    """The next `count` tokens of the stand-in."""
-    longer = list(tokens)
-    for _ in range(count):
-        longer.append(next_token(longer))
-    return longer[len(tokens) :]
-
-
-def proposals(tokens: list[int], count: int) -> list[int]:
-    """Drafts made when a request holds `tokens`: about seven in ten right, the others one off."""
-    return [
-        token if (len(tokens) * 7 + index * 13) % 10 < 7 else token + 1
-        for index, token in enumerate(continuation(tokens, count))
-    ]
-
-
-def full_config(scenario: dict[str, Any]) -> dict[str, Any]:
-    """The scenario's configuration with what it leaves out."""
-    return {**DEFAULTS, **scenario["config"]}
-
-
-class Replay:
-    """One run of a scenario through the scheduler core. `pool` is its pool, whose `core` the
-    record looks into: both may be in this process, or with a wire between them.
+class ScenarioRun:
+    """One run. `pool` is the scheduler's, whose `core` the record looks into: both may be in this
+    process, or with a wire between them.
     """
 
-    def __init__(self, scenario: dict[str, Any], pool: ports.KVPool, core: KVPool) -> None:
-        self._config = full_config(scenario)
-        self._events = defaultdict(list)
-        for event in scenario["events"]:
-            self._events[event["step"]].append(event)
-        self._max_steps = scenario.get("max_steps", 20_000)
-        config = self._config
+    def __init__(self, scenario: Scenario, pool: ports.KVPool, core: KVPool) -> None:
+        self.scheduler = Scheduler(scenario.config, pool)
+        self._scenario = scenario
         self._core = core
-        self.scheduler = Scheduler(
-            SchedulerConfig(
-                **{name: config[name] for name in SAME_NAME},
-                num_blocks=config["num_gpu_blocks"],
-                num_lookahead_tokens=config["num_lookahead_tokens"] or 0,
-                policy=Policy(config["policy"]),
-            ),
-            pool,
-        )
         self._requests: dict[str, Request] = {}
-        self._results: dict[str, dict[str, Any]] = {}
+        self._results: dict[str, Record] = {}
         self._finished_since_plan: list[str] = []
         self._in_flight: deque[tuple[int, StepPlan]] = deque()
         self._held_by_worker: dict[Request, list[int]] = {}
-        self._depth = 2 if config["async_scheduling"] else 1
+        self._depth = 2 if scenario.config.async_scheduling else 1
 
-    async def run(self) -> dict[str, Any]:
+    async def run(self) -> Record:
         """The record of the whole scenario."""
-        steps: list[dict[str, Any]] = []
-        last_event = max(self._events, default=0)
-        for step in range(self._max_steps):
-            record: dict[str, Any] = {"step": step}
+        steps: list[Record] = []
+        last_event = max(self._scenario.events, default=0)
+        status = "max_steps"
+        for step in range(self._scenario.max_steps):
+            record: Record = {"step": step}
             await self._apply_events(step, record)
             if self._has_requests or self._in_flight:
                 await self._step(step, record)
-                steps.append(record)
+                steps.append(_without_empty(record))
+                if step > last_event and self._is_stuck(record):
+                    status = "stuck"
+                    break
             elif len(record) > 1:
-                steps.append(record)
+                steps.append(record | {"idle": True})
             elif step > last_event:
+                status = "done"
                 break
+        return {
+            "name": self._scenario.name,
+            "config": self._scenario.named_config,
+            "status": status,
+            "steps": steps,
+            "requests": self._request_records(),
+            "final": {
+                "free": self._core.num_free_blocks,
+                "num_cached_hashes": self._core.num_cached_hashes,
+                "num_steps": len(steps),
+            },
+        }
+
+    def _request_records(self) -> Record:
         for request_id, request in self._requests.items():
             self._results[request_id] |= {
                 "output_token_ids": request.token_ids[request.num_prompt_tokens :],
                 "num_preemptions": request.num_preemptions,
                 "cached_tokens": request.num_cached_tokens,
             }
-        return {"steps": steps, "requests": self._results}
+        return self._results
 
     @property
     def _has_requests(self) -> bool:
         scheduler = self.scheduler
         return bool(scheduler.running or scheduler.waiting or self._finished_since_plan)
 
-    async def _apply_events(self, step: int, record: dict[str, Any]) -> None:
-        for event in self._events[step]:
-            if "add" in event:
-                self._add(step, event["add"], record)
-            elif event.get("phase", "before") == "before":
-                self._abort(step, event["abort"], record)
+    def _is_stuck(self, record: Record) -> bool:
+        """Whether requests wait, and nothing that happens can ever change that."""
+        happens = self._in_flight or self._finished_since_plan or record.get("scheduled")
+        return bool(self.scheduler.waiting) and not happens
+
+    async def _apply_events(self, step: int, record: Record) -> None:
+        for event in self._scenario.events.get(step, ()):
+            if isinstance(event, Arrival):
+                self._add(step, event, record)
+            elif not event.is_mid_step:
+                self._abort(step, event, record)
         await self.scheduler.flush()
 
-    def _add(self, step: int, add: dict[str, Any], record: dict[str, Any]) -> None:
-        request_id, prompt = add["request_id"], add["prompt_token_ids"]
+    def _add(self, step: int, arrival: Arrival, record: Record) -> None:
+        request_id, prompt = arrival.request_id, arrival.prompt_token_ids
         record.setdefault("added", []).append(request_id)
         self._results[request_id] = {
             "output_token_ids": [],
@@ -155,28 +116,25 @@ class Replay:
             "finish_reason": None,
             "stop_reason": None,
         }
-        if not 0 < len(prompt) < self._config["max_model_len"]:
+        if not 0 < len(prompt) < self._scenario.config.max_model_len:
             record.setdefault("rejected", []).append(request_id)
             self._results[request_id] |= {"finish_reason": "rejected", "finish_step": step}
             return
-        eos = () if add.get("ignore_eos") else (self._config["eos_token_id"],)
         request = Request(
             request_id=request_id,
             key=len(self._requests) + 1,
             token_ids=list(prompt),
             num_prompt_tokens=len(prompt),
-            stop=StopConditions(
-                add["max_tokens"], frozenset(eos), frozenset(add.get("stop_token_ids", ()))
-            ),
-            priority=add.get("priority", 0),
-            arrival_time=add.get("arrival_time", float(step)),
-            cache_salt=add.get("cache_salt") or "",
+            stop=StopConditions(arrival.max_tokens, arrival.eos_token_ids, arrival.stop_token_ids),
+            priority=arrival.priority,
+            arrival_time=arrival.arrival_time,
+            cache_salt=arrival.cache_salt,
         )
         self._requests[request_id] = request
         self.scheduler.add(request)
 
-    def _abort(self, step: int, ids: str | list[str], record: dict[str, Any]) -> None:
-        for request_id in [ids] if isinstance(ids, str) else ids:
+    def _abort(self, step: int, abort: Abort, record: Record) -> None:
+        for request_id in abort.request_ids:
             request = self._requests.get(request_id)
             if request is not None and not request.is_finished:
                 record.setdefault("aborted", []).append(request_id)
@@ -184,15 +142,14 @@ class Replay:
                 self._note_end(request, step)
 
     def _note_end(self, request: Request, step: int) -> None:
-        assert request.finish_reason is not None
         self._finished_since_plan.append(request.request_id)
         self._results[request.request_id] |= {
             "finish_step": step,
-            "finish_reason": request.finish_reason.value,
+            "finish_reason": request.finish_reason and request.finish_reason.value,
             "stop_reason": request.stop_token_id,
         }
 
-    async def _step(self, step: int, record: dict[str, Any]) -> None:
+    async def _step(self, step: int, record: Record) -> None:
         scheduler = self.scheduler
         model_executed = False
         record["waiting"] = [request.request_id for request in scheduler.waiting]
@@ -207,9 +164,9 @@ class Replay:
             self._record_plan(plan, record, step)
             self._in_flight.append((step, plan))
             model_executed = bool(plan.requests)
-        for event in self._events[step]:
-            if event.get("phase") == "mid":
-                self._abort(step, event["abort"], record)
+        for event in self._scenario.events.get(step, ()):
+            if isinstance(event, Abort) and event.is_mid_step:
+                self._abort(step, event, record)
         if len(self._in_flight) == self._depth or (self._in_flight and not model_executed):
             self._update(step, record)
         await scheduler.flush()
@@ -217,7 +174,7 @@ class Replay:
         record["running_after"] = [request.request_id for request in scheduler.running]
         record["waiting_after"] = [request.request_id for request in scheduler.waiting]
 
-    def _update(self, step: int, record: dict[str, Any]) -> None:
+    def _update(self, step: int, record: Record) -> None:
         scheduler = self.scheduler
         planned_in, plan = self._in_flight.popleft()
         outputs = []
@@ -245,7 +202,7 @@ class Replay:
     def _answer(self, plan: StepPlan) -> StepOutput:
         """What a worker would say that has seen all steps before this one."""
         tokens, drafts = [], []
-        count = self._config["num_speculative_tokens"]
+        count = self._scenario.config.num_speculative_tokens
         for index, request in enumerate(plan.requests):
             if request in plan.block_tables:
                 self._held_by_worker[request] = list(request.token_ids)
@@ -271,9 +228,11 @@ class Replay:
             accepted += 1
         return truth[: accepted + 1]
 
-    def _record_plan(self, plan: StepPlan, record: dict[str, Any], step: int) -> None:
+    def _record_plan(self, plan: StepPlan, record: Record, step: int) -> None:
         ids = [request.request_id for request in plan.requests]
-        record["scheduled"] = [list(pair) for pair in zip(ids, plan.num_scheduled_tokens)]  # noqa: B905
+        record["scheduled"] = [
+            list(pair) for pair in zip(ids, plan.num_scheduled_tokens, strict=True)
+        ]
         record["start"] = plan.num_computed_tokens
         record["new"] = [request.request_id for request in plan.new]
         record["spec"] = {
@@ -294,7 +253,7 @@ class Replay:
             self._results[request.request_id]["first_step"] = step
         self._record_pool(record, "_sched")
 
-    def _record_pool(self, record: dict[str, Any], suffix: str) -> None:
+    def _record_pool(self, record: Record, suffix: str) -> None:
         core = self._core
         free = core.free_block_ids()
         digest = hashlib.sha256(",".join(map(str, free)).encode()).hexdigest()
@@ -305,28 +264,5 @@ class Replay:
         core.check()
 
 
-def differences(golden: dict[str, Any], ours: dict[str, Any], fields: list[str]) -> list[str]:
-    """Every field of every step and request that differs; an absent field equals an empty one."""
-    found = []
-    theirs, mine = ({s["step"]: s for s in record["steps"]} for record in (golden, ours))
-    for step in sorted(theirs.keys() | mine.keys()):
-        for name in fields:
-            want, have = theirs.get(step, {}).get(name), mine.get(step, {}).get(name)
-            if want != have and (want or have):
-                found.append(f"step {step} {name}: recorded {want}, got {have}")
-    for request_id, want in golden["requests"].items():
-        for name, value in want.items():
-            have = ours["requests"].get(request_id, {}).get(name)
-            if have != value:
-                found.append(f"request {request_id} {name}: recorded {value}, got {have}")
-    return found
-
-
-FIELDS = [
-    *("added", "aborted", "rejected", "waiting", "running", "computed_before", "scheduled"),
-    *("start", "new", "resumed", "cached", "blocks", "preempted", "finished_before", "update_of"),
-    *("spec", "accepted"),
-    *("outputs", "free", "free_head", "free_sha", "num_cached_hashes", "free_sched"),
-    *("free_head_sched", "free_sha_sched", "num_cached_hashes_sched", "running_after"),
-    "waiting_after",
-]
+def _without_empty(record: Record) -> Record:
+    return {name: value for name, value in record.items() if value not in ([], {}, None)}

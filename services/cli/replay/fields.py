@@ -1,0 +1,163 @@
+"""Reading JSON that people or a dying disk may have changed: every complaint names the field."""
+
+import json
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+Path = tuple[str | int, ...]
+
+_JSON_SPACE = " \t\n\r"
+_MAX_SHOWN = 40
+LARGEST = 2**31 - 1
+"""Of the numbers in scenarios and logs, unless something else is said."""
+
+
+class FieldError(ValueError):
+    """A value that cannot be used. `path` leads to it from the top of its document."""
+
+    def __init__(self, path: Path, complaint: str) -> None:
+        super().__init__(f"{field_name(path)} {complaint}")
+        self.path = path
+
+
+def field_name(path: Path) -> str:
+    """The path as people write it: events[3].add.max_tokens."""
+    parts = [f"[{step}]" if isinstance(step, int) else f".{step}" for step in path]
+    return "".join(parts).removeprefix(".") or "the document"
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A value with the way to it. Each method raises FieldError when it is something else."""
+
+    value: Any
+    path: Path = ()
+
+    def __getitem__(self, name: str) -> "Field":
+        """A member of an object that must be there."""
+        self.members()
+        if name not in self.value:
+            raise FieldError((*self.path, name), "is missing")
+        return Field(self.value[name], (*self.path, name))
+
+    def get(self, name: str, default: Any) -> "Field":
+        """A member of an object, or what it is when left out."""
+        return Field(self.members().get(name, default), (*self.path, name))
+
+    def members(self) -> dict[str, Any]:
+        """The value, an object."""
+        if not isinstance(self.value, dict):
+            raise self.wrong("must be an object")
+        return self.value
+
+    def only(self, names: Collection[str]) -> None:
+        """Complains about the first member that has another name."""
+        for name in self.members():
+            if name not in names:
+                raise FieldError((*self.path, name), "is not known")
+
+    def items(self) -> Iterator["Field"]:
+        """The items of a list."""
+        if not isinstance(self.value, list):
+            raise self.wrong("must be a list")
+        for index, item in enumerate(self.value):
+            yield Field(item, (*self.path, index))
+
+    def integer(self, low: int = 0, high: int = LARGEST) -> int:
+        """A whole number."""
+        if type(self.value) is not int or not low <= self.value <= high:
+            raise self.wrong(f"must be a whole number from {low} to {high}")
+        return self.value
+
+    def integers(self, low: int = 0, high: int = LARGEST) -> list[int]:
+        """A list of whole numbers."""
+        return [item.integer(low, high) for item in self.items()]
+
+    def number(self, low: float, high: float) -> float:
+        """A number."""
+        if type(self.value) not in (int, float) or not low <= self.value <= high:
+            raise self.wrong(f"must be a number from {low:g} to {high:g}")
+        return float(self.value)
+
+    def text(self) -> str:
+        """A string."""
+        if not isinstance(self.value, str):
+            raise self.wrong("must be a string")
+        try:
+            self.value.encode()
+        except UnicodeEncodeError:
+            raise self.wrong("must be text") from None
+        return self.value
+
+    def boolean(self) -> bool:
+        """True or false."""
+        if not isinstance(self.value, bool):
+            raise self.wrong("must be true or false")
+        return self.value
+
+    def one_of(self, values: Collection[str]) -> str:
+        """One of some words."""
+        if not isinstance(self.value, str) or self.value not in values:
+            raise self.wrong(f"must be one of {', '.join(values)}")
+        return self.value
+
+    def wrong(self, complaint: str) -> FieldError:
+        """A complaint that shows the value."""
+        shown = json.dumps(self.value)
+        if len(shown) > _MAX_SHOWN:
+            shown = shown[:_MAX_SHOWN] + "..."
+        return FieldError(self.path, f"{complaint}, not {shown}")
+
+
+def parse_json(text: str) -> Any:
+    """The document. Raises ValueError, a json.JSONDecodeError where a place can be named."""
+    try:
+        return json.loads(text, parse_constant=_no_constant)
+    except RecursionError:
+        raise ValueError("is nested too deep") from None
+
+
+def line_of(text: str, path: Path) -> int:
+    """The line on which the value at `path` begins; of a missing member, its object's."""
+    position = _skip_space(text, 0)
+    for step in path:
+        found = _find(text, position, step)
+        if found is None:
+            break
+        position = found
+    return text.count("\n", 0, position) + 1
+
+
+def _find(text: str, position: int, wanted: str | int) -> int | None:
+    """Where the wanted member of the object, or item of the list, at `position` begins.
+
+    As in a document that parses; of equal names the last one counts.
+    """
+    decoder = json.JSONDecoder()
+    in_object, opened = text[position] == "{", text[position] in "[{"
+    found, index = None, 0
+    position = _skip_space(text, position + 1)
+    while opened and text[position] not in "]}":
+        name: str | int = index
+        if in_object:
+            name, position = decoder.raw_decode(text, position)
+            position = _skip_space(text, _skip_space(text, position) + 1)
+        if name == wanted:
+            found = position
+        _, position = decoder.raw_decode(text, position)
+        position = _skip_space(text, position)
+        if text[position] == ",":
+            position = _skip_space(text, position + 1)
+        index += 1
+    return found
+
+
+def _skip_space(text: str, position: int) -> int:
+    while position < len(text) and text[position] in _JSON_SPACE:
+        position += 1
+    return position
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")

@@ -1,0 +1,159 @@
+"""A step log as it lies on disk: lines of JSON, the first one a header, maybe compressed."""
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from json import JSONDecodeError
+from pathlib import Path
+from typing import IO
+
+from services.cli.errors import CommandError
+from services.cli.replay.fields import Field, FieldError, parse_json
+from services.cli.replay.settings import read_config
+from services.kvpool.core.groups import AttentionType, GroupSpec
+from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.recorder import SCHEMA, VERSION
+
+_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+_MAX_GROUPS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a replay needs besides the calls."""
+
+    model_name: str
+    config: SchedulerConfig
+    groups: tuple[GroupSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line after the header."""
+
+    number: int
+    entry: Field
+
+
+def is_step_log(path: Path) -> bool:
+    """Whether a file is a step log, or was one before it was damaged. Raises CommandError."""
+    with _open(path) as file:
+        start = file.read(4096)
+    return (
+        start.startswith(_ZSTD_MAGIC)
+        or path.suffix in (".jsonl", ".zst")
+        or SCHEMA.encode() in start.split(b"\n", 1)[0]
+    )
+
+
+class StepLogFile:
+    """The header, then the entries, each parsed when its turn comes.
+
+    Whatever is wrong with the file raises CommandError with the line and the field.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lines = self._parsed_lines()
+        first = next(self._lines, None)
+        if first is None:
+            raise CommandError(f"{path} is empty: there is no header on line 1")
+        with self.naming(first):
+            self.header = _read_header(first.entry)
+
+    def __iter__(self) -> Iterator[Line]:
+        return self._lines
+
+    @contextmanager
+    def naming(self, line: Line) -> Iterator[None]:
+        """Says on which line a field is that cannot be used."""
+        try:
+            yield
+        except FieldError as error:
+            raise CommandError(f"{self.path} line {line.number}: {error}") from None
+
+    def _parsed_lines(self) -> Iterator[Line]:
+        for number, text in self._raw_lines():
+            try:
+                entry = Field(parse_json(text.decode()))
+            except UnicodeDecodeError:
+                raise self._damaged(number, "is not UTF-8 text") from None
+            except JSONDecodeError as error:
+                what = "is cut off" if not text.endswith(b"\n") else "is not JSON"
+                raise self._damaged(
+                    number, f"{what}: {error.msg} at column {error.colno}"
+                ) from None
+            except ValueError as error:
+                raise self._damaged(number, f"is not usable: {error}") from None
+            yield Line(number, entry)
+
+    def _raw_lines(self) -> Iterator[tuple[int, bytes]]:
+        number = 0
+        with _open(self.path) as file:
+            try:
+                for number, text in enumerate(_decompressed(file), start=1):
+                    yield number, text
+            except OSError as error:
+                raise self._damaged(number + 1, f"cannot be read: {error.strerror}") from None
+            except _zstd_errors() as error:
+                raise self._damaged(number + 1, f"cannot be decompressed: {error}") from None
+
+    def _damaged(self, number: int, complaint: str) -> CommandError:
+        return CommandError(f"{self.path} line {number} {complaint}")
+
+
+def _open(path: Path) -> IO[bytes]:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise CommandError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _decompressed(file: IO[bytes]) -> IO[bytes]:
+    magic = file.read(len(_ZSTD_MAGIC))
+    file.seek(0)
+    if magic != _ZSTD_MAGIC:
+        return file
+    try:
+        import zstandard  # noqa: PLC0415 - an extra, for those who want it
+    except ImportError:
+        raise CommandError(
+            "a compressed log needs zstandard: pip install 'stepwell[zstd]'"
+        ) from None
+    reader = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
+    return io.BufferedReader(reader)
+
+
+def _zstd_errors() -> tuple[type[Exception], ...]:
+    try:
+        import zstandard  # noqa: PLC0415 - an extra, for those who want it
+    except ImportError:
+        return ()
+    return (zstandard.ZstdError,)
+
+
+def _read_header(top: Field) -> Header:
+    top["schema"].one_of([SCHEMA])
+    top["version"].integer(VERSION, VERSION)
+    fingerprint = top["fingerprint"]
+    try:
+        root = bytes.fromhex(fingerprint.text())
+    except ValueError:
+        raise fingerprint.wrong("must be hexadecimal") from None
+    config = read_config(top["config"], root)
+    pool = top["pool"]
+    pool["num_blocks"].integer(config.num_blocks, config.num_blocks)
+    groups = tuple(_read_group(group, config) for group in pool["groups"].items())
+    if not 0 < len(groups) <= _MAX_GROUPS:
+        raise pool["groups"].wrong(f"must list 1 to {_MAX_GROUPS} groups")
+    return Header(top["model_name"].text(), config, groups)
+
+
+def _read_group(group: Field, config: SchedulerConfig) -> GroupSpec:
+    return GroupSpec(
+        AttentionType(group["attention_type"].one_of([kind.value for kind in AttentionType])),
+        group["block_size"].integer(config.block_size, config.block_size),
+        group["window"].integer(),
+        group["num_layers"].integer(),
+    )

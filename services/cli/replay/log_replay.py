@@ -1,0 +1,193 @@
+"""A step log driven again: the same calls, and a look whether the same comes of them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from services.cli.replay.fields import Field
+from services.cli.replay.history import History, new_request, read_arrival
+from services.cli.replay.inprocess_pool import InProcessPool
+from services.cli.replay.log_file import Header
+from services.cli.replay.statistics import RunStatistics
+from services.kvpool.core.groups import GroupSpec
+from services.scheduler.core import ports
+from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.plan import StepOutput, StepPlan
+from services.scheduler.core.recorder import Entry, RecordingScheduler
+from services.scheduler.core.request import FinishReason, Request
+
+_ABSENT = object()
+
+
+class MortalPool:
+    """A pool that can be lost, and come back empty."""
+
+    def __init__(self, config: SchedulerConfig, groups: Sequence[GroupSpec]) -> None:
+        self._config = config
+        self._groups = groups
+        self.num_answers_left: int | None = None
+        """Transactions that it still answers before it is lost; None when it is not lost."""
+        self.reopen()
+
+    def reopen(self) -> None:
+        """Begins a new life."""
+        self.num_answers_left = None
+        self._pool = InProcessPool(
+            self._config.num_blocks,
+            self._config.block_size,
+            enable_prefix_caching=self._config.enable_prefix_caching,
+            groups=self._groups,
+        )
+
+    async def transact(
+        self, operations: Sequence[ports.Operation], traceparent: str = ""
+    ) -> ports.Outcome:
+        """See `ports.KVPool`."""
+        if self.num_answers_left is not None:
+            if self.num_answers_left == 0:
+                raise ports.PoolLost("the pool was lost here")
+            self.num_answers_left -= 1
+        return await self._pool.transact(operations, traceparent)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A field that came out otherwise than it did."""
+
+    step: int
+    field: str
+    logged: Any
+    replayed: Any
+
+
+class LogReplay:
+    """Takes the entries of a log, one after the other, and remembers what a what-if needs."""
+
+    def __init__(self, header: Header) -> None:
+        self._pool = MortalPool(header.config, header.groups)
+        self._told: list[Entry] = []
+        self.scheduler = RecordingScheduler(header.config, self._pool, self._told.append)
+        self.statistics = RunStatistics(self.scheduler)
+        self.history = History()
+        self.is_complete = False
+        """Whether the log told its end."""
+        self._in_flight: dict[int, StepPlan] = {}
+
+    async def take(self, entry: Field) -> list[Difference]:
+        """Does what an entry says was done; returns in what it came out otherwise.
+
+        After a difference there is no going on. Raises FieldError for an entry that makes no
+        sense here.
+        """
+        if self.is_complete:
+            raise entry["call"].wrong("must not follow the end")
+        call = entry["call"].one_of(_CALLS)
+        if call == "end":
+            self.is_complete = True
+            return []
+        step = self.history.num_plans
+        await _CALLS[call](self, entry)
+        return _compare(step, entry.members(), self._told.pop())
+
+    async def _add(self, entry: Field) -> None:
+        arrival = read_arrival(entry, self.scheduler.config.max_model_len)
+        if arrival.key in self.history.requests:
+            raise entry["key"].wrong("must be new")
+        request = new_request(arrival)
+        self.statistics.arrived(request, self.history.num_plans)
+        self.history.note_arrival(arrival, request)
+        self.scheduler.add(request)
+
+    async def _abort(self, entry: Field) -> None:
+        request = self._request(entry["key"])
+        reason = FinishReason(entry["reason"].one_of([reason.value for reason in FinishReason]))
+        self.history.note_abort(request, reason)
+        self.scheduler.abort(request, reason)
+
+    async def _schedule(self, entry: Field) -> None:
+        plan = await self._losing(entry, self.scheduler.schedule)
+        if plan is not None:
+            self.statistics.planned(plan, self.history.num_plans)
+            self._in_flight[plan.step] = plan
+            self.history.note_plan()
+
+    async def _update_from_output(self, entry: Field) -> None:
+        step = entry["step"]
+        plan = self._in_flight.get(step.integer())
+        if plan is None:
+            raise step.wrong("must be a step in flight")
+        output = _read_output(entry, len(plan.requests))
+        self._in_flight = {
+            number: later for number, later in self._in_flight.items() if number > plan.step
+        }
+        update = self.scheduler.update_from_output(plan, output)
+        self.statistics.updated(update)
+        self.history.note_update(update)
+
+    async def _preempt_all(self, entry: Field) -> None:  # noqa: ARG002 - nothing goes in
+        self.history.note_call("preempt_all")
+        self.scheduler.preempt_all()
+
+    async def _forget_pool(self, entry: Field) -> None:  # noqa: ARG002 - nothing goes in
+        self.history.note_call("forget_pool")
+        self._in_flight.clear()
+        self.scheduler.forget_pool()
+        self._pool.reopen()
+
+    async def _flush(self, entry: Field) -> None:
+        await self._losing(entry, self.scheduler.flush)
+
+    async def _reset_prefix_cache(self, entry: Field) -> None:
+        self.history.note_call("reset_prefix_cache")
+        await self._losing(entry, self.scheduler.reset_prefix_cache)
+
+    async def _losing(self, entry: Field, call: Callable[[], Any]) -> Any:
+        """Calls, with a pool that is lost where it was; None then."""
+        if "lost_after" in entry.members():
+            self._pool.num_answers_left = entry["lost_after"].integer()
+        try:
+            return await call()
+        except ports.PoolLost:
+            return None
+        finally:
+            self._pool.num_answers_left = None
+
+    def _request(self, key: Field) -> Request:
+        request = self.history.requests.get(key.integer())
+        if request is None or request.is_finished:
+            raise key.wrong("must be of a request that is alive")
+        return request
+
+
+_CALLS: dict[str, Any] = {
+    "add": LogReplay._add,
+    "abort": LogReplay._abort,
+    "schedule": LogReplay._schedule,
+    "update_from_output": LogReplay._update_from_output,
+    "preempt_all": LogReplay._preempt_all,
+    "forget_pool": LogReplay._forget_pool,
+    "flush": LogReplay._flush,
+    "reset_prefix_cache": LogReplay._reset_prefix_cache,
+    "end": None,
+}
+
+
+def _read_output(entry: Field, num_requests: int) -> StepOutput:
+    tokens, drafts = entry["token_ids"], entry["draft_token_ids"]
+    token_ids = [item.integers() for item in tokens.items()]
+    if len(token_ids) != num_requests:
+        raise tokens.wrong(f"must list tokens of {num_requests} requests")
+    draft_token_ids = [item.integers(-1) for item in drafts.items()]
+    if len(draft_token_ids) not in (0, num_requests):
+        raise drafts.wrong(f"must list drafts of {num_requests} requests, or nothing")
+    nan = entry["nan_requests"].integers(0, num_requests - 1)
+    return StepOutput(token_ids, draft_token_ids=draft_token_ids, nan_requests=frozenset(nan))
+
+
+def _compare(step: int, logged: Entry, replayed: Entry) -> list[Difference]:
+    names = dict.fromkeys([*logged, *replayed])
+    return [
+        Difference(step, name, logged.get(name), replayed.get(name))
+        for name in names
+        if logged.get(name, _ABSENT) != replayed.get(name, _ABSENT)
+    ]

@@ -1,0 +1,142 @@
+"""A scenario: a configuration in vLLM's names, and who comes and goes at which step."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from services.cli.replay.fields import Field, FieldError
+from services.cli.replay.settings import read_config
+from services.scheduler.core.config import SchedulerConfig
+
+DEFAULTS: dict[str, Any] = {
+    "policy": "fcfs",
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 512,
+    "max_model_len": 512,
+    "block_size": 16,
+    "num_gpu_blocks": 1000,
+    "enable_prefix_caching": True,
+    "long_prefill_token_threshold": 0,
+    "enable_chunked_prefill": True,
+    "async_scheduling": False,
+    "num_speculative_tokens": 0,
+    "max_num_scheduled_tokens": None,
+    "max_num_active_seqs": None,
+    "long_prefill_token_threshold_adaptive": False,
+    "scheduler_reserve_full_isl": True,
+    "watermark": 0.0,
+    "num_lookahead_tokens": None,
+    "prefix_caching_hash_algo": "sha256",
+    "eos_token_id": 2,
+}
+_NOT_THE_SCHEDULERS = ("num_gpu_blocks", "prefix_caching_hash_algo", "eos_token_id")
+_PHASES = ("before", "mid")
+_MAX_STEPS = 20_000
+_MOST_STEPS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request, as a client would send it."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    max_tokens: int
+    priority: int
+    arrival_time: float
+    eos_token_ids: frozenset[int]
+    stop_token_ids: frozenset[int]
+    cache_salt: str
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Requests that somebody gave up on. `mid` is between a step's plan and its tokens."""
+
+    request_ids: list[str]
+    is_mid_step: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """What happens to a replica. `num_blocks` of the configuration counts the null block in."""
+
+    name: str
+    named_config: dict[str, Any]
+    """The whole configuration, in the scenario's own names."""
+    config: SchedulerConfig
+    events: dict[int, list[Arrival | Abort]]
+    """By step, in the order in which they are told."""
+    max_steps: int
+
+
+def read_scenario(document: Any) -> Scenario:
+    """A scenario from its JSON. Raises FieldError."""
+    top = Field(document)
+    top.only(("name", "seed", "note", "config", "events", "max_steps"))
+    given = top.get("config", {})
+    given.only(DEFAULTS)
+    named = {**DEFAULTS, **given.members()}
+    config = _config(Field(named, given.path))
+    eos = Field(named["eos_token_id"], (*given.path, "eos_token_id")).integer()
+    Field(named["prefix_caching_hash_algo"], (*given.path, "prefix_caching_hash_algo")).text()
+    events: dict[int, list[Arrival | Abort]] = {}
+    known: set[str] = set()
+    for event in top["events"].items():
+        step = event["step"].integer(0, _MOST_STEPS)
+        if "add" in event.members():
+            event.only(("step", "add"))
+            arrival = _arrival(event["add"], step, eos)
+            if arrival.request_id in known:
+                raise event["add"]["request_id"].wrong("must be new")
+            known.add(arrival.request_id)
+            events.setdefault(step, []).append(arrival)
+        else:
+            event.only(("step", "abort", "phase"))
+            events.setdefault(step, []).append(_abort(event))
+    max_steps = top.get("max_steps", _MAX_STEPS).integer(1, _MOST_STEPS)
+    return Scenario(top.get("name", "").text(), named, config, events, max_steps)
+
+
+def _config(field: Field) -> SchedulerConfig:
+    named = field.members()
+    config = {name: value for name, value in named.items() if name not in _NOT_THE_SCHEDULERS}
+    config["num_blocks"] = named["num_gpu_blocks"]
+    if config["num_lookahead_tokens"] is None:
+        config["num_lookahead_tokens"] = 0
+    try:
+        return read_config(Field(config, field.path))
+    except FieldError as error:
+        if error.path[-1] != "num_blocks":
+            raise
+        wrong = (*error.path[:-1], "num_gpu_blocks")
+        complaint = str(error).partition(" ")[2]
+        raise FieldError(wrong, complaint) from None
+
+
+def _arrival(add: Field, step: int, eos: int) -> Arrival:
+    add.only(
+        (
+            *("request_id", "prompt_token_ids", "max_tokens", "priority", "arrival_time"),
+            *("ignore_eos", "stop_token_ids", "min_tokens", "cache_salt"),
+        )
+    )
+    add.get("min_tokens", 0).integer()  # the sampler's business
+    salt = add.get("cache_salt", "")
+    return Arrival(
+        request_id=add["request_id"].text(),
+        prompt_token_ids=add["prompt_token_ids"].integers(),
+        max_tokens=add["max_tokens"].integer(1),
+        priority=add.get("priority", 0).integer(-(2**31)),
+        arrival_time=add.get("arrival_time", float(step)).number(-1e18, 1e18),
+        eos_token_ids=frozenset(() if add.get("ignore_eos", False).boolean() else (eos,)),
+        stop_token_ids=frozenset(add.get("stop_token_ids", []).integers()),
+        cache_salt="" if salt.value is None else salt.text(),
+    )
+
+
+def _abort(event: Field) -> Abort:
+    ids = event["abort"]
+    return Abort(
+        [ids.text()] if isinstance(ids.value, str) else [item.text() for item in ids.items()],
+        event.get("phase", "before").one_of(_PHASES) == "mid",
+    )

@@ -1,0 +1,87 @@
+"""The scheduler's configuration in scenarios, logs and `--set`: one table of what it may be."""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Callable
+from typing import Any
+
+from services.cli.replay.fields import Field
+from services.scheduler.core.config import Policy, SchedulerConfig
+
+MAX_BLOCKS = 2_000_000
+_MAX_SEQS = 1_000_000
+
+RANGES: dict[str, tuple[float, float]] = {
+    "max_num_seqs": (1, _MAX_SEQS),
+    "max_num_batched_tokens": (1, 10**9),
+    "max_model_len": (2, 10**9),
+    "block_size": (1, 10**6),
+    "num_blocks": (2, MAX_BLOCKS),
+    "long_prefill_token_threshold": (0, 10**9),
+    "max_num_scheduled_tokens": (1, 10**9),
+    "max_num_active_seqs": (1, _MAX_SEQS),
+    "num_speculative_tokens": (0, 1000),
+    "num_lookahead_tokens": (0, 1000),
+    "watermark": (0, 1),
+}
+_HINTS = typing.get_type_hints(SchedulerConfig)
+NAMES = tuple(
+    field.name for field in dataclasses.fields(SchedulerConfig) if field.name != "fingerprint"
+)
+
+
+def read_config(field: Field, fingerprint: bytes = b"") -> SchedulerConfig:
+    """A configuration from an object with the names of `SchedulerConfig`. What has a default may be
+    left out. Raises FieldError.
+    """
+    field.only(NAMES)
+    values: dict[str, Any] = {"fingerprint": fingerprint}
+    for spec in dataclasses.fields(SchedulerConfig):
+        has_default = spec.default is not dataclasses.MISSING
+        if spec.name in NAMES and not (has_default and spec.name not in field.members()):
+            values[spec.name] = read_setting(spec.name, field[spec.name])
+    return SchedulerConfig(**values)
+
+
+def read_setting(name: str, field: Field) -> Any:
+    """One setting, of the type and in the range that it has. Raises FieldError."""
+    hint = _HINTS[name]
+    if isinstance(hint, types.UnionType):
+        if field.value is None:
+            return None
+        hint = next(kind for kind in typing.get_args(hint) if kind is not types.NoneType)
+    if hint is Policy:
+        return Policy(field.one_of([policy.value for policy in Policy]))
+    if hint is bool:
+        return field.boolean()
+    low, high = RANGES[name]
+    return field.number(low, high) if hint is float else field.integer(int(low), int(high))
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """The name and the value of `NAME=VALUE`. Raises ValueError with one sentence."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"--set {text}: say NAME=VALUE")
+    if name not in NAMES:
+        raise ValueError(
+            f"--set {text}: there is no setting {name!r}; there are {', '.join(NAMES)}"
+        )
+    try:
+        return name, read_setting(name, Field(_plain_value(value), (name,)))
+    except ValueError as error:
+        raise ValueError(f"--set {error}") from None
+
+
+def _plain_value(text: str) -> Any:
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    kinds: tuple[Callable[[str], Any], ...] = (int, float)
+    for kind in kinds:
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

@@ -1,0 +1,22 @@
+"""A deterministic stand-in for a model: its next token is a function of the tokens so far."""
+
+
+def next_token(tokens: list[int]) -> int:
+    """What the stand-in says after `tokens`."""
+    return (sum(tokens[-4:]) * 31 + len(tokens) * 7) % 997 + 3
+
+
+def continuation(tokens: list[int], count: int) -> list[int]:
+    """The next `count` tokens of the stand-in."""
+    longer = list(tokens)
+    for _ in range(count):
+        longer.append(next_token(longer))
+    return longer[len(tokens) :]
+
+
+def proposals(tokens: list[int], count: int) -> list[int]:
+    """Drafts made when a request holds `tokens`: about seven in ten right, the others one off."""
+    return [
+        token if (len(tokens) * 7 + index * 13) % 10 < 7 else token + 1
+        for index, token in enumerate(continuation(tokens, count))
+    ]

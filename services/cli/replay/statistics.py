@@ -1,0 +1,148 @@
+"""What can be told of a run: one sample a step, one account a request, times counted in steps.
+
+A token is *prefill* when its position is of what the request arrived with, *decode* when it was
+generated, a *draft* when it is a guess, and *recomputed* when the position was computed before.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from services.scheduler.core.plan import StepPlan, StepUpdate
+from services.scheduler.core.request import Request
+from services.scheduler.core.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class StepSample:
+    """One step: tokens of the budget by what they were for, and the state after planning."""
+
+    num_prefill_tokens: int
+    num_recomputed_tokens: int
+    num_decode_tokens: int
+    num_draft_tokens: int
+    num_running: int
+    num_waiting: int
+    num_used_blocks: int
+    num_preemptions: int
+
+
+@dataclass(slots=True)
+class RequestAccount:
+    """One request. Steps are counted from its arrival; the step that could first serve it is 0."""
+
+    arrived: int
+    num_initial_tokens: int
+    num_computed_tokens: int = 0
+    """How far it was ever computed, drafts left out."""
+    queued_steps: int | None = None
+    first_token_steps: int | None = None
+    """Steps until its first token was sampled, that step included."""
+
+
+class RunStatistics:
+    """Takes notes of a run."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.config = scheduler.config
+        self.samples: list[StepSample] = []
+        self.accounts: dict[Request, RequestAccount] = {}
+        self.num_refused = 0
+        """Requests too long for the configuration."""
+        self.num_hit_tokens = 0
+        self.num_query_tokens = 0
+        """Tokens of requests when they were first admitted, which hits are a share of."""
+        self.num_generated_tokens = 0
+        self._scheduler = scheduler
+        self._made_at: dict[int, int] = {}
+
+    @property
+    def num_preemptions(self) -> int:
+        """Requests that gave way, and those that lost pool or workers."""
+        return self._scheduler.num_preemptions
+
+    @property
+    def num_recomputed_tokens(self) -> int:
+        """Tokens computed more than once."""
+        return sum(sample.num_recomputed_tokens for sample in self.samples)
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of arriving tokens that were found in the cache."""
+        return self.num_hit_tokens / self.num_query_tokens if self.num_query_tokens else 0.0
+
+    @property
+    def queued_steps(self) -> list[int]:
+        """Of each request that was scheduled."""
+        steps = (account.queued_steps for account in self.accounts.values())
+        return [count for count in steps if count is not None]
+
+    @property
+    def first_token_steps(self) -> list[int]:
+        """Of each request that got a token."""
+        steps = (account.first_token_steps for account in self.accounts.values())
+        return [count for count in steps if count is not None]
+
+    def arrived(self, request: Request, now: int) -> None:
+        """A request came when `now` steps had been planned."""
+        self.accounts[request] = RequestAccount(now, request.num_tokens)
+
+    def planned(self, plan: StepPlan, now: int) -> None:
+        """Step `now` was planned."""
+        self._made_at[plan.step] = now
+        for request in plan.new:
+            self.accounts[request].queued_steps = now - self.accounts[request].arrived
+            self.num_hit_tokens += request.num_cached_tokens or 0
+            self.num_query_tokens += request.num_tokens
+        recomputed, prefill, decode, drafts = self._split(plan)
+        self.samples.append(
+            StepSample(
+                num_prefill_tokens=prefill,
+                num_recomputed_tokens=recomputed,
+                num_decode_tokens=decode,
+                num_draft_tokens=drafts,
+                num_running=len(self._scheduler.running),
+                num_waiting=len(self._scheduler.waiting),
+                num_used_blocks=self.config.num_blocks - 1 - self._scheduler.num_free_blocks,
+                num_preemptions=len(plan.preemptions),
+            )
+        )
+
+    def updated(self, update: StepUpdate) -> None:
+        """A step's tokens came."""
+        now = self._made_at.pop(update.plan.step)
+        for news in update:
+            self.num_generated_tokens += len(news.token_ids)
+            account = self.accounts[news.request]
+            if news.token_ids and account.first_token_steps is None:
+                account.first_token_steps = now + 1 - account.arrived
+
+    def _split(self, plan: StepPlan) -> tuple[int, int, int, int]:
+        recomputed = prefill = decode = num_drafts = 0
+        for request, start, scheduled in zip(
+            plan.requests, plan.num_computed_tokens, plan.num_scheduled_tokens, strict=True
+        ):
+            account = self.accounts[request]
+            drafts = len(plan.draft_token_ids.get(request, ()))
+            end = start + scheduled - drafts
+            fresh = max(start, min(end, account.num_computed_tokens))
+            generated = max(fresh, min(end, account.num_initial_tokens))
+            recomputed += fresh - start
+            prefill += generated - fresh
+            decode += end - generated
+            num_drafts += drafts
+            account.num_computed_tokens = max(end, account.num_computed_tokens)
+        return recomputed, prefill, decode, num_drafts
+
+
+def percentile(values: Sequence[int], share: float) -> int | None:
+    """The smallest value that `share` of all do not exceed; None of none."""
+    if not values:
+        return None
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+def middle(values: Sequence[int]) -> float | None:
+    """The median; None of none."""
+    return median(values) if values else None

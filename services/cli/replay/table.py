@@ -1,0 +1,82 @@
+"""Two runs side by side."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from services.cli.replay.statistics import RunStatistics, middle, percentile
+
+Measure = Callable[[RunStatistics], float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line: what it measures, and in which unit."""
+
+    name: str
+    measure: Measure
+    percent: bool = False
+
+    def show(self, value: float | None) -> str:
+        """The value as people read it."""
+        if value is None:
+            return "-"
+        if self.percent:
+            return f"{100 * value:.1f} %"
+        return f"{value:,.0f}" if value == int(value) else f"{value:,.1f}"
+
+    def show_change(self, before: float | None, after: float | None) -> str:
+        """By how much the second is more than the first."""
+        if before is None or after is None:
+            return "-"
+        change = after - before
+        if self.percent:
+            return f"{100 * change:+.1f} points" if change else "="
+        if not change:
+            return "="
+        share = f" ({100 * change / before:+.0f} %)" if before else ""
+        return f"{change:+,.0f}{share}" if change == int(change) else f"{change:+,.1f}{share}"
+
+
+ROWS = (
+    Row("requests", lambda run: len(run.accounts)),
+    Row("refused, too long", lambda run: run.num_refused),
+    Row("steps", lambda run: len(run.samples)),
+    Row("tokens generated", lambda run: run.num_generated_tokens),
+    Row("queueing, steps, median", lambda run: middle(run.queued_steps)),
+    Row("queueing, steps, p99", lambda run: percentile(run.queued_steps, 0.99)),
+    Row("time to first token, steps, median", lambda run: middle(run.first_token_steps)),
+    Row("time to first token, steps, p99", lambda run: percentile(run.first_token_steps, 0.99)),
+    Row("preemptions", lambda run: run.num_preemptions),
+    Row("recomputed tokens", lambda run: run.num_recomputed_tokens),
+    Row("prefix hit rate", lambda run: run.hit_rate, percent=True),
+)
+
+
+def comparison(logged: RunStatistics, what_if: RunStatistics) -> str:
+    """The table of the difference."""
+    lines = [("", "logged", "what if", "change")]
+    for row in ROWS:
+        before, after = row.measure(logged), row.measure(what_if)
+        lines.append((row.name, row.show(before), row.show(after), row.show_change(before, after)))
+    return _aligned(lines)
+
+
+def summary(run: RunStatistics) -> str:
+    """One run in two lines."""
+    shown = {row.name: row.show(row.measure(run)) for row in ROWS}
+    return (
+        f"{shown['requests']} requests, {shown['steps']} steps, "
+        f"{shown['tokens generated']} tokens generated\n"
+        f"{shown['preemptions']} preemptions, {shown['recomputed tokens']} recomputed tokens, "
+        f"{shown['prefix hit rate']} of the prompts found in the cache"
+    )
+
+
+def _aligned(lines: Sequence[tuple[str, ...]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            [first.ljust(widths[0]), *(c.rjust(w) for c, w in zip(rest, widths[1:], strict=True))]
+        ).rstrip()
+        for first, *rest in lines
+    )

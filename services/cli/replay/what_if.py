@@ -1,0 +1,156 @@
+"""What would have happened: the arrivals of a log, met by a scheduler with other settings.
+
+Time is counted in steps. A request arrives, or is given up on, at the step at which it did, however
+long a step would have taken. The workers are stood in for by the log: each request says what it
+said, one token for each step that reaches its last one, and as many drafts are accepted as were
+where it held as many tokens. A request that was given up on says something else once it is ahead of
+what the log knows, until its time comes; one that the log does not see the end of ends with it.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from services.cli.errors import CommandError
+from services.cli.replay.history import Abort, Arrival, Event, History, new_request
+from services.cli.replay.log_file import Header
+from services.cli.replay.log_replay import MortalPool
+from services.cli.replay.statistics import RunStatistics
+from services.kvpool.core.groups import GroupSpec
+from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.plan import StepOutput, StepPlan
+from services.scheduler.core.request import FinishReason, Request
+from services.scheduler.core.scheduler import Scheduler
+
+
+def changed_config(config: SchedulerConfig, overrides: dict[str, Any]) -> SchedulerConfig:
+    """The configuration with some settings changed; a sequence is never longer than the pool.
+
+    Raises CommandError when nothing could be served like that.
+    """
+    if overrides.get("num_speculative_tokens", 0) > config.num_speculative_tokens:
+        raise CommandError(
+            "--set num_speculative_tokens can only take drafts away: the log does not say "
+            "which others would have been right"
+        )
+    changed = replace(config, **overrides)
+    capacity = (changed.num_blocks - 1) * changed.block_size
+    changed = replace(changed, max_model_len=min(changed.max_model_len, capacity))
+    if not changed.enable_chunked_prefill and changed.token_budget < changed.max_model_len:
+        raise CommandError(
+            f"without chunked prefill a step of {changed.token_budget} tokens cannot hold a "
+            f"sequence of {changed.max_model_len}: raise max_num_batched_tokens too"
+        )
+    return changed
+
+
+class WhatIf:
+    """One run of a history under a configuration."""
+
+    def __init__(self, header: Header, history: History, config: SchedulerConfig) -> None:
+        groups: Sequence[GroupSpec] = [
+            replace(group, block_size=config.block_size) for group in header.groups
+        ]
+        self._pool = MortalPool(config, groups)
+        self._history = history
+        self.scheduler = Scheduler(config, self._pool)
+        self.statistics = RunStatistics(self.scheduler)
+        self._requests: dict[int, Request] = {}
+        self._in_flight: deque[StepPlan] = deque()
+        self._depth = 2 if config.async_scheduling else 1
+        self._now = 0
+
+    async def run(self) -> RunStatistics:
+        """Everything, to the end of the last request."""
+        last = max(self._history.moments, default=0)
+        while self._now <= last or self._in_flight or self.scheduler.has_work:
+            await self._step(is_last=self._now > last)
+            self._now += 1
+        return self.statistics
+
+    async def _step(self, *, is_last: bool) -> None:
+        moment = self._history.moments.get(self._now)
+        for event in moment.before_plan if moment else ():
+            await self._happen(event, self._now)
+        plan = None
+        if self.scheduler.has_work:
+            plan = await self.scheduler.schedule()
+            self.statistics.planned(plan, self._now)
+            self._in_flight.append(plan)
+        for event in moment.before_update if moment else ():
+            await self._happen(event, self._now + 1)
+        planned = plan is not None and bool(plan.requests)
+        if self._in_flight and (len(self._in_flight) >= self._depth or not planned):
+            self._update(self._in_flight.popleft())
+        elif is_last and not planned:
+            raise CommandError(
+                f"with these settings {len(self.scheduler.waiting)} requests would wait for ever"
+            )
+
+    async def _happen(self, event: Event, now: int) -> None:
+        if isinstance(event, Arrival):
+            self._arrive(event, now)
+        elif isinstance(event, Abort):
+            request = self._requests.get(event.key)
+            if request is not None:
+                self.scheduler.abort(request, event.reason)
+        elif event == "preempt_all":
+            self.scheduler.preempt_all()
+        elif event == "reset_prefix_cache":
+            await self.scheduler.reset_prefix_cache()
+        else:
+            self._in_flight.clear()
+            self.scheduler.forget_pool()
+            self._pool.reopen()
+
+    def _arrive(self, arrival: Arrival, now: int) -> None:
+        if len(arrival.token_ids) >= self.scheduler.config.max_model_len:
+            self.statistics.num_refused += 1
+            return
+        request = new_request(arrival)
+        self._requests[arrival.key] = request
+        self.statistics.arrived(request, now)
+        self.scheduler.add(request)
+
+    def _update(self, plan: StepPlan) -> None:
+        drafts = [-1] * self.scheduler.config.num_speculative_tokens
+        tokens = [self._tokens(plan, index) for index in range(len(plan.requests))]
+        output = StepOutput(
+            tokens, draft_token_ids=[drafts if said else [] for said in tokens] if drafts else ()
+        )
+        self.statistics.updated(self.scheduler.update_from_output(plan, output))
+        for request in plan.requests:
+            if (
+                not request.is_finished
+                and self._is_ahead(request)
+                and not self._is_aborted(request)
+            ):
+                self.scheduler.abort(request)
+
+    def _tokens(self, plan: StepPlan, index: int) -> list[int]:
+        """What the workers say of a request: nothing before its tokens are computed to the end."""
+        request = plan.requests[index]
+        num_drafts = len(plan.draft_token_ids.get(request, ()))
+        end = plan.num_computed_tokens[index] + plan.num_scheduled_tokens[index] - num_drafts
+        if end < request.num_tokens:
+            return []
+        accepted = self._history.accepted[request.key].get(request.num_tokens, 0)
+        truth = self._truth(request)
+        said = truth[request.num_tokens : request.num_tokens + min(accepted, num_drafts) + 1]
+        return said or ([_harmless(request)] if self._is_aborted(request) else [])
+
+    def _truth(self, request: Request) -> list[int]:
+        return self._history.requests[request.key].token_ids
+
+    def _is_ahead(self, request: Request) -> bool:
+        return request.num_tokens >= len(self._truth(request))
+
+    def _is_aborted(self, request: Request) -> bool:
+        return self._history.requests[request.key].finish_reason is FinishReason.ABORT
+
+
+def _harmless(request: Request) -> int:
+    """A token that does not end the request."""
+    ending = request.stop.ending_token_ids
+    return next(token for token in range(len(ending) + 1) if token not in ending)

@@ -1,0 +1,180 @@
+"""The step log: one JSON object a line, of what the scheduler was told and what it decided.
+
+    {"schema": "stepwell.step_log", "version": 1, "config": {...}, "pool": {...}, ...}
+    {"call": "add", "key": 1, "id": "...", "tokens": [...], ...}
+    {"call": "schedule", "step": 0, "keys": [1], "num_scheduled_tokens": [64], ...}
+    {"call": "update_from_output", "step": 0, "token_ids": [[17]], ...}
+    {"call": "end"}
+
+It holds prompts and answers in tokens: who reads it reads what users wrote, so the file is its
+owner's alone. `services.scheduler.core.recorder` makes the entries, `stepwell replay` reads them.
+"""
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from stepwell.common.v1 import common_pb2
+
+from services.common.errors import InvalidArgument
+from services.scheduler.adapters.replica import ReplicaShape
+from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.ports import KVPool
+from services.scheduler.core.recorder import (
+    SCHEMA,
+    VERSION,
+    Entry,
+    RecordingScheduler,
+    config_entry,
+)
+from services.scheduler.core.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+FLUSH_SECONDS = 0.5
+MAX_WAITING_BYTES = 64 * 2**20
+"""What may wait to be written before the log is given up."""
+
+
+class StepLog:
+    """A file that a thread writes, at least every `FLUSH_SECONDS`. For one thread to write to.
+
+    It never holds up whoever writes: when the disk refuses, or is so slow that too much waits, the
+    log ends there, with a warning, and what is written so far can be replayed.
+    """
+
+    def __init__(self, file: BinaryIO, max_waiting_bytes: int = MAX_WAITING_BYTES) -> None:
+        self._file = file
+        self._max_waiting_bytes = max_waiting_bytes
+        self._lock = threading.Lock()
+        self._lines: list[str] = []
+        self._num_waiting_bytes = 0
+        self._has_ended = False
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._write_all, name="step-log", daemon=True)
+        self._thread.start()
+
+    def write(self, entry: Entry) -> None:
+        """Adds a line. Never blocks on the disk."""
+        if self._has_ended:
+            return
+        line = json.dumps(entry, separators=(",", ":")) + "\n"
+        with self._lock:
+            if self._num_waiting_bytes + len(line) <= self._max_waiting_bytes:
+                self._lines.append(line)
+                self._num_waiting_bytes += len(line)
+                return
+        self._give_up(f"{self._max_waiting_bytes} bytes wait to be written")
+
+    def close(self) -> None:
+        """Writes what waits and a last line, which says that nothing is missing."""
+        self.write({"call": "end"})
+        self._closing.set()
+        self._thread.join()
+
+    def _write_all(self) -> None:
+        try:
+            with self._file:
+                while not self._closing.wait(FLUSH_SECONDS):
+                    self._write_waiting()
+                self._write_waiting()
+        except OSError as error:
+            self._give_up(error.strerror or str(error))
+
+    def _write_waiting(self) -> None:
+        with self._lock:
+            lines, self._lines, self._num_waiting_bytes = self._lines, [], 0
+        if lines:
+            self._file.write("".join(lines).encode())
+            self._file.flush()
+
+    def _give_up(self, why: str) -> None:
+        if not self._has_ended:
+            self._has_ended = True
+            logger.warning("the step log ends here: %s", why)
+
+
+@contextmanager
+def scheduler_with_log(
+    path: Path | None, config: SchedulerConfig, pool: KVPool, shape: ReplicaShape
+) -> Iterator[Scheduler]:
+    """A scheduler, with a log of its steps if there is a path for it.
+
+    Raises InvalidArgument when nothing can be written there.
+    """
+    if path is None:
+        yield Scheduler(config, pool)
+        return
+    log = StepLog(_create(path))
+    try:
+        log.write(header(config, shape, time.time_ns()))
+        yield RecordingScheduler(config, pool, log.write)
+    finally:
+        log.close()
+
+
+def header(config: SchedulerConfig, shape: ReplicaShape, started_unix_nanos: int) -> Entry:
+    """The first line: all that a replay needs besides the calls."""
+    return {
+        "schema": SCHEMA,
+        "version": VERSION,
+        "model_name": shape.description.model_name,
+        "started_unix_nanos": started_unix_nanos,
+        "fingerprint": config.fingerprint.hex(),
+        "config": config_entry(config),
+        "pool": {"num_blocks": config.num_blocks, "groups": _groups(shape.description.groups)},
+    }
+
+
+def _groups(groups: Sequence[common_pb2.KVCacheGroup]) -> list[Entry]:
+    return [
+        {
+            "attention_type": common_pb2.AttentionType.Name(group.attention_type)
+            .removeprefix("ATTENTION_TYPE_")
+            .lower(),
+            "block_size": group.block_size,
+            "window": group.window,
+            "num_layers": group.num_layers,
+        }
+        for group in groups
+    ]
+
+
+def _create(path: Path) -> BinaryIO:
+    """A new file. One that is there already, from before a crash maybe, is left as it is: the next
+    free of PATH, NAME.2.jsonl, NAME.3.jsonl, ... is taken.
+    """
+    compress = _compressor() if path.suffix == ".zst" else None
+    stem, dot, suffix = path.name.partition(".")
+    number, candidate = 1, path
+    while True:
+        try:
+            descriptor = os.open(candidate, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            number += 1
+            candidate = path.with_name(f"{stem}.{number}{dot}{suffix}")
+        except OSError as error:
+            raise InvalidArgument(
+                f"--step-log {path}: {error.strerror}", field="step_log"
+            ) from error
+        else:
+            break
+    logger.info("writing the step log to %s", candidate)
+    file = os.fdopen(descriptor, "wb")
+    return compress(file) if compress else file
+
+
+def _compressor() -> Callable[[BinaryIO], BinaryIO]:
+    try:
+        import zstandard  # noqa: PLC0415 - an extra, for those who want it
+    except ImportError:
+        raise InvalidArgument(
+            "--step-log *.zst needs zstandard: pip install 'stepwell[zstd]'", field="step_log"
+        ) from None
+    return lambda file: cast(BinaryIO, zstandard.ZstdCompressor().stream_writer(file))

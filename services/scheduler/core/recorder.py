@@ -1,0 +1,174 @@
+"""What a scheduler is told and what it decides, as entries of the step log.
+
+An entry is a JSON object: `call` is the method that was called, the rest is what went in and what
+came out. A scheduler is a function of its calls, so a log that holds all of them, in order, can be
+driven again: the idea of record and replay, at the one seam where nothing is left to chance.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from enum import Enum
+from typing import Any
+
+from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.plan import StepOutput, StepPlan, StepUpdate
+from services.scheduler.core.ports import BlockTables, KVPool, Operation, Outcome, PoolLost
+from services.scheduler.core.request import FinishReason, Request
+from services.scheduler.core.scheduler import Scheduler
+
+SCHEMA = "stepwell.step_log"
+VERSION = 1
+
+Entry = dict[str, Any]
+"""Made of what JSON knows, and equal to itself after a turn through JSON."""
+
+
+def config_entry(config: SchedulerConfig) -> Entry:
+    """A configuration, but for its fingerprint."""
+    values = {name.name: getattr(config, name.name) for name in fields(config)}
+    del values["fingerprint"]
+    return {
+        name: value.value if isinstance(value, Enum) else value for name, value in values.items()
+    }
+
+
+class RecordingScheduler(Scheduler):
+    """A scheduler that tells `record` of every call, once it is done.
+
+    `add` and `abort` are told before they change anything. A call that the loss of the pool cut
+    short is told with `lost_after`: how many transactions the pool had answered in it.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, pool: KVPool, record: Callable[[Entry], None]
+    ) -> None:
+        super().__init__(config, pool)
+        self._record = record
+        self._num_answered = 0
+
+    def add(self, request: Request) -> None:
+        self._record(
+            {
+                "call": "add",
+                "key": request.key,
+                "id": request.request_id,
+                "tokens": list(request.token_ids),
+                "num_prompt_tokens": request.num_prompt_tokens,
+                "max_tokens": request.stop.max_tokens,
+                "eos_token_ids": sorted(request.stop.eos_token_ids),
+                "stop_token_ids": sorted(request.stop.stop_token_ids),
+                "priority": request.priority,
+                "arrival_time": request.arrival_time,
+                "cache_salt": request.cache_salt,
+                "reads_prefix_cache": request.reads_prefix_cache,
+            }
+        )
+        super().add(request)
+
+    def abort(self, request: Request, reason: FinishReason = FinishReason.ABORT) -> None:
+        if not request.is_finished:
+            self._record({"call": "abort", "key": request.key, "reason": reason.value})
+        super().abort(request, reason)
+
+    async def schedule(self, traceparent: str = "") -> StepPlan:
+        with self._noting_loss("schedule"):
+            plan = await super().schedule(traceparent)
+        self._record(
+            {
+                "call": "schedule",
+                "step": plan.step,
+                "keys": _keys(plan.requests),
+                "num_scheduled_tokens": list(plan.num_scheduled_tokens),
+                "num_computed_tokens": list(plan.num_computed_tokens),
+                "new": _keys(plan.new),
+                "resumed": _keys(plan.resumed),
+                "preemptions": [
+                    [preemption.victim.key, preemption.cause.key, preemption.num_lost_tokens]
+                    for preemption in plan.preemptions
+                ],
+                "block_tables": _tables(plan.block_tables),
+                "appended_blocks": _tables(plan.appended_blocks),
+                "draft_token_ids": {
+                    str(request.key): list(drafts)
+                    for request, drafts in plan.draft_token_ids.items()
+                },
+                "wait_reason": plan.wait_reason and plan.wait_reason.value,
+                "removed_slots": list(plan.removed_slots),
+                "num_running": len(self.running),
+                "num_waiting": len(self.waiting),
+                "num_free_blocks": self.num_free_blocks,
+            }
+        )
+        return plan
+
+    def update_from_output(self, plan: StepPlan, output: StepOutput) -> StepUpdate:
+        update = super().update_from_output(plan, output)
+        self._record(
+            {
+                "call": "update_from_output",
+                "step": plan.step,
+                "token_ids": [list(tokens) for tokens in output.token_ids],
+                "draft_token_ids": [list(drafts) for drafts in output.draft_token_ids],
+                "nan_requests": sorted(output.nan_requests),
+                "not_taken": {
+                    str(index): None if taken is None else list(taken)
+                    for index, (given, taken) in enumerate(
+                        zip(output.token_ids, update.token_ids, strict=True)
+                    )
+                    if taken is not given and (taken is None or list(taken) != list(given))
+                },
+                "ended": [_end(request) for request in update.ended],
+            }
+        )
+        return update
+
+    def preempt_all(self) -> list[Request]:
+        victims = super().preempt_all()
+        self._record({"call": "preempt_all", "preempted": _keys(victims)})
+        return victims
+
+    def forget_pool(self) -> list[Request]:
+        victims = super().forget_pool()
+        self._record({"call": "forget_pool", "preempted": _keys(victims)})
+        return victims
+
+    async def flush(self) -> None:
+        with self._noting_loss("flush"):
+            await super().flush()
+        self._record({"call": "flush", "num_free_blocks": self.num_free_blocks})
+
+    async def reset_prefix_cache(self) -> bool:
+        with self._noting_loss("reset_prefix_cache"):
+            done = await super().reset_prefix_cache()
+        self._record({"call": "reset_prefix_cache", "done": done})
+        return done
+
+    async def _transact(self, operations: list[Operation], traceparent: str) -> Outcome:
+        outcome = await super()._transact(operations, traceparent)
+        self._num_answered += bool(operations)
+        return outcome
+
+    @contextmanager
+    def _noting_loss(self, call: str) -> Iterator[None]:
+        self._num_answered = 0
+        try:
+            yield
+        except PoolLost:
+            self._record({"call": call, "lost_after": self._num_answered})
+            raise
+
+
+def _keys(requests: Sequence[Request]) -> list[int]:
+    return [request.key for request in requests]
+
+
+def _tables(tables: dict[Request, BlockTables]) -> dict[str, list[list[int]]]:
+    return {
+        str(request.key): [list(blocks) for blocks in groups] for request, groups in tables.items()
+    }
+
+
+def _end(request: Request) -> list[int | str | None]:
+    reason = request.finish_reason
+    return [request.key, reason and reason.value, request.stop_token_id]

@@ -1,0 +1,53 @@
+"""Step logs of live replicas, and `stepwell replay` on them."""
+
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from services.cli.__main__ import main
+from tests.scheduler.fake_worker import FakeWorker
+from tests.scheduler.serving_replica import (
+    Gateway,
+    Replica,
+    gateway_of,
+    sampling,
+    serving_replica,
+)
+from tests.scheduler.story import prompt
+
+HANDLES = range(24)
+
+
+async def crowd(gateway: Gateway, num_tokens: int = 24) -> None:
+    """More requests than a small pool can hold; some share the beginning of their prompt."""
+    for handle in HANDLES:
+        shared, own = prompt(12, 50 * (handle % 3)), prompt(3 + handle % 7, 400 + 20 * handle)
+        await gateway.add(
+            handle,
+            shared + own,
+            sampling=sampling(num_tokens - handle % 5),
+            cache_salt="salted" if handle % 11 == 0 else "",
+        )
+
+
+async def live_log(
+    path: Path,
+    disturb: Callable[[Replica, Gateway], Coroutine[Any, Any, None]],
+    *,
+    num_blocks: int = 31,
+    **settings: Any,
+) -> Path:
+    """The log of a replica under more load than it has memory for, while `disturb` runs."""
+    worker = FakeWorker(num_blocks=num_blocks, max_model_len=100)
+    async with serving_replica(worker, step_log=path, **settings) as replica:
+        async with gateway_of(replica) as gateway:
+            await crowd(gateway)
+            await disturb(replica, gateway)
+            await gateway.finish(*HANDLES)
+        await replica.until_idle()
+    return path
+
+
+def replay(*arguments: object) -> int:
+    """Runs the command."""
+    return main(["replay", *map(str, arguments)])

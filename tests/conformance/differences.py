@@ -1,0 +1,30 @@
+"""Where our record differs from a recorded one."""
+
+from typing import Any
+
+
+def differences(golden: dict[str, Any], ours: dict[str, Any], fields: list[str]) -> list[str]:
+    """Every field of every step and request that differs; an absent field equals an empty one."""
+    found = []
+    theirs, mine = ({s["step"]: s for s in record["steps"]} for record in (golden, ours))
+    for step in sorted(theirs.keys() | mine.keys()):
+        for name in fields:
+            want, have = theirs.get(step, {}).get(name), mine.get(step, {}).get(name)
+            if want != have and (want or have):
+                found.append(f"step {step} {name}: recorded {want}, got {have}")
+    for request_id, want in golden["requests"].items():
+        for name, value in want.items():
+            have = ours["requests"].get(request_id, {}).get(name)
+            if have != value:
+                found.append(f"request {request_id} {name}: recorded {value}, got {have}")
+    return found
+
+
+FIELDS = [
+    *("added", "aborted", "rejected", "waiting", "running", "computed_before", "scheduled"),
+    *("start", "new", "resumed", "cached", "blocks", "preempted", "finished_before", "update_of"),
+    *("spec", "accepted"),
+    *("outputs", "free", "free_head", "free_sha", "num_cached_hashes", "free_sched"),
+    *("free_head_sched", "free_sha_sched", "num_cached_hashes_sched", "running_after"),
+    "waiting_after",
+]
