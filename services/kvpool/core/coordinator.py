@@ -4,6 +4,7 @@ As in vLLM there are three kinds. Without prefix caching there is nothing to dec
 it decides alone, and with several the hit is one that all of them can use.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from services.common.block_hash import BlockHash
@@ -19,23 +20,26 @@ from services.kvpool.core.state_space import StateSpaceManager
 Tables = tuple[BlockTable, ...]
 
 
-class Coordinator:
-    """The groups of a pool without prefix caching: nothing is found, and nothing is common."""
+class Coordinator(ABC):
+    """The groups of a pool, in the order in which it was given them."""
 
     def __init__(self, groups: Sequence[GroupManager]) -> None:
         self.groups = tuple(groups)
         self.gives_back = any(group.gives_back for group in groups)
 
-    def find_prefix(self, hashes: Sequence[BlockHash]) -> list[list[BlockId]]:  # noqa: ARG002
+    @abstractmethod
+    def find_prefix(self, hashes: Sequence[BlockHash]) -> list[list[BlockId]]:
         """The longest hit among prefixes of a chain of block hashes, as a table for each group.
 
         All tables are equally long; entries that need not be read are the null block.
         """
-        return [[] for _ in self.groups]
 
-    def num_common_blocks(self, tables: Tables, num_requests: int) -> list[int]:  # noqa: ARG002
+    def num_common_blocks(self, tables: Tables, num_requests: int) -> list[int]:
         """For each group, the leading blocks of one request's tables that all requests hold."""
-        return [0 for _ in self.groups]
+        return [
+            group.num_common_blocks(table, num_requests)
+            for group, table in zip(self.groups, tables, strict=True)
+        ]
 
     def settle(self, tables: Tables, hashes: Sequence[BlockHash], num_computed_tokens: int) -> None:
         """Gives back, group after group, what no query from `num_computed_tokens` on can see."""
@@ -53,6 +57,18 @@ class Coordinator:
         return tables
 
 
+class NoPrefixCacheCoordinator(Coordinator):
+    """Any groups without prefix caching: nothing is found, so nothing is common."""
+
+    def find_prefix(self, hashes: Sequence[BlockHash]) -> list[list[BlockId]]:  # noqa: ARG002
+        """No hit."""
+        return [[] for _ in self.groups]
+
+    def num_common_blocks(self, tables: Tables, num_requests: int) -> list[int]:  # noqa: ARG002
+        """None: a request that runs alone shares nothing either."""
+        return [0 for _ in self.groups]
+
+
 class UnitaryCoordinator(Coordinator):
     """One group: its hit is the hit."""
 
@@ -61,15 +77,8 @@ class UnitaryCoordinator(Coordinator):
         (group,) = self.groups
         return [group.find_prefix(hashes, len(hashes))]
 
-    def num_common_blocks(self, tables: Tables, num_requests: int) -> list[int]:
-        """Leading blocks of one request's tables that all requests hold."""
-        return [
-            group.num_common_blocks(table, num_requests)
-            for group, table in zip(self.groups, tables, strict=True)
-        ]
 
-
-class HybridCoordinator(UnitaryCoordinator):
+class HybridCoordinator(Coordinator):
     """Several groups: the longest hit on which all of them agree.
 
     A hit of one group may be too long for another, and the next shorter one of that other may be
@@ -112,7 +121,7 @@ def create_coordinator(
         for group, spec in enumerate(specs)
     ]
     if not enable_prefix_caching:
-        return Coordinator(groups)
+        return NoPrefixCacheCoordinator(groups)
     return UnitaryCoordinator(groups) if len(groups) == 1 else HybridCoordinator(groups)
 
 

@@ -308,3 +308,33 @@ def test_every_refusal_of_the_pool_has_a_status_and_a_reason():
     assert len({kind.reason for kind in refusals}) == len(refusals)
     for kind in refusals:
         assert status.status_code(kind("why")) is not grpc.StatusCode.INTERNAL
+
+
+async def test_groups_of_several_kinds_speak_of_null_blocks_as_zero(stub):
+    groups = [
+        common_pb2.KVCacheGroup(attention_type=kind, block_size=4, window=window)
+        for kind, window in (
+            (common_pb2.ATTENTION_TYPE_FULL, 0),
+            (common_pb2.ATTENTION_TYPE_SLIDING_WINDOW, 6),
+            (common_pb2.ATTENTION_TYPE_STATE_SPACE, 0),
+        )
+    ]
+    speaker = await opened_speaker(stub, num_blocks=20, groups=groups)
+    answer = await speaker.transact(wire.admit(wire.admission(1, 12, path="abc")))
+    tables = [list(group.block_ids) for group in answer.results[0].admit.groups]
+    assert tables == [[1, 2, 3], [4, 5, 6], [0, 0, 7]]
+    grow = kvpool_pb2.Grow(requests=[1], num_computed_tokens=[12], num_slots=[13])
+    answer = await speaker.transact(
+        kvpool_pb2.Operation(grow=grow), wire.admit(wire.admission(2, 13, hit=12, path="abc"))
+    )
+    tables = [list(group.block_ids) for group in answer.results[1].admit.groups]
+    assert tables == [[1, 2, 3, 11], [0, 5, 6, 12], [0, 0, 7, 13]]
+    (stats,) = (await stub.GetStats(kvpool_pb2.GetStatsRequest())).pools
+    assert list(stats.num_common_prefix_blocks) == [3, 0, 0]
+
+
+async def test_a_pool_for_a_draft_head_drops_the_last_block_of_a_hit(stub):
+    speaker = await opened_speaker(stub, drop_last_hit_block=True)
+    await speaker.transact(wire.admit(wire.admission(1, 12, path="abc")))
+    answer = await speaker.transact(wire.lookup(2, 12, "abc"))
+    assert list(answer.results[0].lookup.num_hit_tokens) == [8]
