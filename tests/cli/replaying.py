@@ -17,6 +17,8 @@ from tests.scheduler.story import prompt
 
 HANDLES = range(24)
 
+Disturbance = Callable[[Replica, Gateway], Coroutine[Any, Any, None]]
+
 
 async def crowd(gateway: Gateway, num_tokens: int = 24) -> None:
     """More requests than a small pool can hold; some share the beginning of their prompt."""
@@ -32,7 +34,7 @@ async def crowd(gateway: Gateway, num_tokens: int = 24) -> None:
 
 async def live_log(
     path: Path,
-    disturb: Callable[[Replica, Gateway], Coroutine[Any, Any, None]],
+    disturb: Disturbance,
     *,
     num_blocks: int = 31,
     **settings: Any,

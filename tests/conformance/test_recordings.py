@@ -23,6 +23,7 @@ from services.kvpool.adapters.servicer import KVPoolServicer
 from services.kvpool.core.ids import PoolId
 from services.kvpool.core.pool_host import PoolHost, PoolLimits
 from services.scheduler.adapters.pool_client import PoolClient
+from services.scheduler.core.scheduler import Scheduler
 from tests.conformance.differences import FIELDS, differences
 
 Record = dict[str, Any]
@@ -63,7 +64,9 @@ async def replay_over_grpc(scenario: Record) -> Record:
             b"",
             enable_prefix_caching=config.enable_prefix_caching,
         )
-        return await ScenarioRun(story, client, host.get(PoolId("recording")).pool).run()
+        return await ScenarioRun(
+            story, Scheduler(config, client), host.get(PoolId("recording")).pool
+        ).run()
     finally:
         client.close()
         await channel.close()

@@ -11,11 +11,12 @@ from services.cli.errors import CommandError
 from services.cli.replay.fields import FieldError, line_of, parse_json
 from services.cli.replay.log_file import StepLogFile, is_step_log
 from services.cli.replay.log_replay import Difference, LogReplay
+from services.cli.replay.plot import draw
 from services.cli.replay.scenario import read_scenario
 from services.cli.replay.scenario_run import run_scenario
 from services.cli.replay.settings import NAMES, parse_override
 from services.cli.replay.table import comparison, summary
-from services.cli.replay.what_if import WhatIf, changed_config
+from services.cli.replay.what_if import changed_config, what_if
 
 DESCRIPTION = """\
 Drives the scheduler and the KV pool again, without a model or a network.
@@ -62,10 +63,10 @@ def main(argv: Sequence[str]) -> int:
         "--plot", type=Path, metavar="PNG", help="draw the run, with --set the one that was not"
     )
     arguments = parser.parse_args(argv)
-    overrides = _overrides(arguments.set)
+    _overrides(arguments.set)
     if is_step_log(arguments.file):
-        return asyncio.run(_replay_log(arguments.file, overrides, arguments.plot))
-    if overrides or arguments.plot:
+        return asyncio.run(_replay_log(arguments.file, arguments.set, arguments.plot))
+    if arguments.set or arguments.plot:
         raise CommandError(f"{arguments.file} is a scenario: --set and --plot are for step logs")
     return _replay_scenario(arguments.file)
 
@@ -99,10 +100,11 @@ def _replay_scenario(path: Path) -> int:
     return 0
 
 
-async def _replay_log(path: Path, overrides: dict[str, Any], plot: Path | None) -> int:
-    log = StepLogFile(path)
+async def _replay_log(path: Path, texts: Sequence[str], plot: Path | None) -> int:
+    log, overrides = StepLogFile(path), _overrides(texts)
     config = changed_config(log.header.config, overrides)
-    replay = LogReplay(log.header)
+    with log.naming(log.header_line):
+        replay = LogReplay(log.header)
     for line in log:
         with log.naming(line):
             differences = await replay.take(line.entry)
@@ -117,15 +119,18 @@ async def _replay_log(path: Path, overrides: dict[str, Any], plot: Path | None) 
     print("0 differences")
     run = replay.statistics
     if overrides:
-        run = await WhatIf(log.header, replay.history, config).run()
+        run = await what_if(log.header, replay.history, config)
         print()
         print(comparison(replay.statistics, run))
     if plot is not None:
-        _plot(plot, path, overrides)
+        draw(run, _title(path, log.header.model_name, texts), plot)
+        print(f"drawn to {plot}")
     return 0
 
 
-def _plot(*_: object) -> None: ...
+def _title(path: Path, model_name: str, settings: Sequence[str]) -> str:
+    what_if = f", what if {', '.join(settings)}" if settings else ""
+    return f"{path.name}: {model_name}{what_if}"
 
 
 def _shown(difference: Difference) -> str:

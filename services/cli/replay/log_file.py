@@ -11,6 +11,7 @@ from typing import IO
 from services.cli.errors import CommandError
 from services.cli.replay.fields import Field, FieldError, parse_json
 from services.cli.replay.settings import read_config
+from services.common.errors import StepwellError
 from services.kvpool.core.groups import AttentionType, GroupSpec
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.recorder import SCHEMA, VERSION
@@ -58,7 +59,8 @@ class StepLogFile:
         self._lines = self._parsed_lines()
         first = next(self._lines, None)
         if first is None:
-            raise CommandError(f"{path} is empty: there is no header on line 1")
+            raise CommandError(f"{path} line 1 is missing: there is no header")
+        self.header_line = first
         with self.naming(first):
             self.header = _read_header(first.entry)
 
@@ -67,11 +69,14 @@ class StepLogFile:
 
     @contextmanager
     def naming(self, line: Line) -> Iterator[None]:
-        """Says on which line a field is that cannot be used."""
+        """Says on which line a field is that cannot be used, here or by the pool."""
         try:
             yield
         except FieldError as error:
             raise CommandError(f"{self.path} line {line.number}: {error}") from None
+        except StepwellError as error:
+            where = f"{error.field}: " if error.field else ""
+            raise CommandError(f"{self.path} line {line.number}: {where}{error.message}") from None
 
     def _parsed_lines(self) -> Iterator[Line]:
         for number, text in self._raw_lines():

@@ -11,7 +11,6 @@ from services.cli.replay.inprocess_pool import InProcessPool
 from services.cli.replay.scenario import Abort, Arrival, Scenario
 from services.cli.replay.stand_in import continuation, proposals
 from services.kvpool.core.kv_pool import KVPool
-from services.scheduler.core import ports
 from services.scheduler.core.plan import StepOutput, StepPlan
 from services.scheduler.core.request import Request, StopConditions
 from services.scheduler.core.scheduler import Scheduler
@@ -26,16 +25,16 @@ async def run_scenario(scenario: Scenario) -> Record:
     pool = InProcessPool(
         config.num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching
     )
-    return await ScenarioRun(scenario, pool, pool.core).run()
+    return await ScenarioRun(scenario, Scheduler(config, pool), pool.core).run()
 
 
 class ScenarioRun:
-    """One run. `pool` is the scheduler's, whose `core` the record looks into: both may be in this
-    process, or with a wire between them.
+    """One run. The record looks into `core`, the pool of the scheduler, which may be in this
+    process or at the other end of a wire.
     """
 
-    def __init__(self, scenario: Scenario, pool: ports.KVPool, core: KVPool) -> None:
-        self.scheduler = Scheduler(scenario.config, pool)
+    def __init__(self, scenario: Scenario, scheduler: Scheduler, core: KVPool) -> None:
+        self.scheduler = scheduler
         self._scenario = scenario
         self._core = core
         self._requests: dict[str, Request] = {}

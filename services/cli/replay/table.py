@@ -33,8 +33,14 @@ class Row:
             return f"{100 * change:+.1f} points" if change else "="
         if not change:
             return "="
-        share = f" ({100 * change / before:+.0f} %)" if before else ""
+        share = f" ({_share(before, after)})" if before else ""
         return f"{change:+,.0f}{share}" if change == int(change) else f"{change:+,.1f}{share}"
+
+
+def _share(before: float, after: float) -> str:
+    """Small changes in percent, large ones as a multiple."""
+    times = after / before
+    return f"{100 * (times - 1):+.0f} %" if times < 3 else f"{times:,.1f} times"
 
 
 ROWS = (

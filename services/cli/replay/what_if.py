@@ -17,6 +17,7 @@ from services.cli.replay.history import Abort, Arrival, Event, History, new_requ
 from services.cli.replay.log_file import Header
 from services.cli.replay.log_replay import MortalPool
 from services.cli.replay.statistics import RunStatistics
+from services.common.errors import StepwellError
 from services.kvpool.core.groups import GroupSpec
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.plan import StepOutput, StepPlan
@@ -43,6 +44,15 @@ def changed_config(config: SchedulerConfig, overrides: dict[str, Any]) -> Schedu
             f"sequence of {changed.max_model_len}: raise max_num_batched_tokens too"
         )
     return changed
+
+
+async def what_if(header: Header, history: History, config: SchedulerConfig) -> RunStatistics:
+    """The history under another configuration. Raises CommandError when that cannot be."""
+    try:
+        run = WhatIf(header, history, config)
+    except StepwellError as error:
+        raise CommandError(f"with these settings there is no pool: {error.message}") from None
+    return await run.run()
 
 
 class WhatIf:

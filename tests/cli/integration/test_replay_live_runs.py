@@ -2,15 +2,17 @@
 
 import asyncio
 import json
+import stat
 from pathlib import Path
 from typing import Any
 
 import pytest
 from stepwell.scheduler.v1 import scheduler_pb2
 
+from services.common.errors import InvalidArgument
 from services.scheduler.core.config import Policy
-from tests.cli.replaying import live_log, replay
-from tests.scheduler.serving_replica import Gateway, Replica
+from tests.cli.replaying import HANDLES, Disturbance, live_log, replay
+from tests.scheduler.serving_replica import SECONDS, Gateway, Replica
 
 
 def entries(path: Path) -> list[dict[str, Any]]:
@@ -21,11 +23,19 @@ def calls(path: Path) -> set[str]:
     return {entry["call"] for entry in entries(path)[1:]}
 
 
-async def give_up_on_some(replica: Replica, gateway: Gateway) -> None:  # noqa: ARG001
+async def give_up_on_some(_: Replica, gateway: Gateway) -> None:
     await gateway.until_tokens(0, 2)
     await gateway.abort(1, 5, 23)
     await gateway.until_tokens(4, 3)
     await gateway.abort(4, 22)
+
+
+async def expect_no_difference(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert await asyncio.to_thread(replay, path) == 0
+    said = capsys.readouterr().out
+    assert said.endswith("\n0 differences\n")
+    assert "tell its end" not in said
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
@@ -45,5 +55,98 @@ async def test_a_run_under_load_is_reproduced_bit_for_bit(
     told = entries(path)
     assert sum(len(entry.get("preemptions", ())) for entry in told) > 5
     assert sum(entry.get("call") == "abort" for entry in told) > 2
-    assert await asyncio.to_thread(replay, path) == 0
-    assert capsys.readouterr().out.endswith("0 differences\n")
+    await expect_no_difference(path, capsys)
+
+
+async def lose_the_pool(replica: Replica, gateway: Gateway) -> None:
+    for tokens in (2, 8):
+        await gateway.until_tokens(0, tokens)
+        await replica.pool.stop()
+        await replica.until(lambda stats: stats.state == scheduler_pb2.ENGINE_STATE_RECOVERING)
+        await replica.pool.start()
+
+
+async def lose_the_worker(replica: Replica, gateway: Gateway) -> None:
+    for tokens in (2, 8):
+        await gateway.until_tokens(0, tokens)
+        await replica.worker.stop()
+        await replica.worker.start()
+
+
+async def make_no_sense_of_some(replica: Replica, gateway: Gateway) -> None:
+    await gateway.until_tokens(0, 2)
+    replica.worker.nan_slots = frozenset({2})
+    await gateway.until_tokens(0, 5)
+    replica.worker.nan_slots = frozenset()
+
+
+async def reset_and_pause(replica: Replica, gateway: Gateway) -> None:
+    await gateway.until_tokens(0, 2)
+    await replica.stub.ResetPrefixCache(scheduler_pb2.ResetPrefixCacheRequest(preempt_running=True))
+    await gateway.until_tokens(0, 6)
+    await replica.stub.Pause(scheduler_pb2.PauseRequest(abort=False))
+    await gateway.abort(7, 8)
+    await replica.stub.Resume(scheduler_pb2.ResumeRequest())
+    await gateway.until_tokens(0, 9)
+    await replica.stub.Pause(scheduler_pb2.PauseRequest(abort=True))
+    await replica.stub.Resume(scheduler_pb2.ResumeRequest())
+
+
+@pytest.mark.parametrize(
+    ("disturb", "expected"),
+    [
+        (lose_the_pool, {"forget_pool"}),
+        (lose_the_worker, {"forget_pool"}),
+        (make_no_sense_of_some, {"update_from_output"}),
+        (reset_and_pause, {"preempt_all", "reset_prefix_cache", "flush"}),
+    ],
+)
+async def test_so_is_one_in_which_much_goes_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], disturb: Disturbance, expected: set[str]
+) -> None:
+    path = await live_log(tmp_path / "steps.jsonl", disturb, pool_timeout_seconds=0.5)
+    assert calls(path) >= expected
+    await expect_no_difference(path, capsys)
+
+
+async def test_a_compressed_log_is_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = await live_log(tmp_path / "steps.jsonl.zst", give_up_on_some)
+    assert path.read_bytes().startswith(b"\x28\xb5\x2f\xfd")
+    await expect_no_difference(path, capsys)
+
+
+async def test_a_log_is_its_owners_alone_and_never_written_over(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    path.write_text("from before a crash")
+    await live_log(path, give_up_on_some)
+    assert path.read_text() == "from before a crash"
+    second = tmp_path / "steps.2.jsonl"
+    assert calls(second) >= {"add", "schedule", "update_from_output", "end"}
+    assert stat.S_IMODE(second.stat().st_mode) == 0o600
+
+
+async def test_what_is_logged_can_be_read_while_the_service_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "steps.jsonl"
+
+    async def look(replica: Replica, gateway: Gateway) -> None:
+        await gateway.finish(*HANDLES)
+        await replica.until_idle()
+        async with asyncio.timeout(SECONDS):
+            while path.read_bytes().count(b'"call":"add"') < len(HANDLES):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        assert await asyncio.to_thread(replay, path) == 0
+        assert "the log does not tell its end" in capsys.readouterr().out
+
+    await live_log(path, look)
+
+
+async def test_a_path_that_cannot_be_written_ends_the_service_with_one_sentence(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "missing" / "steps.jsonl"
+    with pytest.raises(InvalidArgument, match=r"--step-log .*missing.*: No such file"):
+        await live_log(path, give_up_on_some)

@@ -1,0 +1,74 @@
+"""Step logs of small scenarios, made in this process, and complete."""
+
+import asyncio
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from services.cli.replay.inprocess_pool import InProcessPool
+from services.cli.replay.scenario import read_scenario
+from services.cli.replay.scenario_run import ScenarioRun
+from services.scheduler.adapters.replica import ReplicaShape
+from services.scheduler.adapters.step_log import header
+from services.scheduler.core.recorder import Entry, RecordingScheduler
+from tests.scheduler.fake_worker import FakeWorker
+
+BLOCK_SIZE = 4
+SMALL_POOL = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 16,
+    "max_model_len": 60,
+    "block_size": BLOCK_SIZE,
+    "num_gpu_blocks": 17,
+    "async_scheduling": True,
+}
+
+
+def crowded(num_requests: int = 10, **config: Any) -> dict[str, Any]:
+    """A scenario in which requests get in each other's way, and two are given up on."""
+    events: list[dict[str, Any]] = [
+        {
+            "step": 2 * number,
+            "add": {
+                "request_id": f"r{number}",
+                "prompt_token_ids": [7 * (number % 3) + offset for offset in range(9)]
+                + [100 * number + offset for offset in range(number % 7)],
+                "max_tokens": 10 + number % 4,
+                "stop_token_ids": [5],
+                "cache_salt": "é" if number == 3 else "",
+            },
+        }
+        for number in range(num_requests)
+    ]
+    events.append({"step": 9, "abort": ["r2"], "phase": "mid"})
+    events.append({"step": 14, "abort": "r5"})
+    return {"name": "crowded", "config": {**SMALL_POOL, **config}, "events": events}
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedLog:
+    """The lines of a step log."""
+
+    entries: list[Entry]
+
+    def text(self) -> str:
+        """As it lies on disk."""
+        return "".join(json.dumps(entry, separators=(",", ":")) + "\n" for entry in self.entries)
+
+    def write(self, path: Path) -> Path:
+        """Puts it there."""
+        path.write_text(self.text())
+        return path
+
+
+def record(scenario: dict[str, Any]) -> RecordedLog:
+    """The log that a scheduler service would have written."""
+    story = read_scenario(scenario)
+    config = story.config
+    pool = InProcessPool(config.num_blocks, config.block_size)
+    description = FakeWorker(num_blocks=config.num_blocks).description
+    entries = [header(config, ReplicaShape(description, config.num_blocks), 0)]
+    scheduler = RecordingScheduler(config, pool, entries.append)
+    asyncio.run(ScenarioRun(story, scheduler, pool.core).run())
+    return RecordedLog([*entries, {"call": "end"}])

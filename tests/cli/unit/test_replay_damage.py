@@ -1,0 +1,170 @@
+"""A damaged scenario or log ends in one sentence that names the line, and never in a traceback."""
+
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from services.cli.__main__ import main
+from tests.cli.recorded_logs import crowded, record
+
+LOG = record(crowded(5)).text().encode()
+SCENARIO = json.dumps(crowded(5), indent=1).encode()
+KINDS = {json.loads(line).get("call", "header"): n for n, line in enumerate(LOG.splitlines())}
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
+def replay(
+    capsys: pytest.CaptureFixture[str], path: Path, content: bytes, *options: str
+) -> tuple[int, str, str]:
+    path.write_bytes(content)
+    status = main(["replay", str(path), *options])
+    return status, *capsys.readouterr()
+
+
+def expect_one_sentence(path: Path, status: int, out: str, err: str) -> None:
+    """Nothing wrong, a difference, or one line of complaint."""
+    if err:
+        assert status == 1
+        assert err.startswith(f"stepwell replay: {path} ")
+        assert " line " in err
+        assert err.count("\n") == 1
+        assert "0 differences" not in out
+    else:
+        assert (status == 0) == ("0 differences" in out or '"requests"' in out)
+
+
+@st.composite
+def damaged(draw: st.DrawFn, whole: bytes) -> bytes:
+    """Cut short, or with a byte, a digit or a line that is another."""
+    lines = whole.splitlines(keepends=True)
+    where = draw(st.integers(0, len(whole) - 1))
+    line = draw(st.integers(0, len(lines) - 1))
+    match draw(st.sampled_from(["cut", "byte", "digit", "gone", "twice", "swapped"])):
+        case "cut":
+            return whole[:where]
+        case "byte":
+            other = draw(st.binary(min_size=1, max_size=1))
+            return whole[:where] + other + whole[where + 1 :]
+        case "digit":
+            digits = [index for index, byte in enumerate(whole) if chr(byte).isdigit()]
+            where = digits[where % len(digits)]
+            return (
+                whole[:where]
+                + draw(st.sampled_from([b"9", b"0", b"-1", b"7e7"]))
+                + whole[where + 1 :]
+            )
+        case "gone":
+            del lines[line]
+        case "twice":
+            lines.insert(line, lines[line])
+        case _:
+            lines[line], lines[line - 1] = lines[line - 1], lines[line]
+    return b"".join(lines)
+
+
+HARD = settings(
+    max_examples=250,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+@HARD
+@given(content=damaged(LOG))
+def test_a_damaged_log(capsys: pytest.CaptureFixture[str], folder: Path, content: bytes) -> None:
+    path = folder / "steps.jsonl"
+    expect_one_sentence(path, *replay(capsys, path, content, "--set", "max_num_seqs=2"))
+
+
+@HARD
+@given(content=damaged(SCENARIO))
+def test_a_damaged_scenario(
+    capsys: pytest.CaptureFixture[str], folder: Path, content: bytes
+) -> None:
+    path = folder / "scenario.json"
+    expect_one_sentence(path, *replay(capsys, path, content))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_log_cut_within_a_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: str
+) -> None:
+    """Every line before it is replayed; the sentence names the one that is not whole."""
+    lines = LOG.splitlines(keepends=True)
+    number = KINDS[kind]
+    for keep in (1, len(lines[number]) // 2, len(lines[number]) - 2):
+        content = b"".join(lines[:number]) + lines[number][:keep]
+        path = tmp_path / "steps.jsonl"
+        status, _, err = replay(capsys, path, content)
+        assert status == 1
+        assert err.startswith(f"stepwell replay: {path} line {number + 1} is cut off: ")
+        assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "field", "value", "complaint"),
+    [
+        ("add", "max_tokens", 0, "max_tokens must be a whole number from 1 to 2147483647, not 0"),
+        ("add", "tokens", [1, "2"], "tokens[1] must be a whole number from 0"),
+        ("add", "tokens", [], "tokens must hold 1 to 59 tokens, not []"),
+        ("add", "key", None, "key must be a whole number from 1"),
+        ("abort", "key", 99, "key must be of a request that is alive, not 99"),
+        ("abort", "reason", "boredom", "reason must be one of stop, length, abort, error"),
+        ("update_from_output", "step", 7000, "step must be a step in flight, not 7000"),
+        ("update_from_output", "token_ids", [], "token_ids must list tokens of"),
+        ("update_from_output", "nan_requests", [9], "nan_requests[0] must be a whole number"),
+    ],
+)
+def test_a_line_that_makes_no_sense_is_named_with_its_field(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    call: str,
+    field: str,
+    value: Any,
+    complaint: str,
+) -> None:
+    entries = [json.loads(line) for line in LOG.splitlines()]
+    number = next(n for n, entry in enumerate(entries) if entry.get("call") == call)
+    entries[number][field] = value
+    path = tmp_path / "steps.jsonl"
+    content = b"".join(json.dumps(entry).encode() + b"\n" for entry in entries)
+    status, _, err = replay(capsys, path, content)
+    assert status == 1
+    assert err.startswith(f"stepwell replay: {path} line {number + 1}: {complaint}")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "complaint"),
+    [
+        ('"step": 4,', '"step": "4",', "events[2].step must be a whole number"),
+        ('"max_tokens": 12,', '"max_tokens": 0,', "events[2].add.max_tokens must be"),
+        ('"request_id": "r3"', '"request_id": "r1"', 'must be new, not "r1"'),
+        ('"block_size": 4', '"blocksize": 4', "config.blocksize is not known"),
+        ('"num_gpu_blocks": 17', '"num_gpu_blocks": 1', "config.num_gpu_blocks must be"),
+        ('"phase": "mid"', '"phase": "late"', "events[5].phase must be one of before, mid"),
+    ],
+    ids=["step", "limit", "twice", "unknown", "pool", "phase"],
+)
+def test_a_scenario_that_makes_no_sense_is_named_with_line_and_field(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, old: str, new: str, complaint: str
+) -> None:
+    before, _, after = SCENARIO.decode().partition(old)
+    text, number = before + new + after, before.count("\n") + 1
+    path = tmp_path / "scenario.json"
+    status, _, err = replay(capsys, path, text.encode())
+    assert status == 1
+    assert err.startswith(f"stepwell replay: {path} line {number}: ")
+    assert complaint in err
+    assert err.count("\n") == 1

@@ -1,0 +1,58 @@
+"""`stepwell replay` on the recorded scenarios, and on step logs of them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.cli.__main__ import main
+from services.cli.replay.fields import Field
+from services.cli.replay.inprocess_pool import InProcessPool
+from services.cli.replay.log_file import Header
+from services.cli.replay.log_replay import LogReplay
+from services.cli.replay.scenario import read_scenario
+from services.cli.replay.scenario_run import ScenarioRun
+from services.cli.replay.table import ROWS
+from services.cli.replay.what_if import WhatIf
+from services.kvpool.core.groups import AttentionType, GroupSpec
+from services.scheduler.core.recorder import Entry, RecordingScheduler
+from tests.conformance.differences import FIELDS, differences
+from tests.conformance.test_recordings import RECORDINGS
+
+Record = dict[str, Any]
+
+
+@pytest.mark.parametrize("recording", RECORDINGS[::6], ids=lambda recording: recording["name"])
+def test_the_command_prints_the_record(
+    recording: Record, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "scenario.json"
+    path.write_text(json.dumps(recording["scenario"], indent=1))
+    assert main(["replay", str(path)]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    recorded = recording["recorded"]
+    assert differences(recorded, printed, FIELDS) == []
+    assert (printed["status"], len(printed["steps"])) == ("done", len(recorded["steps"]))
+
+
+@pytest.mark.parametrize("recording", RECORDINGS, ids=lambda recording: recording["name"])
+async def test_a_log_of_a_scenario_replays_and_without_a_change_nothing_changes(
+    recording: Record,
+) -> None:
+    scenario = read_scenario(recording["scenario"])
+    config = scenario.config
+    pool = InProcessPool(
+        config.num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching
+    )
+    entries: list[Entry] = []
+    await ScenarioRun(scenario, RecordingScheduler(config, pool, entries.append), pool.core).run()
+    header = Header("stand-in", config, (GroupSpec(AttentionType.FULL, config.block_size),))
+    replay = LogReplay(header)
+    for entry in entries:
+        told = json.loads(json.dumps(entry))
+        assert told == entry
+        assert await replay.take(Field(told)) == []
+    what_if = await WhatIf(header, replay.history, config).run()
+    for row in ROWS:
+        assert row.measure(what_if) == row.measure(replay.statistics), row.name
