@@ -97,7 +97,7 @@ class WindowDetokenizer:
             if num_waiting > _MAX_SILENT_TOKENS:
                 del self._window[self._read :]
             return ""
-        if text.endswith(_REPLACEMENT) and num_waiting <= _MAX_TOKENS_OF_CHARACTER:
+        if text.endswith(_REPLACEMENT) and _num_open_tokens(self._tokenizer, self._window):
             return ""
         # What was just given out is the next context.
         del self._window[: self._read]
@@ -105,7 +105,9 @@ class WindowDetokenizer:
         return text
 
     def flush(self) -> str:
-        text = self._new_text().rstrip(_REPLACEMENT)
+        text = self._new_text()
+        if _num_open_tokens(self._tokenizer, self._window):
+            text = text.rstrip(_REPLACEMENT)
         self._read = len(self._window)
         return text
 

@@ -4,7 +4,7 @@ import itertools
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from services.gateway.adapters.hf_tokenizer import HfTokenizer, load_tokenizer
@@ -38,6 +38,7 @@ def pieces(tokenizer: HfTokenizer, prompt: list[int], ids: list[int], cuts: list
 
 
 @settings(max_examples=150, deadline=None)
+@example(text="\ufffd", cuts=[])
 @given(text=TEXT, cuts=st.lists(st.integers(0, 200), max_size=30))
 def test_any_text_in_any_cut_comes_out_whole(tokenizer: HfTokenizer, text: str, cuts: list[int]):
     ids = encode(tokenizer, text)
