@@ -6,11 +6,11 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
+from services.cli.replay.inprocess_pool import InProcessPool
 from services.scheduler.core import ports
 from services.scheduler.core.plan import RequestUpdate, StepOutput, StepPlan
 from services.scheduler.core.request import Request
 from tests.scheduler.paged_model import PagedModel
-from services.cli.replay.inprocess_pool import InProcessPool
 
 SECONDS = 10.0
 

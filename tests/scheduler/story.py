@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from services.cli.replay.inprocess_pool import InProcessPool
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.plan import StepOutput, StepPlan
 from services.scheduler.core.ports import KVPool
 from services.scheduler.core.request import Request, StopConditions
 from services.scheduler.core.scheduler import Scheduler
 from tests.scheduler.paged_model import PagedModel
-from services.cli.replay.inprocess_pool import InProcessPool
 
 BLOCK_SIZE = 4
 

@@ -6,6 +6,7 @@ from stepwell.common.v1 import common_pb2
 from stepwell.kvpool.v1 import kvpool_pb2
 from stepwell.worker.v1 import worker_pb2
 
+from services.cli.replay.inprocess_pool import InProcessPool
 from services.common.block_hash import BlockHash, pack_token_ids, unpack_token_ids
 from services.kvpool.adapters.converters import operations_from_wire, outcome_to_wire
 from services.kvpool.core.groups import AttentionType, GroupSpec
@@ -16,7 +17,6 @@ from services.scheduler.core import ports
 from services.scheduler.core.plan import StepPlan
 from services.scheduler.core.request import Request, StopConditions
 from tests.scheduler.story import Story, prompt
-from services.cli.replay.inprocess_pool import InProcessPool
 
 HASHES = [BlockHash(bytes([number]) * 32) for number in range(4)]
 

@@ -1,0 +1,346 @@
+"""A log of any run leads to the same decisions, a changed one shows where, and other settings lead
+to others.
+"""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from services.cli.__main__ import main
+from services.cli.replay.fields import Field
+from services.cli.replay.log_file import Header
+from services.cli.replay.log_replay import LogReplay, MortalPool
+from services.cli.replay.stand_in import next_token
+from services.cli.replay.statistics import RunStatistics
+from services.cli.replay.what_if import WhatIf, changed_config
+from services.kvpool.core.groups import AttentionType, GroupSpec
+from services.scheduler.core.config import Policy, SchedulerConfig
+from services.scheduler.core.plan import StepOutput, StepPlan
+from services.scheduler.core.ports import PoolLost
+from services.scheduler.core.recorder import Entry, RecordingScheduler
+from services.scheduler.core.request import Request, StopConditions
+from tests.cli.recorded_logs import crowded, record
+
+GROUPS = (GroupSpec(AttentionType.FULL, 4),)
+PNG = b"\x89PNG\r\n\x1a\n"
+
+Replayed = tuple[int, str, str]
+
+
+def replay(capsys: pytest.CaptureFixture[str], *arguments: object) -> Replayed:
+    status = main(["replay", *map(str, arguments)])
+    return status, *capsys.readouterr()
+
+
+# Any run
+
+
+class Fragile:
+    """A scheduler whose pool is lost in some steps, after some answers."""
+
+    def __init__(self, config: SchedulerConfig, losses: dict[int, int]) -> None:
+        self.entries: list[Entry] = []
+        self._pool = MortalPool(config, GROUPS)
+        self._scheduler = RecordingScheduler(config, self._pool, self.entries.append)
+        self._losses = losses
+        self._in_flight: deque[StepPlan] = deque()
+        self._depth = 2 if config.async_scheduling else 1
+
+    async def run(self, requests: list[Request], resets: set[int]) -> None:
+        step = 0
+        while step < 12 or self._scheduler.has_work or self._in_flight:
+            assert step < 1000
+            for request in requests[2 * step : 2 * step + 2]:
+                self._scheduler.add(request)
+            await self._step(step, must_reset=step in resets)
+            step += 1
+
+    async def _step(self, step: int, *, must_reset: bool) -> None:
+        self._pool.num_answers_left = self._losses.get(step)
+        try:
+            if must_reset:
+                while self._in_flight:
+                    self._update()
+                self._scheduler.preempt_all()
+                await self._scheduler.reset_prefix_cache()
+            if self._scheduler.has_work:
+                self._in_flight.append(await self._scheduler.schedule())
+        except PoolLost:
+            self._in_flight.clear()
+            self._scheduler.forget_pool()
+            self._pool.reopen()
+            return
+        self._pool.num_answers_left = None
+        if self._in_flight and not (
+            len(self._in_flight) < self._depth and self._in_flight[-1].requests
+        ):
+            self._update()
+
+    def _update(self) -> None:
+        plan = self._in_flight.popleft()
+        tokens = [said(plan, index) for index in range(len(plan.requests))]
+        self._scheduler.update_from_output(plan, StepOutput(tokens))
+
+
+def said(plan: StepPlan, index: int) -> list[int]:
+    request = plan.requests[index]
+    end = plan.num_computed_tokens[index] + plan.num_scheduled_tokens[index]
+    return [next_token(request.token_ids)] if end >= request.num_tokens else []
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> list[Request]:
+    sizes = draw(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 12)), max_size=12))
+    return [
+        Request(
+            request_id=f"r{number}",
+            key=number + 1,
+            token_ids=[number % 2, *range(num_prompt - 1)],
+            num_prompt_tokens=num_prompt,
+            stop=StopConditions(max_tokens, frozenset((7, 8, 9))),
+            priority=draw(st.integers(0, 2)),
+            arrival_time=float(number // 3),
+        )
+        for number, (num_prompt, max_tokens) in enumerate(sizes)
+    ]
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    requests=requests(),
+    losses=st.dictionaries(st.integers(0, 25), st.integers(0, 3), max_size=4),
+    resets=st.sets(st.integers(0, 20), max_size=2),
+    policy=st.sampled_from(Policy),
+    async_scheduling=st.booleans(),
+    num_blocks=st.integers(10, 20),
+)
+def test_whatever_happens_is_decided_again(
+    requests: list[Request],
+    losses: dict[int, int],
+    resets: set[int],
+    policy: Policy,
+    async_scheduling: bool,
+    num_blocks: int,
+) -> None:
+    config = SchedulerConfig(
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        max_model_len=36,
+        block_size=4,
+        num_blocks=num_blocks,
+        policy=policy,
+        async_scheduling=async_scheduling,
+    )
+    fragile = Fragile(config, losses)
+    asyncio.run(fragile.run(requests, resets))
+
+    async def again() -> None:
+        replaying = LogReplay(Header("none", config, GROUPS))
+        for entry in fragile.entries:
+            assert await replaying.take(Field(json.loads(json.dumps(entry)))) == []
+
+    asyncio.run(again())
+
+
+# A changed log
+
+
+@pytest.mark.parametrize(
+    ("call", "field", "value"),
+    [
+        ("schedule", "num_free_blocks", 3),
+        ("schedule", "wait_reason", "a cold"),
+        ("schedule", "appended_blocks", {"1": [[9]]}),
+        ("update_from_output", "ended", [[1, "stop", 4]]),
+        ("schedule", "unheard_of", 1),
+    ],
+)
+def test_a_changed_decision_is_shown_with_its_step_and_field(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, call: str, field: str, value: Any
+) -> None:
+    log = record(crowded())
+    number = next(n for n, e in enumerate(log.entries) if e.get("call") == call and e["step"] == 5)
+    before = log.entries[number].get(field)
+    log.entries[number][field] = value
+    status, out, err = replay(capsys, log.write(tmp_path / "steps.jsonl"))
+    assert (status, err) == (1, "")
+    step = 5 if call == "schedule" else 7
+    assert f"step {step} {field}\n  logged   {json.dumps(value)}\n" in out
+    assert f"  replayed {json.dumps(before)}\n" in out
+    assert out.endswith(f"line {number + 1}: the replay left the log here\n")
+
+
+def test_a_changed_prompt_is_noticed_where_it_first_matters(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    log = record(crowded())
+    added = next(e for e in log.entries if e.get("id") == "r3")
+    added["cache_salt"] = ""
+    status, out, _ = replay(capsys, log.write(tmp_path / "steps.jsonl"))
+    assert status == 1
+    assert "num_computed_tokens\n" in out
+
+
+# Other settings
+
+
+def what_if(scenario: dict[str, Any], **changes: Any) -> tuple[RunStatistics, RunStatistics]:
+    log = record(scenario)
+    config_entry = log.entries[0]["config"]
+    config = SchedulerConfig(**config_entry | {"policy": Policy(config_entry["policy"])})
+    header = Header("none", config, GROUPS)
+
+    async def run() -> tuple[RunStatistics, RunStatistics]:
+        replaying = LogReplay(header)
+        for entry in log.entries[1:]:
+            assert await replaying.take(Field(entry)) == []
+        other = WhatIf(header, replaying.history, changed_config(config, changes))
+        return replaying.statistics, await other.run()
+
+    return asyncio.run(run())
+
+
+def test_a_larger_pool_preempts_nobody() -> None:
+    logged, other = what_if(crowded(), num_blocks=200)
+    assert logged.num_preemptions > 2
+    assert logged.num_recomputed_tokens > 10
+    assert (other.num_preemptions, other.num_recomputed_tokens) == (0, 0)
+    assert max(other.queued_steps) < max(logged.queued_steps)
+    assert other.num_generated_tokens >= logged.num_generated_tokens - 1
+
+
+def test_a_smaller_pool_makes_requests_wait() -> None:
+    logged, other = what_if(crowded(), num_blocks=10)
+    assert sum(other.queued_steps) > sum(logged.queued_steps)
+    assert len(other.samples) > len(logged.samples)
+
+
+def test_fewer_places_make_requests_wait() -> None:
+    logged, other = what_if(crowded(), max_num_seqs=1)
+    assert max(sample.num_running for sample in other.samples) == 1
+    assert sum(other.first_token_steps) > sum(logged.first_token_steps)
+
+
+def test_without_a_cache_there_are_no_hits() -> None:
+    logged, other = what_if(crowded(), enable_prefix_caching=False)
+    assert logged.hit_rate > 0.1
+    assert other.hit_rate == 0
+
+
+def test_priority_lets_the_important_ones_go_first() -> None:
+    scenario = crowded(policy="priority")
+    scenario["events"][8]["add"]["priority"] = -1
+    by_priority, by_arrival = what_if(scenario, policy=Policy.FCFS)
+
+    def queued(run: RunStatistics) -> int | None:
+        return next(a.queued_steps for r, a in run.accounts.items() if r.request_id == "r8")
+
+    assert (queued(by_priority) or 0) < (queued(by_arrival) or 0)
+
+
+def test_a_budget_of_drafts_that_are_taken_away_costs_steps() -> None:
+    logged, other = what_if(crowded(num_speculative_tokens=3), num_speculative_tokens=0)
+    assert sum(sample.num_draft_tokens for sample in logged.samples) > 20
+    assert sum(sample.num_draft_tokens for sample in other.samples) == 0
+    assert len(other.samples) > len(logged.samples)
+    assert other.num_generated_tokens == logged.num_generated_tokens
+
+
+def test_who_is_too_long_for_other_settings_is_refused() -> None:
+    logged, other = what_if(crowded(), max_model_len=12)
+    assert logged.num_refused == 0
+    assert other.num_refused > 2
+    assert other.num_refused + len(other.accounts) == len(logged.accounts)
+
+
+def test_the_table_tells_the_difference(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = record(crowded()).write(tmp_path / "steps.jsonl")
+    status, out, _ = replay(capsys, path, "--set", "num_blocks=200", "--set", "policy=priority")
+    assert status == 0
+    table = dict(line.split("  ", 1) for line in out.splitlines() if "  " in line)
+    assert table["requests"].split() == ["10", "10", "="]
+    logged, what_if, change = table["preemptions"].split(maxsplit=2)
+    assert (what_if, change) == ("0", f"-{logged} (-100 %)")
+    assert set(table) >= {
+        "queueing, steps, median",
+        "queueing, steps, p99",
+        "time to first token, steps, median",
+        "time to first token, steps, p99",
+        "recomputed tokens",
+        "prefix hit rate",
+        "steps",
+        "tokens generated",
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ("policy=lottery", 'policy must be one of fcfs, priority, not "lottery"'),
+        ("block_size=0", "block_size must be a whole number from 1 to 1000000, not 0"),
+        ("watermark=2", "watermark must be a number from 0 to 1, not 2"),
+        ("async_scheduling=perhaps", 'async_scheduling must be true or false, not "perhaps"'),
+        ("colour=blue", "there is no setting 'colour'; there are max_num_seqs"),
+        ("policy", "say NAME=VALUE"),
+        ("num_speculative_tokens=4", "can only take drafts away"),
+        ("enable_chunked_prefill=no", "must be true or false"),
+        ("enable_chunked_prefill=false", "raise max_num_batched_tokens too"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused_in_one_sentence(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, change: str, complaint: str
+) -> None:
+    path = record(crowded(2)).write(tmp_path / "steps.jsonl")
+    status, _, err = replay(capsys, path, "--set", change)
+    assert status in (1, 2)
+    assert complaint in err
+    assert err.count("\n") == 1
+
+
+# Pictures
+
+
+def test_a_plot_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path, picture = record(crowded()).write(tmp_path / "steps.jsonl"), tmp_path / "out.png"
+    status, out, _ = replay(capsys, path, "--plot", picture)
+    assert status == 0
+    assert out.endswith(f"drawn to {picture}\n")
+    content = picture.read_bytes()
+    assert content.startswith(PNG)
+    assert len(content) > 20_000
+
+
+def test_a_plot_that_cannot_be_written_is_one_sentence(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = record(crowded()).write(tmp_path / "steps.jsonl")
+    for name in ("missing/out.png", "out.hologram"):
+        status, _, err = replay(capsys, path, "--plot", tmp_path / name)
+        assert status == 1
+        assert err.startswith(f"stepwell replay: cannot write {tmp_path / name}: ")
+        assert err.count("\n") == 1
+
+
+def test_without_matplotlib_a_sentence_says_how_to_get_it(tmp_path: Path) -> None:
+    path = record(crowded(2)).write(tmp_path / "steps.jsonl")
+    (tmp_path / "matplotlib.py").write_text("raise ImportError('not installed')")
+    root = Path(__file__).parents[3]
+    done = subprocess.run(
+        [sys.executable, "-m", "services.cli", "replay", path, "--plot", tmp_path / "out.png"],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(root)])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr == "stepwell replay: --plot needs matplotlib: pip install 'stepwell[plot]'\n"
