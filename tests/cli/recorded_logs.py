@@ -6,15 +6,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stepwell.common.v1 import common_pb2
+
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.cli.replay.scenario import read_scenario
 from services.cli.replay.scenario_run import ScenarioRun
+from services.kvpool.core.groups import AttentionType, GroupSpec
 from services.scheduler.adapters.replica import ReplicaShape
 from services.scheduler.adapters.step_log import header
 from services.scheduler.core.recorder import Entry, RecordingScheduler
 from tests.scheduler.fake_worker import FakeWorker
 
 BLOCK_SIZE = 4
+_TYPES = {
+    common_pb2.ATTENTION_TYPE_FULL: AttentionType.FULL,
+    common_pb2.ATTENTION_TYPE_SLIDING_WINDOW: AttentionType.SLIDING_WINDOW,
+}
 SMALL_POOL = {
     "max_num_seqs": 4,
     "max_num_batched_tokens": 16,
@@ -62,12 +69,17 @@ class RecordedLog:
         return path
 
 
-def record(scenario: dict[str, Any]) -> RecordedLog:
-    """The log that a scheduler service would have written."""
+def record(scenario: dict[str, Any], *more_groups: common_pb2.KVCacheGroup) -> RecordedLog:
+    """The log that a scheduler service would have written. The first group is of full attention."""
     story = read_scenario(scenario)
     config = story.config
-    pool = InProcessPool(config.num_blocks, config.block_size)
     description = FakeWorker(num_blocks=config.num_blocks).description
+    description.groups.extend(more_groups)
+    groups = [
+        GroupSpec(_TYPES[group.attention_type], group.block_size, group.window)
+        for group in description.groups
+    ]
+    pool = InProcessPool(config.num_blocks, config.block_size, groups=groups)
     entries = [header(config, ReplicaShape(description, config.num_blocks), 0)]
     scheduler = RecordingScheduler(config, pool, entries.append)
     asyncio.run(ScenarioRun(story, scheduler, pool.core).run())

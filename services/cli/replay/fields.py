@@ -72,7 +72,12 @@ class Field:
 
     def integers(self, low: int = 0, high: int = LARGEST) -> list[int]:
         """A list of whole numbers."""
-        return [item.integer(low, high) for item in self.items()]
+        values = self.value
+        if isinstance(values, list) and all(
+            type(value) is int and low <= value <= high for value in values
+        ):
+            return values
+        return [item.integer(low, high) for item in self.items()]  # finds the one that is wrong
 
     def number(self, low: float, high: float) -> float:
         """A number."""

@@ -85,9 +85,9 @@ class LogReplay:
         if call == "end":
             self.is_complete = True
             return []
-        step = self.history.num_plans
         await _CALLS[call](self, entry)
-        return _compare(step, entry.members(), self._told.pop())
+        told = self._told.pop()
+        return _compare(told.get("step", self.history.num_plans), entry.members(), told)
 
     async def _add(self, entry: Field) -> None:
         arrival = read_arrival(entry, self.scheduler.config.max_model_len)

@@ -64,7 +64,8 @@ def test_the_version_is_one_line() -> None:
 def test_an_unknown_command_is_one_sentence() -> None:
     assert_refused(
         stepwell("serve"),
-        "stepwell: there is no command 'serve'; the commands are up, chat, complete, status",
+        "stepwell: there is no command 'serve'; the commands are up, chat, complete, status, "
+        "replay",
         2,
     )
 

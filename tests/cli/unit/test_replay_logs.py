@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from stepwell.common.v1 import common_pb2
 
 from services.cli.__main__ import main
 from services.cli.replay.fields import Field
@@ -173,10 +174,28 @@ def test_a_changed_decision_is_shown_with_its_step_and_field(
     log.entries[number][field] = value
     status, out, err = replay(capsys, log.write(tmp_path / "steps.jsonl"))
     assert (status, err) == (1, "")
-    step = 5 if call == "schedule" else 7
-    assert f"step {step} {field}\n  logged   {json.dumps(value)}\n" in out
+    assert f"step 5 {field}\n  logged   {json.dumps(value)}\n" in out
     assert f"  replayed {json.dumps(before)}\n" in out
     assert out.endswith(f"line {number + 1}: the replay left the log here\n")
+
+
+def test_groups_of_other_attention_are_replayed_too(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    window = common_pb2.KVCacheGroup(
+        attention_type=common_pb2.ATTENTION_TYPE_SLIDING_WINDOW,
+        block_size=4,
+        window=3,
+        num_layers=1,
+    )
+    log = record(crowded(num_gpu_blocks=40), window)
+    assert any(0 in table for e in log.entries for t in tables(e) for table in t), "null blocks"
+    status, out, _ = replay(capsys, log.write(tmp_path / "steps.jsonl"))
+    assert (status, out.splitlines()[-1]) == (0, "0 differences")
+
+
+def tables(entry: Entry) -> list[list[list[int]]]:
+    return list(entry.get("block_tables", {}).values())
 
 
 def test_a_changed_prompt_is_noticed_where_it_first_matters(
