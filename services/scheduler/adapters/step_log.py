@@ -177,4 +177,6 @@ def _compressor() -> Callable[[BinaryIO], BinaryIO]:
         raise InvalidArgument(
             "--step-log *.zst needs zstandard: pip install 'stepwell[zstd]'", field="step_log"
         ) from None
-    return lambda file: cast(BinaryIO, zstandard.ZstdCompressor().stream_writer(file))
+    return lambda file: cast(
+        BinaryIO, zstandard.ZstdCompressor(write_checksum=True).stream_writer(file)
+    )

@@ -30,10 +30,6 @@ class StepDraft:
     preemptions: list[Preemption] = field(default_factory=list)
     hits: dict[Request, int] = field(default_factory=dict)
     """Cached tokens of waiting requests, as the pool last said."""
-    filling: list[tuple[Request, int]] = field(default_factory=list)
-    """Running requests whose blocks the step fills, with the tokens computed after it."""
-    asking: list[Request] = field(default_factory=list)
-    """Waiting requests in the look-up under way."""
     published: set[BlockHash] = field(default_factory=set)
     """Hashes that admissions of this step publish: later ones will hit them."""
 

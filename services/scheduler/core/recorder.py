@@ -3,6 +3,28 @@
 An entry is a JSON object: `call` is the method that was called, the rest is what went in and what
 came out. A scheduler is a function of its calls, so a log that holds all of them, in order, can be
 driven again: the idea of record and replay, at the one seam where nothing is left to chance.
+
+    add                  the request: key, id, tokens (prompt and earlier output), num_prompt_tokens,
+                         max_tokens, eos_token_ids, stop_token_ids, priority, arrival_time,
+                         cache_salt, reads_prefix_cache
+    abort                key, reason
+    schedule             the plan: step, keys in scheduling order with num_scheduled_tokens and
+                         num_computed_tokens before the step, new, resumed, preemptions (victim,
+                         cause, tokens lost), block_tables and appended_blocks and draft_token_ids
+                         by key, wait_reason, removed_slots; then num_running, num_waiting and
+                         num_free_blocks
+    update_from_output   step, and parallel to its keys token_ids and draft_token_ids; nan_requests
+                         and not_taken (what was taken instead; null: nothing) by index; ended
+                         (key, reason, stop token)
+    preempt_all          preempted
+    forget_pool          preempted
+    flush                num_free_blocks
+    reset_prefix_cache   done
+    end                  nothing follows; a log without it was cut short
+
+Requests go by their key, a block table is a list of block ids for each group. A pause shows in what
+it does: aborts, a flush, and no step until it is over. VERSION grows with every change after which
+an older log means something else.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -43,9 +65,9 @@ class RecordingScheduler(Scheduler):
     def __init__(
         self, config: SchedulerConfig, pool: KVPool, record: Callable[[Entry], None]
     ) -> None:
-        super().__init__(config, pool)
+        self._answers = _CountedAnswers(pool)
+        super().__init__(config, self._answers)
         self._record = record
-        self._num_answered = 0
 
     def add(self, request: Request) -> None:
         self._record(
@@ -144,19 +166,27 @@ class RecordingScheduler(Scheduler):
         self._record({"call": "reset_prefix_cache", "done": done})
         return done
 
-    async def _transact(self, operations: list[Operation], traceparent: str) -> Outcome:
-        outcome = await super()._transact(operations, traceparent)
-        self._num_answered += bool(operations)
-        return outcome
-
     @contextmanager
     def _noting_loss(self, call: str) -> Iterator[None]:
-        self._num_answered = 0
+        self._answers.count = 0
         try:
             yield
         except PoolLost:
-            self._record({"call": call, "lost_after": self._num_answered})
+            self._record({"call": call, "lost_after": self._answers.count})
             raise
+
+
+class _CountedAnswers:
+    """A pool that counts the transactions it answered."""
+
+    def __init__(self, pool: KVPool) -> None:
+        self.count = 0
+        self._pool = pool
+
+    async def transact(self, operations: Sequence[Operation], traceparent: str = "") -> Outcome:
+        outcome = await self._pool.transact(operations, traceparent)
+        self.count += 1
+        return outcome
 
 
 def _keys(requests: Sequence[Request]) -> list[int]:

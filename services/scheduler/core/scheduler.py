@@ -1,13 +1,12 @@
 """The policy: who gets how many tokens in a step, who waits, who makes room."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
 
-from services.common.block_hash import BlockHash
 from services.scheduler.core.admission import AdmissionPlanner
 from services.scheduler.core.config import Policy, SchedulerConfig
 from services.scheduler.core.draft import StepDraft
-from services.scheduler.core.pending import PendingOperations
+from services.scheduler.core.memory import PoolMemory
 from services.scheduler.core.plan import (
     Preemption,
     StepOutput,
@@ -17,15 +16,8 @@ from services.scheduler.core.plan import (
 )
 from services.scheduler.core.ports import (
     Admission,
-    Admit,
     BlockTables,
-    Commit,
-    Grow,
     KVPool,
-    Lookup,
-    Operation,
-    Outcome,
-    ResetPrefixCache,
     StopReason,
 )
 from services.scheduler.core.queue import make_queue
@@ -46,11 +38,9 @@ class Scheduler:
         self.config = config
         self.waiting = make_queue(config.policy)
         self.running: list[Request] = []
-        self.num_free_blocks = config.num_blocks - 1
         self.num_preemptions = 0
-        self._pool = pool
+        self._memory = PoolMemory(config, pool)
         self._planner = AdmissionPlanner(config)
-        self._pending = PendingOperations()
         self._num_steps = 0
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._removed_slots: list[int] = []
@@ -58,7 +48,12 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything: requests, or news for pool and workers."""
-        return bool(self.running or self.waiting or self._pending or self._removed_slots)
+        return bool(self.running or self.waiting or self._memory.has_news or self._removed_slots)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that nobody held after the last transaction."""
+        return self._memory.num_free_blocks
 
     def add(self, request: Request) -> None:
         """Queues a request that arrived."""
@@ -138,19 +133,17 @@ class Scheduler:
         victims = self._preempt_running()
         for request in self.waiting:
             request.forget_blocks()
-        self._pending.clear()
+        self._memory.forget()
         self._removed_slots.clear()
-        self.num_free_blocks = self.config.num_blocks - 1
         return victims
 
     async def flush(self) -> None:
         """Tells the pool now what would otherwise go with the next step."""
-        await self._transact(self._pending.take(), "")
+        await self._memory.flush()
 
     async def reset_prefix_cache(self) -> bool:
         """Forgets every cached prefix; False, and nothing done, while blocks are in use."""
-        outcome = await self._transact([*self._pending.take(), ResetPrefixCache()], "")
-        return outcome.reset_done
+        return await self._memory.reset_prefix_cache()
 
     # Step 1: running requests
 
@@ -158,18 +151,10 @@ class Scheduler:
         index = 0
         while True:
             growing = self._grant_running(draft, index)
-            operations = [
-                *self._pending.take(),
-                *self._grow(draft, growing),
-                *self._commit(draft),
-                *(() if draft.preemptions else self._look_up(draft)),
-            ]
-            outcome = await self._transact(operations, traceparent)
-            for request, blocks in zip(growing, outcome.grown, strict=False):
-                request.num_slots += len(blocks[0]) * self.config.block_size
-                draft.appended[request] = blocks
+            asking = [] if draft.preemptions else self._candidates(draft)
+            outcome = await self._memory.grow(draft, growing, asking, traceparent)
             if outcome.stop is None:
-                return self._settle(draft, outcome)
+                return
             index = self._make_room(draft, growing[outcome.stop.item_index])
 
     def _grant_running(self, draft: StepDraft, index: int) -> list[Request]:
@@ -190,7 +175,7 @@ class Scheduler:
                 draft.budget -= 1
             elif (num_new := self._gap(draft, request)) > 0:
                 draft.grant(request, num_new)
-                if self._num_slots(computed + num_new) > request.num_slots:
+                if self._memory.num_slots(computed + num_new) > request.num_slots:
                     growing.append(request)
         return growing
 
@@ -202,35 +187,6 @@ class Scheduler:
         ahead = request.num_tokens + len(request.draft_token_ids) + placeholders
         gap = min(draft.cap(ahead - computed), draft.budget)
         return min(gap, self.config.max_model_len - 1 - computed)
-
-    def _num_slots(self, num_tokens: int) -> int:
-        """Slots that a running request needs for its first `num_tokens` to be computed."""
-        return min(num_tokens + self.config.num_lookahead_tokens, self.config.max_model_len)
-
-    def _grow(self, draft: StepDraft, growing: list[Request]) -> Iterator[Operation]:
-        if growing:
-            computed = [request.num_computed_tokens for request in growing]
-            slots = [
-                self._num_slots(request.num_computed_tokens + draft.out_of_stride[request])
-                for request in growing
-            ]
-            yield Grow([request.key for request in growing], computed, slots)
-
-    def _commit(self, draft: StepDraft) -> Iterator[Operation]:
-        """Publishes what the step fills; after all growth, so that no victim is published."""
-        if not self.config.enable_prefix_caching:
-            return
-        draft.filling = []
-        for request, num_new in draft.out_of_stride.items():
-            end = min(request.num_computed_tokens + num_new, request.num_tokens)
-            if end // self.config.block_size > request.num_committed_blocks:
-                draft.filling.append((request, end))
-        if draft.filling:
-            yield Commit(
-                [request.key for request, _ in draft.filling],
-                [end for _, end in draft.filling],
-                [self._unsent_hashes(request) for request, _ in draft.filling],
-            )
 
     def _make_room(self, draft: StepDraft, request: Request) -> int:
         """Preempts for `request`; returns the index from which to go on granting."""
@@ -266,9 +222,8 @@ class Scheduler:
     async def _schedule_waiting(self, draft: StepDraft, traceparent: str) -> WaitReason | None:
         """Admits from the head of the queue; returns why it stopped before the queue was empty."""
         while candidates := self._candidates(draft):
-            if any(request not in draft.hits for request in candidates):
-                outcome = await self._transact([*self._look_up(draft)], traceparent)
-                self._settle(draft, outcome)
+            if asking := [request for request in candidates if request not in draft.hits]:
+                await self._memory.look_up(draft, asking, traceparent)
             admissions, blocked = self._planner.plan(
                 draft,
                 candidates,
@@ -277,7 +232,7 @@ class Scheduler:
             )
             if not admissions:
                 return blocked
-            outcome = await self._transact([Admit(admissions)], traceparent)
+            outcome = await self._memory.admit(admissions, traceparent)
             admitted = zip(candidates, admissions, outcome.admitted, strict=False)
             for request, admission, blocks in admitted:
                 self._admit(draft, request, admission, blocks)
@@ -293,17 +248,6 @@ class Scheduler:
         """The head of the queue, as far as places and budget could reach."""
         places = self.config.max_running - len(self.running)
         return list(islice(self.waiting, max(0, min(places, draft.budget, LOOKUP_BATCH))))
-
-    def _look_up(self, draft: StepDraft) -> Iterator[Operation]:
-        draft.asking = [r for r in self._candidates(draft) if r not in draft.hits]
-        if not self.config.enable_prefix_caching:
-            draft.hits.update(dict.fromkeys(draft.asking, 0))
-        elif draft.asking:
-            yield Lookup(
-                [request.key for request in draft.asking],
-                [request.max_hit_tokens for request in draft.asking],
-                [self._unsent_hashes(request) for request in draft.asking],
-            )
 
     def _admit(
         self, draft: StepDraft, request: Request, admission: Admission, blocks: BlockTables
@@ -334,29 +278,6 @@ class Scheduler:
         if config.long_prefill_token_threshold_adaptive and alive:
             threshold = max(threshold, config.max_num_batched_tokens // alive)
         return StepDraft(budget=config.token_budget, threshold=threshold if alive > 1 else 0)
-
-    async def _transact(self, operations: list[Operation], traceparent: str) -> Outcome:
-        """One turn on the pool; none for nothing."""
-        if not operations:
-            return Outcome(self.num_free_blocks)
-        outcome = await self._pool.transact(operations, traceparent)
-        self.num_free_blocks = outcome.num_free_blocks
-        return outcome
-
-    def _settle(self, draft: StepDraft, outcome: Outcome) -> None:
-        """Notes what the pool has been told once it has taken it in."""
-        for request, end in draft.filling:
-            request.num_committed_blocks = end // self.config.block_size
-            request.num_hashes_sent = len(request.block_hashes)
-        for request, hit in zip(draft.asking, outcome.hits, strict=False):
-            draft.hits[request] = hit
-            request.num_hashes_sent = len(request.block_hashes)
-            request.known_to_pool = True
-        draft.filling, draft.asking = [], []
-
-    def _unsent_hashes(self, request: Request) -> list[BlockHash]:
-        request.hash_full_blocks(self.config.fingerprint, self.config.block_size)
-        return request.block_hashes[request.num_hashes_sent :]
 
     def _close(self, draft: StepDraft, wait_reason: WaitReason | None) -> StepPlan:
         """Turns the draft into a plan; from here on its tokens count as computed."""
@@ -412,20 +333,8 @@ class Scheduler:
         if output.draft_token_ids and not self.config.async_scheduling:
             request.draft_token_ids = list(output.draft_token_ids[index])
         if request.slot is not None:
-            self._commit_known(request)
+            self._memory.publish_known(request)
         return kept
-
-    def _commit_known(self, request: Request) -> None:
-        """Publishes blocks that a step filled with tokens which nobody knew when it was planned.
-
-        The last token is known, but not computed.
-        """
-        blocks = (request.num_tokens - 1) // self.config.block_size
-        if self.config.enable_prefix_caching and blocks > request.num_committed_blocks:
-            hashes = self._unsent_hashes(request)
-            self._pending.commit(request.key, request.num_tokens - 1, hashes)
-            request.num_committed_blocks = blocks
-            request.num_hashes_sent = len(request.block_hashes)
 
     def _remove(self, ended: list[Request]) -> None:
         """Takes out requests that have ended. One may end in the queue, by a token that was in
@@ -440,8 +349,7 @@ class Scheduler:
 
     def _give_back(self, request: Request) -> None:
         """Frees what a request holds: its blocks with the next transaction, its slot with it."""
-        if request.known_to_pool:
-            self._pending.release(request.key)
+        self._memory.release(request)
         if request.slot is not None:
             self._free_slots.append(request.slot)
             self._removed_slots.append(request.slot)

@@ -1,0 +1,174 @@
+"""The scheduler's side of the conversation with the pool: what is told, when, and what is known.
+
+Every method is at most one transaction. What a request has told the pool is kept with the request;
+what is to be told with the next transaction, whatever that is about, waits here.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from services.common.block_hash import BlockHash
+from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.draft import StepDraft
+from services.scheduler.core.pending import PendingOperations
+from services.scheduler.core.ports import (
+    Admission,
+    Admit,
+    Commit,
+    Grow,
+    KVPool,
+    Lookup,
+    Operation,
+    Outcome,
+    ResetPrefixCache,
+)
+from services.scheduler.core.request import Request
+
+
+class PoolMemory:
+    """Block tables of requests, as far as the scheduler must know of them: how long they are, and
+    how much of them is published.
+    """
+
+    def __init__(self, config: SchedulerConfig, pool: KVPool) -> None:
+        self.num_free_blocks = config.num_blocks - 1
+        self._config = config
+        self._pool = pool
+        self._pending = PendingOperations()
+
+    @property
+    def has_news(self) -> bool:
+        """Whether something waits to be told."""
+        return bool(self._pending)
+
+    def num_slots(self, num_tokens: int) -> int:
+        """Slots that a running request needs for its first `num_tokens` to be computed."""
+        return min(num_tokens + self._config.num_lookahead_tokens, self._config.max_model_len)
+
+    async def grow(
+        self,
+        draft: StepDraft,
+        growing: Sequence[Request],
+        asking: Sequence[Request],
+        traceparent: str,
+    ) -> Outcome:
+        """Grows tables for the grants of the draft, publishes what the step fills, and looks up
+        who asks; nothing is said where there is nothing to say.
+
+        Publishing comes after all growth, so that no victim is published. A stop names one of
+        `growing`; those before it have grown, and nothing was published or looked up.
+        """
+        filling = self._filling(draft)
+        operations = [
+            *self._pending.take(),
+            *self._grow(draft, growing),
+            *self._commit(filling),
+            *self._look_up(draft, asking),
+        ]
+        outcome = await self._transact(operations, traceparent)
+        for request, blocks in zip(growing, outcome.grown, strict=False):
+            request.num_slots += len(blocks[0]) * self._config.block_size
+            draft.appended[request] = blocks
+        if outcome.stop is None:
+            for request, end in filling:
+                self._was_told(request, end)
+            self._note_hits(draft, asking, outcome)
+        return outcome
+
+    async def look_up(self, draft: StepDraft, asking: Sequence[Request], traceparent: str) -> None:
+        """Asks how much of each prompt is cached."""
+        outcome = await self._transact([*self._look_up(draft, asking)], traceparent)
+        self._note_hits(draft, asking, outcome)
+
+    async def admit(self, admissions: Sequence[Admission], traceparent: str) -> Outcome:
+        """Gives waiting requests their blocks, up to the first that does not fit."""
+        return await self._transact([Admit(admissions)], traceparent)
+
+    async def flush(self) -> None:
+        """Tells the pool now what would otherwise go with the next step."""
+        await self._transact(self._pending.take(), "")
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forgets every cached prefix; False, and nothing done, while blocks are in use."""
+        outcome = await self._transact([*self._pending.take(), ResetPrefixCache()], "")
+        return outcome.reset_done
+
+    def publish_known(self, request: Request) -> None:
+        """Publishes blocks that a step filled with tokens which nobody knew when it was planned.
+
+        The last token is known, but not computed.
+        """
+        end = request.num_tokens - 1
+        if not self._config.enable_prefix_caching:
+            return
+        if end // self._config.block_size > request.num_committed_blocks:
+            self._pending.commit(request.key, end, self._unsent_hashes(request))
+            self._was_told(request, end)
+
+    def release(self, request: Request) -> None:
+        """Gives back what the pool holds of a request."""
+        if request.known_to_pool:
+            self._pending.release(request.key)
+
+    def forget(self) -> None:
+        """The pool began a new life: nothing is held, nothing is left to tell."""
+        self._pending.clear()
+        self.num_free_blocks = self._config.num_blocks - 1
+
+    def _grow(self, draft: StepDraft, growing: Sequence[Request]) -> Iterator[Operation]:
+        if growing:
+            computed = [request.num_computed_tokens for request in growing]
+            slots = [
+                self.num_slots(request.num_computed_tokens + draft.out_of_stride[request])
+                for request in growing
+            ]
+            yield Grow([request.key for request in growing], computed, slots)
+
+    def _filling(self, draft: StepDraft) -> list[tuple[Request, int]]:
+        """Requests of which the step fills blocks, with the known tokens computed after it."""
+        filling: list[tuple[Request, int]] = []
+        if self._config.enable_prefix_caching:
+            for request, num_new in draft.out_of_stride.items():
+                end = min(request.num_computed_tokens + num_new, len(request.token_ids))
+                if end // self._config.block_size > request.num_committed_blocks:
+                    filling.append((request, end))
+        return filling
+
+    def _commit(self, filling: Sequence[tuple[Request, int]]) -> Iterator[Operation]:
+        if filling:
+            yield Commit(
+                [request.key for request, _ in filling],
+                [end for _, end in filling],
+                [self._unsent_hashes(request) for request, _ in filling],
+            )
+
+    def _look_up(self, draft: StepDraft, asking: Sequence[Request]) -> Iterator[Operation]:
+        if not self._config.enable_prefix_caching:
+            draft.hits.update(dict.fromkeys(asking, 0))
+        elif asking:
+            yield Lookup(
+                [request.key for request in asking],
+                [request.max_hit_tokens for request in asking],
+                [self._unsent_hashes(request) for request in asking],
+            )
+
+    def _note_hits(self, draft: StepDraft, asking: Sequence[Request], outcome: Outcome) -> None:
+        for request, hit in zip(asking, outcome.hits, strict=False):
+            draft.hits[request] = hit
+            request.num_hashes_sent = len(request.block_hashes)
+            request.known_to_pool = True
+
+    def _was_told(self, request: Request, end: int) -> None:
+        request.num_committed_blocks = end // self._config.block_size
+        request.num_hashes_sent = len(request.block_hashes)
+
+    def _unsent_hashes(self, request: Request) -> list[BlockHash]:
+        request.hash_full_blocks(self._config.fingerprint, self._config.block_size)
+        return request.block_hashes[request.num_hashes_sent :]
+
+    async def _transact(self, operations: Sequence[Operation], traceparent: str) -> Outcome:
+        """One turn on the pool; none for nothing."""
+        if not operations:
+            return Outcome(self.num_free_blocks)
+        outcome = await self._pool.transact(operations, traceparent)
+        self.num_free_blocks = outcome.num_free_blocks
+        return outcome
