@@ -80,7 +80,7 @@ def _overrides(texts: Sequence[str]) -> dict[str, Any]:
 
 def _replay_scenario(path: Path) -> int:
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise CommandError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:

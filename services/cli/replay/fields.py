@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-Path = tuple[str | int, ...]
+FieldPath = tuple[str | int, ...]
 
 _JSON_SPACE = " \t\n\r"
 _MAX_SHOWN = 40
@@ -16,12 +16,12 @@ LARGEST = 2**31 - 1
 class FieldError(ValueError):
     """A value that cannot be used. `path` leads to it from the top of its document."""
 
-    def __init__(self, path: Path, complaint: str) -> None:
+    def __init__(self, path: FieldPath, complaint: str) -> None:
         super().__init__(f"{field_name(path)} {complaint}")
         self.path = path
 
 
-def field_name(path: Path) -> str:
+def field_name(path: FieldPath) -> str:
     """The path as people write it: events[3].add.max_tokens."""
     parts = [f"[{step}]" if isinstance(step, int) else f".{step}" for step in path]
     return "".join(parts).removeprefix(".") or "the document"
@@ -32,7 +32,7 @@ class Field:
     """A value with the way to it. Each method raises FieldError when it is something else."""
 
     value: Any
-    path: Path = ()
+    path: FieldPath = ()
 
     def __getitem__(self, name: str) -> "Field":
         """A member of an object that must be there."""
@@ -123,7 +123,7 @@ def parse_json(text: str) -> Any:
         raise ValueError("is nested too deep") from None
 
 
-def line_of(text: str, path: Path) -> int:
+def line_of(text: str, path: FieldPath) -> int:
     """The line on which the value at `path` begins; of a missing member, its object's."""
     position = _skip_space(text, 0)
     for step in path:

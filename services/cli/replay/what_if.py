@@ -87,15 +87,17 @@ class WhatIf:
         if self.scheduler.has_work:
             plan = await self.scheduler.schedule()
             self.statistics.planned(plan, self._now)
-            self._in_flight.append(plan)
+            if plan.requests or plan.removed_slots:
+                self._in_flight.append(plan)
         for event in moment.before_update if moment else ():
             await self._happen(event, self._now + 1)
         planned = plan is not None and bool(plan.requests)
         if self._in_flight and (len(self._in_flight) >= self._depth or not planned):
             self._update(self._in_flight.popleft())
-        elif is_last and not planned:
+        elif is_last and plan is not None and not planned:
             raise CommandError(
-                f"with these settings {len(self.scheduler.waiting)} requests would wait for ever"
+                f"with these settings {len(self.scheduler.waiting)} of the requests would wait "
+                "for ever: the pool cannot hold the first of them"
             )
 
     async def _happen(self, event: Event, now: int) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -85,6 +86,15 @@ HARD = settings(
 def test_a_damaged_log(capsys: pytest.CaptureFixture[str], folder: Path, content: bytes) -> None:
     path = folder / "steps.jsonl"
     expect_one_sentence(path, *replay(capsys, path, content, "--set", "max_num_seqs=2"))
+
+
+@HARD
+@given(content=damaged(zstandard.compress(LOG)))
+def test_a_damaged_compressed_log(
+    capsys: pytest.CaptureFixture[str], folder: Path, content: bytes
+) -> None:
+    path = folder / "steps.jsonl.zst"
+    expect_one_sentence(path, *replay(capsys, path, content))
 
 
 @HARD

@@ -281,6 +281,19 @@ def test_who_is_too_long_for_other_settings_is_refused() -> None:
     assert other.num_refused + len(other.accounts) == len(logged.accounts)
 
 
+def test_who_could_never_be_admitted_is_told_in_one_sentence(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    twin = common_pb2.KVCacheGroup(
+        attention_type=common_pb2.ATTENTION_TYPE_FULL, block_size=4, num_layers=1
+    )
+    path = record(crowded(num_gpu_blocks=60), twin).write(tmp_path / "steps.jsonl")
+    status, _, err = replay(capsys, path, "--set", "num_blocks=6")
+    assert status == 1
+    assert "of the requests would wait for ever" in err
+    assert err.count("\n") == 1
+
+
 def test_the_table_tells_the_difference(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = record(crowded()).write(tmp_path / "steps.jsonl")
     status, out, _ = replay(capsys, path, "--set", "num_blocks=200", "--set", "policy=priority")
@@ -323,6 +336,32 @@ def test_a_setting_that_cannot_be_is_refused_in_one_sentence(
     assert status in (1, 2)
     assert complaint in err
     assert err.count("\n") == 1
+
+
+# Scenarios
+
+
+def test_a_scenario_in_which_nobody_can_move_is_stuck(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "scenario.json"
+    path.write_text(json.dumps(crowded(2, num_gpu_blocks=3)))
+    status, out, _ = replay(capsys, path)
+    told = json.loads(out)
+    assert (status, told["status"]) == (0, "stuck")
+    assert told["steps"][-1]["waiting_after"] == ["r0", "r1"]
+
+
+def test_a_scenario_takes_no_options_of_logs(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "scenario.json"
+    path.write_text(json.dumps(crowded(1)))
+    assert replay(capsys, path, "--set", "policy=fcfs") == (
+        1,
+        "",
+        f"stepwell replay: {path} is a scenario: --set and --plot are for step logs\n",
+    )
 
 
 # Pictures
