@@ -23,8 +23,13 @@ class FieldError(ValueError):
 
 def field_name(path: FieldPath) -> str:
     """The path as people write it: events[3].add.max_tokens."""
-    parts = [f"[{step}]" if isinstance(step, int) else f".{step}" for step in path]
+    parts = [f"[{step}]" if isinstance(step, int) else f".{_readable(step)}" for step in path]
     return "".join(parts).removeprefix(".") or "the document"
+
+
+def _readable(name: str) -> str:
+    """A name as it is, unless it would break the sentence."""
+    return name if name.isprintable() and len(name) <= _MAX_SHOWN else json.dumps(name[:_MAX_SHOWN])
 
 
 @dataclass(frozen=True, slots=True)

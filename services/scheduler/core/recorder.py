@@ -4,7 +4,7 @@ An entry is a JSON object: `call` is the method that was called, the rest is wha
 came out. A scheduler is a function of its calls, so a log that holds all of them, in order, can be
 driven again: the idea of record and replay, at the one seam where nothing is left to chance.
 
-    add                  the request: key, id, tokens (prompt and earlier output), num_prompt_tokens,
+    add                  the request: key, id, tokens (prompt, earlier output), num_prompt_tokens,
                          max_tokens, eos_token_ids, stop_token_ids, priority, arrival_time,
                          cache_salt, reads_prefix_cache
     abort                key, reason
