@@ -11,7 +11,8 @@ from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common.errors import InvalidArgument
 from services.scheduler.core.config import Policy
-from tests.cli.replaying import HANDLES, Disturbance, live_log, replay
+from tests.cli.replaying import HANDLES, Disturbance, crowd, live_log, replay
+from tests.scheduler.scheduler_process import running_scheduler
 from tests.scheduler.serving_replica import SECONDS, Gateway, Replica
 
 
@@ -142,6 +143,41 @@ async def test_what_is_logged_can_be_read_while_the_service_runs(
         assert "the log does not tell its end" in capsys.readouterr().out
 
     await live_log(path, look)
+
+
+async def test_a_process_that_is_told_to_stop_leaves_a_whole_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "steps.jsonl.zst"
+    settings = {"STEPWELL_SCHEDULER_STEP_LOG": str(path)}
+    async with running_scheduler("--drain-seconds", "0.1", **settings) as running:
+        gateway = Gateway(running.stub)
+        await gateway.open()
+        await crowd(gateway, 60)
+        await gateway.until_tokens(0, 5)
+        running.scheduler.process.terminate()
+        assert await running.scheduler.wait() == 0
+        await gateway.until_ended()
+    await expect_no_difference(path, capsys)
+
+
+async def test_a_process_that_is_killed_leaves_a_log_up_to_its_last_half_second(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "steps.jsonl"
+    async with running_scheduler("--step-log", str(path)) as running:
+        gateway = Gateway(running.stub)
+        await gateway.open()
+        await crowd(gateway)
+        await gateway.finish(*HANDLES)
+        async with asyncio.timeout(SECONDS):
+            while path.read_bytes().count(b'"call":"add"') < len(HANDLES):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        running.scheduler.process.kill()
+        await running.scheduler.wait()
+        await gateway.until_ended()
+    assert await asyncio.to_thread(replay, path) == 0
+    assert "the log does not tell its end" in capsys.readouterr().out
 
 
 async def test_a_path_that_cannot_be_written_ends_the_service_with_one_sentence(
