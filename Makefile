@@ -54,7 +54,7 @@ $(BIN)/python:
 $(VENV)/.run: $(BIN)/python pyproject.toml requirements.lock
 	@echo "Installing what serving needs (a few minutes the first time; torch is the large part)"
 	@$(PIP) install --progress-bar on -c requirements.lock torch | grep -v '^Requirement already' || true
-	$(PIP) install --progress-bar on -c requirements.lock -e '.[gateway,worker,cli,proto]'
+	$(PIP) install --progress-bar on -c requirements.lock -e '.[gateway,worker,cli,zstd,proto]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run
