@@ -5,6 +5,7 @@ import logging
 from collections.abc import Sequence
 
 import grpc
+from grpc_status import rpc_status
 from stepwell.common.v1 import common_pb2
 from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
 
@@ -100,7 +101,7 @@ class PoolClient:
                     raise ports.PoolLost(
                         f"the kvpool did not answer within {self._timeout_seconds:g} s"
                     ) from rpc_error
-                if not isinstance(error, Unavailable):
+                if not isinstance(error, Unavailable) and not _broke_under_a_write(rpc_error):
                     raise _lost(error) from rpc_error
                 logger.warning("transaction %d: %s; sending it again", request.sequence, error)
                 await asyncio.sleep(RETRY_SECONDS)
@@ -128,6 +129,11 @@ async def _why_ended(call: _TransactCall) -> grpc.aio.AioRpcError:
         await call.trailing_metadata(),
         details=await call.details(),
     )
+
+
+def _broke_under_a_write(rpc_error: grpc.aio.AioRpcError) -> bool:
+    """Whether the status is grpc's own word, and not the pool's: the true one is lost."""
+    return rpc_error.code() is grpc.StatusCode.INTERNAL and rpc_status.from_call(rpc_error) is None
 
 
 def _as_failure(code: grpc.StatusCode) -> grpc.StatusCode:
