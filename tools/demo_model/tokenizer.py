@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tools.demo_model.chat import CHAT_TEMPLATE
 from tools.demo_model.corpus import Document
@@ -18,15 +18,23 @@ TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
 
+# GPT-2's split, but for line breaks, which it joins with the indentation that follows: a prompt
+# that ends with a line break would then be text the model never saw an indented line come after.
+PIECES = (
+    r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+"
+    r"|[\r\n]+|[^\S\r\n]+(?!\S)|[^\S\r\n]+"
+)
+
 
 def train_tokenizer(documents: Iterable[Document], vocabulary: int) -> Tokenizer:
-    """Learns `vocabulary` tokens: the three special ones (ids 0, 1, 2), 256 bytes, then merges.
-
-    The split before the merges is GPT-2's, which keeps a line break and the indentation after it
-    in one piece; in code these pieces are among the first merges.
-    """
+    """Learns `vocabulary` tokens: the three special ones (ids 0, 1, 2), 256 bytes, then merges."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PIECES), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
