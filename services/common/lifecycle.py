@@ -31,10 +31,13 @@ def run_service(service: str, serve: Callable[[asyncio.Event], Awaitable[None]])
             loop.add_signal_handler(signum, _request_stop, stop, signum)
         await serve(stop)
 
+    failure: StepwellError | None = None
     try:
         uvloop.run(main())
     except* StepwellError as group:
-        exit_with(f"stepwell {service}: {_first(group)}", status=1)
+        failure = _first(group)
+    if failure is not None:  # what is raised inside except* would come out in a group of its own
+        exit_with(f"stepwell {service}: {failure}", status=1)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
