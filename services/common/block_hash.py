@@ -63,11 +63,9 @@ def hash_full_blocks(
     end = len(token_ids) // block_size * block_size
     packed = pack_token_ids(token_ids[first:end])
     stride = 4 * block_size
+    extra_keys = b"" if known else encode_extra_keys(cache_salt)
     for start in range(0, len(packed), stride):
-        digest = sha256(parent)
-        digest.update(packed[start : start + stride])
-        if first == 0 and start == 0:
-            digest.update(encode_extra_keys(cache_salt))
-        parent = BlockHash(digest.digest())
-        hashes.append(parent)
+        parent = sha256(parent + packed[start : start + stride] + extra_keys).digest()
+        hashes.append(BlockHash(parent))
+        extra_keys = b""
     return hashes
