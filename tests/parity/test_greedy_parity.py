@@ -1,6 +1,7 @@
 """Greedy output equals transformers' token for token in float32, however a request is served."""
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -46,24 +47,23 @@ def make_requests() -> list[Request]:
     ]
 
 
-_expected: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+@cache
+def continuation(model: PreTrainedModel, prompt: tuple[int, ...]) -> list[int]:
+    """What transformers generates; remembered, since each scenario asks for the same."""
+    input_ids = torch.tensor([prompt])
+    output = model.generate(
+        input_ids,
+        attention_mask=torch.ones_like(input_ids),
+        max_new_tokens=LONGEST_OUTPUT,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return output[0, len(prompt) :].tolist()
 
 
 def expected_output(model: PreTrainedModel, request: Request) -> list[int]:
-    """What transformers generates; remembered, since each scenario asks for the same."""
-    key = (id(model), tuple(request.prompt))
-    if key not in _expected:
-        prompt = torch.tensor([request.prompt])
-        output = model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=LONGEST_OUTPUT,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        _expected[key] = output[0, len(request.prompt) :].tolist()
-    return _expected[key][: request.max_tokens]
+    return continuation(model, tuple(request.prompt))[: request.max_tokens]
 
 
 def assert_parity(model: PreTrainedModel, requests: list[Request]) -> None:
