@@ -11,7 +11,7 @@ from stepwell.common.v1 import common_pb2
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.cli.replay.scenario import read_scenario
 from services.cli.replay.scenario_run import ScenarioRun
-from services.kvpool.core.groups import AttentionType, GroupSpec
+from services.common.kv_cache_groups import AttentionType, GroupSpec
 from services.scheduler.adapters.replica import ReplicaShape
 from services.scheduler.adapters.step_log import header
 from services.scheduler.core.recorder import Entry, RecordingScheduler

@@ -15,7 +15,7 @@ from services.cli.replay.scenario import read_scenario
 from services.cli.replay.scenario_run import ScenarioRun
 from services.cli.replay.table import ROWS
 from services.cli.replay.what_if import WhatIf
-from services.kvpool.core.groups import AttentionType, GroupSpec
+from services.common.kv_cache_groups import AttentionType, GroupSpec
 from services.scheduler.core.recorder import Entry, RecordingScheduler
 from tests.conformance.differences import FIELDS, differences
 from tests.conformance.test_recordings import RECORDINGS

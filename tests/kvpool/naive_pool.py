@@ -7,7 +7,7 @@ Which blocks a request needs is read off the tokens that its next query sees.
 
 from collections.abc import Sequence
 
-from services.kvpool.core.groups import AttentionType, GroupSpec
+from services.common.kv_cache_groups import AttentionType, GroupSpec
 from services.kvpool.core.operations import (
     Admission,
     Admit,

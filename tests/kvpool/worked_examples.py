@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 
 from services.common.block_hash import BlockHash
-from services.kvpool.core.groups import AttentionType, GroupSpec
+from services.common.kv_cache_groups import AttentionType, GroupSpec
 from services.kvpool.core.kv_pool import KVPool, PoolConfig
 from services.kvpool.core.operations import (
     Admission,

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from services.common.kv_cache_groups import AttentionType, GroupSpec
 from services.kvpool.core import operations as pool_ops
-from services.kvpool.core.groups import AttentionType, GroupSpec
 from services.kvpool.core.ids import RequestNumber
 from services.kvpool.core.kv_pool import KVPool, PoolConfig
 from services.scheduler.core import ports

@@ -12,7 +12,7 @@ from services.cli.errors import CommandError
 from services.cli.replay.fields import Field, FieldError, parse_json
 from services.cli.replay.settings import read_config
 from services.common.errors import StepwellError
-from services.kvpool.core.groups import AttentionType, GroupSpec
+from services.common.kv_cache_groups import AttentionType, GroupSpec
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.recorder import SCHEMA, VERSION
 

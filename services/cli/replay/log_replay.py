@@ -9,7 +9,7 @@ from services.cli.replay.history import History, new_request, read_arrival
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.cli.replay.log_file import Header
 from services.cli.replay.statistics import RunStatistics
-from services.kvpool.core.groups import GroupSpec
+from services.common.kv_cache_groups import GroupSpec
 from services.scheduler.core import ports
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.plan import StepOutput, StepPlan

@@ -18,7 +18,7 @@ from services.cli.replay.log_file import Header
 from services.cli.replay.log_replay import MortalPool
 from services.cli.replay.statistics import RunStatistics
 from services.common.errors import StepwellError
-from services.kvpool.core.groups import GroupSpec
+from services.common.kv_cache_groups import GroupSpec
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.plan import StepOutput, StepPlan
 from services.scheduler.core.request import FinishReason, Request

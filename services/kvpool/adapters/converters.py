@@ -7,6 +7,7 @@ from stepwell.common.v1 import common_pb2
 from stepwell.kvpool.v1 import kvpool_pb2
 
 from services.common.block_hash import HASH_BYTES, BlockHash
+from services.common.kv_cache_groups import AttentionType, GroupSpec
 from services.kvpool.core.errors import MalformedTransaction, UnsupportedGroup
 from services.kvpool.core.events import (
     AllBlocksCleared,
@@ -15,7 +16,6 @@ from services.kvpool.core.events import (
     Event,
     EventBatch,
 )
-from services.kvpool.core.groups import AttentionType, GroupSpec
 from services.kvpool.core.ids import RequestNumber
 from services.kvpool.core.kv_pool import PoolConfig
 from services.kvpool.core.operations import (

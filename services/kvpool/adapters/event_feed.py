@@ -2,8 +2,9 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 
+from services.common.kv_cache_groups import GroupSpec
 from services.kvpool.core.errors import Draining
 from services.kvpool.core.events import AllBlocksCleared, EventBatch
 from services.kvpool.core.ids import PoolId
@@ -23,7 +24,12 @@ class EventFeed:
         self._watchers: dict[PoolId, set[_Watcher]] = {}
         self._closed = False
 
-    def open(self, pool_id: PoolId, generation: int, num_groups: int) -> None:  # noqa: ARG002
+    def open(
+        self,
+        pool_id: PoolId,
+        generation: int,
+        groups: Sequence[GroupSpec],  # noqa: ARG002 - hashes are passed on as they come
+    ) -> None:
         """Tells the watchers of a pool to forget everything: it begins anew."""
         self.publish(pool_id, EventBatch(generation, 0, True, ()))
 

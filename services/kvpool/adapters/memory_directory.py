@@ -1,9 +1,12 @@
 """The directory of one process: the same interface as a shared one, without anything to run."""
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from itertools import takewhile
 
 from services.common.block_hash import BlockHash
+from services.common.kv_cache_groups import AttentionType, GroupSpec
 from services.kvpool.core.events import (
     AllBlocksCleared,
     BlocksRemoved,
@@ -18,6 +21,7 @@ from services.kvpool.core.ports import PoolMatch
 @dataclass(slots=True)
 class _Entry:
     generation: int
+    groups: Sequence[GroupSpec]
     cached: list[set[BlockHash]]
 
     def apply(self, event: Event) -> None:
@@ -31,10 +35,37 @@ class _Entry:
                     cached.clear()
 
     def depth(self, chain: Sequence[BlockHash]) -> int:
-        for position, block_hash in enumerate(chain):
-            if not all(block_hash in cached for cached in self.cached):
-                return position
-        return len(chain)
+        """Blocks of the longest prefix that every group can use.
+
+        Each group in turn shortens it to the next one of its own, until all agree.
+        """
+        depth, num_agreeing = len(chain), 0
+        while num_agreeing < len(self.groups):
+            num_agreeing = 0
+            for group, cached in zip(self.groups, self.cached, strict=True):
+                longest = _usable(group, cached, chain, depth)
+                num_agreeing += longest == depth
+                depth = longest
+        return depth
+
+
+def _usable(
+    group: GroupSpec, cached: AbstractSet[BlockHash], chain: Sequence[BlockHash], depth: int
+) -> int:
+    """Blocks of the longest prefix, at most so many, of which one group has all that it reads.
+
+    Where all is read, that is from the left: most chains are cached nowhere. Else from the right.
+    """
+    if group.attention_type is AttentionType.FULL:
+        return sum(1 for _ in takewhile(cached.__contains__, chain[:depth]))
+    while depth:
+        begin = group.first_seen_block(depth * group.block_size)
+        missing = (at for at in range(depth - 1, begin - 1, -1) if chain[at] not in cached)
+        gap = next(missing, None)
+        if gap is None:
+            break
+        depth = gap
+    return depth
 
 
 class MemoryDirectory:
@@ -43,11 +74,11 @@ class MemoryDirectory:
     def __init__(self) -> None:
         self._entries: dict[PoolId, _Entry] = {}
 
-    def open(self, pool_id: PoolId, generation: int, num_groups: int) -> None:
+    def open(self, pool_id: PoolId, generation: int, groups: Sequence[GroupSpec]) -> None:
         """A pool begins a new life, empty; an older one than is known is passed over."""
         known = self._entries.get(pool_id)
         if known is None or known.generation < generation:
-            self._entries[pool_id] = _Entry(generation, [set() for _ in range(num_groups)])
+            self._entries[pool_id] = _Entry(generation, groups, [set() for _ in groups])
 
     def publish(self, pool_id: PoolId, batch: EventBatch) -> None:
         """Applies a batch, if it is of the newest generation."""
@@ -60,7 +91,7 @@ class MemoryDirectory:
             entry.apply(event)
 
     async def match(self, hashes: Sequence[BlockHash]) -> list[PoolMatch]:
-        """The depth of a chain in each pool that holds its first block, ordered by pool."""
+        """The depth of a chain in each pool where it is above 0, ordered by pool."""
         return [
             PoolMatch(pool_id, entry.generation, depth)
             for pool_id, entry in sorted(self._entries.items())

@@ -8,13 +8,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from services.common.block_hash import BlockHash
+from services.common.kv_cache_groups import AttentionType, GroupSpec
 from services.kvpool.core.block_pool import BlockPool
 from services.kvpool.core.errors import UnsupportedGroup
 from services.kvpool.core.full_attention import FullAttentionManager
 from services.kvpool.core.group_manager import BlockTable, GroupManager
-from services.kvpool.core.groups import AttentionType, GroupSpec
 from services.kvpool.core.ids import BlockId
-from services.kvpool.core.local_attention import ChunkedLocalManager, SlidingWindowManager
+from services.kvpool.core.local_attention import LocalAttentionManager
 from services.kvpool.core.state_space import StateSpaceManager
 
 Tables = tuple[BlockTable, ...]
@@ -136,19 +136,15 @@ def _create_group(
             if spec.window:
                 raise refuse(f"full attention has no window, here {spec.window} tokens", "window")
             return FullAttentionManager(
-                group, spec.block_size, blocks, drop_last_hit_block=drop_last_hit_block
+                group, spec, blocks, drop_last_hit_block=drop_last_hit_block
             )
         case AttentionType.SLIDING_WINDOW:
             if spec.window < 2:
                 raise refuse(
                     f"a sliding window of {spec.window} tokens shows nothing of the past", "window"
                 )
-            return SlidingWindowManager(
-                group,
-                spec.block_size,
-                spec.window,
-                blocks,
-                drop_last_hit_block=drop_last_hit_block,
+            return LocalAttentionManager(
+                group, spec, blocks, drop_last_hit_block=drop_last_hit_block
             )
         case AttentionType.CHUNKED_LOCAL:
             if spec.window < 1 or spec.window % spec.block_size:
@@ -160,10 +156,10 @@ def _create_group(
                 raise refuse(
                     "hits of chunked local attention cannot drop their last block", "attention_type"
                 )
-            return ChunkedLocalManager(group, spec.block_size, spec.window, blocks)
+            return LocalAttentionManager(group, spec, blocks)
         case AttentionType.STATE_SPACE:
             if spec.window:
                 raise refuse(
                     f"state-space layers have no window, here {spec.window} tokens", "window"
                 )
-            return StateSpaceManager(group, spec.block_size, blocks)
+            return StateSpaceManager(group, spec, blocks)

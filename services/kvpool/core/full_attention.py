@@ -17,14 +17,6 @@ class FullAttentionManager(GroupManager):
         """Never."""
         return False
 
-    def first_seen_block(self, num_tokens: int) -> int:  # noqa: ARG002
-        """The first block of all."""
-        return 0
-
-    def max_held_blocks(self, num_slots: int, num_step_tokens: int) -> int:  # noqa: ARG002
-        """As many as hold the slots."""
-        return -(-num_slots // self._block_size)
-
     def find_prefix(self, hashes: Sequence[BlockHash], depth: int) -> list[BlockId]:
         """The longest cached prefix: found from the left, since a chain breaks only once."""
         blocks = self._pool.find_prefix(self._group, hashes, depth + self._num_dropped)

@@ -5,10 +5,10 @@ needs, which it may give back early, and which make a prefix hit; so each kind o
 manager, and a coordinator asks them all. vLLM's hybrid KV-cache manager divides the work in the
 same way.
 
-Everything follows from one function of the kind, `first_seen_block`: a request that has computed n
-tokens needs the blocks from there on and no earlier one. Earlier ones are given back while it runs,
-and a prefix of n tokens is a hit if the blocks from there on are cached, whatever became of those
-before. Where a table holds nothing it names the null block.
+Everything follows from one rule of the kind, `GroupSpec.first_seen_block`: a request that has
+computed n tokens needs the blocks from there on and no earlier one. Earlier ones are given back
+while it runs, and a prefix of n tokens is a hit if the blocks from there on are cached, whatever
+became of those before. Where a table holds nothing it names the null block.
 """
 
 from abc import ABC, abstractmethod
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.common.block_hash import BlockHash
+from services.common.kv_cache_groups import GroupSpec
 from services.kvpool.core.block_pool import BlockPool
 from services.kvpool.core.ids import NULL_BLOCK, BlockId
 
@@ -45,28 +46,21 @@ class GroupManager(ABC):
     stored (EAGLE).
     """
 
-    __slots__ = ("_block_size", "_group", "_num_dropped", "_pool")
+    __slots__ = ("_block_size", "_group", "_num_dropped", "_pool", "_spec")
 
     def __init__(
-        self, group: int, block_size: int, pool: BlockPool, *, drop_last_hit_block: bool = False
+        self, group: int, spec: GroupSpec, pool: BlockPool, *, drop_last_hit_block: bool = False
     ) -> None:
         self._group = group
-        self._block_size = block_size
+        self._spec = spec
+        self._block_size = spec.block_size
         self._pool = pool
         self._num_dropped = int(drop_last_hit_block)
 
     @property
+    @abstractmethod
     def gives_back(self) -> bool:
         """Whether a request's earlier blocks fall out of sight while it runs."""
-        return True
-
-    @abstractmethod
-    def first_seen_block(self, num_tokens: int) -> int:
-        """The first block that any query from position `num_tokens` on can see."""
-
-    @abstractmethod
-    def max_held_blocks(self, num_slots: int, num_step_tokens: int) -> int:
-        """Most blocks that a request of so many slots holds at once, computed in such steps."""
 
     def num_missing(self, num_entries: int, num_slots: int) -> int:
         """Blocks that a table of so many entries lacks to hold so many token slots."""
@@ -74,8 +68,8 @@ class GroupManager(ABC):
 
     def num_reserved(self, hits: Sequence[BlockId], num_slots: int, num_step_tokens: int) -> int:
         """Blocks that a request lacks besides its hits to reach so many slots, step by step."""
-        num_held = len(hits) - self.first_seen_block(len(hits) * self._block_size)
-        most = max(0, self.max_held_blocks(num_slots, num_step_tokens) - num_held)
+        num_held = len(hits) - self._spec.first_seen_block(len(hits) * self._block_size)
+        most = max(0, self._spec.max_held_blocks(num_slots, num_step_tokens) - num_held)
         return min(self.num_missing(len(hits), num_slots), most)
 
     def find_prefix(self, hashes: Sequence[BlockHash], depth: int) -> list[BlockId]:
@@ -87,7 +81,7 @@ class GroupManager(ABC):
         find = self._pool.finder(self._group)
         end = min(depth, len(hashes) - self._num_dropped)
         while end > 0:
-            begin = self.first_seen_block(end * self._block_size)
+            begin = self._spec.first_seen_block(end * self._block_size)
             seen: list[BlockId] = []
             for position in range(end + self._num_dropped - 1, begin - 1, -1):
                 block = find(hashes[position])
@@ -102,7 +96,7 @@ class GroupManager(ABC):
 
     def admit(self, hits: list[BlockId]) -> BlockTable:
         """A table that holds the hits; takes the list over."""
-        num_null = self.first_seen_block(len(hits) * self._block_size)
+        num_null = self._spec.first_seen_block(len(hits) * self._block_size)
         self._pool.touch(hits[num_null:] if num_null else hits)
         return BlockTable(hits, len(hits), num_null)
 
@@ -119,7 +113,7 @@ class GroupManager(ABC):
         num_computed_tokens: int,
     ) -> None:
         """Gives back the blocks that no query from `num_computed_tokens` on can see."""
-        end = min(self.first_seen_block(num_computed_tokens), len(table.blocks))
+        end = min(self._spec.first_seen_block(num_computed_tokens), len(table.blocks))
         begin = table.num_null
         if end > begin:
             self._give_back(table, begin, end)

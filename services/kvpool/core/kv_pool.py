@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.common.block_hash import BlockHash
+from services.common.kv_cache_groups import GroupSpec
 from services.kvpool.core.block_pool import BlockPool
 from services.kvpool.core.coordinator import Tables, create_coordinator
 from services.kvpool.core.errors import InvalidPool
 from services.kvpool.core.events import BlocksStored, Event
-from services.kvpool.core.groups import GroupSpec
 from services.kvpool.core.ids import BlockId, RequestNumber
 from services.kvpool.core.operations import (
     Admission,

@@ -79,7 +79,7 @@ class PoolHost(Generic[Answer]):
         hosted: HostedPool[Answer] = HostedPool(pool_id, self._last_generation, pool)
         self._pools[pool_id] = hosted
         for sink in self._sinks:
-            sink.open(pool_id, hosted.generation, len(config.groups))
+            sink.open(pool_id, hosted.generation, config.groups)
         return hosted
 
     def get(self, pool_id: PoolId) -> HostedPool[Answer]:

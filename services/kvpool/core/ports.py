@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from services.common.block_hash import BlockHash
+from services.common.kv_cache_groups import GroupSpec
 from services.kvpool.core.events import EventBatch
 from services.kvpool.core.ids import PoolId
 
 
 @dataclass(frozen=True, slots=True)
 class PoolMatch:
-    """How many blocks of a hash chain, from the first on, one pool has cached."""
+    """How many blocks of a hash chain, from the first on, one pool need not compute."""
 
     pool_id: PoolId
     generation: int
@@ -21,7 +22,7 @@ class PoolMatch:
 class EventSink(Protocol):
     """Hears of every change to the prefix indexes, in order. It neither blocks nor raises."""
 
-    def open(self, pool_id: PoolId, generation: int, num_groups: int) -> None:
+    def open(self, pool_id: PoolId, generation: int, groups: Sequence[GroupSpec]) -> None:
         """A pool begins a new life, empty; whatever was said of earlier ones is void."""
 
     def publish(self, pool_id: PoolId, batch: EventBatch) -> None:
@@ -32,7 +33,11 @@ class Directory(EventSink, Protocol):
     """Which prefixes are cached where. Advice: it may lag, and nothing depends on it."""
 
     async def match(self, hashes: Sequence[BlockHash]) -> list[PoolMatch]:
-        """The depth of a chain in each pool that holds its first block, ordered by pool."""
+        """The depth of a chain in each pool where it is above 0, ordered by pool.
+
+        That is the longest prefix of which every group has cached what is read of it: all of it,
+        its last window, or the state at its end.
+        """
 
     def drop(self, pool_id: PoolId, generation: int) -> None:
         """A pool's life is over. Passed over if it is not the newest generation."""

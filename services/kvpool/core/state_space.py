@@ -25,13 +25,10 @@ class StateSpaceManager(GroupManager):
 
     __slots__ = ()
 
-    def first_seen_block(self, num_tokens: int) -> int:
-        """The block of the last token: its state is all that is needed."""
-        return max(0, num_tokens - 1) // self._block_size
-
-    def max_held_blocks(self, num_slots: int, num_step_tokens: int) -> int:  # noqa: ARG002
-        """The state that is read and the one that is written."""
-        return min(2, -(-num_slots // self._block_size))
+    @property
+    def gives_back(self) -> bool:
+        """Every state, once the next one is stored."""
+        return True
 
     def num_missing(self, num_entries: int, num_slots: int) -> int:
         """One if the slots reach beyond the table, however far."""

@@ -23,7 +23,7 @@ from services.cli.replay.log_replay import LogReplay, MortalPool
 from services.cli.replay.stand_in import next_token
 from services.cli.replay.statistics import RunStatistics
 from services.cli.replay.what_if import WhatIf, changed_config
-from services.kvpool.core.groups import AttentionType, GroupSpec
+from services.common.kv_cache_groups import AttentionType, GroupSpec
 from services.scheduler.core.config import Policy, SchedulerConfig
 from services.scheduler.core.plan import StepOutput, StepPlan
 from services.scheduler.core.ports import PoolLost

@@ -1,6 +1,6 @@
 """What each kind of attention holds, gives back and finds, by examples with four tokens a block."""
 
-from services.kvpool.core.groups import AttentionType, GroupSpec
+from services.common.kv_cache_groups import AttentionType, GroupSpec
 from services.kvpool.core.kv_pool import KVPool, PoolConfig
 from services.kvpool.core.operations import Admit, Grow, ResetPrefixCache, Stop, StopReason
 from tests.kvpool.worked_examples import (

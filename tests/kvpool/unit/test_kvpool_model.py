@@ -14,9 +14,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from services.common.kv_cache_groups import AttentionType, GroupSpec
 from services.kvpool.core.errors import MalformedTransaction
 from services.kvpool.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored
-from services.kvpool.core.groups import AttentionType, GroupSpec
 from services.kvpool.core.kv_pool import KVPool, PoolConfig
 from services.kvpool.core.operations import (
     Admission,

@@ -2,6 +2,7 @@
 
 import pytest
 
+from services.common.kv_cache_groups import AttentionType, GroupSpec
 from services.kvpool.core.errors import (
     InvalidPool,
     MalformedTransaction,
@@ -9,7 +10,6 @@ from services.kvpool.core.errors import (
     RequestNotAdmitted,
     UnsupportedGroup,
 )
-from services.kvpool.core.groups import AttentionType, GroupSpec
 from services.kvpool.core.kv_pool import KVPool, PoolConfig
 from services.kvpool.core.operations import (
     Admission,

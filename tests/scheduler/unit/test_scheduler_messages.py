@@ -8,8 +8,8 @@ from stepwell.worker.v1 import worker_pb2
 
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.common.block_hash import BlockHash, pack_token_ids, unpack_token_ids
+from services.common.kv_cache_groups import AttentionType, GroupSpec
 from services.kvpool.adapters.converters import operations_from_wire, outcome_to_wire
-from services.kvpool.core.groups import AttentionType, GroupSpec
 from services.kvpool.core.kv_pool import KVPool, PoolConfig
 from services.scheduler.adapters.pool_messages import to_message, to_outcome
 from services.scheduler.adapters.worker_messages import to_execute_request, to_step_output

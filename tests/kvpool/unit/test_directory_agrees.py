@@ -1,0 +1,54 @@
+"""What a directory says of a pool is what the pool itself would find."""
+
+import asyncio
+import random
+
+import pytest
+
+from services.common.kv_cache_groups import AttentionType, GroupSpec
+from services.kvpool.adapters.memory_directory import MemoryDirectory
+from services.kvpool.core.ids import PoolId
+from services.kvpool.core.kv_pool import PoolConfig
+from services.kvpool.core.pool_host import PoolHost, PoolLimits
+from tests.kvpool.worked_examples import BLOCK_SIZE, admit, commit, grow, hashes, lookup, release
+
+FULL = GroupSpec(AttentionType.FULL, BLOCK_SIZE)
+WINDOW = GroupSpec(AttentionType.SLIDING_WINDOW, BLOCK_SIZE, 6)
+CHUNK = GroupSpec(AttentionType.CHUNKED_LOCAL, BLOCK_SIZE, 8)
+STATE = GroupSpec(AttentionType.STATE_SPACE, BLOCK_SIZE)
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        (FULL,),
+        (WINDOW,),
+        (CHUNK,),
+        (STATE,),
+        (FULL, WINDOW),
+        (STATE, FULL),
+        (WINDOW, CHUNK, STATE, FULL),
+    ],
+    ids=lambda groups: "+".join(group.attention_type.value for group in groups),
+)
+def test_a_directory_is_as_deep_as_the_pool(groups: tuple[GroupSpec, ...]) -> None:
+    directory, rng = MemoryDirectory(), random.Random(3)
+    host: PoolHost[str] = PoolHost(PoolLimits(1, 100), [directory], lambda: 1)
+    hosted = host.open(PoolId("p"), PoolConfig(40, groups))
+    pool, depths = hosted.pool, set()
+    for request in range(1, 200, 2):
+        path = "".join(rng.choice("ab") for _ in range(rng.randrange(1, 7)))
+        tokens = len(path) * BLOCK_SIZE
+        hit = lookup(pool, request, tokens - 1, path)
+        admit(pool, request, tokens, hit=hit)
+        commit(pool, request, tokens)
+        grow(pool, request, tokens + 1, computed=tokens)
+        release(pool, request)
+        host.publish_events(hosted)
+        asked = "".join(rng.choice("ab") for _ in range(rng.randrange(1, 7)))
+        found = asyncio.run(directory.match(hashes(asked)))
+        depth = lookup(pool, request + 1, len(asked) * BLOCK_SIZE, asked) // BLOCK_SIZE
+        release(pool, request + 1)
+        assert [match.num_blocks for match in found] == ([depth] if depth else [])
+        depths.add(depth)
+    assert len(depths) > 1
