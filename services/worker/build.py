@@ -7,7 +7,6 @@ import torch
 
 from services.worker.adapters.machine import available_memory_bytes
 from services.worker.attention.interface import AttentionShape
-from services.worker.attention.torch_paged import TorchPagedAttention, workspace_bytes
 from services.worker.core.batch import BatchLimits
 from services.worker.core.engine import Engine, WorkerDescription
 from services.worker.core.fingerprint import model_fingerprint
@@ -20,6 +19,8 @@ from services.worker.core.kv_cache import (
 )
 from services.worker.core.runner import Runner
 from services.worker.core.warm_up import warm_up
+from services.worker.kernels.interface import Kernels
+from services.worker.kernels.torch_kernels import TorchKernels
 from services.worker.models.checkpoint import open_checkpoint
 from services.worker.models.config import (
     ModelConfig,
@@ -52,14 +53,15 @@ def build_engine(
     checkpoint = open_checkpoint(settings.model)
     tell = _Progress(checkpoint_reached)
     logger.info("loading %s from %s in %s", config.architecture.value, settings.model, _name(dtype))
-    weights = load_weights(config, checkpoint, dtype, tell.of("loading layers"))
+    kernels = TorchKernels()
+    weights = load_weights(config, checkpoint, dtype, kernels, tell.of("loading layers"))
     fingerprint = model_fingerprint(
         checkpoint,
         settings.block_size,
         _name(dtype),
         rope_length=longest if config.rope.rope_type is RopeType.DYNAMIC else 0,
     )
-    sizing = _size_kv_cache(settings, config, dtype, longest)
+    sizing = _size_kv_cache(settings, config, dtype, kernels, longest)
     logger.info("KV cache: %s", sizing.explanation)
     limits = BatchLimits(
         max_num_seqs=settings.max_num_seqs,
@@ -69,16 +71,9 @@ def build_engine(
         block_size=settings.block_size,
         num_blocks=sizing.num_blocks,
     )
-    shape = AttentionShape(
-        num_layers=config.num_layers,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        block_size=settings.block_size,
-        num_blocks=sizing.num_blocks,
-        dtype=dtype,
-    )
-    runner = Runner(Decoder(config, weights, longest), TorchPagedAttention(shape), limits)
+    shape = AttentionShape(config.attention_layers, settings.block_size, sizing.num_blocks, dtype)
+    decoder = Decoder(config, weights, kernels, longest)
+    runner = Runner(decoder, kernels.paged_attention(shape), limits)
     warm_up(runner, limits, tell.of("warming up"))
     return Engine(
         runner,
@@ -102,16 +97,21 @@ def build_engine(
 
 
 def _size_kv_cache(
-    settings: WorkerSettings, config: ModelConfig, dtype: torch.dtype, max_model_len: int
+    settings: WorkerSettings,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    kernels: Kernels,
+    max_model_len: int,
 ) -> KVCacheSizing:
     bytes_per_token = config.kv_bytes_per_token(dtype)
+    shape = AttentionShape(config.attention_layers, settings.block_size, 0, dtype)
     activation_bytes = estimate_activation_bytes(
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_num_seqs=settings.max_num_seqs,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
         vocab_size=config.vocab_size,
-        attention_bytes=workspace_bytes(config.num_kv_heads, config.head_dim, max_model_len, dtype),
+        attention_bytes=kernels.attention_bytes(shape, max_model_len),
         itemsize=dtype.itemsize,
     )
     return size_kv_cache(

@@ -9,10 +9,10 @@ import torch
 
 from services.common.sampling import SamplingParams
 from services.worker.attention.interface import AttentionShape
-from services.worker.attention.torch_paged import TorchPagedAttention
 from services.worker.core.batch import BatchLimits
 from services.worker.core.runner import Runner
 from services.worker.core.step import AppendedBlocks, NewRequest, StepInput, StepOutput
+from services.worker.kernels.torch_kernels import TorchKernels
 from services.worker.models.checkpoint import open_checkpoint
 from services.worker.models.config import read_model_config
 from services.worker.models.decoder import Decoder
@@ -38,16 +38,9 @@ def build_runner(
 ) -> Runner:
     """A runner over the model in a directory."""
     config = read_model_config(directory)
-    weights = load_weights(config, open_checkpoint(directory), dtype, lambda *_: None)
-    shape = AttentionShape(
-        config.num_layers,
-        config.num_heads,
-        config.num_kv_heads,
-        config.head_dim,
-        block_size,
-        num_blocks,
-        dtype,
-    )
+    kernels = TorchKernels()
+    weights = load_weights(config, open_checkpoint(directory), dtype, kernels, lambda *_: None)
+    shape = AttentionShape(config.attention_layers, block_size, num_blocks, dtype)
     limits = BatchLimits(
         max_num_seqs=max_num_seqs,
         max_model_len=MAX_MODEL_LEN,
@@ -56,7 +49,8 @@ def build_runner(
         block_size=block_size,
         num_blocks=num_blocks,
     )
-    return Runner(Decoder(config, weights, MAX_MODEL_LEN), TorchPagedAttention(shape), limits)
+    decoder = Decoder(config, weights, kernels, MAX_MODEL_LEN)
+    return Runner(decoder, kernels.paged_attention(shape), limits)
 
 
 def appended(*grown: tuple[int, list[int]]) -> AppendedBlocks:

@@ -15,6 +15,8 @@ import torch
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
@@ -37,17 +39,36 @@ class StepLayout:
     slot_mapping: Int64Array
 
 
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Rotary embedding of a step's tokens: `cos` and `sin` [n, rotated / 2].
+
+    Of a head, element i of the first `rotated` is paired with element i + rotated / 2; the rest of
+    the head stays as it is. Su et al., RoFormer, in the order of halves that Hugging Face stores.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
 class LayerAttention(Protocol):
     """Attention of one step, for every layer in turn."""
 
     def __call__(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rotation: Rotation | None,
     ) -> torch.Tensor:
-        """Stores the step's keys and values of `layer`, then attends, each token to itself and
-        everything before it.
+        """Rotates queries and keys, stores the step's keys and values of `layer`, then attends,
+        each token to itself and what it sees before it.
 
-        `query` [num_tokens, num_heads, head_dim], `key` and `value` [num_tokens, num_kv_heads,
-        head_dim], in the layout's order; returns [num_tokens, num_heads * head_dim].
+        `query` [n, num_heads, head_dim], `key` and `value` [n, num_kv_heads, head_dim], in the
+        layout's order, each head contiguous; queries and keys may be overwritten. n is the layout's
+        number of tokens or more: rows behind it are padding, finite in what is returned,
+        [n, num_heads * head_dim].
         """
         ...
 
@@ -61,13 +82,27 @@ class PagedAttention(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionShape:
-    """What an implementation needs to know of the model and the cache."""
+class AttentionLayer:
+    """Attention of one layer.
 
-    num_layers: int
+    Scores are multiplied by `scale`, then, with a `softcap` c, become c * tanh(score / c). With a
+    `window` w a token sees itself and the w - 1 tokens before it, else everything before it.
+    """
+
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What an implementation needs to know of the model and the cache."""
+
+    layers: tuple[AttentionLayer, ...]
     block_size: int
     num_blocks: int
     dtype: torch.dtype
+    device: torch.device = CPU

@@ -1,4 +1,4 @@
-"""Paged attention in plain torch operations, for the CPU.
+"""Paged attention in plain torch operations, made for the CPU.
 
 Pages are token-major, [num_blocks, block_size, num_kv_heads, head_dim] per layer, so that gathering
 a sequence's pages gives its keys in order, and one strided view of them feeds the attention kernel.
@@ -6,19 +6,28 @@ a sequence's pages gives its keys in order, and one strided view of them feeds t
 * Decodes of similar length form a group: one gather into a workspace kept between calls, one
   attention call, the query heads that share a key head folded into the query's length.
 * A chunk is attended to sequence by sequence, in tiles of queries, so that no tile sees keys after
-  its own last token; the key heads are repeated by a stride of zero, not by copies. A chunk
-  without a past reads its keys where the projection left them.
+  its own last token or before its first one's window; the key heads are repeated by a stride of
+  zero, not by copies. A chunk without a past reads its keys where the projection left them.
 
 Paging: Kwon et al., PagedAttention.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from services.worker.attention.interface import AttentionShape, StepLayout
+from services.worker.attention.interface import (
+    AttentionLayer,
+    AttentionShape,
+    Int32Array,
+    Rotation,
+    StepLayout,
+)
+from services.worker.attention.rotary import rotate
 
 TILE_QUERIES = 128
 """Queries of a chunk that are attended to at once."""
@@ -27,23 +36,25 @@ MAX_GROUP_TOKENS = 16384
 """Keys of one group of decodes, padding included, unless a single sequence is longer."""
 
 
-def workspace_bytes(
-    num_kv_heads: int, head_dim: int, max_model_len: int, dtype: torch.dtype
-) -> int:
-    """Upper estimate of what attention holds besides the cache: gathered pages and the mask."""
-    per_token = 2 * num_kv_heads * head_dim + TILE_QUERIES
-    return 2 * max(MAX_GROUP_TOKENS, max_model_len) * per_token * dtype.itemsize
+def workspace_bytes(shape: AttentionShape, max_model_len: int) -> int:
+    """Upper estimate of what attention holds besides the cache: gathered pages and masks."""
+    widest = max(layer.num_kv_heads * layer.head_dim for layer in shape.layers)
+    per_token = 2 * widest + TILE_QUERIES * len(_windows(shape))
+    return 2 * max(MAX_GROUP_TOKENS, max_model_len) * per_token * shape.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class _DecodeGroup:
-    """Decodes attended to together: rows [begin, end), `length` keys each, padding included."""
+    """Decodes attended to together: rows [begin, end), `length` keys each, padding included.
+
+    `masks` by a layer's window.
+    """
 
     begin: int
     end: int
     length: int
     block_ids: torch.Tensor
-    mask: torch.Tensor | None
+    masks: dict[int | None, torch.Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +73,15 @@ class TorchPagedAttention:
     def __init__(self, shape: AttentionShape, max_group_tokens: int = MAX_GROUP_TOKENS) -> None:
         self._shape = shape
         self._max_group_blocks = max_group_tokens // shape.block_size
-        self._scale = shape.head_dim**-0.5
-        pages = (shape.num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
-        self._keys = [_allocate(pages, shape.dtype) for _ in range(shape.num_layers)]
-        self._values = [_allocate(pages, shape.dtype) for _ in range(shape.num_layers)]
-        self._workspace = torch.empty(2, 0, *pages[1:], dtype=shape.dtype)
-        self._causal_mask = torch.empty(TILE_QUERIES, 0, dtype=shape.dtype)
+        self._windows = _windows(shape)
+        self._page_elements = max(
+            shape.block_size * layer.num_kv_heads * layer.head_dim for layer in shape.layers
+        )
+        self._keys = [_allocate(shape, layer) for layer in shape.layers]
+        self._values = [_allocate(shape, layer) for layer in shape.layers]
+        self._workspace = torch.empty(2, 0, dtype=shape.dtype, device=shape.device)
+        self._tile_masks: dict[int | None, torch.Tensor] = {}
+        self._mask_width = 0
 
     def begin_step(self, layout: StepLayout) -> "TorchPagedStep":
         """See PagedAttention."""
@@ -76,8 +90,8 @@ class TorchPagedAttention:
         blocks = [len(group.block_ids) for group in groups]
         blocks += [len(chunk.block_ids) for chunk in chunks if chunk.context]
         self._reserve_workspace(max(blocks, default=0))
-        self._reserve_mask(max((c.context + c.end - c.begin for c in chunks), default=0))
-        slots = torch.from_numpy(layout.slot_mapping)
+        self._reserve_masks(max((c.context + c.end - c.begin for c in chunks), default=0))
+        slots = self._tensor(layout.slot_mapping)
         return TorchPagedStep(self, slots, self._opened_blocks(layout), groups, chunks)
 
     def store(
@@ -97,17 +111,17 @@ class TorchPagedAttention:
 
     def attend_group(self, layer: int, query: torch.Tensor, group: _DecodeGroup) -> torch.Tensor:
         """Queries [n, num_heads, head_dim], one per sequence -> [n, num_heads * head_dim]."""
-        shape, rows = self._shape, group.end - group.begin
+        spec, rows = self._shape.layers[layer], group.end - group.begin
         keys, values = (
-            pages.view(rows, -1, shape.num_kv_heads, shape.head_dim)[:, : group.length]
+            pages.view(rows, -1, spec.num_kv_heads, spec.head_dim)[:, : group.length]
             for pages in self._gather(layer, group.block_ids)
         )
-        output = F.scaled_dot_product_attention(
-            query.view(rows, shape.num_kv_heads, -1, shape.head_dim),
+        output = _attend(
+            query.reshape(rows, spec.num_kv_heads, -1, spec.head_dim),
             keys.transpose(1, 2),
             values.transpose(1, 2),
-            attn_mask=group.mask,
-            scale=self._scale,
+            group.masks[spec.window],
+            spec,
         )
         return output.reshape(rows, -1)
 
@@ -124,63 +138,66 @@ class TorchPagedAttention:
 
         Writes `output` [n, num_heads, head_dim].
         """
-        num_tokens = chunk.end - chunk.begin
+        spec, num_tokens = self._shape.layers[layer], chunk.end - chunk.begin
         if chunk.context:
             length = chunk.context + num_tokens
             pages = self._gather(layer, chunk.block_ids)
             key, value = (gathered.flatten(0, 1)[:length] for gathered in pages)
-        keys, values = self._repeated(key), self._repeated(value)
+        keys, values = _repeated(key, spec), _repeated(value, spec)
         for begin in range(0, num_tokens, TILE_QUERIES):
             end = min(begin + TILE_QUERIES, num_tokens)
-            visible = chunk.context + end
-            tile = F.scaled_dot_product_attention(
-                self._grouped(query[begin:end]),
-                keys[:, :, :visible],
-                values[:, :, :visible],
-                attn_mask=self._tile_mask(end - begin, visible),
-                scale=self._scale,
+            last = chunk.context + end
+            first = 0
+            if spec.window is not None:
+                first = max(chunk.context + begin - spec.window + 1, 0)
+            tile = _attend(
+                _grouped(query[begin:end], spec),
+                keys[:, :, first:last],
+                values[:, :, first:last],
+                self._tile_mask(spec.window, end - begin, last - first),
+                spec,
             )
-            self._grouped(output[begin:end]).copy_(tile)
-
-    def _grouped(self, heads: torch.Tensor) -> torch.Tensor:
-        """[n, num_heads, head_dim] as [num_kv_heads, heads per kv head, n, head_dim], a view."""
-        shape = self._shape
-        return heads.view(len(heads), shape.num_kv_heads, -1, shape.head_dim).permute(1, 2, 0, 3)
-
-    def _repeated(self, heads: torch.Tensor) -> torch.Tensor:
-        """[n, num_kv_heads, head_dim] as [num_kv_heads, heads per kv head, n, head_dim], a view."""
-        shape = self._shape
-        repeats = shape.num_heads // shape.num_kv_heads
-        return heads.permute(1, 0, 2).unsqueeze(1).expand(-1, repeats, -1, -1)
+            _grouped(output[begin:end], spec).copy_(tile)
 
     def _gather(self, layer: int, block_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Pages of keys and values in the workspace, [len(block_ids), block_size, ...] each."""
-        keys, values = self._workspace[:, : len(block_ids)].unbind(0)
+        pages = (len(block_ids), *self._keys[layer].shape[1:])
+        size = math.prod(pages)
+        keys, values = (room[:size].view(pages) for room in self._workspace)
         torch.index_select(self._keys[layer], 0, block_ids, out=keys)
         torch.index_select(self._values[layer], 0, block_ids, out=values)
         return keys, values
 
-    def _tile_mask(self, num_queries: int, visible: int) -> torch.Tensor:
+    def _tile_mask(self, window: int | None, num_queries: int, visible: int) -> torch.Tensor:
         """0 where a query sees a key, else -inf; query i of a tile sees all but the last
-        num_queries - 1 - i of its `visible` keys. A window of one mask made for all tiles.
+        num_queries - 1 - i of its `visible` keys. A part of one mask made for all tiles.
         """
-        end = self._causal_mask.shape[1] - (TILE_QUERIES - num_queries)
-        return self._causal_mask[:num_queries, end - visible : end]
+        mask = self._tile_masks[window]
+        end = mask.shape[1] - (TILE_QUERIES - num_queries)
+        return mask[:num_queries, end - visible : end]
 
-    def _reserve_mask(self, length: int) -> None:
-        width = self._causal_mask.shape[1]
-        if width < length + TILE_QUERIES:
-            width = max(length + TILE_QUERIES, 2 * width)
-            mask = torch.full((TILE_QUERIES, width), -torch.inf, dtype=torch.float32)
-            self._causal_mask = mask.triu_(width - TILE_QUERIES + 1).to(self._shape.dtype)
+    def _reserve_masks(self, length: int) -> None:
+        if self._mask_width >= length + TILE_QUERIES:
+            return
+        width = self._mask_width = max(length + TILE_QUERIES, 2 * self._mask_width)
+        diagonal = width - TILE_QUERIES
+        for window in self._windows:
+            seen = torch.ones(TILE_QUERIES, width, dtype=torch.bool).tril_(diagonal)
+            if window is not None:
+                seen.triu_(diagonal - window + 1)
+            self._tile_masks[window] = self._mask(~seen)
+
+    def _mask(self, hidden: torch.Tensor) -> torch.Tensor:
+        mask = torch.zeros(hidden.shape, dtype=self._shape.dtype).masked_fill_(hidden, -torch.inf)
+        return mask.to(self._shape.device)
+
+    def _tensor(self, array: npt.NDArray[np.int32] | npt.NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._shape.device)
 
     def _reserve_workspace(self, num_blocks: int) -> None:
-        held = self._workspace.shape[1]
-        if held < num_blocks:
-            size = max(num_blocks, 2 * held)
-            self._workspace = torch.empty(
-                2, size, *self._workspace.shape[2:], dtype=self._shape.dtype
-            )
+        held, needed = self._workspace.shape[1], num_blocks * self._page_elements
+        if held < needed:
+            self._workspace = self._workspace.new_empty(2, max(needed, 2 * held))
 
     def _opened_blocks(self, layout: StepLayout) -> torch.Tensor:
         """Blocks that the step begins and does not fill.
@@ -192,7 +209,7 @@ class TorchPagedAttention:
         last = (layout.seq_lens - 1) // size
         computed = layout.seq_lens - np.diff(layout.query_starts)
         opened = np.flatnonzero((last * size >= computed) & (layout.seq_lens % size != 0))
-        return torch.from_numpy(layout.block_tables[opened, last[opened]].astype(np.int64))
+        return self._tensor(layout.block_tables[opened, last[opened]].astype(np.int64))
 
     def _group_decodes(self, layout: StepLayout) -> list[_DecodeGroup]:
         """Cuts the decodes where one is over twice as long as the group's shortest."""
@@ -214,12 +231,19 @@ class TorchPagedAttention:
         columns = np.arange(width)
         padding = columns * self._shape.block_size >= lengths[:, None]
         block_ids = np.where(padding, 0, layout.block_tables[begin:end, :width])
-        mask = None
-        if lengths[0] < length:
-            hidden = torch.from_numpy(np.arange(length) >= lengths[:, None])
-            mask = torch.zeros(hidden.shape, dtype=self._shape.dtype)
-            mask = mask.masked_fill_(hidden, -torch.inf)[:, None, None, :]
-        return _DecodeGroup(begin, end, length, torch.from_numpy(block_ids.reshape(-1)), mask)
+        ids = self._tensor(block_ids.reshape(-1))
+        masks = {window: self._decode_mask(lengths, window) for window in self._windows}
+        return _DecodeGroup(begin, end, length, ids, masks)
+
+    def _decode_mask(self, lengths: Int32Array, window: int | None) -> torch.Tensor | None:
+        """What sequences of rising lengths do not see of as many keys as the last one has."""
+        positions, ends = np.arange(lengths[-1]), lengths[:, None]
+        hidden = positions >= ends
+        if window is not None:
+            hidden |= positions < ends - window
+        if not hidden.any():
+            return None
+        return self._mask(torch.from_numpy(hidden))[:, None, None, :]
 
     def _chunks(self, layout: StepLayout) -> list[_Chunk]:
         chunks = []
@@ -227,18 +251,52 @@ class TorchPagedAttention:
             begin, end = (int(start) for start in layout.query_starts[row : row + 2])
             length = int(layout.seq_lens[row])
             blocks = -(-length // self._shape.block_size)
-            block_ids = torch.from_numpy(layout.block_tables[row, :blocks])
+            block_ids = self._tensor(layout.block_tables[row, :blocks])
             chunks.append(_Chunk(begin, end, length - (end - begin), block_ids))
         return chunks
 
 
-def _allocate(pages: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def _windows(shape: AttentionShape) -> set[int | None]:
+    return {layer.window for layer in shape.layers}
+
+
+def _allocate(shape: AttentionShape, layer: AttentionLayer) -> torch.Tensor:
     """Pages that take memory once they are written. Only the null block, which stands for padding,
     must hold numbers from the start.
     """
-    allocated = torch.empty(pages, dtype=dtype)
+    pages = (shape.num_blocks, shape.block_size, layer.num_kv_heads, layer.head_dim)
+    allocated = torch.empty(pages, dtype=shape.dtype, device=shape.device)
     allocated[0].zero_()
     return allocated
+
+
+def _grouped(heads: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+    """[n, num_heads, head_dim] as [num_kv_heads, heads per kv head, n, head_dim], a view."""
+    grouped = heads.view(len(heads), layer.num_kv_heads, -1, layer.head_dim)
+    return grouped.permute(1, 2, 0, 3)
+
+
+def _repeated(heads: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+    """[n, num_kv_heads, head_dim] as [num_kv_heads, heads per kv head, n, head_dim], a view."""
+    repeats = layer.num_heads // layer.num_kv_heads
+    return heads.permute(1, 0, 2).unsqueeze(1).expand(-1, repeats, -1, -1)
+
+
+def _attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    layer: AttentionLayer,
+) -> torch.Tensor:
+    """Attention of [.., heads, n, head_dim]; written out where scores are capped."""
+    if layer.softcap is None:
+        return F.scaled_dot_product_attention(query, keys, values, mask, scale=layer.scale)
+    scores = (query @ keys.transpose(-1, -2)).float() * (layer.scale / layer.softcap)
+    scores.tanh_().mul_(layer.softcap)
+    if mask is not None:
+        scores += mask
+    return torch.softmax(scores, dim=-1).to(values.dtype) @ values
 
 
 class TorchPagedStep:
@@ -259,13 +317,23 @@ class TorchPagedStep:
         self._chunks = chunks
 
     def __call__(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rotation: Rotation | None,
     ) -> torch.Tensor:
         """See LayerAttention."""
+        if rotation is not None:
+            query, key = rotate(query, rotation), rotate(key, rotation)
+        padded, count = len(query), len(self._slots)
+        query, key, value = query[:count], key[:count], value[:count]
         self._cache.store(layer, self._slots, self._opened_blocks, key, value)
-        if len(self._groups) == 1 and not self._chunks:
+        if len(self._groups) == 1 and not self._chunks and padded == count:
             return self._cache.attend_group(layer, query, self._groups[0])
-        output = torch.empty(query.shape, dtype=query.dtype)
+        output = query.new_empty(padded, *query.shape[1:])
+        output[count:].zero_()
         for group in self._groups:
             rows = slice(group.begin, group.end)
             attended = self._cache.attend_group(layer, query[rows], group)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from services.worker.attention.interface import AttentionLayer
 from services.worker.models.errors import ModelConfigError, UnsupportedModel
 from services.worker.models.json_file import JsonReader, read_json_object
 from services.worker.models.rope import RopeConfig, read_rope_config
@@ -65,6 +66,14 @@ class ModelConfig:
     sliding_window: int | None
     checkpoint_dtype: torch.dtype | None
     eos_token_ids: tuple[int, ...]
+
+    @property
+    def attention_layers(self) -> tuple[AttentionLayer, ...]:
+        """What attention does in each layer."""
+        layer = AttentionLayer(
+            self.num_heads, self.num_kv_heads, self.head_dim, scale=self.head_dim**-0.5
+        )
+        return (layer,) * self.num_layers
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of keys and values of one token over all layers."""

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from services.worker.attention.interface import LayerAttention
+from services.worker.attention.interface import LayerAttention, Rotation
+from services.worker.kernels.interface import Kernels, Linear
 from services.worker.models.config import ModelConfig
-from services.worker.models.linear import Linear, padded_rows
 from services.worker.models.rope import cos_sin_table
 
 
@@ -42,9 +42,13 @@ class DecoderWeights:
 class Decoder:
     """A decoder that reads its past from a paged cache. Immutable; call under inference mode."""
 
-    def __init__(self, config: ModelConfig, weights: DecoderWeights, max_model_len: int) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: DecoderWeights, kernels: Kernels, max_model_len: int
+    ) -> None:
         self._config = config
         self._weights = weights
+        self._kernels = kernels
+        self._norms = [*(layer.input_norm for layer in weights.layers), weights.norm]
         dtype = weights.embedding.dtype
         self._cos, self._sin = cos_sin_table(config.rope, config.head_dim, max_model_len, dtype)
 
@@ -53,24 +57,25 @@ class Decoder:
     ) -> torch.Tensor:
         """Token ids and positions, int64 [n] -> normalized hidden states [n, hidden_size].
 
-        Between the attentions there are rows of padding behind the n.
+        On the way there are rows of padding behind the n.
         """
-        epsilon, num_tokens = self._config.rms_norm_eps, len(token_ids)
-        padding = (0, padded_rows(num_tokens) - num_tokens)
+        kernels, epsilon, num_tokens = self._kernels, self._config.rms_norm_eps, len(token_ids)
+        padding = (0, kernels.padded_rows(num_tokens) - num_tokens)
         token_ids, positions = F.pad(token_ids, padding), F.pad(positions, padding)
+        rotation = Rotation(self._cos[positions], self._sin[positions])
         residual = F.embedding(token_ids, self._weights.embedding)
-        cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+        hidden = kernels.rms_norm(residual, self._norms[0], epsilon)
         for index, layer in enumerate(self._weights.layers):
-            hidden = _rms_norm(residual, layer.input_norm, epsilon)
-            residual.add_(self._attend(index, layer, hidden, cos, sin, attention, num_tokens))
-            hidden = _rms_norm(residual, layer.post_attention_norm, epsilon)
-            residual.add_(_gated_mlp(layer, hidden))
-        return _rms_norm(residual, self._weights.norm, epsilon)[:num_tokens]
+            update = self._attend(index, layer, hidden, rotation, attention)
+            hidden = kernels.add_rms_norm(residual, update, layer.post_attention_norm, epsilon)
+            update = layer.down(kernels.silu_mul(layer.gate_up(hidden)))
+            hidden = kernels.add_rms_norm(residual, update, self._norms[index + 1], epsilon)
+        return hidden[:num_tokens]
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [n, hidden_size] -> logits, float32 [n, vocab_size]."""
         num_rows = len(hidden)
-        padded = F.pad(hidden, (0, 0, 0, padded_rows(num_rows) - num_rows))
+        padded = F.pad(hidden, (0, 0, 0, self._kernels.padded_rows(num_rows) - num_rows))
         return self._weights.head(padded)[:num_rows].float()
 
     def _attend(
@@ -78,41 +83,15 @@ class Decoder:
         index: int,
         layer: LayerWeights,
         hidden: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+        rotation: Rotation,
         attention: LayerAttention,
-        num_tokens: int,
     ) -> torch.Tensor:
         config = self._config
-        num_rotated = config.num_heads + config.num_kv_heads
         heads = layer.qkv(hidden).view(len(hidden), -1, config.head_dim)
-        rotated = heads[:, :num_rotated]
+        query, key, value = heads.tensor_split(
+            (config.num_heads, config.num_heads + config.num_kv_heads), dim=1
+        )
         if layer.query_norm is not None and layer.key_norm is not None:
-            query = _rms_norm(heads[:, : config.num_heads], layer.query_norm, config.rms_norm_eps)
-            key = _rms_norm(
-                heads[:, config.num_heads : num_rotated], layer.key_norm, config.rms_norm_eps
-            )
-            rotated = torch.cat((query, key), dim=1)
-        rotated = _rotate(rotated, cos, sin)[:num_tokens]
-        query, key = rotated[:, : config.num_heads], rotated[:, config.num_heads :]
-        attended = attention(index, query, key, heads[:num_tokens, num_rotated:])
-        return layer.output(F.pad(attended, (0, 0, 0, len(hidden) - num_tokens)))
-
-
-def _rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    return F.rms_norm(x, weight.shape, weight, epsilon)
-
-
-def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates [n, heads, head_dim] by cos and sin [n, 1, head_dim / 2], halves being the pairs."""
-    first, second = heads.chunk(2, dim=-1)
-    output = torch.empty(heads.shape, dtype=heads.dtype)
-    lower, upper = output.chunk(2, dim=-1)
-    torch.mul(first, cos, out=lower).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=upper).addcmul_(first, sin)
-    return output
-
-
-def _gated_mlp(layer: LayerWeights, hidden: torch.Tensor) -> torch.Tensor:
-    gate, up = layer.gate_up(hidden).chunk(2, dim=-1)
-    return layer.down(F.silu(gate).mul_(up))
+            query = self._kernels.rms_norm(query, layer.query_norm, config.rms_norm_eps)
+            key = self._kernels.rms_norm(key, layer.key_norm, config.rms_norm_eps)
+        return layer.output(attention(index, query, key, value, rotation))

@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import torch
 
+from services.worker.kernels.interface import Kernels, Linear
 from services.worker.models.checkpoint import Checkpoint, TensorReader
 from services.worker.models.config import ModelConfig
 from services.worker.models.decoder import DecoderWeights, LayerWeights
-from services.worker.models.linear import Linear
 
 Progress = Callable[[int, int], None]
 """Called with the number of layers read and the number there are."""
@@ -32,9 +32,13 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def load_weights(
-    config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, progress: Progress
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    kernels: Kernels,
+    progress: Progress,
 ) -> DecoderWeights:
-    """Reads, converts, fuses and packs all weights, layer by layer.
+    """Reads, converts, fuses and packs all weights, layer by layer, as the kernels want them.
 
     Raises ModelError before anything is read when the tensors are not those of `config`.
     """
@@ -42,19 +46,22 @@ def load_weights(
     with checkpoint.open() as reader:
         layers = []
         for index in range(config.num_layers):
-            layers.append(_load_layer(config, _LayerReader(reader, index, dtype)))
+            layers.append(_load_layer(config, _LayerReader(reader, kernels, index, dtype)))
             progress(index + 1, config.num_layers)
         embedding = reader.read(_EMBEDDING, dtype=dtype)
         head = embedding if config.tie_word_embeddings else reader.read(_HEAD, dtype=dtype)
         norm = reader.read(_NORM, dtype=dtype)
-    return DecoderWeights(embedding, tuple(layers), norm, Linear(head))
+    return DecoderWeights(embedding, tuple(layers), norm, kernels.linear(head, None))
 
 
 class _LayerReader:
     """Reads tensors of one layer."""
 
-    def __init__(self, reader: TensorReader, index: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, reader: TensorReader, kernels: Kernels, index: int, dtype: torch.dtype
+    ) -> None:
         self._reader = reader
+        self._kernels = kernels
         self._prefix = f"model.layers.{index}."
         self._dtype = dtype
 
@@ -65,7 +72,7 @@ class _LayerReader:
         """Projections of the same input as one."""
         weights = (f"{self._prefix}{name}.weight" for name in names)
         biases = (f"{self._prefix}{name}.bias" for name in names)
-        return Linear(
+        return self._kernels.linear(
             self._reader.read(*weights, dtype=self._dtype),
             self._reader.read(*biases, dtype=self._dtype) if bias else None,
         )

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from services.worker.kernels.torch_kernels import TorchKernels
 from services.worker.models.checkpoint import open_checkpoint
 from services.worker.models.config import read_model_config, resolve_max_model_len
 from services.worker.models.errors import (
@@ -37,7 +38,7 @@ def load(directory: Path) -> None:
     """Everything that a start reads."""
     config = read_model_config(directory)
     resolve_max_model_len(config, None, directory / "config.json")
-    load_weights(config, open_checkpoint(directory), torch.float32, lambda *_: None)
+    load_weights(config, open_checkpoint(directory), torch.float32, TorchKernels(), lambda *_: None)
 
 
 def refusal(directory: Path, kind: type[ModelError]) -> str:
@@ -57,6 +58,7 @@ def test_sound_directory_loads_with_progress_by_layer(directory: Path) -> None:
         config,
         open_checkpoint(directory),
         torch.float32,
+        TorchKernels(),
         lambda done, total: seen.append((done, total)),
     )
     assert seen == [(1, 2), (2, 2)]

@@ -1,13 +1,26 @@
 """Paged attention equals attention written out over one sequence at a time."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from services.worker.attention.interface import AttentionShape, StepLayout
+from services.worker.attention.interface import (
+    AttentionLayer,
+    AttentionShape,
+    Rotation,
+    StepLayout,
+)
+from services.worker.attention.rotary import rotate
 from services.worker.attention.torch_paged import TILE_QUERIES, TorchPagedAttention
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 6, 2, 8
+PLAIN = AttentionLayer(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, scale=HEAD_DIM**-0.5)
+
+
+def shape_of(block_size: int, num_blocks: int, layer: AttentionLayer = PLAIN) -> AttentionShape:
+    return AttentionShape((layer,), block_size, num_blocks, torch.float32)
 
 
 class Sequence:
@@ -19,16 +32,21 @@ class Sequence:
         self.values = torch.empty(0, NUM_KV_HEADS, HEAD_DIM)
 
 
-def attend_plainly(queries: torch.Tensor, sequence: Sequence) -> torch.Tensor:
+def attend_plainly(
+    queries: torch.Tensor, sequence: Sequence, layer: AttentionLayer
+) -> torch.Tensor:
     """Softmax attention of the last tokens of a sequence, query by query and head by head."""
     context = len(sequence.keys) - len(queries)
     output = torch.empty(len(queries), NUM_HEADS, HEAD_DIM)
     for index, query in enumerate(queries):
+        last = context + index + 1
+        seen = slice(0 if layer.window is None else max(last - layer.window, 0), last)
         for head in range(NUM_HEADS):
             group = head // (NUM_HEADS // NUM_KV_HEADS)
-            keys = sequence.keys[: context + index + 1, group]
-            weights = torch.softmax(keys @ query[head] * HEAD_DIM**-0.5, dim=0)
-            output[index, head] = weights @ sequence.values[: context + index + 1, group]
+            scores = sequence.keys[seen, group] @ query[head] * layer.scale
+            if layer.softcap is not None:
+                scores = layer.softcap * torch.tanh(scores / layer.softcap)
+            output[index, head] = torch.softmax(scores, dim=0) @ sequence.values[seen, group]
     return output.flatten(1)
 
 
@@ -53,57 +71,64 @@ def layout_of(sequences: list[Sequence], counts: list[int], block_size: int) -> 
 
 
 def run_step(
-    attention: TorchPagedAttention, sequences: list[Sequence], counts: list[int], block_size: int
+    attention: TorchPagedAttention,
+    sequences: list[Sequence],
+    counts: list[int],
+    block_size: int,
+    layer: AttentionLayer = PLAIN,
 ) -> None:
-    """Computes so many new tokens of each sequence and compares."""
-    total = sum(counts)
-    queries = torch.randn(total, NUM_HEADS, HEAD_DIM)
-    keys, values = torch.randn(2, total, NUM_KV_HEADS, HEAD_DIM).unbind(0)
+    """Computes so many new tokens of each sequence, with padding behind them, and compares."""
+    total, padding = sum(counts), 3
+    queries = torch.randn(total + padding, NUM_HEADS, HEAD_DIM)
+    keys, values = torch.randn(2, total + padding, NUM_KV_HEADS, HEAD_DIM).unbind(0)
     first = 0
     for sequence, count in zip(sequences, counts, strict=True):
         sequence.keys = torch.cat((sequence.keys, keys[first : first + count]))
         sequence.values = torch.cat((sequence.values, values[first : first + count]))
         first += count
     step = attention.begin_step(layout_of(sequences, counts, block_size))
-    output = step(0, queries, keys, values)
+    output = step(0, queries, keys, values, None)
+    assert output.shape == (total + padding, NUM_HEADS * HEAD_DIM)
+    assert output.isfinite().all()
     first = 0
     for sequence, count in zip(sequences, counts, strict=True):
-        expected = attend_plainly(queries[first : first + count], sequence)
+        expected = attend_plainly(queries[first : first + count], sequence, layer)
         torch.testing.assert_close(output[first : first + count], expected, atol=1e-5, rtol=1e-4)
         first += count
 
 
+@pytest.mark.parametrize(
+    "layer",
+    [PLAIN, replace(PLAIN, window=17), replace(PLAIN, softcap=0.5, window=70, scale=0.7)],
+    ids=["full", "window", "softcap"],
+)
 @pytest.mark.parametrize("block_size", [1, 4, 16])
-def test_decodes_of_different_lengths_beside_chunks(block_size: int) -> None:
+def test_decodes_of_different_lengths_beside_chunks(block_size: int, layer: AttentionLayer) -> None:
     torch.manual_seed(1)
     lengths = [1, 3, 30, 31, 65, 64, 150]
     blocks = np.random.default_rng(0).permutation(np.arange(1, 1 + 7 * 320)).tolist()
     sequences = [Sequence(blocks[320 * i : 320 * (i + 1)]) for i in range(len(lengths))]
-    shape = AttentionShape(
-        1, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, block_size, 1 + 7 * 320, torch.float32
-    )
-    attention = TorchPagedAttention(shape)
+    attention = TorchPagedAttention(shape_of(block_size, 1 + 7 * 320, layer))
     # Prompts, one of a single token.
-    run_step(attention, sequences[:1], [1], block_size)
-    run_step(attention, sequences[1:], lengths[1:], block_size)
+    run_step(attention, sequences[:1], [1], block_size, layer)
+    run_step(attention, sequences[1:], lengths[1:], block_size, layer)
     # Decodes in rising order of length, then chunks after a past, one longer than a tile.
     order = [0, 1, 2, 4, 5, 3, 6]
     mixed = [sequences[index] for index in order]
-    run_step(attention, mixed, [1, 1, 1, 1, 9, TILE_QUERIES + 5, 2], block_size)
+    run_step(attention, mixed, [1, 1, 1, 1, 9, TILE_QUERIES + 5, 2], block_size, layer)
     # Decodes alone.
     mixed.sort(key=lambda sequence: len(sequence.keys))
-    run_step(attention, mixed, [1] * 7, block_size)
+    run_step(attention, mixed, [1] * 7, block_size, layer)
 
 
 def test_what_an_earlier_owner_left_in_a_block_does_no_harm() -> None:
     """Not even NaN, which a mask alone would let through."""
     torch.manual_seed(3)
-    shape = AttentionShape(1, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, 4, 41, torch.float32)
-    attention = TorchPagedAttention(shape)
+    attention = TorchPagedAttention(shape_of(4, 41))
     broken = Sequence(list(range(1, 41)))
     broken.keys = broken.values = torch.full((160, NUM_KV_HEADS, HEAD_DIM), torch.nan)
     step = attention.begin_step(layout_of([broken], [160], 4))
-    step(0, torch.randn(160, NUM_HEADS, HEAD_DIM), broken.keys, broken.values)
+    step(0, torch.randn(160, NUM_HEADS, HEAD_DIM), broken.keys, broken.values, None)
 
     sequences = [Sequence(list(range(1 + 8 * i, 9 + 8 * i))) for i in range(3)]
     run_step(attention, sequences, [5, 9, 14], 4)
@@ -114,8 +139,29 @@ def test_what_an_earlier_owner_left_in_a_block_does_no_harm() -> None:
 def test_decodes_over_a_group_limit_are_cut() -> None:
     torch.manual_seed(2)
     sequences = [Sequence(list(range(1 + 8 * i, 9 + 8 * i))) for i in range(5)]
-    shape = AttentionShape(1, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, 4, 41, torch.float32)
-    attention = TorchPagedAttention(shape, max_group_tokens=64)
+    attention = TorchPagedAttention(shape_of(4, 41), max_group_tokens=64)
     for sequence, length in zip(sequences, [20, 21, 22, 30, 31], strict=True):
         run_step(attention, [sequence], [length], 4)
     run_step(attention, sequences, [1] * 5, 4)
+
+
+def test_keys_and_queries_are_rotated_before_they_meet() -> None:
+    """Complex numbers say what a rotation is. The last two elements of a head stay."""
+    torch.manual_seed(4)
+    angles = torch.rand(9, 3)
+    heads = torch.randn(9, 2, HEAD_DIM)
+    turned = torch.complex(heads[..., :3], heads[..., 3:6]) * torch.polar(
+        torch.ones(9, 1, 3), angles[:, None]
+    )
+    expected = torch.cat((turned.real, turned.imag, heads[..., 6:]), dim=-1)
+    rotation = Rotation(angles.cos(), angles.sin())
+    torch.testing.assert_close(rotate(heads, rotation), expected)
+
+    sequence = Sequence([1, 2, 3])
+    queries = torch.randn(9, NUM_HEADS, HEAD_DIM)
+    sequence.keys, sequence.values = expected, torch.randn(9, 2, HEAD_DIM)
+    step = TorchPagedAttention(shape_of(4, 4)).begin_step(layout_of([sequence], [9], 4))
+    output = step(0, queries, heads, sequence.values, rotation)
+    torch.testing.assert_close(
+        output, attend_plainly(rotate(queries, rotation), sequence, PLAIN), atol=1e-5, rtol=1e-4
+    )

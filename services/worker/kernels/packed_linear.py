@@ -19,7 +19,7 @@ def padded_rows(num_rows: int) -> int:
     return -(-num_rows // 128) * 128
 
 
-class Linear:
+class PackedLinear:
     """x W^T + b for a weight [out, in] and a bias [out] or None.
 
     On the CPU the weight is reordered once into oneDNN's blocked layout, which about halves the

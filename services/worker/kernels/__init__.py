@@ -1,0 +1,1 @@
+"""The operations that a decoder is made of: an interface, and what implements it."""

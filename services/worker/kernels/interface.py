@@ -1,0 +1,67 @@
+"""The operations that decoders are written against.
+
+An implementation is chosen once, when a worker starts; weights are packed and caches laid out as it
+wants them. Layers call it and know nothing of devices, instruction sets or page layouts.
+"""
+
+from typing import Protocol
+
+import torch
+
+from services.worker.attention.interface import AttentionShape, PagedAttention
+
+
+class Linear(Protocol):
+    """Multiplication by a fixed weight [out, in], plus a fixed bias [out] if there is one."""
+
+    @property
+    def in_features(self) -> int:
+        """Columns that go in."""
+        ...
+
+    @property
+    def out_features(self) -> int:
+        """Columns that come out."""
+        ...
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[n, in] -> [n, out]; n is a number that `Kernels.padded_rows` gives."""
+        ...
+
+
+class Kernels(Protocol):
+    """Every operation takes and returns tensors of the model's data type on the model's device.
+
+    The last dimension of what is handed in is contiguous; results are contiguous, and new except
+    where it is said.
+    """
+
+    def padded_rows(self, num_rows: int) -> int:
+        """The number of rows to compute in place of `num_rows`, not below it."""
+        ...
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """A projection, which owns its weight: packed, the caller's tensor is not kept."""
+        ...
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        """x [..., d] over the root of its mean square, times the weight [d]."""
+        ...
+
+    def add_rms_norm(
+        self, residual: torch.Tensor, update: torch.Tensor, weight: torch.Tensor, epsilon: float
+    ) -> torch.Tensor:
+        """Adds the update [n, d] to the residual [n, d] in place, and normalizes the sum."""
+        ...
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """[n, 2 d], gates before the values that they gate -> silu(gate) * value [n, d]."""
+        ...
+
+    def paged_attention(self, shape: AttentionShape) -> PagedAttention:
+        """Attention, and the KV cache that it owns, allocated here."""
+        ...
+
+    def attention_bytes(self, shape: AttentionShape, max_model_len: int) -> int:
+        """Upper estimate of what attention holds besides the cache."""
+        ...

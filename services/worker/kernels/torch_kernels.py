@@ -1,0 +1,44 @@
+"""The operations in plain torch, on every device; the twins that native kernels are held to."""
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from services.worker.attention.interface import AttentionShape, PagedAttention
+from services.worker.attention.torch_paged import TorchPagedAttention, workspace_bytes
+from services.worker.kernels.interface import Linear
+from services.worker.kernels.packed_linear import PackedLinear, padded_rows
+
+
+class TorchKernels:
+    """See Kernels."""
+
+    def padded_rows(self, num_rows: int) -> int:
+        """See Kernels."""
+        return padded_rows(num_rows)
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """See Kernels."""
+        return PackedLinear(weight, bias)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        """See Kernels."""
+        return F.rms_norm(x, weight.shape, weight, epsilon)
+
+    def add_rms_norm(
+        self, residual: torch.Tensor, update: torch.Tensor, weight: torch.Tensor, epsilon: float
+    ) -> torch.Tensor:
+        """See Kernels."""
+        return self.rms_norm(residual.add_(update), weight, epsilon)
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See Kernels."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    def paged_attention(self, shape: AttentionShape) -> PagedAttention:
+        """See Kernels."""
+        return TorchPagedAttention(shape)
+
+    def attention_bytes(self, shape: AttentionShape, max_model_len: int) -> int:
+        """See Kernels."""
+        return workspace_bytes(shape, max_model_len)
