@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from services.common.errors import InvalidArgument
+from services.common.repetition import RepetitionDetection
 
 MAX_SEED = 2**64 - 1
 
@@ -31,6 +32,7 @@ class SamplingParams:
     eos_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    repetition_detection: RepetitionDetection | None = None
 
     @property
     def penalises(self) -> bool:
@@ -50,6 +52,8 @@ class SamplingParams:
         self._validate_numbers(vocab_size)
         self._validate_tokens(vocab_size)
         self._validate_choice(vocab_size)
+        if self.repetition_detection is not None:
+            self.repetition_detection.validate()
 
     def _validate_numbers(self, vocab_size: int) -> None:
         if not 0 <= self.temperature < math.inf:

@@ -4,6 +4,7 @@ from typing import Any
 
 from stepwell.common.v1 import common_pb2
 
+from services.common.repetition import RepetitionDetection
 from services.common.sampling import SamplingParams
 
 _LISTS = frozenset(
@@ -15,7 +16,7 @@ _LISTS = frozenset(
         "eos_token_ids",
     }
 )
-_ELSEWHERE = frozenset({"max_tokens", "bad_words"})
+_ELSEWHERE = frozenset({"max_tokens", "bad_words", "repetition_detection"})
 
 
 def sampling_from_message(message: common_pb2.SamplingParams) -> SamplingParams:
@@ -25,4 +26,18 @@ def sampling_from_message(message: common_pb2.SamplingParams) -> SamplingParams:
         for field, value in message.ListFields()
         if field.name not in _ELSEWHERE
     }
-    return SamplingParams(**given, bad_words=tuple(tuple(word.ids) for word in message.bad_words))
+    return SamplingParams(
+        **given,
+        bad_words=tuple(tuple(word.ids) for word in message.bad_words),
+        repetition_detection=repetition_from_message(message),
+    )
+
+
+def repetition_from_message(message: common_pb2.SamplingParams) -> RepetitionDetection | None:
+    """What repetition ends the request, if any does; not validated."""
+    if not message.HasField("repetition_detection"):
+        return None
+    wanted = message.repetition_detection
+    return RepetitionDetection.of(
+        wanted.max_pattern_size, wanted.min_pattern_size, wanted.min_count
+    )

@@ -71,6 +71,23 @@ def test_a_streamed_chat_says_what_a_whole_one_says(client: openai.OpenAI, stack
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
 
 
+def test_an_answer_that_goes_round_in_circles_ends(client: openai.OpenAI, stack: Stack) -> None:
+    answer = client.completions.create(
+        model=stack.model,
+        prompt="hello",
+        max_tokens=50,
+        extra_body={
+            "allowed_token_ids": [65],
+            "repetition_detection": {"max_pattern_size": 2, "min_count": 5},
+        },
+    )
+    (choice,) = answer.choices
+    said = choice.model_dump()
+    assert (said["finish_reason"], said["stop_reason"]) == ("repetition", "repetition_detected")
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 5
+
+
 def test_two_answers_to_one_prompt(client: openai.OpenAI, stack: Stack) -> None:
     answer = client.completions.create(
         model=stack.model, prompt="once upon a time", n=2, max_tokens=16, seed=1, temperature=1

@@ -221,7 +221,7 @@ class _Session:
         finish = None
         if scheduler.engine_error:
             finish = scheduler_pb2.Finished(
-                reason=common_pb2.FINISH_REASON_ERROR, message=scheduler.engine_error
+                reason=common_pb2.FINISH_REASON_NAN_IN_LOGITS, message=scheduler.engine_error
             )
         while finish is None and len(made) < scheduler.tokens_per_step:
             token = scheduler.token_at(sequence, len(sequence.output))
@@ -270,4 +270,8 @@ def _finish(
             )
     if len(output) >= sampling.max_tokens:
         return scheduler_pb2.Finished(reason=common_pb2.FINISH_REASON_LENGTH)
+    repetition = sampling.repetition_detection
+    for size in range(repetition.min_pattern_size, repetition.max_pattern_size + 1):
+        if size and output[-size * repetition.min_count :] == output[-size:] * repetition.min_count:
+            return scheduler_pb2.Finished(reason=common_pb2.FINISH_REASON_REPETITION)
     return None

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.cli.replay.inprocess_pool import InProcessPool
+from services.common.repetition import RepetitionDetection
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.plan import StepOutput, StepPlan
 from services.scheduler.core.ports import KVPool
@@ -77,6 +78,8 @@ class Story:
         max_tokens: int = 100,
         eos: Iterable[int] = (),
         stop: Iterable[int] = (),
+        repetition: RepetitionDetection | None = None,
+        min_tokens: int = 0,
         **fields: Any,
     ) -> Request:
         """Queues a request."""
@@ -86,7 +89,9 @@ class Story:
             request_id=name,
             key=self._num_requests,
             token_ids=list(token_ids),
-            stop=StopConditions(max_tokens, frozenset(eos), frozenset(stop)),
+            stop=StopConditions(
+                max_tokens, frozenset(eos), frozenset(stop), repetition, min_tokens
+            ),
             **fields,
         )
         self.scheduler.add(request)

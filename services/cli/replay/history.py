@@ -4,6 +4,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from services.cli.replay.fields import Field
+from services.common.errors import InvalidArgument
+from services.common.repetition import RepetitionDetection
 from services.scheduler.core.plan import StepUpdate
 from services.scheduler.core.request import FinishReason, Request, StopConditions
 
@@ -125,9 +127,25 @@ def read_arrival(entry: Field, max_model_len: int) -> Arrival:
             entry["max_tokens"].integer(num_output_tokens + 1),
             frozenset(entry["eos_token_ids"].integers()),
             frozenset(entry["stop_token_ids"].integers()),
+            _read_repetition(entry["repetition_detection"]),
+            entry["min_tokens"].integer(),
         ),
         priority=entry["priority"].integer(-(2**31)),
         arrival_time=entry["arrival_time"].number(-1e18, 1e18),
         cache_salt=entry["cache_salt"].text(),
         reads_prefix_cache=entry["reads_prefix_cache"].boolean(),
     )
+
+
+def _read_repetition(entry: Field) -> RepetitionDetection | None:
+    if entry.value is None:
+        return None
+    values = entry.integers()
+    if len(values) != 3:
+        raise entry.wrong("must be two sizes and a count")
+    repetition = RepetitionDetection(*values)
+    try:
+        repetition.validate()
+    except InvalidArgument as error:
+        raise entry.wrong(f"must describe a repetition ({error.message})") from None
+    return repetition

@@ -140,7 +140,8 @@ def _zstd_errors() -> tuple[type[Exception], ...]:
 
 def _read_header(top: Field) -> Header:
     top["schema"].one_of([SCHEMA])
-    top["version"].integer(VERSION, VERSION)
+    if top["version"].integer(1) != VERSION:
+        raise top["version"].wrong(f"must be {VERSION}: logs of other versions mean something else")
     fingerprint = top["fingerprint"]
     try:
         root = bytes.fromhex(fingerprint.text())

@@ -15,6 +15,7 @@ from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.plan import StepOutput, StepPlan
 from services.scheduler.core.recorder import Entry, RecordingScheduler
 from services.scheduler.core.request import FinishReason, Request
+from services.scheduler.core.scheduler import PauseMode
 
 _ABSENT = object()
 
@@ -104,6 +105,12 @@ class LogReplay:
         self.history.note_abort(request, reason)
         self.scheduler.abort(request, reason)
 
+    async def _pause(self, entry: Field) -> None:
+        self.scheduler.pause(PauseMode(entry["mode"].one_of([mode.value for mode in PauseMode])))
+
+    async def _resume(self, entry: Field) -> None:  # noqa: ARG002 - nothing goes in
+        self.scheduler.resume()
+
     async def _schedule(self, entry: Field) -> None:
         plan = await self._losing(entry, self.scheduler.schedule)
         if plan is not None:
@@ -162,6 +169,8 @@ class LogReplay:
 _CALLS: dict[str, Any] = {
     "add": LogReplay._add,
     "abort": LogReplay._abort,
+    "pause": LogReplay._pause,
+    "resume": LogReplay._resume,
     "schedule": LogReplay._schedule,
     "update_from_output": LogReplay._update_from_output,
     "preempt_all": LogReplay._preempt_all,

@@ -6,6 +6,8 @@ from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common import errors
 from services.common.block_hash import pack_token_ids
+from services.common.repetition import RepetitionDetection
+from services.common.sampling_messages import repetition_from_message
 from services.gateway.adapters.inflight import Inflight
 from services.gateway.core.delta import Finish, FinishReason
 from services.gateway.core.logprobs import LogprobRows
@@ -16,6 +18,7 @@ _FINISH_REASONS = {
     common_pb2.FINISH_REASON_STOP: FinishReason.STOP,
     common_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
     common_pb2.FINISH_REASON_ABORT: FinishReason.ABORT,
+    common_pb2.FINISH_REASON_REPETITION: FinishReason.REPETITION,
 }
 
 _REJECTIONS: dict[int, type[errors.StepwellError]] = {
@@ -43,12 +46,25 @@ def to_sampling_proto(sampling: Sampling) -> common_pb2.SamplingParams:
         max_tokens=s.max_tokens,
         logprobs=s.logprobs,
         prompt_logprobs=s.prompt_logprobs,
+        repetition_detection=_to_repetition_proto(s.repetition_detection),
     )
     for name in _SCALARS:
         value = getattr(s, name)
         if value != getattr(_DEFAULTS, name):
             setattr(message, name, value)
     return message
+
+
+def _to_repetition_proto(
+    wanted: RepetitionDetection | None,
+) -> common_pb2.RepetitionDetection | None:
+    if wanted is None:
+        return None
+    return common_pb2.RepetitionDetection(
+        max_pattern_size=wanted.max_pattern_size,
+        min_pattern_size=wanted.min_pattern_size,
+        min_count=wanted.min_count,
+    )
 
 
 _DEFAULTS = Sampling()
@@ -82,6 +98,7 @@ def from_sampling_proto(message: common_pb2.SamplingParams) -> Sampling:
         allowed_token_ids=tuple(message.allowed_token_ids),
         bad_words=tuple(tuple(word.ids) for word in message.bad_words),
         stop_token_ids=tuple(message.stop_token_ids),
+        repetition_detection=repetition_from_message(message),
         **given,
     )
 
@@ -123,6 +140,8 @@ def to_logprobs_proto(rows: LogprobRows | None) -> common_pb2.Logprobs | None:
 
 def from_finished(message: scheduler_pb2.Finished) -> Finish | errors.StepwellError:
     """How a sequence ended: well, or with what error."""
+    if message.reason == common_pb2.FINISH_REASON_NAN_IN_LOGITS:
+        return errors.InternalError(message.message, reason="NAN_IN_LOGITS")
     reason = _FINISH_REASONS.get(message.reason)
     if reason is None:
         return errors.InternalError(

@@ -112,7 +112,7 @@ class Inflight:
 def ended(inflight: Inflight) -> Finish | None:
     """Whether the tokens that came are already a whole answer, although nobody said so.
 
-    The rules are the scheduler's: minimum, end of sequence, stop tokens, length.
+    The rules are the scheduler's: minimum, end of sequence, stop tokens, length, repetition.
     """
     tokens, sampling = inflight.output_token_ids, inflight.request.sampling
     if not tokens:
@@ -124,6 +124,10 @@ def ended(inflight: Inflight) -> Finish | None:
             return Finish(FinishReason.STOP, tokens[-1])
     if sampling.max_tokens is not None and len(tokens) >= sampling.max_tokens:
         return Finish(FinishReason.LENGTH)
+    repetition = sampling.repetition_detection
+    repeats = repetition is not None and repetition.found_at_end(tokens, 0)
+    if repeats and len(tokens) >= sampling.min_tokens:
+        return Finish(FinishReason.REPETITION)
     return None
 
 

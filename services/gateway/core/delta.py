@@ -13,6 +13,8 @@ class FinishReason(enum.Enum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    REPETITION = "repetition"
+    """The answer went round in circles; vLLM's word."""
 
 
 @dataclass(frozen=True, slots=True)

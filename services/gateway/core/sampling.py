@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from services.common.errors import InvalidArgument
+from services.common.repetition import RepetitionDetection
 from services.common.sampling import SamplingParams
 
 MAX_LOGPROBS = 20
@@ -40,6 +41,7 @@ class Sampling:
     eos_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    repetition_detection: RepetitionDetection | None = None
 
 
 def check_sampling(sampling: Sampling, vocab_size: int) -> None:
@@ -86,6 +88,7 @@ def _params(sampling: Sampling) -> SamplingParams:
         eos_token_ids=s.eos_token_ids,
         logprobs=s.logprobs,
         prompt_logprobs=s.prompt_logprobs,
+        repetition_detection=s.repetition_detection,
     )
 
 

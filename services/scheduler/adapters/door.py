@@ -7,7 +7,7 @@ from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common.block_hash import unpack_token_ids
 from services.common.errors import InvalidArgument, OutOfRange, ResourceExhausted
-from services.common.sampling_messages import sampling_from_message
+from services.common.sampling_messages import repetition_from_message, sampling_from_message
 from services.scheduler.core.config import Policy, SchedulerConfig
 from services.scheduler.core.request import Request, StopConditions
 
@@ -56,6 +56,8 @@ class Door:
                 max_tokens=sampling.max_tokens,
                 eos_token_ids=frozenset(sampling.eos_token_ids),
                 stop_token_ids=frozenset(sampling.stop_token_ids),
+                repetition=repetition_from_message(sampling),
+                min_tokens=sampling.min_tokens,
             ),
             priority=message.priority,
             arrival_time=message.arrival_unix_nanos / 1e9,

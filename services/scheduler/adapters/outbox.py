@@ -16,8 +16,10 @@ _FINISH_REASONS = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
     FinishReason.ABORT: common_pb2.FINISH_REASON_ABORT,
-    FinishReason.ERROR: common_pb2.FINISH_REASON_ERROR,
+    FinishReason.NAN_IN_LOGITS: common_pb2.FINISH_REASON_NAN_IN_LOGITS,
+    FinishReason.REPETITION: common_pb2.FINISH_REASON_REPETITION,
 }
+_MESSAGES = {FinishReason.NAN_IN_LOGITS: "the model's logits held NaN: no token could be chosen"}
 
 
 class Outbox:
@@ -50,10 +52,11 @@ class Outbox:
         """The end of a request."""
         if request.finish_reason is None:
             raise AssertionError(f"{request.request_id} has not ended")
-        reason = _FINISH_REASONS[request.finish_reason]
-        message = "the model's logits held NaN" if reason == common_pb2.FINISH_REASON_ERROR else ""
         self._deltas.finished.add(
-            handle=handle, reason=reason, stop_token_id=request.stop_token_id, message=message
+            handle=handle,
+            reason=_FINISH_REASONS[request.finish_reason],
+            stop_token_id=request.stop_token_id,
+            message=_MESSAGES.get(request.finish_reason, ""),
         )
 
     def rejected(self, rejection: scheduler_pb2.Rejection) -> None:

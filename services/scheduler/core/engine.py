@@ -5,7 +5,7 @@ import enum
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from services.common.errors import FailedPrecondition, Unavailable
 from services.scheduler.core.plan import RequestUpdate, StepOutput, StepPlan
@@ -18,7 +18,7 @@ from services.scheduler.core.ports import (
     WorkersLost,
 )
 from services.scheduler.core.request import Request
-from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.core.scheduler import PauseMode, Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,6 @@ class Engine:
         self._in_flight: deque[tuple[StepPlan, asyncio.Future[StepOutput]]] = deque()
         self._wake = asyncio.Event()
         self._turns = asyncio.Condition()
-        self._paused = False
         self._num_holds = 0
         self._depth = 2 if scheduler.config.async_scheduling else 1
 
@@ -67,6 +66,10 @@ class Engine:
     def num_waiting(self) -> int:
         """Requests that have not been scheduled yet, or were preempted."""
         return len(self.scheduler.waiting) + len(self._arrivals)
+
+    @property
+    def _is_paused(self) -> bool:
+        return self.scheduler.pause_mode is not None
 
     def add(self, request: Request) -> None:
         """Queues a request for the next turn."""
@@ -90,19 +93,22 @@ class Engine:
                 await self._recover(lost)
 
     async def pause(self, *, abort: bool) -> None:
-        """Stops planning; returns when no step is in flight. `abort` ends what is alive."""
-        self._paused = True
+        """Stops planning; returns when no step is in flight and the pool knows who has ended.
+        `abort` ends what is alive.
+        """
+        self.scheduler.pause(PauseMode.ABORT if abort else PauseMode.KEEP)
         async with self._standstill():
             self._take_in()
             if abort:
                 self._end([*self.scheduler.running, *self.scheduler.waiting])
+            with suppress(PoolLost):  # the next step finds out, and recovers
                 await self.scheduler.flush()
             if self.state is not EngineState.RECOVERING:
                 self.state = EngineState.PAUSED
 
     def resume(self) -> None:
         """Goes on planning."""
-        self._paused = False
+        self.scheduler.resume()
         self._wake.set()
 
     async def reset_prefix_cache(self, *, preempt_running: bool) -> None:
@@ -136,11 +142,12 @@ class Engine:
         """Takes in what was said, plans and sends a step, takes back the tokens of the oldest.
 
         With asynchronous scheduling the oldest is the step before: it runs while this one is
-        planned, and when nothing could be planned there is only its answer to wait for.
+        planned, and when nothing could be planned there is only its answer to wait for. In a pause
+        the pool is still told at once who has ended.
         """
         self._take_in()
         planned = False
-        if not (self._paused or self._num_holds) and self.scheduler.has_work:
+        if not (self._is_paused or self._num_holds) and self.scheduler.has_work:
             traceparent = self._observer.begin()
             plan = await self.scheduler.schedule(traceparent)
             self._observer.planned(plan)
@@ -148,6 +155,8 @@ class Engine:
             if planned or plan.removed_slots:
                 answer = await self._executor.submit(plan, traceparent)
                 self._in_flight.append((plan, answer))
+        elif self._is_paused:
+            await self.scheduler.flush()
         if self._in_flight and (len(self._in_flight) >= self._depth or not planned):
             await self._complete()
 
@@ -179,9 +188,9 @@ class Engine:
 
     async def _until_work(self) -> None:
         while not (self._arrivals or self._aborts or self._in_flight) and (
-            self._paused or self._num_holds or not self.scheduler.has_work
+            self._is_paused or self._num_holds or not self.scheduler.has_work
         ):
-            self.state = EngineState.PAUSED if self._paused else EngineState.IDLE
+            self.state = EngineState.PAUSED if self._is_paused else EngineState.IDLE
             self._wake.clear()
             await self._wake.wait()
         self.state = EngineState.RUNNING

@@ -5,8 +5,11 @@ came out. A scheduler is a function of its calls, so a log that holds all of the
 driven again: the idea of record and replay, at the one seam where nothing is left to chance.
 
     add                  the request: key, id, tokens (prompt, earlier output), num_prompt_tokens,
-                         max_tokens, eos_token_ids, stop_token_ids, priority, arrival_time,
+                         max_tokens, eos_token_ids, stop_token_ids, repetition_detection (longest
+                         and shortest pattern, count), min_tokens, priority, arrival_time,
                          cache_salt, reads_prefix_cache
+    pause                mode: keep or abort what is alive; no step until resume
+    resume
     abort                key, reason
     schedule             the plan: step, keys in scheduling order with num_scheduled_tokens and
                          num_computed_tokens before the step, new, resumed, preemptions (victim,
@@ -22,9 +25,10 @@ driven again: the idea of record and replay, at the one seam where nothing is le
     reset_prefix_cache   done
     end                  nothing follows; a log without it was cut short
 
-Requests go by their key, a block table is a list of block ids for each group. A pause shows in what
-it does: aborts, a flush, and no step until it is over. VERSION grows with every change after which
-an older log means something else.
+Requests go by their key, a block table is a list of block ids for each group. A step that was being
+planned when a pause was asked for comes after its entry; so do the aborts and the flush that the
+pause makes. A reset that preempts is preempt_all and reset_prefix_cache. VERSION grows with every
+change after which an older log means something else.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,14 +37,15 @@ from dataclasses import fields
 from enum import Enum
 from typing import Any
 
+from services.common.repetition import RepetitionDetection
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.plan import StepOutput, StepPlan, StepUpdate
 from services.scheduler.core.ports import BlockTables, KVPool, Operation, Outcome, PoolLost
 from services.scheduler.core.request import FinishReason, Request
-from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.core.scheduler import PauseMode, Scheduler
 
 SCHEMA = "stepwell.step_log"
-VERSION = 1
+VERSION = 2
 
 Entry = dict[str, Any]
 """Made of what JSON knows, and equal to itself after a turn through JSON."""
@@ -80,6 +85,8 @@ class RecordingScheduler(Scheduler):
                 "max_tokens": request.stop.max_tokens,
                 "eos_token_ids": sorted(request.stop.eos_token_ids),
                 "stop_token_ids": sorted(request.stop.stop_token_ids),
+                "repetition_detection": _repetition(request.stop.repetition),
+                "min_tokens": request.stop.min_tokens,
                 "priority": request.priority,
                 "arrival_time": request.arrival_time,
                 "cache_salt": request.cache_salt,
@@ -92,6 +99,14 @@ class RecordingScheduler(Scheduler):
         if not request.is_finished:
             self._record({"call": "abort", "key": request.key, "reason": reason.value})
         super().abort(request, reason)
+
+    def pause(self, mode: PauseMode) -> None:
+        self._record({"call": "pause", "mode": mode.value})
+        super().pause(mode)
+
+    def resume(self) -> None:
+        self._record({"call": "resume"})
+        super().resume()
 
     async def schedule(self, traceparent: str = "") -> StepPlan:
         with self._noting_loss("schedule"):
@@ -187,6 +202,12 @@ class _CountedAnswers:
         outcome = await self._pool.transact(operations, traceparent)
         self.count += 1
         return outcome
+
+
+def _repetition(repetition: RepetitionDetection | None) -> list[int] | None:
+    if repetition is None:
+        return None
+    return [repetition.max_pattern_size, repetition.min_pattern_size, repetition.min_count]
 
 
 def _keys(requests: Sequence[Request]) -> list[int]:

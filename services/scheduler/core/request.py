@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.common.block_hash import BlockHash, hash_full_blocks
+from services.common.repetition import RepetitionDetection
 
 
 class RequestStatus(enum.Enum):
@@ -22,7 +23,10 @@ class FinishReason(enum.Enum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
-    ERROR = "error"
+    NAN_IN_LOGITS = "nan_in_logits"
+    """The model broke: no token could be chosen."""
+    REPETITION = "repetition"
+    """The output went round in circles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,9 @@ class StopConditions:
     max_tokens: int
     eos_token_ids: frozenset[int] = frozenset()
     stop_token_ids: frozenset[int] = frozenset()
+    repetition: RepetitionDetection | None = None
+    min_tokens: int = 0
+    """Output without which no repetition is looked for; the sampler sees to the other ends."""
     ending_token_ids: frozenset[int] = field(init=False)
     """Both together."""
 
@@ -142,8 +149,8 @@ class Request:
     def append_output(self, token_ids: Sequence[int]) -> Sequence[int]:
         """Takes sampled tokens up to one that ends the request; returns those taken.
 
-        Checked in vLLM's order: end of sequence, stop tokens, then length. The sampler keeps the
-        first two from coming before min_tokens.
+        Checked in vLLM's order: end of sequence, stop tokens, length, then repetition. The sampler
+        keeps the first two from coming before min_tokens.
         """
         for count, token_id in enumerate(token_ids, start=1):
             self.token_ids.append(token_id)
@@ -154,9 +161,16 @@ class Request:
                 self.stop_token_id = token_id
             elif len(self.token_ids) >= self.max_num_tokens:
                 self.finish(FinishReason.LENGTH)
+            elif self.stop.repetition is not None and self._repeats_itself(self.stop.repetition):
+                self.finish(FinishReason.REPETITION)
             if self.finish_reason is not None:
                 return token_ids[:count]
         return token_ids
+
+    def _repeats_itself(self, repetition: RepetitionDetection) -> bool:
+        return self.num_output_tokens >= self.stop.min_tokens and repetition.found_at_end(
+            self.token_ids, self.num_prompt_tokens
+        )
 
     def finish(self, reason: FinishReason) -> None:
         """Ends the request."""

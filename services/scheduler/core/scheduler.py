@@ -1,6 +1,7 @@
 """The policy: who gets how many tokens in a step, who waits, who makes room."""
 
 from collections.abc import Sequence
+from enum import Enum
 from itertools import islice
 
 from services.scheduler.core.admission import AdmissionPlanner
@@ -23,6 +24,14 @@ from services.scheduler.core.ports import (
 from services.scheduler.core.queue import make_queue
 from services.scheduler.core.request import FinishReason, Request, RequestStatus
 
+
+class PauseMode(Enum):
+    """What a pause makes of the requests that are alive."""
+
+    KEEP = "keep"
+    ABORT = "abort"
+
+
 LOOKUP_BATCH = 32
 """Waiting requests whose prefix is looked up in one transaction."""
 
@@ -39,6 +48,7 @@ class Scheduler:
         self.waiting = make_queue(config.policy)
         self.running: list[Request] = []
         self.num_preemptions = 0
+        self.pause_mode: PauseMode | None = None
         self._memory = PoolMemory(config, pool)
         self._planner = AdmissionPlanner(config)
         self._num_steps = 0
@@ -71,6 +81,16 @@ class Scheduler:
             self.waiting.remove(request)
         request.finish(reason)
         self._give_back(request)
+
+    def pause(self, mode: PauseMode) -> None:
+        """Notes that no step is to be planned until `resume`. Whoever drives the steps heeds it,
+        and ends what is to be ended.
+        """
+        self.pause_mode = mode
+
+    def resume(self) -> None:
+        """Notes that steps are planned again."""
+        self.pause_mode = None
 
     async def schedule(self, traceparent: str = "") -> StepPlan:
         """Plans one step and reserves its memory.
@@ -105,7 +125,7 @@ class Scheduler:
             if request.finish_reason is not None:
                 taken[index] = None
             elif index in output.nan_requests:
-                request.finish(FinishReason.ERROR)
+                request.finish(FinishReason.NAN_IN_LOGITS)
                 taken[index] = ()
                 ended.append(request)
             elif tokens:
@@ -311,9 +331,9 @@ class Scheduler:
 
     def _stride_end(self, request: Request) -> int:
         """The first number of computed tokens at which a step takes more than one token more: a
-        slot, a block to publish, a draft, or a look at its length.
+        slot, a block to publish, a draft, or a look at its length. 0 where it looks at every token.
         """
-        if self.config.num_speculative_tokens:
+        if self.config.num_speculative_tokens or request.stop.repetition is not None:
             return 0
         ends = [request.num_slots - self.config.num_lookahead_tokens, request.max_num_tokens - 2]
         if self.config.enable_prefix_caching:

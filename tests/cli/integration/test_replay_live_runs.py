@@ -6,14 +6,19 @@ import stat
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
+from stepwell.common.v1 import common_pb2
 from stepwell.scheduler.v1 import scheduler_pb2
 
+from services.common.block_hash import pack_token_ids
 from services.common.errors import InvalidArgument
 from services.scheduler.core.config import Policy
 from tests.cli.replaying import HANDLES, Disturbance, crowd, live_log, replay
+from tests.scheduler.paged_model import next_token
 from tests.scheduler.scheduler_process import running_scheduler
-from tests.scheduler.serving_replica import SECONDS, Gateway, Replica
+from tests.scheduler.serving_replica import SECONDS, Gateway, Replica, sampling
+from tests.scheduler.story import prompt
 
 
 def entries(path: Path) -> list[dict[str, Any]]:
@@ -86,11 +91,71 @@ async def reset_and_pause(replica: Replica, gateway: Gateway) -> None:
     await replica.stub.ResetPrefixCache(scheduler_pb2.ResetPrefixCacheRequest(preempt_running=True))
     await gateway.until_tokens(0, 6)
     await replica.stub.Pause(scheduler_pb2.PauseRequest(abort=False))
+    with pytest.raises(grpc.aio.AioRpcError, match="requests hold blocks"):
+        await replica.stub.ResetPrefixCache(scheduler_pb2.ResetPrefixCacheRequest())
     await gateway.abort(7, 8)
+    await gateway.add(99, prompt(20), sampling=sampling(30))
     await replica.stub.Resume(scheduler_pb2.ResumeRequest())
     await gateway.until_tokens(0, 9)
     await replica.stub.Pause(scheduler_pb2.PauseRequest(abort=True))
+    await gateway.finish(*HANDLES, 99)
+    await replica.stub.ResetPrefixCache(scheduler_pb2.ResetPrefixCacheRequest())
+    await gateway.add(100, prompt(20), sampling=sampling(5))
     await replica.stub.Resume(scheduler_pb2.ResumeRequest())
+    await gateway.finish(100)
+
+
+async def test_pausing_and_resetting_are_entries_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under load, with two steps in flight; the log tells what was asked for, in order."""
+    path = await live_log(tmp_path / "steps.jsonl", reset_and_pause, async_scheduling=True)
+    told = entries(path)[1:]
+    operators = {"pause", "resume", "reset_prefix_cache", "preempt_all"}
+    asked = [
+        (entry["call"], entry.get("mode", entry.get("done")))
+        for entry in told
+        if entry["call"] in operators
+    ]
+    assert asked == [
+        ("preempt_all", None),
+        ("reset_prefix_cache", True),
+        ("pause", "keep"),
+        ("reset_prefix_cache", False),
+        ("resume", None),
+        ("pause", "abort"),
+        ("reset_prefix_cache", True),
+        ("resume", None),
+    ]
+    calls_only = [entry["call"] for entry in told]
+    pauses = [number for number, call in enumerate(calls_only) if call == "pause"]
+    resumes = [number for number, call in enumerate(calls_only) if call == "resume"]
+    for pause, resume in zip(pauses, resumes, strict=True):
+        begun = calls_only[pause:resume].count("schedule")
+        assert begun <= 1, "only a step whose planning had begun may come after the pause"
+        assert "flush" in calls_only[pause:resume]
+    assert calls_only[pauses[1] : resumes[1]].count("abort") > 5
+    await expect_no_difference(path, capsys)
+
+
+async def go_round_in_circles(_: Replica, gateway: Gateway) -> None:
+    """Requests whose last token comes again, and would go on."""
+    detection = common_pb2.RepetitionDetection(max_pattern_size=4, min_count=2)
+    for handle in range(50, 56):
+        token_ids = prompt(9, 7 * handle)
+        same = next(token for token in range(1000) if next_token([*token_ids, token]) == token)
+        await gateway.add(
+            handle,
+            token_ids,
+            output_token_ids=pack_token_ids([same]),
+            sampling=sampling(20, repetition_detection=detection),
+        )
+    await gateway.finish(*range(50, 56))
+    for handle in range(50, 56):
+        finished = gateway.heard[handle].finished
+        assert finished is not None
+        assert finished.reason == common_pb2.FINISH_REASON_REPETITION
+        assert len(gateway.heard[handle].tokens) == 1
 
 
 @pytest.mark.parametrize(
@@ -99,7 +164,7 @@ async def reset_and_pause(replica: Replica, gateway: Gateway) -> None:
         (lose_the_pool, {"forget_pool"}),
         (lose_the_worker, {"forget_pool"}),
         (make_no_sense_of_some, {"update_from_output"}),
-        (reset_and_pause, {"preempt_all", "reset_prefix_cache", "flush"}),
+        (go_round_in_circles, {"update_from_output"}),
     ],
 )
 async def test_so_is_one_in_which_much_goes_wrong(

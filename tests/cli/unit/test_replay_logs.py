@@ -24,6 +24,7 @@ from services.cli.replay.stand_in import next_token
 from services.cli.replay.statistics import RunStatistics
 from services.cli.replay.what_if import WhatIf, changed_config
 from services.common.kv_cache_groups import AttentionType, GroupSpec
+from services.common.repetition import RepetitionDetection
 from services.scheduler.core.config import Policy, SchedulerConfig
 from services.scheduler.core.plan import StepOutput, StepPlan
 from services.scheduler.core.ports import PoolLost
@@ -107,7 +108,12 @@ def requests(draw: st.DrawFn) -> list[Request]:
             key=number + 1,
             token_ids=[number % 2, *range(num_prompt - 1)],
             num_prompt_tokens=num_prompt,
-            stop=StopConditions(max_tokens, frozenset((7, 8, 9))),
+            stop=StopConditions(
+                max_tokens,
+                frozenset((7, 8, 9)),
+                repetition=RepetitionDetection(2, 1, 2) if number % 3 else None,
+                min_tokens=number % 4,
+            ),
             priority=draw(st.integers(0, 2)),
             arrival_time=float(number // 3),
         )

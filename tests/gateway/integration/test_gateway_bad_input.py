@@ -46,6 +46,31 @@ COMPLETIONS: list[tuple[str, dict[str, Any], str]] = [
     ("bias of an unknown token", {"prompt": "a", "logit_bias": {"999": 1}}, "logit_bias"),
     ("bias out of range", {"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias"),
     ("too many logprobs", {"prompt": "a", "logprobs": 21}, "logprobs"),
+    (
+        "no longest pattern",
+        {"prompt": "a", "repetition_detection": {"min_pattern_size": 2, "min_count": 2}},
+        "repetition_detection.min_pattern_size",
+    ),
+    (
+        "pattern too long",
+        {"prompt": "a", "repetition_detection": {"max_pattern_size": 1025, "min_count": 2}},
+        "repetition_detection.max_pattern_size",
+    ),
+    (
+        "once is no repetition",
+        {"prompt": "a", "repetition_detection": {"max_pattern_size": 3, "min_count": 1}},
+        "repetition_detection.min_count",
+    ),
+    (
+        "count beyond the wire",
+        {"prompt": "a", "repetition_detection": {"max_pattern_size": 3, "min_count": 2**40}},
+        "repetition_detection.min_count",
+    ),
+    (
+        "unknown part",
+        {"prompt": "a", "repetition_detection": {"max_count": 3}},
+        "repetition_detection.max_count",
+    ),
     ("empty stop", {"prompt": "a", "stop": ["x", ""]}, "stop"),
     ("too many stops", {"prompt": "a", "stop": ["x"] * 65}, "stop"),
     ("stop of the wrong type", {"prompt": "a", "stop": [1]}, "stop[0]"),
@@ -237,10 +262,11 @@ async def test_a_refusal_of_the_scheduler_keeps_its_status(served: Serving, stre
 
 
 async def test_the_engine_may_give_up(served: Serving) -> None:
-    served.scheduler.engine_error = "out of luck"
+    served.scheduler.engine_error = "the logits held NaN"
     async with served.openai() as client:
-        with pytest.raises(openai.InternalServerError, match="out of luck"):
+        with pytest.raises(openai.InternalServerError, match="the logits held NaN") as ended:
             await client.completions.create(model="tiny", prompt="a")
+    assert ended.value.code == "nan_in_logits"
 
 
 async def test_what_would_be_costly_is_refused_before_it_is_done(served: Serving) -> None:

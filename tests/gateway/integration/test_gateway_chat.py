@@ -1,5 +1,7 @@
 """Chat completions, with the client that most people use."""
 
+import json
+
 import openai
 import pytest
 
@@ -92,6 +94,26 @@ async def test_stop_strings_end_the_answer_and_abort_the_rest(served: Serving) -
     assert completion.choices[0].message.content == "the hel"
     assert completion.choices[0].finish_reason == "stop"
     assert completion.choices[0].stop_reason == "lo wo"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_that_goes_round_in_circles_ends_in_vllms_words(
+    served: Serving, stream: bool
+) -> None:
+    served.scheduler.answer = served.tokens("the" + " world" * 50)
+    detection = {"max_pattern_size": 8, "min_count": 3}
+    ask = {"messages": [{"role": "user", "content": "hi"}], "repetition_detection": detection}
+    response = await served.http.post("/v1/chat/completions", json=ask | {"stream": stream})
+    if stream:
+        lines = response.text.replace("data: ", "").split()
+        last = json.loads(lines[-2])["choices"][0]
+    else:
+        last = response.json()["choices"][0]
+        assert last["message"]["content"] == "the" + " world" * 3
+    assert (last["finish_reason"], last["stop_reason"]) == ("repetition", "repetition_detected")
+    (add,) = served.scheduler.adds
+    wanted = add.sampling.repetition_detection
+    assert (wanted.max_pattern_size, wanted.min_pattern_size, wanted.min_count) == (8, 1, 3)
 
 
 async def test_an_answer_can_be_continued(served: Serving) -> None:

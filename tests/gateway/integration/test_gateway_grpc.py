@@ -13,6 +13,7 @@ from grpc_status import rpc_status
 from stepwell.common.v1 import common_pb2
 from stepwell.gateway.v1 import gateway_pb2
 
+from services.common.status import from_rpc_error
 from tests.gateway.fake_scheduler import FakeScheduler
 from tests.gateway.serving import Serving, serving, until
 
@@ -53,9 +54,35 @@ async def test_a_chat_and_a_stop_string(served: Serving) -> None:
     assert responses[-1].stop_string == "lo w"
 
 
+async def test_an_answer_that_goes_round_in_circles_says_so(served: Serving) -> None:
+    served.scheduler.answer = served.tokens("the" + " world" * 50)
+    sampling = {
+        "max_tokens": 400,
+        "repetition_detection": {"max_pattern_size": 8, "min_pattern_size": 1, "min_count": 3},
+    }
+    responses = await generate(served, text="hello", sampling=sampling)
+    assert "".join(response.text for response in responses) == "the" + " world" * 3
+    assert responses[-1].finish_reason == common_pb2.FINISH_REASON_REPETITION
+    assert responses[-1].WhichOneof("stop_reason") is None
+
+
+async def test_nan_in_the_logits_is_an_error_that_says_so(served: Serving) -> None:
+    served.scheduler.engine_error = "the logits held NaN"
+    with pytest.raises(grpc.aio.AioRpcError, match="the logits held NaN") as ended:
+        await generate(served, text="hello")
+    assert ended.value.code() == grpc.StatusCode.INTERNAL
+    error = from_rpc_error(ended.value)
+    assert (error.error_reason, error.message) == ("NAN_IN_LOGITS", "the logits held NaN")
+
+
 @pytest.mark.parametrize(
     ("fields", "status", "field"),
     [
+        (
+            {"text": "a", "sampling": {"repetition_detection": {"max_pattern_size": 3}}},
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "repetition_detection.min_count",
+        ),
         ({}, grpc.StatusCode.INVALID_ARGUMENT, "prompt"),
         ({"text": ""}, grpc.StatusCode.INVALID_ARGUMENT, "text"),
         ({"token_ids": {"ids": [5] * 600}}, grpc.StatusCode.OUT_OF_RANGE, "prompt"),

@@ -1,5 +1,6 @@
 """A sequence on its way: what its reader is told, whatever happened to its replicas."""
 
+from services.common.repetition import RepetitionDetection
 from services.gateway.adapters.inflight import Mailbox, ended
 from services.gateway.core.delta import Finish, FinishReason
 from services.gateway.core.logprobs import LogprobRows
@@ -71,3 +72,10 @@ async def test_a_whole_answer_is_known_by_its_tokens() -> None:
     assert end_of([7, 0], max_tokens=9, eos_token_ids=(0,)) == Finish(FinishReason.STOP)
     assert end_of([7, 8], max_tokens=9, stop_token_ids=(8,)) == Finish(FinishReason.STOP, 8)
     assert end_of([7, 8], max_tokens=9, stop_token_ids=(8,), min_tokens=3) is None
+    twice = RepetitionDetection(2, 1, 2)
+    repeats = Finish(FinishReason.REPETITION)
+    assert end_of([5, 7, 7], max_tokens=9, repetition_detection=twice) == repeats
+    assert end_of([5, 7, 7, 8], max_tokens=9, repetition_detection=twice) is None
+    assert end_of([5, 7, 7], max_tokens=9, repetition_detection=twice, min_tokens=4) is None
+    length = Finish(FinishReason.LENGTH)
+    assert end_of([5, 7, 7], max_tokens=3, repetition_detection=twice) == length

@@ -200,8 +200,8 @@ async def test_broken_logits_end_a_request_with_an_error(
     await gateway.finish(1)
     finished = gateway.heard[1].finished
     assert finished is not None
-    assert finished.reason == common_pb2.FINISH_REASON_ERROR
-    assert finished.message == "the model's logits held NaN"
+    assert finished.reason == common_pb2.FINISH_REASON_NAN_IN_LOGITS
+    assert finished.message == "the model's logits held NaN: no token could be chosen"
     assert gateway.heard[1].tokens == []
     replica.worker.nan_slots = frozenset()
     await replica.until_idle()

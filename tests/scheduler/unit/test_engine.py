@@ -230,6 +230,22 @@ async def test_pause_with_abort_ends_everything(bench: Bench) -> None:
     await bench.until_idle()
 
 
+async def test_a_pool_that_is_lost_in_a_pause_is_found_again_when_it_is_over(bench: Bench) -> None:
+    request = bench.add("a", prompt(5), max_tokens=30)
+    bench.add("b", prompt(5, 500), max_tokens=30)
+    await bench.until_tokens("b", 2)
+    await bench.engine.pause(abort=False)
+    bench.pool.lose()
+    bench.engine.abort([request])
+    await eventually(lambda: bench.replica.num_reopened == 1)
+    await bench.engine.pause(abort=False)
+    assert bench.engine.state is EngineState.PAUSED
+    bench.engine.resume()
+    await bench.until_ended("b")
+    assert bench.inbox.tokens["b"] == continuation(prompt(5, 500), 30)
+    await bench.until_idle()
+
+
 async def test_pausing_and_resuming_twice_is_the_same_as_once(bench: Bench) -> None:
     bench.add("a", prompt(5), max_tokens=30)
     await bench.engine.pause(abort=False)
@@ -246,6 +262,8 @@ async def test_an_abort_while_paused_ends_the_request(bench: Bench) -> None:
     await bench.engine.pause(abort=False)
     bench.engine.abort([request])
     await bench.until_ended("a")
+    await eventually(lambda: bench.pool.num_free_blocks == 49)
+    assert bench.engine.state is EngineState.PAUSED
     bench.engine.resume()
     await bench.until_idle()
 
@@ -334,7 +352,8 @@ async def test_a_request_whose_logits_broke_ends_and_the_engine_goes_on(bench: B
     request = bench.add("a", prompt(5))
     await bench.until_ended("a")
     bench.executor.breaks = frozenset()
-    assert (request.finish_reason, bench.inbox.tokens["a"]) == (FinishReason.ERROR, [])
+    assert request.finish_reason is FinishReason.NAN_IN_LOGITS
+    assert bench.inbox.tokens["a"] == []
     bench.add("b", prompt(5), max_tokens=3)
     await bench.until_ended("b")
     await bench.until_idle()

@@ -62,7 +62,7 @@ async def test_every_end_has_its_reason_on_the_wire(reason: FinishReason) -> Non
     (finished,) = (await outbox.take()).finished
     name = common_pb2.FinishReason.Name(finished.reason)
     assert name == f"FINISH_REASON_{reason.name}"
-    assert bool(finished.message) == (reason is FinishReason.ERROR)
+    assert bool(finished.message) == (reason is FinishReason.NAN_IN_LOGITS)
 
 
 async def test_news_go_to_whom_they_concern() -> None:

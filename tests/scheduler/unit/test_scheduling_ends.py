@@ -1,13 +1,27 @@
 """How requests end: by themselves, by an abort, or because the model broke."""
 
+from typing import Any
+
 import pytest
 
+from services.common.repetition import RepetitionDetection
 from services.scheduler.core.plan import StepOutput
 from services.scheduler.core.request import FinishReason
-from tests.scheduler.paged_model import continuation
+from tests.scheduler.paged_model import continuation, next_token
 from tests.scheduler.story import Story, prompt
 
 SAID = continuation(prompt(5), 10)
+
+
+def says_the_same_again(token_ids: list[int]) -> list[int]:
+    """A prompt after which the model says its last token once more."""
+    return next(
+        longer for token in range(1000) if next_token(longer := [*token_ids, token]) == token
+    )
+
+
+REPEATS = says_the_same_again(prompt(9))
+SAME = REPEATS[-1]
 
 
 async def test_max_tokens_ends_a_request() -> None:
@@ -57,6 +71,47 @@ async def test_reasons_have_an_order(
     await story.run()
     assert (request.finish_reason, request.stop_token_id) == (reason, named)
     assert request.num_output_tokens == 3
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+async def test_output_that_repeats_itself_ends(async_scheduling: bool) -> None:
+    """The output so far ends in a token that comes again: a pattern of one, twice."""
+    story = Story(async_scheduling=async_scheduling)
+    request = story.add("a", REPEATS, num_prompt_tokens=9, repetition=RepetitionDetection(3, 1, 2))
+    other = story.add("b", REPEATS, num_prompt_tokens=9, max_tokens=9)
+    await story.run()
+    assert request.finish_reason is FinishReason.REPETITION
+    assert request.token_ids == [*REPEATS, SAME]
+    assert (other.finish_reason, other.num_output_tokens) == (FinishReason.LENGTH, 9)
+    assert story.pool.core.num_free_blocks == 99
+
+
+@pytest.mark.parametrize(
+    ("conditions", "reason"),
+    [
+        ({"max_tokens": 2}, FinishReason.LENGTH),
+        ({"eos": [SAME]}, FinishReason.STOP),
+        ({"min_tokens": 2}, FinishReason.REPETITION),
+        ({"min_tokens": 3, "max_tokens": 5}, FinishReason.LENGTH),
+    ],
+    ids=["length first", "end of sequence first", "as many as must be", "too few yet"],
+)
+async def test_repetition_comes_last_and_not_before_min_tokens(
+    conditions: dict[str, Any], reason: FinishReason
+) -> None:
+    story = Story()
+    request = story.add(
+        "a", REPEATS, num_prompt_tokens=9, repetition=RepetitionDetection(1, 1, 2), **conditions
+    )
+    await story.run()
+    assert request.finish_reason is reason
+
+
+async def test_a_prompt_may_repeat_itself() -> None:
+    story = Story()
+    request = story.add("a", REPEATS, max_tokens=4, repetition=RepetitionDetection(1, 1, 2))
+    await story.run()
+    assert request.finish_reason is FinishReason.LENGTH
 
 
 async def test_output_it_came_with_counts() -> None:
@@ -141,7 +196,7 @@ async def test_nan_ends_one_request_and_leaves_the_others() -> None:
     output = story.model.run_plan(plan)
     broken_output = StepOutput(output.token_ids, nan_requests=frozenset({0}))
     assert story.take_in(plan, broken_output)["a"] == []
-    assert (broken.finish_reason, broken.num_output_tokens) == (FinishReason.ERROR, 0)
+    assert (broken.finish_reason, broken.num_output_tokens) == (FinishReason.NAN_IN_LOGITS, 0)
     await story.run()
     assert whole.finish_reason is FinishReason.LENGTH
     assert story.pool.core.num_free_blocks == 99

@@ -26,6 +26,14 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
+class RepetitionDetectionBody(Body):
+    """What repetition ends an answer, as vLLM's clients say it."""
+
+    max_pattern_size: Int = 0
+    min_pattern_size: Int = 0
+    min_count: Int = 0
+
+
 class SamplingBody(Body):
     """What completions and chat completions share."""
 
@@ -58,6 +66,7 @@ class SamplingBody(Body):
     bad_words: Texts | None = None
     allowed_token_ids: TokenIds | None = None
     prompt_logprobs: Int | None = None
+    repetition_detection: RepetitionDetectionBody | None = None
     return_token_ids: bool | None = None
     request_id: str | None = Field(default=None, min_length=1, max_length=128)
     # What changes nothing here.

@@ -5,7 +5,7 @@ from typing import Any
 
 from services.common.errors import InvalidArgument, StepwellError
 from services.gateway.adapters.http.bodies import ChatCompletionBody, ChatPrompt, TokenizeBody
-from services.gateway.adapters.http.dialect import Dialect
+from services.gateway.adapters.http.dialect import Dialect, stop_reason
 from services.gateway.adapters.http.sampling import (
     check_stream_options,
     stop_strings,
@@ -156,7 +156,7 @@ class ChatDialect(Dialect):
         if piece.finish_reason is not None:
             chunk = self._chunk(piece.index, {})
             chunk["finish_reason"] = piece.finish_reason.value
-            chunk["stop_reason"] = piece.stop_reason
+            chunk["stop_reason"] = stop_reason(piece)
             chunks.append(chunk)
         return chunks
 
@@ -167,7 +167,7 @@ class ChatDialect(Dialect):
             "message": {"role": "assistant", "content": answer.text, "refusal": None},
             "logprobs": self._logprobs(answer.logprobs),
             "finish_reason": last.finish_reason.value if last.finish_reason else None,
-            "stop_reason": last.stop_reason,
+            "stop_reason": stop_reason(last),
         }
         if self.envelope.return_token_ids:
             shaped["token_ids"] = answer.token_ids

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 from services.common.errors import InvalidArgument
 from services.gateway.adapters.http.bodies import CompletionBody
-from services.gateway.adapters.http.dialect import Dialect
+from services.gateway.adapters.http.dialect import Dialect, stop_reason
 from services.gateway.adapters.http.sampling import (
     check_stream_options,
     stop_strings,
@@ -187,7 +187,7 @@ class CompletionDialect(Dialect):
             "text": echo + text if with_prompt else text,
             "logprobs": logprobs,
             "finish_reason": last.finish_reason.value if last.finish_reason else None,
-            "stop_reason": last.stop_reason,
+            "stop_reason": stop_reason(last),
         }
         if self.envelope.return_token_ids:
             shaped["token_ids"] = token_ids

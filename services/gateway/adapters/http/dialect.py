@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.gateway.core.choice import Piece
+from services.gateway.core.delta import FinishReason
 from services.gateway.core.generation import Answer, Usage
 from services.gateway.core.request import ClientRequest
 from services.gateway.core.tokens import TokenText
@@ -99,6 +100,13 @@ class Dialect(ABC):
 def event(body: object) -> bytes:
     """One server-sent event."""
     return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
+
+
+def stop_reason(piece: Piece) -> str | int | None:
+    """What ended an answer, as vLLM writes it: a stop string, a stop token, a repetition."""
+    if piece.finish_reason is FinishReason.REPETITION:
+        return "repetition_detected"
+    return piece.stop_reason
 
 
 def usage_body(usage: Usage) -> dict[str, Any]:

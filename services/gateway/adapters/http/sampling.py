@@ -1,7 +1,8 @@
 """From a body's parameters to the core's, for both APIs."""
 
 from services.common.errors import InvalidArgument
-from services.gateway.adapters.http.bodies import SamplingBody
+from services.common.repetition import RepetitionDetection
+from services.gateway.adapters.http.bodies import RepetitionDetectionBody, SamplingBody
 from services.gateway.core.inference import Inference
 from services.gateway.core.sampling import Sampling
 
@@ -40,6 +41,7 @@ async def to_sampling(
         stop_token_ids=tuple(body.stop_token_ids or ()),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        repetition_detection=_repetition(body.repetition_detection),
         **given,
     )
 
@@ -67,6 +69,12 @@ def check_stream_options(body: SamplingBody) -> None:
 def _top_k(top_k: int | None) -> int:
     """vLLM's clients write -1 for "all"."""
     return 0 if top_k is None or top_k == -1 else top_k
+
+
+def _repetition(body: RepetitionDetectionBody | None) -> RepetitionDetection | None:
+    if body is None:
+        return None
+    return RepetitionDetection.of(body.max_pattern_size, body.min_pattern_size, body.min_count)
 
 
 def _logit_bias(bias: dict[str, float] | None) -> dict[int, float]:

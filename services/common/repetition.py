@@ -1,0 +1,68 @@
+"""Answers that go round in circles: the same few tokens over and over, to no end.
+
+The rule is that of vLLM's `repetition_detection`. It lives here because the scheduler ends a
+request by it, and the gateway must come to the same end when a scheduler dies before it says so.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.common.errors import InvalidArgument
+
+FIELD = "repetition_detection"
+MAX_PATTERN_SIZE = 1024
+"""What a token may cost: it is compared with as many earlier ones."""
+MAX_COUNT = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class RepetitionDetection:
+    """A pattern of `min_pattern_size` to `max_pattern_size` tokens, `min_count` times in a row."""
+
+    max_pattern_size: int
+    min_pattern_size: int
+    min_count: int
+
+    @classmethod
+    def of(
+        cls, max_pattern_size: int, min_pattern_size: int, min_count: int
+    ) -> "RepetitionDetection | None":
+        """As clients say it: a longest pattern of 0 is none, a shortest of 0 is 1."""
+        if max_pattern_size == min_pattern_size == 0:
+            return None
+        return cls(max_pattern_size, min_pattern_size or 1, min_count)
+
+    def validate(self) -> None:
+        """Raises InvalidArgument for sizes and counts that describe no repetition."""
+        if not 0 <= self.max_pattern_size <= MAX_PATTERN_SIZE:
+            raise _invalid(
+                "max_pattern_size", f"is {self.max_pattern_size}, not in [0, {MAX_PATTERN_SIZE}]"
+            )
+        if not 0 < self.min_pattern_size <= self.max_pattern_size:
+            raise _invalid(
+                "min_pattern_size",
+                f"is {self.min_pattern_size}, not in [0, max_pattern_size], which is "
+                f"{self.max_pattern_size}",
+            )
+        if not 2 <= self.min_count <= MAX_COUNT:
+            raise _invalid("min_count", f"is {self.min_count}, not in [2, {MAX_COUNT}]")
+
+    def found_at_end(self, token_ids: Sequence[int], start: int) -> bool:
+        """Whether the tokens from `start` on end in such a repetition.
+
+        A stretch of tokens repeats with a period if it equals itself, shifted by that period. The
+        last token alone rules out most periods.
+        """
+        length = len(token_ids) - start
+        longest = min(self.max_pattern_size, length // self.min_count)
+        for size in range(self.min_pattern_size, longest + 1):
+            if token_ids[-1] == token_ids[-1 - size]:
+                end = len(token_ids)
+                begin = end - size * self.min_count
+                if token_ids[begin : end - size] == token_ids[begin + size : end]:
+                    return True
+        return False
+
+
+def _invalid(field: str, problem: str) -> InvalidArgument:
+    return InvalidArgument(f"{FIELD}.{field} {problem}", field=f"{FIELD}.{field}")
