@@ -1,0 +1,32 @@
+"""xFormers' own kernels, run on the CPU by Triton's interpreter.
+
+Triton decides at its first import whether it interprets. These tests are therefore collected only
+in a process of their own, which tests/worker/unit/test_xformers_interpreted.py starts.
+"""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    collect_ignore_glob = ["test_*.py"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """What Triton says of xFormers' kernels, and of infinities in them, is no fault here."""
+    config.addinivalue_line("filterwarnings", "ignore:::triton")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _hopper() -> Iterator[None]:
+    """Heads of 128 make xFormers ask what CUDA device there is; here it hears of an H200."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+        yield
