@@ -94,6 +94,15 @@ class Unobserved:
     def ended(self, requests: Sequence[Request]) -> None:
         pass
 
+    def paused(self) -> None:
+        pass
+
+    def resumed(self) -> None:
+        pass
+
+    def preempted(self, requests: Sequence[Request]) -> None:
+        pass
+
     def lost(self, preempted: Sequence[Request]) -> None:
         pass
 

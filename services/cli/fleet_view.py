@@ -4,6 +4,13 @@ from dataclasses import dataclass
 from typing import Any
 
 _STATE_PREFIX = "ENGINE_STATE_"
+_WAIT_PREFIX = "WAIT_REASON_"
+_WAITS_FOR = {
+    "BUDGET": "tokens of a step",
+    "MAX_SEQS": "a place",
+    "NO_BLOCKS": "blocks",
+    "PAUSED": "the end of a pause",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +73,23 @@ def _rows(stats: dict[str, Any] | None, rates: dict[str, float]) -> tuple[tuple[
     return (
         ("state", state + reason),
         ("running", f"{stats['num_running']} of {stats['max_num_seqs']}"),
-        ("waiting", str(stats["num_waiting"])),
+        ("waiting", str(stats["num_waiting"]) + _why(stats["wait_reason"])),
         ("blocks", f"{_share(usable - free, usable)} used, {stats['block_size']} tokens each"),
         (
             "prefix hits",
             f"{_share(stats['num_cached_tokens'], stats['num_prompt_tokens'])} prompt tokens",
         ),
         ("generated", f"{stats['num_generated_tokens']} tokens{_rate(rates)}"),
-        ("preemptions", str(stats["num_preemptions"])),
+        ("preemptions", f"{stats['num_preemptions']}, {stats['num_lost_tokens']} tokens given up"),
         ("steps", f"{stats['num_steps']}, {stats['mean_step_nanos'] / 1e6:.1f} ms each"),
         ("finished", _count(stats["num_finished"], "request")),
     )
+
+
+def _why(reason: str) -> str:
+    """What is in the way of those that wait, if any do."""
+    name = reason.removeprefix(_WAIT_PREFIX)
+    return "" if name == "UNSPECIFIED" else f" for {_WAITS_FOR.get(name, name.lower())}"
 
 
 def _rate(rates: dict[str, float]) -> str:

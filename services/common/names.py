@@ -20,6 +20,8 @@ SPAN_WORKER_EXECUTE = "worker.execute"
 
 # Span events of a request.
 EVENT_PREEMPTED = "preempted"
+EVENT_RESUMED = "resumed"
+EVENT_WAITING = "waiting"
 
 # Attributes.
 ATTR_REQUEST_ID = "stepwell.request.id"
@@ -78,6 +80,9 @@ METRIC_NUM_REQUESTS_WAITING = "vllm:num_requests_waiting"
 METRIC_NUM_REQUESTS_WAITING_BY_REASON = "vllm:num_requests_waiting_by_reason"
 METRIC_KV_CACHE_USAGE = "vllm:kv_cache_usage_perc"
 METRIC_NUM_PREEMPTIONS = "vllm:num_preemptions"
+METRIC_LOST_TOKENS = "stepwell_preempted_tokens"
+METRIC_WAIT_STEPS = "stepwell_wait_steps"
+METRIC_CORRUPTED_REQUESTS = "vllm:corrupted_requests"
 METRIC_PREFIX_CACHE_QUERIES = "vllm:prefix_cache_queries"
 METRIC_PREFIX_CACHE_HITS = "vllm:prefix_cache_hits"
 METRIC_ITERATION_TOKENS = "vllm:iteration_tokens_total"

@@ -162,7 +162,8 @@ class Watcher:
         self.num_done = 0
         self.num_lost = 0
         self.num_ended = 0
-        self.preempted: list[str] = []
+        self.preempted_ids: list[str] = []
+        self.is_paused = False
         self._has_begun = False
 
     def arrived(self, requests: Sequence[Request]) -> None:
@@ -176,7 +177,7 @@ class Watcher:
     def planned(self, plan: StepPlan) -> None:
         self._has_begun = False
         self.num_planned += 1
-        self.preempted += [request.request_id for request in plan.preempted]
+        self.preempted_ids += [request.request_id for request in plan.preempted]
 
     def done(self, plan: StepPlan, updates: Iterable[RequestUpdate]) -> None:  # noqa: ARG002
         self.num_done += 1
@@ -184,7 +185,16 @@ class Watcher:
     def ended(self, requests: Sequence[Request]) -> None:
         self.num_ended += len(requests)
 
+    def paused(self) -> None:
+        self.is_paused = True
+
+    def resumed(self) -> None:
+        self.is_paused = False
+
+    def preempted(self, requests: Sequence[Request]) -> None:
+        self.preempted_ids += [request.request_id for request in requests]
+
     def lost(self, preempted: Sequence[Request]) -> None:
         self._has_begun = False
         self.num_lost += 1
-        self.preempted += [request.request_id for request in preempted]
+        self.preempted_ids += [request.request_id for request in preempted]

@@ -11,7 +11,7 @@ from services.common.errors import StepwellError
 from services.common.status import status_code
 from services.scheduler.adapters.outbox import Outbox
 from services.scheduler.core.plan import RequestUpdate, StepPlan
-from services.scheduler.core.request import Request
+from services.scheduler.core.request import FinishReason, Request
 
 
 @dataclass(slots=True, eq=False)
@@ -50,6 +50,8 @@ class Sessions:
     def __init__(self) -> None:
         self.num_generated_tokens = 0
         self.num_finished = 0
+        self.num_corrupted = 0
+        """Of those that finished, requests whose logits held NaN."""
         self._sessions: set[GatewaySession] = set()
         self._owners: dict[Request, _Owner] = {}
 
@@ -91,6 +93,7 @@ class Sessions:
         for update in updates:
             self.num_generated_tokens += len(update.token_ids)
             self.num_finished += update.request.is_finished
+            self.num_corrupted += update.request.finish_reason is FinishReason.NAN_IN_LOGITS
             owner = self._owners.get(update.request)
             if owner is not None:
                 self._deliver_to(owner, plan.step if plan is not None else 0, update)

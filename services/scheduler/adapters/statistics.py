@@ -1,6 +1,6 @@
 """A look at the replica, put together when somebody asks: RPC GetStats, and Prometheus."""
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
@@ -9,6 +9,7 @@ from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common import names
 from services.scheduler.adapters.sessions import Sessions
+from services.scheduler.adapters.wait_reasons import WaitReasons
 from services.scheduler.core.engine import Engine, EngineState
 from services.scheduler.core.plan import WaitReason
 
@@ -17,6 +18,13 @@ _STATES = {
     EngineState.RUNNING: scheduler_pb2.ENGINE_STATE_RUNNING,
     EngineState.PAUSED: scheduler_pb2.ENGINE_STATE_PAUSED,
     EngineState.RECOVERING: scheduler_pb2.ENGINE_STATE_RECOVERING,
+}
+
+_WAIT_REASONS = {
+    WaitReason.BUDGET: scheduler_pb2.WAIT_REASON_BUDGET,
+    WaitReason.MAX_SEQS: scheduler_pb2.WAIT_REASON_MAX_SEQS,
+    WaitReason.NO_BLOCKS: scheduler_pb2.WAIT_REASON_NO_BLOCKS,
+    WaitReason.PAUSED: scheduler_pb2.WAIT_REASON_PAUSED,
 }
 
 RECENT_STEPS = 100
@@ -30,10 +38,9 @@ class StepCounts:
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_scheduled_tokens = 0
-        self.wait_steps: Counter[WaitReason] = Counter()
-        """Steps after which requests still waited, by what was in their way."""
-        self.wait_reason: WaitReason | None = None
-        """What was in the way after the last step."""
+        self.num_lost_tokens = 0
+        """Tokens that were computed and given up by preemptions."""
+        self.wait_reasons = WaitReasons()
         self.step_nanos: deque[int] = deque(maxlen=RECENT_STEPS)
 
     @property
@@ -62,6 +69,7 @@ class Statistics(Collector):
     def message(self) -> scheduler_pb2.GetStatsResponse:
         """The numbers as GetStats tells them."""
         engine, scheduler, counts = self._engine, self._engine.scheduler, self._counts
+        reason = counts.wait_reasons.current if engine.num_waiting else None
         return scheduler_pb2.GetStatsResponse(
             incarnation=self._incarnation,
             model_name=self._model_name,
@@ -82,6 +90,10 @@ class Statistics(Collector):
             num_finished=self._sessions.num_finished,
             num_sessions=len(self._sessions),
             mean_step_nanos=counts.mean_step_nanos,
+            wait_reason=_WAIT_REASONS[reason]
+            if reason is not None
+            else scheduler_pb2.WAIT_REASON_UNSPECIFIED,
+            num_lost_tokens=counts.num_lost_tokens,
         )
 
     def collect(self) -> Iterator[Metric]:
@@ -97,6 +109,16 @@ class Statistics(Collector):
         )
         counters: Sequence[tuple[str, str, float]] = (
             (names.METRIC_NUM_PREEMPTIONS, "Preemptions.", stats.num_preemptions),
+            (
+                names.METRIC_LOST_TOKENS,
+                "Computed tokens that preemptions gave up.",
+                stats.num_lost_tokens,
+            ),
+            (
+                names.METRIC_CORRUPTED_REQUESTS,
+                "Requests that ended because the model's logits held NaN.",
+                self._sessions.num_corrupted,
+            ),
             (
                 names.METRIC_ITERATION_TOKENS,
                 "Tokens computed in steps.",
@@ -116,12 +138,19 @@ class Statistics(Collector):
             "Requests that wait, by what is in their way.",
             labels=[*labels, "reason"],
         )
+        passed_over = CounterMetricFamily(
+            names.METRIC_WAIT_STEPS,
+            "Steps after which requests still waited, by what was in their way.",
+            labels=[*labels, "reason"],
+        )
+        reasons = self._counts.wait_reasons
         for reason in WaitReason:
-            in_the_way = reason is self._counts.wait_reason
-            waiting.add_metric(
-                [*labels.values(), reason.value], stats.num_waiting if in_the_way else 0
-            )
+            in_the_way = reason is reasons.current
+            values = [*labels.values(), reason.value]
+            waiting.add_metric(values, stats.num_waiting if in_the_way else 0)
+            passed_over.add_metric(values, reasons.num_steps[reason])
         yield waiting
+        yield passed_over
         info = InfoMetricFamily(
             names.METRIC_CACHE_CONFIG.removesuffix("_info"), "Shape of the cache.", labels=[]
         )

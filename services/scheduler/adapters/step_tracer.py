@@ -1,13 +1,13 @@
 """Traces of steps and requests, from what the engine tells its observers.
 
 A step is a trace of its own, linked to the sampled requests it serves. A sampled request gets, in
-its own trace, spans for the time it queued, the chunks of its prompt, and its decoding. The first
-tells in how many steps it was passed over for what reason: a difference of two running counts, so
-that nobody goes through the queue.
+its own trace, spans for the time it queued, the chunks of its prompt, and its decoding. Each wait
+is explained where it is spent, in the first of these or, after a preemption, in one of the others:
+an event whenever something else came in the way, with the step, and in how many steps the request
+was passed over for which reason. Nobody goes through the queue for that (`wait_reasons`).
 """
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +16,8 @@ from opentelemetry.trace import Span
 from services.common import names
 from services.common.telemetry import Attributes, Tracing, parse_traceparent, traceparent_of
 from services.scheduler.adapters.statistics import StepCounts
-from services.scheduler.core.plan import RequestUpdate, StepPlan, WaitReason
+from services.scheduler.adapters.wait_reasons import Waiting
+from services.scheduler.core.plan import RequestUpdate, StepPlan
 from services.scheduler.core.request import Request
 
 
@@ -47,12 +48,12 @@ class StepTracer:
         self._last_done_nanos = 0
         self._steps: dict[int, _StepTrace] = {}
         self._requests: dict[Request, _RequestTrace] = {}
-        self._waiting: dict[Request, Counter[WaitReason]] = {}
+        self._waiting: dict[Request, Waiting] = {}
 
     def arrived(self, requests: Sequence[Request]) -> None:
         for request in requests:
             if request.traceparent and self._tracing.enabled:
-                self._waiting[request] = self._counts.wait_steps.copy()
+                self._begin_to_wait(request)
 
     def begin(self) -> str:
         self._begun = _StepTrace(self._tracing.start(names.SPAN_STEP), self._clock())
@@ -87,9 +88,19 @@ class StepTracer:
 
     def ended(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            if request in self._waiting:
+            if request in self._waiting and request not in self._requests:
                 self._record_queue(request)
             self._end(request)
+
+    def paused(self) -> None:
+        self._counts.wait_reasons.paused()
+
+    def resumed(self) -> None:
+        self._counts.wait_reasons.resumed()
+
+    def preempted(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self._note_preemption(request, {})
 
     def lost(self, preempted: Sequence[Request]) -> None:
         open_steps = [*self._steps.values(), *filter(None, [self._begun])]
@@ -97,30 +108,36 @@ class StepTracer:
         self._begun = None
         for step in open_steps:
             step.span.end()
-        for request in preempted:
-            self._note(request, names.EVENT_PREEMPTED, {})
+        self.preempted(preempted)
 
     def _count(self, plan: StepPlan) -> None:
         counts = self._counts
         counts.num_steps += 1
         counts.num_scheduled_tokens += plan.num_tokens
-        counts.wait_reason = plan.wait_reason
-        if plan.wait_reason is not None:
-            counts.wait_steps[plan.wait_reason] += 1
+        counts.wait_reasons.planned(plan.step, plan.wait_reason)
+        for preemption in plan.preemptions:
+            counts.num_lost_tokens += preemption.num_lost_tokens
         for request in plan.new:
             counts.num_prompt_tokens += request.num_prompt_tokens
-            counts.num_cached_tokens += request.num_cached_tokens or 0
+            cached = request.num_cached_tokens or 0  # of output that it came with, too
+            counts.num_cached_tokens += min(cached, request.num_prompt_tokens)
 
     def _trace_plan(self, plan: StepPlan, span: Span) -> None:
         for request in plan.new:
             if request in self._waiting:
                 self._leave_queue(request)
+        for request in plan.resumed:
+            if request in self._requests:
+                self._note_resumption(request, plan.step)
+            elif request in self._waiting:  # it was admitted in a step that came to nothing
+                self._leave_queue(request)
         for preemption in plan.preemptions:
             attributes: Attributes = {
+                names.ATTR_STEP: plan.step,
                 names.ATTR_PREEMPTED_FOR: preemption.cause.request_id,
                 names.ATTR_NUM_LOST_TOKENS: preemption.num_lost_tokens,
             }
-            self._note(preemption.victim, names.EVENT_PREEMPTED, attributes)
+            self._note_preemption(preemption.victim, attributes)
         if not span.is_recording():
             return
         for request in plan.requests:
@@ -146,9 +163,7 @@ class StepTracer:
         )
         if request.finish_reason is not None:
             queued.set_attribute(names.ATTR_FINISH_REASON, request.finish_reason.value)
-        before = self._waiting.pop(request)
-        for reason, steps in (self._counts.wait_steps - before).items():
-            queued.set_attribute(f"{names.ATTR_WAIT_STEPS}.{reason.value}", steps)
+        queued.set_attributes(self._explain_wait(request, queued))
         queued.end()
 
     def _leave_queue(self, request: Request) -> None:
@@ -174,13 +189,38 @@ class StepTracer:
             name, request.traceparent, attributes=attributes, start_unix_nanos=start_unix_nanos
         )
 
-    def _note(self, request: Request, event: str, attributes: Attributes) -> None:
+    def _begin_to_wait(self, request: Request) -> None:
+        self._waiting[request] = self._counts.wait_reasons.begin()
+
+    def _explain_wait(self, request: Request, span: Span) -> Attributes:
+        """Notes what was in the way, from when on; returns in how many steps each of it was."""
+        waiting, reasons = self._waiting.pop(request), self._counts.wait_reasons
+        for change in reasons.changes_since(waiting):
+            span.add_event(
+                names.EVENT_WAITING,
+                {names.ATTR_STEP: change.step, names.ATTR_WAIT_REASON: change.reason.value},
+                change.unix_nanos,
+            )
+        return {
+            f"{names.ATTR_WAIT_STEPS}.{reason.value}": steps
+            for reason, steps in reasons.steps_since(waiting).items()
+        }
+
+    def _note_preemption(self, request: Request, attributes: Attributes) -> None:
         trace = self._requests.get(request)
         if trace is not None:
-            trace.span.add_event(event, attributes)
+            trace.span.add_event(names.EVENT_PREEMPTED, attributes)
+            self._begin_to_wait(request)
+
+    def _note_resumption(self, request: Request, step: int) -> None:
+        span = self._requests[request].span
+        passed_over = self._explain_wait(request, span)
+        span.add_event(names.EVENT_RESUMED, {names.ATTR_STEP: step, **passed_over})
 
     def _end(self, request: Request) -> None:
         trace = self._requests.pop(request, None)
+        if trace is not None and request in self._waiting:
+            trace.span.set_attributes(self._explain_wait(request, trace.span))
         if trace is not None and request.finish_reason is not None:
             trace.span.set_attributes(
                 {

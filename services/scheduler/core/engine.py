@@ -97,6 +97,7 @@ class Engine:
         `abort` ends what is alive.
         """
         self.scheduler.pause(PauseMode.ABORT if abort else PauseMode.KEEP)
+        self._observer.paused()
         async with self._standstill():
             self._take_in()
             if abort:
@@ -109,6 +110,7 @@ class Engine:
     def resume(self) -> None:
         """Goes on planning."""
         self.scheduler.resume()
+        self._observer.resumed()
         self._wake.set()
 
     async def reset_prefix_cache(self, *, preempt_running: bool) -> None:
@@ -119,7 +121,7 @@ class Engine:
             if self.state is EngineState.RECOVERING:
                 raise Unavailable(self.state_reason)
             if preempt_running:
-                self.scheduler.preempt_all()
+                self._observer.preempted(self.scheduler.preempt_all())
             if not await self.scheduler.reset_prefix_cache():
                 raise FailedPrecondition("requests hold blocks", reason="BLOCKS_IN_USE")
 

@@ -8,7 +8,9 @@ from services.scheduler.core.request import Request
 
 
 class WaitReason(Enum):
-    """Why the head of the queue, and so everyone behind it, was not admitted in a step."""
+    """Why the head of the queue, and so everyone behind it, was not admitted in a step: nobody who
+    waits gives way to others.
+    """
 
     BUDGET = "budget"
     """The step's tokens were used up, or the whole prompt must fit and does not."""
@@ -16,6 +18,8 @@ class WaitReason(Enum):
     """As many requests run as may."""
     NO_BLOCKS = "no_blocks"
     """It does not fit in the pool, or somebody who ran had just to give way."""
+    PAUSED = "paused"
+    """An operator let no step be planned; no step that was planned has this for a reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +55,7 @@ class StepPlan:
     preemptions: list[Preemption] = field(default_factory=list)
     """In the order in which they happened."""
     wait_reason: WaitReason | None = None
-    """Why requests still wait; None when nobody does."""
+    """Why each request that still waits was not scheduled; None when nobody waits."""
     removed_slots: list[int] = field(default_factory=list)
     """Places in the workers' batch that were given up since the last plan."""
 

@@ -184,5 +184,14 @@ class StepObserver(Protocol):
     def ended(self, requests: Sequence[Request]) -> None:
         """Requests were aborted between steps."""
 
+    def paused(self) -> None:
+        """No step is planned until `resumed`. May be told again."""
+
+    def resumed(self) -> None:
+        """Steps are planned again. May be told again."""
+
+    def preempted(self, requests: Sequence[Request]) -> None:
+        """An operator sent running requests back to the queue."""
+
     def lost(self, preempted: Sequence[Request]) -> None:
         """Pool or workers were lost, and with them what was computed."""

@@ -14,8 +14,8 @@ driven again: the idea of record and replay, at the one seam where nothing is le
     schedule             the plan: step, keys in scheduling order with num_scheduled_tokens and
                          num_computed_tokens before the step, new, resumed, preemptions (victim,
                          cause, tokens lost), block_tables and appended_blocks and draft_token_ids
-                         by key, wait_reason, removed_slots; then num_running, num_waiting and
-                         num_free_blocks
+                         by key, wait_reason (why none of those that wait was scheduled),
+                         removed_slots; then num_running, num_waiting and num_free_blocks
     update_from_output   step, and parallel to its keys token_ids and draft_token_ids; nan_requests
                          and not_taken (what was taken instead; null: nothing) by index; ended
                          (key, reason, stop token)

@@ -59,6 +59,7 @@ async def test_a_paused_engine_takes_requests_in_and_runs_them_later(
     stats = await replica.stats()
     assert stats.state == scheduler_pb2.ENGINE_STATE_PAUSED
     assert stats.num_running == 1
+    assert stats.wait_reason == scheduler_pb2.WAIT_REASON_PAUSED
     assert len(replica.worker.steps) == num_steps
     await resume(replica)
     await gateway.finish(1, 2)
@@ -227,3 +228,35 @@ async def test_metrics_are_read_over_http(free_port: int) -> None:
     assert 'vllm:kv_cache_usage_perc{model_name="paged"} 0.0' in text
     assert 'vllm:cache_config_info{block_size="4",num_gpu_blocks="64"} 1.0' in text
     assert "vllm:num_preemptions_total" in text
+
+
+async def test_metrics_tell_why_requests_wait_and_which_were_corrupted(free_port: int) -> None:
+    labels = '{model_name="paged",reason="max_seqs"}'
+    async with (
+        serving_replica(metrics_port=free_port, max_num_seqs=1) as replica,
+        gateway_of(replica) as gateway,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{free_port}") as client,
+    ):
+        await gateway.add(1, prompt(9), sampling=sampling(150))
+        await gateway.until_tokens(1, 1)
+        replica.worker.going.clear()
+        for handle in (2, 3):
+            await gateway.add(handle, prompt(9))
+        await replica.until(lambda stats: stats.num_waiting == 2)
+        replica.worker.going.set()
+        await replica.until(lambda stats: stats.wait_reason == scheduler_pb2.WAIT_REASON_MAX_SEQS)
+        replica.worker.going.clear()
+        assert (
+            f"vllm:num_requests_waiting_by_reason{labels} 2.0"
+            in (await client.get("/metrics")).text
+        )
+        replica.worker.nan_slots = frozenset({0})
+        replica.worker.going.set()
+        await gateway.finish(1, 2, 3)
+        await replica.until_idle()
+        text = (await client.get("/metrics")).text
+    assert f"vllm:num_requests_waiting_by_reason{labels} 0.0" in text
+    (line,) = [line for line in text.splitlines() if f"stepwell_wait_steps_total{labels}" in line]
+    assert float(line.split()[-1]) > 0
+    assert 'vllm:corrupted_requests_total{model_name="paged"} 3.0' in text
+    assert 'stepwell_preempted_tokens_total{model_name="paged"} 0.0' in text

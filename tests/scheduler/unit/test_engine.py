@@ -279,7 +279,7 @@ async def test_lost_workers_cost_computation_and_no_token(bench: Bench) -> None:
     assert bench.inbox.tokens["a"] == continuation(prompt(9), 20)
     assert bench.inbox.tokens["b"] == continuation(prompt(9), 30)
     assert (bench.replica.num_reopened, bench.watcher.num_lost) == (1, 1)
-    assert set(bench.watcher.preempted) == {"a", "b"}
+    assert set(bench.watcher.preempted_ids) == {"a", "b"}
     await bench.until_idle()
 
 
@@ -367,5 +367,5 @@ async def test_a_small_pool_preempts_and_still_serves_everyone() -> None:
         await bench.until_ended(*wanted)
         for name, token_ids in wanted.items():
             assert bench.inbox.tokens[name] == continuation(token_ids, 15)
-        assert bench.watcher.preempted
+        assert bench.watcher.preempted_ids
         await bench.until_idle()

@@ -1,0 +1,108 @@
+"""Why requests waited, kept once for all of them.
+
+The head of the queue never gives way to those behind it, so that what is in its way is in the way
+of all. A step therefore notes one reason, however many wait, and a request that leaves the queue
+reads what was noted while it was in it: a difference of two counts, and the changes in between.
+"""
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from services.scheduler.core.plan import WaitReason
+
+MAX_CHANGES = 64
+"""Changes of the reason that are remembered, the newest ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReasonChange:
+    """From a step on, something was in the way that had not been."""
+
+    step: int
+    unix_nanos: int
+    reason: WaitReason
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """The moment at which a request began to wait, and how things stood."""
+
+    next_step: int
+    unix_nanos: int
+    reason: WaitReason | None
+    num_steps: Counter[WaitReason]
+    num_changes: int
+
+
+class WaitReasons:
+    """What was in the way of the head of the queue, step by step."""
+
+    def __init__(self, unix_nanos: Callable[[], int] = time.time_ns) -> None:
+        self.current: WaitReason | None = None
+        """After the last step, or in a pause; None when nobody waited then."""
+        self.num_steps: Counter[WaitReason] = Counter()
+        """Steps after which requests still waited. A pause has none."""
+        self._unix_nanos = unix_nanos
+        self._next_step = 0
+        self._num_changes = 0
+        self._changes: deque[tuple[int, ReasonChange]] = deque(maxlen=MAX_CHANGES)
+
+    def planned(self, step: int, reason: WaitReason | None) -> None:
+        """A step was decided."""
+        if reason is not self.current:
+            self._change(step, reason)
+        if reason is not None:
+            self.num_steps[reason] += 1
+        self._next_step = step + 1
+
+    def paused(self) -> None:
+        """No step is planned until further notice."""
+        if self.current is not WaitReason.PAUSED:
+            self._change(self._next_step, WaitReason.PAUSED)
+
+    def resumed(self) -> None:
+        """That is over; what else is in the way the next step tells."""
+        if self.current is WaitReason.PAUSED:
+            self.current = None
+
+    def begin(self) -> Waiting:
+        """For a request that begins to wait."""
+        return Waiting(
+            self._next_step,
+            self._unix_nanos(),
+            self.current,
+            self.num_steps.copy(),
+            self._num_changes,
+        )
+
+    def steps_since(self, waiting: Waiting) -> Counter[WaitReason]:
+        """In how many steps a request was passed over, by reason."""
+        return self.num_steps - waiting.num_steps
+
+    def changes_since(self, waiting: Waiting) -> list[ReasonChange]:
+        """What was in a request's way, in order, the first from when it began to wait."""
+        changes = [change for number, change in self._changes if number >= waiting.num_changes]
+        if waiting.reason is not None and self._lasted(waiting, waiting.reason, changes):
+            began = ReasonChange(waiting.next_step, waiting.unix_nanos, waiting.reason)
+            changes.insert(0, began)
+        return changes
+
+    def _lasted(
+        self, waiting: Waiting, reason: WaitReason, changes: Sequence[ReasonChange]
+    ) -> bool:
+        """Whether what was in the way when a request came was in its way too."""
+        if reason is WaitReason.PAUSED:
+            return True
+        if self._num_changes - waiting.num_changes > len(changes):
+            return False  # the first ones are forgotten
+        changed_at_once = bool(changes) and changes[0].step == waiting.next_step
+        return not changed_at_once and self.num_steps[reason] > waiting.num_steps[reason]
+
+    def _change(self, step: int, reason: WaitReason | None) -> None:
+        self.current = reason
+        if reason is not None:
+            change = ReasonChange(step, self._unix_nanos(), reason)
+            self._changes.append((self._num_changes, change))
+            self._num_changes += 1
