@@ -12,18 +12,20 @@ import sys
 from array import array
 from collections.abc import Sequence
 from hashlib import sha256
-from typing import NewType
+from typing import NewType, cast
 
 BlockHash = NewType("BlockHash", bytes)
 
 HASH_BYTES = 32
 HASH_VERSION = 1
 
+_BIG_ENDIAN = sys.byteorder == "big"
+
 
 def pack_token_ids(token_ids: Sequence[int]) -> bytes:
     """Token ids as little-endian int32. Raises OverflowError for an id of 2**31 or more."""
     packed = array("i", token_ids)
-    if sys.byteorder == "big":
+    if _BIG_ENDIAN:
         packed.byteswap()
     return packed.tobytes()
 
@@ -32,7 +34,7 @@ def unpack_token_ids(packed: bytes) -> list[int]:
     """The inverse of `pack_token_ids`. Raises ValueError when the length is no multiple of 4."""
     token_ids = array("i")
     token_ids.frombytes(packed)
-    if sys.byteorder == "big":
+    if _BIG_ENDIAN:
         token_ids.byteswap()
     return token_ids.tolist()
 
@@ -57,15 +59,14 @@ def hash_full_blocks(
 
     `root` is the model's fingerprint. A partial last block has no hash.
     """
-    hashes: list[BlockHash] = []
-    parent = known[-1] if known else root
-    first = len(known) * block_size
-    end = len(token_ids) // block_size * block_size
-    packed = pack_token_ids(token_ids[first:end])
-    stride = 4 * block_size
+    hashes: list[bytes] = []
+    parent: bytes = known[-1] if known else root
     extra_keys = b"" if known else encode_extra_keys(cache_salt)
+    end = len(token_ids) // block_size * block_size
+    packed = pack_token_ids(token_ids[len(known) * block_size : end])
+    stride = 4 * block_size
     for start in range(0, len(packed), stride):
         parent = sha256(parent + packed[start : start + stride] + extra_keys).digest()
-        hashes.append(BlockHash(parent))
+        hashes.append(parent)
         extra_keys = b""
-    return hashes
+    return cast("list[BlockHash]", hashes)

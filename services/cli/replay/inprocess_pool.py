@@ -1,6 +1,7 @@
 """The scheduler's pool port over the real pool core in the same process: no wire, no waiting."""
 
 from collections.abc import Sequence
+from typing import cast
 
 from services.common.kv_cache_groups import AttentionType, GroupSpec
 from services.kvpool.core import operations as pool_ops
@@ -71,8 +72,8 @@ def _stop(stop: pool_ops.Stop | None) -> ports.Stop | None:
     )
 
 
-def _numbers(keys: Sequence[int]) -> list[RequestNumber]:
-    return [RequestNumber(key) for key in keys]
+def _numbers(keys: Sequence[int]) -> Sequence[RequestNumber]:
+    return cast(Sequence[RequestNumber], keys)
 
 
 def _translate(operation: ports.Operation) -> pool_ops.Operation:
@@ -110,7 +111,7 @@ def _tables(groups: tuple[pool_ops.GroupBlocks, ...]) -> list[ports.BlockTables]
     for group in groups:
         start, tables = 0, []
         for count in group.num_blocks:
-            tables.append([int(block) for block in group.block_ids[start : start + count]])
+            tables.append(cast(list[int], group.block_ids[start : start + count]))
             start += count
         per_group.append(tables)
     return list(zip(*per_group, strict=True))

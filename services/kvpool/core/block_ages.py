@@ -40,10 +40,10 @@ class BlockAges:
         for block in blocks:
             published_at[block] = now
 
-    def reused(self, free_since: int) -> None:
-        """A block that nobody held since then was found by a prefix."""
-        self.num_reuses += 1
-        self.reuse_gap += self.now - free_since
+    def reused(self, free_since: Sequence[int]) -> None:
+        """Blocks that nobody held, each since the time given, were found by a prefix."""
+        self.num_reuses += len(free_since)
+        self.reuse_gap += self.now * len(free_since) - sum(free_since)
 
     def evicted(self, blocks: Sequence[BlockId], free_since: Sequence[int]) -> None:
         """Cached blocks, each free since the time beside it, are reused for something else."""

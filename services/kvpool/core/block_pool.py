@@ -78,13 +78,12 @@ class BlockPool:
             blocks += self._evict(num_blocks - len(blocks))
         return blocks
 
-    def touch(self, cached_blocks: Iterable[BlockId]) -> None:
+    def touch(self, cached_blocks: Sequence[BlockId]) -> None:
         """Adds a holder to each of these published blocks; a free one leaves the queue."""
-        for block in cached_blocks:
-            if self._free.has_cached(block):
-                self.ages.reused(self._free.remove_cached(block))
-            else:
-                self._shared[block] = self._shared.get(block, 1) + 1
+        held, free_since = self._free.remove_cached(cached_blocks)
+        self.ages.reused(free_since)
+        ref_cnt = self._shared.get
+        self._shared.update([(block, ref_cnt(block, 1) + 1) for block in held])
 
     def free(self, blocks: Sequence[BlockId], num_published: int) -> None:
         """Takes a holder from each block of a table, of which the first so many are published.

@@ -55,17 +55,20 @@ class FreeQueue:
         for block in blocks:
             cached[block] = now
 
-    def has_cached(self, block: BlockId) -> bool:
-        """Whether this block is free and has a hash."""
-        return block in self._cached
-
     def count_cached(self, blocks: Iterable[BlockId]) -> int:
         """How many of these are free and have a hash."""
         return sum(map(self._cached.__contains__, blocks))
 
-    def remove_cached(self, block: BlockId) -> int:
-        """Takes a cached block from the middle; returns the time at which it became free."""
-        return self._cached.pop(block)
+    def remove_cached(self, blocks: Sequence[BlockId]) -> tuple[Sequence[BlockId], list[int]]:
+        """Takes from the middle those of `blocks` that are cached and free.
+
+        Returns the others, and when each of those taken became free.
+        """
+        cached = self._cached
+        others = [block for block in blocks if block not in cached]
+        if len(others) == len(blocks):
+            return others, []
+        return others, [cached.pop(block) for block in blocks if block in cached]
 
     def blank_all(self) -> None:
         """The hashes are gone: every block is blank now, in its place."""

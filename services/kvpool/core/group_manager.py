@@ -12,7 +12,7 @@ became of those before. Where a table holds nothing it names the null block.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from services.common.block_hash import BlockHash
@@ -36,6 +36,10 @@ class BlockTable:
     num_null: int = 0
     num_settled_tokens: int = 0
     torn: frozenset[int] = frozenset()
+
+
+Filling = tuple[BlockTable, Sequence[BlockHash], int]
+"""A table, the hashes of its request's full blocks, and the number of tokens stored."""
 
 
 class GroupManager(ABC):
@@ -120,13 +124,18 @@ class GroupManager(ABC):
             table.blocks[begin:end] = [NULL_BLOCK] * (end - begin)
             table.num_null = end
 
-    def publish(self, table: BlockTable, hashes: Sequence[BlockHash], num_tokens: int) -> None:
-        """Publishes the blocks of a table that lie wholly below `num_tokens` and have a hash."""
-        end = min(num_tokens // self._block_size, len(hashes), len(table.blocks))
-        if end > table.num_published:
-            begin = max(table.num_published, table.num_null)
-            self._pool.publish(self._group, hashes[begin:end], table.blocks[begin:end])
-            table.num_published = end
+    def publish(self, fillings: Iterable[Filling]) -> None:
+        """Publishes the blocks of tables that lie wholly below so many tokens and have a hash."""
+        new_hashes: list[BlockHash] = []
+        new_blocks: list[BlockId] = []
+        for table, hashes, num_tokens in fillings:
+            end = min(num_tokens // self._block_size, len(hashes), len(table.blocks))
+            if end > table.num_published:
+                begin = max(table.num_published, table.num_null)
+                new_hashes += hashes[begin:end]
+                new_blocks += table.blocks[begin:end]
+                table.num_published = end
+        self._pool.publish(self._group, new_hashes, new_blocks)
 
     def free(self, table: BlockTable) -> None:
         """Gives back every block of a table."""

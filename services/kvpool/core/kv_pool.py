@@ -189,30 +189,55 @@ class KVPool:
                     group.free(table)
 
     def _grow(self, index: int, grow: Grow) -> tuple[GrowResult, Stop | None]:
+        if self._coordinator.gives_back:
+            return self._grow_one_by_one(index, grow)
+        # Tables of one request are equally long here, and nothing is given back in between: all
+        # blocks can be taken at once.
         result = GrowResult(self._no_blocks())
         num_free_blocks = self._blocks.num_free_blocks
+        growing: list[tuple[Tables, int]] = []
+        num_blocks, stop = 0, None
+        for item, (request, num_slots) in enumerate(
+            zip(grow.requests, grow.num_slots, strict=True)
+        ):
+            tables = self._tables[request]
+            num_missing = -(-num_slots // self._block_size) - len(tables[0].blocks)
+            if num_blocks + num_missing * len(tables) > num_free_blocks:
+                stop = Stop(index, item, StopReason.NO_BLOCKS)
+                break
+            num_missing = max(0, num_missing)
+            num_blocks += num_missing * len(tables)
+            growing.append((tables, num_missing))
+        blocks = self._blocks.take(num_blocks)
+        begin = 0
+        for tables, num_missing in growing:
+            for granted, table in zip(result.groups, tables, strict=True):
+                end = begin + num_missing
+                table.blocks += blocks[begin:end]
+                granted.block_ids.extend(blocks[begin:end])
+                granted.num_blocks.append(num_missing)
+                begin = end
+        return result, stop
+
+    def _grow_one_by_one(self, index: int, grow: Grow) -> tuple[GrowResult, Stop | None]:
+        result = GrowResult(self._no_blocks())
         for item, (request, num_computed_tokens, num_slots) in enumerate(
             zip(grow.requests, grow.num_computed_tokens, grow.num_slots, strict=True)
         ):
             tables = self._tables[request]
-            if self._coordinator.gives_back:
-                self._coordinator.settle(tables, self._chains[request], num_computed_tokens)
-                num_free_blocks = self._blocks.num_free_blocks
-            num_missing = 0
-            for group, table in zip(self._groups, tables, strict=True):
-                num_missing += group.num_missing(len(table.blocks), num_slots)
-            num_free_blocks -= num_missing
-            if num_free_blocks < 0:
+            self._coordinator.settle(tables, self._chains[request], num_computed_tokens)
+            num_missing = sum(
+                group.num_missing(len(table.blocks), num_slots)
+                for group, table in zip(self._groups, tables, strict=True)
+            )
+            if num_missing > self._blocks.num_free_blocks:
                 return result, Stop(index, item, StopReason.NO_BLOCKS)
             for group, table, granted in zip(self._groups, tables, result.groups, strict=True):
                 _append(granted, group.extend(table, num_slots))
         return result, None
 
     def _commit(self, commit: Commit) -> None:
-        for request, num_tokens, new_hashes in zip(
-            commit.requests, commit.num_tokens, commit.new_hashes, strict=True
-        ):
-            self._publish(request, num_tokens, new_hashes)
+        self._publish(commit.requests, commit.num_tokens, commit.new_hashes)
 
     def _lookup(self, lookup: Lookup) -> LookupResult:
         result = LookupResult([])
@@ -256,21 +281,26 @@ class KVPool:
     def _admit_one(self, admission: Admission, hits: list[list[BlockId]]) -> Tables:
         tables = self._coordinator.admit(hits, admission.num_slots)
         self._tables[admission.request] = tables
-        self._publish(admission.request, admission.num_commit_tokens, admission.new_hashes)
+        self._publish([admission.request], [admission.num_commit_tokens], [admission.new_hashes])
         if self.config.enable_prefix_caching and not admission.resumed:
             self._num_query_tokens += admission.max_hit_tokens
             self._num_hit_tokens += admission.num_hit_tokens
         return tables
 
     def _publish(
-        self, request: RequestNumber, num_tokens: int, new_hashes: Sequence[BlockHash]
+        self,
+        requests: Sequence[RequestNumber],
+        num_tokens: Sequence[int],
+        new_hashes: Sequence[Sequence[BlockHash]],
     ) -> None:
-        chain = self._chains.setdefault(request, [])
+        chains = [self._chains.setdefault(request, []) for request in requests]
         if not self.config.enable_prefix_caching:
             return
-        chain.extend(new_hashes)
-        for group, table in zip(self._groups, self._tables[request], strict=True):
-            group.publish(table, chain, num_tokens)
+        for chain, hashes in zip(chains, new_hashes, strict=True):
+            chain += hashes
+        tables = zip(*map(self._tables.__getitem__, requests), strict=True)
+        for group, group_tables in zip(self._groups, tables, strict=True):
+            group.publish(zip(group_tables, chains, num_tokens, strict=True))
 
     def _find_prefix(self, chain: Sequence[BlockHash], max_hit_tokens: int) -> list[list[BlockId]]:
         return self._coordinator.find_prefix(chain[: max_hit_tokens // self._block_size])

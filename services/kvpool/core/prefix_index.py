@@ -2,10 +2,13 @@
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from itertools import islice
+from typing import cast
 
 from services.common.block_hash import BlockHash
 from services.kvpool.core.ids import BlockId
+
+_LOOK_AHEAD = 64
+"""Blocks that are looked up at once; those after the first that is missing, in vain."""
 
 
 class PrefixIndex:
@@ -64,14 +67,15 @@ class PrefixIndex:
 
     def find_prefix(self, hashes: Sequence[BlockHash], max_blocks: int) -> list[BlockId]:
         """Blocks of the longest prefix of the chain that is cached, `max_blocks` at most."""
-        blocks = []
+        blocks: list[BlockId | None] = []
         find = self._block_of.get
-        for block_hash in islice(hashes, max_blocks):
-            block = find(block_hash)
-            if block is None:
+        end = min(max_blocks, len(hashes))
+        for begin in range(0, end, _LOOK_AHEAD):
+            blocks += map(find, hashes[begin : min(begin + _LOOK_AHEAD, end)])
+            if None in blocks[begin:]:
+                del blocks[blocks.index(None, begin) :]
                 break
-            blocks.append(block)
-        return blocks
+        return cast(list[BlockId], blocks)
 
     def clear(self) -> None:
         """Forgets everything."""

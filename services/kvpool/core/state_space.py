@@ -1,9 +1,9 @@
 """State-space layers: a recurrent state in place of keys and values."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from services.common.block_hash import BlockHash
-from services.kvpool.core.group_manager import BlockTable, GroupManager
+from services.kvpool.core.group_manager import BlockTable, Filling, GroupManager
 from services.kvpool.core.ids import NULL_BLOCK, BlockId
 
 
@@ -51,7 +51,7 @@ class StateSpaceManager(GroupManager):
         table.blocks += entries
         return entries
 
-    def publish(self, table: BlockTable, hashes: Sequence[BlockHash], num_tokens: int) -> None:
+    def publish(self, fillings: Iterable[Filling]) -> None:
         """Nothing: the states are planned, not stored."""
 
     def settle(

@@ -1,5 +1,6 @@
 """The door: what a request must be to be queued. Nothing that would fail below gets through."""
 
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -50,7 +51,7 @@ class Door:
         return Request(
             request_id=message.request_id,
             key=self.next_key(),
-            token_ids=prompt + output,
+            token_ids=array("i", prompt + output),
             num_prompt_tokens=len(prompt),
             stop=StopConditions(
                 max_tokens=sampling.max_tokens,

@@ -1,5 +1,6 @@
 """A step while it is being planned: the budget left, the grants made, what may still be undone."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.common.block_hash import BlockHash
@@ -20,8 +21,8 @@ class StepDraft:
     num_tokens: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     """Tokens computed before the step; parallel, as are the two above."""
-    out_of_stride: dict[Request, int] = field(default_factory=dict)
-    """What those got that take more than one more token of a decode."""
+    awake: dict[Request, int] = field(default_factory=dict)
+    """What those got that do not decode in stride."""
     appended: dict[Request, BlockTables] = field(default_factory=dict)
     tables: dict[Request, BlockTables] = field(default_factory=dict)
     draft_token_ids: dict[Request, list[int]] = field(default_factory=dict)
@@ -41,18 +42,25 @@ class StepDraft:
     @property
     def runs_prefill(self) -> bool:
         """Whether the step computes a further chunk of somebody's prompt."""
-        return any(request.is_in_prefill for request in self.requests)
+        return any(request.is_in_prefill for request in self.awake)
 
     def cap(self, gap: int) -> int:
         """How many of `gap` missing tokens the threshold lets one request have."""
         return self.threshold if 0 < self.threshold < gap else gap
+
+    def grant_each(self, requests: Sequence[Request]) -> None:
+        """Gives one token of the budget to each of these."""
+        self.requests += requests
+        self.num_tokens += [1] * len(requests)
+        self.starts += [request.origin + request.clock.now for request in requests]
+        self.budget -= len(requests)
 
     def grant(self, request: Request, num_tokens: int) -> None:
         """Gives tokens of the budget to a request; drafts go last."""
         self.requests.append(request)
         self.num_tokens.append(num_tokens)
         self.starts.append(request.num_computed_tokens)
-        self.out_of_stride[request] = num_tokens
+        self.awake[request] = num_tokens
         self.budget -= num_tokens
         if request.draft_token_ids:
             known = len(request.token_ids) + request.num_output_placeholders
@@ -79,4 +87,4 @@ class StepDraft:
 
     def _forget(self, request: Request) -> None:
         self.draft_token_ids.pop(request, None)
-        self.out_of_stride.pop(request, None)
+        self.awake.pop(request, None)

@@ -57,20 +57,22 @@ class PoolMemory:
         Publishing comes after all growth, so that no victim is published. A stop names one of
         `growing`; those before it have grown, and nothing was published or looked up.
         """
+        operations = self._pending.take()
+        if growing:
+            operations.append(self._grow(draft, growing))
         filling = self._filling(draft)
-        operations = [
-            *self._pending.take(),
-            *self._grow(draft, growing),
-            *self._commit(filling),
-            *self._look_up(draft, asking),
-        ]
+        if filling:
+            operations.append(self._commit(filling))
+        operations += self._look_up(draft, asking)
         outcome = await self._transact(operations, traceparent)
+        size = self._config.block_size
         for request, blocks in zip(growing, outcome.grown, strict=False):
-            request.num_slots += len(blocks[0]) * self._config.block_size
+            request.num_slots += len(blocks[0]) * size
             draft.appended[request] = blocks
         if outcome.stop is None:
             for request, end in filling:
-                self._was_told(request, end)
+                request.num_committed_blocks = end // size
+                request.num_hashes_sent = len(request.block_hashes)
             self._note_hits(draft, asking, outcome)
         return outcome
 
@@ -97,12 +99,12 @@ class PoolMemory:
 
         The last token is known, but not computed.
         """
-        end = request.num_tokens - 1
-        if not self._config.enable_prefix_caching:
-            return
-        if end // self._config.block_size > request.num_committed_blocks:
+        end = len(request.token_ids) - 1
+        num_full = end // self._config.block_size
+        if num_full > request.num_committed_blocks and self._config.enable_prefix_caching:
             self._pending.commit(request.key, end, self._unsent_hashes(request))
-            self._was_told(request, end)
+            request.num_committed_blocks = num_full
+            request.num_hashes_sent = len(request.block_hashes)
 
     def release(self, request: Request) -> None:
         """Gives back what the pool holds of a request."""
@@ -114,32 +116,30 @@ class PoolMemory:
         self._pending.clear()
         self.num_free_blocks = self._config.num_blocks - 1
 
-    def _grow(self, draft: StepDraft, growing: Sequence[Request]) -> Iterator[Operation]:
-        if growing:
-            computed = [request.num_computed_tokens for request in growing]
-            slots = [
-                self.num_slots(request.num_computed_tokens + draft.out_of_stride[request])
-                for request in growing
-            ]
-            yield Grow([request.key for request in growing], computed, slots)
+    def _grow(self, draft: StepDraft, growing: Sequence[Request]) -> Grow:
+        computed = [request.origin for request in growing]
+        ends = [request.origin + draft.awake[request] for request in growing]
+        return Grow([request.key for request in growing], computed, list(map(self.num_slots, ends)))
 
     def _filling(self, draft: StepDraft) -> list[tuple[Request, int]]:
         """Requests of which the step fills blocks, with the known tokens computed after it."""
-        filling: list[tuple[Request, int]] = []
-        if self._config.enable_prefix_caching:
-            for request, num_new in draft.out_of_stride.items():
-                end = min(request.num_computed_tokens + num_new, len(request.token_ids))
-                if end // self._config.block_size > request.num_committed_blocks:
-                    filling.append((request, end))
-        return filling
+        if not self._config.enable_prefix_caching:
+            return []
+        size = self._config.block_size
+        ends = [
+            (request, min(request.origin + num_new, len(request.token_ids)))
+            for request, num_new in draft.awake.items()
+        ]
+        return [
+            (request, end) for request, end in ends if end // size > request.num_committed_blocks
+        ]
 
-    def _commit(self, filling: Sequence[tuple[Request, int]]) -> Iterator[Operation]:
-        if filling:
-            yield Commit(
-                [request.key for request, _ in filling],
-                [end for _, end in filling],
-                [self._unsent_hashes(request) for request, _ in filling],
-            )
+    def _commit(self, filling: Sequence[tuple[Request, int]]) -> Commit:
+        return Commit(
+            [request.key for request, _ in filling],
+            [end for _, end in filling],
+            [self._unsent_hashes(request) for request, _ in filling],
+        )
 
     def _look_up(self, draft: StepDraft, asking: Sequence[Request]) -> Iterator[Operation]:
         if not self._config.enable_prefix_caching:
@@ -156,10 +156,6 @@ class PoolMemory:
             draft.hits[request] = hit
             request.num_hashes_sent = len(request.block_hashes)
             request.known_to_pool = True
-
-    def _was_told(self, request: Request, end: int) -> None:
-        request.num_committed_blocks = end // self._config.block_size
-        request.num_hashes_sent = len(request.block_hashes)
 
     def _unsent_hashes(self, request: Request) -> list[BlockHash]:
         request.hash_full_blocks(self._config.fingerprint, self._config.block_size)

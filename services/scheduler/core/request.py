@@ -1,7 +1,7 @@
 """A request as the scheduler sees it: tokens, and a count of how many of them are computed."""
 
 import enum
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass, field
 
 from services.common.block_hash import BlockHash, hash_full_blocks
@@ -29,6 +29,17 @@ class FinishReason(enum.Enum):
     """The output went round in circles."""
 
 
+@dataclass(slots=True, eq=False)
+class Clock:
+    """Counts the steps that were planned."""
+
+    now: int = 0
+
+
+STANDING = Clock()
+"""Counts nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class StopConditions:
     """When a request ends by itself."""
@@ -53,8 +64,8 @@ class Request:
     request_id: str
     key: int
     """Its number towards the pool, never used twice in the life of a scheduler."""
-    token_ids: list[int]
-    """Prompt, then output; grows as tokens are sampled."""
+    token_ids: MutableSequence[int]
+    """Prompt, then output; grows as tokens are sampled. An array of int32 is hashed fastest."""
     num_prompt_tokens: int
     stop: StopConditions
     priority: int = 0
@@ -70,12 +81,18 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
-    num_computed_tokens: int = 0
-    """Tokens whose keys and values are stored, or will be once the steps in flight have run."""
-    stride_end: int = 0
-    """While fewer tokens than this are computed it decodes in stride: each step computes one more,
-    needs nothing of the pool, and can end only by its token.
+    origin: int = 0
+    clock: Clock = STANDING
+    """`num_computed_tokens` is the sum of both. A clock that ticks means that the request decodes in
+    stride: each step computes one more token, needs nothing of the pool, and can end it only by
+    that token.
     """
+    ending_token_ids: frozenset[int] = field(init=False, default=frozenset())
+    """Those of `stop`, at hand."""
+    wakes_at: int = 0
+    """When a stride is over, by its clock."""
+    turn: int = 0
+    """Its place in the order of admissions."""
     max_num_tokens: int = 0
     """Tokens, prompt and output, at which it ends for its length; set when it is queued."""
     is_in_prefill: bool = False
@@ -96,6 +113,14 @@ class Request:
     """How many of `block_hashes` the pool has been told."""
     num_committed_blocks: int = 0
     """Full blocks published under their hash."""
+
+    def __post_init__(self) -> None:
+        self.ending_token_ids = self.stop.ending_token_ids
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens whose keys and values are stored, or will be once the steps in flight have run."""
+        return self.origin + self.clock.now
 
     @property
     def num_tokens(self) -> int:
@@ -136,12 +161,11 @@ class Request:
     def forget_blocks(self) -> None:
         """Back to nothing computed: what it held in pool and workers is gone.
 
-        Tokens of steps in flight may still come.
+        It does not run any more. Tokens of steps in flight may still come.
         """
         self.draft_token_ids = []
         self.is_in_prefill = False
-        self.stride_end = 0
-        self.num_computed_tokens = self.num_slots = 0
+        self.origin = self.num_slots = 0
         self.num_hashes_sent = self.num_committed_blocks = 0
         self.known_to_pool = False
         self.slot = None
@@ -154,16 +178,16 @@ class Request:
         """
         for count, token_id in enumerate(token_ids, start=1):
             self.token_ids.append(token_id)
-            if token_id in self.stop.eos_token_ids:
+            if token_id in self.ending_token_ids:
                 self.finish(FinishReason.STOP)
-            elif token_id in self.stop.stop_token_ids:
-                self.finish(FinishReason.STOP)
-                self.stop_token_id = token_id
-            elif len(self.token_ids) >= self.max_num_tokens:
+                if token_id not in self.stop.eos_token_ids:
+                    self.stop_token_id = token_id
+                return token_ids[:count]
+            if len(self.token_ids) >= self.max_num_tokens:
                 self.finish(FinishReason.LENGTH)
-            elif self.stop.repetition is not None and self._repeats_itself(self.stop.repetition):
+                return token_ids[:count]
+            if self.stop.repetition is not None and self._repeats_itself(self.stop.repetition):
                 self.finish(FinishReason.REPETITION)
-            if self.finish_reason is not None:
                 return token_ids[:count]
         return token_ids
 

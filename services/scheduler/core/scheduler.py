@@ -22,7 +22,8 @@ from services.scheduler.core.ports import (
     StopReason,
 )
 from services.scheduler.core.queue import make_queue
-from services.scheduler.core.request import FinishReason, Request, RequestStatus
+from services.scheduler.core.request import STANDING, FinishReason, Request, RequestStatus
+from services.scheduler.core.running import RunningRequests
 
 
 class PauseMode(Enum):
@@ -46,7 +47,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, pool: KVPool) -> None:
         self.config = config
         self.waiting = make_queue(config.policy)
-        self.running: list[Request] = []
+        self.running = RunningRequests()
         self.num_preemptions = 0
         self.pause_mode: PauseMode | None = None
         self._memory = PoolMemory(config, pool)
@@ -118,23 +119,25 @@ class Scheduler:
         Requests that ended while the step ran are passed over; one that was preempted meanwhile
         still gets its tokens.
         """
+        for index in output.nan_requests:
+            self.running.rouse(plan.requests[index])
         taken: list[Sequence[int] | None] = list(output.token_ids)
         ended: list[Request] = []
-        for index, request in enumerate(plan.requests):
-            tokens = taken[index]
-            if request.finish_reason is not None:
+        places = range(len(plan.requests))
+        for index, request, tokens in zip(places, plan.requests, output.token_ids, strict=True):
+            if (
+                request.clock is not STANDING
+                and tokens
+                and tokens[0] not in request.ending_token_ids
+            ):
+                request.token_ids.append(tokens[0])
+            elif request.finish_reason is not None:
                 taken[index] = None
             elif index in output.nan_requests:
                 request.finish(FinishReason.NAN_IN_LOGITS)
                 taken[index] = ()
                 ended.append(request)
             elif tokens:
-                if (
-                    request.num_computed_tokens < request.stride_end
-                    and tokens[0] not in request.stop.ending_token_ids
-                ):
-                    request.token_ids.append(tokens[0])
-                    continue
                 taken[index] = self._append(plan, output, index)
                 if request.finish_reason is not None:
                     ended.append(request)
@@ -180,39 +183,56 @@ class Scheduler:
     def _grant_running(self, draft: StepDraft, index: int) -> list[Request]:
         """Gives budget to the running requests from `index` on; returns those that need blocks.
 
-        Most decode in stride: one comparison tells that one more token is all there is to it.
+        Most of them get one token, and most of those are asleep: they are not looked at.
         """
-        requests, num_tokens, starts = draft.requests, draft.num_tokens, draft.starts
-        growing: list[Request] = []
-        for request in islice(self.running, index, None):
-            if draft.budget == 0:
-                break
-            computed = request.num_computed_tokens
-            if computed < request.stride_end:
-                requests.append(request)
-                num_tokens.append(1)
-                starts.append(computed)
-                draft.budget -= 1
-            elif (num_new := self._gap(draft, request)) > 0:
+        running, growing = self.running, list[Request]()
+        num_slots = self._memory.num_slots
+        enough = draft.budget >= len(running) - index
+        for request in running.awake(index):
+            num_new = self._gap(draft, request)
+            if num_new == 1 and enough:
+                draft.awake[request] = 1
+            else:
+                place = running.place(request)
+                self._grant_each(draft, index, place)
+                index = place + 1
+                num_new = min(num_new, draft.budget)
+                if num_new <= 0:
+                    continue
                 draft.grant(request, num_new)
-                if self._memory.num_slots(computed + num_new) > request.num_slots:
-                    growing.append(request)
+                enough = draft.budget >= len(running) - index
+            if num_slots(request.origin + num_new) > request.num_slots:
+                growing.append(request)
+        self._grant_each(draft, index, len(running))
         return growing
 
+    def _grant_each(self, draft: StepDraft, begin: int, end: int) -> None:
+        """Gives one token to each of the running requests between two places, as far as the budget
+        goes; the others cannot sleep through this step.
+        """
+        if begin < end:
+            last = min(end, begin + draft.budget)
+            draft.grant_each(self.running.between(begin, last))
+            for request in self.running.between(last, end):
+                self.running.rouse(request)
+
     def _gap(self, draft: StepDraft, request: Request) -> int:
-        """Tokens that a running request lacks, as far as this step can give them."""
-        computed, placeholders = request.num_computed_tokens, request.num_output_placeholders
-        if placeholders and _surely_ends(request, placeholders):
-            return 0
-        ahead = request.num_tokens + len(request.draft_token_ids) + placeholders
-        gap = min(draft.cap(ahead - computed), draft.budget)
+        """Tokens that a running request lacks and may be given in one step."""
+        computed, known = request.origin, len(request.token_ids)
+        gap = known - computed
+        if gap <= 0:
+            # The next token is in flight. It may be the last, even if every draft is rejected.
+            if known + 1 >= request.num_prompt_tokens + request.stop.max_tokens:
+                return 0
+            gap = 1
+        gap = draft.cap(gap + len(request.draft_token_ids))
         return min(gap, self.config.max_model_len - 1 - computed)
 
     def _make_room(self, draft: StepDraft, request: Request) -> int:
         """Preempts for `request`; returns the index from which to go on granting."""
         draft.revoke_from(request)
         victim = self._victim()
-        index, place = self.running.index(request), self.running.index(victim)
+        index, place = self.running.place(request), self.running.place(victim)
         draft.revoke(victim)
         draft.preemptions.append(Preemption(victim, request, victim.num_computed_tokens))
         self._preempt(victim)
@@ -221,10 +241,10 @@ class Scheduler:
     def _victim(self) -> Request:
         if self.config.policy is Policy.PRIORITY:
             return max(self.running, key=lambda request: (request.priority, request.arrival_time))
-        return self.running[-1]
+        return next(reversed(self.running))
 
     def _preempt_running(self) -> list[Request]:
-        victims = self.running[::-1]
+        victims = list(reversed(self.running))
         for victim in victims:
             self._preempt(victim)
         return victims
@@ -278,7 +298,7 @@ class Scheduler:
         hit, end = admission.num_hit_tokens, admission.num_commit_tokens
         request.status = RequestStatus.RUNNING
         request.slot = self._free_slots.pop()
-        request.num_computed_tokens = hit
+        request.origin = hit
         request.num_slots = len(blocks[0]) * size
         request.num_committed_blocks = end // size
         request.known_to_pool = True
@@ -317,39 +337,47 @@ class Scheduler:
         )
         self._num_steps += 1
         self._removed_slots = []
-        for request, start, num_new in zip(
-            draft.requests, draft.starts, draft.num_tokens, strict=True
-        ):
-            request.num_computed_tokens = start + num_new
-        for request in draft.out_of_stride:
-            request.is_in_prefill = request.num_computed_tokens < request.num_tokens
-            request.draft_token_ids = []
-            if self.config.async_scheduling and not request.is_in_prefill:
-                request.draft_token_ids = [-1] * self.config.num_speculative_tokens
-            request.stride_end = 0 if request.is_in_prefill else self._stride_end(request)
+        self.running.clock.now += 1
+        for request, num_new in draft.awake.items():
+            request.origin += num_new
+            request.is_in_prefill = request.origin < len(request.token_ids)
+            request.draft_token_ids = self._placeholder_drafts(request)
+            if (num_steps := self._stride_end(request) - request.origin) > 0:
+                self.running.sleep(request, num_steps)
         return plan
+
+    def _placeholder_drafts(self, request: Request) -> list[int]:
+        """Drafts that the workers will make in the step and keep to themselves."""
+        if not self.config.async_scheduling or request.is_in_prefill:
+            return []
+        return [-1] * self.config.num_speculative_tokens
 
     def _stride_end(self, request: Request) -> int:
         """The first number of computed tokens at which a step takes more than one token more: a
         slot, a block to publish, a draft, or a look at its length. 0 where it looks at every token.
         """
-        if self.config.num_speculative_tokens or request.stop.repetition is not None:
+        config = self.config
+        if (
+            request.is_in_prefill
+            or config.num_speculative_tokens
+            or request.stop.repetition is not None
+        ):
             return 0
-        ends = [request.num_slots - self.config.num_lookahead_tokens, request.max_num_tokens - 2]
-        if self.config.enable_prefix_caching:
-            ends.append((request.num_committed_blocks + 1) * self.config.block_size - 1)
-        return min(ends)
+        end = min(request.num_slots - config.num_lookahead_tokens, request.max_num_tokens - 2)
+        if config.enable_prefix_caching:
+            end = min(end, (request.num_committed_blocks + 1) * config.block_size - 1)
+        return end
 
     # After a step
 
     def _append(self, plan: StepPlan, output: StepOutput, index: int) -> Sequence[int]:
         """Appends the tokens of a request; returns those up to its end, if it ended."""
         request = plan.requests[index]
-        num_drafts = len(plan.draft_token_ids.get(request, ()))
         kept = request.append_output(output.token_ids[index])
-        if num_drafts and request.num_computed_tokens:
+        if plan.draft_token_ids and request.num_computed_tokens:
             # Drafts that were rejected, or came after the end, were never computed.
-            request.num_computed_tokens -= num_drafts + 1 - len(kept)
+            if num_drafts := len(plan.draft_token_ids.get(request, ())):
+                request.origin -= num_drafts + 1 - len(kept)
         if output.draft_token_ids and not self.config.async_scheduling:
             request.draft_token_ids = list(output.draft_token_ids[index])
         if request.slot is not None:
@@ -360,11 +388,9 @@ class Scheduler:
         """Takes out requests that have ended. One may end in the queue, by a token that was in
         flight when it was preempted.
         """
-        if any(request.slot is not None for request in ended):
-            self.running = [request for request in self.running if request.finish_reason is None]
         for request in ended:
-            if request.slot is None:
-                self.waiting.remove(request)
+            queue = self.waiting if request.slot is None else self.running
+            queue.remove(request)
             self._give_back(request)
 
     def _give_back(self, request: Request) -> None:
@@ -374,9 +400,3 @@ class Scheduler:
             self._free_slots.append(request.slot)
             self._removed_slots.append(request.slot)
         request.forget_blocks()
-
-
-def _surely_ends(request: Request, num_placeholders: int) -> bool:
-    """Whether steps in flight bring a request to its last token, were every draft rejected."""
-    tokens = request.num_computed_tokens + 2 - num_placeholders
-    return tokens >= request.num_prompt_tokens + request.stop.max_tokens
