@@ -297,7 +297,7 @@ class KVPool:
         if not self.config.enable_prefix_caching:
             return
         for chain, hashes in zip(chains, new_hashes, strict=True):
-            chain += hashes
+            chain.extend(hashes)
         tables = zip(*map(self._tables.__getitem__, requests), strict=True)
         for group, group_tables in zip(self._groups, tables, strict=True):
             group.publish(zip(group_tables, chains, num_tokens, strict=True))

@@ -83,7 +83,7 @@ class Request:
     stop_token_id: int | None = None
     origin: int = 0
     clock: Clock = STANDING
-    """`num_computed_tokens` is the sum of both. A clock that ticks means that the request decodes in
+    """`num_computed_tokens` is the sum of both. While the clock ticks, the request decodes in
     stride: each step computes one more token, needs nothing of the pool, and can end it only by
     that token.
     """
