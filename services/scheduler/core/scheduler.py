@@ -374,10 +374,10 @@ class Scheduler:
         """Appends the tokens of a request; returns those up to its end, if it ended."""
         request = plan.requests[index]
         kept = request.append_output(output.token_ids[index])
-        if plan.draft_token_ids and request.num_computed_tokens:
+        drafts = plan.draft_token_ids.get(request)
+        if drafts and request.num_computed_tokens:
             # Drafts that were rejected, or came after the end, were never computed.
-            if num_drafts := len(plan.draft_token_ids.get(request, ())):
-                request.origin -= num_drafts + 1 - len(kept)
+            request.origin -= len(drafts) + 1 - len(kept)
         if output.draft_token_ids and not self.config.async_scheduling:
             request.draft_token_ids = list(output.draft_token_ids[index])
         if request.slot is not None:
