@@ -90,7 +90,16 @@ METRIC_CACHE_CONFIG = "vllm:cache_config_info"
 METRIC_STEP_SECONDS = "stepwell_step_seconds"
 METRIC_POOL_USAGE = "stepwell_kvpool_usage_perc"
 METRIC_POOL_EVICTIONS = "stepwell_kvpool_evictions"
+METRIC_POOL_REUSES = "stepwell_kvpool_reuses"
+METRIC_POOL_RESETS = "stepwell_kvpool_resets"
 METRIC_POOL_TRANSACTIONS = "stepwell_kvpool_transactions"
+METRIC_POOL_CACHED_HASHES = "stepwell_kvpool_cached_hashes"
+
+# Ages of cached blocks: vLLM's kv_block_lifetime, idle_before_evict and reuse_gap, of every block
+# instead of a sample, and in transactions, about one an engine step, instead of seconds.
+METRIC_POOL_BLOCK_LIFETIME = "stepwell_kvpool_block_lifetime_transactions"
+METRIC_POOL_BLOCK_IDLE_BEFORE_EVICT = "stepwell_kvpool_block_idle_before_evict_transactions"
+METRIC_POOL_BLOCK_REUSE_GAP = "stepwell_kvpool_block_reuse_gap_transactions"
 
 # Metrics at the edge.
 METRIC_REQUEST_SUCCESS = "vllm:request_success"

@@ -15,6 +15,9 @@ from tests.kvpool import wire
 from tests.kvpool.wire import WATCH_BUFFER_HASHES, Speaker, packed
 from tests.kvpool.worked_examples import hashes
 
+IDLE_SECONDS = 1.0
+"""Within this every event of an idle pool is out, with much to spare."""
+
 
 async def test_a_watcher_gets_a_snapshot_and_then_every_change(stub):
     speaker = await opened_speaker(stub, num_blocks=4)
@@ -29,6 +32,21 @@ async def test_a_watcher_gets_a_snapshot_and_then_every_change(stub):
     await speaker.transact(wire.reset())
     assert await read(watch) == batch(speaker, 3, cleared())
     watch.cancel()
+
+
+async def test_an_idle_pool_keeps_nothing_back(stub):
+    """Whatever a transaction changed is sent, although nobody speaks to the pool any more."""
+    speaker = await opened_speaker(stub)
+    watch = stub.WatchEvents(kvpool_pb2.WatchEventsRequest(pool_id="replica"))
+    await read(watch)
+    await speaker.transact(wire.admit(wire.admission(1, 8, path="ab")))
+    await speaker.end()
+    async with asyncio.timeout(IDLE_SECONDS):
+        assert await watch.read() == batch(speaker, 1, stored("ab"))
+    late = stub.WatchEvents(kvpool_pb2.WatchEventsRequest(pool_id="replica"))
+    assert await read(late) == batch(speaker, 1, stored("ab"), snapshot=True)
+    watch.cancel()
+    late.cancel()
 
 
 async def test_a_watcher_is_told_that_the_pool_begins_anew(stub):

@@ -65,6 +65,33 @@ async def test_metrics_are_served_in_vllms_names():
     assert 'stepwell_kvpool_transactions_total{engine="replica"} 2.0' in lines
 
 
+async def test_metrics_tell_how_long_blocks_live_lie_idle_and_wait_for_their_reuse():
+    async with pool_process("--metrics-port", "0") as (_, addresses):
+        async with open_channel(addresses["serving"]) as channel:
+            speaker = await opened_speaker(channel, num_blocks=4)
+            await speaker.transact(wire.admit(wire.admission(1, 12, path="abc")))  # 1
+            await speaker.transact(wire.release(1))  # 2
+            await speaker.transact(wire.lookup(2, 8, "ab"))  # 3
+            # Finds two blocks after two transactions; evicts "c", which lived three, idle two.
+            await speaker.transact(wire.admit(wire.admission(2, 9, hit=8)))  # 4
+            await speaker.transact(wire.release(2), wire.reset())
+            await speaker.end()
+        lines = (await asyncio.to_thread(scrape, addresses["serving metrics"])).splitlines()
+    for name, value in {
+        "evictions_total": 1,
+        "reuses_total": 2,
+        "resets_total": 1,
+        "cached_hashes": 0,
+        "block_lifetime_transactions_count": 1,
+        "block_lifetime_transactions_sum": 3,
+        "block_idle_before_evict_transactions_count": 1,
+        "block_idle_before_evict_transactions_sum": 2,
+        "block_reuse_gap_transactions_count": 2,
+        "block_reuse_gap_transactions_sum": 4,
+    }.items():
+        assert f'stepwell_kvpool_{name}{{engine="replica"}} {value:.1f}' in lines
+
+
 async def test_an_address_that_is_taken_ends_it_with_one_sentence():
     async with pool_process() as (_, addresses):
         process = await asyncio.create_subprocess_exec(

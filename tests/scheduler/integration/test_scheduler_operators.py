@@ -136,6 +136,32 @@ async def test_after_a_reset_nothing_is_found(replica: Replica, gateway: Gateway
     assert gateway.heard[2].num_cached_tokens == 0
 
 
+async def test_an_idle_replica_has_told_the_pool_everything(
+    replica: Replica, gateway: Gateway
+) -> None:
+    """The last full block is published, and nothing held, although nobody asks for more."""
+    await gateway.add(1, prompt(9))
+    await gateway.finish(1)
+    await replica.until_idle()
+    pool = await replica.pool.stats()
+    assert (pool.num_requests, pool.num_cached_hashes) == (0, (9 + 8 - 1) // 4)
+
+
+async def test_preempted_requests_count_once_in_the_hit_rate() -> None:
+    """What a victim finds of its own again saved nothing."""
+    worker = FakeWorker(num_blocks=14)
+    async with serving_replica(worker) as replica, gateway_of(replica) as gateway:
+        for handle in range(5):
+            await gateway.add(handle, prompt(9, 100 * handle), sampling=sampling(25))
+        await gateway.finish(*range(5))
+        stats, pool = await replica.stats(), await replica.pool.stats()
+    assert stats.num_preemptions > 0
+    assert stats.num_lost_tokens > 0
+    assert (stats.num_prompt_tokens, stats.num_cached_tokens) == (5 * 9, 0)
+    assert (pool.num_query_tokens, pool.num_hit_tokens) == (5 * 8, 0)
+    assert pool.num_reuses > 0, "the blocks themselves were reused"
+
+
 async def test_statistics_count(replica: Replica, gateway: Gateway) -> None:
     before = await replica.stats()
     assert before.state == scheduler_pb2.ENGINE_STATE_IDLE

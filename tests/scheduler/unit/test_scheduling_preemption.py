@@ -41,6 +41,8 @@ async def test_a_victim_finds_its_own_blocks_if_nobody_took_them() -> None:
     back = next(step for step in told if step.resumed)
     assert (back.start["b"], back.granted["b"]) == (12, 1)
     assert b.num_cached_tokens == 0, "what it found when it was first scheduled"
+    stats = story.pool.core.stats()
+    assert (stats.num_query_tokens, stats.num_hit_tokens) == (6 + 10, 0), "each prompt once"
 
 
 async def test_who_does_not_fit_and_is_the_last_preempts_itself() -> None:
