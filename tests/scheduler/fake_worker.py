@@ -13,7 +13,7 @@ from services.common import names
 from services.common.block_hash import pack_token_ids, unpack_token_ids
 from services.common.server import GrpcServer
 from services.common.telemetry import Tracing
-from tests.scheduler.paged_model import VOCAB_SIZE, NewRow, PagedModel
+from tests.scheduler.paged_model import VOCAB_SIZE, NewRow, PagedModel, Work
 
 BLOCK_SIZE = 4
 EOS = 2
@@ -105,14 +105,15 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             unpack_token_ids(step.removed_slots),
             [_row(request) for request in step.new_requests],
             _appended(step),
-            list(
-                zip(
+            [
+                Work(*numbers)
+                for numbers in zip(
                     slots,
                     unpack_token_ids(step.num_scheduled_tokens),
                     unpack_token_ids(step.num_computed_tokens),
                     strict=True,
                 )
-            ),
+            ],
         )
         if self._tracing is not None and step.traceparent:
             self._tracing.child(

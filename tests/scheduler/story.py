@@ -7,6 +7,7 @@ from typing import Any
 
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.common.repetition import RepetitionDetection
+from services.kvpool.core.kv_pool import KVPool as PoolCore
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.plan import StepOutput, StepPlan
 from services.scheduler.core.ports import KVPool
@@ -66,7 +67,7 @@ class Story:
             num_blocks, block_size, enable_prefix_caching=self.config.enable_prefix_caching
         )
         self.scheduler = Scheduler(self.config, through(self.pool))
-        self.model = PagedModel(block_size, self.config.max_num_seqs)
+        self.model = self._new_model()
         self._num_requests = 0
         self._in_flight: deque[tuple[StepPlan, StepOutput]] = deque()
 
@@ -97,11 +98,11 @@ class Story:
         self.scheduler.add(request)
         return request
 
-    async def step(self) -> Told:
+    async def step(self, meanwhile: Callable[[StepPlan], None] = lambda _: None) -> Told:
         """Plans a step and runs it; the pool is in order after each of them.
 
         The tokens that are taken in are its own, or with asynchronous scheduling those of the step
-        before.
+        before. What happens `meanwhile` happens when the step is planned and before they come.
         """
         before = self.pool.num_transactions
         plan = await self.scheduler.schedule()
@@ -109,6 +110,7 @@ class Story:
         self.pool.core.check()
         if plan.requests or plan.removed_slots:
             self._in_flight.append((plan, self.model.run_plan(plan)))
+        meanwhile(plan)
         depth = 2 if self.config.async_scheduling else 1
         tokens: dict[str, list[int]] = {}
         if self._in_flight and (len(self._in_flight) >= depth or not plan.requests):
@@ -139,6 +141,13 @@ class Story:
         while self._in_flight:
             self.take_in(*self._in_flight.popleft())
 
+    def lose(self) -> None:
+        """Pool and workers die, with what is in flight; empty ones take their place."""
+        self._in_flight.clear()
+        self.scheduler.forget_pool()
+        self.pool.core = PoolCore(self.pool.core.config)
+        self.model = self._new_model()
+
     async def steps(self, count: int) -> list[Told]:
         """Several steps."""
         return [await self.step() for _ in range(count)]
@@ -150,6 +159,10 @@ class Story:
             told.append(await self.step())
             assert len(told) < max_steps, "somebody starves"
         return told
+
+    def _new_model(self) -> PagedModel:
+        config = self.config
+        return PagedModel(config.block_size, config.max_num_seqs, config.num_speculative_tokens)
 
     @property
     def has_work(self) -> bool:

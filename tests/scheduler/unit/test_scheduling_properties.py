@@ -1,178 +1,208 @@
-"""Random replicas with random requests: what must hold after every step, and at the end."""
+"""Random worlds, lived to their end: what must hold after every step, and when all is over."""
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from services.kvpool.core.ids import RequestNumber
+from services.cli.replay.inprocess_pool import InProcessPool
+from services.scheduler.core import ports
 from services.scheduler.core.config import Policy
+from services.scheduler.core.plan import StepPlan
 from services.scheduler.core.request import FinishReason, Request
+from tests.scheduler.invariants import Before, check_step
 from tests.scheduler.paged_model import continuation
-from tests.scheduler.story import Story, Told
+from tests.scheduler.story import Story
+from tests.scheduler.worlds import Arrival, Event, Incident, World, worlds
 
-MAX_PROMPT = 24
-MAX_OUTPUT = 12
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A request that is going to come."""
-
-    step: int
-    token_ids: list[int]
-    num_output: int
-    max_tokens: int
-    priority: int
-    salt: str
-    reads_prefix_cache: bool
-    abort_after: int | None
+NUM_WORLDS = 2000
+KINDS = [(policy, in_flight) for policy in Policy for in_flight in (1, 2)]
+RARE = ("preemptions", "hits", "drafts", "STOP", "ABORT")
+MAX_STEPS = 1500
+"""More than any world needs; whoever is not served by then starves."""
 
 
-@dataclass(frozen=True, slots=True)
-class World:
-    """A replica and what will be asked of it."""
+class MortalPool:
+    """A pool that may die in the middle of a step."""
 
-    config: dict[str, Any]
-    arrivals: list[Arrival]
-    told_to_preempt_all: frozenset[int]
+    def __init__(self, pool: InProcessPool) -> None:
+        self._pool = pool
+        self._transactions_left: int | None = None
 
+    def die_after(self, num_transactions: int) -> None:
+        """Sets the end."""
+        self._transactions_left = num_transactions
 
-@st.composite
-def prompts(draw: st.DrawFn) -> list[int]:
-    """Prompts that share prefixes: part of one of two stems, then tokens of their own."""
-    stem = draw(st.integers(0, 1)) * 400 + 100
-    shared = draw(st.integers(0, MAX_PROMPT - 4))
-    own = draw(st.lists(st.integers(3, 6), min_size=1, max_size=4))
-    return [*range(stem, stem + shared), *own]
+    def live(self) -> None:
+        """There is a new one."""
+        self._transactions_left = None
 
-
-@st.composite
-def arrivals(draw: st.DrawFn) -> Arrival:
-    token_ids = draw(prompts())
-    num_output = draw(st.sampled_from([0, 0, 0, 2]))
-    return Arrival(
-        step=draw(st.integers(0, 12)),
-        token_ids=token_ids + continuation(token_ids, num_output),
-        num_output=num_output,
-        max_tokens=num_output + draw(st.integers(1, MAX_OUTPUT - 2)),
-        priority=draw(st.integers(0, 2)),
-        salt=draw(st.sampled_from(["", "", "salt"])),
-        reads_prefix_cache=draw(st.integers(0, 9)) != 0,
-        abort_after=draw(st.one_of(st.none(), st.none(), st.integers(0, 10))),
-    )
-
-
-@st.composite
-def worlds(draw: st.DrawFn) -> World:
-    block_size = draw(st.integers(1, 5))
-    whole = -(-(MAX_PROMPT + MAX_OUTPUT) // block_size)
-    chunked = draw(st.integers(0, 4)) != 0
-    longest = MAX_PROMPT + MAX_OUTPUT
-    config = {
-        "block_size": block_size,
-        "num_blocks": 1 + whole + draw(st.integers(0, whole)),
-        "max_model_len": longest,
-        "max_num_seqs": draw(st.integers(1, 5)),
-        "max_num_batched_tokens": draw(st.integers(1, 40)) if chunked else longest,
-        "enable_chunked_prefill": chunked,
-        "policy": draw(st.sampled_from(Policy)),
-        "enable_prefix_caching": draw(st.integers(0, 3)) != 0,
-        "long_prefill_token_threshold": draw(st.sampled_from([0, 0, 1, 5])),
-        "long_prefill_token_threshold_adaptive": draw(st.booleans()),
-        "scheduler_reserve_full_isl": draw(st.booleans()),
-        "async_scheduling": draw(st.booleans()),
-        "watermark": draw(st.sampled_from([0.0, 0.0, 0.1, 0.5])),
-    }
-    return World(
-        config=config,
-        arrivals=draw(st.lists(arrivals(), min_size=1, max_size=7)),
-        told_to_preempt_all=frozenset(draw(st.lists(st.integers(1, 12), max_size=1))),
-    )
+    async def transact(
+        self, operations: Sequence[ports.Operation], traceparent: str = ""
+    ) -> ports.Outcome:
+        if self._transactions_left is not None:
+            if self._transactions_left == 0:
+                raise ports.PoolLost("the pool is away")
+            self._transactions_left -= 1
+        return await self._pool.transact(operations, traceparent)
 
 
 @dataclass(slots=True)
-class Run:
-    """A world set going."""
+class Life:
+    """A world, and what became of it."""
 
     world: World
-    story: Story
-    alive: dict[str, tuple[Arrival, Request]] = field(default_factory=dict)
+    happened: Counter[str]
+    """Across lives, how often something happened."""
+    requests: list[tuple[Arrival, Request]] = field(default_factory=list)
+    paused_until: int = 0
+    story: Story = field(init=False)
+    pool: MortalPool = field(init=False)
 
-    async def to_the_end(self) -> None:
-        step, last = 0, max(arrival.step for arrival in self.world.arrivals)
-        while step <= last or self.story.has_work:
-            assert step < 2000, f"{self.story.waiting} starve"
-            self._happen(step)
-            told = await self.story.step()
-            self._check_limits(told)
-            self._check_memory()
+    def __post_init__(self) -> None:
+        self.story = Story(**self.world.config, through=self._mortal)
+
+    def _mortal(self, pool: InProcessPool) -> MortalPool:
+        self.pool = MortalPool(pool)
+        return self.pool
+
+    async def live(self) -> None:
+        """Lives it to the end."""
+        step = 0
+        while step <= self.world.last_step or self.story.has_work:
+            assert step < MAX_STEPS, f"{self.story.running} and {self.story.waiting} do not end"
+            self._arrive(step)
+            try:
+                await self._step(step)
+            except ports.PoolLost:
+                self.pool.live()
+                self.story.lose()
             step += 1
         self._check_ends()
+        self._count(step)
 
-    def _happen(self, step: int) -> None:
-        for number, arrival in enumerate(self.world.arrivals):
+    def _arrive(self, step: int) -> None:
+        for arrival in self.world.arrivals:
             if arrival.step == step:
-                name = f"r{number}"
                 request = self.story.add(
-                    name,
+                    f"r{len(self.requests)}",
                     arrival.token_ids,
-                    num_prompt_tokens=len(arrival.token_ids) - arrival.num_output,
+                    num_prompt_tokens=arrival.num_prompt_tokens,
                     max_tokens=arrival.max_tokens,
+                    stop=arrival.ending_token_ids,
                     priority=arrival.priority,
                     cache_salt=arrival.salt,
                     reads_prefix_cache=arrival.reads_prefix_cache,
                 )
-                self.alive[name] = arrival, request
-        for arrival, request in self.alive.values():
-            if arrival.abort_after is not None and step == arrival.step + arrival.abort_after:
-                self.story.scheduler.abort(request)
-        if step in self.world.told_to_preempt_all:
+                self.requests.append((arrival, request))
+
+    async def _step(self, step: int) -> None:
+        for event in self.world.events:
+            if event.step == step:
+                await self._suffer(event)
+        self._abort(step, mid_step=False)
+        if step < self.paused_until:
             self.story.settle()
-            self.story.scheduler.preempt_all()
+            self._abort(step, mid_step=True)
+            return
+        before = Before.of(self.story)
 
-    def _check_limits(self, told: Told) -> None:
-        config = self.story.config
-        assert sum(told.granted.values()) <= config.max_num_batched_tokens
-        assert all(count > 0 for count in told.granted.values())
-        assert len(self.story.running) <= config.max_num_seqs
-        assert self.story.model.num_requests <= config.max_num_seqs
-        assert not told.preempted or not (told.new or told.resumed)
+        def planned(plan: StepPlan) -> None:
+            check_step(self.story, before, plan)
+            self.happened["drafts"] += sum(map(len, plan.draft_token_ids.values()))
+            self._abort(step, mid_step=True)
 
-    def _check_memory(self) -> None:
-        """Blocks at or above what is computed have one holder; free + used = total."""
-        core, size = self.story.pool.core, self.story.config.block_size
-        core.check()
-        tables = {
-            request: core.block_tables(RequestNumber(request.key))[0]
-            for _, request in self.alive.values()
-        }
-        holders = Counter(block for table in tables.values() for block in table)
-        assert len(holders) + core.num_free_blocks == core.config.num_blocks - 1
-        assert 0 not in holders
-        for request in self.story.scheduler.running:
-            written_next = tables[request][request.num_computed_tokens // size :]
-            assert all(holders[block] == 1 for block in written_next), request.request_id
+        await self.story.step(planned)
+
+    async def _suffer(self, event: Event) -> None:
+        scheduler = self.story.scheduler
+        self.happened[event.incident.name] += 1
+        match event.incident:
+            case Incident.PREEMPT:
+                self.story.settle()
+                scheduler.preempt_all()
+            case Incident.RESET:
+                self.story.settle()
+                scheduler.preempt_all()
+                assert await scheduler.reset_prefix_cache()
+                assert self.story.pool.core.num_cached_hashes == 0
+            case Incident.REFUSED_RESET:
+                self.story.settle()
+                assert await scheduler.reset_prefix_cache() is not bool(scheduler.running)
+            case Incident.PAUSE | Incident.PAUSE_AND_ABORT:
+                self.story.settle()
+                self.paused_until = event.step + event.count
+                if event.incident is Incident.PAUSE_AND_ABORT:
+                    for _, request in self.requests:
+                        scheduler.abort(request)
+                    await scheduler.flush()
+            case Incident.LOSS:
+                self.story.lose()
+            case Incident.LOSS_MID_STEP:
+                self.pool.die_after(event.count)
+
+    def _abort(self, step: int, *, mid_step: bool) -> None:
+        for arrival, request in self.requests:
+            if arrival.abort_at == step and arrival.abort_mid_step is mid_step:
+                self.story.scheduler.abort(request)
 
     def _check_ends(self) -> None:
-        for arrival, request in self.alive.values():
-            given = arrival.token_ids[: len(arrival.token_ids) - arrival.num_output]
-            expected = given + continuation(given, arrival.max_tokens)
-            assert request.is_finished
+        """Everyone ended, with their own tokens and for the right reason, and holds nothing."""
+        for arrival, request in self.requests:
+            expected, reason = self._expected(arrival)
             if request.finish_reason is FinishReason.ABORT:
-                assert arrival.abort_after is not None
+                assert self._was_given_up(arrival)
                 assert request.token_ids == expected[: len(request.token_ids)]
             else:
-                assert request.finish_reason is FinishReason.LENGTH
+                assert request.finish_reason is reason
                 assert request.token_ids == expected
         assert self.story.pool.core.num_free_blocks == self.story.config.num_blocks - 1
+        assert self.story.pool.core.stats().num_requests == 0
         assert self.story.model.num_requests == 0
 
+    def _expected(self, arrival: Arrival) -> tuple[list[int], FinishReason]:
+        prompt = arrival.token_ids[: arrival.num_prompt_tokens]
+        room = self.story.config.max_model_len - len(prompt)
+        token_ids = prompt + continuation(prompt, min(arrival.max_tokens, room))
+        for end in range(len(arrival.token_ids), len(token_ids)):
+            if token_ids[end] in arrival.ending_token_ids:
+                return token_ids[: end + 1], FinishReason.STOP
+        return token_ids, FinishReason.LENGTH
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(worlds())
-def test_every_request_ends_with_its_own_tokens_and_leaves_nothing_behind(world: World) -> None:
-    asyncio.run(Run(world, Story(**world.config)).to_the_end())
+    def _was_given_up(self, arrival: Arrival) -> bool:
+        return arrival.abort_at is not None or any(
+            event.incident is Incident.PAUSE_AND_ABORT for event in self.world.events
+        )
+
+    def _count(self, num_steps: int) -> None:
+        self.happened["worlds"] += 1
+        self.happened["steps"] += num_steps
+        self.happened["preemptions"] += self.story.scheduler.num_preemptions
+        for _, request in self.requests:
+            assert request.finish_reason is not None
+            self.happened[request.finish_reason.name] += 1
+            self.happened["hits"] += bool(request.num_cached_tokens)
+
+
+@pytest.mark.parametrize(
+    ("policy", "in_flight"), KINDS, ids=[f"{policy.value}-{depth}" for policy, depth in KINDS]
+)
+def test_every_world_ends_well(policy: Policy, in_flight: int) -> None:
+    happened: Counter[str] = Counter()
+
+    @settings(
+        max_examples=NUM_WORLDS // len(KINDS),
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    @given(worlds(policy=policy, async_scheduling=in_flight == 2))
+    def live(world: World) -> None:
+        asyncio.run(Life(world, happened).live())
+
+    live()
+    assert happened["worlds"] >= NUM_WORLDS // len(KINDS)
+    for rare in (*(incident.name for incident in Incident), *RARE):
+        assert happened[rare] >= 20, f"{rare} hardly happened: {happened}"

@@ -1,0 +1,147 @@
+"""What must hold in every step of a scheduler over its pool, once the step is planned.
+
+Each is recomputed from tables, tokens and limits; none asks the scheduler why it did what it did.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.kvpool.core.ids import RequestNumber
+from services.scheduler.core.config import Policy
+from services.scheduler.core.plan import StepPlan
+from services.scheduler.core.request import Request
+from tests.scheduler.story import Story
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """Who ran and who waited, in order, before a step was planned."""
+
+    running: list[Request]
+    waiting: list[Request]
+
+    @classmethod
+    def of(cls, story: Story) -> "Before":
+        """As it is now."""
+        return cls(list(story.scheduler.running), list(story.scheduler.waiting))
+
+
+def check_step(story: Story, before: Before, plan: StepPlan) -> None:
+    """All of them."""
+    check_budget(story, plan)
+    check_places(story)
+    check_nothing_leaks(story)
+    check_one_owner_of_writable_blocks(story)
+    check_queue_order(story)
+    check_nobody_passes_the_head(before, plan)
+    check_the_head_waits_for_a_reason(story, plan)
+    check_who_runs_is_served(story, before, plan)
+
+
+def check_budget(story: Story, plan: StepPlan) -> None:
+    """A step hands out what it has, in whole tokens."""
+    assert plan.num_tokens <= story.config.token_budget
+    assert all(count > 0 for count in plan.num_scheduled_tokens)
+    assert len(set(plan.requests)) == len(plan.requests)
+
+
+def check_places(story: Story) -> None:
+    """The workers' batch holds who runs, and no more than may run."""
+    running = story.scheduler.running
+    assert len(running) <= story.config.max_running
+    assert story.model.num_requests == len(running)
+    assert not set(running) & set(story.scheduler.waiting)
+
+
+def check_nothing_leaks(story: Story) -> None:
+    """Those who run hold blocks, nobody else does, and what nobody holds is free."""
+    core, running = story.pool.core, story.scheduler.running
+    tables = [_table(story, request) for request in running]
+    assert core.stats().num_requests == len(running)
+    assert all(tables)
+    held = {block for table in tables for block in table}
+    assert 0 not in held
+    assert len(held) + core.num_free_blocks == core.config.num_blocks - 1
+
+
+def check_one_owner_of_writable_blocks(story: Story) -> None:
+    """Blocks at or above where a request is written next are nobody else's."""
+    running, size = story.scheduler.running, story.config.block_size
+    holders = Counter(block for request in running for block in _table(story, request))
+    for request in running:
+        assert request.slot is not None
+        written_next = story.model.next_position(request.slot, request.num_computed_tokens)
+        writable = _table(story, request)[written_next // size :]
+        assert all(holders[block] == 1 for block in writable), request.request_id
+
+
+def check_queue_order(story: Story) -> None:
+    """By priority and arrival; or who ran before first, then first come, first served."""
+    waiting = list(story.scheduler.waiting)
+    if story.config.policy is Policy.PRIORITY:
+        claims = [(request.priority, request.arrival_time) for request in waiting]
+    else:
+        ran = [request.num_preemptions > 0 for request in waiting]
+        claims = [
+            (not before, 0 if before else request.arrival_time)
+            for before, request in zip(ran, waiting, strict=True)
+        ]
+    assert claims == sorted(claims)
+
+
+def check_nobody_passes_the_head(before: Before, plan: StepPlan) -> None:
+    """Who is admitted leaves from the head of the queue, and not while others give way."""
+    admitted = list(plan.block_tables)
+    assert admitted == before.waiting[: len(admitted)]
+    assert sorted(map(id, admitted)) == sorted(map(id, plan.new + plan.resumed))
+    assert not (admitted and plan.preempted)
+
+
+def check_the_head_waits_for_a_reason(story: Story, plan: StepPlan) -> None:
+    """With a place, tokens and blocks for it, the head of the queue runs."""
+    config, running = story.config, story.scheduler.running
+    head = next(iter(story.scheduler.waiting), None)
+    if head is None or plan.preempted or len(running) == config.max_running:
+        return
+    least = 1 + config.num_speculative_tokens if config.enable_chunked_prefill else head.num_tokens
+    if config.token_budget - plan.num_tokens < least:
+        return
+    slots = head.num_tokens + config.num_speculative_tokens + config.num_lookahead_tokens
+    blocks = -(-min(slots, config.max_model_len) // config.block_size)
+    watermark = config.num_watermark_blocks if running else 0
+    assert story.pool.core.num_free_blocks < blocks + watermark, head.request_id
+
+
+def check_who_runs_is_served(story: Story, before: Before, plan: StepPlan) -> None:
+    """The first in order gets tokens in every step, and everyone while there are any. Whoever has
+    the best claim never gives way: so each of them ends, and after them the head of the queue.
+    """
+    if not before.running:
+        return
+    assert _best_claim(story, before.running) not in plan.preempted
+    has_tokens_left = plan.num_tokens < story.config.token_budget
+    for request in before.running if has_tokens_left else before.running[:1]:
+        assert (
+            request in plan.requests
+            or request in plan.preempted
+            or _only_waits_for_tokens(story, request)
+        ), request.request_id
+
+
+def _best_claim(story: Story, running: Sequence[Request]) -> Request:
+    if story.config.policy is Policy.PRIORITY:
+        return min(running, key=lambda request: (request.priority, request.arrival_time))
+    return running[0]
+
+
+def _only_waits_for_tokens(story: Story, request: Request) -> bool:
+    """Whether a step in flight surely brings its last token, or might."""
+    return request.num_output_placeholders > 0 and (
+        request.num_tokens + 1 >= request.max_num_tokens
+        or request.num_computed_tokens + 1 >= story.config.max_model_len
+    )
+
+
+def _table(story: Story, request: Request) -> tuple[int, ...]:
+    return story.pool.core.block_tables(RequestNumber(request.key))[0]

@@ -1,0 +1,192 @@
+"""Random worlds: how a replica is configured, who comes when, and what goes wrong."""
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from hypothesis import strategies as st
+
+from tests.scheduler.paged_model import continuation
+
+MAX_PROMPT = 24
+MAX_OUTPUT = 20
+MAX_ARRIVALS = 9
+MAX_EVENTS = 3
+
+T = TypeVar("T")
+
+
+class Choices:
+    """Choices out of bytes, one byte each; the first choice where they are used up.
+
+    Hypothesis draws a whole world as a handful of byte strings, at a fraction of what a draw for
+    each choice costs, and shrinks towards zeros, which is towards the plainest world.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        self._data = iter(data)
+
+    def below(self, count: int) -> int:
+        """0 .. count - 1; at most 256 of them."""
+        return next(self._data, 0) % count
+
+    def among(self, *options: T) -> T:
+        """One of them, the first one first."""
+        return options[self.below(len(options))]
+
+    def one_in(self, count: int) -> bool:
+        """True that often."""
+        return self.below(count) == count - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request that is going to come, and perhaps to be given up: `abort_at` a step, before it is
+    planned or, `abort_mid_step`, between its plan and its tokens.
+    """
+
+    step: int
+    token_ids: list[int]
+    num_output: int
+    """How many of them are output already delivered."""
+    max_tokens: int
+    ending_token_ids: frozenset[int]
+    priority: int
+    salt: str
+    reads_prefix_cache: bool
+    abort_at: int | None
+    abort_mid_step: bool
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """How many tokens are prompt."""
+        return len(self.token_ids) - self.num_output
+
+
+class Incident(enum.Enum):
+    """What an operator or an accident does to a replica."""
+
+    PREEMPT = enum.auto()
+    """Everyone is sent back to the queue."""
+    RESET = enum.auto()
+    """The cached prefixes are to be forgotten, which needs everyone to give way."""
+    REFUSED_RESET = enum.auto()
+    """The same, while whoever runs goes on."""
+    PAUSE = enum.auto()
+    """Nothing is planned for some steps."""
+    PAUSE_AND_ABORT = enum.auto()
+    """The same, after everyone was ended."""
+    LOSS = enum.auto()
+    """Pool and workers die between two steps."""
+    LOSS_MID_STEP = enum.auto()
+    """The pool dies after some transactions, wherever the scheduler then stands."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """An incident before a step; `count` steps or transactions."""
+
+    step: int
+    incident: Incident
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """A replica and what happens to it."""
+
+    config: dict[str, Any]
+    arrivals: list[Arrival]
+    events: list[Event]
+
+    @property
+    def last_step(self) -> int:
+        """The last one before which something happens."""
+        return max(item.step for item in (*self.arrivals, *self.events))
+
+
+def worlds(**config: Any) -> st.SearchStrategy[World]:
+    """Worlds that have some of the configuration in common."""
+    return st.tuples(
+        st.binary(min_size=24, max_size=24),
+        st.lists(st.binary(min_size=16, max_size=16), min_size=1, max_size=MAX_ARRIVALS),
+        st.binary(min_size=3 * MAX_EVENTS, max_size=3 * MAX_EVENTS),
+    ).map(lambda drawn: _world(config, *drawn))
+
+
+def _world(fixed: dict[str, Any], config: bytes, arrivals: Sequence[bytes], events: bytes) -> World:
+    return World(
+        config=_config(Choices(config)) | fixed,
+        arrivals=[_arrival(Choices(data)) for data in arrivals],
+        events=_events(Choices(events)),
+    )
+
+
+def _config(choices: Choices) -> dict[str, Any]:
+    """The pool holds the longest sequence at least, and not much more than two of them. A step has
+    room for one token with its drafts, and without chunks for a whole sequence.
+    """
+    num_drafts = choices.among(0, 0, 0, 1, 2, 3)
+    max_model_len = MAX_PROMPT + 4 + choices.below(MAX_OUTPUT - 4)
+    block_size = 1 + choices.below(5)
+    whole = -(-max_model_len // block_size)
+    chunked = not choices.one_in(5)
+    budget = 1 + num_drafts + choices.below(40) if chunked else max_model_len + num_drafts
+    max_num_seqs = 1 + choices.below(6)
+    return {
+        "num_speculative_tokens": num_drafts,
+        "num_lookahead_tokens": choices.among(0, 0, num_drafts, 1),
+        "block_size": block_size,
+        "num_blocks": 1 + whole + choices.among(0, choices.below(whole + 1)),
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "max_num_active_seqs": choices.among(None, None, 1 + choices.below(max_num_seqs)),
+        "max_num_batched_tokens": budget + choices.among(0, 8),
+        "max_num_scheduled_tokens": budget,
+        "enable_chunked_prefill": chunked,
+        "enable_prefix_caching": not choices.one_in(4),
+        "long_prefill_token_threshold": choices.among(0, 0, 1, 5),
+        "long_prefill_token_threshold_adaptive": choices.one_in(2),
+        "scheduler_reserve_full_isl": not choices.one_in(2),
+        "watermark": choices.among(0.0, 0.0, 0.1, 0.5),
+    }
+
+
+def _arrival(choices: Choices) -> Arrival:
+    """There are few beginnings, so that prompts share prefixes; some go on as the answer to another
+    does, as a second turn would.
+    """
+    stem, own = choices.among(100, 500), 3 + choices.below(2)
+    prompt = [*range(stem, stem + choices.among(0, 4, 9, 14)), *[own] * (1 + choices.below(2))]
+    prompt += continuation(prompt, choices.among(0, 0, 0, choices.below(9)))
+    num_output = choices.among(0, 0, 0, 2)
+    max_tokens = num_output + 1 + choices.below(MAX_OUTPUT - 2)
+    answer = continuation(prompt, max_tokens)
+    ends_early = choices.one_in(4)
+    ending = answer[num_output + choices.below(max_tokens - num_output)]
+    step = choices.below(10)
+    is_given_up = choices.one_in(3)
+    return Arrival(
+        step=step,
+        token_ids=prompt + answer[:num_output],
+        num_output=num_output,
+        max_tokens=max_tokens,
+        ending_token_ids=frozenset({ending} if ends_early else ()),
+        priority=choices.below(3),
+        salt=choices.among("", "", "salt"),
+        reads_prefix_cache=not choices.one_in(10),
+        abort_at=step + choices.below(20) if is_given_up else None,
+        abort_mid_step=choices.one_in(2),
+    )
+
+
+def _events(choices: Choices) -> list[Event]:
+    """At most one in a step."""
+    events: dict[int, Event] = {}
+    for _ in range(MAX_EVENTS):
+        incident = choices.among(None, None, *Incident)
+        step, count = 1 + choices.below(20), choices.below(4)
+        if incident is not None:
+            events[step] = Event(step, incident, count)
+    return list(events.values())
