@@ -1,4 +1,7 @@
-"""A replica that serves: the scheduler and the pool as they are, workers without a model."""
+"""A replica that serves: the scheduler and the pool as they are, over any workers.
+
+Those without a model unless told otherwise.
+"""
 
 import asyncio
 import tempfile
@@ -6,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -143,6 +146,16 @@ class Gateway:
             self.heard.setdefault(rejected.handle, Heard()).rejected = rejected
 
 
+class Worker(Protocol):
+    """One rank, which the test's process serves."""
+
+    async def start(self) -> str:
+        """Serves; returns the address."""
+
+    async def stop(self) -> None:
+        """Ends every stream and frees the port."""
+
+
 class Pool:
     """The pool service at one address, to be stopped and started again."""
 
@@ -182,15 +195,17 @@ class Replica:
     address: str
     stub: scheduler_pb2_grpc.SchedulerStub
     pool: Pool
-    workers: list[FakeWorker]
+    workers: Sequence[Worker]
     pool_link: CuttableProxy
     stop: asyncio.Event
     serving: asyncio.Task[None]
 
     @property
     def worker(self) -> FakeWorker:
-        """The first rank."""
-        return self.workers[0]
+        """The first rank, which has no model."""
+        worker = self.workers[0]
+        assert isinstance(worker, FakeWorker)
+        return worker
 
     async def stats(self) -> scheduler_pb2.GetStatsResponse:
         """A look at the replica."""
@@ -214,7 +229,7 @@ class Replica:
 
 @asynccontextmanager
 async def serving_replica(
-    *workers: FakeWorker, pool: Pool | None = None, **settings: Any
+    *workers: Worker, pool: Pool | None = None, **settings: Any
 ) -> AsyncIterator[Replica]:
     """Starts everything, the scheduler over a link to the pool that can be cut."""
     ranks = list(workers) or [FakeWorker()]

@@ -1,0 +1,70 @@
+"""Prompts, the situations in which they are served, and what transformers generates for them."""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.tiny_models import VOCAB_SIZE, build_tiny_model
+
+BLOCK_SIZE = 4
+MAX_TOKENS = 24
+MAX_MODEL_LEN = 128
+LARGE_POOL = 2400
+SMALL_POOL = 40
+"""Blocks that hold two or three of the sixteen requests."""
+
+GREEDY: dict[str, Any] = {"temperature": 0, "seed": 0, "max_tokens": MAX_TOKENS}
+SAMPLED: dict[str, Any] = {
+    "temperature": 0.9,
+    "top_p": 0.95,
+    "repetition_penalty": 1.1,
+    "presence_penalty": 0.3,
+    "seed": 1234,
+    "max_tokens": MAX_TOKENS,
+}
+
+
+@dataclass(frozen=True)
+class Situation:
+    """How requests are served."""
+
+    max_num_batched_tokens: int = 512
+    num_blocks: int = LARGE_POOL
+    max_num_seqs: int = 16
+
+
+SITUATIONS = {
+    "alone": Situation(max_num_seqs=1),
+    "sixteen together": Situation(),
+    "chunks of 7": Situation(max_num_batched_tokens=7),
+    "preempted again and again": Situation(num_blocks=SMALL_POOL, max_num_batched_tokens=48),
+}
+
+
+def prompts() -> list[list[int]]:
+    """Sixteen prompts of 1 to 46 tokens; every third begins as the longest does."""
+    random = np.random.default_rng(11)
+    longest = random.integers(3, VOCAB_SIZE, 46).tolist()
+    made = [random.integers(3, VOCAB_SIZE, 1 + 3 * number).tolist() for number in range(16)]
+    return [longest[:40] + own[:6] if number % 3 == 0 else own for number, own in enumerate(made)]
+
+
+@cache
+def reference_outputs(kind: str) -> list[list[int]]:
+    """What transformers continues each prompt with, greedily; computed once for all who ask."""
+    model, outputs = build_tiny_model(kind), []
+    for prompt in prompts():
+        ids = torch.tensor([prompt])
+        generated = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=MAX_TOKENS,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        outputs.append(generated[0, len(prompt) :].tolist())
+    return outputs

@@ -1,0 +1,149 @@
+"""The same tokens over the services, with one step in flight or with two.
+
+Pool, worker and scheduler serve at ports of their own, and speak with each other and with whoever
+wants tokens as they do when each is a process.
+"""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stepwell.scheduler.v1 import scheduler_pb2
+
+from services.worker.build import build_engine
+from services.worker.core.engine import Engine
+from services.worker.settings import WorkerSettings
+from tests.parity.situations import (
+    BLOCK_SIZE,
+    GREEDY,
+    LARGE_POOL,
+    MAX_MODEL_LEN,
+    SAMPLED,
+    SITUATIONS,
+    SMALL_POOL,
+    Situation,
+    prompts,
+    reference_outputs,
+)
+from tests.scheduler.serving_replica import (
+    Gateway,
+    Replica,
+    gateway_of,
+    sampling,
+    serving_replica,
+)
+from tests.tiny_models import TINY_MODELS, save_tiny_model
+from tests.worker.serving_worker import ServingWorker
+
+SOME_PROMPTS = (0, 5, 12, 15)
+"""Those served alone, by number: the shortest, one of its own, two that share a beginning."""
+
+Outputs = list[list[int]]
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model, by its kind and loaded."""
+
+    kind: str
+    engine: Engine
+
+
+@pytest.fixture(scope="module", params=sorted(TINY_MODELS))
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    torch.set_num_threads(1)
+    directory: Path = tmp_path_factory.mktemp(request.param)
+    save_tiny_model(directory, request.param)
+    settings = WorkerSettings(
+        model=directory,
+        block_size=BLOCK_SIZE,
+        num_blocks=LARGE_POOL,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=16,
+        max_num_batched_tokens=512,
+    )
+    return Served(request.param, build_engine(settings, request.param, lambda: None))
+
+
+@asynccontextmanager
+async def serving(
+    engine: Engine, situation: Situation, *, async_scheduling: bool
+) -> AsyncIterator[tuple[Replica, Gateway]]:
+    """A replica in a situation, whose worker says that it has so many blocks, and a session."""
+    description = replace(engine.description, num_blocks=situation.num_blocks)
+    async with (
+        serving_replica(
+            ServingWorker(replace(engine, description=description)),
+            async_scheduling=async_scheduling,
+            max_num_seqs=situation.max_num_seqs,
+            max_num_batched_tokens=situation.max_num_batched_tokens,
+        ) as replica,
+        gateway_of(replica) as gateway,
+    ):
+        yield replica, gateway
+
+
+async def generate(gateway: Gateway, wanted: list[list[int]], params: dict[str, Any]) -> Outputs:
+    """Sends requests at once; returns what each is answered."""
+    first = len(gateway.heard)
+    handles = range(first, first + len(wanted))
+    for handle, prompt in zip(handles, wanted, strict=True):
+        await gateway.add(handle, prompt, sampling=sampling(**params))
+    await gateway.finish(*handles)
+    return [gateway.heard[handle].tokens for handle in handles]
+
+
+@pytest.mark.parametrize("name", [name for name in SITUATIONS if name != "alone"])
+async def test_asynchronous_scheduling_changes_no_token(served: Served, name: str) -> None:
+    situation, expected = SITUATIONS[name], reference_outputs(served.kind)
+    sampled: dict[bool, Outputs] = {}
+    for async_scheduling in (False, True):
+        async with serving(served.engine, situation, async_scheduling=async_scheduling) as (
+            replica,
+            gateway,
+        ):
+            assert await generate(gateway, prompts(), GREEDY) == expected
+            sampled[async_scheduling] = await generate(gateway, prompts(), SAMPLED)
+            stats = await replica.stats()
+            await replica.until_idle()
+        check_stats(stats, situation)
+    assert sampled[True] == sampled[False]
+    assert sampled[True] != expected
+
+
+def check_stats(stats: scheduler_pb2.GetStatsResponse, situation: Situation) -> None:
+    """The replica served what the situation is about."""
+    assert stats.num_finished == 2 * len(prompts())
+    assert stats.num_cached_tokens >= 200
+    if situation.num_blocks == SMALL_POOL:
+        assert stats.num_preemptions >= 10
+    else:
+        assert stats.num_preemptions == 0
+
+
+async def test_alone_to_the_last_token_and_to_a_stop_token(served: Served) -> None:
+    expected = [reference_outputs(served.kind)[number] for number in SOME_PROMPTS]
+    wanted = [prompts()[number] for number in SOME_PROMPTS]
+    stop_token_id = expected[-1][10]
+    end = expected[-1].index(stop_token_id) + 1
+    sampled: dict[bool, Outputs] = {}
+    num_steps: dict[bool, int] = {}
+    for async_scheduling in (False, True):
+        async with serving(
+            served.engine, SITUATIONS["alone"], async_scheduling=async_scheduling
+        ) as (replica, gateway):
+            assert await generate(gateway, wanted, GREEDY) == expected
+            sampled[async_scheduling] = await generate(gateway, wanted, SAMPLED)
+            stopping = {**GREEDY, "stop_token_ids": [stop_token_id]}
+            assert await generate(gateway, wanted[-1:], stopping) == [expected[-1][:end]]
+            await replica.until_idle()
+            stats = await replica.stats()
+        assert stats.num_cached_tokens > 0
+        num_steps[async_scheduling] = stats.num_steps
+    assert sampled[True] == sampled[False]
+    # With a step in flight behind it, an end is known one step late.
+    assert num_steps[True] > num_steps[False]

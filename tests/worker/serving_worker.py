@@ -1,0 +1,34 @@
+"""A worker that serves a real model from the test's process."""
+
+from stepwell.worker.v1 import worker_pb2_grpc
+
+from services.common.server import GrpcServer
+from services.common.telemetry import configure_tracing
+from services.worker.adapters.compute import ComputeThread
+from services.worker.adapters.servicer import WorkerServicer
+from services.worker.core.engine import Engine
+from services.worker.process import SERVICE
+
+
+class ServingWorker:
+    """One rank over a loaded engine, which may be served again after `stop`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._compute = ComputeThread()
+        self._servicer = WorkerServicer(self._compute, configure_tracing("worker", "", 1.0))
+        self._server = GrpcServer()
+        self._server.add(worker_pb2_grpc.add_WorkerServicer_to_server, self._servicer, SERVICE)
+
+    async def start(self) -> str:
+        """Serves at a free port; returns the address."""
+        address = await self._server.start("127.0.0.1:0")
+        self._servicer.open(self._engine)
+        await self._server.set_serving(True)
+        return address
+
+    async def stop(self) -> None:
+        """Ends every stream and frees the port."""
+        self._servicer.close()
+        await self._server.drain(0)
+        self._compute.close()
