@@ -48,20 +48,27 @@ class RepetitionDetection:
             raise _invalid("min_count", f"is {self.min_count}, not in [2, {MAX_COUNT}]")
 
     def found_at_end(self, token_ids: Sequence[int], start: int) -> bool:
-        """Whether the tokens from `start` on end in such a repetition.
-
-        A stretch of tokens repeats with a period if it equals itself, shifted by that period. The
-        last token alone rules out most periods.
+        """Whether the tokens from `start` on end in such a repetition. The last token alone rules
+        out most sizes.
         """
-        length = len(token_ids) - start
-        longest = min(self.max_pattern_size, length // self.min_count)
-        for size in range(self.min_pattern_size, longest + 1):
-            if token_ids[-1] == token_ids[-1 - size]:
-                end = len(token_ids)
-                begin = end - size * self.min_count
-                if token_ids[begin : end - size] == token_ids[begin + size : end]:
-                    return True
-        return False
+        num_output = len(token_ids) - start
+        longest = min(self.max_pattern_size, num_output // self.min_count)
+        return any(
+            token_ids[-1] == token_ids[-1 - size] and self._repeats(token_ids, size)
+            for size in range(self.min_pattern_size, longest + 1)
+        )
+
+    def _repeats(self, token_ids: Sequence[int], size: int) -> bool:
+        """Whether a pattern of this size stands at the end often enough: then the end, but for one
+        pattern, equals itself shifted by one. Longer and longer ends are compared, so that a
+        difference costs no more than it lies away.
+        """
+        end, wanted, length = len(token_ids), size * (self.min_count - 1), 1
+        while length < wanted:
+            length = min(8 * length, wanted)
+            if token_ids[end - length :] != token_ids[end - length - size : end - size]:
+                return False
+        return True
 
 
 def _invalid(field: str, problem: str) -> InvalidArgument:

@@ -92,8 +92,10 @@ class Sessions:
                 touched.add(owner.session)
         for update in updates:
             self.num_generated_tokens += len(update.token_ids)
-            self.num_finished += update.request.is_finished
-            self.num_corrupted += update.request.finish_reason is FinishReason.NAN_IN_LOGITS
+            reason = update.request.finish_reason
+            if reason is not None:
+                self.num_finished += 1
+                self.num_corrupted += reason is FinishReason.NAN_IN_LOGITS
             owner = self._owners.get(update.request)
             if owner is not None:
                 self._deliver_to(owner, plan.step if plan is not None else 0, update)

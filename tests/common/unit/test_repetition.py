@@ -46,6 +46,15 @@ def test_a_prompt_repeats_as_it_likes() -> None:
     assert not repetition.found_at_end([5, 5, 5, 5], 4)
 
 
+@pytest.mark.parametrize("wrong", [0, 1, 99, 100, 150, 199, 250, 291, 292, 298, 299])
+def test_one_wrong_token_anywhere_in_long_patterns_is_seen(wrong: int) -> None:
+    output = [*range(100)] * 3
+    repetition = RepetitionDetection(100, 100, 3)
+    assert repetition.found_at_end(output, 0)
+    output[wrong] = 777
+    assert not repetition.found_at_end(output, 0)
+
+
 @settings(max_examples=300)
 @given(
     prompt=st.lists(st.integers(1, 2), max_size=4),

@@ -10,6 +10,7 @@ from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common.block_hash import pack_token_ids
 from services.common.errors import InvalidArgument, OutOfRange, ResourceExhausted
+from services.common.repetition import RepetitionDetection
 from services.scheduler.adapters.door import Door
 from services.scheduler.core.config import Policy, SchedulerConfig
 
@@ -45,7 +46,12 @@ def test_what_is_let_in_is_the_cores_own() -> None:
     request = door.let_in(
         message(
             output_token_ids=pack_token_ids([1, 2]),
-            sampling={"stop_token_ids": [5], "eos_token_ids": [6, 7]},
+            sampling={
+                "stop_token_ids": [5],
+                "eos_token_ids": [6, 7],
+                "min_tokens": 3,
+                "repetition_detection": {"max_pattern_size": 9, "min_count": 4},
+            },
             priority=-3,
             arrival_unix_nanos=2_500_000_000,
             cache_salt="salt",
@@ -56,6 +62,7 @@ def test_what_is_let_in_is_the_cores_own() -> None:
     assert (list(request.token_ids), request.num_prompt_tokens) == ([7, 8, 9, 1, 2], 3)
     assert (request.stop.max_tokens, request.stop.stop_token_ids) == (5, {5})
     assert request.stop.eos_token_ids == {6, 7}
+    assert (request.stop.repetition, request.stop.min_tokens) == (RepetitionDetection(9, 1, 4), 3)
     assert (request.priority, request.arrival_time) == (-3, 2.5)
     assert (request.cache_salt, request.traceparent) == ("salt", "00-1-2-01")
     assert request.reads_prefix_cache
@@ -101,6 +108,10 @@ def test_prompt_logprobs_need_every_position() -> None:
         ({"sampling": {"allowed_token_ids": [VOCAB_SIZE]}}, "sampling.allowed_token_ids"),
         ({"sampling": {"stop_token_ids": [VOCAB_SIZE]}}, "sampling.stop_token_ids"),
         ({"sampling": {"eos_token_ids": [VOCAB_SIZE]}}, "sampling.eos_token_ids"),
+        (
+            {"sampling": {"repetition_detection": {"max_pattern_size": 3}}},
+            "sampling.repetition_detection.min_count",
+        ),
         ({"sampling": {"bad_words": [common_pb2.TokenIds()]}}, "sampling.bad_words"),
         ({"sampling": {"logprobs": VOCAB_SIZE + 1}}, "sampling.logprobs"),
         ({"sampling": {"prompt_logprobs": VOCAB_SIZE + 1}}, "sampling.prompt_logprobs"),

@@ -6,7 +6,7 @@ import pytest
 
 from services.common.repetition import RepetitionDetection
 from services.scheduler.core.plan import StepOutput
-from services.scheduler.core.request import FinishReason
+from services.scheduler.core.request import FinishReason, Request, StopConditions
 from tests.scheduler.paged_model import continuation, next_token
 from tests.scheduler.story import Story, prompt
 
@@ -105,6 +105,13 @@ async def test_repetition_comes_last_and_not_before_min_tokens(
     )
     await story.run()
     assert request.finish_reason is reason
+
+
+def test_of_several_tokens_those_after_the_repetition_are_left_out() -> None:
+    stop = StopConditions(100, repetition=RepetitionDetection(2, 2, 2))
+    request = Request("a", 1, [5, 6, 5, 6], 2, stop, max_num_tokens=100)
+    assert request.append_output([7, 5, 6, 5, 6, 7]) == [7, 5, 6, 5, 6]
+    assert request.finish_reason is FinishReason.REPETITION
 
 
 async def test_a_prompt_may_repeat_itself() -> None:
