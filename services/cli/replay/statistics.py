@@ -5,11 +5,12 @@ generated, a *draft* when it is a guess, and *recomputed* when the position was 
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from services.scheduler.core.plan import StepPlan, StepUpdate
+from services.scheduler.core.plan import StepPlan, StepUpdate, WaitReason
 from services.scheduler.core.request import Request
 from services.scheduler.core.scheduler import Scheduler
 
@@ -54,6 +55,8 @@ class RunStatistics:
         self.num_query_tokens = 0
         """Tokens of requests when they were first admitted, which hits are a share of."""
         self.num_generated_tokens = 0
+        self.wait_steps: Counter[WaitReason] = Counter()
+        """Steps that requests were passed over in, added up, by what was in their way."""
         self._scheduler = scheduler
         self._made_at: dict[int, int] = {}
 
@@ -95,6 +98,8 @@ class RunStatistics:
             self.accounts[request].queued_steps = now - self.accounts[request].arrived
             self.num_hit_tokens += request.num_cached_tokens or 0
             self.num_query_tokens += request.num_tokens
+        if plan.wait_reason is not None:
+            self.wait_steps[plan.wait_reason] += len(self._scheduler.waiting)
         recomputed, prefill, decode, drafts = self._split(plan)
         self.samples.append(
             StepSample(

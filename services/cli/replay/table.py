@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from services.cli.replay.statistics import RunStatistics, middle, percentile
+from services.scheduler.core.plan import WaitReason
 
 Measure = Callable[[RunStatistics], float | None]
 
@@ -50,6 +51,9 @@ ROWS = (
     Row("tokens generated", lambda run: run.num_generated_tokens),
     Row("queueing, steps, median", lambda run: middle(run.queued_steps)),
     Row("queueing, steps, p99", lambda run: percentile(run.queued_steps, 0.99)),
+    Row("waited for a step's tokens, steps", lambda run: run.wait_steps[WaitReason.BUDGET]),
+    Row("waited for a place, steps", lambda run: run.wait_steps[WaitReason.MAX_SEQS]),
+    Row("waited for blocks, steps", lambda run: run.wait_steps[WaitReason.NO_BLOCKS]),
     Row("time to first token, steps, median", lambda run: middle(run.first_token_steps)),
     Row("time to first token, steps, p99", lambda run: percentile(run.first_token_steps, 0.99)),
     Row("preemptions", lambda run: run.num_preemptions),

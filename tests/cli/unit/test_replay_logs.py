@@ -26,7 +26,7 @@ from services.cli.replay.what_if import WhatIf, changed_config
 from services.common.kv_cache_groups import AttentionType, GroupSpec
 from services.common.repetition import RepetitionDetection
 from services.scheduler.core.config import Policy, SchedulerConfig
-from services.scheduler.core.plan import StepOutput, StepPlan
+from services.scheduler.core.plan import StepOutput, StepPlan, WaitReason
 from services.scheduler.core.ports import PoolLost
 from services.scheduler.core.recorder import Entry, RecordingScheduler
 from services.scheduler.core.request import Request, StopConditions
@@ -240,6 +240,8 @@ def test_a_larger_pool_preempts_nobody() -> None:
     assert logged.num_recomputed_tokens > 10
     assert (other.num_preemptions, other.num_recomputed_tokens) == (0, 0)
     assert max(other.queued_steps) < max(logged.queued_steps)
+    assert logged.wait_steps[WaitReason.NO_BLOCKS] > 10
+    assert other.wait_steps[WaitReason.NO_BLOCKS] == 0
     assert other.num_generated_tokens >= logged.num_generated_tokens - 1
 
 
@@ -313,6 +315,9 @@ def test_the_table_tells_the_difference(capsys: pytest.CaptureFixture[str], tmp_
         "queueing, steps, p99",
         "time to first token, steps, median",
         "time to first token, steps, p99",
+        "waited for a step's tokens, steps",
+        "waited for a place, steps",
+        "waited for blocks, steps",
         "recomputed tokens",
         "prefix hit rate",
         "steps",
