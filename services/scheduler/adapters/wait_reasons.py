@@ -45,26 +45,31 @@ class WaitReasons:
         self.num_steps: Counter[WaitReason] = Counter()
         """Steps after which requests still waited. A pause has none."""
         self._unix_nanos = unix_nanos
+        self._is_paused = False
         self._next_step = 0
         self._num_changes = 0
         self._changes: deque[tuple[int, ReasonChange]] = deque(maxlen=MAX_CHANGES)
 
     def planned(self, step: int, reason: WaitReason | None) -> None:
-        """A step was decided."""
+        """A step was decided; in a pause, one whose planning had begun."""
         if reason is not self.current:
             self._change(step, reason)
         if reason is not None:
             self.num_steps[reason] += 1
         self._next_step = step + 1
+        if self._is_paused:
+            self._change(self._next_step, WaitReason.PAUSED)
 
     def paused(self) -> None:
         """No step is planned until further notice."""
-        if self.current is not WaitReason.PAUSED:
+        if not self._is_paused:
+            self._is_paused = True
             self._change(self._next_step, WaitReason.PAUSED)
 
     def resumed(self) -> None:
         """That is over; what else is in the way the next step tells."""
-        if self.current is WaitReason.PAUSED:
+        if self._is_paused:
+            self._is_paused = False
             self.current = None
 
     def begin(self) -> Waiting:

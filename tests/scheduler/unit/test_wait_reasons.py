@@ -91,6 +91,18 @@ def test_a_pause_is_a_reason_without_steps() -> None:
     assert book.reasons.steps_since(before) == {NO_BLOCKS: 1}
 
 
+def test_a_step_that_was_being_planned_does_not_end_a_pause() -> None:
+    book = Book()
+    waiting = book.reasons.begin()
+    book.reasons.paused()
+    book.steps(NO_BLOCKS)
+    assert book.reasons.current is PAUSED
+    told_so_far = told(book.reasons.changes_since(waiting))
+    assert told_so_far == [(0, PAUSED), (0, NO_BLOCKS), (1, PAUSED)]
+    book.reasons.resumed()
+    assert book.reasons.current is None
+
+
 def test_the_newest_changes_are_remembered_and_no_more() -> None:
     book = Book()
     book.steps(NO_BLOCKS)
