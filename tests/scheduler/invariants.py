@@ -41,7 +41,7 @@ def check_step(story: Story, before: Before, plan: StepPlan) -> None:
 
 def check_budget(story: Story, plan: StepPlan) -> None:
     """A step hands out what it has, in whole tokens."""
-    assert plan.num_tokens <= story.config.token_budget
+    assert plan.num_tokens <= _budget(story)
     assert all(count > 0 for count in plan.num_scheduled_tokens)
     assert len(set(plan.requests)) == len(plan.requests)
 
@@ -49,7 +49,7 @@ def check_budget(story: Story, plan: StepPlan) -> None:
 def check_places(story: Story) -> None:
     """The workers' batch holds who runs, and no more than may run."""
     running = story.scheduler.running
-    assert len(running) <= story.config.max_running
+    assert len(running) <= _places(story)
     assert story.model.num_requests == len(running)
     assert not set(running) & set(story.scheduler.waiting)
 
@@ -102,14 +102,14 @@ def check_the_head_waits_for_a_reason(story: Story, plan: StepPlan) -> None:
     """With a place, tokens and blocks for it, the head of the queue runs."""
     config, running = story.config, story.scheduler.running
     head = next(iter(story.scheduler.waiting), None)
-    if head is None or plan.preempted or len(running) == config.max_running:
+    if head is None or plan.preempted or len(running) == _places(story):
         return
     least = 1 + config.num_speculative_tokens if config.enable_chunked_prefill else head.num_tokens
-    if config.token_budget - plan.num_tokens < least:
+    if _budget(story) - plan.num_tokens < least:
         return
     slots = head.num_tokens + config.num_speculative_tokens + config.num_lookahead_tokens
     blocks = -(-min(slots, config.max_model_len) // config.block_size)
-    watermark = config.num_watermark_blocks if running else 0
+    watermark = int(config.watermark * config.num_blocks) if running else 0
     assert story.pool.core.num_free_blocks < blocks + watermark, head.request_id
 
 
@@ -120,13 +120,22 @@ def check_who_runs_is_served(story: Story, before: Before, plan: StepPlan) -> No
     if not before.running:
         return
     assert _best_claim(story, before.running) not in plan.preempted
-    has_tokens_left = plan.num_tokens < story.config.token_budget
+    has_tokens_left = plan.num_tokens < _budget(story)
     for request in before.running if has_tokens_left else before.running[:1]:
         assert (
             request in plan.requests
             or request in plan.preempted
             or _only_waits_for_tokens(story, request)
         ), request.request_id
+
+
+def _budget(story: Story) -> int:
+    return story.config.max_num_scheduled_tokens or story.config.max_num_batched_tokens
+
+
+def _places(story: Story) -> int:
+    limits = (story.config.max_num_seqs, story.config.max_num_active_seqs)
+    return min(limit for limit in limits if limit is not None)
 
 
 def _best_claim(story: Story, running: Sequence[Request]) -> Request:

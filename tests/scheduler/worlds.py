@@ -129,10 +129,12 @@ def _config(choices: Choices) -> dict[str, Any]:
     """
     num_drafts = choices.among(0, 0, 0, 1, 2, 3)
     max_model_len = MAX_PROMPT + 4 + choices.below(MAX_OUTPUT - 4)
-    block_size = 1 + choices.below(5)
+    block_size = 1 + choices.below(8)
     whole = -(-max_model_len // block_size)
     chunked = not choices.one_in(5)
-    budget = 1 + num_drafts + choices.below(40) if chunked else max_model_len + num_drafts
+    budget = 1 + num_drafts + choices.below(choices.among(40, 4))
+    if not chunked:
+        budget = max_model_len + num_drafts
     max_num_seqs = 1 + choices.below(6)
     return {
         "num_speculative_tokens": num_drafts,
