@@ -10,8 +10,10 @@ import torch
 from services.common.sampling import SamplingParams
 from services.worker.attention.interface import AttentionShape
 from services.worker.core.batch import BatchLimits
+from services.worker.core.lookahead import Lookahead
 from services.worker.core.runner import Runner
 from services.worker.core.step import AppendedBlocks, NewRequest, StepInput, StepOutput
+from services.worker.device import CpuDevice
 from services.worker.kernels.torch_kernels import TorchKernels
 from services.worker.models.checkpoint import open_checkpoint
 from services.worker.models.config import read_model_config
@@ -35,8 +37,9 @@ def build_runner(
     max_num_seqs: int = 16,
     max_num_batched_tokens: int = 512,
     dtype: torch.dtype = torch.float32,
+    runs_ahead: bool = False,
 ) -> Runner:
-    """A runner over the model in a directory."""
+    """A runner over the model in a directory; one that `runs_ahead` keeps its tokens there."""
     config = read_model_config(directory)
     kernels = TorchKernels()
     weights = load_weights(config, open_checkpoint(directory), dtype, kernels, lambda *_: None)
@@ -50,7 +53,8 @@ def build_runner(
         num_blocks=num_blocks,
     )
     decoder = Decoder(config, weights, kernels, MAX_MODEL_LEN)
-    return Runner(decoder, kernels.paged_attention(shape), limits)
+    lookahead = Lookahead(CpuDevice(), max_num_seqs) if runs_ahead else None
+    return Runner(decoder, kernels.paged_attention(shape), limits, lookahead=lookahead)
 
 
 def appended(*grown: tuple[int, list[int]]) -> AppendedBlocks:

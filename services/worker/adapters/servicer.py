@@ -21,6 +21,7 @@ from services.worker.adapters.converters import (
 )
 from services.worker.adapters.telemetry import StepTimes, StepTracer
 from services.worker.core.engine import Engine
+from services.worker.core.lookahead import PendingOutput
 from services.worker.core.runner import Runner
 from services.worker.core.step import StepInput, StepOutput
 
@@ -81,6 +82,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         if self._engine is None:
             raise Unavailable("the model is not loaded", retry_after_seconds=1.0)
         return self._engine
+
+
+@dataclass(frozen=True, slots=True)
+class _BegunStep:
+    """A step that was run, or queued on a device, and when."""
+
+    output: StepOutput | PendingOutput
+    started_nanos: int
+    ended_nanos: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,19 +167,29 @@ class _StepStream:
     def _submit(self, message: worker_pb2.ExecuteRequest) -> _PendingStep:
         arrived = time.perf_counter_ns()
         step = step_from_message(message)
-        return _PendingStep(message, step, arrived, self._compute.submit(lambda: self._run(step)))
+        begun = self._compute.submit(lambda: self._begin(step))
+        return _PendingStep(message, step, arrived, asyncio.ensure_future(self._finish(begun)))
 
-    def _run(self, step: StepInput) -> _RunStep:
+    def _begin(self, step: StepInput) -> _BegunStep:
         """In the compute thread. A step that fails closes the stream for those behind it."""
         if self._closed:
             raise Aborted("the stream ended before this step began")
         started = time.perf_counter_ns()
         try:
-            output = self._runner.execute(step)
+            output = self._runner.begin(step)
         except BaseException:
             self._closed = True
             raise
-        return _RunStep(output, started, time.perf_counter_ns())
+        return _BegunStep(output, started, time.perf_counter_ns())
+
+    async def _finish(self, beginning: "asyncio.Future[_BegunStep]") -> _RunStep:
+        """Waits for what a device still computes, while the step behind is begun."""
+        begun = await beginning
+        output, ended = begun.output, begun.ended_nanos
+        if isinstance(output, PendingOutput):
+            output = await self._compute.submit_wait(output.wait)
+            ended = time.perf_counter_ns()
+        return _RunStep(output, begun.started_nanos, ended)
 
     def _answer(self, pending: _PendingStep) -> worker_pb2.ExecuteResponse:
         run = pending.run.result()

@@ -18,11 +18,8 @@ Bias = Any
 
 Operator = type[Any]
 
-HEAD_DIMS = (16, 32, 64, 128, 256, 512)
-"""Sizes of a head that the split-K kernel has."""
-
 FLASH_HEAD_DIMS = (64, 128, 256)
-"""Of those, the ones that FlashAttention 3 has too."""
+"""Sizes of a head that both the split-K kernel and FlashAttention 3 have."""
 
 _LARGEST_TILE = 64
 

@@ -81,6 +81,10 @@ class PersistentBatch:
         self.token_ids[slot, start : start + len(token_ids)] = token_ids
         self.num_tokens[slot] += len(token_ids)
 
+    def expect(self, slots: Int32Array) -> None:
+        """One more token of each of these requests; which one is not known here."""
+        self.num_tokens[slots] += 1
+
     def _enter(self, request: NewRequest) -> None:
         slot = request.slot
         self.sampling[slot] = request.sampling

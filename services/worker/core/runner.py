@@ -13,6 +13,7 @@ the one without drafts, token for token, and a draft is accepted with the probab
 model gives it: the rate of rejection sampling (Leviathan et al.) for drafts that are certain.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,9 +22,12 @@ import torch
 
 from services.worker.attention.interface import LayerAttention, PagedAttention
 from services.worker.core.batch import BatchLimits, PersistentBatch
+from services.worker.core.decode_buckets import DecodeBuckets, is_decodes_alone
 from services.worker.core.layout import lay_out
+from services.worker.core.lookahead import Lookahead, PendingOutput
 from services.worker.core.sampled import Sampled, joined
 from services.worker.core.step import Int32Array, StepInput, StepOutput
+from services.worker.device import CpuDevice, Device
 from services.worker.sampling.sampler import LogprobRows, Sampler, prompt_logprobs
 
 _PROMPT_LOGPROB_ROWS = 128
@@ -61,11 +65,26 @@ class _Rows:
 
 
 class Runner:
-    """Runs steps, one after the other, over one model, one cache and one batch. Not thread-safe."""
+    """Runs steps, one after the other, over one model, one cache and one batch. Not thread-safe.
 
-    def __init__(self, model: Model, attention: PagedAttention, limits: BatchLimits) -> None:
+    On a device that the host may run ahead of, `lookahead` keeps sampled tokens there, so that
+    `begin` need not wait for them, and `buckets` run steps of decodes alone.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        attention: PagedAttention,
+        limits: BatchLimits,
+        device: Device | None = None,
+        lookahead: Lookahead | None = None,
+        buckets: DecodeBuckets | None = None,
+    ) -> None:
         self._model = model
         self._attention = attention
+        self._device = device or CpuDevice()
+        self._lookahead = lookahead
+        self._buckets = buckets
         self._batch = PersistentBatch(limits)
         self._sampler = Sampler(limits.max_num_seqs, limits.vocab_size)
         self._generation: int | None = None
@@ -77,11 +96,21 @@ class Runner:
         limits = self._batch.limits
         self._batch.clear()
         self._prompt_watchers.clear()
+        if self._lookahead is not None:
+            self._lookahead.reset()
         self._sampler = Sampler(limits.max_num_seqs, limits.vocab_size)
 
-    @torch.inference_mode()
     def execute(self, step: StepInput) -> StepOutput:
-        """Runs one step. Raises InvalidArgument, with the batch unchanged, for a bad one."""
+        """Runs one step to its end. Raises as `begin` does."""
+        output = self.begin(step)
+        return output if isinstance(output, StepOutput) else output.wait()
+
+    @torch.inference_mode()
+    def begin(self, step: StepInput) -> StepOutput | PendingOutput:
+        """Runs one step; where its tokens stay on the device, only queues it there.
+
+        Raises InvalidArgument, with the batch unchanged, for a bad one.
+        """
         if step.generation != self._generation:
             self.reset()
             self._generation = step.generation
@@ -89,9 +118,9 @@ class Runner:
         if not len(step.slots):
             empty = np.empty(0, np.int32)
             return StepOutput(step.generation, step.step, empty, empty)
-        rows, hidden = self._forward(step)
-        prompt = self._prompt_logprobs(rows, hidden)
-        return self._sample(step, rows, hidden, prompt)
+        rows, computed = self._forward(step)
+        prompt = self._prompt_logprobs(rows, computed)
+        return self._sample(step, rows, computed, prompt)
 
     def _update_batch(self, step: StepInput) -> None:
         self._batch.apply(step)
@@ -100,18 +129,31 @@ class Runner:
             self._prompt_watchers.discard(slot)
         for new in step.new_requests:
             self._sampler.add(new.slot, new.sampling, new.token_ids, new.num_prompt_tokens)
+            if self._lookahead is not None:
+                self._lookahead.know(np.array([new.slot]))
             if new.sampling.prompt_logprobs is not None:
                 self._prompt_watchers.add(new.slot)
 
-    def _forward(self, step: StepInput) -> tuple[_Rows, torch.Tensor]:
-        """Runs the model over the step's tokens; hidden states come in the layout's order."""
+    def _forward(self, step: StepInput) -> tuple[_Rows, "_Computed"]:
+        """Runs the model over the step's tokens, in the layout's order."""
         self._place_drafts(step)
         tokens = lay_out(step, self._batch)
-        hidden = self._model.forward(
-            torch.from_numpy(tokens.token_ids),
-            torch.from_numpy(tokens.positions),
-            self._attention.begin_step(tokens.layout),
-        )
+        token_ids = self._device.upload(tokens.token_ids)
+        if self._lookahead is not None:
+            num_tokens = self._batch.num_tokens[step.slots]
+            self._lookahead.feed(token_ids, step, tokens.first_tokens, num_tokens)
+        if self._buckets is not None and is_decodes_alone(tokens.layout):
+            logits = self._buckets.logits(token_ids, tokens.positions, tokens.layout)
+            computed = _Computed(self._device, lambda rows: logits[rows])
+        else:
+            hidden = self._model.forward(
+                token_ids,
+                self._device.upload(tokens.positions),
+                self._attention.begin_step(tokens.layout),
+            )
+            computed = _Computed(
+                self._device, lambda rows: self._model.compute_logits(hidden[rows])
+            )
         counts, drafts = step.num_scheduled_tokens, step.num_draft_tokens
         rows = _Rows(
             step.slots,
@@ -120,7 +162,7 @@ class Runner:
             drafts if len(drafts) else np.zeros_like(counts),
             tokens.first_tokens,
         )
-        return rows, hidden
+        return rows, computed
 
     def _place_drafts(self, step: StepInput) -> None:
         """Writes drafts behind the known tokens; they become known when they are accepted."""
@@ -135,20 +177,22 @@ class Runner:
         self,
         step: StepInput,
         rows: _Rows,
-        hidden: torch.Tensor,
+        computed: "_Computed",
         prompt: dict[int, LogprobRows],
-    ) -> StepOutput:
+    ) -> StepOutput | PendingOutput:
         """Samples every request whose last known token was computed; verifies its drafts."""
         known = rows.ends - rows.num_draft_tokens
         sampling = np.flatnonzero(known == self._batch.num_tokens[rows.slots])
         sampled = Sampled(len(rows.slots))
         if len(sampling):
-            logits, first_rows = self._sampled_logits(rows, hidden, sampling)
+            logits, first_rows = self._sampled_logits(rows, computed, sampling)
+            if self._may_look_ahead(rows, sampling, prompt):
+                return self._sample_ahead(step, sampling, logits)
             offset, active = 0, np.arange(len(sampling))
             while len(active):
                 indexes = sampling[active]
                 if len(active) < len(logits):
-                    wanted = logits[torch.from_numpy(first_rows[active] + offset)]
+                    wanted = logits[self._device.upload(first_rows[active] + offset)]
                 else:
                     wanted = logits
                 output = self._sampler.sample(wanted, rows.slots[indexes])
@@ -160,10 +204,31 @@ class Runner:
                 active, offset = active[stands], offset + 1
             for index in sampling.tolist():
                 self._batch.append(int(rows.slots[index]), sampled.token_ids[index])
+            if self._lookahead is not None:
+                self._lookahead.know(rows.slots[sampling])
         return sampled.output(step, prompt)
 
+    def _may_look_ahead(
+        self, rows: _Rows, sampling: np.ndarray, prompt: dict[int, LogprobRows]
+    ) -> bool:
+        """Whether nothing of the step's answer but its tokens has to come from the device."""
+        return (
+            self._lookahead is not None
+            and not prompt
+            and not rows.num_draft_tokens.any()
+            and self._sampler.is_simple(rows.slots[sampling])
+        )
+
+    def _sample_ahead(
+        self, step: StepInput, sampling: np.ndarray, logits: torch.Tensor
+    ) -> PendingOutput:
+        assert self._lookahead is not None
+        slots = step.slots[sampling]
+        self._batch.expect(slots)
+        return self._lookahead.sample(step, sampling, logits, self._sampler.draws(slots))
+
     def _sampled_logits(
-        self, rows: _Rows, hidden: torch.Tensor, sampling: np.ndarray
+        self, rows: _Rows, computed: "_Computed", sampling: np.ndarray
     ) -> tuple[torch.Tensor, np.ndarray]:
         """Logits of each sampling request's last known token and of its drafts, and where they
         begin for each.
@@ -172,9 +237,9 @@ class Runner:
         last = rows.first_tokens[sampling] + rows.num_scheduled_tokens[sampling]
         first_rows = np.cumsum(counts) - counts
         wanted = np.repeat(last - counts - first_rows, counts) + np.arange(counts.sum())
-        return self._model.compute_logits(hidden[torch.from_numpy(wanted)]), first_rows
+        return computed.logits(wanted), first_rows
 
-    def _prompt_logprobs(self, rows: _Rows, hidden: torch.Tensor) -> dict[int, LogprobRows]:
+    def _prompt_logprobs(self, rows: _Rows, computed: "_Computed") -> dict[int, LogprobRows]:
         """Log-probabilities of prompt tokens that follow a position of this step, by request."""
         found: dict[int, LogprobRows] = {}
         if not self._prompt_watchers:
@@ -190,7 +255,19 @@ class Runner:
             parts = []
             for start in range(0, end - begin, _PROMPT_LOGPROB_ROWS):
                 stop = min(start + _PROMPT_LOGPROB_ROWS, end - begin)
-                logits = self._model.compute_logits(hidden[first + start : first + stop])
+                logits = computed.logits(np.arange(first + start, first + stop))
                 parts.append(prompt_logprobs(logits, targets[start:stop], num_top))
             found[index] = joined(parts)
         return found
+
+
+class _Computed:
+    """What the model made of a step's tokens."""
+
+    def __init__(self, device: Device, logits_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._device = device
+        self._logits_of = logits_of
+
+    def logits(self, rows: np.ndarray) -> torch.Tensor:
+        """Logits, float32 [len(rows), vocab_size], of some of the tokens, in the layout's order."""
+        return self._logits_of(self._device.upload(rows))

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 
 from services.common.sampling import SamplingParams
-from services.worker.sampling.arrays import Float32Array, Int32Array, Int64Array
+from services.worker.sampling.arrays import Float32Array, Float64Array, Int32Array, Int64Array
 from services.worker.sampling.edits import LogitEdit, logit_edits
 from services.worker.sampling.filters import draw, kept_token_ids
 from services.worker.sampling.logprobs import LogprobRows, logprob_rows, prompt_logprobs
 from services.worker.sampling.philox import uniforms
 
-__all__ = ["LogprobRows", "Sampler", "SamplerOutput", "prompt_logprobs"]
+__all__ = ["Draws", "LogprobRows", "Sampler", "SamplerOutput", "prompt_logprobs"]
 
 _SAMPLING_STREAM = 0
 
@@ -26,6 +26,19 @@ class SamplerOutput:
     token_ids: Int32Array  # [R]
     logprobs: dict[int, LogprobRows]  # by row, one row each, where the request wants them
     nan_rows: Int32Array  # rows without a usable distribution; their token is 0
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """What simple rows need to be sampled, parallel arrays [R]; `top_k` 0 and the others' neutral
+    values for filters that are not wanted. `uniforms` decide the draws, in [0, 1).
+    """
+
+    temperatures: Float64Array
+    top_k: Float64Array
+    top_p: Float64Array
+    min_p: Float64Array
+    uniforms: Float64Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +75,7 @@ class Sampler:
         self._is_plain = np.zeros(max_num_seqs, dtype=np.bool_)
         self._is_edited = np.zeros(max_num_seqs, dtype=np.bool_)
         self._wants_logprobs = np.zeros(max_num_seqs, dtype=np.bool_)
+        self._filters = np.zeros((4, max_num_seqs), dtype=np.float64)
         self._edited = np.empty(vocab_size, dtype=np.float32)
         self._weights = np.empty(vocab_size, dtype=np.float32)
 
@@ -76,6 +90,7 @@ class Sampler:
         self._requests[slot] = _Request(params, temperature, edits)
         self._num_tokens[slot] = len(token_ids)
         self._seeds[slot] = params.seed
+        self._filters[:, slot] = params.temperature, params.top_k, params.top_p, params.min_p
         self._is_plain[slot] = temperature == 0 and not edits
         self._is_edited[slot] = bool(edits)
         self._wants_logprobs[slot] = params.logprobs is not None
@@ -85,6 +100,20 @@ class Sampler:
         if self._requests[slot] is None:
             raise ValueError(f"slot {slot} is free")
         self._requests[slot] = None
+
+    def is_simple(self, slots: np.ndarray) -> bool:
+        """Whether requests need no more than `draws`: no edits, no log-probabilities."""
+        return not (self._is_edited[slots] | self._wants_logprobs[slots]).any()
+
+    def draws(self, slots: np.ndarray) -> Draws:
+        """What one more token of simple requests is drawn by, wherever their logits are.
+
+        The token, which need not be known here, becomes part of the requests.
+        """
+        numbers = uniforms(self._seeds[slots], self._num_tokens[slots], _SAMPLING_STREAM)
+        self._num_tokens[slots] += 1
+        temperatures, top_k, top_p, min_p = self._filters[:, slots]
+        return Draws(temperatures, top_k, top_p, min_p, numbers)
 
     def sample(self, logits: torch.Tensor, slots: np.ndarray) -> SamplerOutput:
         """One token for each row of the logits float32 [R, V]; row i belongs to slots[i].

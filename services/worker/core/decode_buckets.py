@@ -1,0 +1,94 @@
+"""Steps of decodes alone as programs over memory that stays the same.
+
+A step of n decodes runs as the program of the next power of two. Its inputs are copied into the
+program's memory and its logits read from there; nothing else of it changes from step to step, so
+a device may record it once and repeat it, without a Python call in between.
+"""
+
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+
+from services.worker.attention.interface import Int64Array, LayerAttention, StepLayout
+from services.worker.device import Device
+
+if TYPE_CHECKING:
+    from services.worker.core.runner import Model
+
+
+class DecodeStep(LayerAttention, Protocol):
+    """Attention of one step of decodes, whose inputs are replaced in place."""
+
+    @property
+    def num_lanes(self) -> int:
+        """Tokens that it is called for."""
+        ...
+
+    def set(self, layout: StepLayout) -> None:
+        """Takes over a layout of decodes alone, `num_lanes` at most; other lanes do no harm."""
+        ...
+
+
+class StaticAttention(Protocol):
+    """An attention implementation whose decodes can be repeated."""
+
+    def decode_step(self, num_decodes: int) -> DecodeStep:
+        """The step for so many decodes, rounded up to a power of two."""
+        ...
+
+
+class DecodeBuckets:
+    """The programs of a model, by their number of lanes."""
+
+    def __init__(self, model: "Model", attention: StaticAttention, device: Device) -> None:
+        self._model = model
+        self._attention = attention
+        self._device = device
+        self._programs: dict[int, _Program] = {}
+
+    def logits(
+        self, token_ids: torch.Tensor, positions: Int64Array, layout: StepLayout
+    ) -> torch.Tensor:
+        """Float32 [n, vocab_size] for a layout of n decodes; valid until the next call."""
+        step = self._attention.decode_step(layout.num_decodes)
+        program = self._programs.get(step.num_lanes)
+        if program is None:
+            program = self._programs[step.num_lanes] = _Program(self._model, step, self._device)
+        return program.run(token_ids, positions, layout)
+
+
+class _Program:
+    def __init__(self, model: "Model", step: DecodeStep, device: Device) -> None:
+        lanes, there = step.num_lanes, device.torch_device
+        self._device = device
+        self._step = step
+        self._token_ids = torch.zeros(lanes, dtype=torch.int64, device=there)
+        self._positions = torch.zeros(lanes, dtype=torch.int64, device=there)
+        self._run = device.record(
+            lambda: model.compute_logits(model.forward(self._token_ids, self._positions, step))
+        )
+
+    def run(
+        self, token_ids: torch.Tensor, positions: Int64Array, layout: StepLayout
+    ) -> torch.Tensor:
+        count = layout.num_decodes
+        self._step.set(layout)
+        self._token_ids[:count].copy_(token_ids)
+        self._positions[:count].copy_(self._device.upload(positions), non_blocking=True)
+        return self._run()[:count]
+
+
+def is_decodes_alone(layout: StepLayout) -> bool:
+    """Whether every request of a step has one token."""
+    return layout.num_decodes == len(layout.seq_lens)
+
+
+def powers_of_two(most: int) -> list[int]:
+    """1, 2, 4, ... up to the first that is not below `most`."""
+    return [1 << exponent for exponent in range((most - 1).bit_length() + 1)]
+
+
+def lanes_to_record(max_num_seqs: int) -> np.ndarray:
+    """Numbers of lanes that steps may need, largest first: the others fit into its memory."""
+    return np.array(powers_of_two(max_num_seqs)[::-1])

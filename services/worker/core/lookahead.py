@@ -1,0 +1,96 @@
+"""Tokens that stay on the device, so that the host need not wait for them between two steps.
+
+A step samples where its logits are, keeps the token of each slot there, and starts a download.
+The next step takes what it needs from there: it is planned, laid out and queued while this one
+runs. What is sampled on the host, because it needs more than a draw, is known here as ever.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from services.worker.core.errors import InvalidStep
+from services.worker.core.step import Int32Array, StepInput, StepOutput
+from services.worker.device import Device, Download
+from services.worker.sampling.device_sampler import UNUSABLE, sample_on_device
+from services.worker.sampling.sampler import Draws
+
+
+@dataclass(frozen=True, slots=True)
+class PendingOutput:
+    """The answer to a step that the device may still be running.
+
+    `sampling`: indexes of the requests that get a token, one each.
+    """
+
+    step: StepInput
+    sampling: np.ndarray
+    token_ids: Download
+
+    def wait(self) -> StepOutput:
+        """The answer, once it is there. May be called from any thread."""
+        token_ids = self.token_ids.wait()
+        is_usable = token_ids != UNUSABLE
+        num_tokens = np.zeros(len(self.step.slots), np.int32)
+        num_tokens[self.sampling] = 1
+        return StepOutput(
+            self.step.generation,
+            self.step.step,
+            num_tokens,
+            np.where(is_usable, token_ids, 0).astype(np.int32),
+            nan_requests=self.sampling[~is_usable].astype(np.int32),
+        )
+
+
+class Lookahead:
+    """The last token of each slot, on the device, where it was sampled there."""
+
+    def __init__(self, device: Device, max_num_seqs: int) -> None:
+        self._device = device
+        self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device.torch_device)
+        self._is_ahead = np.zeros(max_num_seqs, np.bool_)
+
+    def reset(self) -> None:
+        """Forgets every slot."""
+        self._is_ahead[:] = False
+
+    def know(self, slots: np.ndarray) -> None:
+        """The last tokens of these slots are known on the host."""
+        self._is_ahead[slots] = False
+
+    def feed(
+        self,
+        token_ids: torch.Tensor,
+        step: StepInput,
+        first_tokens: Int32Array,
+        num_tokens: Int32Array,
+    ) -> None:
+        """Puts last tokens that are only here among a step's token ids, in place.
+
+        `first_tokens`: where each request of the step begins among them; `num_tokens`: how many
+        tokens each has. Raises InvalidStep for a request that computes tokens before its last,
+        which the host never learned.
+        """
+        ahead = np.flatnonzero(self._is_ahead[step.slots])
+        behind = ahead[step.num_computed_tokens[ahead] != num_tokens[ahead] - 1]
+        if len(behind):
+            raise InvalidStep(
+                f"step {step.step}: num_computed_tokens: slot {step.slots[behind[0]]} computes "
+                "tokens again that it has sampled",
+                field="num_computed_tokens",
+            )
+        if len(ahead):
+            slots = self._device.upload(step.slots[ahead].astype(np.int64))
+            places = self._device.upload(first_tokens[ahead].astype(np.int64))
+            token_ids.index_copy_(0, places, self._last_tokens.index_select(0, slots))
+
+    def sample(
+        self, step: StepInput, sampling: np.ndarray, logits: torch.Tensor, draws: Draws
+    ) -> PendingOutput:
+        """One token of each request `sampling`, in the order of the logits' rows."""
+        slots = step.slots[sampling].astype(np.int64)
+        token_ids = sample_on_device(logits, draws, self._device)
+        self._last_tokens.index_copy_(0, self._device.upload(slots), token_ids.clamp(min=0))
+        self._is_ahead[slots] = True
+        return PendingOutput(step, sampling, self._device.download(token_ids))

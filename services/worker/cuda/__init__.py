@@ -1,0 +1,1 @@
+"""What only a worker on CUDA needs: its device, and the checks before it starts."""

@@ -1,0 +1,70 @@
+"""One CUDA device: pinned copies that nobody waits for, and graphs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from services.worker.device import Array, Download
+
+_WARM_UPS = 2
+
+
+class CudaDevice:
+    """The current CUDA device, driven by one thread over its default stream.
+
+    Copies lie in pinned memory, which torch's allocator hands out again once the device is done
+    with it; so one may be queued for every step in flight.
+    """
+
+    def __init__(self) -> None:
+        index = torch.cuda.current_device()
+        self.torch_device = torch.device("cuda", index)
+        self.num_processors = int(torch.cuda.get_device_properties(index).multi_processor_count)
+        self._graph_memory: Any = None
+
+    def upload(self, array: Array) -> torch.Tensor:
+        """See Device."""
+        return torch.from_numpy(array).pin_memory().to(self.torch_device, non_blocking=True)
+
+    def download(self, tensor: torch.Tensor) -> Download:
+        """See Device."""
+        return _PinnedDownload(tensor)
+
+    def record(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """See Device. A CUDA graph: the first runs compile kernels, one more is captured.
+
+        All graphs share memory, so what one returns is overwritten by the next replay of any.
+        """
+        if self._graph_memory is None:
+            self._graph_memory = torch.cuda.graph_pool_handle()
+        current, aside = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        aside.wait_stream(current)
+        with torch.cuda.stream(aside):
+            for _ in range(_WARM_UPS):
+                work()
+        current.wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._graph_memory, capture_error_mode="thread_local"):
+            result = work()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return result
+
+        return replay
+
+
+class _PinnedDownload:
+    """A copy to pinned memory, and the event behind it. Who waits sleeps."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._copy.copy_(tensor, non_blocking=True)
+        self._arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self._arrived.record()
+
+    def wait(self) -> Array:
+        self._arrived.synchronize()
+        array: Array = self._copy.numpy()
+        return array

@@ -1,0 +1,56 @@
+"""A few requests that come, decode beside each other and go, as steps for a runner."""
+
+from collections import deque
+
+import numpy as np
+
+from services.common.sampling import SamplingParams
+from services.worker.core.lookahead import PendingOutput
+from services.worker.core.runner import Runner
+from services.worker.core.step import NewRequest, StepInput, StepOutput
+from tests.worker.runner_driver import ints
+
+PROMPT = [7, 8, 9, 10, 11]
+DRAWN = SamplingParams(temperature=1.2, top_k=40, top_p=0.9, seed=11)
+PENALISED = SamplingParams(temperature=0.8, repetition_penalty=1.3, seed=3)
+WITH_LOGPROBS = SamplingParams(temperature=0, logprobs=1, prompt_logprobs=0)
+
+
+def new(slot: int, sampling: SamplingParams) -> NewRequest:
+    """PROMPT with room for 24 tokens."""
+    blocks = np.arange(1 + 6 * slot, 7 + 6 * slot, dtype=np.int32)
+    return NewRequest(slot, ints(*PROMPT), len(PROMPT), sampling, (blocks,))
+
+
+def step(number: int, *rows: tuple[int, int, int], **changes) -> StepInput:
+    """Rows are (slot, scheduled, computed)."""
+    slots, scheduled, computed = zip(*rows, strict=True)
+    return StepInput(1, number, ints(*slots), ints(*scheduled), ints(*computed), **changes)
+
+
+def story(kinds: tuple[SamplingParams, ...]) -> list[StepInput]:
+    """Three requests decode; the second makes room for another; the last comes in chunks."""
+    first, second, third, fourth = kinds
+    steps = [step(0, (0, 5, 0), (1, 5, 0), new_requests=(new(0, first), new(1, second)))]
+    steps += [step(1, (0, 1, 5), (1, 1, 5))]
+    steps += [step(2, (0, 1, 6), (1, 1, 6), (2, 3, 0), new_requests=(new(2, third),))]
+    steps += [step(3, (0, 1, 7), (2, 2, 3), (1, 1, 7))]
+    steps += [step(4, (1, 5, 0), (0, 1, 8), removed_slots=ints(1), new_requests=(new(1, fourth),))]
+    steps += [step(5 + n, (2, 1, 5 + n), (0, 1, 9 + n), (1, 1, 5 + n)) for n in range(6)]
+    return steps
+
+
+def run_plainly(runner: Runner, steps: list[StepInput]) -> list[StepOutput]:
+    return [runner.execute(step) for step in steps]
+
+
+def run_two_in_flight(runner: Runner, steps: list[StepInput]) -> list[StepOutput]:
+    """Each step is begun before the answer to the one ahead is asked for."""
+    outputs, flying = [], deque[StepOutput | PendingOutput]()
+    for number in range(len(steps) + 1):
+        if number < len(steps):
+            flying.append(runner.begin(steps[number]))
+        if len(flying) == 2 or number == len(steps):
+            output = flying.popleft()
+            outputs.append(output.wait() if isinstance(output, PendingOutput) else output)
+    return outputs

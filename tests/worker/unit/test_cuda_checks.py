@@ -1,0 +1,95 @@
+"""What a worker on CUDA lacks ends its start with one sentence that names the cure."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from services.worker.attention.interface import AttentionLayer
+from services.worker.cuda.checks import CudaSetup, check_model, check_setup, find_setup
+from services.worker.device import UnsuitableDevice
+
+GOOD = CudaSetup(
+    device_name="NVIDIA H200",
+    capability=(9, 0),
+    compiler="/usr/bin/gcc",
+    has_python_headers=True,
+    triton="3.7.1",
+    xformers="0.0.35",
+)
+LAYER = AttentionLayer(32, 8, 128, 128**-0.5)
+
+
+def test_a_machine_that_has_everything() -> None:
+    check_setup(GOOD)
+    check_setup(replace(GOOD, triton="3.6.0", xformers="0.0.35+cu130", capability=(8, 0)))
+
+
+@pytest.mark.parametrize(
+    ("lack", "sentence"),
+    [
+        (
+            {"device_name": None},
+            "device is cuda, but torch finds no CUDA device; check the driver and that torch is a "
+            "CUDA build, or set --device cpu",
+        ),
+        (
+            {"device_name": "Tesla T4", "capability": (7, 5)},
+            "Tesla T4 has compute capability 7.5, and 8.0 is needed; use a newer GPU or set "
+            "--device cpu",
+        ),
+        (
+            {"xformers": None},
+            "xFormers 0.0.35 is needed, and it is not installed; run pip install 'stepwell[gpu]'",
+        ),
+        (
+            {"xformers": "0.0.34"},
+            "xFormers 0.0.35 is needed, and 0.0.34 is installed; run pip install 'stepwell[gpu]'",
+        ),
+        (
+            {"triton": "3.9.0"},
+            "Triton 3.6 to 3.8 is needed, and 3.9.0 is installed; later ones cannot compile "
+            "xFormers' paged kernel; run pip install 'triton>=3.6,<3.9'",
+        ),
+        (
+            {"compiler": None},
+            "Triton needs a C compiler to launch kernels, and there is none; install gcc or name "
+            "one in CC",
+        ),
+    ],
+)
+def test_what_is_missing_is_named_with_its_cure(lack: dict[str, object], sentence: str) -> None:
+    with pytest.raises(UnsuitableDevice) as caught:
+        check_setup(replace(GOOD, **lack))
+    assert caught.value.message == sentence
+
+
+def test_missing_headers_are_named_with_the_package_that_has_them() -> None:
+    with pytest.raises(UnsuitableDevice, match=r"apt-get install python3\.\d+-dev$"):
+        check_setup(replace(GOOD, has_python_headers=False))
+
+
+def test_models_that_the_kernel_can_compute() -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        check_model((LAYER, replace(LAYER, window=4096)), 64, dtype)
+
+
+@pytest.mark.parametrize(
+    ("layer", "block_size", "dtype", "sentence"),
+    [
+        (LAYER, 64, torch.float32, "dtype float32 is not computed on CUDA"),
+        (LAYER, 48, torch.bfloat16, "block_size is 48; on CUDA it is one of 16, 32, 64, 128 or"),
+        (replace(LAYER, head_dim=96), 64, torch.bfloat16, "the model's heads have size 96, and"),
+        (replace(LAYER, softcap=50.0), 64, torch.bfloat16, "the model caps attention scores"),
+    ],
+)
+def test_models_that_it_cannot(
+    layer: AttentionLayer, block_size: int, dtype: torch.dtype, sentence: str
+) -> None:
+    with pytest.raises(UnsuitableDevice, match=sentence):
+        check_model((LAYER, layer), block_size, dtype)
+
+
+def test_this_machine_is_looked_at_without_importing_anything() -> None:
+    setup = find_setup()
+    assert (setup.device_name is None) == (not torch.cuda.is_available())

@@ -1,0 +1,81 @@
+"""Sampling in whole batches of torch draws the tokens that the sampler draws row by row."""
+
+import numpy as np
+import pytest
+import torch
+
+from services.common.sampling import SamplingParams
+from services.worker.device import CpuDevice
+from services.worker.sampling.device_sampler import UNUSABLE, sample_on_device
+from services.worker.sampling.sampler import Sampler
+
+VOCAB_SIZE = 60
+KINDS = [
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=1),
+    SamplingParams(temperature=0.3, top_k=5),
+    SamplingParams(temperature=2.5, top_p=0.7),
+    SamplingParams(temperature=1, min_p=0.2),
+    SamplingParams(temperature=1.5, top_k=20, top_p=0.5, min_p=0.01),
+    SamplingParams(temperature=1, top_k=1),
+    SamplingParams(temperature=1, top_k=VOCAB_SIZE + 3, top_p=1e-9),
+]
+
+
+def samplers(kinds: list[SamplingParams]) -> tuple[Sampler, Sampler]:
+    """Two that hold the same requests, each with a seed of its own."""
+    pair = Sampler(len(kinds), VOCAB_SIZE), Sampler(len(kinds), VOCAB_SIZE)
+    for sampler in pair:
+        for slot, kind in enumerate(kinds):
+            params = SamplingParams(
+                temperature=kind.temperature,
+                top_k=kind.top_k,
+                top_p=kind.top_p,
+                min_p=kind.min_p,
+                seed=1000 + slot,
+            )
+            sampler.add(slot, params, np.arange(3), 3)
+    return pair
+
+
+def sample(sampler: Sampler, logits: torch.Tensor, slots: np.ndarray) -> list[int]:
+    return sample_on_device(logits, sampler.draws(slots), CpuDevice()).tolist()
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_many_draws_of_every_kind(ties: bool) -> None:
+    host, device = samplers(KINDS)
+    slots = np.arange(len(KINDS))
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(40):
+        logits = torch.randn(len(KINDS), VOCAB_SIZE, generator=generator) * 2
+        if ties:
+            logits = logits.round()
+        assert sample(device, logits, slots) == host.sample(logits, slots).token_ids.tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_alone_and_in_some_rows_only(kind: SamplingParams) -> None:
+    host, device = samplers([KINDS[0], kind, kind])
+    slots = np.array([2, 0])
+    logits = torch.randn(2, VOCAB_SIZE, generator=torch.Generator().manual_seed(6))
+    for _ in range(5):
+        assert sample(device, logits, slots) == host.sample(logits, slots).token_ids.tolist()
+
+
+def test_rows_without_a_usable_distribution_are_told() -> None:
+    _, device = samplers([KINDS[0], KINDS[1], KINDS[3]])
+    logits = torch.zeros(3, VOCAB_SIZE)
+    logits[1, 7] = torch.nan
+    logits[2] = -torch.inf
+    assert sample(device, logits, np.arange(3)) == [0, UNUSABLE, UNUSABLE]
+
+
+def test_edits_and_log_probabilities_need_the_host() -> None:
+    sampler = Sampler(3, VOCAB_SIZE)
+    sampler.add(0, SamplingParams(temperature=1, top_k=3), np.arange(3), 3)
+    sampler.add(1, SamplingParams(temperature=0, logprobs=0), np.arange(3), 3)
+    sampler.add(2, SamplingParams(temperature=0, presence_penalty=1), np.arange(3), 3)
+    assert sampler.is_simple(np.array([0]))
+    assert not sampler.is_simple(np.array([0, 1]))
+    assert not sampler.is_simple(np.array([2]))

@@ -1,0 +1,81 @@
+"""Steps that are begun before the tokens of the step ahead are on the host give the same tokens."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.common.sampling import SamplingParams
+from services.worker.core.errors import InvalidStep
+from services.worker.core.lookahead import PendingOutput
+from services.worker.core.runner import Runner
+from services.worker.core.step import StepInput
+from tests.tiny_models import save_tiny_model
+from tests.worker.runner_driver import GREEDY, build_runner, ints
+from tests.worker.step_story import (
+    DRAWN,
+    PENALISED,
+    WITH_LOGPROBS,
+    run_plainly,
+    run_two_in_flight,
+    step,
+    story,
+)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    torch.set_num_threads(1)
+    save_tiny_model(tmp_path, "llama")
+    return tmp_path
+
+
+def runner_of(model: Path, *, runs_ahead: bool) -> Runner:
+    return build_runner(model, block_size=4, num_blocks=60, runs_ahead=runs_ahead)
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        (GREEDY,) * 4,
+        (DRAWN, GREEDY, DRAWN, DRAWN),
+        (GREEDY, PENALISED, DRAWN, GREEDY),
+        (DRAWN, GREEDY, WITH_LOGPROBS, PENALISED),
+    ],
+)
+def test_two_steps_in_flight_give_the_same_tokens(
+    model: Path, kinds: tuple[SamplingParams, ...]
+) -> None:
+    plain = run_plainly(runner_of(model, runs_ahead=False), story(kinds))
+    ahead = run_two_in_flight(runner_of(model, runs_ahead=True), story(kinds))
+    for one, other in zip(plain, ahead, strict=True):
+        assert (one.generation, one.step) == (other.generation, other.step)
+        assert one.num_tokens.tolist() == other.num_tokens.tolist()
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        assert one.logprobs.keys() == other.logprobs.keys()
+
+
+def test_plain_steps_are_answered_later_and_others_at_once(model: Path) -> None:
+    runner = runner_of(model, runs_ahead=True)
+    begun = [runner.begin(step) for step in story((GREEDY, DRAWN, WITH_LOGPROBS, GREEDY))[:4]]
+    later = [isinstance(output, PendingOutput) for output in begun]
+    # The third brings log-probabilities of a prompt, the fourth also some of a sampled token.
+    assert later == [True, True, False, False]
+
+
+def test_tokens_that_only_the_device_knows_are_not_computed_again(model: Path) -> None:
+    runner = runner_of(model, runs_ahead=True)
+    for begun in story((GREEDY,) * 4)[:2]:
+        runner.begin(begun)
+    with pytest.raises(InvalidStep, match="slot 0 computes tokens again that it has sampled"):
+        runner.begin(step(2, (0, 2, 5)))
+
+
+def test_a_new_generation_forgets_what_was_ahead(model: Path) -> None:
+    runner = runner_of(model, runs_ahead=True)
+    steps = story((GREEDY,) * 4)
+    expected = run_two_in_flight(runner, steps)[0].token_ids.tolist()
+    again = StepInput(
+        2, 0, steps[0].slots, ints(5, 5), ints(0, 0), new_requests=steps[0].new_requests
+    )
+    assert runner.execute(again).token_ids.tolist() == expected
