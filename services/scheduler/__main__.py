@@ -5,6 +5,7 @@ import itertools
 import logging
 import uuid
 from contextlib import suppress
+from dataclasses import replace
 
 from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
@@ -26,6 +27,7 @@ from services.scheduler.adapters.step_log import scheduler_with_log
 from services.scheduler.adapters.step_tracer import StepTracer
 from services.scheduler.adapters.traced_ports import TracedExecutor, TracedPool
 from services.scheduler.adapters.worker_client import Rank, WorkerGroup
+from services.scheduler.core.capacity import max_request_tokens, why_states_cannot_be_served
 from services.scheduler.core.config import Policy, SchedulerConfig
 from services.scheduler.core.engine import Engine
 from services.scheduler.settings import SchedulerSettings
@@ -92,7 +94,8 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
 def make_config(settings: SchedulerSettings, shape: ReplicaShape) -> SchedulerConfig:
     """The settings, bounded by what the workers were built for and the pool can hold.
 
-    Raises FailedPrecondition when a sequence could get longer than the step that must hold it.
+    Raises FailedPrecondition when a sequence could get longer than the step that must hold it, or
+    when states would have to be cached and cannot be.
     """
     built = shape.description
     config = SchedulerConfig(
@@ -101,7 +104,7 @@ def make_config(settings: SchedulerSettings, shape: ReplicaShape) -> SchedulerCo
             settings.max_num_batched_tokens or built.max_num_batched_tokens,
             built.max_num_batched_tokens,
         ),
-        max_model_len=shape.max_request_tokens,
+        max_model_len=built.max_model_len,
         block_size=shape.block_size,
         num_blocks=shape.num_blocks,
         fingerprint=built.fingerprint,
@@ -113,7 +116,12 @@ def make_config(settings: SchedulerSettings, shape: ReplicaShape) -> SchedulerCo
         long_prefill_token_threshold_adaptive=settings.long_prefill_token_threshold_adaptive,
         scheduler_reserve_full_isl=settings.scheduler_reserve_full_isl,
         watermark=settings.watermark,
+        groups=shape.groups,
+        drop_last_hit_block=built.drop_last_hit_block,
     )
+    config = replace(config, max_model_len=max_request_tokens(config))
+    if conflict := why_states_cannot_be_served(config):
+        raise FailedPrecondition(conflict)
     if not config.enable_chunked_prefill and config.token_budget < config.max_model_len:
         raise FailedPrecondition(
             f"without chunked prefill a step of {config.token_budget} tokens cannot hold a "

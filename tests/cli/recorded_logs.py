@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +11,12 @@ from stepwell.common.v1 import common_pb2
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.cli.replay.scenario import read_scenario
 from services.cli.replay.scenario_run import ScenarioRun
-from services.common.kv_cache_groups import AttentionType, GroupSpec
 from services.scheduler.adapters.replica import ReplicaShape
 from services.scheduler.adapters.step_log import header
 from services.scheduler.core.recorder import Entry, RecordingScheduler
 from tests.scheduler.fake_worker import FakeWorker
 
 BLOCK_SIZE = 4
-_TYPES = {
-    common_pb2.ATTENTION_TYPE_FULL: AttentionType.FULL,
-    common_pb2.ATTENTION_TYPE_SLIDING_WINDOW: AttentionType.SLIDING_WINDOW,
-}
 SMALL_POOL = {
     "max_num_seqs": 4,
     "max_num_batched_tokens": 16,
@@ -72,15 +67,12 @@ class RecordedLog:
 def record(scenario: dict[str, Any], *more_groups: common_pb2.KVCacheGroup) -> RecordedLog:
     """The log that a scheduler service would have written. The first group is of full attention."""
     story = read_scenario(scenario)
-    config = story.config
-    description = FakeWorker(num_blocks=config.num_blocks).description
+    description = FakeWorker(num_blocks=story.config.num_blocks).description
     description.groups.extend(more_groups)
-    groups = [
-        GroupSpec(_TYPES[group.attention_type], group.block_size, group.window)
-        for group in description.groups
-    ]
-    pool = InProcessPool(config.num_blocks, config.block_size, groups=groups)
-    entries = [header(config, ReplicaShape(description, config.num_blocks), 0)]
+    shape = ReplicaShape(description, story.config.num_blocks)
+    config = replace(story.config, groups=shape.groups)
+    pool = InProcessPool(config.num_blocks, config.block_size, groups=config.groups)
+    entries = [header(config, shape, 0)]
     scheduler = RecordingScheduler(config, pool, entries.append)
     asyncio.run(ScenarioRun(story, scheduler, pool.core).run())
     return RecordedLog([*entries, {"call": "end"}])

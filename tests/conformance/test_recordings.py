@@ -63,6 +63,7 @@ async def replay_over_grpc(scenario: Record) -> Record:
             [group],
             b"",
             enable_prefix_caching=config.enable_prefix_caching,
+            drop_last_hit_block=False,
         )
         return await ScenarioRun(
             story, Scheduler(config, client), host.get(PoolId("recording")).pool

@@ -15,7 +15,6 @@ from services.cli.replay.scenario import read_scenario
 from services.cli.replay.scenario_run import ScenarioRun
 from services.cli.replay.table import ROWS
 from services.cli.replay.what_if import WhatIf
-from services.common.kv_cache_groups import AttentionType, GroupSpec
 from services.scheduler.core.recorder import Entry, RecordingScheduler
 from tests.conformance.differences import FIELDS, differences
 from tests.conformance.test_recordings import RECORDINGS
@@ -47,12 +46,12 @@ async def test_a_log_of_a_scenario_replays_and_without_a_change_nothing_changes(
     )
     entries: list[Entry] = []
     await ScenarioRun(scenario, RecordingScheduler(config, pool, entries.append), pool.core).run()
-    header = Header("stand-in", config, (GroupSpec(AttentionType.FULL, config.block_size),))
+    header = Header("stand-in", config)
     replay = LogReplay(header)
     for entry in entries:
         told = json.loads(json.dumps(entry))
         assert told == entry
         assert await replay.take(Field(told)) == []
-    what_if = await WhatIf(header, replay.history, config).run()
+    what_if = await WhatIf(replay.history, config).run()
     for row in ROWS:
         assert row.measure(what_if) == row.measure(replay.statistics), row.name

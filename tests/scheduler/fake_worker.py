@@ -13,10 +13,15 @@ from services.common import names
 from services.common.block_hash import pack_token_ids, unpack_token_ids
 from services.common.server import GrpcServer
 from services.common.telemetry import Tracing
+from services.scheduler.adapters.replica import ReplicaShape
 from tests.scheduler.paged_model import VOCAB_SIZE, NewRow, PagedModel, Work
 
 BLOCK_SIZE = 4
 EOS = 2
+
+FULL = common_pb2.KVCacheGroup(
+    attention_type=common_pb2.ATTENTION_TYPE_FULL, block_size=BLOCK_SIZE, num_layers=2
+)
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -34,11 +39,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         fingerprint: bytes = b"f" * 32,
         rank: int = 0,
         world_size: int = 1,
+        groups: Sequence[common_pb2.KVCacheGroup] = (FULL,),
+        drop_last_hit_block: bool = False,
         tracing: Tracing | None = None,
     ) -> None:
-        group = common_pb2.KVCacheGroup(
-            attention_type=common_pb2.ATTENTION_TYPE_FULL, block_size=BLOCK_SIZE, num_layers=2
-        )
         self.description = worker_pb2.DescribeResponse(
             incarnation=f"worker-{id(self)}",
             model_name="paged",
@@ -46,7 +50,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             max_model_len=max_model_len,
             vocab_size=VOCAB_SIZE,
             eos_token_ids=[EOS],
-            groups=[group],
+            groups=groups,
+            drop_last_hit_block=drop_last_hit_block,
             num_blocks=num_blocks,
             bytes_per_block=1024,
             max_num_seqs=max_num_seqs,
@@ -90,7 +95,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         request_iterator: AsyncIterator[worker_pb2.ExecuteRequest],
         context: _Context,  # noqa: ARG002
     ) -> AsyncIterator[worker_pb2.ExecuteResponse]:
-        model = PagedModel(BLOCK_SIZE, self.description.max_num_seqs)
+        groups = ReplicaShape(self.description, self.description.num_blocks).groups
+        model = PagedModel(BLOCK_SIZE, self.description.max_num_seqs, groups=groups)
         async for step in request_iterator:
             self.steps.append(step)
             response = self._run(model, step)
@@ -114,6 +120,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                     strict=True,
                 )
             ],
+            unpack_token_ids(step.block_ids_to_zero),
         )
         if self._tracing is not None and step.traceparent:
             self._tracing.child(
@@ -134,16 +141,16 @@ def _row(request: worker_pb2.NewRequest) -> NewRow:
     return NewRow(
         request.slot,
         unpack_token_ids(request.token_ids),
-        unpack_token_ids(request.block_tables[0].block_ids),
+        [unpack_token_ids(table.block_ids) for table in request.block_tables],
     )
 
 
-def _appended(step: worker_pb2.ExecuteRequest) -> dict[int, Sequence[int]]:
-    appended: dict[int, Sequence[int]] = {}
-    for group in step.appended_blocks[:1]:
+def _appended(step: worker_pb2.ExecuteRequest) -> dict[int, list[list[int]]]:
+    appended: dict[int, list[list[int]]] = {}
+    for group in step.appended_blocks:
         blocks, start = unpack_token_ids(group.block_ids), 0
         counts = unpack_token_ids(group.num_blocks)
         for slot, count in zip(unpack_token_ids(group.slots), counts, strict=True):
-            appended[slot] = blocks[start : start + count]
+            appended.setdefault(slot, []).append(blocks[start : start + count])
             start += count
     return appended

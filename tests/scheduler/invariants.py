@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.kvpool.core.ids import RequestNumber
+from services.common.kv_cache_groups import AttentionType
+from services.kvpool.core.ids import NULL_BLOCK, RequestNumber
 from services.scheduler.core.config import Policy
 from services.scheduler.core.plan import StepPlan
 from services.scheduler.core.request import Request
@@ -57,23 +58,26 @@ def check_places(story: Story) -> None:
 def check_nothing_leaks(story: Story) -> None:
     """Those who run hold blocks, nobody else does, and what nobody holds is free."""
     core, running = story.pool.core, story.scheduler.running
-    tables = [_table(story, request) for request in running]
+    tables = [table for request in running for table in _tables(story, request)]
     assert core.stats().num_requests == len(running)
     assert all(tables)
-    held = {block for table in tables for block in table}
-    assert 0 not in held
+    held = {block for table in tables for block in table if block != NULL_BLOCK}
     assert len(held) + core.num_free_blocks == core.config.num_blocks - 1
 
 
 def check_one_owner_of_writable_blocks(story: Story) -> None:
     """Blocks at or above where a request is written next are nobody else's."""
     running, size = story.scheduler.running, story.config.block_size
-    holders = Counter(block for request in running for block in _table(story, request))
+    holders = Counter(
+        block for request in running for table in _tables(story, request) for block in table
+    )
+    holders[NULL_BLOCK] = 1  # it stands where nothing is written
     for request in running:
         assert request.slot is not None
         written_next = story.model.next_position(request.slot, request.num_computed_tokens)
-        writable = _table(story, request)[written_next // size :]
-        assert all(holders[block] == 1 for block in writable), request.request_id
+        for table in _tables(story, request):
+            writable = table[written_next // size :]
+            assert all(holders[block] == 1 for block in writable), request.request_id
 
 
 def check_queue_order(story: Story) -> None:
@@ -104,11 +108,11 @@ def check_the_head_waits_for_a_reason(story: Story, plan: StepPlan) -> None:
     head = next(iter(story.scheduler.waiting), None)
     if head is None or plan.preempted or len(running) == _places(story):
         return
-    least = 1 + config.num_speculative_tokens if config.enable_chunked_prefill else head.num_tokens
+    least = _least_chunk(story) if config.enable_chunked_prefill else head.num_tokens
     if _budget(story) - plan.num_tokens < least:
         return
     slots = head.num_tokens + config.num_speculative_tokens + config.num_lookahead_tokens
-    blocks = -(-min(slots, config.max_model_len) // config.block_size)
+    blocks = len(config.groups) * -(-min(slots, config.max_model_len) // config.block_size)
     watermark = int(config.watermark * config.num_blocks) if running else 0
     assert story.pool.core.num_free_blocks < blocks + watermark, head.request_id
 
@@ -120,7 +124,8 @@ def check_who_runs_is_served(story: Story, before: Before, plan: StepPlan) -> No
     if not before.running:
         return
     assert _best_claim(story, before.running) not in plan.preempted
-    has_tokens_left = plan.num_tokens < _budget(story)
+    chunk = _least_chunk(story) if _caches_states(story) else 1
+    has_tokens_left = _budget(story) - plan.num_tokens >= chunk
     for request in before.running if has_tokens_left else before.running[:1]:
         assert (
             request in plan.requests
@@ -152,5 +157,16 @@ def _only_waits_for_tokens(story: Story, request: Request) -> bool:
     )
 
 
-def _table(story: Story, request: Request) -> tuple[int, ...]:
-    return story.pool.core.block_tables(RequestNumber(request.key))[0]
+def _least_chunk(story: Story) -> int:
+    """Tokens that a step has use for, whoever it gives them to: where states are cached a block."""
+    config = story.config
+    return config.block_size if _caches_states(story) else 1 + config.num_speculative_tokens
+
+
+def _caches_states(story: Story) -> bool:
+    kinds = {group.attention_type for group in story.config.groups}
+    return story.config.enable_prefix_caching and AttentionType.STATE_SPACE in kinds
+
+
+def _tables(story: Story, request: Request) -> tuple[tuple[int, ...], ...]:
+    return story.pool.core.block_tables(RequestNumber(request.key))

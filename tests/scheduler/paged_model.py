@@ -1,17 +1,19 @@
 """A stand-in for the workers: a deterministic model over a paged cache that is really written.
 
-What it stores for a position is the whole sequence up to it. Before it samples it reads every
-position through the block table, and complains when one does not hold what this very sequence
-stored there: a block that was shared wrongly, published early, or not computed again is found at
-the first token that depends on it. With speculation it guesses ahead, and what it stored for wrong
-guesses stays there until it is overwritten.
+What it stores for a position is the whole sequence up to it. Before it samples it reads through the
+block tables every position that its layers see, and complains when one does not hold what this very
+sequence stored there: a block that was shared wrongly, published early, given back too soon or not
+computed again is found at the first token that depends on it. With speculation it guesses ahead,
+and what it stored for wrong guesses stays there until it is overwritten.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from services.common.kv_cache_groups import GroupSpec
 from services.scheduler.core.plan import StepOutput, StepPlan
 from services.scheduler.core.request import Request
+from tests.scheduler.paged_cache import PagedCache, Tables
 
 VOCAB_SIZE = 1000
 
@@ -45,7 +47,7 @@ class NewRow:
 
     slot: int
     token_ids: Sequence[int]
-    table: Sequence[int]
+    tables: Tables
     salt: str = ""
 
 
@@ -65,7 +67,7 @@ class _Row:
     """
 
     def __init__(self, new: NewRow) -> None:
-        self.table = list(new.table)
+        self.tables = [list(table) for table in new.tables]
         self.token_ids: list[int] = []
         self.digests: list[int] = []
         self._root = hash((_EMPTY, new.salt))
@@ -99,12 +101,17 @@ class _Pass:
 class PagedModel:
     """The persistent batch of a worker, and its cache."""
 
-    def __init__(self, block_size: int, num_slots: int, num_speculative_tokens: int = 0) -> None:
-        self._block_size = block_size
+    def __init__(
+        self,
+        block_size: int,
+        num_slots: int,
+        num_speculative_tokens: int = 0,
+        groups: Sequence[GroupSpec] = (),
+    ) -> None:
         self._num_slots = num_slots
         self._num_speculative_tokens = num_speculative_tokens
         self._rows: dict[int, _Row] = {}
-        self._cache: dict[tuple[int, int], int] = {}
+        self._cache = PagedCache(block_size, groups)
 
     @property
     def num_requests(self) -> int:
@@ -124,17 +131,17 @@ class PagedModel:
     def run_plan(self, plan: StepPlan) -> StepOutput:
         """Runs a step of the scheduler core."""
         entering = [
-            NewRow(_slot(request), request.token_ids, tables[0], request.cache_salt)
+            NewRow(_slot(request), request.token_ids, tables, request.cache_salt)
             for request, tables in plan.block_tables.items()
         ]
-        appended = {_slot(request): tables[0] for request, tables in plan.appended_blocks.items()}
+        appended = {_slot(request): tables for request, tables in plan.appended_blocks.items()}
         work = [
             Work(_slot(request), scheduled, computed, plan.draft_token_ids.get(request, ()))
             for request, scheduled, computed in zip(
                 plan.requests, plan.num_scheduled_tokens, plan.num_computed_tokens, strict=True
             )
         ]
-        token_ids = self.run(plan.removed_slots, entering, appended, work)
+        token_ids = self.run(plan.removed_slots, entering, appended, work, plan.block_ids_to_zero)
         if not self._num_speculative_tokens:
             return StepOutput(token_ids)
         return StepOutput(
@@ -151,8 +158,9 @@ class PagedModel:
         self,
         removed: Iterable[int],
         entering: Iterable[NewRow],
-        appended: Mapping[int, Sequence[int]],
+        appended: Mapping[int, Tables],
         work: Sequence[Work],
+        zeroed: Iterable[int] = (),
     ) -> list[list[int]]:
         """Runs a step; returns the sampled tokens of each request: none inside a prompt, and with
         drafts those that were right and one more.
@@ -165,8 +173,10 @@ class PagedModel:
             assert new.slot not in self._rows, f"slot {new.slot} was taken"
             self._rows[new.slot] = _Row(new)
             entered.add(new.slot)
-        for slot, blocks in appended.items():
-            self._rows[slot].table += blocks
+        for slot, grown in appended.items():
+            for table, blocks in zip(self._rows[slot].tables, grown, strict=True):
+                table.extend(blocks)
+        self._cache.zero(zeroed)
         passes = [self._begin(item, item.slot in entered) for item in work]
         for running in passes:
             self._write(running)
@@ -186,17 +196,11 @@ class PagedModel:
     def _write(self, running: _Pass) -> None:
         row, start, end = running.row, running.start, running.end
         assert start < end <= len(running.digests), f"{start}..{end} of {len(running.digests)}"
-        assert end <= len(row.table) * self._block_size, "tokens without a place in the cache"
-        for position in range(start, end):
-            place = self._place(row, position)
-            assert place[0] != 0, "the null block is not to be written"
-            self._cache[place] = running.digests[position]
+        self._cache.write(row.tables, running.digests, start, end)
 
     def _sample(self, running: _Pass) -> list[int]:
         row, end = running.row, running.end
-        for position, digest in enumerate(running.digests[:end]):
-            stored = self._cache.get(self._place(row, position))
-            assert stored == digest, f"position {position} holds another sequence"
+        self._cache.read(row.tables, running.digests, running.start, end)
         if end < len(row.token_ids):
             return []
         sampled = continuation(row.token_ids, 1)
@@ -206,9 +210,6 @@ class PagedModel:
             sampled += continuation([*row.token_ids, *sampled], 1)
         row.append(sampled)
         return sampled
-
-    def _place(self, row: _Row, position: int) -> tuple[int, int]:
-        return row.table[position // self._block_size], position % self._block_size
 
 
 def _slot(request: Request) -> int:

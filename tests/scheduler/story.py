@@ -32,10 +32,12 @@ class Told:
     start: dict[str, int]
     """Tokens computed before it."""
     blocks: dict[str, list[int]]
-    """Full tables of those admitted, new blocks of the others."""
+    """Full tables of those admitted, new blocks of the others, in the first group."""
     new: list[str]
     resumed: list[str]
     preempted: list[str]
+    zeroed: list[int]
+    """Blocks that are cleared before it."""
     round_trips: int
     tokens: dict[str, list[int]]
     """What was sampled, of those that sampled or ended."""
@@ -64,7 +66,11 @@ class Story:
             block_size=block_size, num_blocks=num_blocks, **limits | config
         )
         self.pool = InProcessPool(
-            num_blocks, block_size, enable_prefix_caching=self.config.enable_prefix_caching
+            num_blocks,
+            block_size,
+            enable_prefix_caching=self.config.enable_prefix_caching,
+            groups=self.config.groups,
+            drop_last_hit_block=self.config.drop_last_hit_block,
         )
         self.scheduler = Scheduler(self.config, through(self.pool))
         self.model = self._new_model()
@@ -127,6 +133,7 @@ class Story:
             new=names(plan.new),
             resumed=names(plan.resumed),
             preempted=names(plan.preempted),
+            zeroed=plan.block_ids_to_zero,
             round_trips=round_trips,
             tokens=tokens,
         )
@@ -162,7 +169,9 @@ class Story:
 
     def _new_model(self) -> PagedModel:
         config = self.config
-        return PagedModel(config.block_size, config.max_num_seqs, config.num_speculative_tokens)
+        return PagedModel(
+            config.block_size, config.max_num_seqs, config.num_speculative_tokens, config.groups
+        )
 
     @property
     def has_work(self) -> bool:

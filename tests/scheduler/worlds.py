@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from hypothesis import strategies as st
 
+from services.common.kv_cache_groups import AttentionType, GroupSpec
 from tests.scheduler.paged_model import continuation
 
 MAX_PROMPT = 24
@@ -109,7 +110,7 @@ class World:
 def worlds(**config: Any) -> st.SearchStrategy[World]:
     """Worlds that have some of the configuration in common."""
     return st.tuples(
-        st.binary(min_size=24, max_size=24),
+        st.binary(min_size=40, max_size=40),
         st.lists(st.binary(min_size=16, max_size=16), min_size=1, max_size=MAX_ARRIVALS),
         st.binary(min_size=3 * MAX_EVENTS, max_size=3 * MAX_EVENTS),
     ).map(lambda drawn: _world(config, *drawn))
@@ -125,20 +126,32 @@ def _world(fixed: dict[str, Any], config: bytes, arrivals: Sequence[bytes], even
 
 def _config(choices: Choices) -> dict[str, Any]:
     """The pool holds the longest sequence at least, and not much more than two of them. A step has
-    room for one token with its drafts, and without chunks for a whole sequence.
+    room for one token with its drafts, without chunks for a whole sequence, and where states are
+    cached for a block.
     """
     num_drafts = choices.among(0, 0, 0, 1, 2, 3)
     max_model_len = MAX_PROMPT + 4 + choices.below(MAX_OUTPUT - 4)
     block_size = 1 + choices.below(8)
-    whole = -(-max_model_len // block_size)
     chunked = not choices.one_in(5)
-    budget = 1 + num_drafts + choices.below(choices.among(40, 4))
+    num_lookahead_tokens = choices.among(0, 0, num_drafts, 1)
+    groups = _groups(choices, block_size)
+    kinds = {group.attention_type for group in groups}
+    least = 1 + num_drafts
+    if AttentionType.STATE_SPACE in kinds:
+        num_drafts = num_lookahead_tokens = 0
+        least, chunked = block_size, True
+    budget = least + choices.below(choices.among(40, 4))
     if not chunked:
         budget = max_model_len + num_drafts
+    whole = sum(
+        group.max_held_blocks(max_model_len, budget + num_lookahead_tokens) for group in groups
+    )
     max_num_seqs = 1 + choices.below(6)
     return {
+        "groups": groups,
+        "drop_last_hit_block": choices.one_in(4) and AttentionType.CHUNKED_LOCAL not in kinds,
         "num_speculative_tokens": num_drafts,
-        "num_lookahead_tokens": choices.among(0, 0, num_drafts, 1),
+        "num_lookahead_tokens": num_lookahead_tokens,
         "block_size": block_size,
         "num_blocks": 1 + whole + choices.among(0, choices.below(whole + 1)),
         "max_model_len": max_model_len,
@@ -153,6 +166,21 @@ def _config(choices: Choices) -> dict[str, Any]:
         "scheduler_reserve_full_isl": not choices.one_in(2),
         "watermark": choices.among(0.0, 0.0, 0.1, 0.5),
     }
+
+
+def _groups(choices: Choices, block_size: int) -> tuple[GroupSpec, ...]:
+    """Every other model has one group of full attention, the others one to three of any kind."""
+    if not choices.one_in(2):
+        return (GroupSpec(AttentionType.FULL, block_size),)
+    groups = []
+    for _ in range(1 + choices.below(3)):
+        kind = choices.among(*AttentionType)
+        window = {
+            AttentionType.SLIDING_WINDOW: 2 + choices.below(12),
+            AttentionType.CHUNKED_LOCAL: block_size * (1 + choices.below(3)),
+        }
+        groups.append(GroupSpec(kind, block_size, window.get(kind, 0)))
+    return tuple(groups)
 
 
 def _arrival(choices: Choices) -> Arrival:

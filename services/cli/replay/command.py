@@ -119,7 +119,7 @@ async def _replay_log(path: Path, texts: Sequence[str], plot: Path | None) -> in
     print("0 differences")
     run = replay.statistics
     if overrides:
-        run = await what_if(log.header, replay.history, config)
+        run = await what_if(replay.history, config)
         print()
         print(comparison(replay.statistics, run))
     if plot is not None:

@@ -23,6 +23,7 @@ class InProcessPool:
         *,
         enable_prefix_caching: bool = True,
         groups: Sequence[GroupSpec] = (),
+        drop_last_hit_block: bool = False,
     ) -> None:
         groups = groups or [GroupSpec(AttentionType.FULL, block_size)]
         self.core = KVPool(
@@ -31,6 +32,7 @@ class InProcessPool:
                 groups=tuple(groups),
                 enable_prefix_caching=enable_prefix_caching,
                 fingerprint=b"",
+                drop_last_hit_block=drop_last_hit_block,
             )
         )
         self.num_transactions = 0
@@ -57,7 +59,13 @@ class InProcessPool:
                 case pool_ops.ResetPrefixCacheResult(done):
                     reset_done = done
         return ports.Outcome(
-            outcome.num_free_blocks, _stop(outcome.stop), grown, hits, admitted, reset_done
+            outcome.num_free_blocks,
+            _stop(outcome.stop),
+            grown,
+            hits,
+            admitted,
+            reset_done,
+            outcome.block_ids_to_zero,
         )
 
 

@@ -3,7 +3,7 @@
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from json import JSONDecodeError
 from pathlib import Path
 from typing import IO
@@ -26,7 +26,6 @@ class Header:
 
     model_name: str
     config: SchedulerConfig
-    groups: tuple[GroupSpec, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +152,7 @@ def _read_header(top: Field) -> Header:
     groups = tuple(_read_group(group, config) for group in pool["groups"].items())
     if not 0 < len(groups) <= _MAX_GROUPS:
         raise pool["groups"].wrong(f"must list 1 to {_MAX_GROUPS} groups")
-    return Header(top["model_name"].text(), config, groups)
+    return Header(top["model_name"].text(), replace(config, groups=groups))
 
 
 def _read_group(group: Field, config: SchedulerConfig) -> GroupSpec:

@@ -9,7 +9,6 @@ from services.cli.replay.history import History, new_request, read_arrival
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.cli.replay.log_file import Header
 from services.cli.replay.statistics import RunStatistics
-from services.common.kv_cache_groups import GroupSpec
 from services.scheduler.core import ports
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.plan import StepOutput, StepPlan
@@ -23,9 +22,8 @@ _ABSENT = object()
 class MortalPool:
     """A pool that can be lost, and come back empty."""
 
-    def __init__(self, config: SchedulerConfig, groups: Sequence[GroupSpec]) -> None:
+    def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
-        self._groups = groups
         self.num_answers_left: int | None = None
         """Transactions that it still answers before it is lost; None when it is not lost."""
         self.reopen()
@@ -37,7 +35,8 @@ class MortalPool:
             self._config.num_blocks,
             self._config.block_size,
             enable_prefix_caching=self._config.enable_prefix_caching,
-            groups=self._groups,
+            groups=self._config.groups,
+            drop_last_hit_block=self._config.drop_last_hit_block,
         )
 
     async def transact(
@@ -65,7 +64,7 @@ class LogReplay:
     """Takes the entries of a log, one after the other, and remembers what a what-if needs."""
 
     def __init__(self, header: Header) -> None:
-        self._pool = MortalPool(header.config, header.groups)
+        self._pool = MortalPool(header.config)
         self._told: list[Entry] = []
         self.scheduler = RecordingScheduler(header.config, self._pool, self._told.append)
         self.statistics = RunStatistics(self.scheduler)

@@ -27,7 +27,9 @@ RANGES: dict[str, tuple[float, float]] = {
 }
 _HINTS = typing.get_type_hints(SchedulerConfig)
 NAMES = tuple(
-    field.name for field in dataclasses.fields(SchedulerConfig) if field.name != "fingerprint"
+    field.name
+    for field in dataclasses.fields(SchedulerConfig)
+    if field.name not in ("fingerprint", "groups")
 )
 
 

@@ -14,11 +14,10 @@ from typing import Any
 
 from services.cli.errors import CommandError
 from services.cli.replay.history import Abort, Arrival, Event, History, new_request
-from services.cli.replay.log_file import Header
 from services.cli.replay.log_replay import MortalPool
 from services.cli.replay.statistics import RunStatistics
 from services.common.errors import StepwellError
-from services.common.kv_cache_groups import GroupSpec
+from services.scheduler.core.capacity import max_request_tokens, why_states_cannot_be_served
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.plan import StepOutput, StepPlan
 from services.scheduler.core.request import FinishReason, Request
@@ -36,8 +35,11 @@ def changed_config(config: SchedulerConfig, overrides: dict[str, Any]) -> Schedu
             "which others would have been right"
         )
     changed = replace(config, **overrides)
-    capacity = (changed.num_blocks - 1) * changed.block_size
-    changed = replace(changed, max_model_len=min(changed.max_model_len, capacity))
+    groups = tuple(replace(group, block_size=changed.block_size) for group in changed.groups)
+    changed = replace(changed, groups=groups)
+    changed = replace(changed, max_model_len=max_request_tokens(changed))
+    if conflict := why_states_cannot_be_served(changed):
+        raise CommandError(conflict)
     if not changed.enable_chunked_prefill and changed.token_budget < changed.max_model_len:
         raise CommandError(
             f"without chunked prefill a step of {changed.token_budget} tokens cannot hold a "
@@ -46,10 +48,10 @@ def changed_config(config: SchedulerConfig, overrides: dict[str, Any]) -> Schedu
     return changed
 
 
-async def what_if(header: Header, history: History, config: SchedulerConfig) -> RunStatistics:
+async def what_if(history: History, config: SchedulerConfig) -> RunStatistics:
     """The history under another configuration. Raises CommandError when that cannot be."""
     try:
-        run = WhatIf(header, history, config)
+        run = WhatIf(history, config)
     except StepwellError as error:
         raise CommandError(f"with these settings there is no pool: {error.message}") from None
     return await run.run()
@@ -58,11 +60,8 @@ async def what_if(header: Header, history: History, config: SchedulerConfig) -> 
 class WhatIf:
     """One run of a history under a configuration."""
 
-    def __init__(self, header: Header, history: History, config: SchedulerConfig) -> None:
-        groups: Sequence[GroupSpec] = [
-            replace(group, block_size=config.block_size) for group in header.groups
-        ]
-        self._pool = MortalPool(config, groups)
+    def __init__(self, history: History, config: SchedulerConfig) -> None:
+        self._pool = MortalPool(config)
         self._history = history
         self.scheduler = Scheduler(config, self._pool)
         self.statistics = RunStatistics(self.scheduler)

@@ -102,6 +102,7 @@ def outcome_to_wire(
         results=[_result_to_wire(result) for result in outcome.results],
         stop=None if outcome.stop is None else _stop_to_wire(outcome.stop),
         num_free_blocks=outcome.num_free_blocks,
+        block_ids_to_zero=outcome.block_ids_to_zero,
     )
 
 

@@ -1,10 +1,10 @@
 """The pool: block tables of requests over shared blocks, changed in transactions."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.common.block_hash import BlockHash
-from services.common.kv_cache_groups import GroupSpec
+from services.common.kv_cache_groups import AttentionType, GroupSpec
 from services.kvpool.core.block_pool import BlockPool
 from services.kvpool.core.coordinator import Tables, create_coordinator
 from services.kvpool.core.errors import InvalidPool
@@ -31,6 +31,7 @@ from services.kvpool.core.operations import (
 )
 from services.kvpool.core.stats import PoolStats
 from services.kvpool.core.validation import TransactionValidator
+from services.kvpool.core.zeroing import block_ids_to_zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,9 @@ class KVPool:
             drop_last_hit_block=config.drop_last_hit_block,
         )
         self._groups = self._coordinator.groups
+        self._holds_states = any(
+            spec.attention_type is AttentionType.STATE_SPACE for spec in config.groups
+        )
         self._chains: dict[RequestNumber, list[BlockHash]] = {}
         self._tables: dict[RequestNumber, Tables] = {}
         self._num_query_tokens = 0
@@ -88,7 +92,11 @@ class KVPool:
             results.append(result)
             if stop is not None:
                 break
-        return Outcome(tuple(results), stop, self._blocks.num_free_blocks)
+        outcome = Outcome(tuple(results), stop, self._blocks.num_free_blocks)
+        if self._holds_states:
+            to_zero = block_ids_to_zero(operations, results, self._block_size)
+            return replace(outcome, block_ids_to_zero=to_zero)
+        return outcome
 
     @property
     def num_free_blocks(self) -> int:

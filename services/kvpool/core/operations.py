@@ -159,9 +159,11 @@ class Outcome:
     """What came of a transaction.
 
     One result for each operation that was begun, None where the operation returns nothing; the
-    last one is partial if there is a `stop`.
+    last one is partial if there is a `stop`. `block_ids_to_zero` were handed out and must be
+    cleared before they are used: none without state-space layers.
     """
 
     results: tuple[OperationResult | None, ...]
     stop: Stop | None
     num_free_blocks: int
+    block_ids_to_zero: tuple[BlockId, ...] = ()

@@ -42,6 +42,7 @@ class PoolClient:
         fingerprint: bytes,
         *,
         enable_prefix_caching: bool,
+        drop_last_hit_block: bool,
     ) -> int:
         """Begins a new generation of the pool and returns it. Raises StepwellError."""
         self.close()
@@ -53,6 +54,7 @@ class PoolClient:
                     groups=groups,
                     enable_prefix_caching=enable_prefix_caching,
                     fingerprint=fingerprint,
+                    drop_last_hit_block=drop_last_hit_block,
                 ),
                 timeout=self._timeout_seconds,
             )

@@ -65,7 +65,13 @@ def to_outcome(response: kvpool_pb2.TransactResponse) -> ports.Outcome:
         elif kind == "reset_prefix_cache":
             reset_done = result.reset_prefix_cache.done
     return ports.Outcome(
-        response.num_free_blocks, _stop(response), grown, hits, admitted, reset_done
+        response.num_free_blocks,
+        _stop(response),
+        grown,
+        hits,
+        admitted,
+        reset_done,
+        tuple(response.block_ids_to_zero),
     )
 
 

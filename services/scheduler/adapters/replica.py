@@ -4,9 +4,11 @@ import asyncio
 import logging
 from dataclasses import dataclass, replace
 
+from stepwell.common.v1 import common_pb2
 from stepwell.worker.v1 import worker_pb2
 
 from services.common.errors import FailedPrecondition, InvalidArgument, StepwellError
+from services.common.kv_cache_groups import AttentionType, GroupSpec
 from services.scheduler.adapters.pool_client import PoolClient
 from services.scheduler.adapters.worker_client import WorkerGroup
 
@@ -14,6 +16,13 @@ logger = logging.getLogger(__name__)
 
 FIRST_RETRY_SECONDS = 0.05
 LAST_RETRY_SECONDS = 1.0
+
+_ATTENTION_TYPES = {
+    common_pb2.ATTENTION_TYPE_FULL: AttentionType.FULL,
+    common_pb2.ATTENTION_TYPE_SLIDING_WINDOW: AttentionType.SLIDING_WINDOW,
+    common_pb2.ATTENTION_TYPE_CHUNKED_LOCAL: AttentionType.CHUNKED_LOCAL,
+    common_pb2.ATTENTION_TYPE_STATE_SPACE: AttentionType.STATE_SPACE,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +34,21 @@ class ReplicaShape:
 
     @property
     def block_size(self) -> int:
-        """Tokens per block."""
+        """Tokens per block, of every group."""
         return self.description.groups[0].block_size
 
     @property
-    def max_request_tokens(self) -> int:
-        """Tokens that a request alone in the pool could come to hold."""
-        return min(self.description.max_model_len, (self.num_blocks - 1) * self.block_size)
+    def groups(self) -> tuple[GroupSpec, ...]:
+        """The groups of layers that share the pool."""
+        return tuple(
+            GroupSpec(
+                _ATTENTION_TYPES[group.attention_type],
+                group.block_size,
+                group.window,
+                group.num_layers,
+            )
+            for group in self.description.groups
+        )
 
 
 class ReplicaClient:
@@ -82,6 +99,7 @@ class ReplicaClient:
             shape.description.groups,
             shape.description.fingerprint,
             enable_prefix_caching=self._enable_prefix_caching,
+            drop_last_hit_block=shape.description.drop_last_hit_block,
         )
         self._workers.open(generation)
         self._shape = shape
@@ -104,12 +122,36 @@ def _shape(ranks: list[worker_pb2.DescribeResponse]) -> ReplicaShape:
             )
         if rank.fingerprint != ranks[0].fingerprint:
             raise FailedPrecondition(f"worker {number} serves another model than worker 0")
+        if (conflict := _conflict(rank, ranks[0])) is not None:
+            raise FailedPrecondition(f"worker {number} {conflict}")
     return ReplicaShape(ranks[0], min(rank.num_blocks for rank in ranks))
+
+
+def _conflict(rank: worker_pb2.DescribeResponse, first: worker_pb2.DescribeResponse) -> str | None:
+    """What is wrong with the KV cache that a rank describes, if anything."""
+    if not rank.groups:
+        return "describes no group of layers that a KV cache could be for"
+    for index, group in enumerate(rank.groups):
+        if group.attention_type not in _ATTENTION_TYPES:
+            return f"does not say, in words known here, what layers of group {index} attend to"
+    sizes = {group.block_size for group in rank.groups}
+    if len(sizes) > 1:
+        return f"has groups with blocks of {min(sizes)} and of {max(sizes)} tokens: one size serves"
+    if (list(rank.groups), rank.drop_last_hit_block) != (
+        list(first.groups),
+        first.drop_last_hit_block,
+    ):
+        return "divides its layers into other groups than worker 0"
+    return None
 
 
 def _require_same(before: ReplicaShape, after: ReplicaShape) -> None:
     if after.description.fingerprint != before.description.fingerprint:
         raise FailedPrecondition("the worker came back with another model: restart the scheduler")
+    if _conflict(after.description, before.description) is not None:
+        raise FailedPrecondition(
+            "the worker came back with other groups of layers: restart the scheduler"
+        )
     if after.num_blocks < before.num_blocks:
         raise FailedPrecondition(
             f"the worker came back with {after.num_blocks} blocks instead of "

@@ -27,6 +27,7 @@ def to_execute_request(
         num_computed_tokens=pack_token_ids(plan.num_computed_tokens),
         appended_blocks=_appended(plan.appended_blocks),
         traceparent=traceparent,
+        block_ids_to_zero=pack_token_ids(plan.block_ids_to_zero),
     )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.common.block_hash import BlockHash
+from services.scheduler.core.chunks import aligned_chunk
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.draft import StepDraft
 from services.scheduler.core.plan import WaitReason
@@ -29,11 +30,13 @@ class AdmissionPlanner:
         the way of the first one that gets none.
 
         A prefix hit is what the pool said last, and after that what earlier admissions of the
-        step publish. When the first candidate cannot fit for sure, none is planned: that saves
-        asking the pool in vain, step after step.
+        step publish; of states nothing, for those are published when they are stored. When the
+        first candidate cannot fit for sure, none is planned: that saves asking the pool in vain,
+        step after step.
         """
         size, budget = self.config.block_size, draft.budget
         published = set(draft.published)
+        caches_states = self.config.caches_states
         admissions: list[Admission] = []
         for request in candidates:
             if budget == 0:
@@ -42,7 +45,12 @@ class AdmissionPlanner:
             gap = draft.cap(request.num_tokens - hit)
             if gap > budget and not self.config.enable_chunked_prefill:
                 return admissions, WaitReason.BUDGET
-            end = hit + min(gap, budget)
+            num_new = min(gap, budget)
+            if caches_states:
+                num_new = aligned_chunk(self.config, request, hit, num_new)
+                if num_new == 0:
+                    return admissions, WaitReason.BUDGET
+            end = hit + num_new
             num_drafts = self._padding(draft, request, hit, end)
             if end + num_drafts - hit > budget:
                 return admissions, WaitReason.BUDGET
@@ -52,7 +60,8 @@ class AdmissionPlanner:
             )
             if not admissions and self._blocks_needed(admission) > num_free_blocks:
                 return admissions, WaitReason.NO_BLOCKS
-            published.update(request.block_hashes[hit // size : end // size])
+            if not caches_states:
+                published.update(request.block_hashes[hit // size : end // size])
             admissions.append(admission)
         return admissions, None
 
@@ -62,6 +71,8 @@ class AdmissionPlanner:
         longest = min(request.max_hit_tokens // size, len(request.block_hashes))
         while blocks < longest and request.block_hashes[blocks] in published:
             blocks += 1
+        if self.config.drop_last_hit_block and blocks * size > hit:
+            blocks -= 1
         return blocks * size
 
     def _padding(self, draft: StepDraft, request: Request, hit: int, end: int) -> int:
@@ -86,6 +97,7 @@ class AdmissionPlanner:
             num_hit_tokens=hit,
             num_slots=slots,
             num_commit_tokens=end,
+            num_new_tokens=end - hit,
             num_reserve_slots=max(reserve, slots),
             num_watermark_blocks=self.config.num_watermark_blocks if joins else 0,
             num_drafts=num_drafts,
@@ -94,7 +106,7 @@ class AdmissionPlanner:
         )
 
     def _blocks_needed(self, admission: Admission) -> int:
-        """Blocks that the admission needs at least."""
+        """Blocks that the admission needs at least: windows and states may need next to none."""
         size = self.config.block_size
         blocks = -(-admission.num_reserve_slots // size) - admission.num_hit_tokens // size
-        return blocks + admission.num_watermark_blocks
+        return blocks * self.config.num_full_groups + admission.num_watermark_blocks

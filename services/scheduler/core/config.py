@@ -3,6 +3,8 @@
 import enum
 from dataclasses import dataclass
 
+from services.common.kv_cache_groups import AttentionType, GroupSpec
+
 
 class Policy(enum.Enum):
     """Who waits first, and who is preempted."""
@@ -42,8 +44,12 @@ class SchedulerConfig:
     """Drafts that the workers propose for each request and step."""
     num_lookahead_tokens: int = 0
     """Slots that a draft model needs beyond the tokens of a step."""
+    drop_last_hit_block: bool = False
+    """The pool leaves the last block of a prefix hit out, for a draft head (EAGLE)."""
     watermark: float = 0.0
     """Share of the pool that stays free when a request joins running ones."""
+    groups: tuple[GroupSpec, ...] = ()
+    """Groups of layers with a block table each; none said: one, of full attention."""
 
     @property
     def token_budget(self) -> int:
@@ -56,6 +62,22 @@ class SchedulerConfig:
         return min(self.max_num_seqs, self.max_num_active_seqs or self.max_num_seqs)
 
     @property
+    def num_full_groups(self) -> int:
+        """Groups that hold every block of a request for as long as it runs."""
+        return self._count(AttentionType.FULL) if self.groups else 1
+
+    @property
+    def caches_states(self) -> bool:
+        """Whether prefixes are found by the states that state-space layers left at their end.
+
+        Such layers leave one state a step, so the steps of a prompt must end where blocks end.
+        """
+        return self.enable_prefix_caching and self._count(AttentionType.STATE_SPACE) > 0
+
+    @property
     def num_watermark_blocks(self) -> int:
         """The watermark in blocks."""
         return int(self.watermark * self.num_blocks)
+
+    def _count(self, attention_type: AttentionType) -> int:
+        return sum(group.attention_type is attention_type for group in self.groups)

@@ -34,6 +34,7 @@ class PoolMemory:
         self._config = config
         self._pool = pool
         self._pending = PendingOperations()
+        self._block_ids_to_zero: list[int] = []
 
     @property
     def has_news(self) -> bool:
@@ -94,6 +95,11 @@ class PoolMemory:
         outcome = await self._transact([*self._pending.take(), ResetPrefixCache()], "")
         return outcome.reset_done
 
+    def take_block_ids_to_zero(self) -> list[int]:
+        """Blocks that were handed out since the last call and must be cleared before their use."""
+        block_ids, self._block_ids_to_zero = self._block_ids_to_zero, []
+        return block_ids
+
     def publish_known(self, request: Request) -> None:
         """Publishes blocks that a step filled with tokens which nobody knew when it was planned.
 
@@ -114,10 +120,14 @@ class PoolMemory:
     def forget(self) -> None:
         """The pool began a new life: nothing is held, nothing is left to tell."""
         self._pending.clear()
+        self._block_ids_to_zero.clear()
         self.num_free_blocks = self._config.num_blocks - 1
 
     def _grow(self, draft: StepDraft, growing: Sequence[Request]) -> Grow:
-        computed = [request.origin for request in growing]
+        """What is computed for sure are known tokens, whatever drafts a step in flight guesses at.
+        Windows move on to there and no further: they do not move back when drafts are rejected.
+        """
+        computed = [min(request.origin, len(request.token_ids)) for request in growing]
         ends = [request.origin + draft.awake[request] for request in growing]
         return Grow([request.key for request in growing], computed, list(map(self.num_slots, ends)))
 
@@ -167,4 +177,5 @@ class PoolMemory:
             return Outcome(self.num_free_blocks)
         outcome = await self._pool.transact(operations, traceparent)
         self.num_free_blocks = outcome.num_free_blocks
+        self._block_ids_to_zero += outcome.block_ids_to_zero
         return outcome

@@ -58,6 +58,8 @@ class StepPlan:
     """Why each request that still waits was not scheduled; None when nobody waits."""
     removed_slots: list[int] = field(default_factory=list)
     """Places in the workers' batch that were given up since the last plan."""
+    block_ids_to_zero: list[int] = field(default_factory=list)
+    """Blocks that the workers clear before the step."""
 
     @property
     def preempted(self) -> list[Request]:

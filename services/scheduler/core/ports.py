@@ -75,6 +75,10 @@ class Admission:
     num_commit_tokens: int
     num_reserve_slots: int
     num_watermark_blocks: int
+    num_new_tokens: int = 0
+    """Tokens that its first step computes, drafts left out; nothing to the pool. Those up to
+    `num_commit_tokens` can be found by others at once, the rest when a Commit says so.
+    """
     num_drafts: int = 0
     """Empty drafts that pad its first step; part of the slots, nothing to the pool."""
     traceparent: str = ""
@@ -126,6 +130,8 @@ class Outcome:
     admitted: list[BlockTables] = field(default_factory=list)
     """Full block table of each admitted request, hits first."""
     reset_done: bool = False
+    block_ids_to_zero: Sequence[int] = ()
+    """Blocks that were handed out and must be cleared before they are used."""
 
 
 class KVPool(Protocol):

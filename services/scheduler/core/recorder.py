@@ -52,9 +52,9 @@ Entry = dict[str, Any]
 
 
 def config_entry(config: SchedulerConfig) -> Entry:
-    """A configuration, but for its fingerprint."""
+    """A configuration, but for its fingerprint and its groups, which stand apart from it."""
     values = {name.name: getattr(config, name.name) for name in fields(config)}
-    del values["fingerprint"]
+    del values["fingerprint"], values["groups"]
     return {
         name: value.value if isinstance(value, Enum) else value for name, value in values.items()
     }

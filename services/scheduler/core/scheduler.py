@@ -5,6 +5,7 @@ from enum import Enum
 from itertools import islice
 
 from services.scheduler.core.admission import AdmissionPlanner
+from services.scheduler.core.chunks import aligned_chunk
 from services.scheduler.core.config import Policy, SchedulerConfig
 from services.scheduler.core.draft import StepDraft
 from services.scheduler.core.memory import PoolMemory
@@ -52,6 +53,7 @@ class Scheduler:
         self.pause_mode: PauseMode | None = None
         self._memory = PoolMemory(config, pool)
         self._planner = AdmissionPlanner(config)
+        self._caches_states = config.caches_states
         self._num_steps = 0
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._removed_slots: list[int] = []
@@ -197,6 +199,8 @@ class Scheduler:
                 self._grant_each(draft, index, place)
                 index = place + 1
                 num_new = min(num_new, draft.budget)
+                if self._caches_states:
+                    num_new = aligned_chunk(self.config, request, request.origin, num_new)
                 if num_new <= 0:
                     continue
                 draft.grant(request, num_new)
@@ -295,19 +299,21 @@ class Scheduler:
         self.waiting.remove(request)
         self.running.append(request)
         size = self.config.block_size
-        hit, end = admission.num_hit_tokens, admission.num_commit_tokens
+        hit, num_new = admission.num_hit_tokens, admission.num_new_tokens
+        num_committed_blocks = admission.num_commit_tokens // size
         request.status = RequestStatus.RUNNING
         request.slot = self._free_slots.pop()
         request.origin = hit
         request.num_slots = len(blocks[0]) * size
-        request.num_committed_blocks = end // size
+        request.num_committed_blocks = num_committed_blocks
         request.known_to_pool = True
         if request.num_cached_tokens is None:
             request.num_cached_tokens = hit
         request.draft_token_ids = [-1] * admission.num_drafts
-        draft.grant(request, end - hit + admission.num_drafts)
+        draft.grant(request, num_new + admission.num_drafts)
         draft.tables[request] = blocks
-        draft.published.update(request.block_hashes[hit // size : end // size])
+        if not self._caches_states:
+            draft.published.update(request.block_hashes[hit // size : num_committed_blocks])
         (draft.resumed if admission.resumed else draft.new).append(request)
 
     # Both steps
@@ -317,6 +323,8 @@ class Scheduler:
         threshold = config.long_prefill_token_threshold
         if config.long_prefill_token_threshold_adaptive and alive:
             threshold = max(threshold, config.max_num_batched_tokens // alive)
+        if threshold and self._caches_states:
+            threshold = max(threshold, config.block_size)
         return StepDraft(budget=config.token_budget, threshold=threshold if alive > 1 else 0)
 
     def _close(self, draft: StepDraft, wait_reason: WaitReason | None) -> StepPlan:
@@ -334,6 +342,7 @@ class Scheduler:
             preemptions=draft.preemptions,
             wait_reason=wait_reason,
             removed_slots=self._removed_slots,
+            block_ids_to_zero=self._memory.take_block_ids_to_zero(),
         )
         self._num_steps += 1
         self._removed_slots = []

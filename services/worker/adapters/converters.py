@@ -44,6 +44,7 @@ def step_from_message(message: worker_pb2.ExecuteRequest) -> StepInput:
         ),
         num_draft_tokens=_array(message.num_draft_tokens, "num_draft_tokens"),
         draft_token_ids=_array(message.draft_token_ids, "draft_token_ids"),
+        block_ids_to_zero=_array(message.block_ids_to_zero, "block_ids_to_zero"),
     )
 
 

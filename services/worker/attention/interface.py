@@ -80,6 +80,10 @@ class PagedAttention(Protocol):
         """Prepares a step; what is built here is shared by its layers and valid until the next."""
         ...
 
+    def zero_blocks(self, block_ids: Int32Array) -> None:
+        """Clears blocks in all layers, before the step that they are cleared for is begun."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:

@@ -94,6 +94,12 @@ class TorchPagedAttention:
         slots = self._tensor(layout.slot_mapping)
         return TorchPagedStep(self, slots, self._opened_blocks(layout), groups, chunks)
 
+    def zero_blocks(self, block_ids: Int32Array) -> None:
+        """See PagedAttention."""
+        cleared = self._tensor(block_ids.astype(np.int64))
+        for pages in (*self._keys, *self._values):
+            pages.index_fill_(0, cleared, 0)
+
     def store(
         self,
         layer: int,

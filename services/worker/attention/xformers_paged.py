@@ -17,11 +17,13 @@ reads all it needs through the block tables. Then, once for each kind of layer:
 Split-K: Dao et al., "Flash-Decoding for long-context inference".
 """
 
+import numpy as np
 import torch
 
 from services.worker.attention.interface import (
     AttentionLayer,
     AttentionShape,
+    Int32Array,
     Rotation,
     StepLayout,
 )
@@ -84,6 +86,13 @@ class XformersPagedAttention:
                 counts.append(num_tokens - num_decodes)
                 calls.append({kind.layer: kind.chunks(layout) for kind in self._kinds})
         return XformersStep(self, self._device.upload(layout.slot_mapping), counts, calls)
+
+    def zero_blocks(self, block_ids: Int32Array) -> None:
+        """See PagedAttention."""
+        cleared = self._device.upload(block_ids.astype(np.int64))
+        for pool in self._pools:
+            blocks = pool.view(2, self._shape.num_blocks, self._shape.block_size, *pool.shape[2:])
+            blocks.index_fill_(1, cleared, 0)
 
     def decode_step(self, num_decodes: int) -> "DecodeStep":
         """A step for so many decodes or fewer, rounded up; the same object each time."""

@@ -115,6 +115,8 @@ class Runner:
             self.reset()
             self._generation = step.generation
         self._update_batch(step)
+        if len(step.block_ids_to_zero):
+            self._attention.zero_blocks(step.block_ids_to_zero)
         if not len(step.slots):
             empty = np.empty(0, np.int32)
             return StepOutput(step.generation, step.step, empty, empty)

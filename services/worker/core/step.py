@@ -40,10 +40,11 @@ class AppendedBlocks:
 class StepInput:
     """A difference to the batch, and what to compute of it.
 
-    Order of effect: `removed_slots` leave, `new_requests` enter, tables grow, `slots` compute.
-    `num_scheduled_tokens`, `num_computed_tokens` and `num_draft_tokens` are parallel to `slots`;
-    the last is empty when the step has no drafts. Draft tokens are the last of a request's
-    scheduled tokens. Another generation than the step before: batch and cache start empty.
+    Order of effect: `removed_slots` leave, `new_requests` enter, tables grow, `block_ids_to_zero`
+    are cleared in all layers, `slots` compute. `num_scheduled_tokens`, `num_computed_tokens` and
+    `num_draft_tokens` are parallel to `slots`; the last is empty when the step has no drafts. Draft
+    tokens are the last of a request's scheduled tokens. Another generation than the step before:
+    batch and cache start empty.
     """
 
     generation: int
@@ -56,6 +57,7 @@ class StepInput:
     appended_blocks: tuple[AppendedBlocks, ...] = ()
     num_draft_tokens: Int32Array = field(default_factory=no_ints)
     draft_token_ids: Int32Array = field(default_factory=no_ints)
+    block_ids_to_zero: Int32Array = field(default_factory=no_ints)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ class StepCheck:
         self._require(groups <= _NUM_GROUPS, "appended_blocks", f"{groups} groups, not 1")
         for appended in self._step.appended_blocks:
             self._check_appended(appended)
+        self._check_block_ids(self._step.block_ids_to_zero, "block_ids_to_zero")
         self._check_scheduled()
 
     def _check_new(self, request: NewRequest) -> None:

@@ -8,6 +8,8 @@ import os
 import subprocess
 import sys
 from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,13 @@ from hypothesis import strategies as st
 from stepwell.common.v1 import common_pb2
 
 from services.cli.__main__ import main
+from services.cli.errors import CommandError
 from services.cli.replay.fields import Field
 from services.cli.replay.log_file import Header
 from services.cli.replay.log_replay import LogReplay, MortalPool
 from services.cli.replay.stand_in import next_token
 from services.cli.replay.statistics import RunStatistics
 from services.cli.replay.what_if import WhatIf, changed_config
-from services.common.kv_cache_groups import AttentionType, GroupSpec
 from services.common.repetition import RepetitionDetection
 from services.scheduler.core.config import Policy, SchedulerConfig
 from services.scheduler.core.plan import StepOutput, StepPlan, WaitReason
@@ -32,7 +34,6 @@ from services.scheduler.core.recorder import Entry, RecordingScheduler
 from services.scheduler.core.request import Request, StopConditions
 from tests.cli.recorded_logs import crowded, record
 
-GROUPS = (GroupSpec(AttentionType.FULL, 4),)
 PNG = b"\x89PNG\r\n\x1a\n"
 
 Replayed = tuple[int, str, str]
@@ -51,7 +52,7 @@ class Fragile:
 
     def __init__(self, config: SchedulerConfig, losses: dict[int, int]) -> None:
         self.entries: list[Entry] = []
-        self._pool = MortalPool(config, GROUPS)
+        self._pool = MortalPool(config)
         self._scheduler = RecordingScheduler(config, self._pool, self.entries.append)
         self._losses = losses
         self._in_flight: deque[StepPlan] = deque()
@@ -151,7 +152,7 @@ def test_whatever_happens_is_decided_again(
     asyncio.run(fragile.run(requests, resets))
 
     async def again() -> None:
-        replaying = LogReplay(Header("none", config, GROUPS))
+        replaying = LogReplay(Header("none", config))
         for entry in fragile.entries:
             assert await replaying.take(Field(json.loads(json.dumps(entry)))) == []
 
@@ -219,16 +220,21 @@ def test_a_changed_prompt_is_noticed_where_it_first_matters(
 
 
 def what_if(scenario: dict[str, Any], **changes: Any) -> tuple[RunStatistics, RunStatistics]:
+    return with_config(scenario, lambda config: changed_config(config, changes))
+
+
+def with_config(
+    scenario: dict[str, Any], change: Callable[[SchedulerConfig], SchedulerConfig]
+) -> tuple[RunStatistics, RunStatistics]:
     log = record(scenario)
     config_entry = log.entries[0]["config"]
     config = SchedulerConfig(**config_entry | {"policy": Policy(config_entry["policy"])})
-    header = Header("none", config, GROUPS)
 
     async def run() -> tuple[RunStatistics, RunStatistics]:
-        replaying = LogReplay(header)
+        replaying = LogReplay(Header("none", config))
         for entry in log.entries[1:]:
             assert await replaying.take(Field(entry)) == []
-        other = WhatIf(header, replaying.history, changed_config(config, changes))
+        other = WhatIf(replaying.history, change(config))
         return replaying.statistics, await other.run()
 
     return asyncio.run(run())
@@ -289,17 +295,22 @@ def test_who_is_too_long_for_other_settings_is_refused() -> None:
     assert other.num_refused + len(other.accounts) == len(logged.accounts)
 
 
-def test_who_could_never_be_admitted_is_told_in_one_sentence(
+def test_who_does_not_fit_twice_is_refused_where_two_groups_share_the_pool(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     twin = common_pb2.KVCacheGroup(
         attention_type=common_pb2.ATTENTION_TYPE_FULL, block_size=4, num_layers=1
     )
     path = record(crowded(num_gpu_blocks=60), twin).write(tmp_path / "steps.jsonl")
-    status, _, err = replay(capsys, path, "--set", "num_blocks=6")
-    assert status == 1
-    assert "of the requests would wait for ever" in err
-    assert err.count("\n") == 1
+    status, out, _ = replay(capsys, path, "--set", "num_blocks=6")
+    assert status == 0
+    table = dict(line.split("  ", 1) for line in out.splitlines() if "  " in line)
+    assert int(table["requests"].split()[1]) < 10
+
+
+def test_who_could_never_be_admitted_is_told_in_one_sentence() -> None:
+    with pytest.raises(CommandError, match="of the requests would wait for ever"):
+        with_config(crowded(), lambda config: replace(config, num_blocks=3))
 
 
 def test_the_table_tells_the_difference(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

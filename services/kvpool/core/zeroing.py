@@ -1,0 +1,49 @@
+"""Which blocks a transaction handed out that must not be read as they are.
+
+Groups of layers share the memory of a block. Where some hold recurrent states, what a block last
+stored may be a state, whose bytes can be anything when they are read as keys and values: NaN too,
+which no mask hides. So whoever computes clears blocks that are handed out anew. Without state-space
+layers old keys and values lie there, which are finite and masked. (vLLM: new_block_ids_to_zero.)
+"""
+
+from collections.abc import Sequence
+
+from services.kvpool.core.ids import NULL_BLOCK, BlockId
+from services.kvpool.core.operations import (
+    Admit,
+    AdmitResult,
+    GroupBlocks,
+    GrowResult,
+    Operation,
+    OperationResult,
+)
+
+
+def block_ids_to_zero(
+    operations: Sequence[Operation], results: Sequence[OperationResult | None], block_size: int
+) -> tuple[BlockId, ...]:
+    """Blocks that were taken from the free queue for requests that grew or were admitted, in order.
+
+    Hits are not among them: what they store is what is wanted of them.
+    """
+    taken: list[BlockId] = []
+    for operation, result in zip(operations, results, strict=False):
+        match operation, result:
+            case _, GrowResult(groups):
+                for group in groups:
+                    taken += group.block_ids
+            case Admit(admissions), AdmitResult(groups):
+                num_hits = [item.num_hit_tokens // block_size for item in admissions]
+                for group in groups:
+                    taken += _behind(num_hits, group)
+    return tuple(block for block in taken if block != NULL_BLOCK)
+
+
+def _behind(num_hits: Sequence[int], group: GroupBlocks) -> list[BlockId]:
+    """The blocks of each table behind its hits."""
+    blocks: list[BlockId] = []
+    start = 0
+    for hits, count in zip(num_hits, group.num_blocks, strict=False):
+        blocks += group.block_ids[start + hits : start + count]
+        start += count
+    return blocks

@@ -1,0 +1,44 @@
+"""What a pool of several groups can hold of one request, and what cannot be served at all."""
+
+from bisect import bisect_right
+
+from services.common.kv_cache_groups import AttentionType, GroupSpec
+from services.scheduler.core.config import SchedulerConfig
+
+
+def max_request_tokens(config: SchedulerConfig) -> int:
+    """Tokens, at most `max_model_len`, that a request alone in the pool could come to hold.
+
+    All groups take their blocks from the one pool: full attention as many as there are tokens,
+    windows and states what they hold at once when a prompt comes in the largest steps.
+    """
+    groups = config.groups or (GroupSpec(AttentionType.FULL, config.block_size),)
+    num_step_tokens = config.token_budget + config.num_lookahead_tokens
+
+    def num_held_blocks(num_tokens: int) -> int:
+        return sum(group.max_held_blocks(num_tokens, num_step_tokens) for group in groups)
+
+    lengths = range(config.max_model_len + 1)
+    return bisect_right(lengths, config.num_blocks - 1, key=num_held_blocks) - 1
+
+
+def why_states_cannot_be_served(config: SchedulerConfig) -> str | None:
+    """What in a configuration is at odds with state-space layers, in one sentence, if anything."""
+    if not any(group.attention_type is AttentionType.STATE_SPACE for group in config.groups):
+        return None
+    if config.num_speculative_tokens or config.num_lookahead_tokens:
+        return "state-space layers cannot take back a draft: serve the model without speculation"
+    if not config.caches_states:
+        return None
+    if not config.enable_chunked_prefill:
+        return (
+            "prefix caching of state-space layers computes prompts in chunks of whole blocks: "
+            "enable chunked prefill, or disable prefix caching"
+        )
+    if config.token_budget < config.block_size:
+        return (
+            f"a step of {config.token_budget} tokens does not reach the end of a block of "
+            f"{config.block_size}, where states are cached: raise max_num_batched_tokens, or "
+            "disable prefix caching"
+        )
+    return None

@@ -1,0 +1,288 @@
+"""Pools of several kinds of attention, by examples with four tokens a block."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from services.cli.replay.inprocess_pool import InProcessPool
+from services.common.kv_cache_groups import AttentionType, GroupSpec
+from services.kvpool.core.ids import RequestNumber
+from services.scheduler.core import ports
+from services.scheduler.core.capacity import max_request_tokens, why_states_cannot_be_served
+from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.plan import StepOutput, WaitReason
+from tests.scheduler.paged_model import continuation
+from tests.scheduler.story import BLOCK_SIZE, Story, prompt
+
+FULL = GroupSpec(AttentionType.FULL, BLOCK_SIZE)
+WINDOW = GroupSpec(AttentionType.SLIDING_WINDOW, BLOCK_SIZE, 6)  # its own token and five before
+CHUNK = GroupSpec(AttentionType.CHUNKED_LOCAL, BLOCK_SIZE, 8)  # two blocks
+STATE = GroupSpec(AttentionType.STATE_SPACE, BLOCK_SIZE)
+
+
+def tables(story: Story, key: int) -> tuple[tuple[int, ...], ...]:
+    """The pool's tables of the request that was added as number `key`."""
+    return story.pool.core.block_tables(RequestNumber(key))
+
+
+class Overheard:
+    """A `KVPool` that keeps what it is asked."""
+
+    def __init__(self, pool: InProcessPool) -> None:
+        self.operations: list[ports.Operation] = []
+        self._pool = pool
+
+    async def transact(
+        self, operations: Sequence[ports.Operation], traceparent: str = ""
+    ) -> ports.Outcome:
+        self.operations += operations
+        return await self._pool.transact(operations, traceparent)
+
+    @property
+    def grown(self) -> list[tuple[list[int], list[int]]]:
+        """The computed tokens and the slots of every growth."""
+        return [
+            (list(operation.num_computed_tokens), list(operation.num_slots))
+            for operation in self.operations
+            if isinstance(operation, ports.Grow)
+        ]
+
+
+# Windows.
+
+
+async def test_a_window_gives_back_what_no_later_query_sees() -> None:
+    story = Story(groups=(FULL, WINDOW), num_blocks=16)
+    story.add("a", prompt(8), max_tokens=9)
+    await story.step()
+    assert tables(story, 1) == ((1, 2), (3, 4))
+    await story.step()  # query 8 sees tokens 3 to 8
+    assert tables(story, 1) == ((1, 2, 5), (3, 4, 6))
+    await story.steps(3)
+    assert tables(story, 1) == ((1, 2, 5), (3, 4, 6))  # no growth, nothing given back
+    await story.step()  # query 12 sees tokens 7 to 12
+    assert tables(story, 1) == ((1, 2, 5, 7), (0, 4, 6, 8))
+    await story.run()
+
+
+async def test_a_long_prompt_runs_through_a_window_in_a_pool_that_could_not_hold_it() -> None:
+    story = Story(groups=(WINDOW,), num_blocks=6, max_num_batched_tokens=8, max_model_len=200)
+    request = story.add("a", prompt(80), max_tokens=20)
+    await story.run()
+    assert request.token_ids == prompt(80) + continuation(prompt(80), 20)
+
+
+async def test_a_window_does_not_move_over_drafts_that_a_step_in_flight_may_reject() -> None:
+    heard: list[Overheard] = []
+
+    def overhear(pool: InProcessPool) -> ports.KVPool:
+        heard.append(Overheard(pool))
+        return heard[0]
+
+    story = Story(
+        groups=(WINDOW,), through=overhear, async_scheduling=True, num_speculative_tokens=3
+    )
+    story.add("a", prompt(8))
+    prefill = await story.scheduler.schedule()
+    assert (prefill.num_computed_tokens, prefill.num_scheduled_tokens) == ([0], [8])
+    # Eight tokens are known; the step after them computes the ninth and three drafts.
+    first = await story.scheduler.schedule()
+    assert (first.num_computed_tokens, first.num_scheduled_tokens) == ([8], [4])
+    assert heard[0].grown == [([8], [12])]
+    story.scheduler.update_from_output(prefill, StepOutput([[500]]))
+    # Nine tokens are known, and twelve counted as computed: three of them may be rejected.
+    second = await story.scheduler.schedule()
+    assert (second.num_computed_tokens, second.num_scheduled_tokens) == ([12], [4])
+    assert heard[0].grown[1:] == [([9], [16])]
+    # Query 12 would see tokens 7 to 12, but query 9 sees token 4, which lies in block 2.
+    assert tables(story, 1) == ((0, 2, 3, 4),)
+    story.scheduler.update_from_output(first, StepOutput([[501]]))
+    third = await story.scheduler.schedule()
+    assert third.num_computed_tokens == [13]
+    assert heard[0].grown[2:] == [([10], [17])]
+
+
+async def test_a_request_resumes_in_a_window_of_its_own_old_blocks() -> None:
+    story = Story(groups=(FULL, WINDOW), num_blocks=40)
+    request = story.add("a", prompt(22), max_tokens=10)
+    await story.steps(4)
+    story.scheduler.preempt_all()
+    told = await story.step()
+    assert (told.resumed, told.start) == (["a"], {"a": 24})
+    assert tables(story, 1)[1][:4] == (0, 0, 0, 0)  # query 24 sees tokens 19 to 24
+    await story.run()
+    assert request.token_ids == prompt(22) + continuation(prompt(22), 10)
+
+
+async def test_two_groups_of_full_attention_take_twice_the_blocks() -> None:
+    story = Story(groups=(FULL, FULL), num_blocks=9)
+    story.add("a", prompt(9))
+    story.add("b", prompt(8, 300))
+    told = await story.step()
+    assert (told.new, story.waiting) == (["a"], ["b"])  # three blocks in each of two groups
+    assert tables(story, 1) == ((1, 2, 3), (4, 5, 6))
+    assert told.round_trips == 2
+
+
+# Draft heads.
+
+
+async def test_a_burst_that_shares_a_prompt_is_admitted_at_once_where_hits_drop_a_block() -> None:
+    story = Story(groups=(FULL,), drop_last_hit_block=True)
+    for number in range(4):
+        story.add(f"r{number}", prompt(12) + prompt(3, 500 + 10 * number))
+    told = await story.step()
+    assert told.start == {"r0": 0, "r1": 8, "r2": 8, "r3": 8}
+    assert told.round_trips == 2  # growth with look-ups, then all admissions
+    await story.run()
+
+
+# State-space layers.
+
+
+async def test_a_prompt_is_computed_in_chunks_that_end_where_blocks_end() -> None:
+    story = Story(groups=(STATE,), max_num_batched_tokens=10)
+    story.add("a", prompt(23))
+    chunks = [told.granted["a"] for told in await story.steps(4)]
+    assert chunks == [8, 8, 4, 3]  # 10 is no boundary; 20 is the last one
+
+
+async def test_a_short_prompt_is_cut_at_its_last_boundary() -> None:
+    story = Story(groups=(FULL, STATE))
+    story.add("a", prompt(10))
+    assert (await story.step()).granted == {"a": 8}
+    assert (await story.step()).granted == {"a": 2}
+    story.add("b", prompt(9))
+    told = await story.step()
+    assert (told.start["b"], told.granted["b"]) == (8, 1)  # it finds the state after eight tokens
+
+
+async def test_a_state_is_found_only_after_the_step_that_computes_it() -> None:
+    story = Story(groups=(FULL, STATE))
+    story.add("a", prompt(10))
+    story.add("b", prompt(10))
+    told = await story.step()
+    assert told.start == {"a": 0, "b": 0}
+    story.add("c", prompt(10))
+    told = await story.step()
+    assert told.start["c"] == 8
+    await story.run()
+
+
+async def test_a_budget_that_reaches_no_boundary_is_left_to_the_next_step() -> None:
+    story = Story(groups=(STATE,), max_num_batched_tokens=5)
+    for number in range(2):
+        story.add(f"r{number}", prompt(4, 300 * number), max_tokens=4)
+    assert (await story.step()).granted == {"r0": 4}  # one token is left, and it needs four
+    told = await story.step()
+    assert told.granted == {"r0": 1, "r1": 4}
+    story.add("long", prompt(9, 700))
+    plan = await story.scheduler.schedule()
+    assert [request.request_id for request in plan.requests] == ["r0", "r1"]
+    assert plan.wait_reason is WaitReason.BUDGET
+
+
+async def test_without_prefix_caching_states_need_no_boundaries() -> None:
+    story = Story(groups=(STATE,), max_num_batched_tokens=10, enable_prefix_caching=False)
+    story.add("a", prompt(23))
+    assert [told.granted["a"] for told in await story.steps(3)] == [10, 10, 3]
+
+
+async def test_a_threshold_below_a_block_does_not_starve_who_needs_a_whole_one() -> None:
+    story = Story(groups=(STATE,), long_prefill_token_threshold=3)
+    story.add("a", prompt(9), max_tokens=2)
+    story.add("b", prompt(9, 300), max_tokens=2)
+    assert (await story.step()).granted == {"a": 4, "b": 4}
+    await story.run()
+
+
+async def test_where_hits_drop_a_block_the_last_state_of_use_lies_one_block_earlier() -> None:
+    story = Story(groups=(FULL, STATE), drop_last_hit_block=True)
+    story.add("a", prompt(14))
+    assert [told.granted["a"] for told in await story.steps(2)] == [8, 6]
+    story.add("b", prompt(14))
+    # Full attention has twelve tokens and drops four; the state after eight was left.
+    assert (await story.step()).start["b"] == 8
+
+
+async def test_blocks_that_change_hands_among_states_are_zeroed() -> None:
+    story = Story(groups=(FULL, STATE), num_blocks=30)
+    story.add("a", prompt(10), max_tokens=4)
+    told = await story.step()
+    assert tables(story, 1) == ((1, 2), (0, 3))
+    assert told.zeroed == [1, 2, 3]
+    told = await story.step()
+    assert tables(story, 1) == ((1, 2, 4), (0, 3, 5))
+    assert told.zeroed == [4, 5]
+    story.add("b", prompt(10), max_tokens=4)
+    told = await story.step()
+    # The hits, blocks 1 and 2 and the state in 3, are kept as they are.
+    assert tables(story, 2) == ((1, 2, 6), (0, 3, 7))
+    assert told.zeroed == [6, 7]
+
+
+async def test_without_states_nothing_is_zeroed() -> None:
+    story = Story(groups=(FULL, WINDOW))
+    story.add("a", prompt(30), max_tokens=8)
+    assert all(told.zeroed == [] for told in await story.run())
+
+
+# What can be served.
+
+
+def config(*groups: GroupSpec, **fields: int | bool) -> SchedulerConfig:
+    limits = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 8,
+        "max_model_len": 1000,
+        "block_size": BLOCK_SIZE,
+        "num_blocks": 13,
+    }
+    return SchedulerConfig(groups=groups, **limits | fields)
+
+
+@pytest.mark.parametrize(
+    ("groups", "longest"),
+    [
+        ((), 48),
+        ((FULL,), 48),
+        ((FULL, FULL), 24),
+        ((FULL, FULL, FULL), 16),
+        ((WINDOW,), 1000),  # five blocks at once: a window of six tokens and a step of eight
+        ((CHUNK,), 1000),  # four
+        ((STATE,), 1000),  # two
+        ((FULL, WINDOW), 28),  # seven and five
+        ((FULL, STATE), 40),  # ten and two
+        ((FULL, WINDOW, CHUNK, STATE), 12),  # three, three, three and two
+        ((WINDOW, WINDOW, WINDOW), 16),  # four each: five would be too many
+    ],
+)
+def test_the_longest_request_is_one_that_all_groups_hold(
+    groups: tuple[GroupSpec, ...], longest: int
+) -> None:
+    assert max_request_tokens(config(*groups)) == longest
+
+
+@pytest.mark.parametrize("groups", [(FULL, WINDOW), (FULL, STATE), (WINDOW, WINDOW, WINDOW)])
+async def test_the_longest_request_runs_to_its_end(groups: tuple[GroupSpec, ...]) -> None:
+    longest = max_request_tokens(config(*groups))
+    story = Story(groups=groups, num_blocks=13, max_num_batched_tokens=8, max_model_len=longest)
+    request = story.add("a", prompt(longest - 5), max_tokens=100)
+    await story.run()
+    assert request.num_tokens == longest
+
+
+def test_what_states_cannot_be_served_with_is_said_in_a_sentence() -> None:
+    assert why_states_cannot_be_served(config(FULL)) is None
+    assert why_states_cannot_be_served(config(FULL, STATE)) is None
+    whole = why_states_cannot_be_served(config(STATE, enable_chunked_prefill=False))
+    assert whole is not None
+    assert "enable chunked prefill" in whole
+    small = why_states_cannot_be_served(config(STATE, max_num_batched_tokens=3))
+    assert small is not None
+    assert "a step of 3 tokens does not reach the end of a block of 4" in small
+    uncached = config(STATE, max_num_batched_tokens=3, enable_prefix_caching=False)
+    assert why_states_cannot_be_served(uncached) is None
+    drafts = why_states_cannot_be_served(config(FULL, STATE, num_speculative_tokens=2))
+    assert drafts is not None
+    assert "take back a draft" in drafts
