@@ -143,9 +143,8 @@ def _config(choices: Choices) -> dict[str, Any]:
     budget = least + choices.below(choices.among(40, 4))
     if not chunked:
         budget = max_model_len + num_drafts
-    whole = sum(
-        group.max_held_blocks(max_model_len, budget + num_lookahead_tokens) for group in groups
-    )
+    step = max(budget, 1 + 2 * num_drafts) + num_lookahead_tokens
+    whole = sum(group.max_held_blocks(max_model_len, step) for group in groups)
     max_num_seqs = 1 + choices.below(6)
     return {
         "groups": groups,

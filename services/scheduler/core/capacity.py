@@ -10,10 +10,12 @@ def max_request_tokens(config: SchedulerConfig) -> int:
     """Tokens, at most `max_model_len`, that a request alone in the pool could come to hold.
 
     All groups take their blocks from the one pool: full attention as many as there are tokens,
-    windows and states what they hold at once when a prompt comes in the largest steps.
+    windows and states what they hold at once when a prompt comes in the largest steps, or drafts
+    are verified while those of the step before may yet be rejected.
     """
     groups = config.groups or (GroupSpec(AttentionType.FULL, config.block_size),)
-    num_step_tokens = config.token_budget + config.num_lookahead_tokens
+    num_step_tokens = max(config.token_budget, 1 + 2 * config.num_speculative_tokens)
+    num_step_tokens += config.num_lookahead_tokens
 
     def num_held_blocks(num_tokens: int) -> int:
         return sum(group.max_held_blocks(num_tokens, num_step_tokens) for group in groups)

@@ -1,8 +1,17 @@
 """What each kind of attention holds, gives back and finds, by examples with four tokens a block."""
 
+from dataclasses import replace
+
 from services.common.kv_cache_groups import AttentionType, GroupSpec
 from services.kvpool.core.kv_pool import KVPool, PoolConfig
-from services.kvpool.core.operations import Admit, Grow, ResetPrefixCache, Stop, StopReason
+from services.kvpool.core.operations import (
+    Admit,
+    Grow,
+    Operation,
+    ResetPrefixCache,
+    Stop,
+    StopReason,
+)
 from tests.kvpool.worked_examples import (
     BLOCK_SIZE,
     admission,
@@ -393,3 +402,72 @@ def test_ages_of_blocks_are_counted_in_transactions():
     assert pool.stats().num_resets == 1
     assert pool.stats().num_evictions == 1
     pool.check()
+
+
+# Zeroing.
+
+
+def zeroed(pool: KVPool, *operations: Operation) -> tuple[int, ...]:
+    return pool.transact(operations).block_ids_to_zero
+
+
+def test_blocks_handed_out_beside_states_are_to_be_zeroed_but_hits_are_not():
+    pool = pool_of(FULL, STATE)
+    assert zeroed(pool, Admit([admission(1, 8, path="ab")])) == (1, 2, 3)
+    assert zeroed(pool, Grow([1], [8], [13])) == (4, 5, 6)
+    assert pool.block_tables(1) == ((1, 2, 4, 5), (0, 3, 0, 6))
+    assert zeroed(pool, Grow([1], [12], [13])) == ()
+    # Two requests find blocks 1 and 2 and the state in 3, and each gets a block in both groups.
+    two = [admission(2, 9, hit=8, path="ab"), admission(3, 10, hit=8, path="ab")]
+    assert zeroed(pool, Admit(two)) == (7, 9, 8, 10)
+    assert pool.block_tables(3) == ((1, 2, 9), (0, 3, 10))
+
+
+def test_what_was_handed_out_before_a_stop_is_to_be_zeroed():
+    pool = pool_of(FULL, STATE, num_blocks=6)
+    outcome = pool.transact([Admit([admission(1, 4)]), Admit([admission(2, 8), admission(3, 4)])])
+    assert outcome.stop == Stop(1, 1, StopReason.NO_BLOCKS)
+    assert outcome.block_ids_to_zero == (1, 2, 3, 4, 5)
+
+
+def test_without_states_nothing_is_to_be_zeroed():
+    pool = pool_of(FULL, WINDOW, CHUNK)
+    assert zeroed(pool, Admit([admission(1, 8, path="ab")]), Grow([1], [8], [9])) == ()
+
+
+# Delayed caching: blocks that are filled from elsewhere are published when they are.
+
+
+def test_blocks_that_are_admitted_uncommitted_are_found_only_once_they_are_committed():
+    pool = pool_of(FULL)
+    loading = replace(admission(1, 13, path="abc"), num_commit_tokens=0)
+    assert pool.transact([Admit([loading])]).stop is None
+    assert pool.block_tables(1) == ((1, 2, 3, 4),)
+    assert lookup(pool, 2, 12, "abc") == 0
+    commit(pool, 1, 8)
+    assert lookup(pool, 2, 12) == 8
+    commit(pool, 1, 12)
+    assert lookup(pool, 2, 12) == 12
+    pool.check()
+
+
+def test_a_hit_is_kept_when_what_comes_after_it_is_admitted_uncommitted():
+    pool = pool_of(FULL, WINDOW)
+    admit(pool, 1, 8, path="ab")
+    loading = replace(admission(2, 16, hit=8, path="abcd"), num_commit_tokens=8)
+    assert pool.transact([Admit([loading])]).stop is None
+    assert pool.block_tables(2) == ((1, 2, 5, 6), (3, 4, 7, 8))
+    assert lookup(pool, 3, 16, "abcd") == 8
+    commit(pool, 2, 16)
+    assert lookup(pool, 3, 16) == 16
+    pool.check()
+
+
+def test_what_never_came_is_given_back_unfound_and_given_out_first():
+    pool = pool_of(FULL, num_blocks=8)
+    admit(pool, 1, 8, path="ab")
+    loading = replace(admission(2, 16, hit=8, path="abcd"), num_commit_tokens=8)
+    pool.transact([Admit([loading])])
+    release(pool, 1, 2)
+    assert pool.free_block_ids() == [4, 3, 5, 6, 7, 2, 1]
+    assert lookup(pool, 3, 16, "abcd") == 8

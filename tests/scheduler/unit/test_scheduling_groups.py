@@ -263,6 +263,14 @@ def test_the_longest_request_is_one_that_all_groups_hold(
     assert max_request_tokens(config(*groups)) == longest
 
 
+def test_drafts_that_may_yet_be_rejected_hold_a_window_open() -> None:
+    # Five tokens before the query, three drafts in flight, one token and three drafts more: up to
+    # five blocks, where a step of four tokens without drafts before it takes four.
+    small = {"num_blocks": 5, "max_num_batched_tokens": 4}
+    assert max_request_tokens(config(WINDOW, **small)) == 1000
+    assert max_request_tokens(config(WINDOW, **small, num_speculative_tokens=3)) == 16
+
+
 @pytest.mark.parametrize("groups", [(FULL, WINDOW), (FULL, STATE), (WINDOW, WINDOW, WINDOW)])
 async def test_the_longest_request_runs_to_its_end(groups: tuple[GroupSpec, ...]) -> None:
     longest = max_request_tokens(config(*groups))

@@ -14,6 +14,7 @@ from tests.tiny_models import save_tiny_model
 from tests.worker.runner_driver import GREEDY, build_runner, ints
 
 PROMPT = [7, 8, 9, 10, 11]
+LOGPROBS = SamplingParams(temperature=0, logprobs=0)
 
 
 @pytest.fixture
@@ -147,3 +148,28 @@ def test_drafts_beside_requests_without(runner: Runner) -> None:
     )
     assert output.num_tokens.tolist() == [1, 2]
     assert output.token_ids.tolist() == [tokens[0], tokens[1], tokens[2]]
+
+
+def test_blocks_are_zeroed_before_the_step_writes_to_them(runner: Runner) -> None:
+    expected = run_plainly(runner, GREEDY, 2)
+    first = step(5, (0, 5, 0), new_requests=(new(),), block_ids_to_zero=ints(1, 2, 3))
+    tokens = runner.execute(first).token_ids.tolist()
+    tokens += runner.execute(step(6, (0, 1, 5))).token_ids.tolist()
+    assert tokens == expected
+
+
+def test_what_a_zeroed_block_stored_is_gone(runner: Runner) -> None:
+    runner.execute(step(1, (0, 5, 0), new_requests=(new(),)))
+    found = runner.execute(step(2, (1, 1, 4), new_requests=(new(1),)))
+    assert found.token_ids.tolist() == run_plainly(runner, LOGPROBS, 1)
+    zeroed = step(8, (2, 1, 4), new_requests=(new(2, LOGPROBS),), block_ids_to_zero=ints(1))
+    other = runner.execute(zeroed).logprobs[0].sampled
+    plain = runner.execute(step(9, (3, 5, 0), new_requests=(new(3, LOGPROBS, 30),)))
+    assert other is not None
+    assert other.logprobs.tolist() != plain.logprobs[0].sampled.logprobs.tolist()
+
+
+@pytest.mark.parametrize("block", [0, 40])
+def test_a_block_that_is_none_of_the_cache_cannot_be_zeroed(runner: Runner, block: int) -> None:
+    with pytest.raises(InvalidStep, match="block_ids_to_zero"):
+        runner.execute(step(1, block_ids_to_zero=ints(block)))

@@ -165,3 +165,33 @@ def test_keys_and_queries_are_rotated_before_they_meet() -> None:
     torch.testing.assert_close(
         output, attend_plainly(rotate(queries, rotation), sequence, PLAIN), atol=1e-5, rtol=1e-4
     )
+
+
+def test_zeroed_blocks_hold_zeros_and_the_others_what_they_held() -> None:
+    torch.manual_seed(2)
+    attention = TorchPagedAttention(shape_of(4, 8))
+    first = Sequence([1, 2, 3])
+    run_step(attention, [first], [9], 4)
+    attention.zero_blocks(np.array([2, 7], np.int32))
+    first.keys[4:8] = first.values[4:8] = 0
+    run_step(attention, [first], [1], 4)
+
+
+def test_zeroed_blocks_are_clear_in_every_layer() -> None:
+    attention = TorchPagedAttention(AttentionShape((PLAIN, PLAIN), 4, 4, torch.float32))
+    stale = torch.full((8, NUM_KV_HEADS, HEAD_DIM), torch.nan)
+    sequence = Sequence([1, 2])
+    sequence.keys = stale
+    step = attention.begin_step(layout_of([sequence], [8], 4))
+    for layer in range(2):
+        step(layer, torch.ones(8, NUM_HEADS, HEAD_DIM), stale.clone(), stale.clone(), None)
+    attention.zero_blocks(np.array([1, 2], np.int32))
+    # Another request finds itself in both blocks: of nine tokens the last one is new.
+    sequence = Sequence([1, 2, 3])
+    sequence.keys = torch.empty(9, NUM_KV_HEADS, HEAD_DIM)
+    step = attention.begin_step(layout_of([sequence], [1], 4))
+    new = torch.ones(1, NUM_KV_HEADS, HEAD_DIM)
+    for layer in range(2):
+        output = step(layer, torch.zeros(1, NUM_HEADS, HEAD_DIM), new.clone(), new.clone(), None)
+        # No score prefers one token to another: eight zeros and a one.
+        torch.testing.assert_close(output, torch.full_like(output, 1 / 9))

@@ -1,0 +1,105 @@
+"""Groups of layers end to end: what a worker describes is what the pool is opened with."""
+
+import pytest
+from stepwell.common.v1 import common_pb2
+
+from services.common.block_hash import unpack_token_ids
+from services.common.errors import FailedPrecondition, InvalidArgument
+from tests.scheduler.fake_worker import BLOCK_SIZE, FULL, FakeWorker
+from tests.scheduler.paged_model import continuation
+from tests.scheduler.serving_replica import gateway_of, sampling, serving_replica
+from tests.scheduler.story import prompt
+
+WINDOW = common_pb2.KVCacheGroup(
+    attention_type=common_pb2.ATTENTION_TYPE_SLIDING_WINDOW,
+    block_size=BLOCK_SIZE,
+    num_layers=4,
+    window=6,
+)
+STATE = common_pb2.KVCacheGroup(
+    attention_type=common_pb2.ATTENTION_TYPE_STATE_SPACE, block_size=BLOCK_SIZE, num_layers=6
+)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["one step", "two steps in flight"])
+async def test_a_hybrid_model_is_served_under_preemption_and_hits(async_scheduling: bool) -> None:
+    worker = FakeWorker(num_blocks=36, max_num_batched_tokens=16, groups=[FULL, WINDOW, STATE])
+    async with (
+        serving_replica(worker, async_scheduling=async_scheduling) as replica,
+        gateway_of(replica) as gateway,
+    ):
+        assert gateway.opened is not None
+        # Of 35 blocks the window holds seven at once and the states two.
+        assert gateway.opened.max_request_tokens == 26 * BLOCK_SIZE
+        prompts = {number: prompt(13, 100 * (number % 3)) for number in range(8)}
+        for number, token_ids in prompts.items():
+            await gateway.add(number, token_ids, sampling=sampling(25))
+        await gateway.finish(*prompts)
+        for number, token_ids in prompts.items():
+            assert gateway.heard[number].tokens == continuation(token_ids, 25), number
+        assert (await replica.stats()).num_preemptions > 0
+        for number in (8, 9):
+            await gateway.add(number, prompt(13, 900))
+            await gateway.finish(number)
+        # Twelve of thirteen tokens end a block, and there a state was left.
+        assert gateway.heard[9].num_cached_tokens == 12
+        assert any(unpack_token_ids(step.block_ids_to_zero) for step in worker.steps)
+        await replica.until_idle()
+        pool = await replica.pool.stats()
+        assert len(pool.num_common_prefix_blocks) == 3
+
+
+async def test_a_draft_head_has_the_last_block_of_a_hit_computed_again() -> None:
+    worker = FakeWorker(drop_last_hit_block=True)
+    async with serving_replica(worker) as replica, gateway_of(replica) as gateway:
+        for number in (1, 2):
+            await gateway.add(number, prompt(13), sampling=sampling(4))
+            await gateway.finish(number)
+        assert gateway.heard[2].num_cached_tokens == 8
+        assert gateway.heard[2].tokens == continuation(prompt(13), 4)
+
+
+NARROW = common_pb2.KVCacheGroup(
+    attention_type=common_pb2.ATTENTION_TYPE_FULL, block_size=2 * BLOCK_SIZE
+)
+
+
+@pytest.mark.parametrize(
+    ("groups", "sentence"),
+    [
+        ([], "worker 0 describes no group of layers"),
+        ([FULL, NARROW], "worker 0 has groups with blocks of 4 and of 8 tokens"),
+        ([common_pb2.KVCacheGroup(block_size=4)], "what layers of group 0 attend to"),
+    ],
+)
+async def test_groups_that_make_no_sense_end_the_start_with_a_sentence(
+    groups: list[common_pb2.KVCacheGroup], sentence: str
+) -> None:
+    with pytest.raises(FailedPrecondition, match=sentence):
+        async with serving_replica(FakeWorker(groups=groups)):
+            pass
+
+
+async def test_ranks_must_divide_their_layers_alike() -> None:
+    ranks = [
+        FakeWorker(rank=rank, world_size=2, groups=groups)
+        for rank, groups in enumerate(([FULL, WINDOW], [FULL]))
+    ]
+    with pytest.raises(FailedPrecondition, match="worker 1 divides its layers into other groups"):
+        async with serving_replica(*ranks):
+            pass
+
+
+async def test_what_the_pool_cannot_hold_ends_the_start_with_the_pool_s_sentence() -> None:
+    chunk = common_pb2.KVCacheGroup(
+        attention_type=common_pb2.ATTENTION_TYPE_CHUNKED_LOCAL, block_size=BLOCK_SIZE, window=6
+    )
+    with pytest.raises(InvalidArgument, match="chunks of 6 tokens are no whole blocks of 4"):
+        async with serving_replica(FakeWorker(groups=[chunk])):
+            pass
+
+
+async def test_states_are_not_served_without_chunks() -> None:
+    with pytest.raises(FailedPrecondition, match="enable chunked prefill"):
+        async with serving_replica(FakeWorker(groups=[STATE]), enable_chunked_prefill=False):
+            pass
