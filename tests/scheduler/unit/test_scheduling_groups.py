@@ -264,11 +264,11 @@ def test_the_longest_request_is_one_that_all_groups_hold(
 
 
 def test_drafts_that_may_yet_be_rejected_hold_a_window_open() -> None:
-    # Five tokens before the query, three drafts in flight, one token and three drafts more: up to
-    # five blocks, where a step of four tokens without drafts before it takes four.
-    small = {"num_blocks": 5, "max_num_batched_tokens": 4}
+    # Five tokens before the query, four drafts in flight, one token and four drafts more: up to
+    # five blocks, where a step of five tokens with nothing before it takes four.
+    small = {"num_blocks": 5, "max_num_batched_tokens": 5}
     assert max_request_tokens(config(WINDOW, **small)) == 1000
-    assert max_request_tokens(config(WINDOW, **small, num_speculative_tokens=3)) == 16
+    assert max_request_tokens(config(WINDOW, **small, num_speculative_tokens=4)) == 16
 
 
 @pytest.mark.parametrize("groups", [(FULL, WINDOW), (FULL, STATE), (WINDOW, WINDOW, WINDOW)])
