@@ -38,7 +38,7 @@ from services.scheduler.adapters.replica import ReplicaShape
 from services.scheduler.core import plan as scheduler_plan
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.engine import Engine
-from services.scheduler.core.plan import RequestUpdate, StepPlan
+from services.scheduler.core.plan import RequestUpdate, StepPlan, StepUpdate
 from services.scheduler.core.ports import PoolLost
 from services.scheduler.core.request import Request
 from services.scheduler.core.scheduler import Scheduler
@@ -129,19 +129,22 @@ class LocalEngine:
             self.engine.add(request)
         return mailbox
 
-    def deliver(self, plan: StepPlan | None, updates: Iterable[RequestUpdate]) -> None:
-        for request in plan.new if plan is not None else ():
+    def deliver(self, update: StepUpdate) -> None:
+        for request in update.plan.new:
             if request in self._waiting:
                 self._waiting[request].admitted(request.num_cached_tokens or 0)
-        for update in updates:
-            inflight = self._waiting.get(update.request)
-            if inflight is None:
-                continue
-            if update.token_ids:
-                inflight.tokens(list(update.token_ids))
-            if update.request.finish_reason is not None:
-                inflight.finished(Finish(FinishReason(update.request.finish_reason.value)))
-                del self._waiting[update.request], self._requests[inflight]
+        for news in update:
+            inflight = self._waiting.get(news.request)
+            if inflight is not None and news.token_ids:
+                inflight.tokens(list(news.token_ids))
+        self.deliver_ends(update.ended)
+
+    def deliver_ends(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            inflight = self._waiting.pop(request, None)
+            if inflight is not None and request.finish_reason is not None:
+                inflight.finished(Finish(FinishReason(request.finish_reason.value)))
+                del self._requests[inflight]
 
     def _drop(self, inflight: Inflight) -> None:
         request = self._requests.pop(inflight, None)

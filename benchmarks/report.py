@@ -8,6 +8,7 @@ from pathlib import Path
 
 from benchmarks.hops import HOPS
 from benchmarks.sides import Row
+from benchmarks.step_rounds import StepRow
 
 HOPS_NOTE = (
     "A step is planned and sent while the one ahead computes: as long as it has to wait in the "
@@ -93,11 +94,12 @@ def processor_table(rows: Sequence[Row]) -> str:
 
 
 def hops_table(hops: Mapping[int, Mapping[str, float | None]]) -> str:
-    """Median microseconds of each hop, a column for each concurrency."""
+    """Median microseconds of each hop that was seen, a column for each concurrency."""
     header = [f"{level} request{'s' if level > 1 else ''}" for level in hops]
+    seen = [hop for hop in HOPS if any(found[hop] is not None for found in hops.values())]
     return _table(
         ("hop of a decode step, median µs", *header),
-        ((hop, *(_number(found[hop], 0) for found in hops.values())) for hop in HOPS),
+        ((hop, *(_number(found[hop], 0) for found in hops.values())) for hop in seen),
     )
 
 
@@ -127,6 +129,47 @@ def span_work_table(work: Mapping[str, Mapping[int, Mapping[str, float]]]) -> st
         (
             (label, *(f"{found[level][name]:.1f}" for name in services for level in levels))
             for label, found in work.items()
+        ),
+    )
+
+
+def overhead_table(rows: Sequence[StepRow]) -> str:
+    """An empty step: the time from one to the next, and what each process spends on it."""
+    processes = list(rows[0].processor_micros)
+    spent = (f"{name}, processor µs" for name in processes)
+    return _table(
+        ("running", "scheduling", "step µs, median", "best round", "mean", *spent),
+        (
+            (
+                str(row.running),
+                row.mode,
+                f"{row.median_micros:.0f}",
+                f"{row.best_median_micros:.0f}",
+                f"{row.mean_micros:.0f}",
+                *(f"{row.processor_micros[name]:.0f}" for name in processes),
+            )
+            for row in rows
+        ),
+    )
+
+
+def hidden_table(rows: Sequence[StepRow]) -> str:
+    """A step that takes time: what is left of the throughput that the worker has alone."""
+    processes = list(rows[0].processor_micros)
+    spent = (f"{name}, processor µs" for name in processes)
+    return _table(
+        ("running", "scheduling", "step µs", "alone µs", "throughput to alone", "best", *spent),
+        (
+            (
+                str(row.running),
+                row.mode,
+                _number(row.mean_micros, 0),
+                _number(row.bare_micros, 0),
+                _number(row.ratio, 3),
+                _number(row.best_ratio, 3),
+                *(f"{row.processor_micros[name]:.0f}" for name in processes),
+            )
+            for row in rows
         ),
     )
 

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -58,7 +59,7 @@ class Stack:
         return {name: process.pid for stage in self._processes for name, process in stage}
 
     async def __aenter__(self) -> "Stack":
-        planned = stages(self._settings, self._addresses, _environment())
+        planned = stages(self._settings, self._addresses, environment())
         self._processes = [
             [(spec.name, self._spawn(spec)) for spec in stage.specs] for stage in planned
         ]
@@ -83,15 +84,7 @@ class Stack:
         await asyncio.to_thread(self._stop)
 
     def _spawn(self, spec: ChildSpec) -> subprocess.Popen[bytes]:
-        with self._log(spec.name).open("wb") as log:
-            return subprocess.Popen(
-                # The kernel ends it if this process is killed; it starts from the main thread.
-                (sys.executable, "-I", "-S", launcher.__file__, str(os.getpid()), *spec.command),
-                env=dict(spec.environ),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
+        return spawn(spec.command, spec.environ, self._log(spec.name))
 
     def _log(self, name: str) -> Path:
         return Path(self._directory.name) / f"{name}.log"
@@ -108,18 +101,40 @@ class Stack:
 
     def _stop(self) -> None:
         for stage in self._processes:
-            for _, process in stage:
-                process.terminate()
-            for _, process in stage:
-                try:
-                    process.wait(STOP_SECONDS)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
+            end([process for _, process in stage])
         self._directory.cleanup()
 
 
-def _environment() -> dict[str, str]:
+def spawn(
+    command: Sequence[str], environ: Mapping[str, str], log: Path, *, talks: bool = False
+) -> subprocess.Popen[bytes]:
+    """Starts a program whose output goes to a log; if it `talks`, standard output and input are
+    pipes. The kernel ends it if this process is killed; call it from the main thread.
+    """
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            (sys.executable, "-I", "-S", launcher.__file__, str(os.getpid()), *command),
+            env=dict(environ),
+            stdin=subprocess.PIPE if talks else subprocess.DEVNULL,
+            stdout=subprocess.PIPE if talks else output,
+            stderr=output,
+        )
+
+
+def end(processes: Sequence[subprocess.Popen[bytes]], *, ask: bool = True) -> None:
+    """Asks processes to end, all at once, and kills those that do not."""
+    for process in processes:
+        if ask:
+            process.terminate()
+    for process in processes:
+        try:
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def environment() -> dict[str, str]:
     """What the services inherit: settings of whoever runs the benchmark stay out."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("STEPWELL_")}
     return {**kept, "GRPC_VERBOSITY": "NONE"}

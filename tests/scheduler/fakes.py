@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.scheduler.core import ports
-from services.scheduler.core.plan import RequestUpdate, StepOutput, StepPlan
+from services.scheduler.core.plan import RequestUpdate, StepOutput, StepPlan, StepUpdate
 from services.scheduler.core.request import Request
 from tests.scheduler.paged_model import PagedModel
 
@@ -100,7 +100,8 @@ class FakeExecutor:
         if self._is_lost:
             raise ports.WorkersLost("the workers are away")
         self.num_steps += 1
-        output = StepOutput(self._model.run_plan(plan).token_ids, nan_requests=self.breaks)
+        broken = self.breaks & frozenset(range(len(plan.requests)))
+        output = StepOutput(self._model.run_plan(plan).token_ids, nan_requests=broken)
         answer: _Answer = asyncio.get_running_loop().create_future()
         self._waiting.append((answer, output))
         if not self._is_held:
@@ -137,13 +138,18 @@ class Inbox:
         self.ended: list[str] = []
         self._news = asyncio.Event()
 
-    def deliver(self, plan: StepPlan | None, updates: Iterable[RequestUpdate]) -> None:  # noqa: ARG002
-        for update in updates:
-            name = update.request.request_id
+    def deliver(self, update: StepUpdate) -> None:
+        for news in update:
+            name = news.request.request_id
             assert name not in self.ended, f"{name} has ended already"
-            self.tokens.setdefault(name, []).extend(update.token_ids)
-            if update.request.is_finished:
-                self.ended.append(name)
+            self.tokens.setdefault(name, []).extend(news.token_ids)
+        self.deliver_ends(update.ended)
+
+    def deliver_ends(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            assert request.request_id not in self.ended, f"{request.request_id} has ended already"
+            self.tokens.setdefault(request.request_id, [])
+            self.ended.append(request.request_id)
         self._news.set()
 
     async def until(self, condition: Callable[[], bool]) -> None:

@@ -5,6 +5,7 @@ requests themselves.
 
 import asyncio
 from collections.abc import Sequence
+from itertools import chain
 
 from stepwell.common.v1 import common_pb2
 from stepwell.scheduler.v1 import scheduler_pb2
@@ -23,22 +24,39 @@ _MESSAGES = {FinishReason.NAN_IN_LOGITS: "the model's logits held NaN: no token 
 
 
 class Outbox:
-    """Deltas of one session. Writers never wait; `take` waits for something to send."""
+    """Deltas of one session. Writers never wait; one reader waits, and takes all there is.
+
+    Tokens of a step are kept as they came, parallel to their handles; only when the next ones come
+    before they were taken are they put together by handle.
+    """
 
     def __init__(self) -> None:
+        self.has_news = False
+        """Whether `take` has something to send."""
         self._step = 0
-        self._tokens: dict[int, list[int]] = {}
+        self._handles: Sequence[int] = ()
+        self._token_ids: Sequence[Sequence[int]] = ()
+        self._untaken: dict[int, list[int]] = {}
         self._deltas = scheduler_pb2.StepDeltas()
-        self._filled = asyncio.Event()
+        self._is_empty = True
+        self._waking = asyncio.Event()
 
     def admitted(self, handle: int, num_cached_tokens: int) -> None:
         """A request was scheduled for the first time."""
         self._deltas.admitted.add(handle=handle, num_cached_tokens=num_cached_tokens)
+        self._is_empty = False
 
-    def tokens(self, step: int, handle: int, token_ids: Sequence[int]) -> None:
-        """New tokens of a request."""
-        self._step = step
-        self._tokens.setdefault(handle, []).extend(token_ids)
+    def tokens(
+        self, step: int, handles: Sequence[int], token_ids: Sequence[Sequence[int] | None]
+    ) -> None:
+        """New tokens of the requests of a step, parallel; requests without are passed over."""
+        news = [tokens for tokens in token_ids if tokens]
+        if len(news) < len(handles):
+            handles = [handle for handle, tokens in zip(handles, token_ids, strict=True) if tokens]
+        if news:
+            self._put_together()
+            self._step, self._handles, self._token_ids = step, handles, news
+            self._is_empty = False
 
     def logprobs(self, handle: int, item: worker_pb2.RequestLogprobs) -> None:
         """Log-probabilities that go with new tokens, or of the prompt."""
@@ -47,6 +65,7 @@ class Outbox:
             added.sampled.CopyFrom(item.sampled)
         if item.HasField("prompt"):
             added.prompt.CopyFrom(item.prompt)
+        self._is_empty = False
 
     def finished(self, handle: int, request: Request) -> None:
         """The end of a request."""
@@ -58,29 +77,48 @@ class Outbox:
             stop_token_id=request.stop_token_id,
             message=_MESSAGES.get(request.finish_reason, ""),
         )
+        self._is_empty = False
 
     def rejected(self, rejection: scheduler_pb2.Rejection) -> None:
         """A request was refused at the door."""
         self._deltas.rejected.append(rejection)
+        self._is_empty = False
         self.flush()
 
     def flush(self) -> None:
-        """Lets the stream have what was collected."""
-        self._filled.set()
+        """Lets the reader have what was collected."""
+        if not self._is_empty:
+            self.has_news = True
+            self._waking.set()
 
-    @property
-    def has_news(self) -> bool:
-        """Whether `take` has something to send."""
-        return self._filled.is_set()
+    def wake(self) -> None:
+        """Lets the reader go on without news."""
+        self._waking.set()
 
-    async def take(self) -> scheduler_pb2.StepDeltas:
-        """All news there are, once there are some."""
-        await self._filled.wait()
-        self._filled.clear()
+    async def wait(self) -> None:
+        """Until there are news, or `wake` was called since the last news were taken."""
+        await self._waking.wait()
+        self._waking.clear()
+
+    def take(self) -> scheduler_pb2.StepDeltas:
+        """All news there are."""
         deltas, self._deltas = self._deltas, scheduler_pb2.StepDeltas()
-        tokens, self._tokens = self._tokens, {}
+        handles, token_ids = self._handles, self._token_ids
+        if self._untaken:
+            self._put_together()
+            handles, token_ids = list(self._untaken), list(self._untaken.values())
+            self._untaken = {}
         deltas.step = self._step
-        deltas.handles.extend(tokens.keys())
-        deltas.num_tokens.extend(map(len, tokens.values()))
-        deltas.token_ids.extend(token for ids in tokens.values() for token in ids)
+        deltas.handles.extend(handles)
+        deltas.num_tokens.extend(map(len, token_ids))
+        deltas.token_ids.extend(chain.from_iterable(token_ids))
+        self._handles = self._token_ids = ()
+        self._is_empty, self.has_news = True, False
+        self._waking.clear()
         return deltas
+
+    def _put_together(self) -> None:
+        """Tokens that wait, by handle."""
+        for handle, tokens in zip(self._handles, self._token_ids, strict=True):
+            self._untaken.setdefault(handle, []).extend(tokens)
+        self._handles = self._token_ids = ()

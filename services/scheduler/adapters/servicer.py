@@ -40,11 +40,12 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         self._sessions = sessions
         self._statistics = statistics
         self._opened = opened
-        self._draining = asyncio.Event()
+        self._is_draining = False
 
     def drain(self) -> None:
         """Refuses new requests from here on; sessions end once theirs have ended."""
-        self._draining.set()
+        self._is_draining = True
+        self._sessions.wake()
 
     async def Session(
         self, request_iterator: AsyncIterator[scheduler_pb2.SessionRequest], context: _Context
@@ -118,7 +119,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
 
     async def _add(self, session: GatewaySession, message: scheduler_pb2.AddRequest) -> None:
         try:
-            if self._draining.is_set():
+            if self._is_draining:
                 raise Unavailable("the scheduler is draining", reason="DRAINING")
             if message.handle in session.requests:
                 raise InvalidArgument(f"handle {message.handle} is in use", field="handle")
@@ -143,17 +144,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     ) -> AsyncIterator[scheduler_pb2.StepDeltas]:
         """What the outbox collects, until the gateway has said its last or the drain is done."""
         outbox = session.outbox
-        taking = asyncio.ensure_future(outbox.take())
-        draining = asyncio.ensure_future(self._draining.wait())
-        try:
-            while session.requests or outbox.has_news or taking.done() or not draining.done():
-                others = {reader} if draining.done() else {reader, draining}
-                await asyncio.wait({taking, *others}, return_when=asyncio.FIRST_COMPLETED)
-                if taking.done():
-                    yield taking.result()
-                    taking = asyncio.ensure_future(outbox.take())
-                elif reader.done():
-                    return
-        finally:
-            taking.cancel()
-            draining.cancel()
+        reader.add_done_callback(lambda _: outbox.wake())
+        while True:
+            if outbox.has_news:
+                yield outbox.take()
+            elif reader.done() or (self._is_draining and not session.requests):
+                return
+            else:
+                await outbox.wait()

@@ -1,6 +1,6 @@
 """Who waits for which request: the sessions of gateways, and the way back to each."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from stepwell.common.v1 import common_pb2
@@ -10,7 +10,7 @@ from stepwell.worker.v1 import worker_pb2
 from services.common.errors import StepwellError
 from services.common.status import status_code
 from services.scheduler.adapters.outbox import Outbox
-from services.scheduler.core.plan import RequestUpdate, StepPlan
+from services.scheduler.core.plan import StepUpdate
 from services.scheduler.core.request import FinishReason, Request
 
 
@@ -44,8 +44,20 @@ class _Owner:
     """Rows of prompt log-probabilities that were sent: a recomputed prompt brings them again."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """The requests of a step that belong to one session: their places in it, and their handles."""
+
+    session: GatewaySession
+    indexes: list[int] = field(default_factory=list)
+    handles: list[int] = field(default_factory=list)
+
+
 class Sessions:
-    """All sessions of a scheduler: a `Delivery` that sorts news by whom they concern."""
+    """All sessions of a scheduler: a `Delivery` that sorts news by whom they concern.
+
+    Step after step is of the same requests: they are sorted anew only when that changes.
+    """
 
     def __init__(self) -> None:
         self.num_generated_tokens = 0
@@ -54,6 +66,8 @@ class Sessions:
         """Of those that finished, requests whose logits held NaN."""
         self._sessions: set[GatewaySession] = set()
         self._owners: dict[Request, _Owner] = {}
+        self._sorted: Sequence[Request] = ()
+        self._shares: list[_Share] = []
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -71,7 +85,13 @@ class Sessions:
         for request in orphans:
             self._owners.pop(request, None)
         session.requests.clear()
+        self._sorted = ()
         return orphans
+
+    def wake(self) -> None:
+        """Lets every session look whether it should end."""
+        for session in self._sessions:
+            session.outbox.wake()
 
     def own(self, session: GatewaySession, handle: int, request: Request) -> None:
         """Notes who waits for a request."""
@@ -83,38 +103,53 @@ class Sessions:
         wanted = set(request_ids)
         return [request for request in self._owners if request.request_id in wanted]
 
-    def deliver(self, plan: StepPlan | None, updates: Iterable[RequestUpdate]) -> None:
-        touched: set[GatewaySession] = set()
-        for request in plan.new if plan is not None else ():
+    def deliver(self, update: StepUpdate) -> None:
+        plan, token_ids = update.plan, update.token_ids
+        self.num_generated_tokens += sum(map(len, filter(None, token_ids)))
+        for request in plan.new:
             owner = self._owners.get(request)
             if owner is not None and request.num_cached_tokens is not None:
                 owner.session.outbox.admitted(owner.handle, request.num_cached_tokens)
-                touched.add(owner.session)
-        for update in updates:
-            self.num_generated_tokens += len(update.token_ids)
-            reason = update.request.finish_reason
-            if reason is not None:
-                self.num_finished += 1
-                self.num_corrupted += reason is FinishReason.NAN_IN_LOGITS
-            owner = self._owners.get(update.request)
-            if owner is not None:
-                self._deliver_to(owner, plan.step if plan is not None else 0, update)
-                touched.add(owner.session)
-        for session in touched:
+        for share in self._shares_of(plan.requests):
+            if len(share.indexes) == len(token_ids):
+                share.session.outbox.tokens(plan.step, share.handles, token_ids)
+            else:
+                theirs = [token_ids[index] for index in share.indexes]
+                share.session.outbox.tokens(plan.step, share.handles, theirs)
+        for index, item in update.logprobs.items():
+            owner = self._owners.get(plan.requests[index])
+            if owner is None or token_ids[index] is None:
+                continue
+            if isinstance(item, worker_pb2.RequestLogprobs):
+                rows = _unsent(owner, item, plan.num_computed_tokens[index])
+                owner.session.outbox.logprobs(owner.handle, rows)
+        self.deliver_ends(update.ended)
+        for session in self._sessions:
             session.outbox.flush()
 
-    def _deliver_to(self, owner: _Owner, step: int, update: RequestUpdate) -> None:
-        outbox, request = owner.session.outbox, update.request
-        if update.token_ids:
-            outbox.tokens(step, owner.handle, update.token_ids)
-        if isinstance(update.logprobs, worker_pb2.RequestLogprobs):
-            outbox.logprobs(
-                owner.handle, _unsent(owner, update.logprobs, update.num_computed_tokens)
-            )
-        if request.is_finished:
-            outbox.finished(owner.handle, request)
-            owner.session.requests.pop(owner.handle, None)
-            del self._owners[request]
+    def deliver_ends(self, requests: Sequence[Request]) -> None:
+        self.num_finished += len(requests)
+        for request in requests:
+            self.num_corrupted += request.finish_reason is FinishReason.NAN_IN_LOGITS
+            owner = self._owners.pop(request, None)
+            if owner is not None:
+                owner.session.outbox.finished(owner.handle, request)
+                owner.session.requests.pop(owner.handle, None)
+                owner.session.outbox.flush()
+                self._sorted = ()
+
+    def _shares_of(self, requests: Sequence[Request]) -> list[_Share]:
+        """The requests of a step by session."""
+        if requests != self._sorted:
+            shares: dict[GatewaySession, _Share] = {}
+            for index, request in enumerate(requests):
+                owner = self._owners.get(request)
+                if owner is not None:
+                    share = shares.setdefault(owner.session, _Share(owner.session))
+                    share.indexes.append(index)
+                    share.handles.append(owner.handle)
+            self._sorted, self._shares = requests, list(shares.values())
+        return self._shares
 
 
 def _unsent(

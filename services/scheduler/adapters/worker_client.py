@@ -16,9 +16,44 @@ from services.scheduler.core.ports import WorkersLost
 logger = logging.getLogger(__name__)
 
 _ExecuteCall = grpc.aio.StreamStreamCall[worker_pb2.ExecuteRequest, worker_pb2.ExecuteResponse]
-_Answer = asyncio.Future[worker_pb2.ExecuteResponse]
 
 DESCRIBE_TIMEOUT_SECONDS = 5.0
+
+
+class _Step:
+    """A step that was sent. `output` resolves when the last rank has answered: they answer alike,
+    and one answer is taken. A rank that is lost, or late, fails it.
+    """
+
+    def __init__(self, number: int, num_ranks: int, timeout_seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        self.output: asyncio.Future[StepOutput] = loop.create_future()
+        self._num_missing = num_ranks
+        self._alarm = loop.call_later(timeout_seconds, self._give_up, number, timeout_seconds)
+
+    def answered(self, response: worker_pb2.ExecuteResponse) -> None:
+        """A rank is done."""
+        self._num_missing -= 1
+        if not self._num_missing:
+            self._alarm.cancel()
+            if not self.output.done():  # whoever waited may have given up
+                self._resolve(response)
+
+    def _give_up(self, number: int, timeout_seconds: float) -> None:
+        self.fail(f"step {number} was not done within {timeout_seconds:g} s")
+
+    def _resolve(self, response: worker_pb2.ExecuteResponse) -> None:
+        try:
+            self.output.set_result(to_step_output(response))
+        except ValueError as error:  # arrays that are none: whoever waits fails by it
+            self.output.set_exception(error)
+
+    def fail(self, message: str) -> None:
+        """There will be no answer."""
+        self._alarm.cancel()
+        if not self.output.done():
+            self.output.set_exception(WorkersLost(message))
+            self.output.exception()  # whoever waits is told; nobody waiting is no error
 
 
 class Rank:
@@ -29,7 +64,7 @@ class Rank:
         self._stub = worker_pb2_grpc.WorkerStub(channel)
         self._call: _ExecuteCall | None = None
         self._reader: asyncio.Task[None] | None = None
-        self._waiting: deque[_Answer] = deque()
+        self._waiting: deque[_Step] = deque()
 
     async def describe(self) -> worker_pb2.DescribeResponse:
         """What the worker runs. Raises StepwellError while it is away or still loading."""
@@ -56,25 +91,22 @@ class Rank:
             self._call = None
         self._fail(f"the stream to the worker at {self.address} was closed")
 
-    async def submit(self, request: worker_pb2.ExecuteRequest) -> _Answer:
+    async def submit(self, request: worker_pb2.ExecuteRequest, step: _Step) -> None:
         """Sends a step. Raises WorkersLost when the stream has ended."""
         if self._call is None:
             raise WorkersLost(f"the worker at {self.address} is away")
-        answer: _Answer = asyncio.get_running_loop().create_future()
-        self._waiting.append(answer)
+        self._waiting.append(step)
         try:
             await self._call.write(request)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
             raise WorkersLost(f"the worker at {self.address} went away") from error
-        return answer
 
     async def _read(self, call: _ExecuteCall) -> None:
         why = "it ended the stream"
         try:
             async for response in call:
-                answer = self._waiting.popleft() if self._waiting else None
-                if answer is not None and not answer.done():  # whoever waited may have given up
-                    answer.set_result(response)
+                if self._waiting:
+                    self._waiting.popleft().answered(response)
         except grpc.aio.AioRpcError as error:
             why = from_rpc_error(error).message
         self._call = None
@@ -82,14 +114,11 @@ class Rank:
 
     def _fail(self, message: str) -> None:
         while self._waiting:
-            answer = self._waiting.popleft()
-            if not answer.done():
-                answer.set_exception(WorkersLost(message))
-                answer.exception()  # whoever waits is told; nobody waiting is no error
+            self._waiting.popleft().fail(message)
 
 
 class WorkerGroup:
-    """An `Executor` over all ranks. They answer alike; one answer is taken."""
+    """An `Executor` over all ranks."""
 
     def __init__(self, ranks: Sequence[Rank], step_timeout_seconds: float) -> None:
         self._ranks = ranks
@@ -113,22 +142,7 @@ class WorkerGroup:
 
     async def submit(self, plan: StepPlan, traceparent: str = "") -> asyncio.Future[StepOutput]:
         request = to_execute_request(plan, self._generation, traceparent)
-        answers = [await rank.submit(request) for rank in self._ranks]
-        return asyncio.create_task(self._collect(plan.step, answers))
-
-    async def _collect(self, step: int, answers: list[_Answer]) -> StepOutput:
-        alarm = asyncio.get_running_loop().call_later(
-            self._step_timeout_seconds, self._give_up, step, answers
-        )
-        try:
-            responses = [await answer for answer in answers]
-        finally:
-            alarm.cancel()
-        return to_step_output(responses[0])
-
-    def _give_up(self, step: int, answers: list[_Answer]) -> None:
-        late = f"step {step} was not done within {self._step_timeout_seconds:g} s"
-        for answer in answers:
-            if not answer.done():
-                answer.set_exception(WorkersLost(late))
-                answer.exception()
+        step = _Step(plan.step, len(self._ranks), self._step_timeout_seconds)
+        for rank in self._ranks:
+            await rank.submit(request, step)
+        return step.output

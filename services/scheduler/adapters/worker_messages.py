@@ -1,6 +1,8 @@
 """Between step plans and the messages of stepwell.worker.v1."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import cast
 
 from stepwell.common.v1 import common_pb2
 from stepwell.worker.v1 import worker_pb2
@@ -22,7 +24,7 @@ def to_execute_request(
         new_requests=[
             _new_request(request, tables) for request, tables in plan.block_tables.items()
         ],
-        slots=pack_token_ids([_slot(request) for request in plan.requests]),
+        slots=pack_token_ids(_slots(plan.requests)),
         num_scheduled_tokens=pack_token_ids(plan.num_scheduled_tokens),
         num_computed_tokens=pack_token_ids(plan.num_computed_tokens),
         appended_blocks=_appended(plan.appended_blocks),
@@ -33,29 +35,33 @@ def to_execute_request(
 
 def to_step_output(response: worker_pb2.ExecuteResponse) -> StepOutput:
     """What came of the step."""
-    token_ids: list[Sequence[int]] = []
-    flat, start = unpack_token_ids(response.token_ids), 0
-    for count in unpack_token_ids(response.num_tokens):
-        token_ids.append(flat[start : start + count])
-        start += count
     return StepOutput(
-        token_ids,
+        _sampled(unpack_token_ids(response.token_ids), unpack_token_ids(response.num_tokens)),
         logprobs={item.index: item for item in response.logprobs},
         nan_requests=frozenset(unpack_token_ids(response.nan_requests)),
     )
 
 
-def _slot(request: Request) -> int:
-    if request.slot is None:
-        raise AssertionError(f"{request.request_id} is planned without a slot")
-    return request.slot
+def _sampled(flat: list[int], counts: list[int]) -> list[Sequence[int]]:
+    """The tokens of each request; in most steps that is one of each."""
+    if len(flat) == len(counts) == counts.count(1):
+        return [[token] for token in flat]
+    ends = list(accumulate(counts))
+    return [flat[end - count : end] for end, count in zip(ends, counts, strict=True)]
+
+
+def _slots(requests: Iterable[Request]) -> list[int]:
+    slots = [request.slot for request in requests]
+    if None in slots:
+        raise AssertionError("a request is planned without a slot")
+    return cast(list[int], slots)
 
 
 def _new_request(request: Request, tables: BlockTables) -> worker_pb2.NewRequest:
     if not isinstance(request.sampling, common_pb2.SamplingParams):
         raise AssertionError(f"{request.request_id} came without sampling parameters")
     return worker_pb2.NewRequest(
-        slot=_slot(request),
+        slot=_slots([request])[0],
         token_ids=pack_token_ids(request.token_ids),
         num_prompt_tokens=request.num_prompt_tokens,
         sampling=request.sampling,
@@ -67,7 +73,7 @@ def _new_request(request: Request, tables: BlockTables) -> worker_pb2.NewRequest
 def _appended(blocks: Mapping[Request, BlockTables]) -> list[worker_pb2.AppendedBlocks]:
     if not blocks:
         return []
-    slots = pack_token_ids([_slot(request) for request in blocks])
+    slots = pack_token_ids(_slots(blocks))
     return [
         worker_pb2.AppendedBlocks(
             slots=slots,

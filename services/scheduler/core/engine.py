@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 
 from services.common.errors import FailedPrecondition, Unavailable
-from services.scheduler.core.plan import RequestUpdate, StepOutput, StepPlan
+from services.scheduler.core.plan import StepOutput, StepPlan, StepUpdate
 from services.scheduler.core.ports import (
     Delivery,
     Executor,
@@ -57,6 +57,7 @@ class Engine:
         self._arrivals: list[Request] = []
         self._aborts: list[Request] = []
         self._in_flight: deque[tuple[StepPlan, asyncio.Future[StepOutput]]] = deque()
+        self._undelivered: StepUpdate | None = None
         self._wake = asyncio.Event()
         self._turns = asyncio.Condition()
         self._num_holds = 0
@@ -163,12 +164,22 @@ class Engine:
             await self._complete()
 
     async def _complete(self) -> None:
+        """Takes in a step's tokens. They are delivered while the loop waits for somebody, the pool
+        or the workers: whoever computes does not wait for that.
+        """
         plan, answer = self._in_flight.popleft()
         output = await answer
         self._take_in()
-        updates = self.scheduler.update_from_output(plan, output)
-        self._delivery.deliver(plan, updates)
-        self._observer.done(plan, updates)
+        self._deliver()
+        update = self._undelivered = self.scheduler.update_from_output(plan, output)
+        asyncio.get_running_loop().call_soon(self._deliver)
+        self._observer.done(plan, update)
+
+    def _deliver(self) -> None:
+        """Passes on what waits; if that fails it waits on, for the engine itself to fail by it."""
+        if self._undelivered is not None:
+            self._delivery.deliver(self._undelivered)
+            self._undelivered = None
 
     def _take_in(self) -> None:
         if self._arrivals:
@@ -184,8 +195,8 @@ class Engine:
         for request in alive:
             self.scheduler.abort(request)
         if alive:
-            updates = [RequestUpdate(request, ()) for request in alive]
-            self._delivery.deliver(None, updates)
+            self._deliver()
+            self._delivery.deliver_ends(alive)
             self._observer.ended(alive)
 
     async def _until_work(self) -> None:

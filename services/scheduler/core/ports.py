@@ -11,7 +11,7 @@ from typing import Protocol
 
 from services.common.block_hash import BlockHash
 from services.common.errors import Unavailable
-from services.scheduler.core.plan import RequestUpdate, StepOutput, StepPlan
+from services.scheduler.core.plan import RequestUpdate, StepOutput, StepPlan, StepUpdate
 from services.scheduler.core.request import Request
 
 BlockTables = tuple[list[int], ...]
@@ -168,8 +168,11 @@ class Replica(Protocol):
 class Delivery(Protocol):
     """The way back to those who wait for tokens."""
 
-    def deliver(self, plan: StepPlan | None, updates: Iterable[RequestUpdate]) -> None:
-        """Passes on new tokens and ends. `plan` is None for ends between steps. Never blocks."""
+    def deliver(self, update: StepUpdate) -> None:
+        """Passes on the new tokens and the ends that a step brought. Never blocks."""
+
+    def deliver_ends(self, requests: Sequence[Request]) -> None:
+        """Passes on ends between steps. Never blocks."""
 
 
 class StepObserver(Protocol):

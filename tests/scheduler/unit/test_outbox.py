@@ -10,7 +10,7 @@ from stepwell.worker.v1 import worker_pb2
 from services.common.errors import InvalidArgument, ResourceExhausted
 from services.scheduler.adapters.outbox import Outbox
 from services.scheduler.adapters.sessions import GatewaySession, Sessions
-from services.scheduler.core.plan import RequestUpdate, StepPlan
+from services.scheduler.core.plan import StepPlan, StepUpdate
 from services.scheduler.core.request import FinishReason, Request, StopConditions
 
 
@@ -20,18 +20,36 @@ def make_request(name: str = "a") -> Request:
 
 async def take(session: GatewaySession) -> scheduler_pb2.StepDeltas:
     async with asyncio.timeout(5):
-        return await session.outbox.take()
+        await session.outbox.wait()
+    return session.outbox.take()
+
+
+def update(
+    step: int,
+    requests: list[Request],
+    token_ids: list[list[int] | None],
+    *,
+    logprobs: worker_pb2.RequestLogprobs | None = None,
+    start: int = 0,
+    is_first: bool = False,
+) -> StepUpdate:
+    """What a step brought; `logprobs` are those of its first request."""
+    new = requests if is_first else []
+    starts = [start] * len(requests)
+    plan = StepPlan(step=step, requests=requests, num_computed_tokens=starts, new=new)
+    rows = {} if logprobs is None else {0: logprobs}
+    ended = [request for request in requests if request.is_finished]
+    return StepUpdate(plan, token_ids, rows, ended)
 
 
 async def test_steps_that_nobody_took_are_told_together() -> None:
     outbox = Outbox()
-    outbox.tokens(4, 1, [10])
+    outbox.tokens(4, [1], [[10]])
     outbox.flush()
-    outbox.tokens(5, 2, [20, 21])
-    outbox.tokens(5, 1, [11])
+    outbox.tokens(5, [2, 3, 1], [[20, 21], None, [11]])
     outbox.admitted(2, 8)
     outbox.flush()
-    deltas = await outbox.take()
+    deltas = outbox.take()
     assert deltas.step == 5
     assert (list(deltas.handles), list(deltas.num_tokens)) == ([1, 2], [2, 2])
     assert list(deltas.token_ids) == [10, 11, 20, 21]
@@ -40,17 +58,33 @@ async def test_steps_that_nobody_took_are_told_together() -> None:
 
 async def test_nothing_is_told_twice_and_taking_waits_for_news() -> None:
     outbox = Outbox()
-    outbox.tokens(1, 1, [10])
+    outbox.tokens(1, [1], [[10]])
     assert not outbox.has_news, "a step is told whole"
     outbox.flush()
     assert outbox.has_news
-    await outbox.take()
-    taking = asyncio.create_task(outbox.take())
-    done, _ = await asyncio.wait({taking}, timeout=0.01)
+    outbox.take()
+    waiting = asyncio.create_task(outbox.wait())
+    done, _ = await asyncio.wait({waiting}, timeout=0.01)
     assert not done
-    outbox.tokens(2, 1, [11])
+    outbox.tokens(2, [1], [[11]])
     outbox.flush()
-    assert list((await taking).token_ids) == [11]
+    await waiting
+    assert list(outbox.take().token_ids) == [11]
+
+
+async def test_a_step_in_which_nobody_sampled_is_no_news() -> None:
+    outbox = Outbox()
+    outbox.tokens(1, [1, 2], [[], None])
+    outbox.flush()
+    assert not outbox.has_news
+
+
+async def test_whoever_waits_can_be_woken_without_news() -> None:
+    outbox = Outbox()
+    outbox.wake()
+    async with asyncio.timeout(5):
+        await outbox.wait()
+    assert not outbox.has_news
 
 
 @pytest.mark.parametrize("reason", FinishReason)
@@ -59,7 +93,7 @@ async def test_every_end_has_its_reason_on_the_wire(reason: FinishReason) -> Non
     request.finish(reason)
     outbox.finished(1, request)
     outbox.flush()
-    (finished,) = (await outbox.take()).finished
+    (finished,) = outbox.take().finished
     name = common_pb2.FinishReason.Name(finished.reason)
     assert name == f"FINISH_REASON_{reason.name}"
     assert bool(finished.message) == (reason is FinishReason.NAN_IN_LOGITS)
@@ -72,15 +106,31 @@ async def test_news_go_to_whom_they_concern() -> None:
     sessions.own(one, 1, a)
     sessions.own(two, 1, b)
     a.num_cached_tokens, b.num_cached_tokens = 0, 2
-    plan = StepPlan(step=3, requests=[a, b], new=[a, b])
     b.finish(FinishReason.LENGTH)
-    sessions.deliver(plan, [RequestUpdate(a, [5]), RequestUpdate(b, [6, 7])])
+    sessions.deliver(update(3, [a, b], [[5], [6, 7]], is_first=True))
     first, second = await take(one), await take(two)
     assert (list(first.token_ids), len(first.finished)) == ([5], 0)
     assert (list(second.token_ids), len(second.finished)) == ([6, 7], 1)
     assert [item.num_cached_tokens for item in second.admitted] == [2]
     assert (list(one.requests), list(two.requests)) == ([1], [])
     assert (sessions.num_generated_tokens, sessions.num_finished) == (3, 1)
+
+
+async def test_steps_of_the_same_requests_go_to_whoever_owns_them_then() -> None:
+    sessions = Sessions()
+    one, two = sessions.open("one"), sessions.open("two")
+    a, b, c = make_request("a"), make_request("b"), make_request("c")
+    for session, handle, request in ((one, 1, a), (two, 1, b), (one, 2, c)):
+        sessions.own(session, handle, request)
+    sessions.deliver(update(1, [a, b, c], [[10], [20], [30]]))
+    sessions.deliver(update(2, [a, b, c], [[11], None, [31]]))
+    first, second = await take(one), await take(two)
+    assert (list(first.handles), list(first.token_ids)) == ([1, 2], [10, 11, 30, 31])
+    assert (second.step, list(second.token_ids)) == (1, [20])
+    assert sessions.close(two) == [b]
+    sessions.deliver(update(3, [a, b, c], [[12], [22], [32]]))
+    assert list((await take(one)).token_ids) == [12, 32]
+    assert not two.outbox.has_news
 
 
 async def test_requests_are_found_by_name_until_they_end() -> None:
@@ -91,7 +141,7 @@ async def test_requests_are_found_by_name_until_they_end() -> None:
     sessions.own(session, 2, b)
     assert sessions.find(["same", "other"]) == [a, b]
     a.finish(FinishReason.ABORT)
-    sessions.deliver(None, [RequestUpdate(a, ())])
+    sessions.deliver_ends([a])
     assert sessions.find(["same"]) == [b]
 
 
@@ -103,7 +153,7 @@ async def test_what_comes_for_a_session_that_is_gone_is_counted_and_dropped() ->
     assert sessions.close(session) == [request]
     assert len(sessions) == 0
     request.finish(FinishReason.ABORT)
-    sessions.deliver(None, [RequestUpdate(request, ())])
+    sessions.deliver_ends([request])
     assert (sessions.num_finished, session.outbox.has_news) == (1, False)
     assert sessions.close(session) == []
 
@@ -143,7 +193,7 @@ async def ranks_told(
     """The rows that arrive when the prompt is computed in these chunks (start, tokens)."""
     for start, count in chunks:
         rows = prompt_rows(start + 1, count)
-        sessions.deliver(StepPlan(step=start), [RequestUpdate(request, [], rows, start)])
+        sessions.deliver(update(start, [request], [[]], logprobs=rows, start=start))
     told = await take(session)
     return [rank for item in told.logprobs for rank in item.prompt.ranks]
 
@@ -170,7 +220,7 @@ async def test_rows_that_are_cut_keep_their_columns_and_what_was_sampled() -> No
     sessions.own(session, 1, request)
     await ranks_told(sessions, session, request, (0, 2))
     rows = prompt_rows(1, 4, sampled=True)
-    sessions.deliver(StepPlan(step=9), [RequestUpdate(request, [9], rows, 0)])
+    sessions.deliver(update(9, [request], [[9]], logprobs=rows))
     (item,) = (await take(session)).logprobs
     assert item.handle == 1
     assert list(item.prompt.token_ids) == [3, 103, 4, 104]
