@@ -65,8 +65,9 @@ class Admission:
 
     It fits if the prefix hit still is `num_hit_tokens`, and if `num_reserve_slots` token slots,
     hits counted in, could be had with `num_watermark_blocks` left free. Then the table holds
-    `num_slots`, and the blocks wholly below `num_commit_tokens` are published. A `resumed` one is
-    kept out of the hit statistics.
+    `num_slots`, and the blocks wholly below `num_commit_tokens` are published, be it all that the
+    step computes or less, for a Commit to publish later. A `resumed` one is kept out of the hit
+    statistics.
     """
 
     request: RequestNumber

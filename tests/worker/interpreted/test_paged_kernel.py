@@ -134,3 +134,12 @@ def test_decodes_beside_chunks(case: Case) -> None:
         world.remember(sequence, count)
     tolerance = 2e-3 if case.dtype is torch.float16 else 1e-5
     assert world.step([1, 1, 1, 17, 3]) < tolerance
+
+
+def test_zeroed_blocks_hold_zeros_and_the_others_what_they_held() -> None:
+    torch.manual_seed(2)
+    world = build(CASES[0])
+    world.remember(1, 40)
+    world.attention.zero_blocks(world.tables[1, 1:2])
+    world.keys[1][16:32] = world.values[1][16:32] = 0
+    assert world.step([1, 1, 1, 1, 1]) < 2e-3
