@@ -33,6 +33,8 @@ from services.scheduler.core.engine import Engine
 from services.scheduler.settings import SchedulerSettings
 
 SERVICE = "scheduler"
+SHORTEST_SEQUENCE = 2
+"""A token of a prompt, and one to generate."""
 
 logger = logging.getLogger(__name__)
 
@@ -94,8 +96,8 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
 def make_config(settings: SchedulerSettings, shape: ReplicaShape) -> SchedulerConfig:
     """The settings, bounded by what the workers were built for and the pool can hold.
 
-    Raises FailedPrecondition when a sequence could get longer than the step that must hold it, or
-    when states would have to be cached and cannot be.
+    Raises FailedPrecondition when a sequence could get longer than the step that must hold it, when
+    the pool holds none at all, or when states would have to be cached and cannot be.
     """
     built = shape.description
     config = SchedulerConfig(
@@ -120,6 +122,11 @@ def make_config(settings: SchedulerSettings, shape: ReplicaShape) -> SchedulerCo
         drop_last_hit_block=built.drop_last_hit_block,
     )
     config = replace(config, max_model_len=max_request_tokens(config))
+    if config.max_model_len < SHORTEST_SEQUENCE:
+        raise FailedPrecondition(
+            f"{shape.num_blocks} blocks, one of them the null block, do not hold a single token in "
+            f"each of {len(config.groups)} groups of layers: give the worker's KV cache more memory"
+        )
     if conflict := why_states_cannot_be_served(config):
         raise FailedPrecondition(conflict)
     if not config.enable_chunked_prefill and config.token_budget < config.max_model_len:

@@ -99,6 +99,12 @@ async def test_what_the_pool_cannot_hold_ends_the_start_with_the_pool_s_sentence
             pass
 
 
+async def test_a_pool_that_holds_no_request_in_all_groups_ends_the_start_with_a_sentence() -> None:
+    with pytest.raises(FailedPrecondition, match=r"3 blocks, .* in each of 3 groups of layers"):
+        async with serving_replica(FakeWorker(num_blocks=3, groups=[FULL, WINDOW, STATE])):
+            pass
+
+
 async def test_states_are_not_served_without_chunks() -> None:
     with pytest.raises(FailedPrecondition, match="enable chunked prefill"):
         async with serving_replica(FakeWorker(groups=[STATE]), enable_chunked_prefill=False):
