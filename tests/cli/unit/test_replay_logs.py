@@ -195,7 +195,20 @@ def test_groups_of_other_attention_are_replayed_too(
         window=3,
         num_layers=1,
     )
-    log = record(crowded(num_gpu_blocks=40), window)
+    states = common_pb2.KVCacheGroup(
+        attention_type=common_pb2.ATTENTION_TYPE_STATE_SPACE, block_size=4, num_layers=1
+    )
+    log = record(crowded(num_gpu_blocks=40), window, states)
+    ends = {
+        computed + scheduled
+        for entry in log.entries
+        if entry.get("call") == "schedule"
+        for computed, scheduled in zip(
+            entry["num_computed_tokens"], entry["num_scheduled_tokens"], strict=True
+        )
+        if scheduled > 4
+    }
+    assert all(end % 4 == 0 for end in ends), "chunks end where states are cached"
     assert any(0 in table for e in log.entries for t in tables(e) for table in t), "null blocks"
     status, out, _ = replay(capsys, log.write(tmp_path / "steps.jsonl"))
     assert (status, out.splitlines()[-1]) == (0, "0 differences")
