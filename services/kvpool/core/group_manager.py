@@ -130,11 +130,12 @@ class GroupManager(ABC):
         new_blocks: list[BlockId] = []
         for table, hashes, num_tokens in fillings:
             end = min(num_tokens // self._block_size, len(hashes), len(table.blocks))
-            if end > table.num_published:
-                begin = max(table.num_published, table.num_null)
+            begin = table.num_published
+            if end > begin:
+                table.num_published = end
+                begin = max(begin, table.num_null)
                 new_hashes += hashes[begin:end]
                 new_blocks += table.blocks[begin:end]
-                table.num_published = end
         self._pool.publish(self._group, new_hashes, new_blocks)
 
     def free(self, table: BlockTable) -> None:

@@ -4,7 +4,7 @@ Every method is at most one transaction. What a request has told the pool is kep
 what is to be told with the next transaction, whatever that is about, waits here.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from services.common.block_hash import BlockHash
 from services.scheduler.core.config import SchedulerConfig
@@ -35,6 +35,8 @@ class PoolMemory:
         self._pool = pool
         self._pending = PendingOperations()
         self._block_ids_to_zero: list[int] = []
+        self._num_lookahead_tokens = config.num_lookahead_tokens
+        self._longest = config.max_model_len
 
     @property
     def has_news(self) -> bool:
@@ -43,7 +45,12 @@ class PoolMemory:
 
     def num_slots(self, num_tokens: int) -> int:
         """Slots that a running request needs for its first `num_tokens` to be computed."""
-        return min(num_tokens + self._config.num_lookahead_tokens, self._config.max_model_len)
+        return min(num_tokens + self._num_lookahead_tokens, self._longest)
+
+    def lacks_slots(self, request: Request, num_tokens: int) -> bool:
+        """Whether a running request must grow for its first `num_tokens` to be computed."""
+        num_slots = request.num_slots
+        return num_slots < num_tokens + self._num_lookahead_tokens and num_slots < self._longest
 
     async def grow(
         self,
@@ -79,7 +86,7 @@ class PoolMemory:
 
     async def look_up(self, draft: StepDraft, asking: Sequence[Request], traceparent: str) -> None:
         """Asks how much of each prompt is cached."""
-        outcome = await self._transact([*self._look_up(draft, asking)], traceparent)
+        outcome = await self._transact(self._look_up(draft, asking), traceparent)
         self._note_hits(draft, asking, outcome)
 
     async def admit(self, admissions: Sequence[Admission], traceparent: str) -> Outcome:
@@ -136,13 +143,13 @@ class PoolMemory:
         if not self._config.enable_prefix_caching:
             return []
         size = self._config.block_size
-        ends = [
-            (request, min(request.origin + num_new, len(request.token_ids)))
-            for request, num_new in draft.awake.items()
-        ]
-        return [
-            (request, end) for request, end in ends if end // size > request.num_committed_blocks
-        ]
+        filling: list[tuple[Request, int]] = []
+        for request, num_new in draft.awake.items():
+            end = request.origin + num_new
+            full = (request.num_committed_blocks + 1) * size
+            if end >= full and len(request.token_ids) >= full:
+                filling.append((request, min(end, len(request.token_ids))))
+        return filling
 
     def _commit(self, filling: Sequence[tuple[Request, int]]) -> Commit:
         return Commit(
@@ -151,15 +158,19 @@ class PoolMemory:
             [self._unsent_hashes(request) for request, _ in filling],
         )
 
-    def _look_up(self, draft: StepDraft, asking: Sequence[Request]) -> Iterator[Operation]:
+    def _look_up(self, draft: StepDraft, asking: Sequence[Request]) -> list[Operation]:
         if not self._config.enable_prefix_caching:
             draft.hits.update(dict.fromkeys(asking, 0))
-        elif asking:
-            yield Lookup(
+            return []
+        if not asking:
+            return []
+        return [
+            Lookup(
                 [request.key for request in asking],
                 [request.max_hit_tokens for request in asking],
                 [self._unsent_hashes(request) for request in asking],
             )
+        ]
 
     def _note_hits(self, draft: StepDraft, asking: Sequence[Request], outcome: Outcome) -> None:
         for request, hit in zip(asking, outcome.hits, strict=False):

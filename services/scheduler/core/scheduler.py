@@ -187,8 +187,8 @@ class Scheduler:
 
         Most of them get one token, and most of those are asleep: they are not looked at.
         """
-        running, growing = self.running, list[Request]()
-        num_slots = self._memory.num_slots
+        running, memory = self.running, self._memory
+        growing: list[Request] = []
         enough = draft.budget >= len(running) - index
         for request in running.awake(index):
             num_new = self._gap(draft, request)
@@ -205,7 +205,7 @@ class Scheduler:
                     continue
                 draft.grant(request, num_new)
                 enough = draft.budget >= len(running) - index
-            if num_slots(request.origin + num_new) > request.num_slots:
+            if memory.lacks_slots(request, request.origin + num_new):
                 growing.append(request)
         self._grant_each(draft, index, len(running))
         return growing
@@ -229,8 +229,10 @@ class Scheduler:
             if known + 1 >= request.num_prompt_tokens + request.stop.max_tokens:
                 return 0
             gap = 1
-        gap = draft.cap(gap + len(request.draft_token_ids))
-        return min(gap, self.config.max_model_len - 1 - computed)
+        if request.draft_token_ids:
+            gap += len(request.draft_token_ids)
+        longest = self.config.max_model_len - 1 - computed
+        return min(draft.cap(gap), longest) if gap > 1 or longest < 1 else 1
 
     def _make_room(self, draft: StepDraft, request: Request) -> int:
         """Preempts for `request`; returns the index from which to go on granting."""
@@ -290,6 +292,8 @@ class Scheduler:
 
     def _candidates(self, draft: StepDraft) -> list[Request]:
         """The head of the queue, as far as places and budget could reach."""
+        if not self.waiting:
+            return []
         places = self.config.max_running - len(self.running)
         return list(islice(self.waiting, max(0, min(places, draft.budget, LOOKUP_BATCH))))
 
@@ -348,10 +352,14 @@ class Scheduler:
         self._removed_slots = []
         self.running.clock.now += 1
         for request, num_new in draft.awake.items():
-            request.origin += num_new
-            request.is_in_prefill = request.origin < len(request.token_ids)
-            request.draft_token_ids = self._placeholder_drafts(request)
-            if (num_steps := self._stride_end(request) - request.origin) > 0:
+            request.origin = computed = request.origin + num_new
+            request.is_in_prefill = computed < len(request.token_ids)
+            if self.config.num_speculative_tokens:
+                request.draft_token_ids = self._placeholder_drafts(request)
+            elif (
+                not request.is_in_prefill
+                and (num_steps := self._stride_end(request) - computed) > 0
+            ):
                 self.running.sleep(request, num_steps)
         return plan
 
@@ -362,19 +370,16 @@ class Scheduler:
         return [-1] * self.config.num_speculative_tokens
 
     def _stride_end(self, request: Request) -> int:
-        """The first number of computed tokens at which a step takes more than one token more: a
-        slot, a block to publish, a draft, or a look at its length. 0 where it looks at every token.
+        """The first number of computed tokens at which a step takes more of a decode than one token
+        more: a slot, a block to publish, or a look at what it says. 0 where it always looks.
         """
-        config = self.config
-        if (
-            request.is_in_prefill
-            or config.num_speculative_tokens
-            or request.stop.repetition is not None
-        ):
+        if request.stop.repetition is not None:
             return 0
+        config = self.config
         end = min(request.num_slots - config.num_lookahead_tokens, request.max_num_tokens - 2)
         if config.enable_prefix_caching:
-            end = min(end, (request.num_committed_blocks + 1) * config.block_size - 1)
+            fills = (request.num_committed_blocks + 1) * config.block_size - 1
+            return end if end < fills else fills
         return end
 
     # After a step
