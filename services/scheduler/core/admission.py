@@ -79,11 +79,15 @@ class AdmissionPlanner:
         """Empty drafts beside a request that has one token to compute.
 
         A step of decoding requests with drafts then has one shape. No use in a step that runs a
-        further chunk of a prompt, or of no running request where nothing is cached either.
+        further chunk of a prompt, or of no running request where nothing is cached either; and no
+        room where the model's length or a whole step does not hold them.
         """
+        num_drafts = self.config.num_speculative_tokens
         if end - hit != 1 or end != request.num_tokens or draft.runs_prefill:
             return 0
-        return self.config.num_speculative_tokens if draft.runs_any or hit else 0
+        if end + num_drafts >= self.config.max_model_len or num_drafts >= self.config.token_budget:
+            return 0
+        return num_drafts if draft.runs_any or hit else 0
 
     def _terms(
         self, request: Request, hit: int, end: int, num_drafts: int, *, joins: bool

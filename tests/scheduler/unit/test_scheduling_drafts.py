@@ -1,0 +1,35 @@
+"""Empty drafts beside a request that enters with one token to compute: where there is room."""
+
+import pytest
+
+from tests.scheduler.story import Story, prompt
+
+
+async def enter_beside_another(num_prompt_tokens: int, **config: int) -> dict[str, int]:
+    """What the step grants in which a cached prompt joins a request that decodes."""
+    story = Story(num_speculative_tokens=2, **config)
+    story.add("first", prompt(num_prompt_tokens), max_tokens=2)
+    await story.run()
+    story.add("other", prompt(2, first=500), max_tokens=8)
+    await story.step()
+    story.add("again", prompt(num_prompt_tokens), max_tokens=2)
+    return (await story.step()).granted
+
+
+async def test_who_lacks_one_token_enters_in_the_shape_of_those_that_decode() -> None:
+    assert await enter_beside_another(9, max_model_len=32) == {"other": 3, "again": 3}
+
+
+@pytest.mark.parametrize(("max_model_len", "granted"), [(12, 3), (11, 1)])
+async def test_drafts_and_the_token_after_them_stay_within_the_model(
+    max_model_len: int, granted: int
+) -> None:
+    assert (await enter_beside_another(9, max_model_len=max_model_len))["again"] == granted
+
+
+async def test_where_no_step_holds_the_drafts_it_enters_without() -> None:
+    story = Story(num_speculative_tokens=2, max_num_batched_tokens=2)
+    story.add("first", prompt(9), max_tokens=2)
+    await story.run()
+    story.add("again", prompt(9), max_tokens=2)
+    assert (await story.step()).granted == {"again": 1}
