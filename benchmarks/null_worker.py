@@ -59,11 +59,12 @@ class NullRunner:
         ends = step.num_computed_tokens + step.num_scheduled_tokens
         num_tokens = (ends >= self._num_known[step.slots]).astype(np.int32)
         made_up = np.full(num_tokens.sum(), _MADE_UP_TOKEN, np.int32)
+        output = StepOutput(step.generation, step.step, num_tokens, made_up)
         is_decode = step.num_scheduled_tokens.sum() == len(step.slots)
         self._wait_since(begun)
         if is_decode:
             self.served.append((time.perf_counter_ns(), len(step.slots)))
-        return StepOutput(step.generation, step.step, num_tokens, made_up)
+        return output
 
     def run_bare(self, num_steps: int) -> list[int]:
         """Waits again and again; returns when each wait ended."""

@@ -204,6 +204,7 @@ class Engine:
             self._is_paused or self._num_holds or not self.scheduler.has_work
         ):
             self.state = EngineState.PAUSED if self._is_paused else EngineState.IDLE
+            self._deliver()
             self._wake.clear()
             await self._wake.wait()
         self.state = EngineState.RUNNING

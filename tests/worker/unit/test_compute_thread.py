@@ -1,0 +1,79 @@
+"""The thread that computes: one function after the other, for whoever still waits."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from services.worker.adapters.compute import ComputeThread
+
+SECONDS = 10
+
+
+@pytest.fixture
+def compute() -> Iterator[ComputeThread]:
+    compute = ComputeThread()
+    yield compute
+    compute.close()
+
+
+async def test_functions_run_in_order_in_one_thread_that_is_not_ours(
+    compute: ComputeThread,
+) -> None:
+    ran: list[tuple[int, int]] = []
+    numbers = [
+        compute.submit(lambda number=number: ran.append((number, threading.get_ident())) or number)
+        for number in range(20)
+    ]
+    async with asyncio.timeout(SECONDS):
+        assert await asyncio.gather(*numbers) == list(range(20))
+    assert [number for number, _ in ran] == list(range(20))
+    (thread,) = {thread for _, thread in ran}
+    assert thread != threading.get_ident()
+
+
+async def test_whoever_waits_gets_the_exception_and_the_next_function_runs(
+    compute: ComputeThread,
+) -> None:
+    failing, fine = compute.submit(lambda: 1 // 0), compute.submit(lambda: 2)
+    async with asyncio.timeout(SECONDS):
+        with pytest.raises(ZeroDivisionError):
+            await failing
+        assert await fine == 2
+
+
+async def test_what_is_cancelled_before_it_began_is_not_run(compute: ComputeThread) -> None:
+    going_on, ran = threading.Event(), []
+    first = compute.submit(lambda: going_on.wait(SECONDS))
+    dropped = compute.submit(lambda: ran.append("dropped"))
+    last = compute.submit(lambda: ran.append("last"))
+    dropped.cancel()
+    going_on.set()
+    async with asyncio.timeout(SECONDS):
+        await asyncio.gather(first, last)
+    assert ran == ["last"]
+
+
+async def test_waiting_goes_on_beside_computing(compute: ComputeThread) -> None:
+    computed = threading.Event()
+    waiting = compute.submit_wait(lambda: computed.wait(SECONDS))
+    async with asyncio.timeout(SECONDS):
+        await compute.submit(computed.set)
+        assert await waiting
+
+
+async def test_closing_waits_for_what_runs_and_drops_what_is_queued() -> None:
+    compute, going_on, ran = ComputeThread(), threading.Event(), []
+    running = compute.submit(lambda: going_on.wait(SECONDS) and ran.append("running"))
+    queued = compute.submit(lambda: ran.append("queued"))
+    closing = asyncio.create_task(asyncio.to_thread(compute.close))
+    async with asyncio.timeout(SECONDS):
+        while not compute.is_closed:  # noqa: ASYNC110 - another thread makes it true
+            await asyncio.sleep(0)
+        going_on.set()
+        await closing
+        await running
+        with pytest.raises(asyncio.CancelledError):
+            await queued
+    assert ran == ["running"]
