@@ -12,12 +12,20 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Cohere2Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPTNeoXConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    OPTConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 VOCAB_SIZE = 320
@@ -55,6 +63,11 @@ def _rope(**parameters: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_theta": 10000.0, **parameters}}
 
 
+_GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24}
+_WINDOW_PATTERN = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+}
+
 TINY_MODELS: dict[str, TinyModel] = {
     "llama": TinyModel(LlamaConfig),
     "llama_tied": TinyModel(LlamaConfig, {"tie_word_embeddings": True}),
@@ -79,8 +92,72 @@ TINY_MODELS: dict[str, TinyModel] = {
         _rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=128),
     ),
     "mistral": TinyModel(MistralConfig, {"sliding_window": None, "head_dim": 16}),
+    "mistral_window": TinyModel(MistralConfig, {"sliding_window": 20}),
+    "mistral_wide_window": TinyModel(MistralConfig, {"sliding_window": 200}),
+    "mixtral": TinyModel(MixtralConfig, {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "qwen2": TinyModel(Qwen2Config, {"use_sliding_window": False}),
+    # Two layers that see everything, three with a window: a group of each, one of them not full.
+    "qwen2_window": TinyModel(
+        Qwen2Config,
+        {
+            "use_sliding_window": True,
+            "sliding_window": 24,
+            "max_window_layers": 2,
+            "num_hidden_layers": 5,
+        },
+    ),
     "qwen3": TinyModel(Qwen3Config, {"head_dim": 16}),
+    # Its second layer is dense.
+    "qwen3_moe": TinyModel(
+        Qwen3MoeConfig,
+        {
+            "head_dim": 16,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "mlp_only_layers": [1],
+            "num_hidden_layers": 3,
+        },
+    ),
+    "qwen3_moe_normalized": TinyModel(
+        Qwen3MoeConfig,
+        {
+            "head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+        },
+    ),
+    "gemma2": TinyModel(
+        Gemma2Config,
+        {
+            **_GEMMA,
+            "num_hidden_layers": 4,
+            "sliding_window": 20,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 10.0,
+        },
+    ),
+    # One layer that sees everything to five with a window: six groups of one layer each.
+    "gemma3": TinyModel(Gemma3TextConfig, {**_GEMMA, "num_hidden_layers": 6, "sliding_window": 16}),
+    # Without native code, run by transformers.
+    "cohere2": TinyModel(
+        Cohere2Config,
+        {"num_hidden_layers": 4, "sliding_window": 20, "logit_scale": 0.5, **_WINDOW_PATTERN},
+    ),
+    "gpt_neox": TinyModel(GPTNeoXConfig, {"initializer_range": 1.0}),
+    "granite": TinyModel(GraniteConfig, {"logits_scaling": 2.0, "residual_multiplier": 0.8}),
+    "opt": TinyModel(
+        OPTConfig,
+        {
+            "ffn_dim": 96,
+            "word_embed_proj_dim": 48,
+            "init_std": 0.25,
+            "pad_token_id": 0,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 
 

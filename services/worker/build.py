@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -17,20 +18,14 @@ from services.worker.core.kv_cache import (
     estimate_activation_bytes,
     size_kv_cache,
 )
+from services.worker.core.kv_groups import LayerGroup, group_layers
 from services.worker.core.runner import Runner
 from services.worker.core.warm_up import warm_up
 from services.worker.kernels.interface import Kernels
 from services.worker.kernels.torch_kernels import TorchKernels
 from services.worker.models.checkpoint import open_checkpoint
-from services.worker.models.config import (
-    ModelConfig,
-    read_model_config,
-    resolve_dtype,
-    resolve_max_model_len,
-)
-from services.worker.models.decoder import Decoder
-from services.worker.models.loader import load_weights
-from services.worker.models.rope import RopeType
+from services.worker.models.load import load_model
+from services.worker.models.model import LoadedModel, LoadOptions
 from services.worker.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
@@ -46,34 +41,34 @@ def build_engine(
     `checkpoint_reached` is called every now and then, and may raise to give up. Raises ModelError
     for a directory that cannot be served, KVCacheTooSmall when there is not enough memory.
     """
-    config = read_model_config(settings.model)
-    config_path = settings.model / "config.json"
-    longest = resolve_max_model_len(config, settings.max_model_len, config_path)
-    dtype = resolve_dtype(settings.dtype, config)
     checkpoint = open_checkpoint(settings.model)
-    tell = _Progress(checkpoint_reached)
-    logger.info("loading %s from %s in %s", config.architecture.value, settings.model, _name(dtype))
-    kernels = TorchKernels()
-    weights = load_weights(config, checkpoint, dtype, kernels, tell.of("loading layers"))
+    tell, kernels = _Progress(checkpoint_reached), TorchKernels()
+    options = LoadOptions(settings.max_model_len, settings.dtype)
+    loaded = load_model(checkpoint, options, kernels, tell.of("loading layers"))
     fingerprint = model_fingerprint(
-        checkpoint,
-        settings.block_size,
-        _name(dtype),
-        rope_length=longest if config.rope.rope_type is RopeType.DYNAMIC else 0,
+        checkpoint, settings.block_size, _name(loaded.dtype), rope_length=loaded.rope_length
     )
-    sizing = _size_kv_cache(settings, config, dtype, kernels, longest)
+    groups = group_layers([layer.window for layer in loaded.attention])
+    shape = AttentionShape(
+        loaded.attention,
+        settings.block_size,
+        num_blocks=0,
+        dtype=loaded.dtype,
+        groups=tuple(group.layers for group in groups),
+    )
+    sizing = _size_kv_cache(settings, loaded, shape, groups, kernels)
     logger.info("KV cache: %s", sizing.explanation)
     limits = BatchLimits(
         max_num_seqs=settings.max_num_seqs,
         max_model_len=sizing.max_model_len,
         max_num_batched_tokens=settings.max_num_batched_tokens,
-        vocab_size=config.vocab_size,
+        vocab_size=loaded.vocab_size,
         block_size=settings.block_size,
         num_blocks=sizing.num_blocks,
+        windows=tuple(group.window for group in groups),
     )
-    shape = AttentionShape(config.attention_layers, settings.block_size, sizing.num_blocks, dtype)
-    decoder = Decoder(config, weights, kernels, longest)
-    runner = Runner(decoder, kernels.paged_attention(shape), limits)
+    attention = kernels.paged_attention(replace(shape, num_blocks=sizing.num_blocks))
+    runner = Runner(loaded.model, attention, limits)
     warm_up(runner, limits, tell.of("warming up"))
     return Engine(
         runner,
@@ -82,45 +77,45 @@ def build_engine(
             model_name=settings.served_model_name or settings.model.resolve().name,
             fingerprint=fingerprint,
             max_model_len=limits.max_model_len,
-            vocab_size=config.vocab_size,
-            eos_token_ids=config.eos_token_ids,
-            num_layers=config.num_layers,
+            vocab_size=loaded.vocab_size,
+            eos_token_ids=loaded.eos_token_ids,
+            groups=groups,
             block_size=settings.block_size,
             num_blocks=sizing.num_blocks,
-            bytes_per_block=settings.block_size * config.kv_bytes_per_token(dtype),
+            bytes_per_block=shape.bytes_per_block,
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             kv_cache_sizing=sizing.explanation,
-            dtype=_name(dtype),
+            dtype=_name(loaded.dtype),
         ),
     )
 
 
 def _size_kv_cache(
     settings: WorkerSettings,
-    config: ModelConfig,
-    dtype: torch.dtype,
+    loaded: LoadedModel,
+    shape: AttentionShape,
+    groups: tuple[LayerGroup, ...],
     kernels: Kernels,
-    max_model_len: int,
 ) -> KVCacheSizing:
-    bytes_per_token = config.kv_bytes_per_token(dtype)
-    shape = AttentionShape(config.attention_layers, settings.block_size, 0, dtype)
     activation_bytes = estimate_activation_bytes(
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_num_seqs=settings.max_num_seqs,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        vocab_size=config.vocab_size,
-        attention_bytes=kernels.attention_bytes(shape, max_model_len),
-        itemsize=dtype.itemsize,
+        hidden_size=loaded.hidden_size,
+        intermediate_size=loaded.intermediate_size,
+        vocab_size=loaded.vocab_size,
+        attention_bytes=kernels.attention_bytes(shape, loaded.max_model_len),
+        itemsize=loaded.dtype.itemsize,
     )
     return size_kv_cache(
         KVCacheDemand(
-            bytes_per_block=settings.block_size * bytes_per_token,
+            bytes_per_block=shape.bytes_per_block,
             block_size=settings.block_size,
             max_num_seqs=settings.max_num_seqs,
-            max_model_len=max_model_len,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_model_len=loaded.max_model_len,
             max_model_len_asked=settings.max_model_len is not None,
+            groups=groups,
         ),
         KVCacheMemory(
             num_blocks=settings.num_blocks,

@@ -14,7 +14,7 @@ MAX_TOKENS = 24
 MAX_MODEL_LEN = 128
 LARGE_POOL = 2400
 SMALL_POOL = 40
-"""Blocks that hold two or three of the sixteen requests."""
+"""Blocks of each KV-cache group that hold two or three of the sixteen requests."""
 
 GREEDY: dict[str, Any] = {"temperature": 0, "seed": 0, "max_tokens": MAX_TOKENS}
 SAMPLED: dict[str, Any] = {
@@ -29,7 +29,7 @@ SAMPLED: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Situation:
-    """How requests are served."""
+    """How requests are served. `num_blocks` of each KV-cache group."""
 
     max_num_batched_tokens: int = 512
     num_blocks: int = LARGE_POOL

@@ -13,7 +13,7 @@ from tests.tiny_models import MAX_POSITION_EMBEDDINGS, TINY_MODELS, VOCAB_SIZE, 
 from tests.worker.runner_driver import Driver, Request, build_runner
 
 NUM_REQUESTS = 16
-NUM_BLOCKS = 2400
+NUM_BLOCKS = 6400
 LONGEST_OUTPUT = 40
 KINDS = sorted(TINY_MODELS)
 
@@ -31,9 +31,9 @@ def served(
     directory: Path = tmp_path_factory.mktemp(request.param)
     model = save_tiny_model(directory, request.param, shard_bytes=50_000)
 
-    def build(block_size: int = 16) -> Driver:
+    def build(block_size: int = 16, *, keeps: bool = False) -> Driver:
         runner = build_runner(directory, block_size=block_size, num_blocks=NUM_BLOCKS)
-        return Driver(runner, block_size=block_size, num_blocks=NUM_BLOCKS)
+        return Driver(runner, block_size=block_size, num_blocks=NUM_BLOCKS, keeps=keeps)
 
     return model, build, make_requests()
 
@@ -127,13 +127,10 @@ def test_prefix_hits_share_blocks_with_the_first_request(served, block_size: int
         Request([*prompt[:48], 9, 8, 7], 30),
         Request([*prompt[:70], *requests[3].prompt], 30),
     ]
-    driver = build(block_size)
+    driver = build(block_size, keeps=True)
     driver.step([(first, len(prompt))])
     for follower, common in zip(followers, (len(prompt) - 1, 48, 70), strict=True):
-        hit = common // block_size
-        follower.block_ids = first.block_ids[:hit]
-        follower.num_computed = hit * block_size
-        driver.shared.update(follower.block_ids)
+        driver.share(first, follower, common // block_size)
     driver.run([first, *followers])
     assert_parity(model, [first, *followers])
 

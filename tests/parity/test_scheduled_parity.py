@@ -14,6 +14,7 @@ import torch
 from stepwell.common.v1 import common_pb2
 
 from services.cli.replay.inprocess_pool import InProcessPool
+from services.common.kv_cache_groups import AttentionType, GroupSpec
 from services.scheduler.adapters.worker_messages import to_execute_request, to_step_output
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.plan import StepOutput, StepPlan
@@ -63,13 +64,16 @@ async def generate(
 ) -> tuple[list[list[int]], Scheduler]:
     """Serves all prompts, of which the second half arrives three steps late."""
     runner.reset()
-    pool = InProcessPool(situation.num_blocks, BLOCK_SIZE)
+    groups = pool_groups(runner)
+    num_blocks = min(situation.num_blocks * len(groups), runner.limits.num_blocks)
+    pool = InProcessPool(num_blocks, BLOCK_SIZE, groups=groups)
     config = SchedulerConfig(
         max_num_seqs=situation.max_num_seqs,
         max_num_batched_tokens=situation.max_num_batched_tokens,
         max_model_len=MAX_MODEL_LEN,
         block_size=BLOCK_SIZE,
-        num_blocks=situation.num_blocks,
+        num_blocks=num_blocks,
+        groups=tuple(groups),
         async_scheduling=async_scheduling,
     )
     scheduler = Scheduler(config, pool)
@@ -102,6 +106,16 @@ async def generate(
         if len(in_flight) > async_scheduling or not planned:
             scheduler.update_from_output(*in_flight.popleft())
     return [request.token_ids[request.num_prompt_tokens :] for request in requests], scheduler
+
+
+def pool_groups(runner: Runner) -> list[GroupSpec]:
+    """The runner's KV-cache groups, as the pool is told of them."""
+    return [
+        GroupSpec(AttentionType.FULL, BLOCK_SIZE)
+        if window is None
+        else GroupSpec(AttentionType.SLIDING_WINDOW, BLOCK_SIZE, window)
+        for window in runner.limits.windows
+    ]
 
 
 def execute(runner: Runner, plan: StepPlan) -> StepOutput:

@@ -74,7 +74,9 @@ async def serving(
     engine: Engine, situation: Situation, *, async_scheduling: bool
 ) -> AsyncIterator[tuple[Replica, Gateway]]:
     """A replica in a situation, whose worker says that it has so many blocks, and a session."""
-    description = replace(engine.description, num_blocks=situation.num_blocks)
+    groups, most = len(engine.description.groups), engine.description.num_blocks
+    num_blocks = min(situation.num_blocks * groups, most)
+    description = replace(engine.description, num_blocks=num_blocks)
     async with (
         serving_replica(
             ServingWorker(replace(engine, description=description)),
@@ -120,7 +122,7 @@ def check_stats(stats: scheduler_pb2.GetStatsResponse, situation: Situation) -> 
     assert stats.num_finished == 2 * len(prompts())
     assert stats.num_cached_tokens >= 200
     if situation.num_blocks == SMALL_POOL:
-        assert stats.num_preemptions >= 10
+        assert stats.num_preemptions >= 1
     else:
         assert stats.num_preemptions == 0
 

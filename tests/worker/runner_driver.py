@@ -10,15 +10,16 @@ import torch
 from services.common.sampling import SamplingParams
 from services.worker.attention.interface import AttentionShape
 from services.worker.core.batch import BatchLimits
+from services.worker.core.kv_groups import group_layers
 from services.worker.core.lookahead import Lookahead
 from services.worker.core.runner import Runner
 from services.worker.core.step import AppendedBlocks, NewRequest, StepInput, StepOutput
 from services.worker.device import CpuDevice
 from services.worker.kernels.torch_kernels import TorchKernels
 from services.worker.models.checkpoint import open_checkpoint
-from services.worker.models.config import read_model_config
-from services.worker.models.decoder import Decoder
-from services.worker.models.loader import load_weights
+from services.worker.models.config import DtypeSetting
+from services.worker.models.load import load_model
+from services.worker.models.model import LoadOptions
 
 GREEDY = SamplingParams(temperature=0)
 MAX_MODEL_LEN = 512
@@ -40,21 +41,29 @@ def build_runner(
     runs_ahead: bool = False,
 ) -> Runner:
     """A runner over the model in a directory; one that `runs_ahead` keeps its tokens there."""
-    config = read_model_config(directory)
-    kernels = TorchKernels()
-    weights = load_weights(config, open_checkpoint(directory), dtype, kernels, lambda *_: None)
-    shape = AttentionShape(config.attention_layers, block_size, num_blocks, dtype)
+    kernels, checkpoint = TorchKernels(), open_checkpoint(directory)
+    asked = DtypeSetting.BFLOAT16 if dtype is torch.bfloat16 else DtypeSetting.FLOAT32
+    loaded = load_model(checkpoint, LoadOptions(MAX_MODEL_LEN, asked), kernels, lambda *_: None)
+    groups = group_layers([layer.window for layer in loaded.attention])
+    shape = AttentionShape(
+        loaded.attention,
+        block_size,
+        num_blocks,
+        dtype,
+        groups=tuple(group.layers for group in groups),
+    )
     limits = BatchLimits(
         max_num_seqs=max_num_seqs,
         max_model_len=MAX_MODEL_LEN,
         max_num_batched_tokens=max_num_batched_tokens,
-        vocab_size=config.vocab_size,
+        vocab_size=loaded.vocab_size,
         block_size=block_size,
         num_blocks=num_blocks,
+        windows=tuple(group.window for group in groups),
     )
-    decoder = Decoder(config, weights, kernels, MAX_MODEL_LEN)
     lookahead = Lookahead(CpuDevice(), max_num_seqs) if runs_ahead else None
-    return Runner(decoder, kernels.paged_attention(shape), limits, lookahead=lookahead)
+    attention = kernels.paged_attention(shape)
+    return Runner(loaded.model, attention, limits, lookahead=lookahead)
 
 
 def appended(*grown: tuple[int, list[int]]) -> AppendedBlocks:
@@ -68,13 +77,16 @@ def appended(*grown: tuple[int, list[int]]) -> AppendedBlocks:
 
 @dataclass
 class Request:
-    """A request as the driver knows it. `num_computed` also counts tokens of a prefix hit."""
+    """A request as the driver knows it. `tables`: its block table in each KV-cache group.
+
+    `num_computed` also counts tokens of a prefix hit.
+    """
 
     prompt: list[int]
     max_tokens: int
     sampling: SamplingParams = GREEDY
     output: list[int] = field(default_factory=list)
-    block_ids: list[int] = field(default_factory=list)
+    tables: list[list[int]] = field(default_factory=list)
     num_computed: int = 0
     slot: int | None = None
 
@@ -91,14 +103,25 @@ class Request:
 
 class Driver:
     """Runs requests step by step. Blocks are handed out in a shuffled order, tables grow block by
-    block, and freed blocks are handed out again last, still full of what was in them. Blocks in
+    block, and freed blocks are handed out again last, still full of what was in them. Blocks that a
+    window has left behind are handed out again first, unless the driver `keeps` them. Blocks in
     `shared` are never handed out again.
     """
 
-    def __init__(self, runner: Runner, *, block_size: int, num_blocks: int, seed: int = 0) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        block_size: int,
+        num_blocks: int,
+        seed: int = 0,
+        keeps: bool = False,
+    ) -> None:
         self.runner = runner
         self.block_size = block_size
+        self._windows = runner.limits.windows
         self._free = (np.random.default_rng(seed).permutation(num_blocks - 1) + 1).tolist()
+        self._keeps = keeps
         self.shared: set[int] = set()
         self._removed: list[int] = []
         self._slots = list(range(16))
@@ -107,16 +130,15 @@ class Driver:
     def step(self, scheduled: Sequence[tuple[Request, int]]) -> StepOutput:
         """Computes so many tokens of each request."""
         entering: list[NewRequest] = []
-        grown: list[tuple[int, list[int]]] = []
+        grown: list[list[tuple[int, list[int]]]] = [[] for _ in self._windows]
         for request, count in scheduled:
-            needed = -(-(request.num_computed + count) // self.block_size)
-            added = [self._free.pop() for _ in range(needed - len(request.block_ids))]
-            request.block_ids += added
+            added = self._extend(request, request.num_computed + count)
             if request.slot is None:
                 request.slot = self._slots.pop(0)
                 entering.append(self._new_request(request))
-            elif added:
-                grown.append((request.slot, added))
+            elif any(added):
+                for group, blocks in enumerate(added):
+                    grown[group].append((request.slot, blocks))
         output = self.runner.execute(
             StepInput(
                 generation=1,
@@ -126,7 +148,9 @@ class Driver:
                 num_computed_tokens=ints(*(request.num_computed for request, _ in scheduled)),
                 removed_slots=ints(*self._removed),
                 new_requests=tuple(entering),
-                appended_blocks=(appended(*grown),) if grown else (),
+                appended_blocks=tuple(appended(*of_group) for of_group in grown)
+                if any(grown)
+                else (),
             )
         )
         self._step += 1
@@ -147,15 +171,49 @@ class Driver:
                 if request.finished:
                     self.remove(request)
 
+    def share(self, first: Request, follower: Request, num_blocks: int) -> None:
+        """A prefix hit: the follower begins with blocks of the first, those that it will see."""
+        follower.num_computed = num_blocks * self.block_size
+        follower.tables = [table[:num_blocks] for table in first.tables]
+        for table, seen in zip(follower.tables, self._first_seen(follower), strict=True):
+            table[:seen] = [0] * seen
+            self.shared.update(table)
+
     def remove(self, request: Request) -> None:
         """Takes a request out of the batch; its tokens stay, its blocks are given back."""
         assert request.slot is not None
         self._removed.append(request.slot)
         self._slots.append(request.slot)
-        self._free[:0] = [block for block in request.block_ids if block not in self.shared]
+        self._free[:0] = [block for table in request.tables for block in self._owned(table)]
         request.slot = None
-        request.block_ids = []
+        request.tables = []
         request.num_computed = 0
+
+    def _extend(self, request: Request, num_tokens: int) -> list[list[int]]:
+        """Grows its tables to so many tokens; what each grew by."""
+        if not request.tables:
+            request.tables = [[] for _ in self._windows]
+        needed = -(-num_tokens // self.block_size)
+        added = [[self._free.pop() for _ in range(needed - len(t))] for t in request.tables]
+        for table, blocks in zip(request.tables, added, strict=True):
+            table.extend(blocks)
+        return added
+
+    def _give_back(self, request: Request) -> None:
+        """Frees what its windows have left behind, to be overwritten soon."""
+        for table, seen in zip(request.tables, self._first_seen(request), strict=True):
+            self._free += self._owned(table[:seen])
+            table[:seen] = [0] * seen
+
+    def _first_seen(self, request: Request) -> list[int]:
+        """In each group, the first block that the next token sees."""
+        return [
+            0 if window is None else max(0, request.num_computed - window + 1) // self.block_size
+            for window in self._windows
+        ]
+
+    def _owned(self, table: list[int]) -> list[int]:
+        return [block for block in table if block and block not in self.shared]
 
     def _new_request(self, request: Request) -> NewRequest:
         assert request.slot is not None
@@ -164,7 +222,7 @@ class Driver:
             token_ids=ints(*request.tokens),
             num_prompt_tokens=len(request.prompt),
             sampling=request.sampling,
-            block_tables=(ints(*request.block_ids),),
+            block_tables=tuple(ints(*table) for table in request.tables),
         )
 
     def _take(self, scheduled: Sequence[tuple[Request, int]], output: StepOutput) -> None:
@@ -174,3 +232,5 @@ class Driver:
             assert sampled == int(request.num_computed == len(request.tokens))
             request.output += output.token_ids[first : first + sampled].tolist()
             first += sampled
+            if not self._keeps:
+                self._give_back(request)

@@ -10,6 +10,7 @@ from stepwell.worker.v1 import worker_pb2
 from services.common.sampling_messages import sampling_from_message
 from services.worker.core.engine import WorkerDescription
 from services.worker.core.errors import InvalidStep
+from services.worker.core.kv_groups import LayerGroup
 from services.worker.core.step import (
     AppendedBlocks,
     Int32Array,
@@ -68,11 +69,6 @@ def output_to_message(
 
 def description_to_message(description: WorkerDescription) -> worker_pb2.DescribeResponse:
     """The answer to Describe."""
-    group = common_pb2.KVCacheGroup(
-        attention_type=common_pb2.ATTENTION_TYPE_FULL,
-        block_size=description.block_size,
-        num_layers=description.num_layers,
-    )
     return worker_pb2.DescribeResponse(
         incarnation=description.incarnation,
         model_name=description.model_name,
@@ -80,7 +76,7 @@ def description_to_message(description: WorkerDescription) -> worker_pb2.Describ
         max_model_len=description.max_model_len,
         vocab_size=description.vocab_size,
         eos_token_ids=description.eos_token_ids,
-        groups=[group],
+        groups=[_group(group, description.block_size) for group in description.groups],
         num_blocks=description.num_blocks,
         bytes_per_block=description.bytes_per_block,
         max_num_seqs=description.max_num_seqs,
@@ -89,6 +85,18 @@ def description_to_message(description: WorkerDescription) -> worker_pb2.Describ
         world_size=description.world_size,
         kv_cache_sizing=description.kv_cache_sizing,
         dtype=description.dtype,
+    )
+
+
+def _group(group: LayerGroup, block_size: int) -> common_pb2.KVCacheGroup:
+    slides = group.window is not None
+    return common_pb2.KVCacheGroup(
+        attention_type=(
+            common_pb2.ATTENTION_TYPE_SLIDING_WINDOW if slides else common_pb2.ATTENTION_TYPE_FULL
+        ),
+        block_size=block_size,
+        window=group.window or 0,
+        num_layers=len(group.layers),
     )
 
 

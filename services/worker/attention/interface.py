@@ -5,6 +5,7 @@ values and gets the attention's output. The shape of the cache, how it is writte
 read belong to the implementation.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,14 +21,15 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """Which tokens a step computes, and where their keys and values lie.
+    """Which tokens a step computes, and where their keys and values lie in one KV-cache group.
 
     Tokens of a request are consecutive. Requests with one token come first, in rising order of
     `seq_lens`; `num_decodes` counts them. Chunks of more tokens follow.
 
     * `query_starts` int32 [num_reqs + 1]: first token of each request, then the number of tokens.
     * `seq_lens` int32 [num_reqs]: tokens each request has once the step is done.
-    * `block_tables` int32 [num_reqs, width]: block ids; beyond a request's last block, anything.
+    * `block_tables` int32 [num_reqs, width]: block ids; beyond a request's last block, and before
+      the first that the group's windows show of it, anything.
     * `slot_mapping` int64 [num_tokens]: where each token's key and value go,
       block id * block_size + offset in the block.
     """
@@ -76,8 +78,11 @@ class LayerAttention(Protocol):
 class PagedAttention(Protocol):
     """An attention implementation that owns the KV cache of all layers."""
 
-    def begin_step(self, layout: StepLayout) -> LayerAttention:
-        """Prepares a step; what is built here is shared by its layers and valid until the next."""
+    def begin_step(self, layouts: Sequence[StepLayout]) -> LayerAttention:
+        """Prepares a step; what is built here is shared by its layers and valid until the next.
+
+        One layout for each KV-cache group; they differ in `block_tables` and `slot_mapping` alone.
+        """
         ...
 
     def zero_blocks(self, block_ids: Int32Array) -> None:
@@ -103,10 +108,48 @@ class AttentionLayer:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What an implementation needs to know of the model and the cache."""
+    """What an implementation needs to know of the model and the cache.
+
+    `groups`: KV-cache groups, each the layers that share a block table; together all layers. The
+    i-th layers of all groups share their pages: which group a block belongs to is known by whose
+    tables name it. Without `groups` there is one, of all layers. Only where there is one may its
+    layers differ in `window`, `num_kv_heads` or `head_dim`.
+    """
 
     layers: tuple[AttentionLayer, ...]
     block_size: int
     num_blocks: int
     dtype: torch.dtype
     device: torch.device = CPU
+    groups: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def layer_groups(self) -> tuple[tuple[int, ...], ...]:
+        """`groups`, or the one group of all layers."""
+        return self.groups or (tuple(range(len(self.layers))),)
+
+    @property
+    def group_of(self) -> tuple[int, ...]:
+        """The group of each layer."""
+        groups = {layer: i for i, group in enumerate(self.layer_groups) for layer in group}
+        return tuple(groups[layer] for layer in range(len(self.layers)))
+
+    @property
+    def pages_of(self) -> tuple[int, ...]:
+        """Which of a block's pages each layer has: its place in its group."""
+        pages = {layer: i for group in self.layer_groups for i, layer in enumerate(group)}
+        return tuple(pages[layer] for layer in range(len(self.layers)))
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of keys, and of values, that make a block."""
+        return max(len(group) for group in self.layer_groups)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of keys and values in all pages of a block."""
+        largest = max(self.layer_groups, key=len)
+        per_token = sum(
+            2 * self.layers[layer].num_kv_heads * self.layers[layer].head_dim for layer in largest
+        )
+        return self.block_size * per_token * self.dtype.itemsize

@@ -1,7 +1,9 @@
 """Paged attention in plain torch operations, made for the CPU.
 
-Pages are token-major, [num_blocks, block_size, num_kv_heads, head_dim] per layer, so that gathering
-a sequence's pages gives its keys in order, and one strided view of them feeds the attention kernel.
+Pages are token-major, [num_blocks, block_size, num_kv_heads, head_dim] per layer of a group, so
+that gathering a sequence's pages gives its keys in order, and one strided view of them feeds the
+attention kernel. Where all layers of a group have a window, only the pages that it shows are
+gathered: what lies before may be anybody's by now.
 
 * Decodes of similar length form a group: one gather into a workspace kept between calls, one
   attention call, the query heads that share a key head folded into the query's length.
@@ -13,6 +15,7 @@ Paging: Kwon et al., PagedAttention.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,7 +42,7 @@ MAX_GROUP_TOKENS = 16384
 def workspace_bytes(shape: AttentionShape, max_model_len: int) -> int:
     """Upper estimate of what attention holds besides the cache: gathered pages and masks."""
     widest = max(layer.num_kv_heads * layer.head_dim for layer in shape.layers)
-    per_token = 2 * widest + TILE_QUERIES * len(_windows(shape))
+    per_token = 2 * widest + TILE_QUERIES * len({layer.window for layer in shape.layers})
     return 2 * max(MAX_GROUP_TOKENS, max_model_len) * per_token * shape.dtype.itemsize
 
 
@@ -47,7 +50,7 @@ def workspace_bytes(shape: AttentionShape, max_model_len: int) -> int:
 class _DecodeGroup:
     """Decodes attended to together: rows [begin, end), `length` keys each, padding included.
 
-    `masks` by a layer's window.
+    Of each sequence the keys from its first seen block on. `masks` by a layer's window.
     """
 
     begin: int
@@ -59,11 +62,15 @@ class _DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Tokens [begin, end) of the step, one request's, after `context` earlier ones."""
+    """Tokens [begin, end) of the step, one request's, after `context` earlier ones.
+
+    `block_ids`: its blocks from the first seen one on, which begins at token `offset`.
+    """
 
     begin: int
     end: int
     context: int
+    offset: int
     block_ids: torch.Tensor
 
 
@@ -73,26 +80,35 @@ class TorchPagedAttention:
     def __init__(self, shape: AttentionShape, max_group_tokens: int = MAX_GROUP_TOKENS) -> None:
         self._shape = shape
         self._max_group_blocks = max_group_tokens // shape.block_size
-        self._windows = _windows(shape)
+        self._pages_of = shape.pages_of
+        self._windows = [_windows(shape, group) for group in shape.layer_groups]
         self._page_elements = max(
             shape.block_size * layer.num_kv_heads * layer.head_dim for layer in shape.layers
         )
-        self._keys = [_allocate(shape, layer) for layer in shape.layers]
-        self._values = [_allocate(shape, layer) for layer in shape.layers]
+        largest = max(shape.layer_groups, key=len)
+        self._keys = [_allocate(shape, shape.layers[layer]) for layer in largest]
+        self._values = [_allocate(shape, shape.layers[layer]) for layer in largest]
         self._workspace = torch.empty(2, 0, dtype=shape.dtype, device=shape.device)
         self._tile_masks: dict[int | None, torch.Tensor] = {}
         self._mask_width = 0
 
-    def begin_step(self, layout: StepLayout) -> "TorchPagedStep":
+    def begin_step(self, layouts: Sequence[StepLayout]) -> "TorchPagedStep":
         """See PagedAttention."""
-        groups = self._group_decodes(layout)
-        chunks = self._chunks(layout)
+        steps = [
+            self._begin_group(layout, windows)
+            for layout, windows in zip(layouts, self._windows, strict=True)
+        ]
+        return TorchPagedStep(self, [steps[group] for group in self._shape.group_of])
+
+    def _begin_group(self, layout: StepLayout, windows: set[int | None]) -> "_GroupStep":
+        groups = self._group_decodes(layout, windows)
+        chunks = self._chunks(layout, windows)
         blocks = [len(group.block_ids) for group in groups]
         blocks += [len(chunk.block_ids) for chunk in chunks if chunk.context]
         self._reserve_workspace(max(blocks, default=0))
         self._reserve_masks(max((c.context + c.end - c.begin for c in chunks), default=0))
         slots = self._tensor(layout.slot_mapping)
-        return TorchPagedStep(self, slots, self._opened_blocks(layout), groups, chunks)
+        return _GroupStep(slots, self._opened_blocks(layout), groups, chunks)
 
     def zero_blocks(self, block_ids: Int32Array) -> None:
         """See PagedAttention."""
@@ -109,11 +125,11 @@ class TorchPagedAttention:
         value: torch.Tensor,
     ) -> None:
         """Writes keys and values [n, num_kv_heads, head_dim] to cache slots [n]."""
-        if len(opened_blocks):
-            self._keys[layer].index_fill_(0, opened_blocks, 0)
-            self._values[layer].index_fill_(0, opened_blocks, 0)
-        self._keys[layer].flatten(0, 1).index_copy_(0, slots, key)
-        self._values[layer].flatten(0, 1).index_copy_(0, slots, value)
+        for pages, heads in ((self._keys, key), (self._values, value)):
+            own = pages[self._pages_of[layer]]
+            if len(opened_blocks):
+                own.index_fill_(0, opened_blocks, 0)
+            own.flatten(0, 1).index_copy_(0, slots, heads)
 
     def attend_group(self, layer: int, query: torch.Tensor, group: _DecodeGroup) -> torch.Tensor:
         """Queries [n, num_heads, head_dim], one per sequence -> [n, num_heads * head_dim]."""
@@ -145,17 +161,16 @@ class TorchPagedAttention:
         Writes `output` [n, num_heads, head_dim].
         """
         spec, num_tokens = self._shape.layers[layer], chunk.end - chunk.begin
+        context = chunk.context - chunk.offset
         if chunk.context:
-            length = chunk.context + num_tokens
             pages = self._gather(layer, chunk.block_ids)
-            key, value = (gathered.flatten(0, 1)[:length] for gathered in pages)
+            key, value = (gathered.flatten(0, 1)[: context + num_tokens] for gathered in pages)
         keys, values = _repeated(key, spec), _repeated(value, spec)
         for begin in range(0, num_tokens, TILE_QUERIES):
             end = min(begin + TILE_QUERIES, num_tokens)
-            last = chunk.context + end
-            first = 0
+            last, first = context + end, 0
             if spec.window is not None:
-                first = max(chunk.context + begin - spec.window + 1, 0)
+                first = max(context + begin - spec.window + 1, 0)
             tile = _attend(
                 _grouped(query[begin:end], spec),
                 keys[:, :, first:last],
@@ -167,11 +182,11 @@ class TorchPagedAttention:
 
     def _gather(self, layer: int, block_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Pages of keys and values in the workspace, [len(block_ids), block_size, ...] each."""
-        pages = (len(block_ids), *self._keys[layer].shape[1:])
-        size = math.prod(pages)
-        keys, values = (room[:size].view(pages) for room in self._workspace)
-        torch.index_select(self._keys[layer], 0, block_ids, out=keys)
-        torch.index_select(self._values[layer], 0, block_ids, out=values)
+        all_keys, all_values = (x[self._pages_of[layer]] for x in (self._keys, self._values))
+        shape = (len(block_ids), *all_keys.shape[1:])
+        keys, values = (room[: math.prod(shape)].view(shape) for room in self._workspace)
+        torch.index_select(all_keys, 0, block_ids, out=keys)
+        torch.index_select(all_values, 0, block_ids, out=values)
         return keys, values
 
     def _tile_mask(self, window: int | None, num_queries: int, visible: int) -> torch.Tensor:
@@ -187,7 +202,7 @@ class TorchPagedAttention:
             return
         width = self._mask_width = max(length + TILE_QUERIES, 2 * self._mask_width)
         diagonal = width - TILE_QUERIES
-        for window in self._windows:
+        for window in set().union(*self._windows):
             seen = torch.ones(TILE_QUERIES, width, dtype=torch.bool).tril_(diagonal)
             if window is not None:
                 seen.triu_(diagonal - window + 1)
@@ -217,9 +232,18 @@ class TorchPagedAttention:
         opened = np.flatnonzero((last * size >= computed) & (layout.seq_lens % size != 0))
         return self._tensor(layout.block_tables[opened, last[opened]].astype(np.int64))
 
-    def _group_decodes(self, layout: StepLayout) -> list[_DecodeGroup]:
+    def _first_seen_blocks(self, context: Int32Array, windows: set[int | None]) -> Int32Array:
+        """The first blocks that a query after so many tokens sees, in the widest of the windows."""
+        if None in windows:
+            return np.zeros_like(context)
+        widest = max(window for window in windows if window is not None)
+        first: Int32Array = np.maximum(context - widest + 1, 0) // self._shape.block_size
+        return first
+
+    def _group_decodes(self, layout: StepLayout, windows: set[int | None]) -> list[_DecodeGroup]:
         """Cuts the decodes where one is over twice as long as the group's shortest."""
         blocks = -(-layout.seq_lens // self._shape.block_size)
+        blocks -= self._first_seen_blocks(layout.seq_lens - 1, windows)
         groups, begin = [], 0
         for end in range(1, layout.num_decodes + 1):
             if end < layout.num_decodes and (
@@ -227,43 +251,51 @@ class TorchPagedAttention:
                 and blocks[end] * (end + 1 - begin) <= self._max_group_blocks
             ):
                 continue
-            groups.append(self._decode_group(layout, begin, end, int(blocks[end - 1])))
+            groups.append(self._decode_group(layout, begin, end, windows))
             begin = end
         return groups
 
-    def _decode_group(self, layout: StepLayout, begin: int, end: int, width: int) -> _DecodeGroup:
-        lengths = layout.seq_lens[begin:end]
-        length = int(lengths[-1])
-        columns = np.arange(width)
-        padding = columns * self._shape.block_size >= lengths[:, None]
-        block_ids = np.where(padding, 0, layout.block_tables[begin:end, :width])
-        ids = self._tensor(block_ids.reshape(-1))
-        masks = {window: self._decode_mask(lengths, window) for window in self._windows}
+    def _decode_group(
+        self, layout: StepLayout, begin: int, end: int, windows: set[int | None]
+    ) -> _DecodeGroup:
+        size, lengths = self._shape.block_size, layout.seq_lens[begin:end, None]
+        first = self._first_seen_blocks(lengths - 1, windows)
+        seen = lengths - first * size
+        columns = first + np.arange(-(-int(seen.max()) // size))
+        padding = columns * size >= lengths
+        tables = layout.block_tables[begin:end]
+        block_ids = np.take_along_axis(tables, np.where(padding, 0, columns), axis=1)
+        ids = self._tensor(np.where(padding, 0, block_ids).reshape(-1))
+        length = int(seen.max())
+        positions = first * size + np.arange(length)
+        masks = {window: self._decode_mask(positions, lengths, window) for window in windows}
         return _DecodeGroup(begin, end, length, ids, masks)
 
-    def _decode_mask(self, lengths: Int32Array, window: int | None) -> torch.Tensor | None:
-        """What sequences of rising lengths do not see of as many keys as the last one has."""
-        positions, ends = np.arange(lengths[-1]), lengths[:, None]
-        hidden = positions >= ends
+    def _decode_mask(
+        self, positions: Int32Array, lengths: Int32Array, window: int | None
+    ) -> torch.Tensor | None:
+        """What sequences of these lengths [n, 1] do not see of these positions [n, keys]."""
+        hidden = positions >= lengths
         if window is not None:
-            hidden |= positions < ends - window
+            hidden |= positions < lengths - window
         if not hidden.any():
             return None
         return self._mask(torch.from_numpy(hidden))[:, None, None, :]
 
-    def _chunks(self, layout: StepLayout) -> list[_Chunk]:
+    def _chunks(self, layout: StepLayout, windows: set[int | None]) -> list[_Chunk]:
+        size, context = self._shape.block_size, layout.seq_lens - np.diff(layout.query_starts)
+        first_seen = self._first_seen_blocks(context, windows)
         chunks = []
         for row in range(layout.num_decodes, len(layout.seq_lens)):
             begin, end = (int(start) for start in layout.query_starts[row : row + 2])
-            length = int(layout.seq_lens[row])
-            blocks = -(-length // self._shape.block_size)
-            block_ids = self._tensor(layout.block_tables[row, :blocks])
-            chunks.append(_Chunk(begin, end, length - (end - begin), block_ids))
+            first, last = int(first_seen[row]), -(-int(layout.seq_lens[row]) // size)
+            block_ids = self._tensor(layout.block_tables[row, first:last])
+            chunks.append(_Chunk(begin, end, int(context[row]), first * size, block_ids))
         return chunks
 
 
-def _windows(shape: AttentionShape) -> set[int | None]:
-    return {layer.window for layer in shape.layers}
+def _windows(shape: AttentionShape, group: Sequence[int]) -> set[int | None]:
+    return {shape.layers[layer].window for layer in group}
 
 
 def _allocate(shape: AttentionShape, layer: AttentionLayer) -> torch.Tensor:
@@ -305,22 +337,22 @@ def _attend(
     return torch.softmax(scores, dim=-1).to(values.dtype) @ values
 
 
-class TorchPagedStep:
-    """One step over a TorchPagedAttention."""
+@dataclass(frozen=True, slots=True)
+class _GroupStep:
+    """One step in one KV-cache group: where it writes, and what it attends to."""
 
-    def __init__(
-        self,
-        cache: TorchPagedAttention,
-        slots: torch.Tensor,
-        opened_blocks: torch.Tensor,
-        groups: list[_DecodeGroup],
-        chunks: list[_Chunk],
-    ) -> None:
+    slots: torch.Tensor
+    opened_blocks: torch.Tensor
+    decodes: list[_DecodeGroup]
+    chunks: list[_Chunk]
+
+
+class TorchPagedStep:
+    """One step over a TorchPagedAttention; `steps` by layer."""
+
+    def __init__(self, cache: TorchPagedAttention, steps: list[_GroupStep]) -> None:
         self._cache = cache
-        self._slots = slots
-        self._opened_blocks = opened_blocks
-        self._groups = groups
-        self._chunks = chunks
+        self._steps = steps
 
     def __call__(
         self,
@@ -331,20 +363,21 @@ class TorchPagedStep:
         rotation: Rotation | None,
     ) -> torch.Tensor:
         """See LayerAttention."""
+        step = self._steps[layer]
         if rotation is not None:
             query, key = rotate(query, rotation), rotate(key, rotation)
-        padded, count = len(query), len(self._slots)
+        padded, count = len(query), len(step.slots)
         query, key, value = query[:count], key[:count], value[:count]
-        self._cache.store(layer, self._slots, self._opened_blocks, key, value)
-        if len(self._groups) == 1 and not self._chunks and padded == count:
-            return self._cache.attend_group(layer, query, self._groups[0])
+        self._cache.store(layer, step.slots, step.opened_blocks, key, value)
+        if len(step.decodes) == 1 and not step.chunks and padded == count:
+            return self._cache.attend_group(layer, query, step.decodes[0])
         output = query.new_empty(padded, *query.shape[1:])
         output[count:].zero_()
-        for group in self._groups:
+        for group in step.decodes:
             rows = slice(group.begin, group.end)
             attended = self._cache.attend_group(layer, query[rows], group)
             output[rows].view(attended.shape).copy_(attended)
-        for chunk in self._chunks:
+        for chunk in step.chunks:
             rows = slice(chunk.begin, chunk.end)
             self._cache.attend_chunk(
                 layer, query[rows], key[rows], value[rows], chunk, output[rows]

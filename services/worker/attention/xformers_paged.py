@@ -1,8 +1,9 @@
 """Paged attention through xFormers, for CUDA.
 
-Per layer the cache is one pool of keys and one of values, [num_blocks * block_size, num_kv_heads,
-head_dim]; a slot of the layout is a row. New keys and values are written first, so that a call
-reads all it needs through the block tables. Then, once for each kind of layer:
+Per layer of a KV-cache group the cache is one pool of keys and one of values, [num_blocks *
+block_size, num_kv_heads, head_dim]; a slot of the layout is a row. New keys and values are written
+first, so that a call reads all it needs through the block tables. Then, once for each kind of
+layer in a group:
 
 * Decodes are one call with one query a lane. Its shape is part of the kernel, so lanes are
   rounded up to a power of two with lanes of no keys, and tables are as wide as the longest
@@ -16,6 +17,9 @@ reads all it needs through the block tables. Then, once for each kind of layer:
 
 Split-K: Dao et al., "Flash-Decoding for long-context inference".
 """
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -50,42 +54,50 @@ class XformersPagedAttention:
         self._shape = shape
         self._device = device
         rows = shape.num_blocks * shape.block_size
+        largest = max(shape.layer_groups, key=len)
         self._pools = [
             torch.zeros(
                 (2, rows, layer.num_kv_heads, layer.head_dim),
                 dtype=shape.dtype,
                 device=device.torch_device,
             )
-            for layer in shape.layers
+            for layer in (shape.layers[index] for index in largest)
         ]
-        self._kinds = [
-            LayerKind(layer, shape.block_size, max_blocks_per_seq, device, split_k)
-            for layer in dict.fromkeys(shape.layers)
+        self._pages_of = shape.pages_of
+        self._places = [
+            Place(group, layer) for group, layer in zip(shape.group_of, shape.layers, strict=True)
         ]
+        self._kinds = {
+            place: LayerKind(place.layer, shape.block_size, max_blocks_per_seq, device, split_k)
+            for place in self._places
+        }
         self._has_flash = flash_operator() is not None and all(
             layer.window is None and layer.head_dim in FLASH_HEAD_DIMS for layer in shape.layers
         )
         self._decodes: dict[int, DecodeStep] = {}
 
-    def begin_step(self, layout: StepLayout) -> "XformersStep":
+    def begin_step(self, layouts: Sequence[StepLayout]) -> "XformersStep":
         """See PagedAttention."""
-        num_tokens, num_decodes = len(layout.slot_mapping), layout.num_decodes
-        has_chunks = num_decodes < len(layout.seq_lens)
-        calls: list[dict[AttentionLayer, Call]] = []
+        num_tokens, num_decodes = len(layouts[0].slot_mapping), layouts[0].num_decodes
+        has_chunks = num_decodes < len(layouts[0].seq_lens)
+        calls: list[dict[Place, Call]] = []
         counts: list[int] = []
         if has_chunks and self._has_flash:
             counts = [num_tokens]
-            calls = [{kind.layer: kind.flash(layout) for kind in self._kinds}]
+            calls = [{at: kind.flash(layouts[at.group]) for at, kind in self._kinds.items()}]
         else:
             if num_decodes:
                 decodes = self.decode_step(num_decodes)
-                decodes.set_lanes(layout)
+                decodes.set_lanes(layouts)
                 counts.append(num_decodes)
                 calls.append(dict(decodes.calls))
             if has_chunks:
                 counts.append(num_tokens - num_decodes)
-                calls.append({kind.layer: kind.chunks(layout) for kind in self._kinds})
-        return XformersStep(self, self._device.upload(layout.slot_mapping), counts, calls)
+                calls.append(
+                    {at: kind.chunks(layouts[at.group]) for at, kind in self._kinds.items()}
+                )
+        slots = [self._device.upload(layout.slot_mapping) for layout in layouts]
+        return XformersStep(self, slots, counts, calls)
 
     def zero_blocks(self, block_ids: Int32Array) -> None:
         """See PagedAttention."""
@@ -98,33 +110,45 @@ class XformersPagedAttention:
         """A step for so many decodes or fewer, rounded up; the same object each time."""
         num_lanes = bucket(num_decodes)
         if num_lanes not in self._decodes:
-            calls = {kind.layer: kind.decodes(num_lanes) for kind in self._kinds}
-            self._decodes[num_lanes] = DecodeStep(self, self._device, num_lanes, calls)
+            calls = {at: kind.decodes(num_lanes) for at, kind in self._kinds.items()}
+            num_groups = len(self._shape.layer_groups)
+            self._decodes[num_lanes] = DecodeStep(self, self._device, num_lanes, num_groups, calls)
         return self._decodes[num_lanes]
 
-    def layer(self, index: int) -> AttentionLayer:
-        """What attention does in a layer."""
-        return self._shape.layers[index]
+    def place(self, layer: int) -> "Place":
+        """The group of a layer, and what attention does in it."""
+        return self._places[layer]
 
     def store(
         self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes keys and values [n, num_kv_heads, head_dim] to cache slots [n]; the pools."""
-        keys, values = self._pools[layer].unbind(0)
+        keys, values = self._pools[self._pages_of[layer]].unbind(0)
         keys.index_copy_(0, slots, key)
         values.index_copy_(0, slots, value)
         return keys, values
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Layers of one group that attend alike."""
+
+    group: int
+    layer: AttentionLayer
+
+
 class XformersStep:
-    """One step over an XformersPagedAttention: calls over `counts` tokens each, in their order."""
+    """One step over an XformersPagedAttention: calls over `counts` tokens each, in their order.
+
+    `slots` by group.
+    """
 
     def __init__(
         self,
         cache: XformersPagedAttention,
-        slots: torch.Tensor,
+        slots: list[torch.Tensor],
         counts: list[int],
-        calls: list[dict[AttentionLayer, Call]],
+        calls: list[dict[Place, Call]],
     ) -> None:
         self._cache = cache
         self._slots = slots
@@ -142,11 +166,13 @@ class XformersStep:
         """See LayerAttention."""
         if rotation is not None:
             query, key = rotate(query, rotation), rotate(key, rotation)
-        num_tokens, kind = len(self._slots), self._cache.layer(layer)
-        pools = self._cache.store(layer, self._slots, key[:num_tokens], value[:num_tokens])
+        place = self._cache.place(layer)
+        slots = self._slots[place.group]
+        num_tokens = len(slots)
+        pools = self._cache.store(layer, slots, key[:num_tokens], value[:num_tokens])
         parts, first = [], 0
         for count, calls in zip(self._counts, self._calls, strict=True):
-            parts.append(calls[kind](query[first : first + count], *pools))
+            parts.append(calls[place](query[first : first + count], *pools))
             first += count
         if len(query) > num_tokens:
             parts.append(torch.zeros_like(query[num_tokens:]))
@@ -165,26 +191,31 @@ class DecodeStep:
         cache: XformersPagedAttention,
         device: Device,
         num_lanes: int,
-        calls: dict[AttentionLayer, DecodeCall],
+        num_groups: int,
+        calls: dict[Place, DecodeCall],
     ) -> None:
         self.num_lanes = num_lanes
         self.calls = calls
         self._device = device
-        self._slots = torch.zeros(num_lanes, dtype=torch.int64, device=device.torch_device)
+        self._slots = [
+            torch.zeros(num_lanes, dtype=torch.int64, device=device.torch_device)
+            for _ in range(num_groups)
+        ]
         self._step = XformersStep(cache, self._slots, [num_lanes], [dict(calls)])
 
-    def set(self, layout: StepLayout) -> None:
-        """Takes over a layout of decodes alone, `num_lanes` at most."""
-        self.set_lanes(layout)
-        num_decodes = layout.num_decodes
-        self._slots[num_decodes:].zero_()
-        slots = self._device.upload(layout.slot_mapping)
-        self._slots[:num_decodes].copy_(slots, non_blocking=True)
+    def set(self, layouts: Sequence[StepLayout]) -> None:
+        """Takes over layouts of decodes alone, `num_lanes` at most."""
+        self.set_lanes(layouts)
+        for own, layout in zip(self._slots, layouts, strict=True):
+            own[layout.num_decodes :].zero_()
+            slots = self._device.upload(layout.slot_mapping)
+            own[: layout.num_decodes].copy_(slots, non_blocking=True)
 
-    def set_lanes(self, layout: StepLayout) -> None:
-        """Takes over the lengths and tables of a layout's decodes; its slots stay apart."""
-        num_decodes = layout.num_decodes
-        for call in self.calls.values():
+    def set_lanes(self, layouts: Sequence[StepLayout]) -> None:
+        """Takes over the lengths and tables of the layouts' decodes; their slots stay apart."""
+        num_decodes = layouts[0].num_decodes
+        for at, call in self.calls.items():
+            layout = layouts[at.group]
             call.set(layout.seq_lens[:num_decodes], layout.block_tables[:num_decodes])
 
     def __call__(

@@ -17,7 +17,10 @@ from services.worker.core.step_check import StepCheck
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """What the batch can hold, and what a step may ask for."""
+    """What the batch can hold, and what a step may ask for.
+
+    `windows`: of each KV-cache group, the tokens that its layers see; None: all of them.
+    """
 
     max_num_seqs: int
     max_model_len: int
@@ -25,6 +28,7 @@ class BatchLimits:
     vocab_size: int
     block_size: int
     num_blocks: int
+    windows: tuple[int | None, ...] = (None,)
 
     @property
     def max_blocks_per_seq(self) -> int:
@@ -40,7 +44,9 @@ class PersistentBatch:
     * `token_ids` int32 [max_num_seqs, max_model_len + 1], of which `num_tokens` are known: prompt,
       output so far, and what was sampled here since;
     * `num_prompt_tokens`;
-    * `block_tables` int32 [max_num_seqs, max_blocks_per_seq], of which `num_blocks` are set.
+    * `block_tables` int32 [num_groups, max_num_seqs, max_blocks_per_seq], of which
+      `num_blocks` [num_groups, max_num_seqs] are set. Where a window has moved on an entry is the
+      null block or whatever it was before: nobody reads it.
     """
 
     def __init__(self, limits: BatchLimits) -> None:
@@ -49,8 +55,9 @@ class PersistentBatch:
         self.token_ids = np.zeros((slots, limits.max_model_len + 1), np.int32)
         self.num_tokens = np.zeros(slots, np.int32)
         self.num_prompt_tokens = np.zeros(slots, np.int32)
-        self.block_tables = np.zeros((slots, limits.max_blocks_per_seq), np.int32)
-        self.num_blocks = np.zeros(slots, np.int32)
+        num_groups = len(limits.windows)
+        self.block_tables = np.zeros((num_groups, slots, limits.max_blocks_per_seq), np.int32)
+        self.num_blocks = np.zeros((num_groups, slots), np.int32)
         self.sampling: dict[int, SamplingParams] = {}
 
     @property
@@ -69,10 +76,10 @@ class PersistentBatch:
             del self.sampling[slot]
         for request in step.new_requests:
             self._enter(request)
-        for appended in step.appended_blocks:
+        for group, appended in enumerate(step.appended_blocks):
             first = 0
             for slot, count in zip(appended.slots, appended.num_blocks, strict=True):
-                self._grow(slot, appended.block_ids[first : first + count])
+                self._grow(group, slot, appended.block_ids[first : first + count])
                 first += count
 
     def append(self, slot: int, token_ids: Sequence[int] | Int32Array) -> None:
@@ -89,12 +96,13 @@ class PersistentBatch:
         slot = request.slot
         self.sampling[slot] = request.sampling
         self.num_tokens[slot] = 0
-        self.num_blocks[slot] = 0
+        self.num_blocks[:, slot] = 0
         self.num_prompt_tokens[slot] = request.num_prompt_tokens
         self.append(slot, request.token_ids)
-        self._grow(slot, request.block_tables[0])
+        for group, block_ids in enumerate(request.block_tables):
+            self._grow(group, slot, block_ids)
 
-    def _grow(self, slot: int, block_ids: Int32Array) -> None:
-        start = self.num_blocks[slot]
-        self.block_tables[slot, start : start + len(block_ids)] = block_ids
-        self.num_blocks[slot] += len(block_ids)
+    def _grow(self, group: int, slot: int, block_ids: Int32Array) -> None:
+        start = self.num_blocks[group, slot]
+        self.block_tables[group, slot, start : start + len(block_ids)] = block_ids
+        self.num_blocks[group, slot] += len(block_ids)

@@ -5,6 +5,7 @@ program's memory and its logits read from there; nothing else of it changes from
 a device may record it once and repeat it, without a Python call in between.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -14,7 +15,7 @@ from services.worker.attention.interface import Int64Array, LayerAttention, Step
 from services.worker.device import Device
 
 if TYPE_CHECKING:
-    from services.worker.core.runner import Model
+    from services.worker.models.model import Model
 
 
 class DecodeStep(LayerAttention, Protocol):
@@ -25,8 +26,11 @@ class DecodeStep(LayerAttention, Protocol):
         """Tokens that it is called for."""
         ...
 
-    def set(self, layout: StepLayout) -> None:
-        """Takes over a layout of decodes alone, `num_lanes` at most; other lanes do no harm."""
+    def set(self, layouts: Sequence[StepLayout]) -> None:
+        """Takes over a step of decodes alone, `num_lanes` at most; other lanes do no harm.
+
+        One layout for each KV-cache group.
+        """
         ...
 
 
@@ -48,14 +52,14 @@ class DecodeBuckets:
         self._programs: dict[int, _Program] = {}
 
     def logits(
-        self, token_ids: torch.Tensor, positions: Int64Array, layout: StepLayout
+        self, token_ids: torch.Tensor, positions: Int64Array, layouts: Sequence[StepLayout]
     ) -> torch.Tensor:
-        """Float32 [n, vocab_size] for a layout of n decodes; valid until the next call."""
-        step = self._attention.decode_step(layout.num_decodes)
+        """Float32 [n, vocab_size] for a step of n decodes; valid until the next call."""
+        step = self._attention.decode_step(layouts[0].num_decodes)
         program = self._programs.get(step.num_lanes)
         if program is None:
             program = self._programs[step.num_lanes] = _Program(self._model, step, self._device)
-        return program.run(token_ids, positions, layout)
+        return program.run(token_ids, positions, layouts)
 
 
 class _Program:
@@ -70,10 +74,10 @@ class _Program:
         )
 
     def run(
-        self, token_ids: torch.Tensor, positions: Int64Array, layout: StepLayout
+        self, token_ids: torch.Tensor, positions: Int64Array, layouts: Sequence[StepLayout]
     ) -> torch.Tensor:
-        count = layout.num_decodes
-        self._step.set(layout)
+        count = layouts[0].num_decodes
+        self._step.set(layouts)
         self._token_ids[:count].copy_(token_ids)
         self._positions[:count].copy_(self._device.upload(positions), non_blocking=True)
         return self._run()[:count]

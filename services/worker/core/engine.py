@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from services.worker.core.kv_groups import LayerGroup
 from services.worker.core.runner import Runner
 
 
@@ -9,7 +10,7 @@ from services.worker.core.runner import Runner
 class WorkerDescription:
     """Model, capacity and identity. Field by field the contract's DescribeResponse.
 
-    One KV-cache group of full attention with `num_layers` layers. `fingerprint` is 32 bytes.
+    Block tables follow the order of `groups`. `fingerprint` is 32 bytes.
     """
 
     incarnation: str
@@ -18,7 +19,7 @@ class WorkerDescription:
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    num_layers: int
+    groups: tuple[LayerGroup, ...]
     block_size: int
     num_blocks: int
     bytes_per_block: int

@@ -4,9 +4,11 @@ The memory is given, or a share of what is available once the weights are loaded
 activations need; never more than the batch could use. The answer explains itself in one sentence.
 """
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 from services.worker.core.errors import KVCacheTooSmall
+from services.worker.core.kv_groups import LayerGroup, most_blocks
 
 _NULL_BLOCKS = 1
 _SHORTEST_SEQUENCE = 2
@@ -15,13 +17,18 @@ _MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class KVCacheDemand:
-    """What the cache is for. `max_model_len_asked`: whether the length was asked for by name."""
+    """What the cache is for. `max_model_len_asked`: whether the length was asked for by name.
+
+    `bytes_per_block` is over all pages of a block, whichever group owns it.
+    """
 
     bytes_per_block: int
     block_size: int
     max_num_seqs: int
+    max_num_batched_tokens: int
     max_model_len: int
     max_model_len_asked: bool
+    groups: tuple[LayerGroup, ...]
 
     @property
     def most_blocks(self) -> int:
@@ -29,8 +36,15 @@ class KVCacheDemand:
         return self.max_num_seqs * self.blocks_of(self.max_model_len) + _NULL_BLOCKS
 
     def blocks_of(self, num_tokens: int) -> int:
-        """Blocks that hold so many tokens."""
-        return -(-num_tokens // self.block_size)
+        """Most blocks that a sequence of so many tokens holds at once, over all groups."""
+        return most_blocks(self.groups, num_tokens, self.block_size, self.max_num_batched_tokens)
+
+    def longest_within(self, num_blocks: int) -> int:
+        """The longest sequence, in whole blocks up to `max_model_len`, that so many hold."""
+        lengths = range(self.block_size, self.max_model_len + 1, self.block_size)
+        if self.blocks_of(self.max_model_len) <= num_blocks:
+            return self.max_model_len
+        return self.block_size * bisect_right(lengths, num_blocks, key=self.blocks_of)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +83,7 @@ def size_kv_cache(demand: KVCacheDemand, memory: KVCacheMemory) -> KVCacheSizing
             f"what {demand.max_num_seqs} sequences of {demand.max_model_len} tokens can use; "
             f"{fitting} would fit in {reason}"
         )
-    capacity = (num_blocks - _NULL_BLOCKS) * demand.block_size
+    capacity = demand.longest_within(num_blocks - _NULL_BLOCKS)
     length = demand.max_model_len
     if capacity < length:
         if demand.max_model_len_asked or capacity < max(demand.block_size, _SHORTEST_SEQUENCE):

@@ -14,12 +14,13 @@ class StepTokens:
     """Token ids and positions, int64 [num_tokens], and where their keys and values lie.
 
     `first_tokens` int32: where each request begins among the tokens, in the step's order.
+    `layouts`: one for each KV-cache group; they differ in blocks alone.
     """
 
     token_ids: Int64Array
     positions: Int64Array
     first_tokens: Int32Array
-    layout: StepLayout
+    layouts: tuple[StepLayout, ...]
 
 
 def lay_out(step: StepInput, batch: PersistentBatch) -> StepTokens:
@@ -36,18 +37,22 @@ def lay_out(step: StepInput, batch: PersistentBatch) -> StepTokens:
     slots = np.repeat(step.slots[order], counts[order])
     offsets = np.repeat(computed[order] - starts[:-1], counts[order])
     positions = offsets.astype(np.int64) + np.arange(len(slots))
-    blocks = batch.block_tables[slots, positions // block_size].astype(np.int64)
     seq_lens = (computed + counts)[order]
     width = -(-int(seq_lens.max()) // block_size)
+    num_decodes, rows = int(is_decode.sum()), step.slots[order]
+    columns, in_block = positions // block_size, positions % block_size
     return StepTokens(
         token_ids=batch.token_ids[slots, positions].astype(np.int64),
         positions=positions,
         first_tokens=first_tokens,
-        layout=StepLayout(
-            num_decodes=int(is_decode.sum()),
-            query_starts=starts,
-            seq_lens=seq_lens,
-            block_tables=batch.block_tables[step.slots[order], :width],
-            slot_mapping=blocks * block_size + positions % block_size,
+        layouts=tuple(
+            StepLayout(
+                num_decodes=num_decodes,
+                query_starts=starts,
+                seq_lens=seq_lens,
+                block_tables=tables[rows, :width],
+                slot_mapping=tables[slots, columns].astype(np.int64) * block_size + in_block,
+            )
+            for tables in batch.block_tables
         ),
     )

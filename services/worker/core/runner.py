@@ -15,12 +15,11 @@ model gives it: the rate of rejection sampling (Leviathan et al.) for drafts tha
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 
-from services.worker.attention.interface import LayerAttention, PagedAttention
+from services.worker.attention.interface import PagedAttention
 from services.worker.core.batch import BatchLimits, PersistentBatch
 from services.worker.core.decode_buckets import DecodeBuckets, is_decodes_alone
 from services.worker.core.layout import lay_out
@@ -28,24 +27,11 @@ from services.worker.core.lookahead import Lookahead, PendingOutput
 from services.worker.core.sampled import Sampled, joined
 from services.worker.core.step import Int32Array, StepInput, StepOutput
 from services.worker.device import CpuDevice, Device
+from services.worker.models.model import Model
 from services.worker.sampling.sampler import LogprobRows, Sampler, prompt_logprobs
 
 _PROMPT_LOGPROB_ROWS = 128
 """Prompt positions whose logits are held at once."""
-
-
-class Model(Protocol):
-    """What a runner needs of a model."""
-
-    def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: LayerAttention
-    ) -> torch.Tensor:
-        """Token ids and positions, int64 [n] -> hidden states [n, hidden_size]."""
-        ...
-
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states [n, hidden_size] -> logits, float32 [n, vocab_size]."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +76,11 @@ class Runner:
         self._generation: int | None = None
         self._prompt_watchers: set[int] = set()
         """Slots whose requests want log-probabilities of their prompts."""
+
+    @property
+    def limits(self) -> BatchLimits:
+        """What it holds, and what a step may ask for."""
+        return self._batch.limits
 
     def reset(self) -> None:
         """Empties the batch, in whatever state a failed step left it."""
@@ -144,14 +135,14 @@ class Runner:
         if self._lookahead is not None:
             num_tokens = self._batch.num_tokens[step.slots]
             self._lookahead.feed(token_ids, step, tokens.first_tokens, num_tokens)
-        if self._buckets is not None and is_decodes_alone(tokens.layout):
-            logits = self._buckets.logits(token_ids, tokens.positions, tokens.layout)
+        if self._buckets is not None and is_decodes_alone(tokens.layouts[0]):
+            logits = self._buckets.logits(token_ids, tokens.positions, tokens.layouts)
             computed = _Computed(self._device, lambda rows: logits[rows])
         else:
             hidden = self._model.forward(
                 token_ids,
                 self._device.upload(tokens.positions),
-                self._attention.begin_step(tokens.layout),
+                self._attention.begin_step(tokens.layouts),
             )
             computed = _Computed(
                 self._device, lambda rows: self._model.compute_logits(hidden[rows])

@@ -10,8 +10,6 @@ from services.worker.core.step import AppendedBlocks, Int32Array, NewRequest, St
 if TYPE_CHECKING:
     from services.worker.core.batch import PersistentBatch
 
-_NUM_GROUPS = 1
-
 
 class StepCheck:
     """Checks one step against the batch as it will be when the step's difference is applied."""
@@ -22,7 +20,8 @@ class StepCheck:
         self._step = step
         self._in_use = set(batch.sampling)
         self._new: dict[int, NewRequest] = {}
-        self._appended: dict[int, int] = {}
+        self._appended: list[dict[int, int]] = [{} for _ in self._limits.windows]
+        """By group, how many blocks each table grows by."""
 
     def run(self) -> None:
         """Raises InvalidStep for the first contradiction."""
@@ -31,10 +30,12 @@ class StepCheck:
             self._in_use.remove(slot)
         for request in self._step.new_requests:
             self._check_new(request)
-        groups = len(self._step.appended_blocks)
-        self._require(groups <= _NUM_GROUPS, "appended_blocks", f"{groups} groups, not 1")
-        for appended in self._step.appended_blocks:
-            self._check_appended(appended)
+        groups, expected = len(self._step.appended_blocks), len(self._limits.windows)
+        self._require(
+            groups in (0, expected), "appended_blocks", f"{groups} groups, not {expected}"
+        )
+        for group, appended in enumerate(self._step.appended_blocks):
+            self._check_appended(group, appended)
         self._check_block_ids(self._step.block_ids_to_zero, "block_ids_to_zero")
         self._check_scheduled()
 
@@ -58,16 +59,22 @@ class StepCheck:
             f"{request.num_prompt_tokens}, not 1 to {count}",
         )
         self._check_token_ids(request.token_ids, "new_requests.token_ids")
-        groups = len(request.block_tables)
-        self._require(groups == _NUM_GROUPS, "new_requests.block_tables", f"{groups} groups, not 1")
-        self._check_block_ids(request.block_tables[0], "new_requests.block_tables")
-        width, most = len(request.block_tables[0]), limits.max_blocks_per_seq
-        self._require(width <= most, "new_requests.block_tables", f"{width} blocks, over {most}")
+        self._check_tables(request.block_tables)
         request.sampling.validate(limits.vocab_size)
         self._in_use.add(slot)
         self._new[slot] = request
 
-    def _check_appended(self, appended: AppendedBlocks) -> None:
+    def _check_tables(self, tables: tuple[Int32Array, ...]) -> None:
+        name, windows = "new_requests.block_tables", self._limits.windows
+        groups, expected = len(tables), len(windows)
+        self._require(groups == expected, name, f"{groups} groups, not {expected}")
+        most = self._limits.max_blocks_per_seq
+        for table, window in zip(tables, windows, strict=True):
+            num_null = 0 if window is None else _leading_nulls(table)
+            self._check_block_ids(table[num_null:], name)
+            self._require(len(table) <= most, name, f"{len(table)} blocks, over {most}")
+
+    def _check_appended(self, group: int, appended: AppendedBlocks) -> None:
         name = "appended_blocks"
         self._require(
             len(appended.slots) == len(appended.num_blocks), name, "lists of different length"
@@ -79,11 +86,12 @@ class StepCheck:
             "block ids do not add up to num_blocks",
         )
         self._check_block_ids(appended.block_ids, name)
+        grown = self._appended[group]
         for slot, count in zip(appended.slots.tolist(), appended.num_blocks.tolist(), strict=True):
             self._require(slot in self._in_use, name, f"slot {slot} is not in use")
-            self._appended[slot] = self._appended.get(slot, 0) + count
-        for slot in self._appended:
-            width = self._table_size(slot)
+            grown[slot] = grown.get(slot, 0) + count
+        for slot in grown:
+            width = self._table_size(group, slot)
             most = self._limits.max_blocks_per_seq
             self._require(width <= most, name, f"slot {slot} has {width} blocks, over {most}")
 
@@ -121,13 +129,15 @@ class StepCheck:
         computed = step.num_computed_tokens.astype(np.int64)
         drafts = np.zeros_like(scheduled)
         drafts[: len(step.num_draft_tokens)] = step.num_draft_tokens
-        known, room = self._batch.num_tokens[step.slots], self._batch.num_blocks[step.slots]
+        known, tables = self._batch.num_tokens[step.slots], self._batch.num_blocks[:, step.slots]
         for slot, request in self._new.items():
             known[step.slots == slot] = len(request.token_ids)
-            room[step.slots == slot] = len(request.block_tables[0])
-        for slot, count in self._appended.items():
-            room[step.slots == slot] += count
-        room *= self._limits.block_size
+            lengths = [[len(table)] for table in request.block_tables]
+            tables[:, step.slots == slot] = lengths
+        for group, grown in enumerate(self._appended):
+            for slot, count in grown.items():
+                tables[group, step.slots == slot] += count
+        room = tables.min(axis=0) * self._limits.block_size
         ends, starts = computed + scheduled, computed + scheduled - drafts
         fits = (scheduled > drafts) & (computed >= 0) & (starts <= known)
         fits &= (drafts == 0) | (starts == known)
@@ -160,12 +170,12 @@ class StepCheck:
         )
         self._require(end <= room, "slots", f"slot {slot} needs {end} tokens, has room for {room}")
 
-    def _table_size(self, slot: int) -> int:
+    def _table_size(self, group: int, slot: int) -> int:
         if slot in self._new:
-            held = len(self._new[slot].block_tables[0])
+            held = len(self._new[slot].block_tables[group])
         else:
-            held = int(self._batch.num_blocks[slot])
-        return held + self._appended.get(slot, 0)
+            held = int(self._batch.num_blocks[group, slot])
+        return held + self._appended[group].get(slot, 0)
 
     def _check_token_ids(self, token_ids: Int32Array, field: str) -> None:
         if len(token_ids):
@@ -187,3 +197,8 @@ class StepCheck:
     def _require(self, holds: bool, field: str, problem: str) -> None:
         if not holds:
             raise InvalidStep(f"step {self._step.step}: {field}: {problem}", field=field)
+
+
+def _leading_nulls(table: Int32Array) -> int:
+    """Null blocks before a table's first block; a table of nothing else has none."""
+    return int(np.argmax(table != 0)) if len(table) else 0

@@ -16,6 +16,7 @@ WARM_UP_TOKENS = 256
 def warm_up(runner: Runner, limits: BatchLimits, progress: Callable[[int, int], None]) -> None:
     """Runs a prompt, a chunk after it and decodes, then empties the batch.
 
+    The KV-cache groups write over each other's blocks: what comes out is nobody's.
     `progress` is called with the number of steps done and the number there are.
     """
     capacity = min(limits.max_model_len, (limits.num_blocks - 1) * limits.block_size)
@@ -38,7 +39,7 @@ def _step(
         token_ids=np.zeros(prompt, np.int32),
         num_prompt_tokens=prompt,
         sampling=SamplingParams(temperature=0),
-        block_tables=(np.arange(1, blocks + 1, dtype=np.int32),),
+        block_tables=(np.arange(1, blocks + 1, dtype=np.int32),) * len(limits.windows),
     )
     return StepInput(
         generation=0,

@@ -109,6 +109,12 @@ class TensorReader:
             parts.append(tensor.to(dtype))
         return torch.cat(parts) if len(parts) > 1 else parts[0].clone()
 
+    def read_entry(self, name: str, index: int, *, dtype: torch.dtype) -> torch.Tensor:
+        """One entry along a tensor's first axis, as a new tensor of `dtype`."""
+        handle = self._handles[self._checkpoint.tensors[name].file]
+        entry: torch.Tensor = handle.get_slice(name)[index]  # type: ignore[no-untyped-call]
+        return entry.to(dtype).clone()
+
 
 def open_checkpoint(directory: Path) -> Checkpoint:
     """Finds the tensors of a model directory and checks its files. Raises ModelFileError."""

@@ -1,7 +1,8 @@
-"""The decoder of the Llama family: pre-norm attention and gated MLP blocks.
+"""The decoder that all native architectures are: attention and gated MLPs, each behind a norm.
 
-Llama, Mistral, Qwen2 and Qwen3 are this one network with and without biases and query-key norm.
-The projections of queries, keys and values are one matrix, as are those of gate and up.
+What one has and another has not is in its weights (biases, query-key norms, norms of what is added
+to the residual, experts) and in its configuration (windows, scales, caps): see ModelConfig. The
+projections of queries, keys and values are one matrix, as are those of gate and up.
 """
 
 from dataclasses import dataclass
@@ -12,21 +13,25 @@ import torch.nn.functional as F  # noqa: N812
 from services.worker.attention.interface import LayerAttention, Rotation
 from services.worker.kernels.interface import Kernels, Linear
 from services.worker.models.config import ModelConfig
+from services.worker.models.mlp import Mlp
 from services.worker.models.rope import cos_sin_table
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """Weights of one block. `query_norm` and `key_norm` [head_dim] only with query-key norm."""
+    """Weights of one layer. `query_norm` and `key_norm` [head_dim] only with query-key norm, the
+    norms of outputs [hidden_size] only where outputs are normalized.
+    """
 
     input_norm: torch.Tensor
     qkv: Linear
     query_norm: torch.Tensor | None
     key_norm: torch.Tensor | None
     output: Linear
-    post_attention_norm: torch.Tensor
-    gate_up: Linear
-    down: Linear
+    attention_output_norm: torch.Tensor | None
+    mlp_norm: torch.Tensor
+    mlp: Mlp
+    mlp_output_norm: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +55,12 @@ class Decoder:
         self._kernels = kernels
         self._norms = [*(layer.input_norm for layer in weights.layers), weights.norm]
         dtype = weights.embedding.dtype
-        self._cos, self._sin = cos_sin_table(config.rope, config.head_dim, max_model_len, dtype)
+        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
+        ropes = list(dict.fromkeys(layer.rope for layer in config.layers))
+        self._rope_of = [ropes.index(layer.rope) for layer in config.layers]
+        self._cos_sin = [
+            cos_sin_table(rope, config.head_dim, max_model_len, dtype) for rope in ropes
+        ]
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, attention: LayerAttention
@@ -62,13 +72,15 @@ class Decoder:
         kernels, epsilon, num_tokens = self._kernels, self._config.rms_norm_eps, len(token_ids)
         padding = (0, kernels.padded_rows(num_tokens) - num_tokens)
         token_ids, positions = F.pad(token_ids, padding), F.pad(positions, padding)
-        rotation = Rotation(self._cos[positions], self._sin[positions])
-        residual = F.embedding(token_ids, self._weights.embedding)
+        rotations = [Rotation(cos[positions], sin[positions]) for cos, sin in self._cos_sin]
+        residual = self._embed(token_ids)
         hidden = kernels.rms_norm(residual, self._norms[0], epsilon)
         for index, layer in enumerate(self._weights.layers):
+            rotation = rotations[self._rope_of[index]]
             update = self._attend(index, layer, hidden, rotation, attention)
-            hidden = kernels.add_rms_norm(residual, update, layer.post_attention_norm, epsilon)
-            update = layer.down(kernels.silu_mul(layer.gate_up(hidden)))
+            update = self._normalized(update, layer.attention_output_norm)
+            hidden = kernels.add_rms_norm(residual, update, layer.mlp_norm, epsilon)
+            update = self._normalized(layer.mlp(hidden, num_tokens), layer.mlp_output_norm)
             hidden = kernels.add_rms_norm(residual, update, self._norms[index + 1], epsilon)
         return hidden[:num_tokens]
 
@@ -76,7 +88,18 @@ class Decoder:
         """Hidden states [n, hidden_size] -> logits, float32 [n, vocab_size]."""
         num_rows = len(hidden)
         padded = F.pad(hidden, (0, 0, 0, self._kernels.padded_rows(num_rows) - num_rows))
-        return self._weights.head(padded)[:num_rows].float()
+        logits = self._weights.head(padded)[:num_rows].float()
+        cap = self._config.logits_softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        embedded = F.embedding(token_ids, self._weights.embedding)
+        return embedded if self._embedding_scale == 1 else embedded * self._embedding_scale
+
+    def _normalized(self, update: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
+        if norm is None:
+            return update
+        return self._kernels.rms_norm(update, norm, self._config.rms_norm_eps)
 
     def _attend(
         self,

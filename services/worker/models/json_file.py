@@ -32,10 +32,15 @@ class JsonReader:
     def __init__(self, path: Path, values: dict[str, Any], prefix: str = "") -> None:
         self.path = path
         self._values = {key: value for key, value in values.items() if value is not None}
+        self._nulls = values.keys() - self._values.keys()
         self._prefix = prefix
 
     def __contains__(self, key: str) -> bool:
         return key in self._values
+
+    def is_null(self, key: str) -> bool:
+        """Whether the key is there, and null: where that means something else than its absence."""
+        return key in self._nulls
 
     def positive_int(self, key: str, default: int | None = None) -> int:
         """A whole number of 1 or more."""
@@ -50,6 +55,12 @@ class JsonReader:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
             raise self.error(key, f"must be a positive number, not {value!r}")
         return float(value)
+
+    def nullable_float(self, key: str, default: float | None) -> float | None:
+        """A finite number above 0; None when null, and `default` when absent."""
+        if self.is_null(key) or (key not in self and default is None):
+            return None
+        return self.positive_float(key, default)
 
     def boolean(self, key: str, default: bool) -> bool:
         """true or false."""

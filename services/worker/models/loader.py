@@ -1,6 +1,7 @@
 """From a model directory to a decoder in memory."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -8,6 +9,16 @@ from services.worker.kernels.interface import Kernels, Linear
 from services.worker.models.checkpoint import Checkpoint, TensorReader
 from services.worker.models.config import ModelConfig
 from services.worker.models.decoder import DecoderWeights, LayerWeights
+from services.worker.models.expert_tensors import (
+    STACKED_DOWN,
+    STACKED_GATE_UP,
+    STACKED_ROUTER,
+    Shapes,
+    expert_names,
+    expert_tensors,
+)
+from services.worker.models.layer_config import ExpertsConfig
+from services.worker.models.mlp import Experts, GatedMlp, gate_of
 
 Progress = Callable[[int, int], None]
 """Called with the number of layers read and the number there are."""
@@ -17,17 +28,39 @@ _NORM = "model.norm.weight"
 _HEAD = "lm_head.weight"
 
 
-def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that a checkpoint of this configuration holds."""
-    shapes: dict[str, tuple[int, ...]] = {
+@dataclass(frozen=True, slots=True)
+class _NormNames:
+    """What a layer's norms are called; the name of the second differs with its place."""
+
+    attention_output: str | None
+    mlp: str
+    mlp_output: str | None
+
+
+_PLAIN = _NormNames(None, "post_attention_layernorm", None)
+_OUTPUT_NORMALIZED = _NormNames(
+    "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+)
+
+
+def expected_tensors(config: ModelConfig, *, stacked_experts: bool) -> Shapes:
+    """Name and shape of every tensor that a checkpoint of this configuration holds.
+
+    `stacked_experts`: the experts of a layer lie in one tensor, not in one each.
+    """
+    shapes: Shapes = {
         _EMBEDDING: (config.vocab_size, config.hidden_size),
         _NORM: (config.hidden_size,),
     }
     if not config.tie_word_embeddings:
         shapes[_HEAD] = (config.vocab_size, config.hidden_size)
-    layer = _layer_tensors(config)
-    for index in range(config.num_layers):
-        shapes.update({f"model.layers.{index}.{name}": shape for name, shape in layer.items()})
+    for index, layer in enumerate(config.layers):
+        tensors = _attention_tensors(config)
+        if layer.experts is None:
+            tensors |= _mlp_tensors(config)
+        else:
+            tensors |= expert_tensors(layer.experts, config.hidden_size, stacked=stacked_experts)
+        shapes.update({f"model.layers.{index}.{name}": shape for name, shape in tensors.items()})
     return shapes
 
 
@@ -42,15 +75,18 @@ def load_weights(
 
     Raises ModelError before anything is read when the tensors are not those of `config`.
     """
-    checkpoint.check(expected_tensors(config), ignored=frozenset({_HEAD}))
+    stacked = any(name.endswith(STACKED_GATE_UP) for name in checkpoint.tensors)
+    expected = expected_tensors(config, stacked_experts=stacked)
+    checkpoint.check(expected, ignored=frozenset({_HEAD}))
     with checkpoint.open() as reader:
         layers = []
         for index in range(config.num_layers):
-            layers.append(_load_layer(config, _LayerReader(reader, kernels, index, dtype)))
+            layer = _LayerReader(reader, kernels, index, dtype, config.norm_weight_offset)
+            layers.append(_load_layer(config, index, layer, stacked=stacked))
             progress(index + 1, config.num_layers)
         embedding = reader.read(_EMBEDDING, dtype=dtype)
         head = embedding if config.tie_word_embeddings else reader.read(_HEAD, dtype=dtype)
-        norm = reader.read(_NORM, dtype=dtype)
+        norm = _read_norm(reader, _NORM, dtype, config.norm_weight_offset)
     return DecoderWeights(embedding, tuple(layers), norm, kernels.linear(head, None))
 
 
@@ -58,61 +94,133 @@ class _LayerReader:
     """Reads tensors of one layer."""
 
     def __init__(
-        self, reader: TensorReader, kernels: Kernels, index: int, dtype: torch.dtype
+        self,
+        reader: TensorReader,
+        kernels: Kernels,
+        index: int,
+        dtype: torch.dtype,
+        norm_weight_offset: float,
     ) -> None:
         self._reader = reader
-        self._kernels = kernels
+        self.kernels = kernels
         self._prefix = f"model.layers.{index}."
         self._dtype = dtype
+        self._offset = norm_weight_offset
 
-    def vector(self, name: str) -> torch.Tensor:
-        return self._reader.read(f"{self._prefix}{name}.weight", dtype=self._dtype)
+    def norm(self, name: str) -> torch.Tensor:
+        return _read_norm(self._reader, f"{self._prefix}{name}.weight", self._dtype, self._offset)
 
     def linear(self, *names: str, bias: bool) -> Linear:
         """Projections of the same input as one."""
-        weights = (f"{self._prefix}{name}.weight" for name in names)
         biases = (f"{self._prefix}{name}.bias" for name in names)
-        return self._kernels.linear(
-            self._reader.read(*weights, dtype=self._dtype),
+        return self.kernels.linear(
+            self.tensor(*(f"{name}.weight" for name in names)),
             self._reader.read(*biases, dtype=self._dtype) if bias else None,
         )
 
+    def tensor(self, *names: str) -> torch.Tensor:
+        """Tensors stacked along their first axis."""
+        return self._reader.read(*(f"{self._prefix}{name}" for name in names), dtype=self._dtype)
 
-def _load_layer(config: ModelConfig, layer: _LayerReader) -> LayerWeights:
+    def entry(self, name: str, index: int) -> torch.Tensor:
+        """One entry along a tensor's first axis."""
+        return self._reader.read_entry(f"{self._prefix}{name}", index, dtype=self._dtype)
+
+
+def _load_layer(
+    config: ModelConfig, index: int, layer: _LayerReader, *, stacked: bool
+) -> LayerWeights:
     attention = [f"self_attn.{name}_proj" for name in "qkv"]
+    experts = config.layers[index].experts
+    norms = _OUTPUT_NORMALIZED if config.output_norms else _PLAIN
     return LayerWeights(
-        input_norm=layer.vector("input_layernorm"),
+        input_norm=layer.norm("input_layernorm"),
         qkv=layer.linear(*attention, bias=config.qkv_bias),
-        query_norm=layer.vector("self_attn.q_norm") if config.qk_norm else None,
-        key_norm=layer.vector("self_attn.k_norm") if config.qk_norm else None,
+        query_norm=layer.norm("self_attn.q_norm") if config.qk_norm else None,
+        key_norm=layer.norm("self_attn.k_norm") if config.qk_norm else None,
         output=layer.linear("self_attn.o_proj", bias=config.output_bias),
-        post_attention_norm=layer.vector("post_attention_layernorm"),
-        gate_up=layer.linear("mlp.gate_proj", "mlp.up_proj", bias=config.mlp_bias),
-        down=layer.linear("mlp.down_proj", bias=config.mlp_bias),
+        attention_output_norm=layer.norm(norms.attention_output)
+        if norms.attention_output
+        else None,
+        mlp_norm=layer.norm(norms.mlp),
+        mlp=_load_mlp(config, layer)
+        if experts is None
+        else _load_experts(config, experts, layer, stacked=stacked),
+        mlp_output_norm=layer.norm(norms.mlp_output) if norms.mlp_output else None,
     )
 
 
-def _layer_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    hidden, inner = config.hidden_size, config.intermediate_size
+def _load_mlp(config: ModelConfig, layer: _LayerReader) -> GatedMlp:
+    return GatedMlp(
+        gate_up=layer.linear("mlp.gate_proj", "mlp.up_proj", bias=config.mlp_bias),
+        down=layer.linear("mlp.down_proj", bias=config.mlp_bias),
+        gate=gate_of(config.activation, layer.kernels),
+    )
+
+
+def _load_experts(
+    config: ModelConfig, experts: ExpertsConfig, layer: _LayerReader, *, stacked: bool
+) -> Experts:
+    kernels, names = layer.kernels, expert_names(experts)
+    gate = gate_of(config.activation, kernels)
+
+    def load(number: int) -> GatedMlp:
+        if stacked:
+            gate_up, down = (layer.entry(x, number) for x in (STACKED_GATE_UP, STACKED_DOWN))
+        else:
+            gate_up = layer.tensor(names.gate.format(number), names.up.format(number))
+            down = layer.tensor(names.down.format(number))
+        return GatedMlp(kernels.linear(gate_up, None), kernels.linear(down, None), gate)
+
+    router = layer.tensor(STACKED_ROUTER if stacked else names.router)
+    return Experts(
+        router=kernels.linear(router, None),
+        experts=tuple(load(number) for number in range(experts.num_experts)),
+        num_picked=experts.num_experts_per_tok,
+        normalized=experts.normalized,
+        kernels=kernels,
+    )
+
+
+def _read_norm(reader: TensorReader, name: str, dtype: torch.dtype, offset: float) -> torch.Tensor:
+    return (reader.read(name, dtype=torch.float32) + offset).to(dtype)
+
+
+def _attention_tensors(config: ModelConfig) -> Shapes:
+    hidden = config.hidden_size
     queries = config.num_heads * config.head_dim
     keys = config.num_kv_heads * config.head_dim
-    projections = {
-        "self_attn.q_proj": (queries, hidden, config.qkv_bias),
-        "self_attn.k_proj": (keys, hidden, config.qkv_bias),
-        "self_attn.v_proj": (keys, hidden, config.qkv_bias),
-        "self_attn.o_proj": (hidden, queries, config.output_bias),
-        "mlp.gate_proj": (inner, hidden, config.mlp_bias),
-        "mlp.up_proj": (inner, hidden, config.mlp_bias),
-        "mlp.down_proj": (hidden, inner, config.mlp_bias),
-    }
-    shapes: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-    }
+    norms = _OUTPUT_NORMALIZED if config.output_norms else _PLAIN
+    named = ("input_layernorm", norms.attention_output, norms.mlp, norms.mlp_output)
+    shapes: Shapes = {f"{name}.weight": (hidden,) for name in named if name is not None}
     if config.qk_norm:
         shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (config.head_dim,)
-    for name, (rows, columns, bias) in projections.items():
-        shapes[f"{name}.weight"] = (rows, columns)
+    return shapes | _projections(
+        {
+            "self_attn.q_proj": (queries, hidden, config.qkv_bias),
+            "self_attn.k_proj": (keys, hidden, config.qkv_bias),
+            "self_attn.v_proj": (keys, hidden, config.qkv_bias),
+            "self_attn.o_proj": (hidden, queries, config.output_bias),
+        }
+    )
+
+
+def _mlp_tensors(config: ModelConfig) -> Shapes:
+    hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+    return _projections(
+        {
+            "mlp.gate_proj": (inner, hidden, bias),
+            "mlp.up_proj": (inner, hidden, bias),
+            "mlp.down_proj": (hidden, inner, bias),
+        }
+    )
+
+
+def _projections(shapes: dict[str, tuple[int, int, bool]]) -> Shapes:
+    """Weights, and biases where there are."""
+    tensors: Shapes = {}
+    for name, (rows, columns, bias) in shapes.items():
+        tensors[f"{name}.weight"] = (rows, columns)
         if bias:
-            shapes[f"{name}.bias"] = (rows,)
-    return shapes
+            tensors[f"{name}.bias"] = (rows,)
+    return tensors

@@ -9,7 +9,6 @@ everything in `rope_parameters`.
 import enum
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -64,24 +63,54 @@ class RopeConfig:
                 return self.max_position_embeddings
 
 
-def read_rope_config(config: JsonReader, path: Path) -> RopeConfig:
-    """The rotary embedding that config.json describes. Raises ModelConfigError."""
-    length = config.positive_int("max_position_embeddings", 2048)
+@dataclass(frozen=True, slots=True)
+class RopeConfigs:
+    """The embedding of layers that see everything, and that of layers with a sliding window."""
+
+    full: RopeConfig
+    sliding: RopeConfig
+
+
+def read_rope_configs(
+    config: JsonReader, *, theta: float = DEFAULT_THETA, local_theta: float | None = None
+) -> RopeConfigs:
+    """The rotary embeddings that config.json describes. Raises ModelConfigError.
+
+    `theta`: the base where none is given. `local_theta`: layers with a window have a base of their
+    own, this or `rope_local_base_freq`, and are not stretched; None: one embedding for all.
+    `rope_parameters` may also hold an entry for each type of layer.
+    """
     values = config.nested("rope_parameters") or config.nested("rope_scaling")
     if values is None:
-        values = JsonReader(path, {})
+        values = JsonReader(config.path, {})
+    if values.nested("full_attention") is not None or values.nested("sliding_attention"):
+        nothing = JsonReader(config.path, {})
+        full, sliding = (
+            _read_rope(config, values.nested(f"{kind}_attention") or nothing, base)
+            for kind, base in (("full", theta), ("sliding", local_theta or theta))
+        )
+        return RopeConfigs(full, sliding)
+    full = _read_rope(config, values, config.positive_float("rope_theta", theta))
+    if local_theta is None:
+        return RopeConfigs(full, full)
+    local_theta = config.positive_float("rope_local_base_freq", local_theta)
+    return RopeConfigs(full, _read_rope(config, JsonReader(config.path, {}), local_theta))
+
+
+def _read_rope(config: JsonReader, values: JsonReader, theta: float) -> RopeConfig:
+    length = config.positive_int("max_position_embeddings", 2048)
     name = values.text("rope_type", values.text("type", "default"))
     try:
         rope_type = RopeType(name)
     except ValueError:
         known = ", ".join(kind.value for kind in RopeType)
         raise UnsupportedModel(
-            path, f"rope_type {name!r} is not supported; supported are {known}"
+            config.path, f"rope_type {name!r} is not supported; supported are {known}"
         ) from None
     outer_share = config.positive_float("partial_rotary_factor", 1.0)
     if values.positive_float("partial_rotary_factor", outer_share) != 1:
-        raise UnsupportedModel(path, "partial_rotary_factor other than 1 is not supported")
-    theta = values.positive_float("rope_theta", config.positive_float("rope_theta", DEFAULT_THETA))
+        raise UnsupportedModel(config.path, "partial_rotary_factor other than 1 is not supported")
+    theta = values.positive_float("rope_theta", theta)
     outside = config.positive_int("original_max_position_embeddings", length)
     original = values.positive_int("original_max_position_embeddings", outside)
     plain = RopeConfig(rope_type, theta, length, original)

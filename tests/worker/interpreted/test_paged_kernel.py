@@ -82,7 +82,7 @@ class World:
             block_tables=self.tables[:, : -(-int(lengths.max()) // case.block_size)],
             slot_mapping=np.concatenate(slots),
         )
-        output = self.attention.begin_step(layout)(0, query, key, value, None)
+        output = self.attention.begin_step([layout])(0, query, key, value, None)
         expected = [
             self.attend_plainly(sequence, part) for sequence, part in enumerate(query.split(counts))
         ]

@@ -8,14 +8,17 @@ import pytest
 from services.worker.adapters.machine import available_memory_bytes
 from services.worker.core.errors import KVCacheTooSmall
 from services.worker.core.kv_cache import KVCacheDemand, KVCacheMemory, size_kv_cache
+from services.worker.core.kv_groups import LayerGroup
 
 MIB = 2**20
 DEMAND = KVCacheDemand(
     bytes_per_block=MIB,
     block_size=16,
     max_num_seqs=4,
+    max_num_batched_tokens=64,
     max_model_len=160,
     max_model_len_asked=True,
+    groups=(LayerGroup(None, (0, 1)),),
 )
 MEMORY = KVCacheMemory(
     num_blocks=None,
@@ -73,6 +76,24 @@ def test_no_room_for_a_single_block() -> None:
     demand = replace(DEMAND, max_model_len_asked=False)
     with pytest.raises(KVCacheTooSmall):
         size_kv_cache(demand, replace(MEMORY, activation_bytes=900 * MIB))
+
+
+HYBRID = (LayerGroup(None, (3,)), LayerGroup(33, (0,)), LayerGroup(33, (1,)))
+"""Of 160 tokens the first group holds 10 blocks, the others 32 + 64 tokens and one block, 7."""
+
+
+def test_a_window_holds_no_more_than_it_shows_and_a_step() -> None:
+    demand = replace(DEMAND, groups=HYBRID)
+    assert demand.blocks_of(160) == 10 + 7 + 7
+    assert demand.blocks_of(40) == 3 + 3 + 3
+    assert size_kv_cache(demand, replace(MEMORY, num_blocks=500)).num_blocks == 4 * 24 + 1
+
+
+def test_a_length_is_lowered_to_what_all_groups_hold() -> None:
+    demand = replace(DEMAND, groups=HYBRID, max_model_len_asked=False)
+    assert size_kv_cache(demand, replace(MEMORY, num_blocks=25)).max_model_len == 160
+    assert size_kv_cache(demand, replace(MEMORY, num_blocks=24)).max_model_len == 144
+    assert size_kv_cache(demand, replace(MEMORY, num_blocks=10)).max_model_len == 48
 
 
 def test_available_memory_is_the_machines_within_the_control_groups_limit(tmp_path: Path) -> None:

@@ -10,7 +10,11 @@ from safetensors.torch import load_file, save_file
 
 from services.worker.kernels.torch_kernels import TorchKernels
 from services.worker.models.checkpoint import open_checkpoint
-from services.worker.models.config import read_model_config, resolve_max_model_len
+from services.worker.models.config import (
+    DtypeSetting,
+    read_model_config,
+    resolve_max_model_len,
+)
 from services.worker.models.errors import (
     ModelConfigError,
     ModelError,
@@ -18,7 +22,8 @@ from services.worker.models.errors import (
     ModelTensorError,
     UnsupportedModel,
 )
-from services.worker.models.loader import load_weights
+from services.worker.models.load import load_model
+from services.worker.models.model import LoadOptions
 from tests.tiny_models import edit_config, save_tiny_model
 
 
@@ -36,9 +41,8 @@ def sharded(tmp_path: Path) -> Path:
 
 def load(directory: Path) -> None:
     """Everything that a start reads."""
-    config = read_model_config(directory)
-    resolve_max_model_len(config, None, directory / "config.json")
-    load_weights(config, open_checkpoint(directory), torch.float32, TorchKernels(), lambda *_: None)
+    options = LoadOptions(None, DtypeSetting.FLOAT32)
+    load_model(open_checkpoint(directory), options, TorchKernels(), lambda *_: None)
 
 
 def refusal(directory: Path, kind: type[ModelError]) -> str:
@@ -53,16 +57,14 @@ def refusal(directory: Path, kind: type[ModelError]) -> str:
 
 def test_sound_directory_loads_with_progress_by_layer(directory: Path) -> None:
     seen = []
-    config = read_model_config(directory)
-    weights = load_weights(
-        config,
+    loaded = load_model(
         open_checkpoint(directory),
-        torch.float32,
+        LoadOptions(None, DtypeSetting.AUTO),
         TorchKernels(),
         lambda done, total: seen.append((done, total)),
     )
     assert seen == [(1, 2), (2, 2)]
-    assert len(weights.layers) == 2
+    assert (loaded.dtype, loaded.max_model_len) == (torch.float32, 512)
 
 
 def test_missing_config(directory: Path) -> None:
@@ -87,8 +89,7 @@ def test_config_that_is_no_object(directory: Path) -> None:
 def test_unsupported_architecture(directory: Path) -> None:
     edit_config(directory, architectures=["GPT2LMHeadModel"])
     assert refusal(directory, UnsupportedModel) == (
-        "config.json: architecture GPT2LMHeadModel is not supported; supported are "
-        "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"
+        "config.json: architecture GPT2LMHeadModel is no decoder that can be served"
     )
 
 
@@ -115,37 +116,10 @@ def test_wrong_value_in_config(directory: Path, changes: dict[str, object], prob
     assert refusal(directory, ModelConfigError).startswith(f"config.json: {problem}")
 
 
-def test_sliding_window_needs_a_length_within_it(tmp_path: Path) -> None:
-    save_tiny_model(tmp_path, "mistral")
-    edit_config(tmp_path, sliding_window=128)
-    assert refusal(tmp_path, UnsupportedModel) == (
-        "config.json: sliding_window is 128, and sliding-window attention is not supported; "
-        "set max_model_len to 128 or less"
-    )
-    config = read_model_config(tmp_path)
-    assert resolve_max_model_len(config, 128, tmp_path / "config.json") == 128
-
-
-@pytest.mark.parametrize(
-    ("changes", "window"),
-    [
-        ({"sliding_window": 64}, None),
-        ({"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 2}, None),
-        ({"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}, 64),
-    ],
-)
-def test_qwen_slides_in_the_layers_above_max_window_layers(
-    tmp_path: Path, changes: dict[str, object], window: int | None
-) -> None:
-    save_tiny_model(tmp_path, "qwen2")
-    edit_config(tmp_path, layer_types=None, **changes)
-    assert read_model_config(tmp_path).sliding_window == window
-
-
 def test_length_beyond_the_model_is_refused(directory: Path) -> None:
     config = read_model_config(directory)
     with pytest.raises(ModelConfigError, match=r"max_model_len is 513, but .* 512 tokens"):
-        resolve_max_model_len(config, 513, directory / "config.json")
+        resolve_max_model_len(config.rope, 513, directory / "config.json")
 
 
 def test_missing_weights(directory: Path) -> None:

@@ -56,15 +56,15 @@ def test_differences_add_up(batch: PersistentBatch) -> None:
     )
     assert batch.slots == [0, 2]
     assert batch.token_ids[2, :9].tolist() == [10, 11, 12, 13, 14, 50, 51, 52, 53]
-    assert batch.block_tables[2, :4].tolist() == [3, 4, 7, 8]
-    assert batch.num_blocks.tolist() == [1, 0, 4, 0]
+    assert batch.block_tables[0, 2, :4].tolist() == [3, 4, 7, 8]
+    assert batch.num_blocks.tolist() == [[1, 0, 4, 0]]
     assert batch.num_tokens[2] == 9
 
 
 def test_a_freed_slot_can_be_taken_in_the_same_step(batch: PersistentBatch) -> None:
     batch.apply(step((2, 1, 0), removed_slots=ints(2), enter=(new(2, [99], [5]),)))
     assert batch.num_tokens[2] == 1
-    assert batch.block_tables[2, : batch.num_blocks[2]].tolist() == [5]
+    assert batch.block_tables[0, 2, : batch.num_blocks[0, 2]].tolist() == [5]
 
 
 def test_a_step_may_only_remove(batch: PersistentBatch) -> None:
@@ -138,8 +138,8 @@ def test_a_contradiction_is_refused_and_changes_nothing(
         batch.apply(contradiction)
     assert batch.slots == [2]
     assert batch.num_tokens[2] == 5
-    assert batch.num_blocks[2] == 2
-    assert batch.block_tables[2, :2].tolist() == [3, 4]
+    assert batch.num_blocks[0, 2] == 2
+    assert batch.block_tables[0, 2, :2].tolist() == [3, 4]
 
 
 def test_a_sequence_at_its_greatest_length_cannot_go_on() -> None:
@@ -156,4 +156,44 @@ def test_sampling_parameters_are_checked_too(batch: PersistentBatch) -> None:
         batch.apply(step((1, 2, 0), enter=(bad,)))
     assert caught.value.field == "temperature"
     assert batch.slots == [2]
-    assert np.array_equal(batch.num_blocks, [0, 0, 2, 0])
+    assert np.array_equal(batch.num_blocks, [[0, 0, 2, 0]])
+
+
+@pytest.fixture
+def hybrid() -> PersistentBatch:
+    """Two groups, the second with a window. Slot 1 came with a hit of two blocks, of which the
+    window shows the second.
+    """
+    batch = PersistentBatch(replace(LIMITS, windows=(None, 4)))
+    tables = (ints(3, 4, 5), ints(0, 6, 7))
+    entering = NewRequest(1, ints(*range(10, 19)), 9, GREEDY, tables)
+    batch.apply(step((1, 1, 8), enter=(entering,)))
+    return batch
+
+
+def test_each_group_has_a_table(hybrid: PersistentBatch) -> None:
+    hybrid.append(1, [50])
+    hybrid.append(1, [51])
+    hybrid.append(1, [52])
+    hybrid.append(1, [53])
+    grown = (appended((1, [8])), appended((1, [9])))
+    hybrid.apply(step((1, 1, 12), appended_blocks=grown))
+    assert hybrid.block_tables[:, 1].tolist() == [[3, 4, 5, 8], [0, 6, 7, 9]]
+
+
+@pytest.mark.parametrize(
+    ("tables", "problem"),
+    [
+        ((ints(3),), "new_requests.block_tables: 1 groups, not 2"),
+        ((ints(0, 3), ints(0, 4)), "new_requests.block_tables: block .0. is not from 1"),
+        ((ints(2, 3), ints(4, 0)), "new_requests.block_tables: block .0. is not from 1"),
+        ((ints(2, 3), ints(0, 0)), "new_requests.block_tables: block .0. is not from 1"),
+        ((ints(2, 3), ints(4)), "slots: slot 0 needs 5 tokens, has room for 4"),
+    ],
+)
+def test_only_a_window_may_leave_the_beginning_of_a_table_empty(
+    hybrid: PersistentBatch, tables: tuple[np.ndarray, ...], problem: str
+) -> None:
+    entering = NewRequest(0, ints(1, 2, 3, 4, 5), 5, GREEDY, tables)
+    with pytest.raises(InvalidStep, match=f"^step 7: {problem}"):
+        hybrid.apply(step((0, 5, 0), enter=(entering,)))

@@ -86,7 +86,7 @@ def run_step(
         sequence.keys = torch.cat((sequence.keys, keys[first : first + count]))
         sequence.values = torch.cat((sequence.values, values[first : first + count]))
         first += count
-    step = attention.begin_step(layout_of(sequences, counts, block_size))
+    step = attention.begin_step([layout_of(sequences, counts, block_size)])
     output = step(0, queries, keys, values, None)
     assert output.shape == (total + padding, NUM_HEADS * HEAD_DIM)
     assert output.isfinite().all()
@@ -127,7 +127,7 @@ def test_what_an_earlier_owner_left_in_a_block_does_no_harm() -> None:
     attention = TorchPagedAttention(shape_of(4, 41))
     broken = Sequence(list(range(1, 41)))
     broken.keys = broken.values = torch.full((160, NUM_KV_HEADS, HEAD_DIM), torch.nan)
-    step = attention.begin_step(layout_of([broken], [160], 4))
+    step = attention.begin_step([layout_of([broken], [160], 4)])
     step(0, torch.randn(160, NUM_HEADS, HEAD_DIM), broken.keys, broken.values, None)
 
     sequences = [Sequence(list(range(1 + 8 * i, 9 + 8 * i))) for i in range(3)]
@@ -160,7 +160,7 @@ def test_keys_and_queries_are_rotated_before_they_meet() -> None:
     sequence = Sequence([1, 2, 3])
     queries = torch.randn(9, NUM_HEADS, HEAD_DIM)
     sequence.keys, sequence.values = expected, torch.randn(9, 2, HEAD_DIM)
-    step = TorchPagedAttention(shape_of(4, 4)).begin_step(layout_of([sequence], [9], 4))
+    step = TorchPagedAttention(shape_of(4, 4)).begin_step([layout_of([sequence], [9], 4)])
     output = step(0, queries, heads, sequence.values, rotation)
     torch.testing.assert_close(
         output, attend_plainly(rotate(queries, rotation), sequence, PLAIN), atol=1e-5, rtol=1e-4
@@ -182,16 +182,54 @@ def test_zeroed_blocks_are_clear_in_every_layer() -> None:
     stale = torch.full((8, NUM_KV_HEADS, HEAD_DIM), torch.nan)
     sequence = Sequence([1, 2])
     sequence.keys = stale
-    step = attention.begin_step(layout_of([sequence], [8], 4))
+    step = attention.begin_step([layout_of([sequence], [8], 4)])
     for layer in range(2):
         step(layer, torch.ones(8, NUM_HEADS, HEAD_DIM), stale.clone(), stale.clone(), None)
     attention.zero_blocks(np.array([1, 2], np.int32))
     # Another request finds itself in both blocks: of nine tokens the last one is new.
     sequence = Sequence([1, 2, 3])
     sequence.keys = torch.empty(9, NUM_KV_HEADS, HEAD_DIM)
-    step = attention.begin_step(layout_of([sequence], [1], 4))
+    step = attention.begin_step([layout_of([sequence], [1], 4)])
     new = torch.ones(1, NUM_KV_HEADS, HEAD_DIM)
     for layer in range(2):
         output = step(layer, torch.zeros(1, NUM_HEADS, HEAD_DIM), new.clone(), new.clone(), None)
         # No score prefers one token to another: eight zeros and a one.
         torch.testing.assert_close(output, torch.full_like(output, 1 / 9))
+
+
+def test_groups_share_pages_and_a_window_reads_only_what_it_shows() -> None:
+    """Two groups of one layer each: one sees everything, one the last five tokens. What the window
+    has left behind is another request's by now, and NaN.
+    """
+    torch.manual_seed(5)
+    windowed = replace(PLAIN, window=5)
+    shape = AttentionShape((PLAIN, windowed), 4, 16, torch.float32, groups=((0,), (1,)))
+    attention = TorchPagedAttention(shape)
+    assert shape.num_pages == 1
+    whole, shown = Sequence([2, 3, 4, 5]), Sequence([6, 7, 8, 9])
+    for count in (9, 1, 3, 1):
+        for sequence in (whole, shown):
+            new = torch.randn(2, count, NUM_KV_HEADS, HEAD_DIM)
+            sequence.keys = torch.cat((sequence.keys, new[0]))
+            sequence.values = torch.cat((sequence.values, new[1]))
+        first_shown = max(len(shown.keys) - count - 5 + 1, 0) // 4
+        attention.zero_blocks(np.array(shown.block_ids[:first_shown], np.int32))
+        shown.block_ids[:first_shown] = [15] * first_shown
+        step = attention.begin_step([layout_of([seq], [count], 4) for seq in (whole, shown)])
+        for layer, sequence in enumerate((whole, shown)):
+            query = torch.randn(count, NUM_HEADS, HEAD_DIM)
+            parts = (sequence.keys[-count:], sequence.values[-count:])
+            output = step(layer, query, parts[0].clone(), parts[1].clone(), None)
+            expected = attend_plainly(query, sequence, shape.layers[layer])
+            torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-4)
+        poison(attention, 15)
+
+
+def poison(attention: TorchPagedAttention, block_id: int) -> None:
+    """Another request fills a block with NaN, in both groups' pages."""
+    broken = Sequence([block_id])
+    broken.keys = broken.values = torch.full((4, NUM_KV_HEADS, HEAD_DIM), torch.nan)
+    step = attention.begin_step([layout_of([broken], [4], 4)] * 2)
+    for layer in range(2):
+        keys, values = broken.keys.clone(), broken.values.clone()
+        step(layer, torch.randn(4, NUM_HEADS, HEAD_DIM), keys, values, None)

@@ -1,0 +1,132 @@
+"""The architectures that run natively, and what each does whatever its config.json says.
+
+All of them are one network, a pre-norm decoder with rotary positions, grouped queries and gated
+MLPs; `Traits` names what differs. A trait is read here and nowhere else by architecture: what
+follows from it stands in ModelConfig, and the layers know only that.
+"""
+
+import enum
+from dataclasses import dataclass, replace
+
+
+class Architecture(enum.Enum):
+    """Architectures by the name that config.json gives them."""
+
+    LLAMA = "LlamaForCausalLM"
+    MISTRAL = "MistralForCausalLM"
+    MIXTRAL = "MixtralForCausalLM"
+    QWEN2 = "Qwen2ForCausalLM"
+    QWEN3 = "Qwen3ForCausalLM"
+    QWEN3_MOE = "Qwen3MoeForCausalLM"
+    GEMMA2 = "Gemma2ForCausalLM"
+    GEMMA3 = "Gemma3ForCausalLM"
+
+
+class Biases(enum.Enum):
+    """Which attention projections have a bias."""
+
+    CONFIGURED = "all four, where attention_bias is true"
+    QKV = "queries, keys and values"
+    NONE = "none"
+
+
+class Windows(enum.Enum):
+    """Which layers see no further back than `sliding_window`."""
+
+    NONE = "none"
+    ALL = "every layer, where sliding_window is set"
+    ALL_IF_ENABLED = "every layer, where use_sliding_window is true"
+    UPPER_IF_ENABLED = "layer_types, else those from max_window_layers on where it is true"
+    PATTERN = "layer_types, else all but each n-th"
+
+
+class ExpertLayout(enum.Enum):
+    """What config.json and checkpoints call experts."""
+
+    MIXTRAL = "mixtral"
+    QWEN3 = "qwen3"
+
+
+class Activation(enum.Enum):
+    """What a gated MLP does to its gate, by the name in config.json."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_pytorch_tanh"
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What an architecture always does, and what holds where its config.json is silent.
+
+    * `mlp_bias`: the MLP has biases where config.json says so.
+    * `qk_norm`: queries and keys are normalized per head.
+    * `default_window` None: without `sliding_window` nothing slides. `window_pattern`: of so many
+      layers the last one does not slide.
+    * `experts` None: MLPs are dense.
+    * `output_norms`: what attention and MLP give is normalized before it joins the residual.
+    * `norm_weight_offset`: checkpoints hold norm weights less this.
+    * `scaled_embedding`: embeddings are multiplied by the root of `hidden_size`.
+    * `query_pre_attn_scalar`: attention is scaled by the root of that key, not of `head_dim`; its
+      default. `softcaps`: defaults of `attn_logit_softcapping` and `final_logit_softcapping`, where
+      these are read.
+    * `local_theta`: base of the rotary embedding of layers that slide, where it is their own.
+    """
+
+    biases: Biases = Biases.CONFIGURED
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    windows: Windows = Windows.NONE
+    default_window: int | None = 4096
+    window_pattern: int = 1
+    experts: ExpertLayout | None = None
+    activation_key: str = "hidden_act"
+    activation: Activation = Activation.SILU
+    output_norms: bool = False
+    norm_weight_offset: float = 0.0
+    scaled_embedding: bool = False
+    query_pre_attn_scalar: int | None = None
+    softcaps: tuple[float | None, float | None] | None = None
+    head_dim: int | None = None
+    tie_word_embeddings: bool = False
+    theta: float = 10_000.0
+    local_theta: float | None = None
+
+
+_GEMMA = Traits(
+    windows=Windows.PATTERN,
+    activation_key="hidden_activation",
+    activation=Activation.GELU_TANH,
+    output_norms=True,
+    norm_weight_offset=1.0,
+    scaled_embedding=True,
+    query_pre_attn_scalar=256,
+    head_dim=256,
+    tie_word_embeddings=True,
+)
+
+TRAITS: dict[Architecture, Traits] = {
+    Architecture.LLAMA: Traits(mlp_bias=True),
+    Architecture.MISTRAL: Traits(biases=Biases.NONE, windows=Windows.ALL),
+    Architecture.MIXTRAL: Traits(
+        biases=Biases.NONE,
+        windows=Windows.ALL,
+        default_window=None,
+        experts=ExpertLayout.MIXTRAL,
+        theta=1_000_000.0,
+    ),
+    Architecture.QWEN2: Traits(biases=Biases.QKV, windows=Windows.UPPER_IF_ENABLED),
+    Architecture.QWEN3: Traits(qk_norm=True, windows=Windows.UPPER_IF_ENABLED, head_dim=128),
+    Architecture.QWEN3_MOE: Traits(
+        qk_norm=True, windows=Windows.ALL_IF_ENABLED, experts=ExpertLayout.QWEN3
+    ),
+    Architecture.GEMMA2: replace(_GEMMA, window_pattern=2, softcaps=(50.0, 30.0)),
+    Architecture.GEMMA3: replace(
+        _GEMMA,
+        window_pattern=6,
+        qk_norm=True,
+        softcaps=(None, None),
+        theta=1_000_000.0,
+        local_theta=10_000.0,
+    ),
+}
+"""One entry for each architecture."""

@@ -1,0 +1,65 @@
+"""Where the experts of a layer lie in a checkpoint.
+
+Each expert by itself, in the names of its architecture, or all of a layer stacked, as transformers
+holds them in memory: whichever the checkpoint has.
+"""
+
+from dataclasses import dataclass
+
+from services.worker.models.architecture import ExpertLayout
+from services.worker.models.layer_config import ExpertsConfig
+
+Shapes = dict[str, tuple[int, ...]]
+
+STACKED_ROUTER = "mlp.gate.weight"
+STACKED_GATE_UP = "mlp.experts.gate_up_proj"
+STACKED_DOWN = "mlp.experts.down_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """Tensors of a layer with experts of their own; in those of an expert stands its number."""
+
+    router: str
+    gate: str
+    up: str
+    down: str
+
+
+_NAMES = {
+    ExpertLayout.MIXTRAL: ExpertNames(
+        router="block_sparse_moe.gate.weight",
+        gate="block_sparse_moe.experts.{}.w1.weight",
+        up="block_sparse_moe.experts.{}.w3.weight",
+        down="block_sparse_moe.experts.{}.w2.weight",
+    ),
+    ExpertLayout.QWEN3: ExpertNames(
+        router="mlp.gate.weight",
+        gate="mlp.experts.{}.gate_proj.weight",
+        up="mlp.experts.{}.up_proj.weight",
+        down="mlp.experts.{}.down_proj.weight",
+    ),
+}
+
+
+def expert_names(config: ExpertsConfig) -> ExpertNames:
+    """Names within a layer, where each expert is by itself."""
+    return _NAMES[config.layout]
+
+
+def expert_tensors(config: ExpertsConfig, hidden_size: int, *, stacked: bool) -> Shapes:
+    """Name within a layer and shape of every tensor of router and experts."""
+    count, inner = config.num_experts, config.intermediate_size
+    if stacked:
+        return {
+            STACKED_ROUTER: (count, hidden_size),
+            STACKED_GATE_UP: (count, 2 * inner, hidden_size),
+            STACKED_DOWN: (count, hidden_size, inner),
+        }
+    names = expert_names(config)
+    shapes: Shapes = {names.router: (count, hidden_size)}
+    for number in range(count):
+        shapes[names.gate.format(number)] = (inner, hidden_size)
+        shapes[names.up.format(number)] = (inner, hidden_size)
+        shapes[names.down.format(number)] = (hidden_size, inner)
+    return shapes

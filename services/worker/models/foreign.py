@@ -1,0 +1,177 @@
+"""Loading decoders that have no native code: transformers reads them and runs their layers.
+
+What cannot work is refused in one sentence before the worker serves: what is no decoder, what does
+not attend in every layer, what attends past transformers' attention interface, and what would give
+a cached key another value later.
+"""
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from services.worker.attention.interface import AttentionLayer
+from services.worker.models.config import resolve_dtype
+from services.worker.models.errors import (
+    ModelConfigError,
+    ModelFileError,
+    ModelTensorError,
+    UnsupportedModel,
+)
+from services.worker.models.foreign_attention import ATTENTION_NAME
+from services.worker.models.foreign_decoder import ForeignDecoder
+from services.worker.models.layer_config import FULL, SLIDING
+from services.worker.models.model import LoadedModel, LoadOptions, tell_loading
+from services.worker.models.probe import Refused
+
+_SHIFTING_ROPES = frozenset({"dynamic", "longrope"})
+
+
+def read_foreign_config(directory: Path) -> PretrainedConfig:
+    """The configuration as transformers reads it.
+
+    Raises UnsupportedModel for what is no decoder that transformers has code for.
+    """
+    path = directory / "config.json"
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:
+        raise UnsupportedModel(
+            path, f"it has no native code, and transformers does not read it: {_line(error)}"
+        ) from error
+    _check_config(config, path)
+    return config
+
+
+def load_foreign(directory: Path, options: LoadOptions) -> LoadedModel:
+    """The decoder and how each of its layers attends. Raises ModelError."""
+    config = read_foreign_config(directory)
+    longest = _max_model_len(config, options.max_model_len, directory / "config.json")
+    stored = config.dtype if isinstance(config.dtype, torch.dtype) else None
+    dtype = resolve_dtype(options.dtype, stored)
+    tell_loading(f"{(config.architectures or [''])[0]}, run by transformers,", directory, dtype)
+    try:
+        model = _load(directory, config, dtype)
+        _check_model(model)
+        decoder = ForeignDecoder(model)
+        layers = _probe(decoder, model)
+        _check_windows(config, layers)
+    except Refused as refusal:
+        name = (config.architectures or ["the model"])[0]
+        raise UnsupportedModel(
+            directory / "config.json", f"{name} {refusal}, and has no native code here"
+        ) from refusal
+    return LoadedModel(
+        model=decoder,
+        architecture=type(model).__name__,
+        dtype=dtype,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        max_model_len=longest,
+        eos_token_ids=_eos_token_ids(config, model),
+        attention=layers,
+    )
+
+
+def _max_model_len(config: PretrainedConfig, asked: int | None, path: Path) -> int:
+    longest: int | None = getattr(config, "max_position_embeddings", None)
+    if longest is None:
+        raise ModelConfigError(path, "max_position_embeddings is missing")
+    if asked is not None and asked > longest:
+        raise ModelConfigError(
+            path, f"max_model_len is {asked}, but the model is made for {longest} tokens"
+        )
+    return longest if asked is None else asked
+
+
+def _eos_token_ids(config: PretrainedConfig, model: PreTrainedModel) -> tuple[int, ...]:
+    told = getattr(model.generation_config, "eos_token_id", None)
+    found = config.eos_token_id if told is None else told
+    if found is None:
+        return ()
+    return tuple(found) if isinstance(found, list) else (int(found),)
+
+
+def _check_config(config: PretrainedConfig, path: Path) -> None:
+    names = config.architectures
+    known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    classes = known if isinstance(known, tuple) else (known,)
+    if not names or not any(cls is not None and cls.__name__ in names for cls in classes):
+        raise UnsupportedModel(
+            path, f"architecture {(names or ['of no name'])[0]} is no decoder that can be served"
+        )
+    if config.is_encoder_decoder:
+        raise UnsupportedModel(path, f"architecture {names[0]} has an encoder")
+    if getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedModel(path, "quantization_config: quantized weights are not read")
+    for index, name in enumerate(getattr(config, "layer_types", None) or []):
+        if name not in (FULL, SLIDING):
+            raise UnsupportedModel(path, f"layer {index} is of type {name!r}, which has no cache")
+    kind = str((getattr(config, "rope_parameters", None) or {}).get("rope_type"))
+    if kind in _SHIFTING_ROPES:
+        raise UnsupportedModel(
+            path, f"rope_type {kind!r} turns cached keys stale when a sequence grows"
+        )
+
+
+def _load(directory: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    loader: Any = AutoModelForCausalLM
+    try:
+        model, told = loader.from_pretrained(
+            directory,
+            config=config,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except Exception as error:
+        if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
+            raise Refused("does not attend through transformers' attention interface") from error
+        raise ModelFileError(directory, f"transformers does not load it: {_line(error)}") from error
+    missing = sorted([*told["missing_keys"], *(key for key, *_ in told["mismatched_keys"])])
+    if missing:
+        raise ModelTensorError(
+            directory, f"tensor {missing[0]} is missing or of another shape than config.json says"
+        )
+    loaded: PreTrainedModel = model.eval()
+    return loaded
+
+
+def _check_model(model: PreTrainedModel) -> None:
+    if getattr(model, "_is_stateful", False):
+        raise Refused("carries a state from token to token")
+    if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
+        raise Refused("takes no positions")
+
+
+@torch.inference_mode()
+def _probe(decoder: ForeignDecoder, model: PreTrainedModel) -> tuple[AttentionLayer, ...]:
+    try:
+        return decoder.probe(model, model.config.num_hidden_layers)
+    except Refused:
+        raise
+    except Exception as error:
+        raise Refused(f"fails on a batch of single tokens ({_line(error)})") from error
+
+
+def _check_windows(config: PretrainedConfig, layers: tuple[AttentionLayer, ...]) -> None:
+    types = getattr(config, "layer_types", None)
+    if types and [name == SLIDING for name in types] != [x.window is not None for x in layers]:
+        raise Refused("does not tell attention which of its layers have a window")
+    if getattr(config, "attention_chunk_size", None) is not None:
+        raise Refused("attends within chunks")
+
+
+def _line(error: Exception) -> str:
+    """The beginning of an error's message as one line."""
+    return " ".join(str(error).split())[:200]

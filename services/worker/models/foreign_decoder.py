@@ -1,0 +1,98 @@
+"""A decoder that transformers runs, over our cache.
+
+The model is transformers' own, whole: its layers, its norms, its head. Only its attention is ours.
+The same division as vLLM's Transformers backend.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from services.worker.attention.interface import AttentionLayer, LayerAttention
+from services.worker.models.foreign_attention import Answer, answering, from_cache
+from services.worker.models.probe import Probe, Refused
+
+_PROBE_TOKENS = 2
+_TOLERANCE = 1e-3
+
+
+class ForeignDecoder:
+    """See Model. The flattened batch goes through as one sequence with the positions of many."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._body: nn.Module = model.base_model
+        self._given = _GivenStates()
+        self._head = _with_body(model, self._given)
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: LayerAttention
+    ) -> torch.Tensor:
+        """Token ids and positions, int64 [n] -> hidden states [n, hidden_size]."""
+        return self._forward(token_ids, positions, from_cache(attention))
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states [n, hidden_size] -> logits, float32 [n, vocab_size].
+
+        With whatever the model does to them after its projection.
+        """
+        self._given.states = hidden[None]
+        dummy = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
+        logits: torch.Tensor = self._head(input_ids=dummy, use_cache=False).logits
+        return logits[0].float()
+
+    def probe(self, model: PreTrainedModel, num_layers: int) -> tuple[AttentionLayer, ...]:
+        """How each layer attends. Raises Refused for a model that cannot be served like this."""
+        token_ids = torch.arange(_PROBE_TOKENS)
+        look = Probe()
+        hidden = self._forward(token_ids, token_ids, look)
+        layers = look.layers(num_layers)
+        logits = self.compute_logits(hidden)
+        with answering(Probe()):
+            whole = model(input_ids=token_ids[None], use_cache=False).logits[0].float()
+        if not torch.allclose(logits, whole, rtol=_TOLERANCE, atol=_TOLERANCE):
+            raise Refused("computes its logits from more than its last hidden states")
+        return layers
+
+    def _forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, answer: Answer
+    ) -> torch.Tensor:
+        with answering(answer):
+            output = self._body(
+                input_ids=token_ids[None], position_ids=positions[None], use_cache=False
+            )
+        hidden: torch.Tensor = output.last_hidden_state
+        return hidden[0]
+
+
+class _States(MoeModelOutputWithPast):
+    """What the body of any decoder answers with: routers' logits and cross-attentions included."""
+
+    cross_attentions = None
+
+
+class _GivenStates(nn.Module):
+    """Stands in for the body of a model and answers with hidden states that are there already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states = torch.empty(0)
+
+    @property
+    def decoder(self) -> "_GivenStates":
+        """Where a model asks a part of its body, as OPT does."""
+        return self
+
+    def forward(self, *_: Any, **__: Any) -> _States:
+        """The states, [1, n, hidden_size]."""
+        return _States(last_hidden_state=self.states)
+
+
+def _with_body(model: PreTrainedModel, body: nn.Module) -> PreTrainedModel:
+    """The model with another body; everything else is shared."""
+    changed = copy.copy(model)
+    changed._modules = {**model._modules, model.base_model_prefix: body}
+    return changed

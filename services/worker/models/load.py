@@ -1,0 +1,77 @@
+"""Loading a model directory: natively where there is code for it, else through transformers."""
+
+from dataclasses import replace
+from importlib.util import find_spec
+
+from services.worker.attention.interface import AttentionLayer
+from services.worker.kernels.interface import Kernels
+from services.worker.models.architecture import Architecture
+from services.worker.models.checkpoint import Checkpoint
+from services.worker.models.config import (
+    read_architecture,
+    read_model_config,
+    resolve_dtype,
+    resolve_max_model_len,
+)
+from services.worker.models.decoder import Decoder
+from services.worker.models.errors import UnsupportedModel
+from services.worker.models.loader import Progress, load_weights
+from services.worker.models.model import LoadedModel, LoadOptions, tell_loading
+from services.worker.models.rope import RopeType
+
+
+def load_model(
+    checkpoint: Checkpoint, options: LoadOptions, kernels: Kernels, progress: Progress
+) -> LoadedModel:
+    """Reads configuration and weights. Raises ModelError for what cannot be served."""
+    directory = checkpoint.directory
+    name = read_architecture(directory)
+    if any(name == native.value for native in Architecture):
+        loaded = _load_natively(checkpoint, options, kernels, progress)
+    elif find_spec("transformers") is None:
+        raise UnsupportedModel(
+            directory / "config.json",
+            f"architecture {name} has no native code, and transformers is not installed",
+        )
+    else:
+        # Only here, since importing transformers takes seconds and a hundred megabytes.
+        from services.worker.models.foreign import load_foreign  # noqa: PLC0415
+
+        loaded = load_foreign(directory, options)
+        progress(1, 1)
+    return replace(loaded, attention=_shortened(loaded.attention, loaded.max_model_len))
+
+
+def _load_natively(
+    checkpoint: Checkpoint, options: LoadOptions, kernels: Kernels, progress: Progress
+) -> LoadedModel:
+    directory = checkpoint.directory
+    config = read_model_config(directory)
+    longest = resolve_max_model_len(config.rope, options.max_model_len, directory / "config.json")
+    dtype = resolve_dtype(options.dtype, config.checkpoint_dtype)
+    tell_loading(config.architecture.value, directory, dtype)
+    weights = load_weights(config, checkpoint, dtype, kernels, progress)
+    return LoadedModel(
+        model=Decoder(config, weights, kernels, longest),
+        architecture=config.architecture.value,
+        dtype=dtype,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        max_model_len=longest,
+        eos_token_ids=config.eos_token_ids,
+        attention=config.attention_layers,
+        rope_length=longest if config.rope.rope_type is RopeType.DYNAMIC else 0,
+    )
+
+
+def _shortened(
+    layers: tuple[AttentionLayer, ...], max_model_len: int
+) -> tuple[AttentionLayer, ...]:
+    """A window that is no shorter than the longest sequence hides nothing, and is none."""
+    return tuple(
+        replace(layer, window=None)
+        if layer.window is not None and layer.window >= max_model_len
+        else layer
+        for layer in layers
+    )

@@ -1,0 +1,97 @@
+"""What follows attention in a layer: one gated MLP, or experts of which each token meets a few."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from services.worker.kernels.interface import Kernels, Linear
+from services.worker.models.architecture import Activation
+
+Gate = Callable[[torch.Tensor], torch.Tensor]
+"""[n, 2 d], gates before the values that they gate -> activation(gate) * value [n, d]."""
+
+
+class Mlp(Protocol):
+    """An MLP over the tokens of a step."""
+
+    def __call__(self, hidden: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """[n, hidden_size] -> the same; rows from `num_tokens` on are padding, finite if they were
+        so.
+        """
+        ...
+
+
+def gate_of(activation: Activation, kernels: Kernels) -> Gate:
+    """The gate of an activation."""
+    match activation:
+        case Activation.SILU:
+            return kernels.silu_mul
+        case Activation.GELU_TANH:
+            return _gelu_tanh_mul
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMlp:
+    """down(activation(gate(x)) * up(x)), gate and up as one matrix. Shazeer, GLU variants."""
+
+    gate_up: Linear
+    down: Linear
+    gate: Gate
+
+    def __call__(self, hidden: torch.Tensor, num_tokens: int) -> torch.Tensor:  # noqa: ARG002
+        """See Mlp."""
+        return self.down(self.gate(self.gate_up(hidden)))
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Gated MLPs behind a router: each token meets the `num_picked` that it scores highest, and
+    gets their weighted sum.
+
+    Tokens are grouped by expert, so that an expert is one multiplication, and those that nobody
+    picked cost nothing. A token's sum runs in the order of the experts' numbers, whoever is in the
+    step with it. `normalized`: the picked weights are scaled to a sum of 1. Jiang et al., Mixtral
+    of Experts.
+    """
+
+    router: Linear
+    experts: tuple[GatedMlp, ...]
+    num_picked: int
+    normalized: bool
+    kernels: Kernels
+
+    def __call__(self, hidden: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """See Mlp."""
+        weights, picked = self._route(hidden)
+        output = torch.zeros_like(hidden)
+        flat = picked[:num_tokens].flatten()
+        order = flat.argsort(stable=True)
+        counts = flat.bincount(minlength=len(self.experts)).tolist()
+        rows = order // self.num_picked
+        shares = weights[:num_tokens].flatten()[order].to(hidden.dtype).unsqueeze(1)
+        first = 0
+        for expert, count in zip(self.experts, counts, strict=True):
+            if count:
+                mine = slice(first, first + count)
+                padding = self.kernels.padded_rows(count) - count
+                inputs = F.pad(hidden[rows[mine]], (0, 0, 0, padding))
+                answers = expert(inputs, count)[:count]
+                output.index_add_(0, rows[mine], answers * shares[mine])
+                first += count
+        return output
+
+    def _route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights, float32, and numbers of the picked experts, each [n, num_picked]."""
+        scores = torch.softmax(self.router(hidden).float(), dim=-1)
+        weights, picked = scores.topk(self.num_picked, dim=-1)
+        if self.normalized:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return weights, picked
+
+
+def _gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh").mul_(up)

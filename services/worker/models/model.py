@@ -1,0 +1,60 @@
+"""A decoder in memory, and what is asked of it."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from services.worker.attention.interface import AttentionLayer, LayerAttention
+from services.worker.models.config import DtypeSetting
+
+logger = logging.getLogger(__name__)
+
+
+class Model(Protocol):
+    """A decoder over a paged cache."""
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: LayerAttention
+    ) -> torch.Tensor:
+        """Token ids and positions, int64 [n] -> hidden states [n, hidden_size]."""
+        ...
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states [n, hidden_size] -> logits, float32 [n, vocab_size]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A decoder in memory, and what the worker must know of it.
+
+    `max_model_len` is the longest sequence to serve. `attention`: how each layer attends.
+    `rope_length`: see model_fingerprint.
+    """
+
+    model: Model
+    architecture: str
+    dtype: torch.dtype
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    attention: tuple[AttentionLayer, ...]
+    rope_length: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """What is asked of a model. `max_model_len` None: what it was made for."""
+
+    max_model_len: int | None
+    dtype: DtypeSetting
+
+
+def tell_loading(architecture: str, directory: Path, dtype: torch.dtype) -> None:
+    """Logs what is about to be read."""
+    logger.info("loading %s from %s in %s", architecture, directory, str(dtype)[6:])

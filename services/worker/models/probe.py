@@ -1,0 +1,93 @@
+"""A look at how a model that transformers runs attends, before it is trusted with a cache.
+
+A few tokens go through the whole model. What its layers ask of attention says what pages they need,
+and what they ask for beyond what a paged cache gives is refused here, by name, instead of being
+computed wrongly later.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+from services.worker.attention.interface import AttentionLayer
+
+_HARMLESS = frozenset(
+    {
+        "position_ids",
+        "cache_position",
+        "is_causal",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+    }
+)
+
+
+class Refused(Exception):
+    """What a model asks of attention and does not get; the message completes 'the model ...'."""
+
+
+class Probe:
+    """Plain causal attention that notes what each layer asks for."""
+
+    def __init__(self) -> None:
+        self._layers: dict[int, AttentionLayer] = {}
+
+    def layers(self, num_layers: int) -> tuple[AttentionLayer, ...]:
+        """Every layer in order. Raises Refused unless each of so many attended once."""
+        if not self._layers:
+            raise Refused("does not attend through transformers' attention interface")
+        if sorted(self._layers) != list(range(num_layers)):
+            raise Refused(
+                f"attends through transformers' attention interface in {len(self._layers)} of "
+                f"its {num_layers} layers only"
+            )
+        shapes = {(x.num_kv_heads, x.head_dim) for x in self._layers.values()}
+        if len(shapes) > 1:
+            raise Refused("has layers whose keys differ in shape")
+        return tuple(self._layers[index] for index in range(num_layers))
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        """Attends; raises Refused for what a paged cache does not do."""
+        index = getattr(module, "layer_idx", None)
+        if not isinstance(index, int) or index in self._layers:
+            raise Refused("has attention that does not belong to one layer")
+        if not getattr(module, "is_causal", True) or options.get("is_causal") is False:
+            raise Refused("sees later tokens")
+        if attention_mask is not None or dropout:
+            raise Refused("wants a mask or dropout of its own")
+        for name, option in options.items():
+            if name not in _HARMLESS and option is not None and option is not False:
+                raise Refused(f"wants {name} in its attention, which is not supported")
+        if query.shape[2] != key.shape[2]:
+            raise Refused("attends to something else than its own tokens")
+        if query.shape[-1] != value.shape[-1] or key.shape[1] != value.shape[1]:
+            raise Refused("has values of another shape than its keys")
+        scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+        self._layers[index] = AttentionLayer(
+            num_heads=query.shape[1],
+            num_kv_heads=key.shape[1],
+            head_dim=query.shape[-1],
+            scale=scale,
+            window=sliding_window,
+            softcap=softcap,
+        )
+        attended = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scale, enable_gqa=True
+        )
+        return attended.transpose(1, 2)

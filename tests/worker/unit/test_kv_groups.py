@@ -1,0 +1,52 @@
+"""Layers are grouped by what they see, in groups of one size."""
+
+import pytest
+import torch
+
+from services.worker.attention.interface import AttentionLayer, AttentionShape
+from services.worker.core.kv_groups import LayerGroup, group_layers
+
+
+def test_layers_that_see_alike_are_one_group() -> None:
+    assert group_layers([None, None, None]) == (LayerGroup(None, (0, 1, 2)),)
+    assert group_layers([64, 64]) == (LayerGroup(64, (0, 1)),)
+
+
+def test_as_many_of_each_kind_make_a_group_of_each() -> None:
+    assert group_layers([64, None, 64, None]) == (
+        LayerGroup(64, (0, 2)),
+        LayerGroup(None, (1, 3)),
+    )
+
+
+def test_five_with_a_window_to_one_without_make_six_groups() -> None:
+    windows = [None if index % 6 == 5 else 512 for index in range(12)]
+    groups = group_layers(windows)
+    assert [group.window for group in groups] == [512] * 5 + [None]
+    assert groups[0].layers == (0, 6)
+    assert groups[4].layers == (4, 10)
+    assert groups[5].layers == (5, 11)
+
+
+def test_the_last_groups_of_a_kind_may_not_be_full() -> None:
+    windows = [None if index % 6 == 5 else 1024 for index in range(62)]
+    groups = group_layers(windows)
+    assert [len(group.layers) for group in groups] == [9, 9, 9, 9, 8, 8, 10]
+    assert sorted(layer for group in groups for layer in group.layers) == list(range(62))
+
+
+def test_almost_as_many_are_padded_rather_than_cut() -> None:
+    groups = group_layers([32, None] * 3 + [32])
+    assert [len(group.layers) for group in groups] == [4, 3]
+
+
+@pytest.mark.parametrize("num_layers", [4, 7])
+def test_groups_share_the_pages_of_a_block(num_layers: int) -> None:
+    groups = group_layers([16 if index % 3 else None for index in range(num_layers)])
+    layer = AttentionLayer(4, 2, 8, 1.0)
+    shape = AttentionShape(
+        (layer,) * num_layers, 4, 10, torch.float32, groups=tuple(g.layers for g in groups)
+    )
+    assert shape.num_pages == max(len(group.layers) for group in groups)
+    assert shape.bytes_per_block == shape.num_pages * 4 * 2 * 2 * 8 * 4
+    assert len(set(zip(shape.group_of, shape.pages_of, strict=True))) == num_layers

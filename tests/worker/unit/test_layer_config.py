@@ -1,0 +1,118 @@
+"""What config.json says of layers, in all its spellings."""
+
+from pathlib import Path
+
+import pytest
+
+from services.worker.models.config import ModelConfig, read_model_config
+from services.worker.models.errors import ModelConfigError, UnsupportedModel
+from tests.tiny_models import TINY_MODELS, edit_config
+
+
+def read(directory: Path, kind: str, **changes: object) -> ModelConfig:
+    """The configuration of a kind with other values; None removes a key."""
+    config = TINY_MODELS[kind].config
+    config.save_pretrained(directory)
+    architecture = type(config).__name__.replace("TextConfig", "Config")
+    edit_config(directory, architectures=[architecture.replace("Config", "ForCausalLM")], **changes)
+    return read_model_config(directory)
+
+
+def windows(config: ModelConfig) -> list[int | None]:
+    return [layer.window for layer in config.layers]
+
+
+ENABLED = {"use_sliding_window": True, "sliding_window": 64, "layer_types": None}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "expected"),
+    [
+        ("llama", {"sliding_window": 64}, [None, None]),
+        ("mistral", {"sliding_window": 64}, [64, 64]),
+        ("mistral_window", {"sliding_window": None}, [4096, 4096]),
+        ("mixtral", {}, [None, None]),
+        ("mixtral", {"sliding_window": 64}, [64, 64]),
+        ("qwen2", {"sliding_window": 64, "layer_types": None}, [None, None]),
+        ("qwen2", {**ENABLED, "max_window_layers": 2}, [None, None]),
+        ("qwen2", {**ENABLED, "max_window_layers": 1}, [None, 64]),
+        ("qwen3_moe_normalized", {"use_sliding_window": True, "sliding_window": 9}, [9, 9]),
+        ("qwen3_moe_normalized", {"sliding_window": 9}, [None, None]),
+        ("gemma2", {"layer_types": None}, [20, None, 20, None]),
+        ("gemma3", {"layer_types": None}, [16] * 5 + [None]),
+        ("gemma3", {"layer_types": None, "sliding_window_pattern": 2}, [16, None] * 3),
+    ],
+)
+def test_which_layers_slide(
+    tmp_path: Path, kind: str, changes: dict[str, object], expected: list[int | None]
+) -> None:
+    assert windows(read(tmp_path, kind, **changes)) == expected
+
+
+def test_a_window_of_null_is_none(tmp_path: Path) -> None:
+    assert windows(read(tmp_path, "mistral")) == [None, None]
+
+
+def test_gemma_3_rotates_layers_with_a_window_by_another_base(tmp_path: Path) -> None:
+    new = [layer.rope for layer in read(tmp_path, "gemma3").layers]
+    assert [rope.theta for rope in new] == [1e4] * 5 + [1e6]
+    assert [layer.rope for layer in read(tmp_path, "gemma3", rope_parameters=None).layers] == new
+    stretched = read(
+        tmp_path,
+        "gemma3",
+        rope_parameters=None,
+        rope_theta=5e5,
+        rope_local_base_freq=2e4,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+    )
+    assert [(x.rope.theta, x.rope.factor) for x in stretched.layers[4:]] == [(2e4, 1), (5e5, 8)]
+
+
+def test_which_layers_have_experts(tmp_path: Path) -> None:
+    layers = read(tmp_path, "qwen3_moe").layers
+    assert [layer.experts is None for layer in layers] == [False, True, False]
+    sparse = read(tmp_path, "qwen3_moe", mlp_only_layers=None, decoder_sparse_step=2).layers
+    assert [layer.experts is None for layer in sparse] == [True, False, True]
+
+
+def test_experts_are_normalized_as_each_does_it(tmp_path: Path) -> None:
+    for kind, normalized in (
+        ("mixtral", True),
+        ("qwen3_moe", False),
+        ("qwen3_moe_normalized", True),
+    ):
+        experts = read(tmp_path, kind).layers[0].experts
+        assert experts is not None
+        assert experts.normalized is normalized
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "problem"),
+    [
+        ("qwen2_window", {"layer_types": ["full_attention"]}, "layer_types must list 5 layers"),
+        ("qwen2_window", {"use_sliding_window": False}, "layer_types slide, but"),
+        ("mistral_window", {"sliding_window": 1}, "sliding_window must be 2 or more"),
+        ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok must be 5 or less"),
+    ],
+)
+def test_contradictions(
+    tmp_path: Path, kind: str, changes: dict[str, object], problem: str
+) -> None:
+    with pytest.raises(ModelConfigError, match=problem):
+        read(tmp_path, kind, **changes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "problem"),
+    [
+        ("qwen3", {"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
+        ("gemma2", {"hidden_activation": "relu"}, "hidden_activation 'relu' is not supported"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+    ],
+)
+def test_what_layers_do_not_do_is_refused_by_name(
+    tmp_path: Path, kind: str, changes: dict[str, object], problem: str
+) -> None:
+    with pytest.raises(UnsupportedModel, match=problem):
+        read(tmp_path, kind, **changes)
