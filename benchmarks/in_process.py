@@ -192,7 +192,7 @@ class InProcess:
         shape = ReplicaShape(description_to_message(built), built.num_blocks)
         config = make_config(SchedulerSettings(kvpool="", workers=()), shape)
         local = LocalEngine(_limits(built, config))
-        pool = InProcessPool(built.num_blocks, built.block_size)
+        pool = InProcessPool(built.num_blocks, built.block_size, groups=config.groups)
         local.engine = Engine(
             Scheduler(config, pool),
             RunnerExecutor(worker.runner, self._compute),

@@ -28,6 +28,7 @@ from services.common.telemetry import configure_tracing
 from services.worker.adapters.compute import ComputeThread
 from services.worker.adapters.servicer import WorkerServicer
 from services.worker.core.engine import Engine, WorkerDescription
+from services.worker.core.kv_groups import LayerGroup
 from services.worker.core.runner import Runner
 from services.worker.core.step import StepInput, StepOutput
 
@@ -95,7 +96,7 @@ def description(max_num_seqs: int, num_blocks: int) -> WorkerDescription:
         max_model_len=MAX_MODEL_LEN,
         vocab_size=VOCAB_SIZE,
         eos_token_ids=(),
-        num_layers=1,
+        groups=(LayerGroup(None, (0,)),),
         block_size=BLOCK_SIZE,
         num_blocks=num_blocks,
         bytes_per_block=0,
