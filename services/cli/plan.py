@@ -18,7 +18,9 @@ from services.common.settings import env_prefix
 
 # Which services each setting belongs to, where it has the same name there.
 OWNERS: dict[str, tuple[str, ...]] = {
+    "device": ("worker",),
     "dtype": ("worker",),
+    "gpu_memory_utilization": ("worker",),
     "num_threads": ("worker",),
     "kv_cache_memory_bytes": ("worker",),
     "num_blocks": ("worker",),

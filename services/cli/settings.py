@@ -30,6 +30,10 @@ class UpSettings:
     dtype: str | None = setting(
         None, doc="data type of weights and KV cache: auto, float32, bfloat16"
     )
+    device: str | None = setting(None, doc="what the worker computes on: auto, cpu, cuda")
+    gpu_memory_utilization: float | None = setting(
+        None, doc="share of the GPU's memory that the worker may use", check=between(0.01, 1)
+    )
     num_threads: int | None = setting(
         None, doc="threads that the worker computes with", check=at_least(1)
     )

@@ -4,6 +4,7 @@ The host computes ahead of a CUDA device: uploads and downloads are queued behin
 there and do not wait for it, and neither may anything else between two steps.
 """
 
+import enum
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -13,6 +14,21 @@ import torch
 from services.common.errors import StepwellError
 
 Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class DeviceSetting(enum.Enum):
+    """Which device a worker computes on; auto: CUDA where torch finds it, else the CPU."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether that is CUDA, on this machine."""
+        return self is DeviceSetting.CUDA or (
+            self is DeviceSetting.AUTO and torch.cuda.is_available()
+        )
 
 
 class UnsuitableDevice(StepwellError):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from services.common.logs import LogFormat, LogLevel
 from services.common.settings import at_least, between, existing_directory, setting
+from services.worker.device import DeviceSetting
 from services.worker.models.config import DtypeSetting
 
 
@@ -21,12 +22,17 @@ class WorkerSettings:
     served_model_name: str | None = setting(
         None, doc="name of the model (default: the directory's)"
     )
+    device: DeviceSetting = setting(
+        DeviceSetting.AUTO, doc="what to compute on; auto is cuda where torch finds it, else cpu"
+    )
     dtype: DtypeSetting = setting(
         DtypeSetting.AUTO,
         doc="data type of weights and KV cache; auto is the checkpoint's where the processor "
-        "computes in it, else float32",
+        "computes in it, else float32, and on CUDA bfloat16",
     )
-    block_size: int = setting(16, doc="tokens per block", check=between(1, 1024))
+    block_size: int | None = setting(
+        None, doc="tokens per block (default: 16, on CUDA 64)", check=between(1, 1024)
+    )
     max_model_len: int | None = setting(
         None,
         doc="longest sequence, prompt and output together, in tokens (default: the model's, "
@@ -48,7 +54,13 @@ class WorkerSettings:
     )
     memory_utilization: float = setting(
         0.7,
-        doc="share of the memory available after loading that KV cache and activations may use",
+        doc="share of the memory available after loading that KV cache and activations may use, "
+        "on the CPU",
+        check=between(0.01, 1),
+    )
+    gpu_memory_utilization: float = setting(
+        0.9,
+        doc="share of the GPU's memory that weights, activations and KV cache may use, on CUDA",
         check=between(0.01, 1),
     )
     otlp_endpoint: str = setting(

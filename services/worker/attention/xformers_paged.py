@@ -123,9 +123,14 @@ class XformersPagedAttention:
         self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes keys and values [n, num_kv_heads, head_dim] to cache slots [n]; the pools."""
-        keys, values = self._pools[self._pages_of[layer]].unbind(0)
+        keys, values = self.pools(layer)
         keys.index_copy_(0, slots, key)
         values.index_copy_(0, slots, value)
+        return keys, values
+
+    def pools(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer, [num_blocks * block_size, num_kv_heads, head_dim] each."""
+        keys, values = self._pools[self._pages_of[layer]].unbind(0)
         return keys, values
 
 

@@ -6,16 +6,13 @@ a device may record it once and repeat it, without a Python call in between.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-import numpy as np
 import torch
 
 from services.worker.attention.interface import Int64Array, LayerAttention, StepLayout
 from services.worker.device import Device
-
-if TYPE_CHECKING:
-    from services.worker.models.model import Model
+from services.worker.models.model import Model
 
 
 class DecodeStep(LayerAttention, Protocol):
@@ -45,7 +42,7 @@ class StaticAttention(Protocol):
 class DecodeBuckets:
     """The programs of a model, by their number of lanes."""
 
-    def __init__(self, model: "Model", attention: StaticAttention, device: Device) -> None:
+    def __init__(self, model: Model, attention: StaticAttention, device: Device) -> None:
         self._model = model
         self._attention = attention
         self._device = device
@@ -63,7 +60,7 @@ class DecodeBuckets:
 
 
 class _Program:
-    def __init__(self, model: "Model", step: DecodeStep, device: Device) -> None:
+    def __init__(self, model: Model, step: DecodeStep, device: Device) -> None:
         lanes, there = step.num_lanes, device.torch_device
         self._device = device
         self._step = step
@@ -86,13 +83,3 @@ class _Program:
 def is_decodes_alone(layout: StepLayout) -> bool:
     """Whether every request of a step has one token."""
     return layout.num_decodes == len(layout.seq_lens)
-
-
-def powers_of_two(most: int) -> list[int]:
-    """1, 2, 4, ... up to the first that is not below `most`."""
-    return [1 << exponent for exponent in range((most - 1).bit_length() + 1)]
-
-
-def lanes_to_record(max_num_seqs: int) -> np.ndarray:
-    """Numbers of lanes that steps may need, largest first: the others fit into its memory."""
-    return np.array(powers_of_two(max_num_seqs)[::-1])

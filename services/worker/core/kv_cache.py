@@ -48,17 +48,27 @@ class KVCacheDemand:
 
 
 @dataclass(frozen=True, slots=True)
-class KVCacheMemory:
-    """The memory for the cache: a number of blocks or of bytes, or else a share of what is free.
+class FreeMemory:
+    """Memory of which a share may be used: `utilization` of `of_bytes`.
 
-    `activation_bytes` is what the largest step needs besides weights and cache.
+    What is `used_bytes` of the share already, and what the largest step needs besides weights and
+    cache, is not for the cache. `of_what` completes the sentence "64 GiB ...".
     """
+
+    of_bytes: int
+    utilization: float
+    activation_bytes: int
+    used_bytes: int = 0
+    of_what: str = "available after loading"
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheMemory:
+    """The memory for the cache: a number of blocks or of bytes, or else a share of what is free."""
 
     num_blocks: int | None
     kv_cache_memory_bytes: int | None
-    memory_utilization: float
-    available_bytes: int
-    activation_bytes: int
+    free: FreeMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +118,13 @@ def _fitting_blocks(demand: KVCacheDemand, memory: KVCacheMemory) -> tuple[int, 
     if memory.kv_cache_memory_bytes is not None:
         size = memory.kv_cache_memory_bytes
         return size // demand.bytes_per_block, f"kv_cache_memory_bytes {_mib(size)}"
-    share = int(memory.available_bytes * memory.memory_utilization)
-    size = max(share - memory.activation_bytes, 0)
+    free = memory.free
+    share = int(free.of_bytes * free.utilization)
+    size = max(share - free.used_bytes - free.activation_bytes, 0)
+    used = f"{_mib(free.used_bytes)} in use and " if free.used_bytes else ""
     return size // demand.bytes_per_block, (
-        f"{_mib(size)}, which is {memory.memory_utilization:.0%} of {_mib(memory.available_bytes)} "
-        f"available after loading, less {_mib(memory.activation_bytes)} for activations"
+        f"{_mib(size)}, which is {free.utilization:.0%} of {_mib(free.of_bytes)} {free.of_what}, "
+        f"less {used}{_mib(free.activation_bytes)} for activations"
     )
 
 

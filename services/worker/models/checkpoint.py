@@ -20,6 +20,7 @@ from services.worker.models.json_file import read_json_object
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+CPU = torch.device("cpu")
 _LENGTH_BYTES = 8
 _READABLE = {"F32", "BF16", "F16", "F64"}
 
@@ -38,10 +39,11 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Every tensor of a model directory by name; nothing is loaded yet."""
+    """Every tensor of a model directory by name; nothing is loaded yet. `device`: where to."""
 
     directory: Path
     tensors: dict[str, TensorInfo]
+    device: torch.device = CPU
 
     @property
     def source(self) -> Path:
@@ -87,7 +89,8 @@ class Checkpoint:
             handles = {}
             for file in self.files:
                 try:
-                    handles[file] = stack.enter_context(safe_open(file, framework="pt"))
+                    opened = safe_open(file, framework="pt", device=str(self.device))
+                    handles[file] = stack.enter_context(opened)
                 except (OSError, SafetensorError) as error:
                     raise ModelFileError(file, f"the file cannot be read: {error}") from error
             yield TensorReader(self, handles)
@@ -116,14 +119,16 @@ class TensorReader:
         return entry.to(dtype).clone()
 
 
-def open_checkpoint(directory: Path) -> Checkpoint:
+def open_checkpoint(directory: Path, device: torch.device = CPU) -> Checkpoint:
     """Finds the tensors of a model directory and checks its files. Raises ModelFileError."""
     single, index = directory / SINGLE_FILE, directory / INDEX_FILE
     if single.exists():
-        return Checkpoint(directory, {tensor.name: tensor for tensor in read_header(single)})
+        return Checkpoint(
+            directory, {tensor.name: tensor for tensor in read_header(single)}, device
+        )
     if not index.exists():
         raise ModelFileError(single, f"the file is missing, and so is {INDEX_FILE}")
-    return Checkpoint(directory, _read_shards(directory, index))
+    return Checkpoint(directory, _read_shards(directory, index), device)
 
 
 def read_header(file: Path) -> list[TensorInfo]:

@@ -54,12 +54,12 @@ class Decoder:
         self._weights = weights
         self._kernels = kernels
         self._norms = [*(layer.input_norm for layer in weights.layers), weights.norm]
-        dtype = weights.embedding.dtype
+        dtype, device = weights.embedding.dtype, weights.embedding.device
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         ropes = list(dict.fromkeys(layer.rope for layer in config.layers))
         self._rope_of = [ropes.index(layer.rope) for layer in config.layers]
         self._cos_sin = [
-            cos_sin_table(rope, config.head_dim, max_model_len, dtype) for rope in ropes
+            cos_sin_table(rope, config.head_dim, max_model_len, dtype, device) for rope in ropes
         ]
 
     def forward(

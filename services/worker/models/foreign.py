@@ -48,8 +48,8 @@ def read_foreign_config(directory: Path) -> PretrainedConfig:
     return config
 
 
-def load_foreign(directory: Path, options: LoadOptions) -> LoadedModel:
-    """The decoder and how each of its layers attends. Raises ModelError."""
+def load_foreign(directory: Path, options: LoadOptions, device: torch.device) -> LoadedModel:
+    """The decoder, on a device, and how each of its layers attends. Raises ModelError."""
     config = read_foreign_config(directory)
     longest = _max_model_len(config, options.max_model_len, directory / "config.json")
     stored = config.dtype if isinstance(config.dtype, torch.dtype) else None
@@ -66,6 +66,8 @@ def load_foreign(directory: Path, options: LoadOptions) -> LoadedModel:
         raise UnsupportedModel(
             directory / "config.json", f"{name} {refusal}, and has no native code here"
         ) from refusal
+    if model.device != device:
+        model.to(device)  # type: ignore[arg-type]
     return LoadedModel(
         model=decoder,
         architecture=type(model).__name__,

@@ -37,7 +37,7 @@ def load_model(
         # Only here, since importing transformers takes seconds and a hundred megabytes.
         from services.worker.models.foreign import load_foreign  # noqa: PLC0415
 
-        loaded = load_foreign(directory, options)
+        loaded = load_foreign(directory, options, checkpoint.device)
         progress(1, 1)
     return replace(loaded, attention=_shortened(loaded.attention, loaded.max_model_len))
 
@@ -62,6 +62,7 @@ def _load_natively(
         eos_token_ids=config.eos_token_ids,
         attention=config.attention_layers,
         rope_length=longest if config.rope.rope_type is RopeType.DYNAMIC else 0,
+        is_static=all(layer.experts is None for layer in config.layers),
     )
 
 

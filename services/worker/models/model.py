@@ -32,7 +32,8 @@ class LoadedModel:
     """A decoder in memory, and what the worker must know of it.
 
     `max_model_len` is the longest sequence to serve. `attention`: how each layer attends.
-    `rope_length`: see model_fingerprint.
+    `rope_length`: see model_fingerprint. `is_static`: what it computes for a step depends on the
+    number of tokens alone, never on values, so that a device can record it.
     """
 
     model: Model
@@ -45,6 +46,7 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     attention: tuple[AttentionLayer, ...]
     rope_length: int = 0
+    is_static: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,12 +168,16 @@ def inverse_frequencies(
 
 
 def cos_sin_table(
-    rope: RopeConfig, head_dim: int, max_model_len: int, dtype: torch.dtype
+    rope: RopeConfig,
+    head_dim: int,
+    max_model_len: int,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin of every position below `max_model_len`: two [max_model_len, head_dim / 2]."""
     frequencies, factor = inverse_frequencies(rope, head_dim, max_model_len)
     angles = torch.outer(torch.arange(max_model_len, dtype=torch.float32), frequencies)
-    return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+    return (angles.cos() * factor).to(device, dtype), (angles.sin() * factor).to(device, dtype)
 
 
 def _llama3(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:

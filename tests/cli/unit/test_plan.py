@@ -25,7 +25,9 @@ SETTINGS: dict[str, type[Any]] = {
 EVERYTHING = {
     "served_model_name": "other",
     "api_keys": ("one", "two"),
+    "device": "cpu",
     "dtype": "float32",
+    "gpu_memory_utilization": 0.5,
     "num_threads": 3,
     "kv_cache_memory_bytes": 1_000_000,
     "num_blocks": 50,

@@ -6,53 +6,88 @@ forward and two steps in flight; what a graph would repeat is called again inste
 
 from pathlib import Path
 
+import pytest
 import torch
+from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
 from services.worker.attention.interface import AttentionShape
+from services.worker.attention.xformers_paged import XformersPagedAttention
 from services.worker.core.batch import BatchLimits
 from services.worker.core.decode_buckets import DecodeBuckets
+from services.worker.core.kv_groups import group_layers
 from services.worker.core.lookahead import Lookahead
 from services.worker.core.runner import Runner
 from services.worker.kernels.cuda_kernels import CudaKernels
 from services.worker.models.checkpoint import open_checkpoint
-from services.worker.models.config import read_model_config
-from services.worker.models.decoder import Decoder
-from services.worker.models.loader import load_weights
+from services.worker.models.config import DtypeSetting
+from services.worker.models.load import load_model
+from services.worker.models.model import LoadOptions
 from tests.tiny_models import save_tiny_model
 from tests.worker.interpreted.interpreted_ops import InterpretedSplitK, WideCpu
-from tests.worker.runner_driver import GREEDY, build_runner
+from tests.worker.runner_driver import GREEDY, MAX_MODEL_LEN, build_runner
 from tests.worker.step_story import DRAWN, PENALISED, run_plainly, run_two_in_flight, story
 
-MAX_MODEL_LEN = 512
+BLOCK_SIZE, NUM_BLOCKS, MAX_NUM_SEQS = 16, 40, 16
+
+
+def save_uniform(directory: Path) -> None:
+    """Two layers that attend alike."""
+    save_tiny_model(directory, "mistral")
+
+
+def save_hybrid(directory: Path) -> None:
+    """One layer with a window of 7 and one without: two KV-cache groups."""
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        vocab_size=320,
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=MAX_MODEL_LEN,
+        initializer_range=0.25,
+        sliding_window=7,
+        layer_types=["sliding_attention", "full_attention"],
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
 
 
 def runner_as_on_cuda(directory: Path) -> Runner:
-    config = read_model_config(directory)
-    device = WideCpu()
-    kernels = CudaKernels(device, MAX_MODEL_LEN, InterpretedSplitK)
-    weights = load_weights(
-        config, open_checkpoint(directory), torch.float32, kernels, lambda *_: None
+    kernels, device = CudaKernels(), WideCpu()
+    options = LoadOptions(MAX_MODEL_LEN, DtypeSetting.FLOAT32)
+    loaded = load_model(open_checkpoint(directory), options, kernels, lambda *_: None)
+    groups = group_layers([layer.window for layer in loaded.attention])
+    shape = AttentionShape(
+        loaded.attention,
+        BLOCK_SIZE,
+        NUM_BLOCKS,
+        torch.float32,
+        groups=tuple(group.layers for group in groups),
     )
-    model = Decoder(config, weights, kernels, MAX_MODEL_LEN)
-    attention = kernels.paged_attention(
-        AttentionShape(config.attention_layers, 16, 40, torch.float32)
+    limits = BatchLimits(
+        MAX_NUM_SEQS,
+        MAX_MODEL_LEN,
+        max_num_batched_tokens=512,
+        vocab_size=loaded.vocab_size,
+        block_size=BLOCK_SIZE,
+        num_blocks=NUM_BLOCKS,
+        windows=tuple(group.window for group in groups),
     )
-    limits = BatchLimits(16, MAX_MODEL_LEN, 512, config.vocab_size, 16, 40)
-    return Runner(
-        model,
-        attention,
-        limits,
-        device,
-        Lookahead(device, limits.max_num_seqs),
-        DecodeBuckets(model, attention, device),
-    )
+    attention = XformersPagedAttention(shape, device, limits.max_blocks_per_seq, InterpretedSplitK)
+    assert loaded.is_static
+    buckets = DecodeBuckets(loaded.model, attention, device)
+    return Runner(loaded.model, attention, limits, device, Lookahead(device, MAX_NUM_SEQS), buckets)
 
 
-def test_the_tokens_are_those_of_the_cpu(tmp_path: Path) -> None:
-    save_tiny_model(tmp_path, "mistral")
-    steps = story((GREEDY, DRAWN, DRAWN, PENALISED))
-    expected = run_plainly(build_runner(tmp_path, num_blocks=40), steps)
-    outputs = run_two_in_flight(runner_as_on_cuda(tmp_path), steps)
+@pytest.mark.parametrize("save", [save_uniform, save_hybrid])
+def test_the_tokens_are_those_of_the_cpu(tmp_path: Path, save) -> None:
+    save(tmp_path)
+    plain, as_on_cuda = build_runner(tmp_path, num_blocks=NUM_BLOCKS), runner_as_on_cuda(tmp_path)
+    steps = story((GREEDY, DRAWN, DRAWN, PENALISED), len(as_on_cuda.limits.windows))
+    expected = run_plainly(plain, steps)
+    outputs = run_two_in_flight(as_on_cuda, steps)
     assert [output.token_ids.tolist() for output in outputs] == [
         output.token_ids.tolist() for output in expected
     ]

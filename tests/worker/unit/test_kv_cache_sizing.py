@@ -7,7 +7,7 @@ import pytest
 
 from services.worker.adapters.machine import available_memory_bytes
 from services.worker.core.errors import KVCacheTooSmall
-from services.worker.core.kv_cache import KVCacheDemand, KVCacheMemory, size_kv_cache
+from services.worker.core.kv_cache import FreeMemory, KVCacheDemand, KVCacheMemory, size_kv_cache
 from services.worker.core.kv_groups import LayerGroup
 
 MIB = 2**20
@@ -20,12 +20,11 @@ DEMAND = KVCacheDemand(
     max_model_len_asked=True,
     groups=(LayerGroup(None, (0, 1)),),
 )
+FREE = FreeMemory(of_bytes=80 * MIB, utilization=0.5, activation_bytes=10 * MIB)
 MEMORY = KVCacheMemory(
     num_blocks=None,
     kv_cache_memory_bytes=None,
-    memory_utilization=0.5,
-    available_bytes=80 * MIB,
-    activation_bytes=10 * MIB,
+    free=FREE,
 )
 
 
@@ -39,8 +38,17 @@ def test_a_share_of_what_is_available_less_activations() -> None:
     )
 
 
+def test_a_share_of_a_device_less_what_is_in_use_there() -> None:
+    free = replace(FREE, of_bytes=100 * MIB, used_bytes=25 * MIB, of_what="of the GPU")
+    sizing = size_kv_cache(DEMAND, replace(MEMORY, free=free))
+    assert sizing.explanation == (
+        "15 blocks of 16 tokens, 15.0 MiB: 15.0 MiB, which is 50% of 100.0 MiB of the GPU, less "
+        "25.0 MiB in use and 10.0 MiB for activations"
+    )
+
+
 def test_never_more_than_a_full_batch_and_the_null_block() -> None:
-    sizing = size_kv_cache(DEMAND, replace(MEMORY, available_bytes=1000 * MIB))
+    sizing = size_kv_cache(DEMAND, replace(MEMORY, free=replace(FREE, of_bytes=1000 * MIB)))
     assert sizing.num_blocks == 4 * 10 + 1
     assert "what 4 sequences of 160 tokens can use; 490 would fit in" in sizing.explanation
 
@@ -75,7 +83,7 @@ def test_a_length_that_nobody_asked_for_is_lowered_to_fit() -> None:
 def test_no_room_for_a_single_block() -> None:
     demand = replace(DEMAND, max_model_len_asked=False)
     with pytest.raises(KVCacheTooSmall):
-        size_kv_cache(demand, replace(MEMORY, activation_bytes=900 * MIB))
+        size_kv_cache(demand, replace(MEMORY, free=replace(FREE, activation_bytes=900 * MIB)))
 
 
 HYBRID = (LayerGroup(None, (3,)), LayerGroup(33, (0,)), LayerGroup(33, (1,)))

@@ -1,0 +1,106 @@
+"""A worker on CUDA: what it is built of, and how much memory it may use."""
+
+import gc
+from collections.abc import Callable
+
+import torch
+
+from services.worker.attention.interface import AttentionShape
+from services.worker.core.batch import BatchLimits
+from services.worker.core.decode_buckets import DecodeBuckets
+from services.worker.core.kv_cache import FreeMemory
+from services.worker.core.lookahead import Lookahead
+from services.worker.core.prompt_shapes import every_shape, largest_shapes, run_prompts
+from services.worker.core.runner import Runner
+from services.worker.cuda.checks import check_model, check_setup, find_setup, load_xformers
+from services.worker.cuda.device import CudaDevice
+from services.worker.kernels.cuda_kernels import CudaKernels
+from services.worker.kernels.interface import Kernels
+from services.worker.models.config import DtypeSetting
+from services.worker.platform import Parts
+
+_PROFILE_BLOCKS = 2
+"""The null block, and one for all keys and values of a profiled step."""
+
+
+class CudaPlatform:
+    """The current CUDA device. Raises UnsuitableDevice where the machine lacks something."""
+
+    default_block_size = 64
+
+    def __init__(self, gpu_memory_utilization: float) -> None:
+        check_setup(find_setup())
+        load_xformers()
+        self.device = CudaDevice()
+        self._gpu_memory_utilization = gpu_memory_utilization
+
+    @property
+    def torch_device(self) -> torch.device:
+        """See Platform."""
+        return self.device.torch_device
+
+    def dtype(self, asked: DtypeSetting) -> DtypeSetting:
+        """What every GPU that suits computes in, where nobody asks for another."""
+        return DtypeSetting.BFLOAT16 if asked is DtypeSetting.AUTO else asked
+
+    def kernels(self) -> Kernels:
+        """See Platform."""
+        return CudaKernels()
+
+    def check(self, shape: AttentionShape) -> None:
+        """See Platform."""
+        check_model(shape.layers, shape.block_size, shape.dtype)
+
+    def runner(self, parts: Parts) -> Runner:
+        """A runner that runs ahead, and repeats recorded decodes where the model allows it."""
+        # Only here: importing it imports xFormers, which a worker on the CPU does without.
+        from services.worker.attention.xformers_paged import (  # noqa: PLC0415
+            XformersPagedAttention,
+        )
+
+        device, limits, model = self.device, parts.limits, parts.loaded.model
+        attention = XformersPagedAttention(parts.shape, device, limits.max_blocks_per_seq)
+        buckets = DecodeBuckets(model, attention, device) if parts.loaded.is_static else None
+        lookahead = Lookahead(device, limits.max_num_seqs)
+        return Runner(model, attention, limits, device, lookahead, buckets)
+
+    def free_memory(self, parts: Parts) -> FreeMemory:
+        """The GPU's, less what is in use and the peak of the largest steps.
+
+        The steps run for real, over a cache of one block that all their tokens share.
+        """
+        _release()
+        held = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        small = parts.sized(_PROFILE_BLOCKS, parts.limits.max_model_len)
+        runner = self.runner(small)
+        for shape in largest_shapes(small.limits):
+            run_prompts(runner, small.limits, shape)
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - held
+        del runner
+        _release()
+        free, total = torch.cuda.mem_get_info()
+        return FreeMemory(
+            of_bytes=total,
+            utilization=self._gpu_memory_utilization,
+            activation_bytes=peak,
+            used_bytes=total - free,
+            of_what="of the GPU",
+        )
+
+    def warm_up(
+        self, runner: Runner, limits: BatchLimits, progress: Callable[[int, int], None]
+    ) -> None:
+        """Compiles every kernel that steps need, and records every program of decodes."""
+        shapes = every_shape(limits)
+        for number, shape in enumerate(shapes):
+            run_prompts(runner, limits, shape)
+            progress(number + 1, len(shapes))
+
+
+def _release() -> None:
+    """Gives unused memory back to the device, so that it counts as free."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
