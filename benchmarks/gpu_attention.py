@@ -1,0 +1,224 @@
+"""What the worker does on a GPU: is it right, and how near the memory's speed is it?
+
+    python -m benchmarks.gpu_attention                   # all of it, some minutes
+    python -m benchmarks.gpu_attention correctness       # each part by itself
+    python -m benchmarks.gpu_attention attention
+    python -m benchmarks.gpu_attention model
+
+* correctness: mixed batches and recorded decodes through xFormers against attention written out.
+* attention: bytes of keys and values that decodes read a second, beside a plain copy's.
+* model: a random model of 8 billion parameters, Llama 3.1's shape, in bfloat16: bytes that a decode
+  step reads, and tokens a second beside transformers' continuous batching.
+
+Needs torch, numpy, xFormers and Triton (`stepwell[gpu]`), for the last part transformers; starts no
+service. Exits with 1 where something is wrong, or where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from services.worker.attention.interface import AttentionLayer, AttentionShape, StepLayout
+from services.worker.cuda.checks import find_setup
+from services.worker.cuda.device import CudaDevice
+from services.worker.cuda.platform import CudaPlatform
+from services.worker.device import UnsuitableDevice
+
+if TYPE_CHECKING:
+    from benchmarks.paged_world import Case
+
+TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 2e-2}
+COPY_BYTES = 2**30
+CACHE_BYTES = 512 * 2**20
+"""Keys and values that one measurement reads: several times what a GPU's cache holds."""
+BATCHES = (1, 16, 64, 256)
+CONTEXT, BLOCK_SIZE = 4096, 64
+LAYER = AttentionLayer(32, 8, 128, 128**-0.5)
+
+
+def main() -> int:
+    """Runs the parts that the command line names."""
+    parts = {"correctness": correctness, "attention": attention, "model": model}
+    parser = argparse.ArgumentParser(description="measures the worker on a GPU")
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(parts)} (default: all)")
+    chosen = parser.parse_args().parts or list(parts)
+    unknown = [name for name in chosen if name not in parts]
+    if unknown:
+        parser.error(f"there is no part {unknown[0]}")
+    if not torch.cuda.is_available():
+        print("There is no GPU here, so nothing was run.", file=sys.stderr)
+        return 1
+    try:
+        platform = CudaPlatform(gpu_memory_utilization=0.9)
+    except UnsuitableDevice as error:
+        print(error.message, file=sys.stderr)
+        return 1
+    setup = find_setup()
+    print(f"{setup.device_name}, torch {torch.__version__}, Triton {setup.triton}, ", end="")
+    print(f"xFormers {setup.xformers}, {platform.device.num_processors} multiprocessors")
+    copy = copy_bandwidth()
+    print(f"copy bandwidth: {copy / 1e9:.0f} GB/s, read and written together")
+    results = [parts[name](platform, copy) for name in chosen]
+    return 0 if all(results) else 1
+
+
+def copy_bandwidth() -> float:
+    """Bytes read and written a second by a copy on the device."""
+    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * COPY_BYTES / seconds(lambda: target.copy_(source))
+
+
+def seconds(work: Callable[[], object], repeats: int = 20) -> float:
+    """The shortest of several runs on the device."""
+    times = []
+    for _ in range(repeats + 3):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return min(times[3:])
+
+
+def correctness(platform: CudaPlatform, _copy: float) -> bool:
+    """Prints the largest difference of every case; whether all are within their tolerance."""
+    from benchmarks.paged_world import PagedWorld  # noqa: PLC0415
+
+    print("\n| case | mixed | recorded | seconds, compiling included | |")
+    print("| --- | ---: | ---: | ---: | --- |")
+    right = True
+    for case in cases():
+        torch.manual_seed(1)
+        begun = time.monotonic()
+        world = PagedWorld(case, platform.device, 7, 2048)
+        world.remember([0, 37, 300, 1900, 45, 700, 0])
+        mixed = world.step([1, 1, 1, 1, 17, 300, 3])
+        world = PagedWorld(case, platform.device, 33, 2048)
+        world.remember([(61 * sequence) % 1990 for sequence in range(33)])
+        recorded = world.recorded_steps(4)
+        took = time.monotonic() - begun
+        good = max(mixed, recorded) < TOLERANCE[case.dtype]
+        right &= good
+        figures = f"{mixed:.1e} | {recorded:.1e} | {took:.1f}"
+        print(f"| {named(case)} | {figures} | {verdict(good)} |", flush=True)
+    return right & splits(platform.device)
+
+
+def verdict(good: bool) -> str:
+    """Nothing, or that something is wrong."""
+    return "" if good else "WRONG"
+
+
+def cases() -> Iterator[Case]:
+    """Page sizes, ratios of heads, sizes of heads, windows and data types."""
+    from benchmarks.paged_world import Case  # noqa: PLC0415
+
+    for dtype, block_size in product((torch.bfloat16, torch.float16), (16, 32, 64, 128, 256)):
+        yield Case(block_size, 32, 8, 128, dtype=dtype)
+    for heads, head_dim in product(((8, 8), (8, 1)), (64, 128)):
+        yield Case(64, *heads, head_dim, dtype=torch.bfloat16)
+    for window in (7, 100, 512):
+        yield Case(64, 32, 8, 128, window=window, dtype=torch.bfloat16)
+
+
+def splits(device: CudaDevice) -> bool:
+    """Every number of splits, at batches beyond which the kernel that joins them changes."""
+    from benchmarks.paged_world import Case, PagedWorld  # noqa: PLC0415
+    from services.worker.attention.xformers_ops import PagedOps  # noqa: PLC0415
+
+    print("\n| splits | batch | largest difference to one split | |\n| ---: | ---: | ---: | --- |")
+    right = True
+    case = Case(64, 32, 8, 128, dtype=torch.bfloat16)
+    ops, there = PagedOps(case.layer, case.block_size), device.torch_device
+    for batch in (1, 4, 32):
+        world = PagedWorld(case, device, batch, 8192)
+        world.remember([8192 - 131 * sequence for sequence in range(batch)])
+        tables = device.upload(world.tables)
+        bias = ops.padded_bias([1] * batch, [len(keys) for keys in world.keys], tables)
+        query = torch.randn(batch, 32, 128, device=there, dtype=case.dtype)
+        pools = world.attention.pools(0)
+        whole = ops.attend(query, *pools, bias, 1)
+        for number in (2, 4, 8, 16, 32, 64):
+            difference = float((ops.attend(query, *pools, bias, number) - whole).abs().max())
+            good = difference < TOLERANCE[case.dtype]
+            right &= good
+            print(f"| {number} | {batch} | {difference:.1e} | {verdict(good)} |")
+    return right
+
+
+def named(case: Case) -> str:
+    """The case in a few words."""
+    name = str(case.dtype).removeprefix("torch.")
+    heads = f"{case.num_heads}/{case.num_kv_heads} heads of {case.head_dim}"
+    window = "" if case.window is None else f", window {case.window}"
+    return f"{name}, pages of {case.block_size}, {heads}{window}"
+
+
+def attention(platform: CudaPlatform, copy: float) -> bool:
+    """Prints how fast decodes read their keys and values, recorded, one layer after the other."""
+    print("\n| batch | context | µs a layer | GB/s of keys and values | of copy bandwidth |")
+    print("| ---: | ---: | ---: | ---: | ---: |")
+    for batch in BATCHES:
+        size = batch * CONTEXT * 2 * LAYER.num_kv_heads * LAYER.head_dim * 2
+        num_layers = max(-(-CACHE_BYTES // size), 1)
+        took = seconds(decodes(platform.device, batch, num_layers)) / num_layers
+        rate = size / took
+        print(f"| {batch} | {CONTEXT} | {took * 1e6:.0f} | {rate / 1e9:.0f} | {rate / copy:.0%} |")
+    return True
+
+
+def decodes(device: CudaDevice, batch: int, num_layers: int) -> Callable[[], torch.Tensor]:
+    """One decode of `batch` sequences through so many layers' attention, recorded."""
+    from services.worker.attention.xformers_paged import XformersPagedAttention  # noqa: PLC0415
+
+    width = CONTEXT // BLOCK_SIZE
+    shape = AttentionShape(
+        (LAYER,) * num_layers, BLOCK_SIZE, batch * width + 1, torch.bfloat16, device.torch_device
+    )
+    step = XformersPagedAttention(shape, device, width).decode_step(batch)
+    blocks = 1 + np.random.default_rng(0).permutation(batch * width).astype(np.int32)
+    tables = blocks.reshape(batch, width)
+    step.set(
+        [
+            StepLayout(
+                num_decodes=batch,
+                query_starts=np.arange(batch + 1, dtype=np.int32),
+                seq_lens=np.full(batch, CONTEXT, np.int32),
+                block_tables=tables,
+                slot_mapping=(tables[:, -1].astype(np.int64) + 1) * BLOCK_SIZE - 1,
+            )
+        ]
+    )
+    query, key, value = (
+        torch.randn(batch, heads, LAYER.head_dim, device=device.torch_device).bfloat16()
+        for heads in (LAYER.num_heads, LAYER.num_kv_heads, LAYER.num_kv_heads)
+    )
+
+    def every_layer() -> torch.Tensor:
+        for index in range(num_layers):
+            output = step(index, query, key, value, None)
+        return output
+
+    return device.record(every_layer)
+
+
+def model(platform: CudaPlatform, copy: float) -> bool:
+    """See gpu_model."""
+    from benchmarks.gpu_model import measure  # noqa: PLC0415
+
+    measure(platform, copy)
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())
