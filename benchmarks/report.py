@@ -14,6 +14,14 @@ HOPS_NOTE = (
     "A step is planned and sent while the one ahead computes: as long as it has to wait in the "
     "worker, the hops around computing cost processor time and no latency."
 )
+OVERHEAD_NOTE = (
+    "From the end of a step in the worker to the end of the next; medians over rounds. Processor "
+    "time is per step."
+)
+HIDDEN_NOTE = (
+    "Alone: the same wait in a bare loop, in the same thread, just before. Throughput is that of "
+    "whole rounds, their median and the best of them."
+)
 _BUSY_LOAD = 0.5
 
 

@@ -67,9 +67,10 @@ async def measure(options: Options, command: str) -> dict[str, Any]:
             stack = NullStack(options.replica(async_scheduling=asynchronous))
             stacks[mode] = await scope.enter_async_context(stack)
         empty = await measure_steps(options, stacks, EMPTY)
-        show("### An empty step", report.overhead_table(empty))
+        show("### An empty step", report.overhead_table(empty), report.OVERHEAD_NOTE)
         filled = await measure_steps(options, stacks, STEP_MILLIS)
-        show(f"### A step of {STEP_MILLIS:g} ms", report.hidden_table(filled))
+        title = f"### A step of {STEP_MILLIS:g} ms"
+        show(title, report.hidden_table(filled), report.HIDDEN_NOTE)
     hops = await measure_hops(options)
     show("### An empty step, hop by hop, sync", report.hops_table(hops))
     rows = [asdict(found_row) for found_row in (*empty, *filled)]
