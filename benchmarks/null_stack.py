@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from benchmarks.stack import end, environment, spawn
+from benchmarks.stack import end, environment, spawn, watch
 from services.cli.readiness import until_serving
 
 BLOCK_SIZE = 16
@@ -58,7 +58,7 @@ class NullStack:
         self._start("scheduler", "services.scheduler", *connect, asynchronous, *traces, *sample)
         try:
             async with asyncio.timeout(START_SECONDS):
-                await until_serving(self.scheduler)
+                await self._until_serving()
         except BaseException:
             self._stop()
             raise
@@ -81,6 +81,18 @@ class NullStack:
         """When each decode step ended since the last call or `set_step`, and of how many."""
         return [(ended, count) for ended, count in await self._ask({})]
 
+    async def _until_serving(self) -> None:
+        """Until all serve. Raises RuntimeError when one of them ends."""
+        serving = asyncio.create_task(until_serving(self.scheduler))
+        watching = asyncio.create_task(watch(self._processes, self._log))
+        try:
+            await asyncio.wait({serving, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if watching.done():
+                watching.result()
+        finally:
+            serving.cancel()
+            watching.cancel()
+
     async def _ask(self, command: dict[str, Any]) -> list[Any]:
         worker = self._processes["worker"]
         assert worker.stdin is not None
@@ -96,8 +108,11 @@ class NullStack:
     def _start(self, name: str, module: str, *flags: object) -> None:
         address = ("--address", self._socket(name))
         command = (sys.executable, "-m", module, *map(str, (*address, *flags)))
-        log = Path(self._directory.name) / f"{name}.log"
-        self._processes[name] = spawn(command, environment(), log, talks=name == "worker")
+        talks = name == "worker"
+        self._processes[name] = spawn(command, environment(), self._log(name), talks=talks)
+
+    def _log(self, name: str) -> Path:
+        return Path(self._directory.name) / f"{name}.log"
 
     def _socket(self, name: str) -> str:
         return f"unix:{self._directory.name}/{name}.sock"

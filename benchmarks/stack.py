@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -56,7 +56,7 @@ class Stack:
 
     def pids(self) -> dict[str, int]:
         """The process of each service."""
-        return {name: process.pid for stage in self._processes for name, process in stage}
+        return {name: process.pid for name, process in self._by_name().items()}
 
     async def __aenter__(self) -> "Stack":
         planned = stages(self._settings, self._addresses, environment())
@@ -65,11 +65,11 @@ class Stack:
         ]
         try:
             async with asyncio.timeout(START_SECONDS), asyncio.TaskGroup() as waiting:
-                watch = waiting.create_task(self._watch())
+                watching = waiting.create_task(watch(self._by_name(), self._log))
                 for stage in planned:
                     for spec in stage.specs:
                         await spec.until_ready()
-                watch.cancel()
+                watching.cancel()
         except BaseException:
             self._stop()
             raise
@@ -89,15 +89,8 @@ class Stack:
     def _log(self, name: str) -> Path:
         return Path(self._directory.name) / f"{name}.log"
 
-    async def _watch(self) -> None:
-        """Raises RuntimeError with its last words as soon as a service ends."""
-        while True:
-            for name, process in (pair for stage in self._processes for pair in stage):
-                if process.poll() is not None:
-                    words = self._log(name).read_text(errors="replace").splitlines()
-                    tail = "\n".join(words[-_TAIL_LINES:])
-                    raise RuntimeError(f"{name} ended with {process.returncode}:\n{tail}")
-            await asyncio.sleep(_LOOK_AGAIN_SECONDS)
+    def _by_name(self) -> dict[str, subprocess.Popen[bytes]]:
+        return {name: process for stage in self._processes for name, process in stage}
 
     def _stop(self) -> None:
         for stage in self._processes:
@@ -119,6 +112,19 @@ def spawn(
             stdout=subprocess.PIPE if talks else output,
             stderr=output,
         )
+
+
+async def watch(
+    processes: Mapping[str, subprocess.Popen[bytes]], log: Callable[[str], Path]
+) -> None:
+    """Raises RuntimeError as soon as a process ends, with the last words of its log."""
+    while True:
+        for name, process in processes.items():
+            if process.poll() is not None:
+                words = log(name).read_text(errors="replace").splitlines()
+                tail = "\n".join(words[-_TAIL_LINES:])
+                raise RuntimeError(f"{name} ended with {process.returncode}:\n{tail}")
+        await asyncio.sleep(_LOOK_AGAIN_SECONDS)
 
 
 def end(processes: Sequence[subprocess.Popen[bytes]], *, ask: bool = True) -> None:
