@@ -160,6 +160,20 @@ TINY_MODELS: dict[str, TinyModel] = {
     ),
 }
 
+ONE_OF_EACH = [
+    "cohere2",
+    "gemma2",
+    "gemma3",
+    "llama",
+    "mistral_window",
+    "mixtral",
+    "opt",
+    "qwen2_window",
+    "qwen3",
+    "qwen3_moe",
+]
+"""Kinds that differ in more than their numbers, for tests that are about the way to the model."""
+
 
 def build_tiny_model(
     kind: str, *, dtype: torch.dtype = torch.float32, seed: int = 0

@@ -11,8 +11,20 @@ from tests.tiny_models import VOCAB_SIZE, save_tiny_model
 from tests.worker.runner_driver import GREEDY, Driver, Request, build_runner
 
 NUM_BLOCKS = 400
-BFLOAT16_TOLERANCE = 0.06
-"""Largest error of a log-probability, for log-probabilities that spread over about 20."""
+BFLOAT16_TOLERANCES = {
+    "llama_tied": 0.06,
+    "qwen2": 0.06,
+    "qwen3": 0.06,
+    "mixtral": 0.16,
+    "qwen3_moe": 0.06,
+    "gemma2": 0.06,
+    "gemma3": 0.08,
+    "cohere2": 0.06,
+    "opt": 0.06,
+}
+"""Largest error of log-probabilities, in units of their spread. Rounding may change the experts
+that a token meets.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +85,7 @@ def test_another_seed_gives_another_output(directory: Path) -> None:
     assert first.output != second.output
 
 
-@pytest.mark.parametrize("kind", ["llama_tied", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", BFLOAT16_TOLERANCES)
 def test_bfloat16_is_as_close_to_float32_as_transformers_bfloat16(
     tmp_path: Path, kind: str
 ) -> None:
@@ -85,7 +97,7 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_bfloat16(
     ours = prompt_distribution(tmp_path, prompt)
     theirs = error(rounded.log_softmax(-1), exact)
     assert error(ours, exact) < 1.5 * theirs + 0.01
-    assert error(ours, exact) < BFLOAT16_TOLERANCE * exact.log_softmax(-1).std()
+    assert error(ours, exact) < BFLOAT16_TOLERANCES[kind] * exact.log_softmax(-1).std()
 
 
 def prompt_distribution(directory: Path, prompt: list[int]) -> torch.Tensor:
