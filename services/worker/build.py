@@ -17,8 +17,10 @@ from services.worker.core.kv_cache import (
 )
 from services.worker.core.kv_groups import LayerGroup, group_layers
 from services.worker.cuda.platform import CudaPlatform
+from services.worker.kernels.compiled import default_cache_directory
+from services.worker.kernels.select import select_kernels
 from services.worker.models.checkpoint import open_checkpoint
-from services.worker.models.load import load_model
+from services.worker.models.load import check_configuration, load_model
 from services.worker.models.model import LoadOptions
 from services.worker.platform import CpuPlatform, Parts, Platform
 from services.worker.settings import WorkerSettings
@@ -36,7 +38,8 @@ def build_engine(
     `checkpoint_reached` is called every now and then, and may raise to give up. Raises ModelError
     for a directory that cannot be served, KVCacheTooSmall when there is not enough memory.
     """
-    platform = _select_platform(settings)
+    check_configuration(settings.model)
+    platform = _select_platform(settings, checkpoint_reached)
     block_size = settings.block_size or platform.default_block_size
     checkpoint = open_checkpoint(settings.model, platform.torch_device)
     tell, kernels = _Progress(checkpoint_reached), platform.kernels()
@@ -91,11 +94,13 @@ def build_engine(
     )
 
 
-def _select_platform(settings: WorkerSettings) -> Platform:
-    """The platform that the settings ask for. Raises UnsuitableDevice."""
+def _select_platform(settings: WorkerSettings, checkpoint_reached: Callable[[], None]) -> Platform:
+    """The platform that the settings ask for. Raises UnsuitableDevice, KernelsUnavailable."""
     if settings.device.is_cuda:
         return CudaPlatform(settings.gpu_memory_utilization)
-    return CpuPlatform(settings.memory_utilization)
+    cache = settings.kernels_cache or default_cache_directory()
+    kernels = select_kernels(settings.kernels, cache, checkpoint_reached)
+    return CpuPlatform(kernels, settings.memory_utilization)
 
 
 def _size_kv_cache(

@@ -13,7 +13,6 @@ from services.worker.core.kv_cache import FreeMemory, estimate_activation_bytes
 from services.worker.core.runner import Runner
 from services.worker.core.warm_up import warm_up
 from services.worker.kernels.interface import Kernels
-from services.worker.kernels.torch_kernels import TorchKernels
 from services.worker.models.config import DtypeSetting
 from services.worker.models.model import LoadedModel
 
@@ -82,7 +81,8 @@ class CpuPlatform:
     torch_device = CPU
     default_block_size = 16
 
-    def __init__(self, memory_utilization: float) -> None:
+    def __init__(self, kernels: Kernels, memory_utilization: float) -> None:
+        self._kernels = kernels
         self._memory_utilization = memory_utilization
 
     def dtype(self, asked: DtypeSetting) -> DtypeSetting:
@@ -90,8 +90,8 @@ class CpuPlatform:
         return asked
 
     def kernels(self) -> Kernels:
-        """Those in torch."""
-        return TorchKernels()
+        """Those that were selected."""
+        return self._kernels
 
     def check(self, shape: AttentionShape) -> None:
         """Every model can be computed."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from services.common.logs import LogFormat, LogLevel
 from services.common.settings import at_least, between, existing_directory, setting
 from services.worker.device import DeviceSetting
+from services.worker.kernels.select import KernelsSetting
 from services.worker.models.config import DtypeSetting
 
 
@@ -45,6 +46,14 @@ class WorkerSettings:
     )
     num_threads: int | None = setting(
         None, doc="threads to compute with (default: every processor)", check=at_least(1)
+    )
+    kernels: KernelsSetting = setting(
+        KernelsSetting.AUTO,
+        doc="operations to compute with on the CPU: native ones are compiled for this processor at "
+        "the first start; auto takes torch's where that is not possible",
+    )
+    kernels_cache: Path | None = setting(
+        None, doc="directory that keeps compiled kernels (default: ~/.cache/stepwell)"
     )
     num_blocks: int | None = setting(
         None, doc="blocks of the KV cache, instead of its memory", check=at_least(2)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from services.worker.kernels.select import KernelsSetting
 from tests.tiny_models import MAX_POSITION_EMBEDDINGS, TINY_MODELS, VOCAB_SIZE, save_tiny_model
 from tests.worker.runner_driver import Driver, Request, build_runner
 
@@ -20,7 +21,11 @@ KINDS = sorted(TINY_MODELS)
 Build = Callable[..., Driver]
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(
+    scope="module",
+    params=[(kind, setting) for setting in ("auto", "torch") for kind in KINDS],
+    ids="-".join,
+)
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[PreTrainedModel, Build, list[Request]]:
@@ -28,11 +33,17 @@ def served(
     expected outputs in `expected`.
     """
     torch.set_num_threads(1)
-    directory: Path = tmp_path_factory.mktemp(request.param)
-    model = save_tiny_model(directory, request.param, shard_bytes=50_000)
+    kind, setting = request.param
+    directory: Path = tmp_path_factory.mktemp(kind)
+    model = save_tiny_model(directory, kind, shard_bytes=50_000)
 
     def build(block_size: int = 16, *, keeps: bool = False) -> Driver:
-        runner = build_runner(directory, block_size=block_size, num_blocks=NUM_BLOCKS)
+        runner = build_runner(
+            directory,
+            block_size=block_size,
+            num_blocks=NUM_BLOCKS,
+            kernels_setting=KernelsSetting(setting),
+        )
         return Driver(runner, block_size=block_size, num_blocks=NUM_BLOCKS, keeps=keeps)
 
     return model, build, make_requests()

@@ -15,7 +15,8 @@ from services.worker.core.lookahead import Lookahead
 from services.worker.core.runner import Runner
 from services.worker.core.step import AppendedBlocks, NewRequest, StepInput, StepOutput
 from services.worker.device import CpuDevice
-from services.worker.kernels.torch_kernels import TorchKernels
+from services.worker.kernels.compiled import default_cache_directory
+from services.worker.kernels.select import KernelsSetting, select_kernels
 from services.worker.models.checkpoint import open_checkpoint
 from services.worker.models.config import DtypeSetting
 from services.worker.models.load import load_model
@@ -39,9 +40,11 @@ def build_runner(
     max_num_batched_tokens: int = 512,
     dtype: torch.dtype = torch.float32,
     runs_ahead: bool = False,
+    kernels_setting: KernelsSetting = KernelsSetting.AUTO,
 ) -> Runner:
     """A runner over the model in a directory; one that `runs_ahead` keeps its tokens there."""
-    kernels, checkpoint = TorchKernels(), open_checkpoint(directory)
+    kernels = select_kernels(kernels_setting, default_cache_directory(), lambda: None)
+    checkpoint = open_checkpoint(directory)
     asked = DtypeSetting.BFLOAT16 if dtype is torch.bfloat16 else DtypeSetting.FLOAT32
     loaded = load_model(checkpoint, LoadOptions(MAX_MODEL_LEN, asked), kernels, lambda *_: None)
     groups = group_layers([layer.window for layer in loaded.attention])

@@ -4,11 +4,19 @@ An implementation is chosen once, when a worker starts; weights are packed and c
 wants them. Layers call it and know nothing of devices, instruction sets or page layouts.
 """
 
+import enum
 from typing import Protocol
 
 import torch
 
 from services.worker.attention.interface import AttentionShape, PagedAttention
+
+
+class Activation(enum.Enum):
+    """What gates of an MLP go through, by the name that config.json gives it."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_pytorch_tanh"
 
 
 class Linear(Protocol):
@@ -32,8 +40,8 @@ class Linear(Protocol):
 class Kernels(Protocol):
     """Every operation takes and returns tensors of the model's data type on the model's device.
 
-    The last dimension of what is handed in is contiguous; results are contiguous, and new except
-    where it is said.
+    A token's row of what is handed in is contiguous; results are contiguous, and new except where
+    it is said.
     """
 
     def padded_rows(self, num_rows: int) -> int:
@@ -44,18 +52,22 @@ class Kernels(Protocol):
         """A projection, which owns its weight: packed, the caller's tensor is not kept."""
         ...
 
+    def gated_linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation
+    ) -> Linear:
+        """A projection of 2 d columns, gates before the values that they gate, which answers with
+        activation(gate) * value.
+        """
+        ...
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-        """x [..., d] over the root of its mean square, times the weight [d]."""
+        """x [n, d] or [n, m, d] over the root of its mean square, times the weight [d]."""
         ...
 
     def add_rms_norm(
         self, residual: torch.Tensor, update: torch.Tensor, weight: torch.Tensor, epsilon: float
     ) -> torch.Tensor:
         """Adds the update [n, d] to the residual [n, d] in place, and normalizes the sum."""
-        ...
-
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """[n, 2 d], gates before the values that they gate -> silu(gate) * value [n, d]."""
         ...
 
     def paged_attention(self, shape: AttentionShape) -> PagedAttention:

@@ -3,6 +3,8 @@
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from services.worker.kernels.interface import Activation
+
 _BUCKETS = ((4, 1), (32, 4), (64, 8), (128, 16), (256, 32), (512, 64))
 """Up to so many rows, multiples of so many."""
 
@@ -43,6 +45,25 @@ class PackedLinear:
             x, self._packed, self._bias, "none", [], ""
         )
         return product
+
+
+class GatedLinear:
+    """A projection, and its gates applied to its values."""
+
+    def __init__(self, projection: PackedLinear, activation: Activation) -> None:
+        self._projection = projection
+        self._activation = activation
+        self.in_features = projection.in_features
+        self.out_features = projection.out_features // 2
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """See Linear."""
+        gate, up = self._projection(x).chunk(2, dim=-1)
+        match self._activation:
+            case Activation.SILU:
+                return F.silu(gate).mul_(up)
+            case Activation.GELU_TANH:
+                return F.gelu(gate, approximate="tanh").mul_(up)
 
 
 def _pack(weight: torch.Tensor) -> torch.Tensor | None:

@@ -5,8 +5,8 @@ import torch.nn.functional as F  # noqa: N812
 
 from services.worker.attention.interface import AttentionShape, PagedAttention
 from services.worker.attention.torch_paged import TorchPagedAttention, workspace_bytes
-from services.worker.kernels.interface import Linear
-from services.worker.kernels.packed_linear import PackedLinear, padded_rows
+from services.worker.kernels.interface import Activation, Linear
+from services.worker.kernels.packed_linear import GatedLinear, PackedLinear, padded_rows
 
 
 class TorchKernels:
@@ -20,6 +20,12 @@ class TorchKernels:
         """See Kernels."""
         return PackedLinear(weight, bias)
 
+    def gated_linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation
+    ) -> Linear:
+        """See Kernels."""
+        return GatedLinear(PackedLinear(weight, bias), activation)
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         """See Kernels."""
         return F.rms_norm(x, weight.shape, weight, epsilon)
@@ -29,11 +35,6 @@ class TorchKernels:
     ) -> torch.Tensor:
         """See Kernels."""
         return self.rms_norm(residual.add_(update), weight, epsilon)
-
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """See Kernels."""
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
 
     def paged_attention(self, shape: AttentionShape) -> PagedAttention:
         """See Kernels."""

@@ -8,6 +8,8 @@ follows from it stands in ModelConfig, and the layers know only that.
 import enum
 from dataclasses import dataclass, replace
 
+from services.worker.kernels.interface import Activation
+
 
 class Architecture(enum.Enum):
     """Architectures by the name that config.json gives them."""
@@ -45,13 +47,6 @@ class ExpertLayout(enum.Enum):
 
     MIXTRAL = "mixtral"
     QWEN3 = "qwen3"
-
-
-class Activation(enum.Enum):
-    """What a gated MLP does to its gate, by the name in config.json."""
-
-    SILU = "silu"
-    GELU_TANH = "gelu_pytorch_tanh"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from services.worker.attention.interface import AttentionLayer
+from services.worker.kernels.interface import Activation
 from services.worker.models.architecture import (
     TRAITS,
-    Activation,
     Architecture,
     Biases,
     Traits,

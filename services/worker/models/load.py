@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 
 from services.worker.attention.interface import AttentionLayer
 from services.worker.kernels.interface import Kernels
@@ -20,13 +21,27 @@ from services.worker.models.model import LoadedModel, LoadOptions, tell_loading
 from services.worker.models.rope import RopeType
 
 
+def check_configuration(directory: Path) -> None:
+    """Raises ModelError for a configuration that is wrong, before anything costly is begun.
+
+    One that transformers is to read is left to it.
+    """
+    if is_native(read_architecture(directory)):
+        read_model_config(directory)
+
+
+def is_native(name: str) -> bool:
+    """Whether there is code for an architecture here."""
+    return any(name == native.value for native in Architecture)
+
+
 def load_model(
     checkpoint: Checkpoint, options: LoadOptions, kernels: Kernels, progress: Progress
 ) -> LoadedModel:
     """Reads configuration and weights. Raises ModelError for what cannot be served."""
     directory = checkpoint.directory
     name = read_architecture(directory)
-    if any(name == native.value for native in Architecture):
+    if is_native(name):
         loaded = _load_natively(checkpoint, options, kernels, progress)
     elif find_spec("transformers") is None:
         raise UnsupportedModel(

@@ -18,7 +18,7 @@ from services.worker.models.expert_tensors import (
     expert_tensors,
 )
 from services.worker.models.layer_config import ExpertsConfig
-from services.worker.models.mlp import Experts, GatedMlp, gate_of
+from services.worker.models.mlp import Experts, GatedMlp
 
 Progress = Callable[[int, int], None]
 """Called with the number of layers read and the number there are."""
@@ -112,8 +112,12 @@ class _LayerReader:
 
     def linear(self, *names: str, bias: bool) -> Linear:
         """Projections of the same input as one."""
+        return self.kernels.linear(*self.fused(*names, bias=bias))
+
+    def fused(self, *names: str, bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight and bias of projections of the same input, stacked."""
         biases = (f"{self._prefix}{name}.bias" for name in names)
-        return self.kernels.linear(
+        return (
             self.tensor(*(f"{name}.weight" for name in names)),
             self._reader.read(*biases, dtype=self._dtype) if bias else None,
         )
@@ -151,10 +155,10 @@ def _load_layer(
 
 
 def _load_mlp(config: ModelConfig, layer: _LayerReader) -> GatedMlp:
+    weight, bias = layer.fused("mlp.gate_proj", "mlp.up_proj", bias=config.mlp_bias)
     return GatedMlp(
-        gate_up=layer.linear("mlp.gate_proj", "mlp.up_proj", bias=config.mlp_bias),
+        gate_up=layer.kernels.gated_linear(weight, bias, config.activation),
         down=layer.linear("mlp.down_proj", bias=config.mlp_bias),
-        gate=gate_of(config.activation, layer.kernels),
     )
 
 
@@ -162,7 +166,6 @@ def _load_experts(
     config: ModelConfig, experts: ExpertsConfig, layer: _LayerReader, *, stacked: bool
 ) -> Experts:
     kernels, names = layer.kernels, expert_names(experts)
-    gate = gate_of(config.activation, kernels)
 
     def load(number: int) -> GatedMlp:
         if stacked:
@@ -170,7 +173,8 @@ def _load_experts(
         else:
             gate_up = layer.tensor(names.gate.format(number), names.up.format(number))
             down = layer.tensor(names.down.format(number))
-        return GatedMlp(kernels.linear(gate_up, None), kernels.linear(down, None), gate)
+        gated = kernels.gated_linear(gate_up, None, config.activation)
+        return GatedMlp(gated, kernels.linear(down, None))
 
     router = layer.tensor(STACKED_ROUTER if stacked else names.router)
     return Experts(

@@ -1,6 +1,5 @@
 """What follows attention in a layer: one gated MLP, or experts of which each token meets a few."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -8,10 +7,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from services.worker.kernels.interface import Kernels, Linear
-from services.worker.models.architecture import Activation
-
-Gate = Callable[[torch.Tensor], torch.Tensor]
-"""[n, 2 d], gates before the values that they gate -> activation(gate) * value [n, d]."""
 
 
 class Mlp(Protocol):
@@ -24,26 +19,19 @@ class Mlp(Protocol):
         ...
 
 
-def gate_of(activation: Activation, kernels: Kernels) -> Gate:
-    """The gate of an activation."""
-    match activation:
-        case Activation.SILU:
-            return kernels.silu_mul
-        case Activation.GELU_TANH:
-            return _gelu_tanh_mul
-
-
 @dataclass(frozen=True, slots=True)
 class GatedMlp:
-    """down(activation(gate(x)) * up(x)), gate and up as one matrix. Shazeer, GLU variants."""
+    """down(activation(gate(x)) * up(x)), gate and up as one matrix. Shazeer, GLU variants.
+
+    `gate_up` is a gated projection.
+    """
 
     gate_up: Linear
     down: Linear
-    gate: Gate
 
     def __call__(self, hidden: torch.Tensor, num_tokens: int) -> torch.Tensor:  # noqa: ARG002
         """See Mlp."""
-        return self.down(self.gate(self.gate_up(hidden)))
+        return self.down(self.gate_up(hidden))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +78,3 @@ class Experts:
         if self.normalized:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return weights, picked
-
-
-def _gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.gelu(gate, approximate="tanh").mul_(up)

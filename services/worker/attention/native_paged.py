@@ -1,0 +1,122 @@
+"""Paged attention in C++: see kernels/cpp/attention.cpp.
+
+Pages are token-major, [num_blocks, block_size, num_kv_heads, head_dim] per layer of a group. A
+step's layouts are handed over as they are; every layer is one call.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from services.worker.attention import interface
+from services.worker.attention.interface import AttentionShape, Int32Array, Rotation, StepLayout
+from services.worker.kernels.native import AttentionLayer, Functions, Heads, Layout, Pages
+
+_BYTES_PER_THREAD = 2**22
+"""More than a thread's scratch and the parts of contexts that it is given come to."""
+
+
+def workspace_bytes() -> int:
+    """Upper estimate of what attention holds besides the cache."""
+    return _BYTES_PER_THREAD * torch.get_num_threads()
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLayer:
+    """How a layer attends, its pages, and the KV-cache group whose layout it goes by."""
+
+    layer: AttentionLayer
+    pages: Pages
+    group: int
+
+
+class NativePagedAttention:
+    """The KV cache of all layers, and attention over it."""
+
+    def __init__(self, functions: Functions, shape: AttentionShape) -> None:
+        self._functions = functions
+        largest = (shape.layers[layer] for layer in max(shape.layer_groups, key=len))
+        self._pages = [
+            torch.empty(
+                (2, shape.num_blocks, shape.block_size, layer.num_kv_heads, layer.head_dim),
+                dtype=shape.dtype,
+            )
+            for layer in largest
+        ]
+        pages = [
+            Pages(keys.data_ptr(), values.data_ptr(), shape.block_size)
+            for keys, values in self._pages
+        ]
+        self._layers = [
+            NativeLayer(_native(layer), pages[page], group)
+            for layer, page, group in zip(shape.layers, shape.pages_of, shape.group_of, strict=True)
+        ]
+
+    def begin_step(self, layouts: Sequence[StepLayout]) -> "NativePagedStep":
+        """See PagedAttention."""
+        return NativePagedStep(self._functions.attend, self._layers, layouts)
+
+    def zero_blocks(self, block_ids: Int32Array) -> None:
+        """See PagedAttention."""
+        cleared = torch.from_numpy(block_ids.astype(np.int64))
+        for pages in self._pages:
+            pages.index_fill_(1, cleared, 0)
+
+
+class NativePagedStep:
+    """One step over a NativePagedAttention."""
+
+    def __init__(
+        self, attend: Any, layers: Sequence[NativeLayer], layouts: Sequence[StepLayout]
+    ) -> None:
+        self._attend = attend
+        self._layers = layers
+        self._num_tokens = len(layouts[0].slot_mapping)
+        self._arrays = layouts
+        self._layouts = [
+            Layout(
+                len(layout.seq_lens),
+                layout.query_starts.ctypes.data,
+                layout.seq_lens.ctypes.data,
+                layout.block_tables.ctypes.data,
+                layout.block_tables.shape[1],
+                layout.slot_mapping.ctypes.data,
+            )
+            for layout in layouts
+        ]
+
+    def __call__(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rotation: Rotation | None,
+    ) -> torch.Tensor:
+        """See LayerAttention."""
+        output = torch.empty(query.shape, dtype=query.dtype)
+        output[self._num_tokens :].zero_()
+        heads = Heads(
+            *(query.data_ptr(), key.data_ptr(), value.data_ptr()),
+            *(query.stride(0), key.stride(0), value.stride(0)),
+        )
+        if rotation is not None:
+            heads.cos, heads.sin = rotation.cos.data_ptr(), rotation.sin.data_ptr()
+            heads.half = rotation.cos.shape[-1]
+        own = self._layers[layer]
+        self._attend(own.layer, self._layouts[own.group], heads, own.pages, output.data_ptr())
+        return output.flatten(1)
+
+
+def _native(layer: interface.AttentionLayer) -> AttentionLayer:
+    return AttentionLayer(
+        layer.num_heads,
+        layer.num_kv_heads,
+        layer.head_dim,
+        layer.scale,
+        layer.window or 0,
+        layer.softcap or 0,
+    )

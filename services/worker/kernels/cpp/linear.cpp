@@ -1,0 +1,137 @@
+// Multiplication by a packed weight.
+//
+// Panels of the weight lie one after the other, so that a small batch, which is bound by memory,
+// reads one sequential stream per thread. Large batches are cut into blocks of rows that stay in the
+// second-level cache while the panels pass by. The activation of a gated pair is applied while both
+// are in registers.
+
+#include <algorithm>
+
+#include "kernels.h"
+#include "threads.h"
+#include "tile.h"
+
+namespace {
+
+constexpr std::int64_t BLOCK_BYTES = 256 * 1024;
+
+// Elements that are fetched ahead of a sequential stream.
+constexpr std::int64_t AHEAD = 2048;
+
+std::int64_t num_panels(std::int64_t columns) { return (columns + WIDTH - 1) / WIDTH; }
+
+// The weight's row that column `column` of a panel stands for; `columns` or more for padding.
+std::int64_t source_row(std::int64_t panel, int column, std::int64_t columns, Epilogue epilogue) {
+  if (epilogue == Epilogue::PLAIN) return panel * WIDTH + column;
+  const std::int64_t half = columns / 2;
+  const std::int64_t index = panel * LANES + column % LANES;
+  if (index >= half) return columns;
+  return column < LANES ? index : half + index;
+}
+
+template <class T>
+void pack_panel(const T* weight, T* packed, std::int64_t panel, std::int64_t columns,
+                std::int64_t depth, Epilogue epilogue) {
+  constexpr int DEPTH = Step<T>::DEPTH;
+  const std::int64_t steps = depth / DEPTH;
+  T* target = packed + panel * WIDTH * depth;
+  for (int column = 0; column < WIDTH; ++column) {
+    const std::int64_t row = source_row(panel, column, columns, epilogue);
+    for (std::int64_t step = 0; step < steps; ++step) {
+      T* cell = target + (step * WIDTH + column) * DEPTH;
+      if (row < columns) {
+        std::memcpy(cell, weight + row * depth + step * DEPTH, DEPTH * sizeof(T));
+      } else {
+        std::memset(cell, 0, DEPTH * sizeof(T));
+      }
+    }
+  }
+}
+
+template <class T>
+Vector bias_of(const T* bias, std::int64_t first, std::int64_t count) {
+  if (bias == nullptr || count <= 0) return Vector{};
+  return count >= LANES ? load(bias + first) : load_part(bias + first, int(count));
+}
+
+template <class T>
+void put(T* to, Vector value, std::int64_t count) {
+  if (count >= LANES) {
+    store(to, value);
+  } else if (count > 0) {
+    store_part(to, value, int(count));
+  }
+}
+
+template <class T>
+void project_panel(const Projection<T>& p, const T* input, T* output, std::int64_t panel,
+                   int row_begin, int row_end) {
+  const T* packed = p.packed + panel * WIDTH * p.depth;
+  const int steps = int(p.depth / Step<T>::DEPTH);
+  const bool gated = p.epilogue != Epilogue::PLAIN;
+  const std::int64_t width = gated ? p.columns / 2 : p.columns;
+  const std::int64_t first = panel * (gated ? LANES : WIDTH);
+  const Vector biases[2] = {
+      bias_of(p.bias, first, width - first),
+      gated ? bias_of(p.bias == nullptr ? nullptr : p.bias + width, first, width - first)
+            : bias_of(p.bias, first + LANES, width - first - LANES)};
+  over_rows(row_begin, row_end, [&]<int ROWS>(int row) {
+    Vector total[ROWS][PANEL_VECTORS];
+    for (auto& line : total) {
+      for (int v = 0; v < PANEL_VECTORS; ++v) line[v] = biases[v];
+    }
+    const bool last = row + ROWS == row_end;
+    multiply<T, ROWS>(total, input + row * p.depth, p.depth, packed, steps,
+                      last ? (row == row_begin ? AHEAD : WIDTH * p.depth) : 0);
+    for (int i = 0; i < ROWS; ++i) {
+      T* line = output + (row + i) * width + first;
+      if (gated) {
+        const Vector gate = total[i][0];
+        const Vector open = p.epilogue == Epilogue::SILU_GATED ? silu(gate) : gelu_tanh(gate);
+        put(line, open * total[i][1], width - first);
+      } else {
+        put(line, total[i][0], width - first);
+        put(line + LANES, total[i][1], width - first - LANES);
+      }
+    }
+  });
+}
+
+}  // namespace
+
+int panel_width() { return WIDTH; }
+
+template <class T>
+void pack_weight(const T* weight, T* packed, std::int64_t columns, std::int64_t depth,
+                 Epilogue epilogue) {
+  split(num_panels(columns), double(columns) * double(depth),
+        [&](std::int64_t begin, std::int64_t end) {
+          for (std::int64_t panel = begin; panel < end; ++panel) {
+            pack_panel(weight, packed, panel, columns, depth, epilogue);
+          }
+        });
+}
+
+template <class T>
+void project(const Projection<T>& p, const T* input, T* output, std::int64_t rows) {
+  const double weight_size = double(p.columns) * double(p.depth);
+  const double work = weight_size * std::max(double(sizeof(T)), double(rows) / 8);
+  std::int64_t block = std::max<std::int64_t>(BLOCK_BYTES / (p.depth * sizeof(T)), MOST_ROWS);
+  block = block / MOST_ROWS * MOST_ROWS;
+  split(num_panels(p.columns), work, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t row = 0; row < rows; row += block) {
+      const std::int64_t last = std::min(row + block, rows);
+      for (std::int64_t panel = begin; panel < end; ++panel) {
+        project_panel(p, input, output, panel, int(row), int(last));
+      }
+    }
+  });
+}
+
+#define INSTANTIATE(T)                                                                    \
+  template void pack_weight<T>(const T*, T*, std::int64_t, std::int64_t, Epilogue);       \
+  template void project<T>(const Projection<T>&, const T*, T*, std::int64_t);
+INSTANTIATE(float)
+#ifdef __AVX512BF16__
+INSTANTIATE(BFloat16)
+#endif

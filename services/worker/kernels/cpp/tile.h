@@ -1,0 +1,122 @@
+// The one loop that everything heavy goes through: a few rows times a packed panel, with all
+// results in registers.
+//
+// A panel holds `WIDTH` columns of a matrix, for each step of depth those columns side by side. For
+// bfloat16 a step is two elements deep, as the instruction for dot products of pairs wants it. The
+// form is that of Goto and van de Geijn's matrix multiplication.
+
+#pragma once
+
+#include "vector.h"
+
+#ifdef __AVX512F__
+constexpr int MOST_ROWS = 12;
+#else
+constexpr int MOST_ROWS = 3;
+#endif
+constexpr int PANEL_VECTORS = 2;
+constexpr int WIDTH = PANEL_VECTORS * LANES;
+
+// Elements that one step of depth takes, and acc += a * b for one step.
+template <class T>
+struct Step;
+
+template <>
+struct Step<float> {
+  static constexpr int DEPTH = 1;
+  static Vector broadcast(const float* a) { return splat(*a); }
+  static Vector panel(const float* b) { return load(b); }
+  static Vector multiply_add(Vector total, Vector a, Vector b) { return total + a * b; }
+};
+
+#ifdef __AVX512BF16__
+template <>
+struct Step<BFloat16> {
+  static constexpr int DEPTH = 2;
+  static Vector broadcast(const BFloat16* a) {
+    std::int32_t pair;
+    std::memcpy(&pair, a, sizeof pair);
+    return (Vector)_mm512_set1_epi32(pair);
+  }
+  static Vector panel(const BFloat16* b) { return (Vector)_mm512_loadu_si512(b); }
+  static Vector multiply_add(Vector total, Vector a, Vector b) {
+    return (Vector)_mm512_dpbf16_ps((__m512)total, (__m512bh)a, (__m512bh)b);
+  }
+};
+#endif
+
+// total[ROWS][PANEL_VECTORS] += rows of `a` (`stride` elements apart) times the panel. What lies
+// `ahead` elements behind the panel's current step is fetched meanwhile; 0 for nothing.
+template <class T, int ROWS>
+inline __attribute__((always_inline)) void multiply(Vector (&total)[ROWS][PANEL_VECTORS],
+                                                    const T* a, std::int64_t stride,
+                                                    const T* panel, int steps,
+                                                    std::int64_t ahead = 0) {
+  using S = Step<T>;
+  for (int step = 0; step < steps; ++step) {
+    Vector columns[PANEL_VECTORS];
+#pragma GCC unroll 4
+    for (int v = 0; v < PANEL_VECTORS; ++v) {
+      columns[v] = S::panel(panel + v * LANES * S::DEPTH);
+      if (ahead != 0) __builtin_prefetch(panel + ahead + v * LANES * S::DEPTH, 0, 2);
+    }
+#pragma GCC unroll 16
+    for (int row = 0; row < ROWS; ++row) {
+      const Vector value = S::broadcast(a + row * stride);
+#pragma GCC unroll 4
+      for (int v = 0; v < PANEL_VECTORS; ++v) {
+        total[row][v] = S::multiply_add(total[row][v], value, columns[v]);
+      }
+    }
+    a += S::DEPTH;
+    panel += WIDTH * S::DEPTH;
+  }
+}
+
+// Calls work.template operator()<ROWS>(first row) for all rows, as many at once as registers allow.
+template <int ROWS = MOST_ROWS, class Work>
+inline void over_rows(int begin, int end, Work&& work) {
+  for (; begin + ROWS <= end; begin += ROWS) work.template operator()<ROWS>(begin);
+  if constexpr (ROWS > 1) {
+    if (begin < end) over_rows<ROWS - 1>(begin, end, work);
+  }
+}
+
+// Rows [16, 16 groups of 32 bits] -> the same transposed; `from` rows are `stride` bytes apart.
+inline void transpose_words(const void* from, std::int64_t stride, void* to,
+                            std::int64_t to_stride) {
+  const char* source = static_cast<const char*>(from);
+  char* target = static_cast<char*>(to);
+#ifdef __AVX512F__
+  __m512i a[16], b[16];
+  for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_si512(source + i * stride);
+  for (int i = 0; i < 8; ++i) {
+    b[2 * i] = _mm512_unpacklo_epi32(a[2 * i], a[2 * i + 1]);
+    b[2 * i + 1] = _mm512_unpackhi_epi32(a[2 * i], a[2 * i + 1]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    a[4 * i] = _mm512_unpacklo_epi64(b[4 * i], b[4 * i + 2]);
+    a[4 * i + 1] = _mm512_unpackhi_epi64(b[4 * i], b[4 * i + 2]);
+    a[4 * i + 2] = _mm512_unpacklo_epi64(b[4 * i + 1], b[4 * i + 3]);
+    a[4 * i + 3] = _mm512_unpackhi_epi64(b[4 * i + 1], b[4 * i + 3]);
+  }
+  // a[4 i + j] holds, in lane L of 128 bits, column 4 L + j of rows 4 i to 4 i + 3.
+  for (int j = 0; j < 4; ++j) {
+    const __m512i even01 = _mm512_shuffle_i32x4(a[j], a[4 + j], 0x88);
+    const __m512i odd01 = _mm512_shuffle_i32x4(a[j], a[4 + j], 0xdd);
+    const __m512i even23 = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0x88);
+    const __m512i odd23 = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0xdd);
+    b[j] = _mm512_shuffle_i32x4(even01, even23, 0x88);
+    b[8 + j] = _mm512_shuffle_i32x4(even01, even23, 0xdd);
+    b[4 + j] = _mm512_shuffle_i32x4(odd01, odd23, 0x88);
+    b[12 + j] = _mm512_shuffle_i32x4(odd01, odd23, 0xdd);
+  }
+  for (int i = 0; i < 16; ++i) _mm512_storeu_si512(target + i * to_stride, b[i]);
+#else
+  for (int row = 0; row < 16; ++row) {
+    for (int column = 0; column < 16; ++column) {
+      std::memcpy(target + column * to_stride + row * 4, source + row * stride + column * 4, 4);
+    }
+  }
+#endif
+}

@@ -1,0 +1,122 @@
+"""The operations in C++, for processors with AVX2 (float32) or AVX-512 BF16 (bfloat16).
+
+A weight is packed into panels that are read as sequential streams, whatever the number of rows, so
+that no rows are padded. Small work stays in the calling thread: see cpp/threads.h. The result of
+a row does not depend on the rows beside it.
+"""
+
+import ctypes
+
+import torch
+
+from services.worker.attention.interface import AttentionShape, PagedAttention
+from services.worker.attention.native_paged import NativePagedAttention, workspace_bytes
+from services.worker.kernels.interface import Activation, Linear
+from services.worker.kernels.native import EPILOGUES, Functions, Projection, functions_by_dtype
+from services.worker.kernels.torch_kernels import TorchKernels
+
+
+class NativeLinear:
+    """See Linear; with an activation, see Kernels.gated_linear."""
+
+    def __init__(
+        self,
+        functions: Functions,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: Activation | None = None,
+    ) -> None:
+        rows, self.in_features = weight.shape
+        self.out_features = rows if activation is None else rows // 2
+        width = functions.panel_width
+        self._packed = torch.empty(-(-rows // width) * width * self.in_features, dtype=weight.dtype)
+        self._bias = None if bias is None else bias.contiguous()
+        shape = (rows, self.in_features, EPILOGUES[activation])
+        functions.pack_weight(weight.contiguous().data_ptr(), self._packed.data_ptr(), *shape)
+        self._project = functions.project
+        bias_address = None if self._bias is None else self._bias.data_ptr()
+        self._projection = Projection(self._packed.data_ptr(), bias_address, *shape)
+        self._reference = ctypes.byref(self._projection)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """See Linear."""
+        rows = len(x)
+        output = torch.empty((rows, self.out_features), dtype=x.dtype)
+        self._project(self._reference, x.data_ptr(), output.data_ptr(), rows)
+        return output
+
+
+class NativeKernels:
+    """See Kernels. What the library has no functions for is torch's."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._functions = functions_by_dtype(library)
+        self._torch = TorchKernels()
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """The data types that are computed in here."""
+        return tuple(self._functions)
+
+    def padded_rows(self, num_rows: int) -> int:
+        """See Kernels."""
+        return num_rows
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """See Kernels. Panels are pairs deep: an odd weight is torch's."""
+        functions = self._functions.get(weight.dtype)
+        if functions is None or weight.shape[1] % 2:
+            return self._torch.linear(weight, bias)
+        return NativeLinear(functions, weight, bias)
+
+    def gated_linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation
+    ) -> Linear:
+        """See Kernels."""
+        functions = self._functions.get(weight.dtype)
+        if functions is None or weight.shape[1] % 2:
+            return self._torch.gated_linear(weight, bias, activation)
+        return NativeLinear(functions, weight, bias, activation)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        """See Kernels."""
+        functions = self._functions.get(x.dtype)
+        if functions is None:
+            return self._torch.rms_norm(x, weight, epsilon)
+        output = torch.empty(x.shape, dtype=x.dtype)
+        width = x.shape[-1]
+        group = x.shape[1] if x.dim() > 2 else 1
+        rows = len(x) * group
+        functions.rms_norm(
+            *(x.data_ptr(), group, x.stride(0), None, weight.data_ptr(), output.data_ptr()),
+            *(rows, width, epsilon),
+        )
+        return output
+
+    def add_rms_norm(
+        self, residual: torch.Tensor, update: torch.Tensor, weight: torch.Tensor, epsilon: float
+    ) -> torch.Tensor:
+        """See Kernels."""
+        functions = self._functions.get(residual.dtype)
+        if functions is None:
+            return self._torch.add_rms_norm(residual, update, weight, epsilon)
+        output = torch.empty(residual.shape, dtype=residual.dtype)
+        rows, width = residual.shape
+        functions.rms_norm(
+            *(residual.data_ptr(), 1, width, update.data_ptr(), weight.data_ptr()),
+            *(output.data_ptr(), rows, width, epsilon),
+        )
+        return output
+
+    def paged_attention(self, shape: AttentionShape) -> PagedAttention:
+        """See Kernels."""
+        functions = self._functions.get(shape.dtype)
+        if functions is None:
+            return self._torch.paged_attention(shape)
+        return NativePagedAttention(functions, shape)
+
+    def attention_bytes(self, shape: AttentionShape, max_model_len: int) -> int:
+        """See Kernels."""
+        if shape.dtype not in self._functions:
+            return self._torch.attention_bytes(shape, max_model_len)
+        return workspace_bytes()

@@ -1,0 +1,41 @@
+"""The compiled kernels: one build for the session, and for those after it."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from services.worker.kernels.compiled import NotCompiled, default_cache_directory, load_compiled
+from services.worker.kernels.native import Functions, functions_by_dtype
+from services.worker.kernels.native_kernels import NativeKernels
+
+
+@dataclass(frozen=True)
+class Native:
+    """The functions for a data type, and how far their results may lie from exact ones."""
+
+    kernels: NativeKernels
+    functions: Functions
+    dtype: torch.dtype
+    tolerance: float
+
+
+@pytest.fixture(
+    scope="session", params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"]
+)
+def native(request: pytest.FixtureRequest) -> Native:
+    """Skips, saying why, where there are none."""
+    torch.set_num_threads(2)
+    try:
+        library = load_compiled(default_cache_directory(), lambda: None)
+    except NotCompiled as reason:
+        pytest.skip(f"no compiled kernels: {reason}")
+    functions = functions_by_dtype(library).get(request.param)
+    if functions is None:
+        pytest.skip("the processor has no AVX-512 BF16")
+    return Native(
+        NativeKernels(library),
+        functions,
+        request.param,
+        1e-5 if request.param is torch.float32 else 1e-2,
+    )

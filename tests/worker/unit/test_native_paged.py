@@ -1,0 +1,174 @@
+"""Attention in C++ equals its torch twin, over the same steps."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from services.worker.attention.interface import (
+    AttentionLayer,
+    AttentionShape,
+    PagedAttention,
+    Rotation,
+    StepLayout,
+)
+from services.worker.attention.native_paged import NativePagedAttention
+from services.worker.attention.torch_paged import TorchPagedAttention
+
+
+@dataclass(frozen=True)
+class Case:
+    """Heads, head size, page, half of the rotated elements."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    half: int
+    window: int | None = None
+    softcap: float | None = None
+
+    @property
+    def layer(self) -> AttentionLayer:
+        return AttentionLayer(
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            self.head_dim**-0.5,
+            self.window,
+            self.softcap,
+        )
+
+
+CASES = [
+    Case(9, 3, 64, 16, half=32),
+    Case(4, 4, 16, 1, half=8),
+    Case(6, 1, 128, 32, half=64),
+    Case(8, 2, 256, 4, half=64, window=7),
+    Case(6, 2, 24, 256, half=12, window=100, softcap=3.0),
+    Case(4, 2, 40, 16, half=0, softcap=20.0),
+    Case(5, 5, 80, 3, half=40),
+    Case(3, 1, 72, 16, half=36, window=33),
+    Case(16, 1, 96, 8, half=48),
+    Case(2, 2, 10, 4, half=5),
+]
+
+
+class Sequences:
+    """Sequences that grow, their blocks in a shuffled order."""
+
+    def __init__(self, longest: list[int], block_size: int) -> None:
+        counts = [-(-length // block_size) for length in longest]
+        self.num_blocks = 1 + sum(counts)
+        blocks = np.random.default_rng(0).permutation(self.num_blocks - 1) + 1
+        self._blocks = np.split(blocks, np.cumsum(counts)[:-1])
+        self._block_size = block_size
+        self._lengths = [0] * len(longest)
+
+    def grow(self, counts: list[int]) -> StepLayout:
+        """So many more tokens each; 0 for none."""
+        grown = [length + count for length, count in zip(self._lengths, counts, strict=True)]
+        rows = [row for row, count in enumerate(counts) if count]
+        rows.sort(key=lambda row: (counts[row] != 1, grown[row] if counts[row] == 1 else 0))
+        width = max(len(self._blocks[row]) for row in rows)
+        tables = np.zeros((len(rows), width), np.int32)
+        slots = []
+        for index, row in enumerate(rows):
+            blocks = self._blocks[row]
+            tables[index, : len(blocks)] = blocks
+            positions = np.arange(self._lengths[row], grown[row])
+            places = blocks[positions // self._block_size] * self._block_size
+            slots.append(places + positions % self._block_size)
+        self._lengths = grown
+        taken = [counts[row] for row in rows]
+        return StepLayout(
+            num_decodes=taken.count(1),
+            query_starts=np.cumsum([0, *taken]).astype(np.int32),
+            seq_lens=np.array([grown[row] for row in rows], np.int32),
+            block_tables=tables,
+            slot_mapping=np.concatenate(slots).astype(np.int64),
+        )
+
+
+def assert_equal_step(
+    native, case: Case, layout: StepLayout, attentions: list[PagedAttention]
+) -> None:
+    """The same heads, of a fused projection with rows of padding, through both."""
+    total, heads, kv_heads = len(layout.slot_mapping), case.num_heads, case.num_kv_heads
+    fused = torch.randn(total + 2, heads + 2 * kv_heads, case.head_dim).to(native.dtype)
+    query, key, value = fused.tensor_split((heads, heads + kv_heads), dim=1)
+    rotation = None
+    if case.half:
+        angles = torch.rand(total + 2, case.half) * 6
+        rotation = Rotation(angles.cos().to(native.dtype), angles.sin().to(native.dtype))
+    actual, expected = (
+        attention.begin_step([layout])(0, query, key, value, rotation) for attention in attentions
+    )
+    assert actual.shape == (total + 2, heads * case.head_dim)
+    assert not actual[total:].any()
+    torch.testing.assert_close(
+        actual[:total], expected[:total], atol=2 * native.tolerance, rtol=native.tolerance
+    )
+
+
+def both(native, case: Case, num_blocks: int) -> list[PagedAttention]:
+    shape = AttentionShape((case.layer,), case.block_size, num_blocks, native.dtype)
+    return [NativePagedAttention(native.functions, shape), TorchPagedAttention(shape)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_prompts_then_decodes_beside_chunks(native, case: Case) -> None:
+    torch.manual_seed(6)
+    lengths = [1, 3, 30, 64, 65, 150, 40, 1]
+    sequences = Sequences([length + 110 for length in lengths], case.block_size)
+    attentions = both(native, case, sequences.num_blocks)
+    for counts in (
+        lengths,
+        [1] * 8,
+        [1, 5, 1, 101, 1, 5, 0, 2],
+        [1, 1, 0, 1, 0, 1, 1, 1],
+    ):
+        assert_equal_step(native, case, sequences.grow(counts), attentions)
+
+
+@pytest.mark.parametrize("case", CASES[:6], ids=str)
+def test_a_lone_long_context_is_cut_and_joined(native, case: Case) -> None:
+    torch.manual_seed(7)
+    sequences = Sequences([2000], case.block_size)
+    attentions = both(native, case, sequences.num_blocks)
+    for count in (1700, 1, 1, 7):
+        assert_equal_step(native, case, sequences.grow([count]), attentions)
+
+
+def test_what_an_earlier_owner_left_in_a_block_does_no_harm(native) -> None:
+    torch.manual_seed(8)
+    case = Case(4, 2, 32, 16, half=16)
+    shape = AttentionShape((case.layer,), 16, 12, native.dtype)
+    attention = NativePagedAttention(native.functions, shape)
+    broken = torch.full((176, 2, 32), torch.nan).to(native.dtype)
+    query = torch.randn(176, 4, 32).to(native.dtype)
+    attention.begin_step([Sequences([176], 16).grow([176])])(0, query, broken, broken, None)
+    for count in (37, 1, 1):
+        layout = Sequences([50, 60], 16).grow([count, count])
+        heads = torch.randn(2 * count, 8, 32).to(native.dtype)
+        query, key, value = heads.tensor_split((4, 6), dim=1)
+        assert attention.begin_step([layout])(0, query, key, value, None).isfinite().all()
+
+
+def test_cleared_blocks_hold_zeros(native) -> None:
+    """Keys and values of zero share the attention evenly with a new key of zero."""
+    case = Case(2, 2, 32, 16, half=0)
+    attention, _ = both(native, case, 4)
+    sequences = Sequences([32], 16)
+    heads = torch.randn(16, 6, 32).to(native.dtype)
+    layout = sequences.grow([16])
+    attention.begin_step([layout])(0, *heads.tensor_split((2, 4), dim=1), None)
+    attention.zero_blocks(layout.block_tables[0, :1])
+    query, value = torch.randn(2, 1, 2, 32).to(native.dtype)
+    output = attention.begin_step([sequences.grow([1])])(
+        0, query, torch.zeros_like(value), value, None
+    )
+    torch.testing.assert_close(
+        output, value.flatten(1) / 17, atol=native.tolerance, rtol=native.tolerance
+    )
