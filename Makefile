@@ -15,8 +15,8 @@ help: ## Show this list
 run: $(VENV)/.run gen/.built ## Install, start all four services and serve MODEL (models/demo)
 	@exec $(BIN)/stepwell up --model $(MODEL) $(ARGS)
 
-test: $(VENV)/.dev gen/.built ## Run every test
-	@$(BIN)/python -m pytest $(ARGS)
+test: $(VENV)/.dev gen/.built ## Run every test, on the CPU
+	@CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest $(ARGS)
 
 check: $(VENV)/.dev gen/.built ## Format, lint, types, layering, contracts, generated code
 	$(BIN)/ruff format --check .

@@ -44,12 +44,12 @@ CONTEXT, BLOCK_SIZE = 4096, 64
 LAYER = AttentionLayer(32, 8, 128, 128**-0.5)
 
 
-def main() -> int:
-    """Runs the parts that the command line names."""
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the parts that the command line names. The status to exit with."""
     parts = {"correctness": correctness, "attention": attention, "model": model}
     parser = argparse.ArgumentParser(description="measures the worker on a GPU")
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(parts)} (default: all)")
-    chosen = parser.parse_args().parts or list(parts)
+    chosen = parser.parse_args(arguments).parts or list(parts)
     unknown = [name for name in chosen if name not in parts]
     if unknown:
         parser.error(f"there is no part {unknown[0]}")

@@ -17,9 +17,11 @@ from services.worker.core.kv_cache import (
 )
 from services.worker.core.kv_groups import LayerGroup, group_layers
 from services.worker.cuda.platform import CudaPlatform
+from services.worker.device import DeviceSetting, UnsuitableDevice
 from services.worker.kernels.compiled import default_cache_directory
 from services.worker.kernels.select import select_kernels
 from services.worker.models.checkpoint import open_checkpoint
+from services.worker.models.config import DtypeSetting
 from services.worker.models.load import check_configuration, load_model
 from services.worker.models.model import LoadOptions
 from services.worker.platform import CpuPlatform, Parts, Platform
@@ -95,9 +97,20 @@ def build_engine(
 
 
 def _select_platform(settings: WorkerSettings, checkpoint_reached: Callable[[], None]) -> Platform:
-    """The platform that the settings ask for. Raises UnsuitableDevice, KernelsUnavailable."""
-    if settings.device.is_cuda:
+    """The platform that the settings ask for.
+
+    On its own the worker takes CUDA where the machine has all that it needs, unless it is to
+    compute in float32; what keeps it from that it says. Raises UnsuitableDevice where CUDA was
+    asked for, KernelsUnavailable.
+    """
+    may_be_cuda = torch.cuda.is_available() and settings.dtype is not DtypeSetting.FLOAT32
+    if settings.device is DeviceSetting.CUDA:
         return CudaPlatform(settings.gpu_memory_utilization)
+    if settings.device is DeviceSetting.AUTO and may_be_cuda:
+        try:
+            return CudaPlatform(settings.gpu_memory_utilization)
+        except UnsuitableDevice as error:
+            logger.warning("computing on the CPU: %s", error.message)
     cache = settings.kernels_cache or default_cache_directory()
     kernels = select_kernels(settings.kernels, cache, checkpoint_reached)
     return CpuPlatform(kernels, settings.memory_utilization)

@@ -17,18 +17,11 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class DeviceSetting(enum.Enum):
-    """Which device a worker computes on; auto: CUDA where torch finds it, else the CPU."""
+    """Which device a worker computes on; auto: CUDA where that is possible, else the CPU."""
 
     AUTO = "auto"
     CPU = "cpu"
     CUDA = "cuda"
-
-    @property
-    def is_cuda(self) -> bool:
-        """Whether that is CUDA, on this machine."""
-        return self is DeviceSetting.CUDA or (
-            self is DeviceSetting.AUTO and torch.cuda.is_available()
-        )
 
 
 class UnsuitableDevice(StepwellError):

@@ -24,7 +24,8 @@ class WorkerSettings:
         None, doc="name of the model (default: the directory's)"
     )
     device: DeviceSetting = setting(
-        DeviceSetting.AUTO, doc="what to compute on; auto is cuda where torch finds it, else cpu"
+        DeviceSetting.AUTO,
+        doc="what to compute on; auto is cuda where the machine has what it takes, else cpu",
     )
     dtype: DtypeSetting = setting(
         DtypeSetting.AUTO,

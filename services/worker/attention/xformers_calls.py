@@ -95,7 +95,8 @@ class LayerKind:
         first, window = layout.num_decodes, self.layer.window
         counts = np.diff(layout.query_starts[first:])
         chunks = cut(counts, layout.seq_lens[first:], largest_lane(window))
-        tables = self._padded(layout.block_tables[first:])[chunks.parents]
+        tables = self._device.upload(self._padded(layout.block_tables[first:]))
+        tables = tables.index_select(0, self._device.upload(chunks.parents))
         splits = self._splits(len(chunks.ends))
         if window is None:
             return _ChunkCall(self._device, chunks, self._whole(chunks, tables, splits))
@@ -104,7 +105,7 @@ class LayerKind:
         beyond = seen_by_some(chunks.ends, window, chunks.size)
         if not beyond.ends.any():
             return _ChunkCall(self._device, chunks, lambda *of_layer: partial(*of_layer)[0])
-        further = self._partial(1, beyond, np.repeat(tables, chunks.size, axis=0), 1)
+        further = self._partial(1, beyond, tables.repeat_interleave(chunks.size, dim=0), 1)
         return _ChunkCall(self._device, chunks, _Joined(partial, further))
 
     def flash(self, layout: StepLayout) -> Call:
@@ -116,20 +117,18 @@ class LayerKind:
         )
         return lambda query, keys, values: self._ops.flash(query, keys, values, bias)
 
-    def _whole(self, chunks: SubChunks, tables: Int32Array, splits: int) -> Call:
+    def _whole(self, chunks: SubChunks, tables: torch.Tensor, splits: int) -> Call:
         """Each lane sees the keys up to its end."""
         num_queries = [chunks.size] * len(chunks.ends)
-        tables_there = self._device.upload(tables)
-        bias = self._ops.padded_bias(num_queries, chunks.ends.tolist(), tables_there)
+        bias = self._ops.padded_bias(num_queries, chunks.ends.tolist(), tables)
         return lambda query, keys, values: self._ops.attend(query, keys, values, bias, splits)
 
-    def _partial(self, size: int, ranges: KeyRanges, tables: Int32Array, splits: int) -> "Partial":
+    def _partial(
+        self, size: int, ranges: KeyRanges, tables: torch.Tensor, splits: int
+    ) -> "Partial":
         """Each lane sees its range."""
         bias = self._ops.gappy_bias(
-            [size] * len(ranges.ends),
-            ranges.starts.tolist(),
-            ranges.lengths.tolist(),
-            self._device.upload(tables),
+            [size] * len(ranges.ends), ranges.starts.tolist(), ranges.lengths.tolist(), tables
         )
         return lambda query, keys, values: self._ops.attend_partly(
             query, keys, values, bias, splits

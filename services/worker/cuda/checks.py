@@ -48,7 +48,7 @@ def find_setup() -> CudaSetup:
     name, capability = None, (0, 0)
     if torch.cuda.is_available():
         name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
-    headers = Path(sysconfig.get_paths()["include"], "Python.h")
+    headers = Path(sysconfig.get_paths(_scheme())["include"], "Python.h")
     return CudaSetup(
         device_name=name,
         capability=capability,
@@ -145,6 +145,12 @@ def _runtime_library() -> str:
         if path.exists():
             return str(path)
     return RUNTIME_LIBRARY
+
+
+def _scheme() -> str:
+    """Where Triton looks for headers: on Debian not where the default scheme has them."""
+    scheme = sysconfig.get_default_scheme()
+    return "posix_prefix" if scheme == "posix_local" else scheme
 
 
 def _version(package: str) -> str | None:

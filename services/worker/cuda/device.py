@@ -47,12 +47,22 @@ class CudaDevice:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._graph_memory, capture_error_mode="thread_local"):
             result = work()
+        return _Recording(graph, work, result)
 
-        def replay() -> torch.Tensor:
-            graph.replay()
-            return result
 
-        return replay
+class _Recording:
+    """A captured graph. It keeps `work`, and with it the memory that the graph reads."""
+
+    def __init__(
+        self, graph: torch.cuda.CUDAGraph, work: Callable[[], torch.Tensor], result: torch.Tensor
+    ) -> None:
+        self._graph = graph
+        self._work = work
+        self._result = result
+
+    def __call__(self) -> torch.Tensor:
+        self._graph.replay()
+        return self._result
 
 
 class _PinnedDownload:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from stepwell.worker.v1 import worker_pb2, worker_pb2_grpc
 
@@ -78,6 +79,17 @@ async def test_a_damaged_model_ends_the_start_with_one_sentence(directory: Path)
     status, lines = await outcome(await start("--model", str(directory), "--address", "[::1]:0"))
     assert status == 1
     assert lines == [f"stepwell worker: {directory}/config.json: vocab_size is missing"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+async def test_cuda_without_a_gpu_ends_the_start_with_one_sentence(directory: Path) -> None:
+    arguments = ("--model", str(directory), "--address", "127.0.0.1:0", "--device", "cuda")
+    status, lines = await outcome(await start(*arguments))
+    assert status == 1
+    assert lines == [
+        "stepwell worker: device is cuda, but torch finds no CUDA device; check the driver and "
+        "that torch is a CUDA build, or set --device cpu"
+    ]
 
 
 async def test_too_little_memory_ends_the_start_with_one_sentence(directory: Path) -> None:
