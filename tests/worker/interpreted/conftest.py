@@ -1,7 +1,7 @@
 """xFormers' own kernels, run on the CPU by Triton's interpreter.
 
 Triton decides at its first import whether it interprets. These tests are therefore collected only
-in a process of their own, which tests/worker/unit/test_xformers_interpreted.py starts.
+in a process of their own, which tests/worker/unit/test_xformers_kernels.py starts.
 """
 
 import os

@@ -6,11 +6,16 @@ from xformers.ops.fmha import triton_splitk
 from services.worker.device import CpuDevice
 
 
-class InterpretedSplitK(triton_splitk.FwOp):
-    """The operator as it is, allowed where the interpreter runs it."""
+class AnywhereSplitK(triton_splitk.FwOp):
+    """The operator as it is, for tensors of the CPU too: whoever runs it knows what it does."""
 
     SUPPORTED_DEVICES = frozenset({"cpu"})
-    SUPPORTED_DTYPES = frozenset({torch.float16, torch.float32})
+    SUPPORTED_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
+
+    @classmethod
+    def not_supported_reasons(cls, d) -> list[str]:
+        """All but that bfloat16 wants a GPU."""
+        return [reason for reason in super().not_supported_reasons(d) if "bf16" not in reason]
 
 
 class WideCpu(CpuDevice):

@@ -23,7 +23,7 @@ from services.worker.models.config import DtypeSetting
 from services.worker.models.load import load_model
 from services.worker.models.model import LoadOptions
 from tests.tiny_models import save_tiny_model
-from tests.worker.interpreted.interpreted_ops import InterpretedSplitK, WideCpu
+from tests.worker.interpreted.interpreted_ops import AnywhereSplitK, WideCpu
 from tests.worker.runner_driver import GREEDY, MAX_MODEL_LEN, build_runner
 from tests.worker.step_story import DRAWN, PENALISED, run_plainly, run_two_in_flight, story
 
@@ -75,7 +75,7 @@ def runner_as_on_cuda(directory: Path) -> Runner:
         num_blocks=NUM_BLOCKS,
         windows=tuple(group.window for group in groups),
     )
-    attention = XformersPagedAttention(shape, device, limits.max_blocks_per_seq, InterpretedSplitK)
+    attention = XformersPagedAttention(shape, device, limits.max_blocks_per_seq, AnywhereSplitK)
     assert loaded.is_static
     buckets = DecodeBuckets(loaded.model, attention, device)
     return Runner(loaded.model, attention, limits, device, Lookahead(device, MAX_NUM_SEQS), buckets)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.paged_world import Case, PagedWorld
-from tests.worker.interpreted.interpreted_ops import InterpretedSplitK, WideCpu
+from tests.worker.interpreted.interpreted_ops import AnywhereSplitK, WideCpu
 
 # Every page size, ratio of heads, and kind of window; pairs of them, not all combinations.
 CASES = [
@@ -28,7 +28,7 @@ def tolerance(case: Case) -> float:
 def test_decodes_beside_chunks(case: Case) -> None:
     """Three decodes in four lanes; a chunk after a past, in two lanes, and one without."""
     torch.manual_seed(1)
-    world = PagedWorld(case, WideCpu(), 5, 1024, InterpretedSplitK)
+    world = PagedWorld(case, WideCpu(), 5, 1024, AnywhereSplitK)
     world.remember([0, 37, 300, 45, 0])
     assert world.step([1, 1, 1, 17, 3]) < tolerance(case)
 
@@ -36,6 +36,6 @@ def test_decodes_beside_chunks(case: Case) -> None:
 @pytest.mark.parametrize("case", [Case(16, 4, 2, 32), Case(16, 4, 2, 32, window=9)], ids=str)
 def test_a_program_of_decodes_runs_again_with_other_lengths_and_tables(case: Case) -> None:
     torch.manual_seed(2)
-    world = PagedWorld(case, WideCpu(), 3, 256, InterpretedSplitK)
+    world = PagedWorld(case, WideCpu(), 3, 256, AnywhereSplitK)
     world.remember([0, 15, 40])
     assert world.recorded_steps(2) < tolerance(case)
