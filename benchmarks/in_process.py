@@ -232,6 +232,7 @@ def _limits(built: WorkerDescription, config: SchedulerConfig) -> ModelLimits:
         vocab_size=built.vocab_size,
         eos_token_ids=built.eos_token_ids,
         priority_scheduling=False,
+        hidden_size=built.hidden_size,
     )
 
 

@@ -95,6 +95,7 @@ def description(max_num_seqs: int, num_blocks: int) -> WorkerDescription:
         fingerprint=bytes(32),
         max_model_len=MAX_MODEL_LEN,
         vocab_size=VOCAB_SIZE,
+        hidden_size=1,
         eos_token_ids=(),
         groups=(LayerGroup(None, (0,)),),
         block_size=BLOCK_SIZE,

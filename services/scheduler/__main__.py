@@ -75,6 +75,7 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
             door = Door(
                 config=config,
                 vocab_size=shape.description.vocab_size,
+                hidden_size=shape.description.hidden_size,
                 max_model_len=shape.description.max_model_len,
                 max_num_waiting=settings.max_num_waiting,
                 num_waiting=lambda: engine.num_waiting,
@@ -152,6 +153,7 @@ def what_is_served(
         block_size=config.block_size,
         eos_token_ids=built.eos_token_ids,
         priority_scheduling=config.policy is Policy.PRIORITY,
+        hidden_size=built.hidden_size,
     )
 
 

@@ -83,6 +83,7 @@ def build_engine(
             fingerprint=fingerprint,
             max_model_len=sizing.max_model_len,
             vocab_size=loaded.vocab_size,
+            hidden_size=loaded.hidden_size,
             eos_token_ids=loaded.eos_token_ids,
             groups=groups,
             block_size=block_size,

@@ -49,6 +49,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             fingerprint=fingerprint,
             max_model_len=max_model_len,
             vocab_size=VOCAB_SIZE,
+            hidden_size=2,
             eos_token_ids=[EOS],
             groups=groups,
             drop_last_hit_block=drop_last_hit_block,

@@ -6,6 +6,7 @@ from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common import errors
 from services.common.block_hash import pack_token_ids
+from services.common.prompt_embeds_messages import prompt_embeds_to_message
 from services.common.repetition import RepetitionDetection
 from services.common.sampling_messages import repetition_from_message
 from services.gateway.adapters.inflight import Inflight
@@ -112,7 +113,10 @@ def to_add_request(handle: int, inflight: Inflight) -> scheduler_pb2.AddRequest:
     return scheduler_pb2.AddRequest(
         handle=handle,
         request_id=request.request_id,
-        prompt_token_ids=pack_token_ids(request.prompt_token_ids),
+        prompt_token_ids=b""
+        if request.prompt_embeds is not None
+        else pack_token_ids(request.prompt_token_ids),
+        prompt_embeds=prompt_embeds_to_message(request.prompt_embeds),
         output_token_ids=pack_token_ids(inflight.output_token_ids),
         sampling=sampling,
         priority=request.priority,
@@ -179,4 +183,5 @@ def from_opened(message: scheduler_pb2.SessionOpened) -> ModelLimits:
         vocab_size=message.vocab_size,
         eos_token_ids=tuple(message.eos_token_ids),
         priority_scheduling=message.priority_scheduling,
+        hidden_size=message.hidden_size,
     )

@@ -81,6 +81,7 @@ class Fleet:
             vocab_size=min(limits.vocab_size for limits in ready),
             eos_token_ids=ready[0].eos_token_ids,
             priority_scheduling=all(limits.priority_scheduling for limits in ready),
+            hidden_size=ready[0].hidden_size,
         )
 
     def start(self, requests: Sequence[EngineRequest]) -> Mailbox:

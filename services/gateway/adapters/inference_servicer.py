@@ -10,6 +10,7 @@ from stepwell.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 
 from services.common import names
 from services.common.errors import InvalidArgument
+from services.common.prompt_embeds_messages import prompt_embeds_from_message
 from services.gateway.adapters.auth import ApiKeys
 from services.gateway.adapters.converters import (
     from_sampling_proto,
@@ -107,7 +108,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
     async def _client_request(self, request: gateway_pb2.GenerateRequest) -> ClientRequest:
         return ClientRequest(
             request_id=request.request_id or f"gen-{secrets.token_hex(12)}",
-            prompts=(Prompt(await self._prompt_tokens(request)),),
+            prompts=(await self._prompt(request),),
             sampling=from_sampling_proto(request.sampling),
             n=request.n if request.HasField("n") else 1,
             stop=tuple(request.stop),
@@ -117,6 +118,12 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
             priority=request.priority,
             cache_salt=request.cache_salt,
         )
+
+    async def _prompt(self, request: gateway_pb2.GenerateRequest) -> Prompt:
+        if request.WhichOneof("prompt") == "embeds":
+            embeds = prompt_embeds_from_message(request.embeds)
+            return Prompt(embeds.placeholders, embeds=embeds)
+        return Prompt(await self._prompt_tokens(request))
 
     async def _prompt_tokens(self, request: gateway_pb2.GenerateRequest) -> list[int]:
         match request.WhichOneof("prompt"):

@@ -53,7 +53,7 @@ class Choice:
         self.finish_reason: FinishReason | None = None
         self._detokenizer = new_detokenizer(
             tokenizer,
-            sequence.prompt_token_ids,
+            sequence.prompt_token_ids if sequence.prompt_embeds is None else (),
             skip_special_tokens=request.skip_special_tokens,
         )
         self._min_tokens = sampling.min_tokens

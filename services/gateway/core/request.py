@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from services.common.errors import InvalidArgument, OutOfRange
+from services.common.prompt_embeds import PromptEmbeds
 from services.gateway.core.sampling import Sampling, check_sampling, check_token_ids
 from services.gateway.core.seeds import child_seed
 
@@ -25,6 +26,7 @@ class ModelLimits:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     priority_scheduling: bool
+    hidden_size: int
 
     @property
     def capacity(self) -> int:
@@ -33,10 +35,14 @@ class ModelLimits:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt as tokens; with its text where the client sent text and wants it back."""
+    """A prompt as tokens; with its text where the client sent text and wants it back.
+
+    With `embeds` the tokens are placeholders.
+    """
 
     token_ids: list[int]
     text: str | None = None
+    embeds: PromptEmbeds | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +86,7 @@ class EngineRequest:
     cache_salt: str
     arrival_unix_nanos: int
     traceparent: str
+    prompt_embeds: PromptEmbeds | None = None
 
 
 def check_request(request: ClientRequest, limits: ModelLimits) -> None:
@@ -119,6 +126,7 @@ def to_engine_requests(
                 EngineRequest(
                     request_id=name if request.num_choices == 1 else f"{name}-{len(sequences)}",
                     prompt_token_ids=prompt.token_ids,
+                    prompt_embeds=prompt.embeds,
                     sampling=replace(
                         request.sampling,
                         seed=child_seed(seed, child),
@@ -148,6 +156,12 @@ def _check_prompt(prompt: Prompt, sampling: Sampling, limits: ModelLimits) -> No
     if length == 0:
         raise InvalidArgument("prompt must not be empty: it has no tokens", field="prompt")
     check_token_ids("prompt", prompt.token_ids, limits.vocab_size)
+    if prompt.embeds is not None:
+        prompt.embeds.check(limits.hidden_size)
+        if sampling.prompt_logprobs is not None:
+            raise InvalidArgument(
+                "prompt_logprobs: an embedded prompt has no tokens", field="prompt_logprobs"
+            )
     if length >= limits.capacity:
         raise OutOfRange(
             f"prompt has {length} tokens, which leaves no room for an answer: "

@@ -8,6 +8,8 @@ from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common.block_hash import unpack_token_ids
 from services.common.errors import InvalidArgument, OutOfRange, ResourceExhausted
+from services.common.prompt_embeds import PromptEmbeds
+from services.common.prompt_embeds_messages import prompt_embeds_from_message
 from services.common.sampling_messages import repetition_from_message, sampling_from_message
 from services.scheduler.core.config import Policy, SchedulerConfig
 from services.scheduler.core.request import Request, StopConditions
@@ -21,6 +23,7 @@ class Door:
 
     config: SchedulerConfig
     vocab_size: int
+    hidden_size: int
     max_model_len: int
     max_num_waiting: int
     num_waiting: Callable[[], int]
@@ -36,7 +39,12 @@ class Door:
                 reason="QUEUE_FULL",
                 retry_after_seconds=RETRY_AFTER_SECONDS,
             )
-        prompt = self._tokens(message.prompt_token_ids, "prompt_token_ids")
+        embeds = self._embeds(message)
+        prompt = (
+            self._tokens(message.prompt_token_ids, "prompt_token_ids")
+            if embeds is None
+            else embeds.placeholders
+        )
         output = self._tokens(message.output_token_ids, "output_token_ids")
         if not prompt:
             raise InvalidArgument("prompt_token_ids is empty", field="prompt_token_ids")
@@ -62,11 +70,25 @@ class Door:
             ),
             priority=message.priority,
             arrival_time=message.arrival_unix_nanos / 1e9,
-            cache_salt=message.cache_salt,
+            cache_salt=message.cache_salt if embeds is None else embeds.salted(message.cache_salt),
+            prompt_embeds=None if embeds is None else message.prompt_embeds,
             traceparent=message.traceparent,
             sampling=sampling,
             reads_prefix_cache=not sampling.HasField("prompt_logprobs"),
         )
+
+    def _embeds(self, message: scheduler_pb2.AddRequest) -> PromptEmbeds | None:
+        if not message.HasField("prompt_embeds"):
+            return None
+        for name, is_given in (
+            ("prompt_token_ids", bool(message.prompt_token_ids)),
+            ("sampling.prompt_logprobs", message.sampling.HasField("prompt_logprobs")),
+        ):
+            if is_given:
+                raise InvalidArgument(f"{name}: an embedded prompt has no tokens", field=name)
+        embeds = prompt_embeds_from_message(message.prompt_embeds)
+        embeds.check(self.hidden_size)
+        return embeds
 
     def _tokens(self, packed: bytes, field: str) -> list[int]:
         try:

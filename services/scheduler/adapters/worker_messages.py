@@ -67,7 +67,15 @@ def _new_request(request: Request, tables: BlockTables) -> worker_pb2.NewRequest
         sampling=request.sampling,
         block_tables=[worker_pb2.BlockTable(block_ids=pack_token_ids(ids)) for ids in tables],
         traceparent=request.traceparent,
+        prompt_embeds=_prompt_embeds(request),
     )
+
+
+def _prompt_embeds(request: Request) -> common_pb2.PromptEmbeds | None:
+    embeds = request.prompt_embeds
+    if embeds is not None and not isinstance(embeds, common_pb2.PromptEmbeds):
+        raise AssertionError(f"{request.request_id} came with embeddings of another kind")
+    return embeds
 
 
 def _appended(blocks: Mapping[Request, BlockTables]) -> list[worker_pb2.AppendedBlocks]:

@@ -75,6 +75,10 @@ class Request:
     traceparent: str = ""
     sampling: object = None
     """How the worker samples; carried through."""
+    prompt_embeds: object = None
+    """Embeddings in place of the prompt's tokens, which are placeholders then; carried through.
+    `cache_salt` keeps its blocks apart from those of other embeddings.
+    """
     reads_prefix_cache: bool = True
     """False where every prompt position must be computed, as for prompt log-probabilities."""
 

@@ -7,6 +7,7 @@ import numpy as np
 from stepwell.common.v1 import common_pb2
 from stepwell.worker.v1 import worker_pb2
 
+from services.common.prompt_embeds_messages import prompt_embeds_from_message
 from services.common.sampling_messages import sampling_from_message
 from services.worker.core.engine import WorkerDescription
 from services.worker.core.errors import InvalidStep
@@ -85,6 +86,7 @@ def description_to_message(description: WorkerDescription) -> worker_pb2.Describ
         world_size=description.world_size,
         kv_cache_sizing=description.kv_cache_sizing,
         dtype=description.dtype,
+        hidden_size=description.hidden_size,
     )
 
 
@@ -109,6 +111,9 @@ def _new_request(message: worker_pb2.NewRequest) -> NewRequest:
         block_tables=tuple(
             _array(table.block_ids, "new_requests.block_tables") for table in message.block_tables
         ),
+        prompt_embeds=prompt_embeds_from_message(message.prompt_embeds)
+        if message.HasField("prompt_embeds")
+        else None,
     )
 
 

@@ -18,6 +18,7 @@ class WorkerDescription:
     fingerprint: bytes
     max_model_len: int
     vocab_size: int
+    hidden_size: int
     eos_token_ids: tuple[int, ...]
     groups: tuple[LayerGroup, ...]
     block_size: int

@@ -22,6 +22,7 @@ import torch
 from services.worker.attention.interface import PagedAttention
 from services.worker.core.batch import BatchLimits, PersistentBatch
 from services.worker.core.decode_buckets import DecodeBuckets, is_decodes_alone
+from services.worker.core.embedded_prompts import EmbeddedPrompts
 from services.worker.core.layout import lay_out
 from services.worker.core.lookahead import Lookahead, PendingOutput
 from services.worker.core.sampled import Sampled, joined
@@ -72,6 +73,7 @@ class Runner:
         self._lookahead = lookahead
         self._buckets = buckets
         self._batch = PersistentBatch(limits)
+        self._embedded = EmbeddedPrompts(model)
         self._sampler = Sampler(limits.max_num_seqs, limits.vocab_size)
         self._generation: int | None = None
         self._prompt_watchers: set[int] = set()
@@ -87,6 +89,7 @@ class Runner:
         limits = self._batch.limits
         self._batch.clear()
         self._prompt_watchers.clear()
+        self._embedded.clear()
         if self._lookahead is not None:
             self._lookahead.reset()
         self._sampler = Sampler(limits.max_num_seqs, limits.vocab_size)
@@ -116,12 +119,20 @@ class Runner:
         return self._sample(step, rows, computed, prompt)
 
     def _update_batch(self, step: StepInput) -> None:
+        embedded = self._embedded.read(step.new_requests, self._device.torch_device)
         self._batch.apply(step)
+        self._embedded.replace(step, embedded)
         for slot in step.removed_slots.tolist():
             self._sampler.remove(slot)
             self._prompt_watchers.discard(slot)
         for new in step.new_requests:
-            self._sampler.add(new.slot, new.sampling, new.token_ids, new.num_prompt_tokens)
+            self._sampler.add(
+                new.slot,
+                new.sampling,
+                new.token_ids,
+                new.num_prompt_tokens,
+                num_placeholders=0 if new.prompt_embeds is None else new.prompt_embeds.num_tokens,
+            )
             if self._lookahead is not None:
                 self._lookahead.know(np.array([new.slot]))
             if new.sampling.prompt_logprobs is not None:
@@ -135,7 +146,8 @@ class Runner:
         if self._lookahead is not None:
             num_tokens = self._batch.num_tokens[step.slots]
             self._lookahead.feed(token_ids, step, tokens.first_tokens, num_tokens)
-        if self._buckets is not None and is_decodes_alone(tokens.layouts[0]):
+        embedded = self._embedded.of_step(step, tokens, token_ids)
+        if self._buckets is not None and embedded is None and is_decodes_alone(tokens.layouts[0]):
             logits = self._buckets.logits(token_ids, tokens.positions, tokens.layouts)
             computed = _Computed(self._device, lambda rows: logits[rows])
         else:
@@ -143,6 +155,7 @@ class Runner:
                 token_ids,
                 self._device.upload(tokens.positions),
                 self._attention.begin_step(tokens.layouts),
+                embedded,
             )
             computed = _Computed(
                 self._device, lambda rows: self._model.compute_logits(hidden[rows])

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from services.common.prompt_embeds import PromptEmbeds
 from services.common.sampling import SamplingParams
 from services.worker.sampling.sampler import LogprobRows
 
@@ -18,13 +19,17 @@ def no_ints() -> Int32Array:
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """A request that enters the batch, whole: known tokens, and its block tables by group."""
+    """A request that enters the batch, whole: known tokens, and its block tables by group.
+
+    With `prompt_embeds` its first tokens are placeholders.
+    """
 
     slot: int
     token_ids: Int32Array
     num_prompt_tokens: int
     sampling: SamplingParams
     block_tables: tuple[Int32Array, ...]
+    prompt_embeds: PromptEmbeds | None = None
 
 
 @dataclass(frozen=True, slots=True)

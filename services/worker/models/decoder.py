@@ -62,18 +62,30 @@ class Decoder:
             cos_sin_table(rope, config.head_dim, max_model_len, dtype, device) for rope in ropes
         ]
 
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Token ids, int64 [n] -> embeddings [n, hidden_size], scaled where the model does so."""
+        embedded = F.embedding(token_ids, self._weights.embedding)
+        return embedded if self._embedding_scale == 1 else embedded * self._embedding_scale
+
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: LayerAttention
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: LayerAttention,
+        embedded: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Token ids and positions, int64 [n] -> normalized hidden states [n, hidden_size].
 
-        On the way there are rows of padding behind the n.
+        On the way there are rows of padding behind the n. `embedded`: see Model.
         """
         kernels, epsilon, num_tokens = self._kernels, self._config.rms_norm_eps, len(token_ids)
         padding = (0, kernels.padded_rows(num_tokens) - num_tokens)
-        token_ids, positions = F.pad(token_ids, padding), F.pad(positions, padding)
+        positions = F.pad(positions, padding)
         rotations = [Rotation(cos[positions], sin[positions]) for cos, sin in self._cos_sin]
-        residual = self._embed(token_ids)
+        if embedded is None:
+            residual = self.embed(F.pad(token_ids, padding))
+        else:
+            residual = F.pad(embedded, (0, 0, *padding))
         hidden = kernels.rms_norm(residual, self._norms[0], epsilon)
         for index, layer in enumerate(self._weights.layers):
             rotation = rotations[self._rope_of[index]]
@@ -91,10 +103,6 @@ class Decoder:
         logits = self._weights.head(padded)[:num_rows].float()
         cap = self._config.logits_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
-
-    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        embedded = F.embedding(token_ids, self._weights.embedding)
-        return embedded if self._embedding_scale == 1 else embedded * self._embedding_scale
 
     def _normalized(self, update: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
         if norm is None:

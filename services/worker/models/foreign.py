@@ -73,7 +73,7 @@ def load_foreign(directory: Path, options: LoadOptions, device: torch.device) ->
         architecture=type(model).__name__,
         dtype=dtype,
         vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
+        hidden_size=decoder.hidden_size,
         intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
         max_model_len=longest,
         eos_token_ids=_eos_token_ids(config, model),

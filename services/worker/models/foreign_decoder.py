@@ -25,14 +25,32 @@ class ForeignDecoder:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._body: nn.Module = model.base_model
+        self._embedding: nn.Module = model.get_input_embeddings()
         self._given = _GivenStates()
         self._head = _with_body(model, self._given)
 
+    @property
+    def hidden_size(self) -> int:
+        """Width of its embeddings, which may be projected to that of its layers."""
+        return int(self.embed(torch.zeros(1, dtype=torch.int64)).shape[1])
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Token ids, int64 [n] -> embeddings [n, hidden_size]."""
+        embedded: torch.Tensor = self._embedding(token_ids[None])[0]
+        return embedded
+
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: LayerAttention
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: LayerAttention,
+        embedded: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Token ids and positions, int64 [n] -> hidden states [n, hidden_size]."""
-        return self._forward(token_ids, positions, from_cache(attention))
+        answer = from_cache(attention)
+        if embedded is None:
+            return self._forward(answer, positions, input_ids=token_ids[None])
+        return self._forward(answer, positions, inputs_embeds=embedded[None])
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [n, hidden_size] -> logits, float32 [n, vocab_size].
@@ -48,7 +66,7 @@ class ForeignDecoder:
         """How each layer attends. Raises Refused for a model that cannot be served like this."""
         token_ids = torch.arange(_PROBE_TOKENS)
         look = Probe()
-        hidden = self._forward(token_ids, token_ids, look)
+        hidden = self._forward(look, token_ids, input_ids=token_ids[None])
         layers = look.layers(num_layers)
         logits = self.compute_logits(hidden)
         with answering(Probe()):
@@ -58,12 +76,10 @@ class ForeignDecoder:
         return layers
 
     def _forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, answer: Answer
+        self, answer: Answer, positions: torch.Tensor, **inputs: torch.Tensor
     ) -> torch.Tensor:
         with answering(answer):
-            output = self._body(
-                input_ids=token_ids[None], position_ids=positions[None], use_cache=False
-            )
+            output = self._body(position_ids=positions[None], use_cache=False, **inputs)
         hidden: torch.Tensor = output.last_hidden_state
         return hidden[0]
 

@@ -16,10 +16,21 @@ logger = logging.getLogger(__name__)
 class Model(Protocol):
     """A decoder over a paged cache."""
 
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Token ids, int64 [n] -> what the first layer sees of them, new, [n, hidden_size]."""
+        ...
+
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: LayerAttention
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: LayerAttention,
+        embedded: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Token ids and positions, int64 [n] -> hidden states [n, hidden_size]."""
+        """Token ids and positions, int64 [n] -> hidden states [n, hidden_size].
+
+        `embedded` [n, hidden_size] is seen in place of `embed(token_ids)`, and may be overwritten.
+        """
         ...
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -80,12 +80,23 @@ class Sampler:
         self._weights = np.empty(vocab_size, dtype=np.float32)
 
     def add(
-        self, slot: int, params: SamplingParams, token_ids: np.ndarray, num_prompt_tokens: int
+        self,
+        slot: int,
+        params: SamplingParams,
+        token_ids: np.ndarray,
+        num_prompt_tokens: int,
+        *,
+        num_placeholders: int = 0,
     ) -> None:
-        """Put a request into a free slot: its prompt and, when it comes back, its output so far."""
+        """Put a request into a free slot: its prompt and, when it comes back, its output so far.
+
+        The first `num_placeholders` tokens are none, and count for their number alone.
+        """
         if self._requests[slot] is not None:
             raise ValueError(f"slot {slot} is taken")
-        edits = logit_edits(params, token_ids, num_prompt_tokens)
+        edits = logit_edits(
+            params, token_ids[num_placeholders:], num_prompt_tokens - num_placeholders
+        )
         temperature = np.float32(params.temperature)
         self._requests[slot] = _Request(params, temperature, edits)
         self._num_tokens[slot] = len(token_ids)

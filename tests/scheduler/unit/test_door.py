@@ -15,6 +15,7 @@ from services.scheduler.adapters.door import Door
 from services.scheduler.core.config import Policy, SchedulerConfig
 
 VOCAB_SIZE = 100
+HIDDEN_SIZE = 2
 
 
 def make_door(*, policy: Policy = Policy.FCFS, num_waiting: int = 0, cache: int = 40) -> Door:
@@ -27,7 +28,9 @@ def make_door(*, policy: Policy = Policy.FCFS, num_waiting: int = 0, cache: int 
         num_blocks=11,
         policy=policy,
     )
-    return Door(config, VOCAB_SIZE, 50, 3, lambda: num_waiting, itertools.count(1).__next__)
+    return Door(
+        config, VOCAB_SIZE, HIDDEN_SIZE, 50, 3, lambda: num_waiting, itertools.count(1).__next__
+    )
 
 
 def message(**fields: Any) -> scheduler_pb2.AddRequest:
@@ -67,6 +70,65 @@ def test_what_is_let_in_is_the_cores_own() -> None:
     assert (request.cache_salt, request.traceparent) == ("salt", "00-1-2-01")
     assert request.reads_prefix_cache
     assert door.let_in(message()).key == 2, "no number is used twice"
+
+
+def embeds(data: bytes, num_tokens: int = 3) -> common_pb2.PromptEmbeds:
+    """Rows of two numbers of two bytes."""
+    return common_pb2.PromptEmbeds(
+        num_tokens=num_tokens, dtype=common_pb2.EMBEDS_DTYPE_BFLOAT16, data=data
+    )
+
+
+def test_an_embedded_prompt_is_placeholders_under_a_salt_of_its_own() -> None:
+    door, one, other = make_door(), bytes(12), bytes(11) + b"1"
+    requests = [
+        door.let_in(
+            message(
+                prompt_token_ids=b"",
+                prompt_embeds=embeds(data),
+                output_token_ids=pack_token_ids([8]),
+                cache_salt=salt,
+            )
+        )
+        for data, salt in ((one, ""), (one, ""), (other, ""), (one, "salt"))
+    ]
+    assert list(requests[0].token_ids) == [0, 0, 0, 8]
+    assert requests[0].num_prompt_tokens == 3
+    assert requests[0].prompt_embeds == embeds(one)
+    for request in requests:
+        request.hash_full_blocks(b"root", 4)
+    hashes = [request.block_hashes[0] for request in requests]
+    assert hashes[0] == hashes[1]
+    assert len(set(hashes)) == 3
+    plain = door.let_in(message(prompt_token_ids=pack_token_ids([0, 0, 0, 8])))
+    plain.hash_full_blocks(b"root", 4)
+    assert plain.block_hashes[0] not in hashes
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"prompt_embeds": embeds(bytes(12))}, "prompt_token_ids"),
+        ({"prompt_token_ids": b"", "prompt_embeds": embeds(bytes(11))}, "prompt_embeds"),
+        ({"prompt_token_ids": b"", "prompt_embeds": embeds(b"", 0)}, "prompt_embeds"),
+        (
+            {"prompt_token_ids": b"", "prompt_embeds": common_pb2.PromptEmbeds(num_tokens=1)},
+            "prompt_embeds.dtype",
+        ),
+        (
+            {
+                "prompt_token_ids": b"",
+                "prompt_embeds": embeds(bytes(12)),
+                "sampling": {"prompt_logprobs": 1},
+            },
+            "sampling.prompt_logprobs",
+        ),
+    ],
+)
+def test_an_embedded_prompt_that_cannot_be(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        make_door().let_in(message(**fields))
+    assert caught.value.field == field
 
 
 def test_prompt_logprobs_need_every_position() -> None:

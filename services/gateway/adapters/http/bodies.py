@@ -81,7 +81,9 @@ class SamplingBody(Body):
 class CompletionBody(SamplingBody):
     """POST /v1/completions."""
 
-    prompt: Prompts
+    prompt: Prompts | None = None
+    # vLLM's, here each a safetensors file.
+    prompt_embeds: TextOrTexts | None = None
     echo: bool | None = None
     logprobs: Int | None = None
     best_of: Int | None = None

@@ -1,11 +1,13 @@
 """/v1/completions: from its body to a request, from answers to its chunks."""
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any, cast
 
 from services.common.errors import InvalidArgument
 from services.gateway.adapters.http.bodies import CompletionBody
 from services.gateway.adapters.http.dialect import Dialect, stop_reason
+from services.gateway.adapters.http.embeds import read_prompt_embeds
 from services.gateway.adapters.http.sampling import (
     check_stream_options,
     stop_strings,
@@ -72,7 +74,11 @@ def _num_prompt_logprobs(body: CompletionBody) -> int | None:
 
 
 async def _prompts(body: CompletionBody, inference: Inference) -> tuple[Prompt, ...]:
-    """One prompt or many, as text or as tokens; an empty list is one prompt without tokens."""
+    """One prompt or many, as text, as tokens or embedded; an empty list is one without tokens."""
+    if body.prompt_embeds is not None:
+        return await _embedded_prompts(body.prompt_embeds, body, inference)
+    if body.prompt is None:
+        raise InvalidArgument("prompt is missing", field="prompt", reason="MISSING_PARAMETER")
     prompts = [body.prompt] if _is_single(body.prompt) else body.prompt
     inference.check_num_choices(len(prompts), body.n or 1)
     return tuple(
@@ -83,6 +89,21 @@ async def _prompts(body: CompletionBody, inference: Inference) -> tuple[Prompt, 
             for prompt in prompts
         ]
     )
+
+
+async def _embedded_prompts(
+    given: str | list[str], body: CompletionBody, inference: Inference
+) -> tuple[Prompt, ...]:
+    if body.prompt:
+        raise InvalidArgument(
+            "prompt must be absent where prompt_embeds is given", field="prompt_embeds"
+        )
+    if body.echo:
+        raise InvalidArgument("echo: an embedded prompt has no text", field="echo")
+    files = [given] if isinstance(given, str) else given
+    inference.check_num_choices(len(files), body.n or 1)
+    embedded = [await asyncio.to_thread(read_prompt_embeds, file) for file in files]
+    return tuple(Prompt(embeds.placeholders, embeds=embeds) for embeds in embedded)
 
 
 def _is_single(prompt: str | list[str] | list[int] | list[list[int]]) -> bool:

@@ -1,0 +1,78 @@
+"""Prompts that came as embeddings: what a step computes in place of its tokens' own."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from services.common.prompt_embeds import EmbedsDtype, PromptEmbeds
+from services.worker.core.errors import InvalidStep
+from services.worker.core.layout import StepTokens
+from services.worker.core.step import NewRequest, StepInput
+from services.worker.models.model import Model
+
+_DTYPES = {
+    EmbedsDtype.FLOAT32: torch.float32,
+    EmbedsDtype.BFLOAT16: torch.bfloat16,
+    EmbedsDtype.FLOAT16: torch.float16,
+}
+
+
+class EmbeddedPrompts:
+    """The embeddings of each slot whose prompt came as such: they stand for its first tokens."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._embeds: dict[int, torch.Tensor] = {}
+
+    def clear(self) -> None:
+        """Forgets every slot."""
+        self._embeds.clear()
+
+    def read(self, requests: Sequence[NewRequest], device: torch.device) -> dict[int, torch.Tensor]:
+        """The matrices that requests bring, by slot, as the model wants them.
+
+        Raises InvalidArgument where one is not as wide as the model, or longer than its prompt.
+        """
+        found = {}
+        for request in requests:
+            if (embeds := request.prompt_embeds) is not None:
+                if embeds.num_tokens > request.num_prompt_tokens:
+                    name = "new_requests.prompt_embeds"
+                    raise InvalidStep(f"{name}: longer than the prompt", field=name)
+                found[request.slot] = self._to_tensor(embeds, device)
+        return found
+
+    def replace(self, step: StepInput, entering: dict[int, torch.Tensor]) -> None:
+        """Takes over who leaves and who enters with a step."""
+        for slot in step.removed_slots.tolist():
+            self._embeds.pop(slot, None)
+        self._embeds |= entering
+
+    def of_step(
+        self, step: StepInput, tokens: StepTokens, token_ids: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Embeddings [num_tokens, hidden_size] of a step, in the layout's order; None where all
+        are those of its tokens.
+        """
+        embedded: torch.Tensor | None = None
+        if not self._embeds:
+            return embedded
+        for index, slot in enumerate(step.slots.tolist()):
+            given = self._embeds.get(slot)
+            begin = int(step.num_computed_tokens[index])
+            if given is None or begin >= len(given):
+                continue
+            if embedded is None:
+                embedded = self._model.embed(token_ids)
+            count = min(int(step.num_scheduled_tokens[index]), len(given) - begin)
+            first = int(tokens.first_tokens[index])
+            embedded[first : first + count] = given[begin : begin + count]
+        return embedded
+
+    def _to_tensor(self, embeds: PromptEmbeds, device: torch.device) -> torch.Tensor:
+        like = self._model.embed(torch.zeros(1, dtype=torch.int64, device=device))
+        embeds.check(like.shape[1])
+        numbers = np.frombuffer(embeds.data, np.uint8).copy()
+        rows = torch.from_numpy(numbers).view(_DTYPES[embeds.dtype])
+        return rows.view(embeds.num_tokens, -1).to(like)
