@@ -109,11 +109,12 @@ class LayerKind:
         return _ChunkCall(self._device, chunks, _Joined(partial, further))
 
     def flash(self, layout: StepLayout) -> Call:
-        """The whole layout in one call of FlashAttention 3."""
+        """As `chunks`, uncut, by FlashAttention 3."""
+        first = layout.num_decodes
         bias = self._ops.padded_bias(
-            np.diff(layout.query_starts).tolist(),
-            layout.seq_lens.tolist(),
-            self._device.upload(self._padded(layout.block_tables)),
+            np.diff(layout.query_starts[first:]).tolist(),
+            layout.seq_lens[first:].tolist(),
+            self._device.upload(self._padded(layout.block_tables[first:])),
         )
         return lambda query, keys, values: self._ops.flash(query, keys, values, bias)
 

@@ -10,7 +10,7 @@ layer in a group:
   sequence. The inputs of a call of one size lie in the same memory at every step: what was
   recorded once can run again with other lengths and tables.
 * Chunks are cut into lanes of 16 queries (`sub_chunks`), one call for all of them; or, where
-  FlashAttention 3 is present, a step with chunks is one call of that, decodes included.
+  FlashAttention 3 is present, they are one call of that, uncut.
 * A sliding window is a range of keys per lane. In a lane of several queries the range is that of
   the last one; what earlier queries see besides is a second call with a lane for each, and the two
   are joined by their normalizers.
@@ -79,23 +79,23 @@ class XformersPagedAttention:
     def begin_step(self, layouts: Sequence[StepLayout]) -> "XformersStep":
         """See PagedAttention."""
         num_tokens, num_decodes = len(layouts[0].slot_mapping), layouts[0].num_decodes
-        has_chunks = num_decodes < len(layouts[0].seq_lens)
         calls: list[dict[Place, Call]] = []
         counts: list[int] = []
-        if has_chunks and self._has_flash:
-            counts = [num_tokens]
-            calls = [{at: kind.flash(layouts[at.group]) for at, kind in self._kinds.items()}]
-        else:
-            if num_decodes:
-                decodes = self.decode_step(num_decodes)
-                decodes.set_lanes(layouts)
-                counts.append(num_decodes)
-                calls.append(dict(decodes.calls))
-            if has_chunks:
-                counts.append(num_tokens - num_decodes)
-                calls.append(
-                    {at: kind.chunks(layouts[at.group]) for at, kind in self._kinds.items()}
-                )
+        if num_decodes:
+            decodes = self.decode_step(num_decodes)
+            decodes.set_lanes(layouts)
+            counts.append(num_decodes)
+            calls.append(dict(decodes.calls))
+        if num_decodes < len(layouts[0].seq_lens):
+            counts.append(num_tokens - num_decodes)
+            calls.append(
+                {
+                    at: kind.flash(layouts[at.group])
+                    if self._has_flash
+                    else kind.chunks(layouts[at.group])
+                    for at, kind in self._kinds.items()
+                }
+            )
         slots = [self._device.upload(layout.slot_mapping) for layout in layouts]
         return XformersStep(self, slots, counts, calls)
 
