@@ -4,7 +4,7 @@ Every method is at most one transaction. What a request has told the pool is kep
 what is to be told with the next transaction, whatever that is about, waits here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from services.common.block_hash import BlockHash
 from services.scheduler.core.config import SchedulerConfig
@@ -22,6 +22,10 @@ from services.scheduler.core.ports import (
     ResetPrefixCache,
 )
 from services.scheduler.core.request import Request
+
+
+def _turn(filling: tuple[Request, int]) -> int:
+    return filling[0].turn
 
 
 class PoolMemory:
@@ -56,19 +60,21 @@ class PoolMemory:
         self,
         draft: StepDraft,
         growing: Sequence[Request],
+        waking: Iterable[Request],
         asking: Sequence[Request],
         traceparent: str,
     ) -> Outcome:
         """Grows tables for the grants of the draft, publishes what the step fills, and looks up
         who asks; nothing is said where there is nothing to say.
 
+        A block is filled by who is awake, or in the last step of a stride, after which it wakes.
         Publishing comes after all growth, so that no victim is published. A stop names one of
         `growing`; those before it have grown, and nothing was published or looked up.
         """
         operations = self._pending.take()
         if growing:
             operations.append(self._grow(draft, growing))
-        filling = self._filling(draft)
+        filling = self._filling(draft, waking)
         if filling:
             operations.append(self._commit(filling))
         operations += self._look_up(draft, asking)
@@ -138,17 +144,22 @@ class PoolMemory:
         ends = [request.origin + draft.awake[request] for request in growing]
         return Grow([request.key for request in growing], computed, list(map(self.num_slots, ends)))
 
-    def _filling(self, draft: StepDraft) -> list[tuple[Request, int]]:
+    def _filling(self, draft: StepDraft, waking: Iterable[Request]) -> list[tuple[Request, int]]:
         """Requests of which the step fills blocks, with the known tokens computed after it."""
         if not self._config.enable_prefix_caching:
             return []
         size = self._config.block_size
         filling: list[tuple[Request, int]] = []
+        for request in waking:
+            end = request.num_computed_tokens + 1
+            if end % size == 0 and end <= len(request.token_ids):
+                filling.append((request, end))
         for request, num_new in draft.awake.items():
             end = request.origin + num_new
             full = (request.num_committed_blocks + 1) * size
             if end >= full and len(request.token_ids) >= full:
                 filling.append((request, min(end, len(request.token_ids))))
+        filling.sort(key=_turn)
         return filling
 
     def _commit(self, filling: Sequence[tuple[Request, int]]) -> Commit:

@@ -1,7 +1,7 @@
 """Who runs, and who of them a step must look at."""
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import count
 from operator import attrgetter
 
@@ -70,6 +70,10 @@ class RunningRequests:
         if begin == 0:
             return awake
         return [request for request in awake if self.place(request) >= begin]
+
+    def waking(self) -> Collection[Request]:
+        """Who sleeps through the step to come and wakes after it, in no order."""
+        return self._calendar.get(self.clock.now + 1, ())
 
     def sleep(self, request: Request, num_steps: int) -> None:
         """Lets a request decode in stride for so many steps, one or more."""

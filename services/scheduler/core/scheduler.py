@@ -177,7 +177,8 @@ class Scheduler:
         while True:
             growing = self._grant_running(draft, index)
             asking = [] if draft.preemptions else self._candidates(draft)
-            outcome = await self._memory.grow(draft, growing, asking, traceparent)
+            waking = self.running.waking()
+            outcome = await self._memory.grow(draft, growing, waking, asking, traceparent)
             if outcome.stop is None:
                 return
             index = self._make_room(draft, growing[outcome.stop.item_index])
@@ -370,16 +371,16 @@ class Scheduler:
         return [-1] * self.config.num_speculative_tokens
 
     def _stride_end(self, request: Request) -> int:
-        """The first number of computed tokens at which a step takes more of a decode than one token
-        more: a slot, a block to publish, or a look at what it says. 0 where it always looks.
+        """The first number of computed tokens at which a decode takes a look: for a slot, for its
+        length, or because a block was filled. 0 where it always does.
         """
         if request.stop.repetition is not None:
             return 0
         config = self.config
         end = min(request.num_slots - config.num_lookahead_tokens, request.max_num_tokens - 2)
         if config.enable_prefix_caching:
-            fills = (request.num_committed_blocks + 1) * config.block_size - 1
-            return end if end < fills else fills
+            filled = (request.num_committed_blocks + 1) * config.block_size
+            return end if end < filled else filled
         return end
 
     # After a step
