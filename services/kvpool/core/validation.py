@@ -1,6 +1,7 @@
 """Whether a transaction makes sense, decided before any of it is done."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 
 from services.kvpool.core.errors import (
     MalformedTransaction,
@@ -26,7 +27,7 @@ class TransactionValidator:
     meets no surprise. The pool itself is not touched.
     """
 
-    def __init__(self, admitted: Collection[RequestNumber]) -> None:
+    def __init__(self, admitted: AbstractSet[RequestNumber]) -> None:
         self._admitted = admitted
         self._arrived: set[RequestNumber] = set()
         self._departed: set[RequestNumber] = set()
@@ -34,34 +35,34 @@ class TransactionValidator:
     def validate(self, operations: Sequence[Operation]) -> None:
         """Raises MalformedTransaction, RequestNotAdmitted or RequestAlreadyAdmitted."""
         for index, operation in enumerate(operations):
-            where = f"operations[{index}]"
             match operation:
                 case Release():
                     self._arrived.difference_update(operation.requests)
                     self._departed.update(operation.requests)
                 case Grow():
-                    self._grow(operation, f"{where}.grow")
+                    self._grow(operation, f"operations[{index}].grow")
                 case Commit():
-                    self._commit(operation, f"{where}.commit")
+                    self._commit(operation, f"operations[{index}].commit")
                 case Lookup():
-                    self._lookup(operation, f"{where}.lookup")
+                    self._lookup(operation, f"operations[{index}].lookup")
                 case Admit():
                     for item, admission in enumerate(operation.admissions):
-                        self._admission(admission, f"{where}.admit.admissions[{item}]")
+                        where = f"operations[{index}].admit.admissions[{item}]"
+                        self._admission(admission, where)
 
     def _grow(self, grow: Grow, where: str) -> None:
-        _require_parallel(grow.requests, grow.num_slots, f"{where}.num_slots")
-        _require_parallel(grow.requests, grow.num_computed_tokens, f"{where}.num_computed_tokens")
+        _require_parallel(grow.requests, grow.num_slots, where, "num_slots")
+        _require_parallel(grow.requests, grow.num_computed_tokens, where, "num_computed_tokens")
         self._require_admitted(grow.requests, where)
 
     def _commit(self, commit: Commit, where: str) -> None:
-        _require_parallel(commit.requests, commit.num_tokens, f"{where}.num_tokens")
-        _require_parallel(commit.requests, commit.new_hashes, f"{where}.num_new_hashes")
+        _require_parallel(commit.requests, commit.num_tokens, where, "num_tokens")
+        _require_parallel(commit.requests, commit.new_hashes, where, "num_new_hashes")
         self._require_admitted(commit.requests, where)
 
     def _lookup(self, lookup: Lookup, where: str) -> None:
-        _require_parallel(lookup.requests, lookup.max_hit_tokens, f"{where}.max_hit_tokens")
-        _require_parallel(lookup.requests, lookup.new_hashes, f"{where}.num_new_hashes")
+        _require_parallel(lookup.requests, lookup.max_hit_tokens, where, "max_hit_tokens")
+        _require_parallel(lookup.requests, lookup.new_hashes, where, "num_new_hashes")
         for item, request in enumerate(lookup.requests):
             self._require_waiting(request, f"{where}.requests[{item}]")
 
@@ -83,6 +84,8 @@ class TransactionValidator:
 
     def _require_admitted(self, requests: Sequence[RequestNumber], where: str) -> None:
         admitted, arrived, departed = self._admitted, self._arrived, self._departed
+        if not departed and admitted >= set(requests):
+            return
         for item, request in enumerate(requests):
             if request not in arrived and (request not in admitted or request in departed):
                 raise RequestNotAdmitted(
@@ -96,8 +99,10 @@ class TransactionValidator:
             raise RequestAlreadyAdmitted(f"request {request} holds blocks already", field=field)
 
 
-def _require_parallel(requests: Sequence[object], values: Sequence[object], field: str) -> None:
+def _require_parallel(
+    requests: Sequence[object], values: Sequence[object], where: str, name: str
+) -> None:
     if len(requests) != len(values):
         raise MalformedTransaction(
-            f"{len(values)} values stand beside {len(requests)} requests", field=field
+            f"{len(values)} values stand beside {len(requests)} requests", field=f"{where}.{name}"
         )
