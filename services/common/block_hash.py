@@ -24,8 +24,9 @@ _BIG_ENDIAN = sys.byteorder == "big"
 
 def pack_token_ids(token_ids: Sequence[int]) -> bytes:
     """Token ids as little-endian int32. Raises OverflowError for an id of 2**31 or more."""
-    packed = array("i", token_ids)
+    packed = token_ids if isinstance(token_ids, array) else array("i", token_ids)
     if _BIG_ENDIAN:
+        packed = array("i", packed)
         packed.byteswap()
     return packed.tobytes()
 

@@ -153,13 +153,10 @@ class Request:
 
     def hash_full_blocks(self, root: bytes, block_size: int) -> None:
         """Brings `block_hashes` up to the tokens known."""
-        if (len(self.block_hashes) + 1) * block_size <= len(self.token_ids):
-            self.block_hashes += hash_full_blocks(
-                root,
-                self.token_ids,
-                block_size,
-                cache_salt=self.cache_salt,
-                known=self.block_hashes,
+        known = self.block_hashes
+        if (len(known) + 1) * block_size <= len(self.token_ids):
+            known += hash_full_blocks(
+                root, self.token_ids, block_size, cache_salt=self.cache_salt, known=known
             )
 
     def forget_blocks(self) -> None:
