@@ -81,7 +81,7 @@ def _stop(stop: pool_ops.Stop | None) -> ports.Stop | None:
 
 
 def _numbers(keys: Sequence[int]) -> Sequence[RequestNumber]:
-    return cast(Sequence[RequestNumber], keys)
+    return cast("Sequence[RequestNumber]", keys)
 
 
 def _translate(operation: ports.Operation) -> pool_ops.Operation:
@@ -117,9 +117,10 @@ def _tables(groups: tuple[pool_ops.GroupBlocks, ...]) -> list[ports.BlockTables]
     """Packed blocks of each group as one tuple of lists per request."""
     per_group: list[list[list[int]]] = []
     for group in groups:
+        block_ids = cast("list[int]", group.block_ids)
         start, tables = 0, []
         for count in group.num_blocks:
-            tables.append(cast(list[int], group.block_ids[start : start + count]))
+            tables.append(block_ids[start : start + count])
             start += count
         per_group.append(tables)
     return list(zip(*per_group, strict=True))

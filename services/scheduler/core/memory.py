@@ -23,9 +23,8 @@ from services.scheduler.core.ports import (
 )
 from services.scheduler.core.request import Request
 
-
-def _turn(filling: tuple[Request, int]) -> int:
-    return filling[0].turn
+_Filling = tuple[int, int, Request]
+"""Whose turn, how many known tokens are computed after the step, and who."""
 
 
 class PoolMemory:
@@ -84,7 +83,7 @@ class PoolMemory:
             request.num_slots += len(blocks[0]) * size
             draft.appended[request] = blocks
         if outcome.stop is None:
-            for request, end in filling:
+            for _, end, request in filling:
                 request.num_committed_blocks = end // size
                 request.num_hashes_sent = len(request.block_hashes)
             self._note_hits(draft, asking, outcome)
@@ -144,29 +143,29 @@ class PoolMemory:
         ends = [request.origin + draft.awake[request] for request in growing]
         return Grow([request.key for request in growing], computed, list(map(self.num_slots, ends)))
 
-    def _filling(self, draft: StepDraft, waking: Iterable[Request]) -> list[tuple[Request, int]]:
-        """Requests of which the step fills blocks, with the known tokens computed after it."""
+    def _filling(self, draft: StepDraft, waking: Iterable[Request]) -> list[_Filling]:
+        """Requests of which the step fills blocks, in the order in which they run."""
         if not self._config.enable_prefix_caching:
             return []
         size = self._config.block_size
-        filling: list[tuple[Request, int]] = []
+        filling: list[_Filling] = []
         for request in waking:
-            end = request.num_computed_tokens + 1
+            end = request.origin + request.clock.now + 1
             if end % size == 0 and end <= len(request.token_ids):
-                filling.append((request, end))
+                filling.append((request.turn, end, request))
         for request, num_new in draft.awake.items():
             end = request.origin + num_new
             full = (request.num_committed_blocks + 1) * size
             if end >= full and len(request.token_ids) >= full:
-                filling.append((request, min(end, len(request.token_ids))))
-        filling.sort(key=_turn)
+                filling.append((request.turn, min(end, len(request.token_ids)), request))
+        filling.sort()
         return filling
 
-    def _commit(self, filling: Sequence[tuple[Request, int]]) -> Commit:
+    def _commit(self, filling: Sequence[_Filling]) -> Commit:
         return Commit(
-            [request.key for request, _ in filling],
-            [end for _, end in filling],
-            [self._unsent_hashes(request) for request, _ in filling],
+            [request.key for _, _, request in filling],
+            [end for _, end, _ in filling],
+            [self._unsent_hashes(request) for _, _, request in filling],
         )
 
     def _look_up(self, draft: StepDraft, asking: Sequence[Request]) -> list[Operation]:
