@@ -16,7 +16,6 @@ import statistics
 import subprocess
 import sys
 import time
-from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -131,7 +130,7 @@ async def _step_micros(num_running: int, *, async_scheduling: bool) -> float:
 
 
 def _request(number: int, num_tokens: int) -> Request:
-    tokens = array("i", [(number * 7919 + position) % 30_000 for position in range(num_tokens)])
+    tokens = [(number * 7919 + position) % 30_000 for position in range(num_tokens)]
     return Request(
         request_id=str(number),
         key=number + 1,
@@ -147,7 +146,7 @@ def _sampled(plan: StepPlan) -> StepOutput:
 
 def _prefix_micros() -> Figures:
     """A prompt of 8192 tokens: hashed, and admitted where all of it is cached."""
-    tokens = array("i", [(position * 31) % 30_000 for position in range(PROMPT)])
+    tokens = [(position * 31) % 30_000 for position in range(PROMPT)]
     hashing = _median_micros(lambda: hash_full_blocks(b"root", tokens, BLOCK_SIZE))
     return {
         f"hash a prompt of {PROMPT} tokens": hashing,
@@ -155,7 +154,7 @@ def _prefix_micros() -> Figures:
     }
 
 
-def _full_hit_micros(tokens: Sequence[int]) -> float:
+def _full_hit_micros(tokens: list[int]) -> float:
     hashes = hash_full_blocks(b"root", tokens, BLOCK_SIZE)
     num_blocks = 2 * len(hashes)
     pool = InProcessPool(num_blocks, BLOCK_SIZE).core

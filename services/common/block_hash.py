@@ -8,8 +8,7 @@ the first block only, since every later one inherits it through its parent. Chai
 are vLLM's automatic prefix caching; a canonical encoding in place of pickle makes them portable.
 """
 
-import sys
-from array import array
+import struct
 from collections.abc import Sequence
 from hashlib import sha256
 from typing import NewType, cast
@@ -19,25 +18,21 @@ BlockHash = NewType("BlockHash", bytes)
 HASH_BYTES = 32
 HASH_VERSION = 1
 
-_BIG_ENDIAN = sys.byteorder == "big"
-
 
 def pack_token_ids(token_ids: Sequence[int]) -> bytes:
     """Token ids as little-endian int32. Raises OverflowError for an id of 2**31 or more."""
-    packed = token_ids if isinstance(token_ids, array) else array("i", token_ids)
-    if _BIG_ENDIAN:
-        packed = array("i", packed)
-        packed.byteswap()
-    return packed.tobytes()
+    try:
+        return struct.pack(f"<{len(token_ids)}i", *token_ids)
+    except struct.error as error:
+        raise OverflowError(f"a token id is no int32: {error}") from None
 
 
 def unpack_token_ids(packed: bytes) -> list[int]:
     """The inverse of `pack_token_ids`. Raises ValueError when the length is no multiple of 4."""
-    token_ids = array("i")
-    token_ids.frombytes(packed)
-    if _BIG_ENDIAN:
-        token_ids.byteswap()
-    return token_ids.tolist()
+    num_tokens, rest = divmod(len(packed), 4)
+    if rest:
+        raise ValueError(f"{len(packed)} bytes are no whole number of int32")
+    return list(struct.unpack(f"<{num_tokens}i", packed))
 
 
 def encode_extra_keys(cache_salt: str) -> bytes:

@@ -149,9 +149,9 @@ class WhatIf:
         accepted = self._history.accepted[request.key].get(request.num_tokens, 0)
         truth = self._truth(request)
         said = truth[request.num_tokens : request.num_tokens + min(accepted, num_drafts) + 1]
-        return list(said) or ([_harmless(request)] if self._is_aborted(request) else [])
+        return said or ([_harmless(request)] if self._is_aborted(request) else [])
 
-    def _truth(self, request: Request) -> Sequence[int]:
+    def _truth(self, request: Request) -> list[int]:
         return self._history.requests[request.key].token_ids
 
     def _is_ahead(self, request: Request) -> bool:

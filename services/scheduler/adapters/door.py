@@ -1,6 +1,5 @@
 """The door: what a request must be to be queued. Nothing that would fail below gets through."""
 
-from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -59,7 +58,7 @@ class Door:
         return Request(
             request_id=message.request_id,
             key=self.next_key(),
-            token_ids=array("i", prompt + output),
+            token_ids=prompt + output,
             num_prompt_tokens=len(prompt),
             stop=StopConditions(
                 max_tokens=sampling.max_tokens,

@@ -1,7 +1,7 @@
 """A request as the scheduler sees it: tokens, and a count of how many of them are computed."""
 
 import enum
-from collections.abc import MutableSequence, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.common.block_hash import BlockHash, hash_full_blocks
@@ -64,8 +64,8 @@ class Request:
     request_id: str
     key: int
     """Its number towards the pool, never used twice in the life of a scheduler."""
-    token_ids: MutableSequence[int]
-    """Prompt, then output; grows as tokens are sampled. An array of int32 is hashed fastest."""
+    token_ids: list[int]
+    """Prompt, then output; grows as tokens are sampled."""
     num_prompt_tokens: int
     stop: StopConditions
     priority: int = 0

@@ -62,7 +62,7 @@ def test_what_is_let_in_is_the_cores_own() -> None:
         )
     )
     assert (request.request_id, request.key) == ("a", 1)
-    assert (list(request.token_ids), request.num_prompt_tokens) == ([7, 8, 9, 1, 2], 3)
+    assert (request.token_ids, request.num_prompt_tokens) == ([7, 8, 9, 1, 2], 3)
     assert (request.stop.max_tokens, request.stop.stop_token_ids) == (5, {5})
     assert request.stop.eos_token_ids == {6, 7}
     assert (request.stop.repetition, request.stop.min_tokens) == (RepetitionDetection(9, 1, 4), 3)
