@@ -55,12 +55,12 @@ def hash_full_blocks(
 
     `root` is the model's fingerprint. A partial last block has no hash.
     """
-    hashes: list[bytes] = []
     parent: bytes = known[-1] if known else root
     extra_keys = b"" if known else encode_extra_keys(cache_salt)
     end = len(token_ids) // block_size * block_size
     packed = pack_token_ids(token_ids[len(known) * block_size : end])
     stride = 4 * block_size
+    hashes: list[bytes] = []
     for start in range(0, len(packed), stride):
         parent = sha256(parent + packed[start : start + stride] + extra_keys).digest()
         hashes.append(parent)

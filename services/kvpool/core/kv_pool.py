@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from services.common.block_hash import BlockHash
 from services.common.kv_cache_groups import AttentionType, GroupSpec
@@ -201,31 +202,38 @@ class KVPool:
             return self._grow_one_by_one(index, grow)
         # Tables of one request are equally long here, and nothing is given back in between: all
         # blocks can be taken at once.
-        result = GrowResult(self._no_blocks())
-        num_free_blocks = self._blocks.num_free_blocks
-        growing: list[tuple[Tables, int]] = []
-        num_blocks, stop = 0, None
-        for item, (request, num_slots) in enumerate(
-            zip(grow.requests, grow.num_slots, strict=True)
-        ):
+        size, num_groups = self._block_size, len(self._groups)
+        num_left = self._blocks.num_free_blocks // num_groups
+        growing: list[Tables] = []
+        num_missing: list[int] = []
+        stop = None
+        for request, num_slots in zip(grow.requests, grow.num_slots, strict=True):
             tables = self._tables[request]
-            num_missing = -(-num_slots // self._block_size) - len(tables[0].blocks)
-            if num_blocks + num_missing * len(tables) > num_free_blocks:
-                stop = Stop(index, item, StopReason.NO_BLOCKS)
+            missing = max(0, -(-num_slots // size) - len(tables[0].blocks))
+            num_left -= missing
+            if num_left < 0:
+                stop = Stop(index, len(growing), StopReason.NO_BLOCKS)
                 break
-            num_missing = max(0, num_missing)
-            num_blocks += num_missing * len(tables)
-            growing.append((tables, num_missing))
-        blocks = self._blocks.take(num_blocks)
-        begin = 0
-        for tables, num_missing in growing:
-            for granted, table in zip(result.groups, tables, strict=True):
-                end = begin + num_missing
-                table.blocks += blocks[begin:end]
-                granted.block_ids.extend(blocks[begin:end])
-                granted.num_blocks.append(num_missing)
-                begin = end
-        return result, stop
+            growing.append(tables)
+            num_missing.append(missing)
+        blocks = self._blocks.take(sum(num_missing) * num_groups)
+        groups = self._hand_out(blocks, growing, num_missing)
+        return GrowResult(groups), stop
+
+    def _hand_out(
+        self, blocks: list[BlockId], growing: Sequence[Tables], num_missing: list[int]
+    ) -> tuple[GroupBlocks, ...]:
+        """Adds to each request's tables as many of the blocks as it lacks, in order."""
+        rest = iter(blocks)
+        groups = self._no_blocks()
+        for tables, missing in zip(growing, num_missing, strict=True):
+            for group, table in zip(groups, tables, strict=True):
+                entries = list(islice(rest, missing))
+                table.blocks += entries
+                group.block_ids.extend(entries)
+        for group in groups:
+            group.num_blocks.extend(num_missing)
+        return groups
 
     def _grow_one_by_one(self, index: int, grow: Grow) -> tuple[GrowResult, Stop | None]:
         result = GrowResult(self._no_blocks())

@@ -1,6 +1,7 @@
 """Who runs, and who of them a step must look at."""
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from itertools import count
 from operator import attrgetter
@@ -26,7 +27,7 @@ class RunningRequests:
         self._turns: list[int] = []
         self._next_turn = count()
         self._awake: set[Request] = set()
-        self._calendar: dict[int, set[Request]] = {}
+        self._calendar: defaultdict[int, set[Request]] = defaultdict(set)
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -82,10 +83,7 @@ class RunningRequests:
         request.origin -= now
         request.wakes_at = wakes_at = now + num_steps
         self._awake.remove(request)
-        if wakes_at in self._calendar:
-            self._calendar[wakes_at].add(request)
-        else:
-            self._calendar[wakes_at] = {request}
+        self._calendar[wakes_at].add(request)
 
     def rouse(self, request: Request) -> None:
         """Wakes a request early, if it sleeps: the step that is planned may pass it over."""
