@@ -8,7 +8,6 @@ what the log knows, until its time comes; one that the log does not see the end 
 """
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
