@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from services.worker.attention.interface import AttentionLayer, Int32Array, StepLayout
+from services.worker.attention.split_k import num_splits
 from services.worker.attention.sub_chunks import (
     KeyRanges,
     SubChunks,
@@ -22,29 +23,6 @@ from services.worker.attention.sub_chunks import (
 )
 from services.worker.attention.xformers_ops import Operator, PagedOps
 from services.worker.device import Device
-
-MOST_SPLITS = 32
-FEWEST_KEYS_PER_SPLIT = 256
-ENOUGH_PROGRAMS = 256
-
-
-def num_splits(num_lanes: int, num_kv_heads: int, num_keys: int, num_processors: int) -> int:
-    """Into how many parts a lane's keys are split, so that every processor has work.
-
-    A power of two, the smallest that makes two programs for each processor, if there are keys
-    enough for it: parts are of the `num_keys` that a table holds, not of a sequence. The scratch
-    memory of a call grows with it; xFormers' own choice can ask for gigabytes.
-    """
-    programs, splits = num_lanes * num_kv_heads, 1
-    if programs >= ENOUGH_PROGRAMS:
-        return 1
-    while (
-        splits < MOST_SPLITS
-        and programs * splits < 2 * num_processors
-        and num_keys >= 2 * splits * FEWEST_KEYS_PER_SPLIT
-    ):
-        splits *= 2
-    return splits
 
 
 class Call(Protocol):

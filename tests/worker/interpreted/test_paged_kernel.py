@@ -33,6 +33,17 @@ def test_decodes_beside_chunks(case: Case) -> None:
     assert world.step([1, 1, 1, 17, 3]) < tolerance(case)
 
 
+@pytest.mark.parametrize("case", [Case(32, 4, 2, 32), Case(32, 4, 2, 32, window=9)], ids=str)
+def test_what_an_earlier_owner_left_in_a_block_does_no_harm(case: Case) -> None:
+    """Not even NaN."""
+    torch.manual_seed(3)
+    world = PagedWorld(case, WideCpu(), 3, 256, AnywhereSplitK)
+    for pool in world.attention.pools(0):
+        pool.fill_(torch.nan)
+    world.remember([5, 40, 20])
+    assert world.step([1, 1, 18]) < tolerance(case)
+
+
 @pytest.mark.parametrize("case", [Case(16, 4, 2, 32), Case(16, 4, 2, 32, window=9)], ids=str)
 def test_a_program_of_decodes_runs_again_with_other_lengths_and_tables(case: Case) -> None:
     torch.manual_seed(2)

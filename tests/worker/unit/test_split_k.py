@@ -1,0 +1,23 @@
+"""Keys are split where there are too few lanes for a GPU's processors, and keys enough."""
+
+import pytest
+
+from services.worker.attention.split_k import num_splits
+
+
+@pytest.mark.parametrize(
+    ("num_lanes", "num_keys", "splits"),
+    [
+        (1, 131072, 32),  # the most, though 8 * 32 programs leave processors idle
+        (1, 4096, 16),  # parts of 256 keys
+        (1, 300, 1),
+        (4, 8192, 16),  # 4 * 8 * 16 programs are the first that are no fewer than 2 * 132
+        (16, 8192, 4),
+        (32, 8192, 1),  # 256 programs
+        (1024, 8192, 1),
+    ],
+)
+def test_splits_of_8_key_heads_on_132_processors(
+    num_lanes: int, num_keys: int, splits: int
+) -> None:
+    assert num_splits(num_lanes, 8, num_keys, 132) == splits
