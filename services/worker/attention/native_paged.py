@@ -73,10 +73,10 @@ class NativePagedStep:
         self, attend: Any, layers: Sequence[NativeLayer], layouts: Sequence[StepLayout]
     ) -> None:
         self._attend = attend
-        self._layers = layers
+        self.layers = layers
         self._num_tokens = len(layouts[0].slot_mapping)
         self._arrays = layouts
-        self._layouts = [
+        self.layouts = [
             Layout(
                 len(layout.seq_lens),
                 layout.query_starts.ctypes.data,
@@ -106,8 +106,8 @@ class NativePagedStep:
         if rotation is not None:
             heads.cos, heads.sin = rotation.cos.data_ptr(), rotation.sin.data_ptr()
             heads.half = rotation.cos.shape[-1]
-        own = self._layers[layer]
-        self._attend(own.layer, self._layouts[own.group], heads, own.pages, output.data_ptr())
+        own = self.layers[layer]
+        self._attend(own.layer, self.layouts[own.group], heads, own.pages, output.data_ptr())
         return output.flatten(1)
 
 

@@ -5,11 +5,18 @@ wants them. Layers call it and know nothing of devices, instruction sets or page
 """
 
 import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from services.worker.attention.interface import AttentionShape, PagedAttention
+from services.worker.attention.interface import (
+    AttentionShape,
+    LayerAttention,
+    PagedAttention,
+    Rotation,
+)
 
 
 class Activation(enum.Enum):
@@ -34,6 +41,42 @@ class Linear(Protocol):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[n, in] -> [n, out]; n is a number that `Kernels.padded_rows` gives."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderBlock:
+    """One layer of a decoder: attention and a gated MLP, each behind a norm.
+
+    `query_norm` and `key_norm` [head_dim] only with query-key norm, the norms of outputs
+    [hidden_size] only where outputs are normalized. `gate_up` is a gated projection. `rotation`:
+    by which of a step's rotations it rotates.
+    """
+
+    input_norm: torch.Tensor
+    qkv: Linear
+    query_norm: torch.Tensor | None
+    key_norm: torch.Tensor | None
+    output: Linear
+    attention_output_norm: torch.Tensor | None
+    mlp_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+    mlp_output_norm: torch.Tensor | None
+    rotation: int
+
+
+class Stack(Protocol):
+    """All layers of a decoder as one operation."""
+
+    def takes(self, attention: LayerAttention) -> bool:
+        """Whether this is attention that it can run with."""
+        ...
+
+    def __call__(
+        self, residual: torch.Tensor, rotations: Sequence[Rotation], attention: LayerAttention
+    ) -> torch.Tensor:
+        """Embedded tokens [n, hidden_size], which are overwritten -> normalized hidden states."""
         ...
 
 
@@ -68,6 +111,14 @@ class Kernels(Protocol):
         self, residual: torch.Tensor, update: torch.Tensor, weight: torch.Tensor, epsilon: float
     ) -> torch.Tensor:
         """Adds the update [n, d] to the residual [n, d] in place, and normalizes the sum."""
+        ...
+
+    def stack(
+        self, blocks: Sequence[DecoderBlock], norm: torch.Tensor, epsilon: float
+    ) -> Stack | None:
+        """The layers and the norm after them as one operation, if these kernels have that. The
+        projections and norms are theirs.
+        """
         ...
 
     def paged_attention(self, shape: AttentionShape) -> PagedAttention:

@@ -82,6 +82,46 @@ class Pages(ctypes.Structure):
     ]
 
 
+class DecoderLayer(ctypes.Structure):
+    """One layer of a decoder; None for norms that it does not have."""
+
+    _fields_: ClassVar[_Fields] = [
+        ("input_norm", ctypes.c_void_p),
+        ("qkv", Projection),
+        ("query_norm", ctypes.c_void_p),
+        ("key_norm", ctypes.c_void_p),
+        ("output", Projection),
+        ("attention_output_norm", ctypes.c_void_p),
+        ("mlp_norm", ctypes.c_void_p),
+        ("gate_up", Projection),
+        ("down", Projection),
+        ("mlp_output_norm", ctypes.c_void_p),
+        ("attention", AttentionLayer),
+        ("pages", Pages),
+        ("group", ctypes.c_int),
+        ("rotation", ctypes.c_int),
+    ]
+
+
+class Rotation(ctypes.Structure):
+    """The addresses of a step's cos and sin."""
+
+    _fields_: ClassVar[_Fields] = [("cos", ctypes.c_void_p), ("sin", ctypes.c_void_p)]
+
+
+class Decoder(ctypes.Structure):
+    """All layers, and the norm after them. `half`: pairs of a head that are rotated."""
+
+    _fields_: ClassVar[_Fields] = [
+        ("layers", ctypes.POINTER(DecoderLayer)),
+        ("num_layers", ctypes.c_int),
+        ("norm", ctypes.c_void_p),
+        ("hidden_size", ctypes.c_int64),
+        ("epsilon", ctypes.c_float),
+        ("half", ctypes.c_int),
+    ]
+
+
 _ADDRESS, _COUNT = ctypes.c_void_p, ctypes.c_int64
 
 
@@ -91,10 +131,12 @@ class Functions:
     def __init__(self, library: ctypes.CDLL, suffix: str) -> None:
         self.panel_width: int = library.panel_width()
 
-        def function(name: str, *argument_types: type[Any]) -> Any:
+        def function(
+            name: str, *argument_types: type[Any], returns: type[Any] | None = None
+        ) -> Any:
             found = library[f"{name}_{suffix}"]
             found.argtypes = argument_types
-            found.restype = None
+            found.restype = returns
             return found
 
         self.pack_weight = function("pack_weight", _ADDRESS, _ADDRESS, _COUNT, _COUNT, ctypes.c_int)
@@ -111,6 +153,14 @@ class Functions:
             ctypes.POINTER(Heads),
             ctypes.POINTER(Pages),
             _ADDRESS,
+        )
+        self.decoder_scratch = function(
+            "decoder_scratch", ctypes.POINTER(Decoder), _COUNT, ctypes.c_int, returns=_COUNT
+        )
+        self.run_decoder = function(
+            "run_decoder",
+            *(ctypes.POINTER(Decoder), ctypes.POINTER(Layout), ctypes.POINTER(Rotation)),
+            *(_ADDRESS, _ADDRESS, _ADDRESS, _COUNT),
         )
 
 

@@ -6,44 +6,17 @@ a row does not depend on the rows beside it.
 """
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 
 from services.worker.attention.interface import AttentionShape, PagedAttention
 from services.worker.attention.native_paged import NativePagedAttention, workspace_bytes
-from services.worker.kernels.interface import Activation, Linear
-from services.worker.kernels.native import EPILOGUES, Functions, Projection, functions_by_dtype
+from services.worker.kernels.interface import Activation, DecoderBlock, Linear, Stack
+from services.worker.kernels.native import functions_by_dtype
+from services.worker.kernels.native_linear import NativeLinear
+from services.worker.kernels.native_stack import stack_of
 from services.worker.kernels.torch_kernels import TorchKernels
-
-
-class NativeLinear:
-    """See Linear; with an activation, see Kernels.gated_linear."""
-
-    def __init__(
-        self,
-        functions: Functions,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        activation: Activation | None = None,
-    ) -> None:
-        rows, self.in_features = weight.shape
-        self.out_features = rows if activation is None else rows // 2
-        width = functions.panel_width
-        self._packed = torch.empty(-(-rows // width) * width * self.in_features, dtype=weight.dtype)
-        self._bias = None if bias is None else bias.contiguous()
-        shape = (rows, self.in_features, EPILOGUES[activation])
-        functions.pack_weight(weight.contiguous().data_ptr(), self._packed.data_ptr(), *shape)
-        self._project = functions.project
-        bias_address = None if self._bias is None else self._bias.data_ptr()
-        self._projection = Projection(self._packed.data_ptr(), bias_address, *shape)
-        self._reference = ctypes.byref(self._projection)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """See Linear."""
-        rows = len(x)
-        output = torch.empty((rows, self.out_features), dtype=x.dtype)
-        self._project(self._reference, x.data_ptr(), output.data_ptr(), rows)
-        return output
 
 
 class NativeKernels:
@@ -107,6 +80,13 @@ class NativeKernels:
             *(output.data_ptr(), rows, width, epsilon),
         )
         return output
+
+    def stack(
+        self, blocks: Sequence[DecoderBlock], norm: torch.Tensor, epsilon: float
+    ) -> Stack | None:
+        """See Kernels."""
+        functions = self._functions.get(norm.dtype)
+        return None if functions is None else stack_of(functions, blocks, norm, epsilon)
 
     def paged_attention(self, shape: AttentionShape) -> PagedAttention:
         """See Kernels."""

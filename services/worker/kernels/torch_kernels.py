@@ -1,11 +1,13 @@
 """The operations in plain torch, on every device; the twins that native kernels are held to."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 
 from services.worker.attention.interface import AttentionShape, PagedAttention
 from services.worker.attention.torch_paged import TorchPagedAttention, workspace_bytes
-from services.worker.kernels.interface import Activation, Linear
+from services.worker.kernels.interface import Activation, DecoderBlock, Linear, Stack
 from services.worker.kernels.packed_linear import GatedLinear, PackedLinear, padded_rows
 
 
@@ -35,6 +37,15 @@ class TorchKernels:
     ) -> torch.Tensor:
         """See Kernels."""
         return self.rms_norm(residual.add_(update), weight, epsilon)
+
+    def stack(
+        self,
+        blocks: Sequence[DecoderBlock],  # noqa: ARG002
+        norm: torch.Tensor,  # noqa: ARG002
+        epsilon: float,  # noqa: ARG002
+    ) -> Stack | None:
+        """None: layers are run operation by operation."""
+        return None
 
     def paged_attention(self, shape: AttentionShape) -> PagedAttention:
         """See Kernels."""

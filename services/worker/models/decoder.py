@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from services.worker.attention.interface import LayerAttention, Rotation
-from services.worker.kernels.interface import Kernels, Linear
+from services.worker.kernels.interface import DecoderBlock, Kernels, Linear, Stack
 from services.worker.models.config import ModelConfig
-from services.worker.models.mlp import Mlp
+from services.worker.models.mlp import GatedMlp, Mlp
 from services.worker.models.rope import cos_sin_table
 
 
@@ -61,6 +61,7 @@ class Decoder:
         self._cos_sin = [
             cos_sin_table(rope, config.head_dim, max_model_len, dtype, device) for rope in ropes
         ]
+        self._stack = self._stacked()
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Token ids, int64 [n] -> embeddings [n, hidden_size], scaled where the model does so."""
@@ -86,6 +87,8 @@ class Decoder:
             residual = self.embed(F.pad(token_ids, padding))
         else:
             residual = F.pad(embedded, (0, 0, *padding))
+        if self._stack is not None and self._stack.takes(attention):
+            return self._stack(residual, rotations, attention)[:num_tokens]
         hidden = kernels.rms_norm(residual, self._norms[0], epsilon)
         for index, layer in enumerate(self._weights.layers):
             rotation = rotations[self._rope_of[index]]
@@ -103,6 +106,29 @@ class Decoder:
         logits = self._weights.head(padded)[:num_rows].float()
         cap = self._config.logits_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def _stacked(self) -> Stack | None:
+        """All layers as one operation, where the kernels have that and no layer has experts."""
+        blocks = []
+        for layer, rotation in zip(self._weights.layers, self._rope_of, strict=True):
+            if not isinstance(layer.mlp, GatedMlp):
+                return None
+            blocks.append(
+                DecoderBlock(
+                    input_norm=layer.input_norm,
+                    qkv=layer.qkv,
+                    query_norm=layer.query_norm,
+                    key_norm=layer.key_norm,
+                    output=layer.output,
+                    attention_output_norm=layer.attention_output_norm,
+                    mlp_norm=layer.mlp_norm,
+                    gate_up=layer.mlp.gate_up,
+                    down=layer.mlp.down,
+                    mlp_output_norm=layer.mlp_output_norm,
+                    rotation=rotation,
+                )
+            )
+        return self._kernels.stack(blocks, self._weights.norm, self._config.rms_norm_eps)
 
     def _normalized(self, update: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
         if norm is None:

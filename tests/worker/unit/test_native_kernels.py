@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from services.worker.kernels.interface import Activation
-from services.worker.kernels.native_kernels import NativeLinear
+from services.worker.kernels.native_linear import NativeLinear
 
 
 def drawn(native, *shape: int, scale: float = 1.0) -> torch.Tensor:

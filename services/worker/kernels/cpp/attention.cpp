@@ -28,16 +28,6 @@ constexpr int DOT_HEADS = 4;      // Most query heads whose scores are dot produ
 constexpr int SPLIT_KEYS = 512;   // Fewest keys of a part, where a context is cut.
 constexpr float LOWEST = -INFINITY;
 
-struct Task {
-  int request;
-  int kv_head;
-  int first;  // Of the request's new tokens.
-  int count;
-  int key_begin;  // A part of the context, or all of it.
-  int key_end;
-  int part;  // Where the part's result goes; -1 for the only one.
-};
-
 // Rotates a head by one token's angles, `half` pairs of them.
 template <class T>
 void rotate(const T* head, const T* cos, const T* sin, int half, int head_dim, T* output) {
@@ -86,115 +76,70 @@ Scratch& scratch() {
 
 int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
 
+std::int64_t num_tokens(const Layout& layout) { return layout.query_starts[layout.num_requests]; }
+
+int new_tokens(const Layout& layout, int request) {
+  return layout.query_starts[request + 1] - layout.query_starts[request];
+}
+
+// Adds a task to a plan, in parts of whole blocks of keys.
+void add(AttentionPlan& plan, AttentionTask task, int parts, int& num_partial) {
+  if (parts == 1) {
+    plan.tasks.push_back(task);
+    return;
+  }
+  const int begin = task.key_begin, end = task.key_end, blocks = (end - begin + KEYS - 1) / KEYS;
+  for (int i = 0; i < parts; ++i) {
+    task.key_begin = begin + blocks * i / parts * KEYS;
+    task.key_end = std::min(begin + blocks * (i + 1) / parts * KEYS, end);
+    task.part = num_partial++;
+    if (i == 0) plan.joins.push_back({task, parts});
+    plan.tasks.push_back(task);
+  }
+}
+
 template <class T>
 class Attention {
  public:
-  Attention(const AttentionLayer& layer, const Layout& layout, const Heads<T>& heads,
-            const Pages<T>& pages, T* output)
-      : layer_(layer),
-        layout_(layout),
+  Attention(AttentionPlan& plan, const Heads<T>& heads, const Pages<T>& pages, T* output)
+      : layer_(plan.layer),
+        layout_(plan.layout),
         heads_(heads),
         pages_(pages),
         output_(output),
-        group_(layer.num_heads / layer.num_kv_heads),
-        padded_dim_(round_up(layer.head_dim, WIDTH)),
-        token_stride_(std::int64_t{layer.num_kv_heads} * layer.head_dim) {}
+        group_(plan.group),
+        padded_dim_(plan.padded_dim),
+        token_stride_(std::int64_t{plan.layer.num_kv_heads} * plan.layer.head_dim),
+        plan_(plan) {}
 
-  void run() {
-    const int threads = threads_for(work());
-    plan(threads);
-    if (threads == 1) {
-      store_tokens(0, num_tokens());
-      for (const Task& task : tasks_) attend(task);
-      for (const Join& join : joins_) merge(join);
-      return;
+  void run(std::atomic<int>& next, Team team) {
+    if (plan_.stores_first) {
+      const Range own = team.part(num_tokens(layout_));
+      for (std::int64_t token = own.begin; token < own.end; ++token) {
+        for (int head = 0; head < layer_.num_kv_heads; ++head) store_token(token, head);
+      }
+      team.wait();
     }
-#pragma omp parallel num_threads(threads)
-    {
-      const Range own = part_of(num_tokens(), omp_get_thread_num(), omp_get_num_threads());
-      store_tokens(own.begin, own.end);
-#pragma omp barrier
-#pragma omp for schedule(dynamic, 1)
-      for (std::size_t i = 0; i < tasks_.size(); ++i) attend(tasks_[i]);
-#pragma omp for schedule(static)
-      for (std::size_t i = 0; i < joins_.size(); ++i) merge(joins_[i]);
+    const int count = int(plan_.tasks.size());
+    for (int i = next.fetch_add(1); i < count; i = next.fetch_add(1)) {
+      if (i + team.size < count) fetch_first(plan_.tasks[i + team.size]);
+      attend(plan_.tasks[i]);
     }
+    if (plan_.joins.empty()) return;
+    team.wait();
+    const Range own = team.part(plan_.joins.size());
+    for (std::int64_t i = own.begin; i < own.end; ++i) merge(plan_.joins[i]);
   }
 
  private:
-  struct Join {
-    Task task;  // Of the first part.
-    int parts;
-  };
-
-  std::int64_t num_tokens() const { return layout_.query_starts[layout_.num_requests]; }
-
-  int new_tokens(int request) const {
-    return layout_.query_starts[request + 1] - layout_.query_starts[request];
-  }
-
-  double work() const {
-    double pairs = 0;
-    for (int r = 0; r < layout_.num_requests; ++r) {
-      pairs += double(new_tokens(r)) * double(layout_.seq_lens[r]);
-    }
-    return pairs * double(token_stride_) * std::max(2.0, group_ / 4.0);
-  }
-
-  // Longest tasks first would need sorting; chunks come last in a layout, so the order is turned.
-  void plan(int threads) {
-    const int queries = std::max(TASK_ROWS / group_, 1);
-    std::int64_t whole = 0;
-    for (int r = 0; r < layout_.num_requests; ++r) {
-      whole += (new_tokens(r) + queries - 1) / queries * layer_.num_kv_heads;
-    }
-    const int most_parts = whole >= 2 * threads ? 1 : int((3 * threads + whole - 1) / whole);
-    for (int r = layout_.num_requests - 1; r >= 0; --r) {
-      const int count = new_tokens(r), context = layout_.seq_lens[r] - count;
-      for (int last = count; last > 0; last -= queries) {
-        const int first = std::max(last - queries, 0);
-        const int begin = layer_.window > 0 ? std::max(context + first - layer_.window + 1, 0) : 0;
-        const int end = context + last;
-        const int parts = std::clamp((end - begin) / SPLIT_KEYS, 1, most_parts);
-        for (int h = 0; h < layer_.num_kv_heads; ++h) {
-          add({r, h, first, last - first, begin, end, -1}, parts);
-        }
-      }
-    }
-    partial_.resize(num_partial_ * partial_size());
-  }
-
-  void add(Task task, int parts) {
-    if (parts == 1) {
-      tasks_.push_back(task);
-      return;
-    }
-    const int begin = task.key_begin, blocks = (task.key_end - begin + KEYS - 1) / KEYS;
-    const int end = task.key_end;
-    for (int i = 0; i < parts; ++i) {
-      task.key_begin = begin + blocks * i / parts * KEYS;
-      task.key_end = std::min(begin + blocks * (i + 1) / parts * KEYS, end);
-      task.part = num_partial_++;
-      if (i == 0) joins_.push_back({task, parts});
-      tasks_.push_back(task);
-    }
-  }
-
-  // A part's results: sums of weighted values, then maxima, then sums of weights.
-  std::int64_t partial_size() const { return std::int64_t{TASK_ROWS + group_} * (padded_dim_ + 2); }
-
-  void store_tokens(std::int64_t begin, std::int64_t end) const {
+  void store_token(std::int64_t token, int head) const {
     const int dim = layer_.head_dim;
-    for (std::int64_t token = begin; token < end; ++token) {
-      T* keys = pages_.keys + layout_.slots[token] * token_stride_;
-      T* values = pages_.values + layout_.slots[token] * token_stride_;
-      const T* key = heads_.key + token * heads_.key_stride;
-      for (int h = 0; h < layer_.num_kv_heads; ++h) {
-        rotate(key + h * dim, heads_.cos + token * heads_.half, heads_.sin + token * heads_.half,
-               heads_.half, dim, keys + h * dim);
-      }
-      std::memcpy(values, heads_.value + token * heads_.value_stride, token_stride_ * sizeof(T));
-    }
+    const std::int64_t place = layout_.slots[token] * token_stride_ + head * dim;
+    const T* key = heads_.key + token * heads_.key_stride + head * dim;
+    rotate(key, heads_.cos + token * heads_.half, heads_.sin + token * heads_.half, heads_.half, dim,
+           pages_.keys + place);
+    const T* value = heads_.value + token * heads_.value_stride + head * dim;
+    std::memcpy(pages_.values + place, value, dim * sizeof(T));
   }
 
   std::int64_t slot_of(int request, int position) const {
@@ -203,7 +148,23 @@ class Attention {
     return block * pages_.block_size + position % pages_.block_size;
   }
 
-  void attend(const Task& task) {
+  // Begins to bring in the keys that a task begins with. Pages lie anywhere, so that the processor
+  // cannot foresee what is read next.
+  void fetch_first(const AttentionTask& task) const {
+    fetch(pages_.keys, task, task.key_begin, std::min(task.key_begin + KEYS, task.key_end));
+  }
+
+  void fetch(const T* pages, const AttentionTask& task, int begin, int end) const {
+    for (int i = begin; i < end; ++i) {
+      const T* head = pages + slot_of(task.request, i) * token_stride_ + task.kv_head * layer_.head_dim;
+      for (int d = 0; d < layer_.head_dim; d += int(64 / sizeof(T))) {
+        __builtin_prefetch(head + d, 0, 2);
+      }
+    }
+  }
+
+  void attend(const AttentionTask& task) {
+    if (!plan_.stores_first) store_token(layout_.query_starts[task.request], task.kv_head);
     const int rows = task.count * group_, dim = layer_.head_dim;
     const int row_room = rows + MOST_ROWS;
     Scratch& room = scratch();
@@ -228,6 +189,8 @@ class Attention {
       for (int i = 0; i < count; ++i) {
         offsets[i] = slot_of(task.request, begin + i) * token_stride_ + task.kv_head * dim;
       }
+      fetch(pages_.values, task, begin, begin + count);
+      fetch(pages_.keys, task, begin + count, std::min(begin + count + KEYS, task.key_end));
       if (dots) {
         score_by_dots(query, offsets, count, scores);
       } else {
@@ -242,7 +205,7 @@ class Attention {
   }
 
   // The task's rows: for each query its heads of the group, rotated.
-  void take_queries(const Task& task, T* query) const {
+  void take_queries(const AttentionTask& task, T* query) const {
     const int dim = layer_.head_dim;
     const std::int64_t begin = layout_.query_starts[task.request] + task.first;
     for (int i = 0; i < task.count; ++i) {
@@ -331,9 +294,9 @@ class Attention {
   }
 
   // Scores of a block -> weights, and what came before scaled to the new maximum.
-  void weigh(const Task& task, int begin, int count, int rows, float* scores, T* weights,
+  void weigh(const AttentionTask& task, int begin, int count, int rows, float* scores, T* weights,
              float* total, float* maxima, float* sums_of_weights) const {
-    const int context = layout_.seq_lens[task.request] - new_tokens(task.request) + task.first;
+    const int context = layout_.seq_lens[task.request] - new_tokens(layout_, task.request) + task.first;
     for (int row = 0; row < rows; ++row) {
       const int position = context + row / group_;
       const int last = std::min(count, position + 1 - begin);
@@ -442,26 +405,26 @@ class Attention {
     }
   }
 
-  void finish(const Task& task, int rows, const float* total, const float* maxima,
+  void finish(const AttentionTask& task, int rows, const float* total, const float* maxima,
               const float* sums_of_weights) {
     if (task.part < 0) {
       put_rows(task, rows, total, sums_of_weights);
       return;
     }
-    float* part = partial_.data() + task.part * partial_size();
+    float* part = plan_.partial.data() + task.part * plan_.partial_size;
     std::copy(total, total + rows * padded_dim_, part);
     std::copy(maxima, maxima + rows, part + rows * padded_dim_);
     std::copy(sums_of_weights, sums_of_weights + rows, part + rows * (padded_dim_ + 1));
   }
 
   // Brings the parts of one context to their common maximum and adds them up, in the first.
-  void merge(const Join& join) {
+  void merge(const AttentionJoin& join) {
     const int rows = join.task.count * group_;
-    float* total = partial_.data() + join.task.part * partial_size();
+    float* total = plan_.partial.data() + join.task.part * plan_.partial_size;
     float* maxima = total + rows * padded_dim_;
     float* sums_of_weights = maxima + rows;
     for (int i = 1; i < join.parts; ++i) {
-      const float* other = total + i * partial_size();
+      const float* other = total + i * plan_.partial_size;
       const float* other_maxima = other + rows * padded_dim_;
       const float* other_sums = other_maxima + rows;
       for (int row = 0; row < rows; ++row) {
@@ -480,7 +443,7 @@ class Attention {
     put_rows(join.task, rows, total, sums_of_weights);
   }
 
-  void put_rows(const Task& task, int rows, const float* total,
+  void put_rows(const AttentionTask& task, int rows, const float* total,
                 const float* sums_of_weights) const {
     const int dim = layer_.head_dim;
     const std::int64_t begin = layout_.query_starts[task.request] + task.first;
@@ -508,23 +471,60 @@ class Attention {
   int group_;
   int padded_dim_;
   std::int64_t token_stride_;
-  std::vector<Task> tasks_;
-  std::vector<Join> joins_;
-  int num_partial_ = 0;
-  std::vector<float> partial_;
+  AttentionPlan& plan_;
 };
 
 }  // namespace
 
-template <class T>
-void attend(const AttentionLayer& layer, const Layout& layout, const Heads<T>& heads,
-            const Pages<T>& pages, T* output) {
-  Attention<T>(layer, layout, heads, pages, output).run();
+// Chunks, which come last in a layout, are begun first: their tasks are the longest.
+AttentionPlan::AttentionPlan(const AttentionLayer& layer, const Layout& layout, int threads)
+    : layer(layer),
+      layout(layout),
+      group(layer.num_heads / layer.num_kv_heads),
+      padded_dim(round_up(layer.head_dim, WIDTH)),
+      stores_first(false) {
+  const int queries = std::max(TASK_ROWS / group, 1);
+  std::int64_t whole = 0;
+  for (int r = 0; r < layout.num_requests; ++r) {
+    whole += (new_tokens(layout, r) + queries - 1) / queries * layer.num_kv_heads;
+  }
+  const int most_parts = whole >= 2 * threads ? 1 : int((3 * threads + whole - 1) / whole);
+  int num_partial = 0;
+  for (int r = layout.num_requests - 1; r >= 0; --r) {
+    const int count = new_tokens(layout, r), context = layout.seq_lens[r] - count;
+    for (int last = count; last > 0; last -= queries) {
+      const int first = std::max(last - queries, 0);
+      const int begin = layer.window > 0 ? std::max(context + first - layer.window + 1, 0) : 0;
+      const int end = context + last;
+      const int parts = threads == 1 ? 1 : std::clamp((end - begin) / SPLIT_KEYS, 1, most_parts);
+      stores_first |= count > 1 || parts > 1;
+      for (int h = 0; h < layer.num_kv_heads; ++h) {
+        add(*this, {r, h, first, last - first, begin, end, -1}, parts, num_partial);
+      }
+    }
+  }
+  partial_size = std::int64_t{TASK_ROWS + group} * (padded_dim + 2);
+  partial.resize(num_partial * partial_size);
 }
 
-#define INSTANTIATE(T)                                                                  \
-  template void attend<T>(const AttentionLayer&, const Layout&, const Heads<T>&,        \
-                          const Pages<T>&, T*);
+double attention_work(const AttentionLayer& layer, const Layout& layout) {
+  double pairs = 0;
+  for (int r = 0; r < layout.num_requests; ++r) {
+    pairs += double(new_tokens(layout, r)) * double(layout.seq_lens[r]);
+  }
+  const double group = double(layer.num_heads) / layer.num_kv_heads;
+  return pairs * layer.num_kv_heads * layer.head_dim * std::max(2.0, group / 4);
+}
+
+template <class T>
+void attend(AttentionPlan& plan, const Heads<T>& heads, const Pages<T>& pages, T* output,
+            std::atomic<int>& next, Team team) {
+  Attention<T>(plan, heads, pages, output).run(next, team);
+}
+
+#define INSTANTIATE(T)                                                                        \
+  template void attend<T>(AttentionPlan&, const Heads<T>&, const Pages<T>&, T*,               \
+                          std::atomic<int>&, Team);
 INSTANTIATE(float)
 #ifdef __AVX512BF16__
 INSTANTIATE(BFloat16)

@@ -3,6 +3,38 @@
 
 #include "kernels.h"
 
+namespace {
+
+template <class T>
+void norm_rows(T* input, std::int64_t group, std::int64_t stride, const T* update, const T* weight,
+               T* output, std::int64_t rows, std::int64_t width, float epsilon) {
+  in_team(threads_for(double(rows) * double(width)), [&](Team team) {
+    const Range own = team.part(rows);
+    for (std::int64_t row = own.begin; row < own.end; ++row) {
+      T* line = input + row / group * stride + row % group * width;
+      norm_row<T>(line, update == nullptr ? nullptr : update + row * width, line, weight,
+                  output + row * width, width, epsilon);
+    }
+  });
+}
+
+template <class T>
+void attend_alone(const AttentionLayer& layer, const Layout& layout, const Heads<T>& heads,
+                  const Pages<T>& pages, T* output) {
+  const int threads = threads_for(attention_work(layer, layout));
+  AttentionPlan plan(layer, layout, threads);
+  std::atomic<int> next{0};
+  in_team(threads, [&](Team team) { attend(plan, heads, pages, output, next, team); });
+}
+
+template <class T>
+void project_alone(const Projection<T>& projection, const T* input, T* output, std::int64_t rows) {
+  in_team(threads_for(projection_work(projection, rows)),
+          [&](Team team) { project(projection, input, output, rows, team); });
+}
+
+}  // namespace
+
 #define EXPORT(T, SUFFIX)                                                                       \
   extern "C" void pack_weight_##SUFFIX(const T* weight, T* packed, std::int64_t columns,        \
                                        std::int64_t depth, int epilogue) {                      \
@@ -10,16 +42,25 @@
   }                                                                                             \
   extern "C" void project_##SUFFIX(const Projection<T>* projection, const T* input, T* output,  \
                                    std::int64_t rows) {                                         \
-    project(*projection, input, output, rows);                                                  \
+    project_alone(*projection, input, output, rows);                                            \
   }                                                                                             \
   extern "C" void rms_norm_##SUFFIX(T* input, std::int64_t group, std::int64_t stride,          \
                                     const T* update, const T* weight, T* output,                \
                                     std::int64_t rows, std::int64_t width, float epsilon) {     \
-    rms_norm(input, group, stride, update, weight, output, rows, width, epsilon);               \
+    norm_rows(input, group, stride, update, weight, output, rows, width, epsilon);              \
   }                                                                                             \
   extern "C" void attend_##SUFFIX(const AttentionLayer* layer, const Layout* layout,            \
                                   const Heads<T>* heads, const Pages<T>* pages, T* output) {    \
-    attend(*layer, *layout, *heads, *pages, output);                                            \
+    attend_alone(*layer, *layout, *heads, *pages, output);                                      \
+  }                                                                                             \
+  extern "C" std::int64_t decoder_scratch_##SUFFIX(const Decoder<T>* decoder,                   \
+                                                   std::int64_t rows, int threads) {            \
+    return decoder_scratch(*decoder, rows, threads);                                            \
+  }                                                                                             \
+  extern "C" void run_decoder_##SUFFIX(const Decoder<T>* decoder, const Layout* layouts,        \
+                                       const Rotation<T>* rotations, T* hidden, T* output,      \
+                                       T* scratch, std::int64_t rows) {                         \
+    run_decoder(*decoder, layouts, rotations, hidden, output, scratch, rows);                   \
   }
 
 EXPORT(float, float32)

@@ -3,8 +3,11 @@
 
 #pragma once
 
+#include <atomic>
 #include <cstdint>
+#include <vector>
 
+#include "threads.h"
 #include "vector.h"
 
 // How a projection's columns become results.
@@ -28,15 +31,21 @@ struct Projection {
   Epilogue epilogue;
 };
 
-// input [rows, depth] -> output [rows, columns], or [rows, columns / 2] where it is gated.
+// What a projection of so many rows costs, in the measure of threads.h.
 template <class T>
-void project(const Projection<T>& projection, const T* input, T* output, std::int64_t rows);
+double projection_work(const Projection<T>& projection, std::int64_t rows);
 
-// output = norm(input + update); the sum replaces `input` when there is an update (else null).
-// `group` rows lie together, and begin `stride` behind those before them; the rest is contiguous.
+// input [rows, depth] -> output [rows, columns], or [rows, columns / 2] where it is gated. Each
+// thread of the team does its part.
 template <class T>
-void rms_norm(T* input, std::int64_t group, std::int64_t stride, const T* update, const T* weight,
-              T* output, std::int64_t rows, std::int64_t width, float epsilon);
+void project(const Projection<T>& projection, const T* input, T* output, std::int64_t rows,
+             Team team);
+
+// output = norm(input + update) of one row; null: no update. `sum_to`, unless null, gets the sum; it
+// may be `input`. `output` may be `input` where there is no update.
+template <class T>
+void norm_row(const T* input, const T* update, T* sum_to, const T* weight, T* output,
+              std::int64_t width, float epsilon);
 
 struct AttentionLayer {
   int num_heads;
@@ -79,7 +88,87 @@ struct Pages {
   int block_size;
 };
 
+// A task of attention: a key head, and consecutive queries of a request with all heads that share
+// it, over a part of the context or all of it.
+struct AttentionTask {
+  int request;
+  int kv_head;
+  int first;  // Of the request's new tokens.
+  int count;
+  int key_begin;
+  int key_end;
+  int part;  // Where the part's result goes; -1 for the only one.
+};
+
+// The parts of one context, from `task.part` on.
+struct AttentionJoin {
+  AttentionTask task;
+  int parts;
+};
+
+// How a step's attention is cut, for all layers of a group that attend alike.
+struct AttentionPlan {
+  AttentionPlan(const AttentionLayer& layer, const Layout& layout, int threads);
+
+  AttentionLayer layer;
+  Layout layout;
+  int group;       // Query heads of a key head.
+  int padded_dim;  // The head's size in whole panels.
+  bool stores_first;  // Whether all keys must be stored before any task begins.
+  std::vector<AttentionTask> tasks;
+  std::vector<AttentionJoin> joins;
+  std::int64_t partial_size;  // Floats of a part's result.
+  std::vector<float> partial;
+};
+
+double attention_work(const AttentionLayer& layer, const Layout& layout);
+
 // Stores the step's rotated keys and values, then attends; output [tokens, num_heads * head_dim].
+// `next`, 0 at first, is what the team takes tasks by. Another layer may begin after a barrier.
 template <class T>
-void attend(const AttentionLayer& layer, const Layout& layout, const Heads<T>& heads,
-            const Pages<T>& pages, T* output);
+void attend(AttentionPlan& plan, const Heads<T>& heads, const Pages<T>& pages, T* output,
+            std::atomic<int>& next, Team team);
+
+// One layer of a decoder. Norms that it does not have are null.
+template <class T>
+struct DecoderLayer {
+  const T* input_norm;
+  Projection<T> qkv;
+  const T* query_norm;
+  const T* key_norm;
+  Projection<T> output;
+  const T* attention_output_norm;
+  const T* mlp_norm;
+  Projection<T> gate_up;
+  Projection<T> down;
+  const T* mlp_output_norm;
+  AttentionLayer attention;
+  Pages<T> pages;
+  int group;     // Whose layout it goes by.
+  int rotation;  // Which rotation.
+};
+
+template <class T>
+struct Rotation {
+  const T* cos;
+  const T* sin;
+};
+
+template <class T>
+struct Decoder {
+  const DecoderLayer<T>* layers;
+  int num_layers;
+  const T* norm;
+  std::int64_t hidden_size;
+  float epsilon;
+  int half;  // Pairs that are rotated.
+};
+
+// Elements of scratch that a step of so many rows needs.
+template <class T>
+std::int64_t decoder_scratch(const Decoder<T>& decoder, std::int64_t rows, int threads);
+
+// Runs all layers: hidden states [rows, hidden_size], which are overwritten, -> normalized ones.
+template <class T>
+void run_decoder(const Decoder<T>& decoder, const Layout* layouts, const Rotation<T>* rotations,
+                 T* hidden, T* output, T* scratch, std::int64_t rows);

@@ -5,6 +5,8 @@
 // second-level cache while the panels pass by. The activation of a gated pair is applied while both
 // are in registers.
 
+#include <sys/mman.h>
+
 #include <algorithm>
 
 #include "kernels.h"
@@ -46,6 +48,17 @@ void pack_panel(const T* weight, T* packed, std::int64_t panel, std::int64_t col
       }
     }
   }
+}
+
+// A weight that is read as a stream meets a page's end every few hundred nanoseconds: fewer, larger
+// pages are looked up faster. Only advice; before the memory is first written.
+void advise_large_pages(void* begin, std::int64_t bytes) {
+#ifdef MADV_HUGEPAGE
+  constexpr std::uintptr_t PAGE = 4096;
+  const std::uintptr_t first = (reinterpret_cast<std::uintptr_t>(begin) + PAGE - 1) / PAGE * PAGE;
+  const std::uintptr_t last = (reinterpret_cast<std::uintptr_t>(begin) + bytes) / PAGE * PAGE;
+  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#endif
 }
 
 template <class T>
@@ -104,33 +117,37 @@ int panel_width() { return WIDTH; }
 template <class T>
 void pack_weight(const T* weight, T* packed, std::int64_t columns, std::int64_t depth,
                  Epilogue epilogue) {
-  split(num_panels(columns), double(columns) * double(depth),
-        [&](std::int64_t begin, std::int64_t end) {
-          for (std::int64_t panel = begin; panel < end; ++panel) {
-            pack_panel(weight, packed, panel, columns, depth, epilogue);
-          }
-        });
-}
-
-template <class T>
-void project(const Projection<T>& p, const T* input, T* output, std::int64_t rows) {
-  const double weight_size = double(p.columns) * double(p.depth);
-  const double work = weight_size * std::max(double(sizeof(T)), double(rows) / 8);
-  std::int64_t block = std::max<std::int64_t>(BLOCK_BYTES / (p.depth * sizeof(T)), MOST_ROWS);
-  block = block / MOST_ROWS * MOST_ROWS;
-  split(num_panels(p.columns), work, [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t row = 0; row < rows; row += block) {
-      const std::int64_t last = std::min(row + block, rows);
-      for (std::int64_t panel = begin; panel < end; ++panel) {
-        project_panel(p, input, output, panel, int(row), int(last));
-      }
+  advise_large_pages(packed, num_panels(columns) * WIDTH * depth * sizeof(T));
+  in_team(threads_for(double(columns) * double(depth)), [&](Team team) {
+    const Range own = team.part(num_panels(columns));
+    for (std::int64_t panel = own.begin; panel < own.end; ++panel) {
+      pack_panel(weight, packed, panel, columns, depth, epilogue);
     }
   });
 }
 
+template <class T>
+double projection_work(const Projection<T>& p, std::int64_t rows) {
+  return double(p.columns) * double(p.depth) * std::max(double(sizeof(T)), double(rows) / 8);
+}
+
+template <class T>
+void project(const Projection<T>& p, const T* input, T* output, std::int64_t rows, Team team) {
+  std::int64_t block = std::max<std::int64_t>(BLOCK_BYTES / (p.depth * sizeof(T)), MOST_ROWS);
+  block = block / MOST_ROWS * MOST_ROWS;
+  const Range own = team.part(num_panels(p.columns));
+  for (std::int64_t row = 0; row < rows; row += block) {
+    const std::int64_t last = std::min(row + block, rows);
+    for (std::int64_t panel = own.begin; panel < own.end; ++panel) {
+      project_panel(p, input, output, panel, int(row), int(last));
+    }
+  }
+}
+
 #define INSTANTIATE(T)                                                                    \
   template void pack_weight<T>(const T*, T*, std::int64_t, std::int64_t, Epilogue);       \
-  template void project<T>(const Projection<T>&, const T*, T*, std::int64_t);
+  template double projection_work<T>(const Projection<T>&, std::int64_t);                 \
+  template void project<T>(const Projection<T>&, const T*, T*, std::int64_t, Team);
 INSTANTIATE(float)
 #ifdef __AVX512BF16__
 INSTANTIATE(BFloat16)

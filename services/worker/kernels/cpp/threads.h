@@ -1,43 +1,85 @@
-// How many threads a piece of work gets: all, or one.
+// Teams of threads: how many a piece of work gets, who does what, and how they wait for each other.
 //
-// Waking a sleeping thread costs some microseconds, and on a machine that others use too it can cost
-// a scheduler's time slice, so small work stays where it is. Team sizes in between would make the
-// OpenMP library end and start threads.
+// A team is woken once for a piece of work, which may be a whole step; inside it threads meet at
+// barriers. Waking costs tens of microseconds, and on a machine that others use too it can cost a
+// scheduler's time slice, so small work stays in the calling thread. A team is all threads or one:
+// sizes in between would make the OpenMP library end and start threads.
 
 #pragma once
 
 #include <omp.h>
 
+#include <atomic>
 #include <cstdint>
+#include <thread>
 
-// Operations (multiplications or bytes moved, whichever are more) that pay for waking threads.
+#include "vector.h"
+
+// Operations (multiplications, or bytes moved if those are more) that pay for waking threads.
 constexpr double PARALLEL_WORK = 4e5;
 
-inline int threads_for(double work) {
-  return work < PARALLEL_WORK ? 1 : omp_get_max_threads();
-}
+// Of a whole step, between whose parts threads wait for each other many times.
+constexpr double PARALLEL_STEP_WORK = 2e7;
 
 struct Range {
   std::int64_t begin;
   std::int64_t end;
 };
 
-// Part `index` of [0, count) cut in `parts` equal ones.
-inline Range part_of(std::int64_t count, int index, int parts) {
-  return {count * index / parts, count * (index + 1) / parts};
+// Spins for as long as a busy team needs, some tens of microseconds. After that it yields: whoever
+// is late has lost its processor to another process, and spinning would only keep it away.
+class Barrier {
+ public:
+  void wait(int size) {
+    const int phase = phase_.load(std::memory_order_relaxed);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size) {
+      arrived_.store(0, std::memory_order_relaxed);
+      phase_.store(phase + 1, std::memory_order_release);
+      return;
+    }
+    for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; ++spins) {
+      if (spins < SPINS) {
+        _mm_pause();
+      } else {
+        std::this_thread::yield();
+      }
+    }
+  }
+
+ private:
+  static constexpr int SPINS = 2000;
+  alignas(64) std::atomic<int> arrived_{0};
+  alignas(64) std::atomic<int> phase_{0};
+};
+
+// A thread's place in its team.
+struct Team {
+  int index = 0;
+  int size = 1;
+  Barrier* barrier = nullptr;
+
+  void wait() const {
+    if (size > 1) barrier->wait(size);
+  }
+
+  // This thread's part of [0, count).
+  Range part(std::int64_t count) const {
+    return {count * index / size, count * (index + 1) / size};
+  }
+};
+
+inline int threads_for(double work, double enough = PARALLEL_WORK) {
+  return work < enough ? 1 : omp_get_max_threads();
 }
 
-// Calls work(begin, end) for parts of [0, count), in parallel where `cost` of all is worth it.
+// Calls work(team) in each of so many threads.
 template <class Work>
-inline void split(std::int64_t count, double cost, Work&& work) {
-  const int threads = threads_for(cost);
-  if (threads == 1 || count == 1) {
-    work(std::int64_t{0}, count);
+inline void in_team(int threads, Work&& work) {
+  if (threads == 1) {
+    work(Team{});
     return;
   }
+  Barrier barrier;
 #pragma omp parallel num_threads(threads)
-  {
-    const Range own = part_of(count, omp_get_thread_num(), omp_get_num_threads());
-    if (own.begin < own.end) work(own.begin, own.end);
-  }
+  work(Team{omp_get_thread_num(), omp_get_num_threads(), &barrier});
 }
