@@ -212,9 +212,9 @@ def transformers_rate(reference: PreTrainedModel, prompts: np.ndarray) -> float:
     settings = GenerationConfig(
         max_new_tokens=OUTPUT, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
-    with torch.inference_mode():
-        answers = reference.generate_batch(prompts.tolist(), generation_config=settings)
+    answers = reference.generate_batch(prompts.tolist(), generation_config=settings)
     spans = [answer.lifespan for answer in answers.values()]
     tokens = sum(len(answer.generated_tokens) for answer in answers.values())
+    assert tokens == len(prompts) * OUTPUT, f"{tokens} tokens of {len(prompts)} requests"
     took = max(end for _, end in spans) - min(begin for begin, _ in spans)
     return tokens / took
