@@ -47,10 +47,14 @@ def build_engine(
     tell, kernels = _Progress(checkpoint_reached), platform.kernels()
     options = LoadOptions(settings.max_model_len, platform.dtype(settings.dtype))
     loaded = load_model(checkpoint, options, kernels, tell.of("loading layers"))
-    fingerprint = model_fingerprint(
-        checkpoint, block_size, _name(loaded.dtype), rope_length=loaded.rope_length
-    )
     groups = group_layers([layer.window for layer in loaded.attention])
+    fingerprint = model_fingerprint(
+        checkpoint,
+        block_size,
+        _name(loaded.dtype),
+        rope_length=loaded.rope_length,
+        groups=groups,
+    )
     shape = AttentionShape(
         loaded.attention,
         block_size,

@@ -35,7 +35,7 @@ from tests.parity.situations import (
     prompts,
     reference_outputs,
 )
-from tests.tiny_models import TINY_MODELS, save_tiny_model
+from tests.tiny_models import ONE_OF_EACH, save_tiny_model
 from tests.worker.runner_driver import build_runner
 
 
@@ -47,7 +47,7 @@ class Served:
     directory: Path
 
 
-@pytest.fixture(scope="module", params=sorted(TINY_MODELS))
+@pytest.fixture(scope="module", params=ONE_OF_EACH)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
     torch.set_num_threads(1)
     directory: Path = tmp_path_factory.mktemp(request.param)

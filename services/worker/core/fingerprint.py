@@ -5,10 +5,12 @@ the block hash. Not the path: a copy of a model is the same model.
 """
 
 import json
+from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 
 from services.common.block_hash import HASH_VERSION
+from services.worker.core.kv_groups import LayerGroup
 from services.worker.models.checkpoint import Checkpoint, TensorInfo
 from services.worker.models.json_file import read_json_object
 
@@ -21,11 +23,17 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.t
 
 
 def model_fingerprint(
-    checkpoint: Checkpoint, block_size: int, kv_dtype: str, *, rope_length: int = 0
+    checkpoint: Checkpoint,
+    block_size: int,
+    kv_dtype: str,
+    *,
+    rope_length: int = 0,
+    groups: Sequence[LayerGroup] = (),
 ) -> bytes:
     """32 bytes; equal exactly when cached keys and values mean the same.
 
     `rope_length`: the length that rotary frequencies were fixed for, where they depend on one.
+    `groups`: which layers lie together in a block; they may depend on the longest sequence too.
     """
     digest = sha256()
 
@@ -49,6 +57,8 @@ def model_fingerprint(
         if path.exists():
             add(name, sha256(path.read_bytes()).digest())
     add("cache", f"{block_size} {kv_dtype} {rope_length} {HASH_VERSION}".encode())
+    for group in groups:
+        add("group", f"{group.window} {list(group.layers)}".encode())
     return digest.digest()
 
 

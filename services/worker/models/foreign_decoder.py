@@ -32,7 +32,8 @@ class ForeignDecoder:
     @property
     def hidden_size(self) -> int:
         """Width of its embeddings, which may be projected to that of its layers."""
-        return int(self.embed(torch.zeros(1, dtype=torch.int64)).shape[1])
+        device = next(self._embedding.parameters()).device
+        return int(self.embed(torch.zeros(1, dtype=torch.int64, device=device)).shape[1])
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Token ids, int64 [n] -> embeddings [n, hidden_size]."""

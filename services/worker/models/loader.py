@@ -187,6 +187,7 @@ def _load_experts(
 
 
 def _read_norm(reader: TensorReader, name: str, dtype: torch.dtype, offset: float) -> torch.Tensor:
+    """The weight of a norm, its offset added before it is rounded."""
     return (reader.read(name, dtype=torch.float32) + offset).to(dtype)
 
 

@@ -8,6 +8,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from services.worker.core.fingerprint import model_fingerprint
+from services.worker.core.kv_groups import LayerGroup
 from services.worker.models.checkpoint import open_checkpoint
 from tests.tiny_models import edit_config, save_tiny_model
 
@@ -44,3 +45,14 @@ def test_config_tokenizer_block_size_and_data_type_count(directory: Path) -> Non
     edit_config(directory, rms_norm_eps=1e-4)
     found.add(fingerprint(directory))
     assert len(found) == 5
+
+
+def test_which_layers_lie_together_in_a_block_counts(directory: Path) -> None:
+    checkpoint = open_checkpoint(directory)
+    groupings = [
+        (LayerGroup(None, (0, 1)),),
+        (LayerGroup(16, (0,)), LayerGroup(None, (1,))),
+        (LayerGroup(16, (1,)), LayerGroup(None, (0,))),
+    ]
+    found = {model_fingerprint(checkpoint, 16, "float32", groups=groups) for groups in groupings}
+    assert len(found) == 3
