@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+import torch
 from stepwell.common.v1 import common_pb2
 from stepwell.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 
@@ -34,6 +35,20 @@ def request(prompt: list[int], max_tokens: int, **sampling: Any) -> gateway_pb2.
         sampling=common_pb2.SamplingParams(
             max_tokens=max_tokens, **{"temperature": 0.0, **sampling}
         ),
+        ignore_eos=True,
+    )
+
+
+def embedded_request(rows: torch.Tensor, max_tokens: int) -> gateway_pb2.GenerateRequest:
+    """As `request`, greedy, for a prompt given as embeddings, float32 [num_tokens, hidden_size]."""
+    embeds = common_pb2.PromptEmbeds(
+        num_tokens=len(rows),
+        dtype=common_pb2.EMBEDS_DTYPE_FLOAT32,
+        data=rows.numpy().tobytes(),
+    )
+    return gateway_pb2.GenerateRequest(
+        embeds=embeds,
+        sampling=common_pb2.SamplingParams(max_tokens=max_tokens, temperature=0.0),
         ignore_eos=True,
     )
 

@@ -3,19 +3,22 @@
 import asyncio
 
 import pytest
+from transformers import PreTrainedModel
 
 from tests.e2e.conftest import TinyModel
-from tests.e2e.inference import Answer, connect, generate, request
+from tests.e2e.inference import Answer, connect, embedded_request, generate, request
 from tests.e2e.prompts import PROMPTS
 from tests.e2e.stack import Stack, wait_for
-from tests.e2e.tiny import greedy
+from tests.e2e.tiny import embed, greedy
 
 NUM_TOKENS = 150
 KILL_AT = 30
 
 
-async def answers(stack: Stack, kill: str | None = None) -> list[Answer]:
-    """Two greedy and two seeded answers; `kill` ends a service once the first is on its way."""
+async def answers(stack: Stack, model: PreTrainedModel, kill: str | None = None) -> list[Answer]:
+    """Two greedy and two seeded answers, and a greedy one to an embedded prompt; `kill` ends a
+    service once the first is on its way.
+    """
     killed = False
 
     def on_tokens(num_tokens: int) -> None:
@@ -30,6 +33,7 @@ async def answers(stack: Stack, kill: str | None = None) -> list[Answer]:
         request(PROMPTS[i], NUM_TOKENS, seed=i, temperature=1.0, frequency_penalty=0.2)
         for i in range(2, 4)
     ]
+    requests.append(embedded_request(embed(model, PROMPTS[4]), NUM_TOKENS))
     async with connect(stack.grpc) as stub:
         first, *others = requests
         return await asyncio.gather(
@@ -41,14 +45,15 @@ async def answers(stack: Stack, kill: str | None = None) -> list[Answer]:
 async def test_streams_go_on_when_a_service_is_killed(
     service: str, stack: Stack, tiny_model: TinyModel
 ) -> None:
-    undisturbed = await answers(stack)
+    undisturbed = await answers(stack, tiny_model.model)
     pid = stack.pids()[service]
 
-    disturbed = await answers(stack, kill=service)
+    disturbed = await answers(stack, tiny_model.model, kill=service)
 
     assert [a.token_ids for a in disturbed] == [a.token_ids for a in undisturbed]
     assert [a.text for a in disturbed] == [a.text for a in undisturbed]
-    assert disturbed[0].token_ids == greedy(tiny_model.model, PROMPTS[0], NUM_TOKENS)
+    for i in (0, 4):
+        assert disturbed[i].token_ids == greedy(tiny_model.model, PROMPTS[i], NUM_TOKENS)
     stack.wait_until_back(service, pid)
     assert any(f"{service} died: killed by SIGKILL" in line for line in stack.output)
     status = stack.status()
@@ -56,11 +61,13 @@ async def test_streams_go_on_when_a_service_is_killed(
     assert status["num_free_blocks"] == status["num_usable_blocks"]
 
 
-async def test_a_killed_gateway_comes_back_and_its_requests_are_aborted(stack: Stack) -> None:
+async def test_a_killed_gateway_comes_back_and_its_requests_are_aborted(
+    stack: Stack, tiny_model: TinyModel
+) -> None:
     pid = stack.pids()["gateway"]
 
     with pytest.raises(Exception):  # noqa: B017, PT011 - Whatever the transport calls it.
-        await answers(stack, kill="gateway")
+        await answers(stack, tiny_model.model, kill="gateway")
 
     wait_for(lambda: stack.pids().get("gateway", pid) != pid, 60)
     wait_for(lambda: _serves(stack), 60)

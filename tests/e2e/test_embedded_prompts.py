@@ -9,23 +9,14 @@ import httpx
 import pytest
 import torch
 from safetensors.torch import save
-from stepwell.common.v1 import common_pb2
-from stepwell.gateway.v1 import gateway_pb2
-from transformers import PreTrainedModel
 
 from tests.e2e.conftest import TinyModel
-from tests.e2e.inference import connect, generate
+from tests.e2e.inference import connect, embedded_request, generate
 from tests.e2e.prompts import PROMPTS, random_tokens
 from tests.e2e.stack import Stack
-from tests.e2e.tiny import greedy
+from tests.e2e.tiny import embed, greedy
 
 NUM_TOKENS = 24
-
-
-def embed(model: PreTrainedModel, prompt: list[int]) -> torch.Tensor:
-    """What the model itself makes of tokens, [num_tokens, hidden_size]."""
-    with torch.inference_mode():
-        return model.get_input_embeddings()(torch.tensor(prompt)).clone()
 
 
 def as_file(matrix: torch.Tensor) -> str:
@@ -75,16 +66,7 @@ async def test_cached_blocks_are_those_of_the_same_numbers_only(
 
 
 async def test_over_grpc(stack: Stack, tiny_model: TinyModel) -> None:
-    matrix = embed(tiny_model.model, PROMPTS[0])
-    wanted = gateway_pb2.GenerateRequest(
-        embeds=common_pb2.PromptEmbeds(
-            num_tokens=len(matrix),
-            dtype=common_pb2.EMBEDS_DTYPE_FLOAT32,
-            data=matrix.numpy().tobytes(),
-        ),
-        sampling=common_pb2.SamplingParams(max_tokens=NUM_TOKENS, temperature=0),
-        ignore_eos=True,
-    )
+    wanted = embedded_request(embed(tiny_model.model, PROMPTS[0]), NUM_TOKENS)
     async with connect(stack.grpc) as stub:
         answer = await generate(stub, wanted)
     assert answer.token_ids == greedy(tiny_model.model, PROMPTS[0], NUM_TOKENS)

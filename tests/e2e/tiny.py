@@ -42,6 +42,12 @@ def save_servable_model(directory: Path) -> PreTrainedModel:
     return model
 
 
+def embed(model: PreTrainedModel, prompt: list[int]) -> torch.Tensor:
+    """What the model itself makes of tokens, [num_tokens, hidden_size]."""
+    with torch.inference_mode():
+        return model.get_input_embeddings()(torch.tensor(prompt)).clone()
+
+
 def greedy(model: PreTrainedModel, prompt: list[int], max_tokens: int) -> list[int]:
     """The model's own continuation, each token the most probable one; nothing ends it early."""
     token_ids, past = torch.tensor([prompt]), None
