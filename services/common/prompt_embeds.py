@@ -50,6 +50,14 @@ class PromptEmbeds:
         """The tokens that stand for it."""
         return [PLACEHOLDER_TOKEN] * self.num_tokens
 
+    def rest(self, num_computed_tokens: int) -> "PromptEmbeds | None":
+        """Its rows after the first ones; None where nothing is left."""
+        if num_computed_tokens >= self.num_tokens:
+            return None
+        row = len(self.data) // self.num_tokens
+        data = self.data[num_computed_tokens * row :]
+        return PromptEmbeds(self.num_tokens - num_computed_tokens, self.dtype, data)
+
     def check(self, hidden_size: int) -> None:
         """Raises InvalidArgument unless it is a matrix of that width."""
         given, expected = len(self.data), self.num_tokens * hidden_size * self.dtype.itemsize

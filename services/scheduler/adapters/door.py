@@ -70,7 +70,7 @@ class Door:
             priority=message.priority,
             arrival_time=message.arrival_unix_nanos / 1e9,
             cache_salt=message.cache_salt if embeds is None else embeds.salted(message.cache_salt),
-            prompt_embeds=None if embeds is None else message.prompt_embeds,
+            prompt_embeds=embeds,
             traceparent=message.traceparent,
             sampling=sampling,
             reads_prefix_cache=not sampling.HasField("prompt_logprobs"),

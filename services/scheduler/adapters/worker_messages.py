@@ -8,6 +8,7 @@ from stepwell.common.v1 import common_pb2
 from stepwell.worker.v1 import worker_pb2
 
 from services.common.block_hash import pack_token_ids, unpack_token_ids
+from services.common.prompt_embeds_messages import prompt_embeds_to_message
 from services.scheduler.core.plan import StepOutput, StepPlan
 from services.scheduler.core.ports import BlockTables
 from services.scheduler.core.request import Request
@@ -21,9 +22,7 @@ def to_execute_request(
         generation=generation,
         step=plan.step,
         removed_slots=pack_token_ids(plan.removed_slots),
-        new_requests=[
-            _new_request(request, tables) for request, tables in plan.block_tables.items()
-        ],
+        new_requests=_new_requests(plan),
         slots=pack_token_ids(_slots(plan.requests)),
         num_scheduled_tokens=pack_token_ids(plan.num_scheduled_tokens),
         num_computed_tokens=pack_token_ids(plan.num_computed_tokens),
@@ -57,9 +56,22 @@ def _slots(requests: Iterable[Request]) -> list[int]:
     return cast(list[int], slots)
 
 
-def _new_request(request: Request, tables: BlockTables) -> worker_pb2.NewRequest:
+def _new_requests(plan: StepPlan) -> list[worker_pb2.NewRequest]:
+    if not plan.block_tables:
+        return []
+    computed = dict(zip(plan.requests, plan.num_computed_tokens, strict=True))
+    return [
+        _new_request(request, tables, computed[request])
+        for request, tables in plan.block_tables.items()
+    ]
+
+
+def _new_request(
+    request: Request, tables: BlockTables, num_computed_tokens: int
+) -> worker_pb2.NewRequest:
     if not isinstance(request.sampling, common_pb2.SamplingParams):
         raise AssertionError(f"{request.request_id} came without sampling parameters")
+    embeds = request.prompt_embeds
     return worker_pb2.NewRequest(
         slot=_slots([request])[0],
         token_ids=pack_token_ids(request.token_ids),
@@ -67,15 +79,9 @@ def _new_request(request: Request, tables: BlockTables) -> worker_pb2.NewRequest
         sampling=request.sampling,
         block_tables=[worker_pb2.BlockTable(block_ids=pack_token_ids(ids)) for ids in tables],
         traceparent=request.traceparent,
-        prompt_embeds=_prompt_embeds(request),
+        prompt_embeds=prompt_embeds_to_message(embeds and embeds.rest(num_computed_tokens)),
+        num_placeholders=embeds.num_tokens if embeds is not None else 0,
     )
-
-
-def _prompt_embeds(request: Request) -> common_pb2.PromptEmbeds | None:
-    embeds = request.prompt_embeds
-    if embeds is not None and not isinstance(embeds, common_pb2.PromptEmbeds):
-        raise AssertionError(f"{request.request_id} came with embeddings of another kind")
-    return embeds
 
 
 def _appended(blocks: Mapping[Request, BlockTables]) -> list[worker_pb2.AppendedBlocks]:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.common.block_hash import BlockHash, hash_full_blocks
+from services.common.prompt_embeds import PromptEmbeds
 from services.common.repetition import RepetitionDetection
 
 
@@ -75,7 +76,7 @@ class Request:
     traceparent: str = ""
     sampling: object = None
     """How the worker samples; carried through."""
-    prompt_embeds: object = None
+    prompt_embeds: PromptEmbeds | None = None
     """Embeddings in place of the prompt's tokens, which are placeholders then; carried through.
     `cache_salt` keeps its blocks apart from those of other embeddings.
     """

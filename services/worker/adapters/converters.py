@@ -114,6 +114,7 @@ def _new_request(message: worker_pb2.NewRequest) -> NewRequest:
         prompt_embeds=prompt_embeds_from_message(message.prompt_embeds)
         if message.HasField("prompt_embeds")
         else None,
+        num_placeholders=message.num_placeholders,
     )
 
 

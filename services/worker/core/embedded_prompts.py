@@ -1,6 +1,6 @@
 """Prompts that came as embeddings: what a step computes in place of its tokens' own."""
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -8,7 +8,7 @@ import torch
 from services.common.prompt_embeds import EmbedsDtype, PromptEmbeds
 from services.worker.core.errors import InvalidStep
 from services.worker.core.layout import StepTokens
-from services.worker.core.step import NewRequest, StepInput
+from services.worker.core.step import StepInput
 from services.worker.models.model import Model
 
 _DTYPES = {
@@ -18,32 +18,51 @@ _DTYPES = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class _Embeds:
+    """What is seen of the tokens [begin, end) of a slot, [end - begin, hidden_size]."""
+
+    begin: int
+    end: int
+    rows: torch.Tensor
+
+
 class EmbeddedPrompts:
     """The embeddings of each slot whose prompt came as such: they stand for its first tokens."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        self._embeds: dict[int, torch.Tensor] = {}
+        self._embeds: dict[int, _Embeds] = {}
 
     def clear(self) -> None:
         """Forgets every slot."""
         self._embeds.clear()
 
-    def read(self, requests: Sequence[NewRequest], device: torch.device) -> dict[int, torch.Tensor]:
-        """The matrices that requests bring, by slot, as the model wants them.
+    def read(self, step: StepInput, device: torch.device) -> dict[int, _Embeds]:
+        """The matrices that new requests bring, by slot, as the model wants them.
 
-        Raises InvalidArgument where one is not as wide as the model, or longer than its prompt.
+        Raises InvalidArgument where one is not as wide as the model, or not what is missing of its
+        prompt.
         """
         found = {}
-        for request in requests:
-            if (embeds := request.prompt_embeds) is not None:
-                if embeds.num_tokens > request.num_prompt_tokens:
-                    name = "new_requests.prompt_embeds"
-                    raise InvalidStep(f"{name}: longer than the prompt", field=name)
-                found[request.slot] = self._to_tensor(embeds, device)
+        computed = dict(zip(step.slots.tolist(), step.num_computed_tokens.tolist(), strict=False))
+        for request in step.new_requests:
+            embeds, end = request.prompt_embeds, request.num_placeholders
+            begin = end if embeds is None else end - embeds.num_tokens
+            if not 0 <= begin <= computed.get(request.slot, begin) or (
+                end > request.num_prompt_tokens
+            ):
+                name = "new_requests.prompt_embeds"
+                raise InvalidStep(
+                    f"step {step.step}: {name}: tokens {begin} to {end} are not what slot "
+                    f"{request.slot} lacks",
+                    field=name,
+                )
+            if embeds is not None:
+                found[request.slot] = _Embeds(begin, end, self._to_tensor(embeds, device))
         return found
 
-    def replace(self, step: StepInput, entering: dict[int, torch.Tensor]) -> None:
+    def replace(self, step: StepInput, entering: dict[int, _Embeds]) -> None:
         """Takes over who leaves and who enters with a step."""
         for slot in step.removed_slots.tolist():
             self._embeds.pop(slot, None)
@@ -60,14 +79,14 @@ class EmbeddedPrompts:
             return embedded
         for index, slot in enumerate(step.slots.tolist()):
             given = self._embeds.get(slot)
-            begin = int(step.num_computed_tokens[index])
-            if given is None or begin >= len(given):
+            computed = int(step.num_computed_tokens[index])
+            if given is None or computed >= given.end:
                 continue
             if embedded is None:
                 embedded = self._model.embed(token_ids)
-            count = min(int(step.num_scheduled_tokens[index]), len(given) - begin)
-            first = int(tokens.first_tokens[index])
-            embedded[first : first + count] = given[begin : begin + count]
+            count = min(int(step.num_scheduled_tokens[index]), given.end - computed)
+            first, begin = int(tokens.first_tokens[index]), computed - given.begin
+            embedded[first : first + count] = given.rows[begin : begin + count]
         return embedded
 
     def _to_tensor(self, embeds: PromptEmbeds, device: torch.device) -> torch.Tensor:

@@ -119,7 +119,7 @@ class Runner:
         return self._sample(step, rows, computed, prompt)
 
     def _update_batch(self, step: StepInput) -> None:
-        embedded = self._embedded.read(step.new_requests, self._device.torch_device)
+        embedded = self._embedded.read(step, self._device.torch_device)
         self._batch.apply(step)
         self._embedded.replace(step, embedded)
         for slot in step.removed_slots.tolist():
@@ -131,7 +131,7 @@ class Runner:
                 new.sampling,
                 new.token_ids,
                 new.num_prompt_tokens,
-                num_placeholders=0 if new.prompt_embeds is None else new.prompt_embeds.num_tokens,
+                num_placeholders=new.num_placeholders,
             )
             if self._lookahead is not None:
                 self._lookahead.know(np.array([new.slot]))

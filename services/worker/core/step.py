@@ -21,7 +21,8 @@ def no_ints() -> Int32Array:
 class NewRequest:
     """A request that enters the batch, whole: known tokens, and its block tables by group.
 
-    With `prompt_embeds` its first tokens are placeholders.
+    Its first `num_placeholders` tokens stand for embeddings, of which `prompt_embeds` has the last
+    ones; those of tokens that are computed already are left out.
     """
 
     slot: int
@@ -30,6 +31,7 @@ class NewRequest:
     sampling: SamplingParams
     block_tables: tuple[Int32Array, ...]
     prompt_embeds: PromptEmbeds | None = None
+    num_placeholders: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common.block_hash import pack_token_ids
 from services.common.errors import InvalidArgument, OutOfRange, ResourceExhausted
+from services.common.prompt_embeds import EmbedsDtype, PromptEmbeds
 from services.common.repetition import RepetitionDetection
 from services.scheduler.adapters.door import Door
 from services.scheduler.core.config import Policy, SchedulerConfig
@@ -94,7 +95,7 @@ def test_an_embedded_prompt_is_placeholders_under_a_salt_of_its_own() -> None:
     ]
     assert list(requests[0].token_ids) == [0, 0, 0, 8]
     assert requests[0].num_prompt_tokens == 3
-    assert requests[0].prompt_embeds == embeds(one)
+    assert requests[0].prompt_embeds == PromptEmbeds(3, EmbedsDtype.BFLOAT16, one)
     for request in requests:
         request.hash_full_blocks(b"root", 4)
     hashes = [request.block_hashes[0] for request in requests]

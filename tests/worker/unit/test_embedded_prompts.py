@@ -1,5 +1,6 @@
 """What a runner makes of embeddings in place of a prompt's tokens."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,8 @@ def entering(
     runner: Runner, tokens: list[int], embeds: PromptEmbeds | None, sampling: SamplingParams
 ) -> NewRequest:
     tables = tuple(BLOCKS + 8 * group for group in range(len(runner.limits.windows)))
-    return NewRequest(0, ints(*tokens), len(PROMPT), sampling, tables, embeds)
+    end = 0 if embeds is None else embeds.num_tokens
+    return NewRequest(0, ints(*tokens), len(PROMPT), sampling, tables, embeds, end)
 
 
 def generate(
@@ -93,7 +95,7 @@ def test_numbers_of_half_the_size(tmp_path: Path, dtype: EmbedsDtype) -> None:
     ("embeds", "problem"),
     [
         (PromptEmbeds(7, EmbedsDtype.FLOAT32, bytes(7 * 47 * 4)), "prompt_embeds has 1316 bytes"),
-        (PromptEmbeds(8, EmbedsDtype.FLOAT32, bytes(8 * 48 * 4)), "longer than the prompt"),
+        (PromptEmbeds(8, EmbedsDtype.FLOAT32, bytes(8 * 48 * 4)), "tokens 0 to 8 are not what"),
     ],
 )
 def test_a_matrix_that_does_not_fit_is_refused_and_nothing_enters(
@@ -104,3 +106,28 @@ def test_a_matrix_that_does_not_fit_is_refused_and_nothing_enters(
     with pytest.raises(InvalidArgument, match=problem):
         runner.execute(step(1, 7, 0, entering(runner, PROMPT, embeds, GREEDY)))
     assert len(runner.execute(step(2, 7, 0, entering(runner, PROMPT, None, GREEDY))).token_ids) == 1
+
+
+def test_rows_of_what_is_computed_need_not_come(tmp_path: Path) -> None:
+    """After a prefix hit of a block, only the rows of the tokens behind it; after all, none."""
+    model = save_tiny_model(tmp_path, "llama")
+    runner = build_runner(tmp_path, block_size=4, num_blocks=60)
+    whole = embed(model, PROMPT)
+    expected = generate(runner, whole)
+    runner.execute(leave(30))
+    request = replace(entering(runner, whole.placeholders, whole, GREEDY), prompt_embeds=None)
+    late = replace(request, prompt_embeds=whole.rest(4))
+    assert runner.execute(step(31, 3, 4, late)).token_ids.tolist() == expected[:1]
+    runner.execute(leave(32))
+    known = np.append(request.token_ids, expected[0]).astype(np.int32)
+    assert (
+        runner.execute(step(33, 1, 7, replace(request, token_ids=known))).token_ids.tolist()
+        == (expected[1:2])
+    )
+    runner.execute(leave(34))
+    with pytest.raises(InvalidArgument, match="tokens 4 to 7 are not what slot 0 lacks"):
+        runner.execute(step(35, 4, 3, late))
+
+
+def leave(number: int) -> StepInput:
+    return StepInput(1, number, ints(), ints(), ints(), removed_slots=ints(0))
