@@ -20,12 +20,14 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
     OPTConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    Starcoder2Config,
 )
 
 VOCAB_SIZE = 320
@@ -148,6 +150,7 @@ TINY_MODELS: dict[str, TinyModel] = {
     ),
     "gpt_neox": TinyModel(GPTNeoXConfig, {"initializer_range": 1.0}),
     "granite": TinyModel(GraniteConfig, {"logits_scaling": 2.0, "residual_multiplier": 0.8}),
+    "olmo2": TinyModel(Olmo2Config, {"pad_token_id": 0}),
     "opt": TinyModel(
         OPTConfig,
         {
@@ -158,6 +161,7 @@ TINY_MODELS: dict[str, TinyModel] = {
             "tie_word_embeddings": True,
         },
     ),
+    "starcoder2": TinyModel(Starcoder2Config, {"sliding_window": 20, "initializer_range": 0.6}),
 }
 
 ONE_OF_EACH = [

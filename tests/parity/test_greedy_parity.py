@@ -10,7 +10,13 @@ import torch
 from transformers import PreTrainedModel
 
 from services.worker.kernels.select import KernelsSetting
-from tests.tiny_models import MAX_POSITION_EMBEDDINGS, TINY_MODELS, VOCAB_SIZE, save_tiny_model
+from tests.tiny_models import (
+    MAX_POSITION_EMBEDDINGS,
+    ONE_OF_EACH,
+    TINY_MODELS,
+    VOCAB_SIZE,
+    save_tiny_model,
+)
 from tests.worker.runner_driver import Driver, Request, build_runner
 
 NUM_REQUESTS = 16
@@ -23,7 +29,7 @@ Build = Callable[..., Driver]
 
 @pytest.fixture(
     scope="module",
-    params=[(kind, setting) for setting in ("auto", "torch") for kind in KINDS],
+    params=[*((kind, "auto") for kind in KINDS), *((kind, "torch") for kind in ONE_OF_EACH)],
     ids="-".join,
 )
 def served(
