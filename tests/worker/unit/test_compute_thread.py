@@ -64,9 +64,16 @@ async def test_waiting_goes_on_beside_computing(compute: ComputeThread) -> None:
 
 
 async def test_closing_waits_for_what_runs_and_drops_what_is_queued() -> None:
-    compute, going_on, ran = ComputeThread(), threading.Event(), []
-    running = compute.submit(lambda: going_on.wait(SECONDS) and ran.append("running"))
-    queued = compute.submit(lambda: ran.append("queued"))
+    compute, begun, going_on = ComputeThread(), threading.Event(), threading.Event()
+    ran: list[str] = []
+
+    def run() -> None:
+        begun.set()
+        going_on.wait(SECONDS)
+        ran.append("running")
+
+    running, queued = compute.submit(run), compute.submit(lambda: ran.append("queued"))
+    assert await asyncio.to_thread(begun.wait, SECONDS)
     closing = asyncio.create_task(asyncio.to_thread(compute.close))
     async with asyncio.timeout(SECONDS):
         while not compute.is_closed:  # noqa: ASYNC110 - another thread makes it true
