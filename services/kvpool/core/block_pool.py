@@ -82,8 +82,9 @@ class BlockPool:
         """Adds a holder to each of these published blocks; a free one leaves the queue."""
         held, free_since = self._free.remove_cached(cached_blocks)
         self.ages.reused(free_since)
-        ref_cnt = self._shared.get
-        self._shared.update([(block, ref_cnt(block, 1) + 1) for block in held])
+        shared = self._shared
+        for block in held:
+            shared[block] = shared[block] + 1 if block in shared else 2
 
     def free(self, blocks: Sequence[BlockId], num_published: int) -> None:
         """Takes a holder from each block of a table, of which the first so many are published.

@@ -65,9 +65,9 @@ class FreeQueue:
         Returns the others, and when each of those taken became free.
         """
         cached = self._cached
+        if cached.keys().isdisjoint(blocks):
+            return blocks, []
         others = [block for block in blocks if block not in cached]
-        if len(others) == len(blocks):
-            return others, []
         return others, [cached.pop(block) for block in blocks if block in cached]
 
     def blank_all(self) -> None:

@@ -2,13 +2,11 @@
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import cast
+from contextlib import suppress
+from itertools import islice
 
 from services.common.block_hash import BlockHash
 from services.kvpool.core.ids import BlockId
-
-_LOOK_AHEAD = 64
-"""Blocks that are looked up at once; those after the first that is missing, in vain."""
 
 
 class PrefixIndex:
@@ -67,15 +65,10 @@ class PrefixIndex:
 
     def find_prefix(self, hashes: Sequence[BlockHash], max_blocks: int) -> list[BlockId]:
         """Blocks of the longest prefix of the chain that is cached, `max_blocks` at most."""
-        blocks: list[BlockId | None] = []
-        find = self._block_of.get
-        end = min(max_blocks, len(hashes))
-        for begin in range(0, end, _LOOK_AHEAD):
-            blocks += map(find, hashes[begin : min(begin + _LOOK_AHEAD, end)])
-            if None in blocks[begin:]:
-                del blocks[blocks.index(None, begin) :]
-                break
-        return cast(list[BlockId], blocks)
+        blocks: list[BlockId] = []
+        with suppress(KeyError):  # at the first one missing; what was found before stays
+            blocks.extend(map(self._block_of.__getitem__, islice(hashes, max_blocks)))
+        return blocks
 
     def clear(self) -> None:
         """Forgets everything."""
