@@ -182,6 +182,24 @@ def hidden_table(rows: Sequence[StepRow]) -> str:
     )
 
 
+def worker_table(columns: Mapping[str, Mapping[str, float]]) -> str:
+    """A row for each load, a column for the machine's limit and for each engine."""
+    loads = dict.fromkeys(load for figures in columns.values() for load in figures)
+    return _table(
+        ("load", *columns),
+        (
+            (
+                load,
+                *(
+                    _number(figures.get(load), 2 if load.endswith("seconds") else 0)
+                    for figures in columns.values()
+                ),
+            )
+            for load in loads
+        ),
+    )
+
+
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

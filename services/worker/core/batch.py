@@ -82,6 +82,11 @@ class PersistentBatch:
                 self._grow(group, slot, appended.block_ids[first : first + count])
                 first += count
 
+    def append_one(self, slots: Int32Array, token_ids: Int32Array) -> None:
+        """Adds one sampled token to each of some requests."""
+        self.token_ids[slots, self.num_tokens[slots]] = token_ids
+        self.num_tokens[slots] += 1
+
     def append(self, slot: int, token_ids: Sequence[int] | Int32Array) -> None:
         """Adds sampled tokens to a request's known ones."""
         start = self.num_tokens[slot]

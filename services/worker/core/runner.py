@@ -207,9 +207,8 @@ class Runner:
                 drafts = self._batch.token_ids[rows.slots[indexes], known[indexes] + offset]
                 stands = drafts_left & (drafts == output.token_ids)
                 stands[output.nan_rows] = False
+                self._batch.append_one(rows.slots[indexes], output.token_ids)
                 active, offset = active[stands], offset + 1
-            for index in sampling.tolist():
-                self._batch.append(int(rows.slots[index]), sampled.token_ids[index])
             if self._lookahead is not None:
                 self._lookahead.know(rows.slots[sampling])
         return sampled.output(step, prompt)

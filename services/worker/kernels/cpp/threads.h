@@ -16,7 +16,7 @@
 #include "vector.h"
 
 // Operations (multiplications, or bytes moved if those are more) that pay for waking threads.
-constexpr double PARALLEL_WORK = 4e5;
+constexpr double PARALLEL_WORK = 4e6;
 
 // Of a whole step, between whose parts threads wait for each other many times.
 constexpr double PARALLEL_STEP_WORK = 2e7;
