@@ -159,7 +159,7 @@ def _check_model(model: PreTrainedModel) -> None:
 @torch.inference_mode()
 def _probe(decoder: ForeignDecoder, model: PreTrainedModel) -> tuple[AttentionLayer, ...]:
     try:
-        return decoder.probe(model, model.config.num_hidden_layers)
+        return decoder.probe(model)
     except Refused:
         raise
     except Exception as error:

@@ -8,7 +8,6 @@ computed wrongly later.
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from services.worker.attention.interface import AttentionLayer
@@ -87,7 +86,22 @@ class Probe:
             window=sliding_window,
             softcap=softcap,
         )
-        attended = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scale, enable_gqa=True
-        )
-        return attended.transpose(1, 2)
+        return _attend(query, key, value, self._layers[index]).transpose(1, 2)
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: AttentionLayer
+) -> torch.Tensor:
+    """Attention written out, [1, num_heads, n, head_dim]."""
+    repeats = layer.num_heads // layer.num_kv_heads
+    key, value = (heads.repeat_interleave(repeats, dim=1) for heads in (key, value))
+    scores = (query @ key.transpose(-1, -2)).float() * layer.scale
+    if layer.softcap is not None:
+        scores = layer.softcap * torch.tanh(scores / layer.softcap)
+    positions = torch.arange(query.shape[2])
+    distance = positions[:, None] - positions
+    hidden = distance < 0
+    if layer.window is not None:
+        hidden |= distance >= layer.window
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    return weights.to(value.dtype) @ value
