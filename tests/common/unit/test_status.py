@@ -15,10 +15,11 @@ from services.common.channel import open_channel
 from services.common.server import StatusInterceptor
 from services.common.status import STATUS_OF, from_rpc_error, status_code, to_rich_status
 from services.worker.core.errors import KVCacheTooSmall
+from services.worker.device import UnsuitableDevice
 from services.worker.kernels.errors import KernelsUnavailable
 from services.worker.models.errors import ModelError
 
-ENDS_A_START = (ModelError, KVCacheTooSmall, KernelsUnavailable)
+ENDS_A_START = (ModelError, KVCacheTooSmall, KernelsUnavailable, UnsuitableDevice)
 """They end the worker before it serves anybody."""
 
 
