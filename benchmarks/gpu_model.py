@@ -66,9 +66,13 @@ class StateDict:
         """The reader is this."""
         yield self
 
-    def read(self, *names: str, dtype: torch.dtype) -> torch.Tensor:
-        """The tensors, stacked along their first axis, as a new tensor."""
-        return torch.cat([self.tensors[name].to(dtype) for name in names])
+    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor, as a new one."""
+        return self.read_parts((name, ()), dtype=dtype)
+
+    def read_parts(self, *parts: tuple[str, tuple[Any, ...]], dtype: torch.dtype) -> torch.Tensor:
+        """Parts of tensors, stacked along their first axis, as a new tensor."""
+        return torch.cat([self.tensors[name][index].to(dtype) for name, index in parts])
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,10 +38,20 @@ def run_service(service: str, serve: Callable[[asyncio.Event], Awaitable[None]])
         failure = _first(group)
     if failure is not None:  # what is raised inside except* would come out in a group of its own
         exit_with(f"stepwell {service}: {failure}", status=1)
+    _end(0)
+
+
+def end_at_once(sentence: str, status: int = 1) -> NoReturn:
+    """Ends the process with one sentence on standard error, whatever its threads wait for."""
+    print(sentence, file=sys.stderr)
+    _end(status)
+
+
+def _end(status: int) -> NoReturn:
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(status)
 
 
 def _request_stop(stop: asyncio.Event, signum: int) -> None:

@@ -16,14 +16,18 @@ from services.worker.core.kv_cache import (
     size_kv_cache,
 )
 from services.worker.core.kv_groups import LayerGroup, group_layers
+from services.worker.core.lockstep import Lockstep
 from services.worker.cuda.platform import CudaPlatform
 from services.worker.device import DeviceSetting, UnsuitableDevice
 from services.worker.kernels.compiled import default_cache_directory
+from services.worker.kernels.interface import Kernels
 from services.worker.kernels.select import select_kernels
 from services.worker.models.checkpoint import open_checkpoint
 from services.worker.models.config import DtypeSetting
 from services.worker.models.load import check_configuration, load_model
-from services.worker.models.model import LoadOptions
+from services.worker.models.model import LoadedModel, LoadOptions
+from services.worker.parallel.group import Group, select_cuda_device
+from services.worker.parallel.ranks import ALONE, Ranks
 from services.worker.platform import CpuPlatform, Parts, Platform
 from services.worker.settings import WorkerSettings
 
@@ -33,20 +37,26 @@ _PROGRESS_STEPS = 10
 
 
 def build_engine(
-    settings: WorkerSettings, incarnation: str, checkpoint_reached: Callable[[], None]
+    settings: WorkerSettings,
+    incarnation: str,
+    checkpoint_reached: Callable[[], None],
+    group: Group | None = None,
 ) -> Engine:
-    """Loads and warms up. Run it in the thread that will compute.
+    """Loads and warms up. Run it in the thread that will compute. With a `group`, as one of its
+    ranks.
 
     `checkpoint_reached` is called every now and then, and may raise to give up. Raises ModelError
-    for a directory that cannot be served, KVCacheTooSmall when there is not enough memory.
+    for a directory that cannot be served, KVCacheTooSmall when there is not enough memory,
+    GroupBroken when the ranks of the group do not fit together.
     """
     check_configuration(settings.model)
-    platform = _select_platform(settings, checkpoint_reached)
+    platform = _select_platform(settings, checkpoint_reached, group)
+    ranks = _ranks(group, platform)
     block_size = settings.block_size or platform.default_block_size
     checkpoint = open_checkpoint(settings.model, platform.torch_device)
     tell, kernels = _Progress(checkpoint_reached), platform.kernels()
     options = LoadOptions(settings.max_model_len, platform.dtype(settings.dtype))
-    loaded = load_model(checkpoint, options, kernels, tell.of("loading layers"))
+    loaded = load_model(checkpoint, options, kernels, tell.of("loading layers"), ranks)
     groups = group_layers([layer.window for layer in loaded.attention])
     fingerprint = model_fingerprint(
         checkpoint,
@@ -73,8 +83,14 @@ def build_engine(
         num_blocks=0,
         windows=tuple(group.window for group in groups),
     )
-    parts = Parts(loaded, kernels, shape, limits)
+    lockstep = None
+    if group is not None:
+        group.require_same(_in_common(settings, loaded, kernels, fingerprint))
+        lockstep = Lockstep(ranks, settings.check_ranks_every_steps, group.watch.explain)
+    parts = Parts(loaded, kernels, shape, limits, lockstep)
     sizing = _size_kv_cache(settings, platform, parts, groups)
+    if group is not None:
+        sizing = _least(sizing, group)
     logger.info("KV cache: %s", sizing.explanation)
     parts = parts.sized(sizing.num_blocks, sizing.max_model_len)
     runner = platform.runner(parts)
@@ -97,11 +113,15 @@ def build_engine(
             max_num_batched_tokens=settings.max_num_batched_tokens,
             kv_cache_sizing=sizing.explanation,
             dtype=_name(loaded.dtype),
+            rank=ranks.rank,
+            world_size=ranks.size,
         ),
     )
 
 
-def _select_platform(settings: WorkerSettings, checkpoint_reached: Callable[[], None]) -> Platform:
+def _select_platform(
+    settings: WorkerSettings, checkpoint_reached: Callable[[], None], group: Group | None
+) -> Platform:
     """The platform that the settings ask for.
 
     On its own the worker takes CUDA where the machine has all that it needs, unless it is to
@@ -109,6 +129,8 @@ def _select_platform(settings: WorkerSettings, checkpoint_reached: Callable[[], 
     asked for, KernelsUnavailable.
     """
     may_be_cuda = torch.cuda.is_available() and settings.dtype is not DtypeSetting.FLOAT32
+    if group is not None and settings.device is not DeviceSetting.CPU and torch.cuda.is_available():
+        select_cuda_device(group.local_ranks, group.membership.rank)
     if settings.device is DeviceSetting.CUDA:
         return CudaPlatform(settings.gpu_memory_utilization)
     if settings.device is DeviceSetting.AUTO and may_be_cuda:
@@ -118,7 +140,39 @@ def _select_platform(settings: WorkerSettings, checkpoint_reached: Callable[[], 
             logger.warning("computing on the CPU: %s", error.message)
     cache = settings.kernels_cache or default_cache_directory()
     kernels = select_kernels(settings.kernels, cache, checkpoint_reached)
-    return CpuPlatform(kernels, settings.memory_utilization)
+    num_sharers = 1 if group is None else len(group.local_ranks)
+    return CpuPlatform(kernels, settings.memory_utilization, num_sharers)
+
+
+def _ranks(group: Group | None, platform: Platform) -> Ranks:
+    if group is None:
+        return ALONE
+    return group.on_cuda() if platform.torch_device.type == "cuda" else group.ranks
+
+
+def _in_common(
+    settings: WorkerSettings, loaded: LoadedModel, kernels: Kernels, fingerprint: bytes
+) -> dict[str, str]:
+    """What ranks must have in common to compute the same; of the model, what identifies it."""
+    return {
+        "the model": fingerprint.hex()[:16],
+        "dtype": _name(loaded.dtype),
+        "max_model_len": str(loaded.max_model_len),
+        "max_num_seqs": str(settings.max_num_seqs),
+        "max_num_batched_tokens": str(settings.max_num_batched_tokens),
+        "check_ranks_every_steps": str(settings.check_ranks_every_steps),
+        "what computes": type(kernels).__name__,
+    }
+
+
+def _least(sizing: KVCacheSizing, group: Group) -> KVCacheSizing:
+    """What every rank has: they share block tables."""
+    num_blocks = group.smallest("num_blocks", sizing.num_blocks)
+    max_model_len = group.smallest("max_model_len", sizing.max_model_len)
+    if (num_blocks, max_model_len) == (sizing.num_blocks, sizing.max_model_len):
+        return sizing
+    why = f"{sizing.explanation}; lowered to {num_blocks} blocks, the least of all ranks"
+    return KVCacheSizing(num_blocks, max_model_len, why)
 
 
 def _size_kv_cache(

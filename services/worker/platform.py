@@ -10,6 +10,7 @@ from services.worker.adapters.machine import available_memory_bytes
 from services.worker.attention.interface import CPU, AttentionShape
 from services.worker.core.batch import BatchLimits
 from services.worker.core.kv_cache import FreeMemory, estimate_activation_bytes
+from services.worker.core.lockstep import Lockstep
 from services.worker.core.runner import Runner
 from services.worker.core.warm_up import warm_up
 from services.worker.kernels.interface import Kernels
@@ -19,12 +20,13 @@ from services.worker.models.model import LoadedModel
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a runner is made of."""
+    """What a runner is made of. `lockstep` where there are ranks."""
 
     loaded: LoadedModel
     kernels: Kernels
     shape: AttentionShape
     limits: BatchLimits
+    lockstep: Lockstep | None = None
 
     def sized(self, num_blocks: int, max_model_len: int) -> "Parts":
         """With a cache of so many blocks, for sequences up to a length."""
@@ -76,14 +78,15 @@ class Platform(Protocol):
 
 
 class CpuPlatform:
-    """The processors of this machine."""
+    """The processors of this machine. `num_sharers`: workers that share its memory."""
 
     torch_device = CPU
     default_block_size = 16
 
-    def __init__(self, kernels: Kernels, memory_utilization: float) -> None:
+    def __init__(self, kernels: Kernels, memory_utilization: float, num_sharers: int = 1) -> None:
         self._kernels = kernels
         self._memory_utilization = memory_utilization
+        self._num_sharers = num_sharers
 
     def dtype(self, asked: DtypeSetting) -> DtypeSetting:
         """As asked for."""
@@ -100,7 +103,7 @@ class CpuPlatform:
         """What the machine has available, less an estimate."""
         loaded, limits = parts.loaded, parts.limits
         return FreeMemory(
-            of_bytes=available_memory_bytes(),
+            of_bytes=available_memory_bytes() // self._num_sharers,
             utilization=self._memory_utilization,
             activation_bytes=estimate_activation_bytes(
                 max_num_batched_tokens=limits.max_num_batched_tokens,
@@ -116,7 +119,7 @@ class CpuPlatform:
     def runner(self, parts: Parts) -> Runner:
         """See Platform."""
         attention = parts.kernels.paged_attention(parts.shape)
-        return Runner(parts.loaded.model, attention, parts.limits)
+        return Runner(parts.loaded.model, attention, parts.limits, lockstep=parts.lockstep)
 
     def warm_up(
         self, runner: Runner, limits: BatchLimits, progress: Callable[[int, int], None]

@@ -73,6 +73,35 @@ class WorkerSettings:
         doc="share of the GPU's memory that weights, activations and KV cache may use, on CUDA",
         check=between(0.01, 1),
     )
+    tensor_parallel_size: int | None = setting(
+        None,
+        doc="workers that share one model, each a rank of it (default: WORLD_SIZE, else 1)",
+        check=between(1, 1024),
+    )
+    rank: int | None = setting(
+        None,
+        doc="which of them this is, from 0 (default: RANK, else the number at the end of HOSTNAME)",
+        check=at_least(0),
+    )
+    master_addr: str | None = setting(
+        None, doc="host where rank 0 waits for the others (default: MASTER_ADDR, else 127.0.0.1)"
+    )
+    master_port: int | None = setting(
+        None,
+        doc="port where rank 0 waits for the others (default: MASTER_PORT, else 29500)",
+        check=between(1, 65_535),
+    )
+    join_timeout_seconds: float = setting(
+        600.0, doc="time within which all ranks must have come together", check=at_least(1)
+    )
+    collective_timeout_seconds: float = setting(
+        60.0, doc="longest that a rank waits for the others within a step", check=at_least(1)
+    )
+    check_ranks_every_steps: int = setting(
+        64,
+        doc="every so many steps the ranks compare what they computed; 1 for each step",
+        check=at_least(1),
+    )
     otlp_endpoint: str = setting(
         "", doc="where traces go, an OTLP/gRPC URL such as http://127.0.0.1:4317; empty for nowhere"
     )

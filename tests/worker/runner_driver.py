@@ -11,6 +11,7 @@ from services.common.sampling import SamplingParams
 from services.worker.attention.interface import AttentionShape
 from services.worker.core.batch import BatchLimits
 from services.worker.core.kv_groups import group_layers
+from services.worker.core.lockstep import Lockstep
 from services.worker.core.lookahead import Lookahead
 from services.worker.core.runner import Runner
 from services.worker.core.step import AppendedBlocks, NewRequest, StepInput, StepOutput
@@ -21,6 +22,7 @@ from services.worker.models.checkpoint import open_checkpoint
 from services.worker.models.config import DtypeSetting
 from services.worker.models.load import load_model
 from services.worker.models.model import LoadOptions
+from services.worker.parallel.ranks import ALONE, Ranks
 
 GREEDY = SamplingParams(temperature=0)
 MAX_MODEL_LEN = 512
@@ -41,12 +43,17 @@ def build_runner(
     dtype: torch.dtype = torch.float32,
     runs_ahead: bool = False,
     kernels_setting: KernelsSetting = KernelsSetting.AUTO,
+    ranks: Ranks = ALONE,
+    lockstep: Lockstep | None = None,
 ) -> Runner:
-    """A runner over the model in a directory; one that `runs_ahead` keeps its tokens there."""
+    """A runner over the model in a directory, or one rank of it; one that `runs_ahead` keeps its
+    tokens there.
+    """
     kernels = select_kernels(kernels_setting, default_cache_directory(), lambda: None)
     checkpoint = open_checkpoint(directory)
     asked = DtypeSetting.BFLOAT16 if dtype is torch.bfloat16 else DtypeSetting.FLOAT32
-    loaded = load_model(checkpoint, LoadOptions(MAX_MODEL_LEN, asked), kernels, lambda *_: None)
+    options = LoadOptions(MAX_MODEL_LEN, asked)
+    loaded = load_model(checkpoint, options, kernels, lambda *_: None, ranks)
     groups = group_layers([layer.window for layer in loaded.attention])
     shape = AttentionShape(
         loaded.attention,
@@ -66,7 +73,7 @@ def build_runner(
     )
     lookahead = Lookahead(CpuDevice(), max_num_seqs) if runs_ahead else None
     attention = kernels.paged_attention(shape)
-    return Runner(loaded.model, attention, limits, lookahead=lookahead)
+    return Runner(loaded.model, attention, limits, lookahead=lookahead, lockstep=lockstep)
 
 
 def appended(*grown: tuple[int, list[int]]) -> AppendedBlocks:

@@ -37,10 +37,10 @@ class ComputeThread:
         """As `submit`, for what only waits: behind other such, beside what computes."""
         return self._waiting.submit(wait)
 
-    def close(self) -> None:
-        """Waits for what runs, drops what is queued."""
-        self._computing.close()
-        self._waiting.close()
+    def close(self, patience_seconds: float | None = None) -> None:
+        """Drops what is queued, and waits for what runs: for ever, or so long."""
+        self._computing.close(patience_seconds)
+        self._waiting.close(patience_seconds)
 
 
 class _Lane:
@@ -74,10 +74,10 @@ class _Lane:
         self._tasks.put(run)
         return future
 
-    def close(self) -> None:
+    def close(self, patience_seconds: float | None) -> None:
         self.is_closed = True
         self._tasks.put(None)
-        self._thread.join()
+        self._thread.join(patience_seconds)
 
     def _work(self) -> None:
         while (run := self._tasks.get()) is not None:

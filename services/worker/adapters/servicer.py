@@ -44,11 +44,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         """From here on calls are answered."""
         self._engine = engine
 
-    def close(self) -> None:
-        """Ends the stream that is open, and refuses calls."""
+    def close(self, reason: StepwellError | None = None) -> None:
+        """Ends the stream that is open, by default since the worker drains, and refuses calls."""
         self._engine = None
         if self._stream is not None:
-            self._stream.end(Unavailable("the worker is draining"))
+            self._stream.end(reason or Unavailable("the worker is draining"))
 
     async def Describe(
         self,

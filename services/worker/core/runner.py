@@ -24,6 +24,7 @@ from services.worker.core.batch import BatchLimits, PersistentBatch
 from services.worker.core.decode_buckets import DecodeBuckets, is_decodes_alone
 from services.worker.core.embedded_prompts import EmbeddedPrompts
 from services.worker.core.layout import lay_out
+from services.worker.core.lockstep import Lockstep
 from services.worker.core.lookahead import Lookahead, PendingOutput
 from services.worker.core.sampled import Sampled, joined
 from services.worker.core.step import Int32Array, StepInput, StepOutput
@@ -55,7 +56,8 @@ class Runner:
     """Runs steps, one after the other, over one model, one cache and one batch. Not thread-safe.
 
     On a device that the host may run ahead of, `lookahead` keeps sampled tokens there, so that
-    `begin` need not wait for them, and `buckets` run steps of decodes alone.
+    `begin` need not wait for them, and `buckets` run steps of decodes alone. With a `lockstep` each
+    step is run together with the other ranks.
     """
 
     def __init__(
@@ -66,12 +68,14 @@ class Runner:
         device: Device | None = None,
         lookahead: Lookahead | None = None,
         buckets: DecodeBuckets | None = None,
+        lockstep: Lockstep | None = None,
     ) -> None:
         self._model = model
         self._attention = attention
         self._device = device or CpuDevice()
         self._lookahead = lookahead
         self._buckets = buckets
+        self._lockstep = lockstep
         self._batch = PersistentBatch(limits)
         self._embedded = EmbeddedPrompts(model)
         self._sampler = Sampler(limits.max_num_seqs, limits.vocab_size)
@@ -103,8 +107,13 @@ class Runner:
     def begin(self, step: StepInput) -> StepOutput | PendingOutput:
         """Runs one step; where its tokens stay on the device, only queues it there.
 
-        Raises InvalidArgument, with the batch unchanged, for a bad one.
+        Raises InvalidArgument, with the batch unchanged, for a bad one; and as Lockstep does.
         """
+        if self._lockstep is not None:
+            return self._lockstep.run(step, self._begin)
+        return self._begin(step)
+
+    def _begin(self, step: StepInput) -> StepOutput | PendingOutput:
         if step.generation != self._generation:
             self.reset()
             self._generation = step.generation
@@ -157,6 +166,8 @@ class Runner:
                 self._attention.begin_step(tokens.layouts),
                 embedded,
             )
+            if self._lockstep is not None:
+                self._lockstep.saw(hidden)
             computed = _Computed(
                 self._device, lambda rows: self._model.compute_logits(hidden[rows])
             )

@@ -62,7 +62,7 @@ class CudaPlatform:
         attention = XformersPagedAttention(parts.shape, device, limits.max_blocks_per_seq)
         buckets = DecodeBuckets(model, attention, device) if parts.loaded.is_static else None
         lookahead = Lookahead(device, limits.max_num_seqs)
-        return Runner(model, attention, limits, device, lookahead, buckets)
+        return Runner(model, attention, limits, device, lookahead, buckets, parts.lockstep)
 
     def free_memory(self, parts: Parts) -> FreeMemory:
         """The GPU's, less what is in use and the peak of the largest steps.

@@ -22,6 +22,9 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CPU = torch.device("cpu")
 _LENGTH_BYTES = 8
+WHOLE = slice(None)
+"""All that there is along an axis."""
+
 _READABLE = {"F32", "BF16", "F16", "F64"}
 
 
@@ -35,6 +38,11 @@ class TensorInfo:
     shape: tuple[int, ...]
     begin: int
     end: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size in the file."""
+        return self.end - self.begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,21 +110,34 @@ class TensorReader:
     def __init__(self, checkpoint: Checkpoint, handles: dict[Path, safe_open]) -> None:
         self._checkpoint = checkpoint
         self._handles = handles
+        self.num_bytes = 0
+        """Bytes of tensors, as they are stored, that were read so far."""
 
     def read(self, *names: str, dtype: torch.dtype) -> torch.Tensor:
         """The tensors, stacked along their first axis, as a new tensor of `dtype`."""
-        parts = []
-        for name in names:
-            handle = self._handles[self._checkpoint.tensors[name].file]
-            tensor: torch.Tensor = handle.get_tensor(name)  # type: ignore[no-untyped-call]
-            parts.append(tensor.to(dtype))
-        return torch.cat(parts) if len(parts) > 1 else parts[0].clone()
+        return self.read_parts(*((name, ()) for name in names), dtype=dtype)
 
-    def read_entry(self, name: str, index: int, *, dtype: torch.dtype) -> torch.Tensor:
-        """One entry along a tensor's first axis, as a new tensor of `dtype`."""
-        handle = self._handles[self._checkpoint.tensors[name].file]
-        entry: torch.Tensor = handle.get_slice(name)[index]  # type: ignore[no-untyped-call]
-        return entry.to(dtype).clone()
+    def read_parts(
+        self, *parts: tuple[str, tuple[slice | int, ...]], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Parts of tensors, stacked along their first axis, as a new tensor of `dtype`.
+
+        A part is a name and what to take along each axis, nothing for everything. Only what is
+        taken is read.
+        """
+        read = [self._read_part(name, index).to(dtype) for name, index in parts]
+        return torch.cat(read) if len(read) > 1 else read[0].clone()
+
+    def _read_part(self, name: str, index: tuple[slice | int, ...]) -> torch.Tensor:
+        tensor = self._checkpoint.tensors[name]
+        handle = self._handles[tensor.file]
+        taken = zip(index, tensor.shape, strict=False)
+        if all(isinstance(x, slice) and x.indices(n) == (0, n, 1) for x, n in taken):
+            part: torch.Tensor = handle.get_tensor(name)  # type: ignore[no-untyped-call]
+        else:
+            part = handle.get_slice(name)[index]  # type: ignore[no-untyped-call]
+        self.num_bytes += part.nbytes
+        return part
 
 
 def open_checkpoint(directory: Path, device: torch.device = CPU) -> Checkpoint:

@@ -19,15 +19,25 @@ from services.worker.models.errors import UnsupportedModel
 from services.worker.models.loader import Progress, load_weights
 from services.worker.models.model import LoadedModel, LoadOptions, tell_loading
 from services.worker.models.rope import RopeType
+from services.worker.models.shard import Shard, check_divisible
+from services.worker.parallel.ranks import ALONE, Ranks
 
 
-def check_configuration(directory: Path) -> None:
-    """Raises ModelError for a configuration that is wrong, before anything costly is begun.
+def check_configuration(directory: Path, num_ranks: int = 1) -> None:
+    """Raises ModelError for a configuration that is wrong, or that so many ranks cannot divide,
+    before anything costly is begun.
 
     One that transformers is to read is left to it.
     """
-    if is_native(read_architecture(directory)):
-        read_model_config(directory)
+    name = read_architecture(directory)
+    if is_native(name):
+        check_divisible(read_model_config(directory), num_ranks, directory)
+    elif num_ranks > 1:
+        raise UnsupportedModel(
+            directory / "config.json",
+            f"architecture {name} has no native code, without which a model cannot be divided "
+            f"over {num_ranks} ranks: set tensor_parallel_size to 1",
+        )
 
 
 def is_native(name: str) -> bool:
@@ -36,13 +46,20 @@ def is_native(name: str) -> bool:
 
 
 def load_model(
-    checkpoint: Checkpoint, options: LoadOptions, kernels: Kernels, progress: Progress
+    checkpoint: Checkpoint,
+    options: LoadOptions,
+    kernels: Kernels,
+    progress: Progress,
+    ranks: Ranks = ALONE,
 ) -> LoadedModel:
-    """Reads configuration and weights. Raises ModelError for what cannot be served."""
+    """Reads configuration and weights; with `ranks`, this one's part of them.
+
+    Raises ModelError for what cannot be served.
+    """
     directory = checkpoint.directory
     name = read_architecture(directory)
     if is_native(name):
-        loaded = _load_natively(checkpoint, options, kernels, progress)
+        loaded = _load_natively(checkpoint, options, kernels, progress, ranks)
     elif find_spec("transformers") is None:
         raise UnsupportedModel(
             directory / "config.json",
@@ -58,16 +75,21 @@ def load_model(
 
 
 def _load_natively(
-    checkpoint: Checkpoint, options: LoadOptions, kernels: Kernels, progress: Progress
+    checkpoint: Checkpoint,
+    options: LoadOptions,
+    kernels: Kernels,
+    progress: Progress,
+    ranks: Ranks,
 ) -> LoadedModel:
     directory = checkpoint.directory
     config = read_model_config(directory)
     longest = resolve_max_model_len(config.rope, options.max_model_len, directory / "config.json")
     dtype = resolve_dtype(options.dtype, config.checkpoint_dtype)
     tell_loading(config.architecture.value, directory, dtype)
-    weights = load_weights(config, checkpoint, dtype, kernels, progress)
+    weights = load_weights(config, checkpoint, dtype, kernels, progress, ranks)
+    own = Shard(ranks.rank, ranks.size).config(config)
     return LoadedModel(
-        model=Decoder(config, weights, kernels, longest),
+        model=Decoder(own, weights, kernels, longest),
         architecture=config.architecture.value,
         dtype=dtype,
         vocab_size=config.vocab_size,
@@ -75,7 +97,7 @@ def _load_natively(
         intermediate_size=config.intermediate_size,
         max_model_len=longest,
         eos_token_ids=config.eos_token_ids,
-        attention=config.attention_layers,
+        attention=own.attention_layers,
         rope_length=longest if config.rope.rope_type is RopeType.DYNAMIC else 0,
         is_static=all(layer.experts is None for layer in config.layers),
     )

@@ -1,12 +1,13 @@
 """From a model directory to a decoder in memory."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from services.worker.kernels.interface import Kernels, Linear
-from services.worker.models.checkpoint import Checkpoint, TensorReader
+from services.worker.models.checkpoint import WHOLE, Checkpoint, TensorReader
 from services.worker.models.config import ModelConfig
 from services.worker.models.decoder import DecoderWeights, LayerWeights
 from services.worker.models.expert_tensors import (
@@ -18,7 +19,11 @@ from services.worker.models.expert_tensors import (
     expert_tensors,
 )
 from services.worker.models.layer_config import ExpertsConfig
-from services.worker.models.mlp import Experts, GatedMlp
+from services.worker.models.mlp import Experts, GatedMlp, Mlp, SummedMlp
+from services.worker.models.shard import Shard, of_width
+from services.worker.parallel.ranks import ALONE, GatheredLinear, Ranks, SummedLinear
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 """Called with the number of layers read and the number there are."""
@@ -70,11 +75,14 @@ def load_weights(
     dtype: torch.dtype,
     kernels: Kernels,
     progress: Progress,
+    ranks: Ranks = ALONE,
 ) -> DecoderWeights:
-    """Reads, converts, fuses and packs all weights, layer by layer, as the kernels want them.
+    """Reads, converts, fuses and packs all weights, layer by layer, as the kernels want them. Of
+    what is divided over ranks this one's part alone is read.
 
     Raises ModelError before anything is read when the tensors are not those of `config`.
     """
+    shard = Shard(ranks.rank, ranks.size)
     stacked = any(name.endswith(STACKED_GATE_UP) for name in checkpoint.tensors)
     expected = expected_tensors(config, stacked_experts=stacked)
     checkpoint.check(expected, ignored=frozenset({_HEAD}))
@@ -82,12 +90,32 @@ def load_weights(
         layers = []
         for index in range(config.num_layers):
             layer = _LayerReader(reader, kernels, index, dtype, config.norm_weight_offset)
-            layers.append(_load_layer(config, index, layer, stacked=stacked))
+            layers.append(_load_layer(config, index, layer, ranks, stacked=stacked))
             progress(index + 1, config.num_layers)
         embedding = reader.read(_EMBEDDING, dtype=dtype)
-        head = embedding if config.tie_word_embeddings else reader.read(_HEAD, dtype=dtype)
+        rows = shard.of(config.vocab_size)
+        if config.tie_word_embeddings:
+            head = embedding[rows]
+        else:
+            head = reader.read_parts((_HEAD, (rows,)), dtype=dtype)
         norm = _read_norm(reader, _NORM, dtype, config.norm_weight_offset)
-    return DecoderWeights(embedding, tuple(layers), norm, kernels.linear(head, None))
+    if ranks.size > 1:
+        whole = sum(checkpoint.tensors[name].num_bytes for name in expected)
+        logger.info(
+            "rank %d of %d read %.1f of %.1f MiB",
+            *(ranks.rank, ranks.size, reader.num_bytes / 2**20, whole / 2**20),
+        )
+    return DecoderWeights(
+        embedding, tuple(layers), norm, _gathered(kernels.linear(head, None), ranks)
+    )
+
+
+def _gathered(part: Linear, ranks: Ranks) -> Linear:
+    return GatheredLinear(part, ranks) if ranks.size > 1 else part
+
+
+def _summed(part: Linear, ranks: Ranks) -> Linear:
+    return SummedLinear(part, ranks) if ranks.size > 1 else part
 
 
 class _LayerReader:
@@ -110,80 +138,98 @@ class _LayerReader:
     def norm(self, name: str) -> torch.Tensor:
         return _read_norm(self._reader, f"{self._prefix}{name}.weight", self._dtype, self._offset)
 
-    def linear(self, *names: str, bias: bool) -> Linear:
-        """Projections of the same input as one."""
-        return self.kernels.linear(*self.fused(*names, bias=bias))
+    def fused(
+        self, rows: dict[str, slice], *, bias: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight and bias of projections of the same input, stacked; of each, some rows."""
+        weights = ((f"{name}.weight", (taken,)) for name, taken in rows.items())
+        biases = ((f"{name}.bias", (taken,)) for name, taken in rows.items())
+        return self.parts(*weights), self.parts(*biases) if bias else None
 
-    def fused(self, *names: str, bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Weight and bias of projections of the same input, stacked."""
-        biases = (f"{self._prefix}{name}.bias" for name in names)
-        return (
-            self.tensor(*(f"{name}.weight" for name in names)),
-            self._reader.read(*biases, dtype=self._dtype) if bias else None,
-        )
+    def columns(
+        self, name: str, taken: slice, *, bias: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Some columns of a projection's weight, and its bias."""
+        weight = self.parts((f"{name}.weight", (WHOLE, taken)))
+        return weight, self.parts((f"{name}.bias", ())) if bias else None
 
-    def tensor(self, *names: str) -> torch.Tensor:
-        """Tensors stacked along their first axis."""
-        return self._reader.read(*(f"{self._prefix}{name}" for name in names), dtype=self._dtype)
-
-    def entry(self, name: str, index: int) -> torch.Tensor:
-        """One entry along a tensor's first axis."""
-        return self._reader.read_entry(f"{self._prefix}{name}", index, dtype=self._dtype)
+    def parts(self, *parts: tuple[str, tuple[slice | int, ...]]) -> torch.Tensor:
+        """Parts of tensors, stacked along their first axis. See TensorReader."""
+        named = ((f"{self._prefix}{name}", index) for name, index in parts)
+        return self._reader.read_parts(*named, dtype=self._dtype)
 
 
 def _load_layer(
-    config: ModelConfig, index: int, layer: _LayerReader, *, stacked: bool
+    config: ModelConfig, index: int, layer: _LayerReader, ranks: Ranks, *, stacked: bool
 ) -> LayerWeights:
-    attention = [f"self_attn.{name}_proj" for name in "qkv"]
+    shard, width = Shard(ranks.rank, ranks.size), config.head_dim
+    queries = of_width(shard.of(config.num_heads), width)
+    keys = of_width(shard.kv_heads(config.num_kv_heads), width)
+    qkv = {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
+    output = layer.columns("self_attn.o_proj", queries, bias=config.output_bias and not shard.rank)
     experts = config.layers[index].experts
     norms = _OUTPUT_NORMALIZED if config.output_norms else _PLAIN
     return LayerWeights(
         input_norm=layer.norm("input_layernorm"),
-        qkv=layer.linear(*attention, bias=config.qkv_bias),
+        qkv=layer.kernels.linear(*layer.fused(qkv, bias=config.qkv_bias)),
         query_norm=layer.norm("self_attn.q_norm") if config.qk_norm else None,
         key_norm=layer.norm("self_attn.k_norm") if config.qk_norm else None,
-        output=layer.linear("self_attn.o_proj", bias=config.output_bias),
+        output=_summed(layer.kernels.linear(*output), ranks),
         attention_output_norm=layer.norm(norms.attention_output)
         if norms.attention_output
         else None,
         mlp_norm=layer.norm(norms.mlp),
-        mlp=_load_mlp(config, layer)
+        mlp=_load_mlp(config, layer, ranks)
         if experts is None
-        else _load_experts(config, experts, layer, stacked=stacked),
+        else _load_experts(config, experts, layer, ranks, stacked=stacked),
         mlp_output_norm=layer.norm(norms.mlp_output) if norms.mlp_output else None,
     )
 
 
-def _load_mlp(config: ModelConfig, layer: _LayerReader) -> GatedMlp:
-    weight, bias = layer.fused("mlp.gate_proj", "mlp.up_proj", bias=config.mlp_bias)
+def _load_mlp(config: ModelConfig, layer: _LayerReader, ranks: Ranks) -> GatedMlp:
+    shard = Shard(ranks.rank, ranks.size)
+    inner = shard.of(config.intermediate_size)
+    gate_up = {"mlp.gate_proj": inner, "mlp.up_proj": inner}
+    weight, bias = layer.fused(gate_up, bias=config.mlp_bias)
+    down = layer.columns("mlp.down_proj", inner, bias=config.mlp_bias and not shard.rank)
     return GatedMlp(
         gate_up=layer.kernels.gated_linear(weight, bias, config.activation),
-        down=layer.linear("mlp.down_proj", bias=config.mlp_bias),
+        down=_summed(layer.kernels.linear(*down), ranks),
     )
 
 
 def _load_experts(
-    config: ModelConfig, experts: ExpertsConfig, layer: _LayerReader, *, stacked: bool
-) -> Experts:
+    config: ModelConfig,
+    experts: ExpertsConfig,
+    layer: _LayerReader,
+    ranks: Ranks,
+    *,
+    stacked: bool,
+) -> Mlp:
     kernels, names = layer.kernels, expert_names(experts)
+    inner = Shard(ranks.rank, ranks.size).of(experts.intermediate_size)
+    behind = slice(inner.start + experts.intermediate_size, inner.stop + experts.intermediate_size)
 
     def load(number: int) -> GatedMlp:
         if stacked:
-            gate_up, down = (layer.entry(x, number) for x in (STACKED_GATE_UP, STACKED_DOWN))
+            gate_up = layer.parts(*((STACKED_GATE_UP, (number, rows)) for rows in (inner, behind)))
+            down = layer.parts((STACKED_DOWN, (number, WHOLE, inner)))
         else:
-            gate_up = layer.tensor(names.gate.format(number), names.up.format(number))
-            down = layer.tensor(names.down.format(number))
+            gate, up = names.gate.format(number), names.up.format(number)
+            gate_up = layer.parts((gate, (inner,)), (up, (inner,)))
+            down = layer.parts((names.down.format(number), (WHOLE, inner)))
         gated = kernels.gated_linear(gate_up, None, config.activation)
         return GatedMlp(gated, kernels.linear(down, None))
 
-    router = layer.tensor(STACKED_ROUTER if stacked else names.router)
-    return Experts(
+    router = layer.parts((STACKED_ROUTER if stacked else names.router, ()))
+    mlp = Experts(
         router=kernels.linear(router, None),
         experts=tuple(load(number) for number in range(experts.num_experts)),
         num_picked=experts.num_experts_per_tok,
         normalized=experts.normalized,
         kernels=kernels,
     )
+    return SummedMlp(mlp, ranks) if ranks.size > 1 else mlp
 
 
 def _read_norm(reader: TensorReader, name: str, dtype: torch.dtype, offset: float) -> torch.Tensor:

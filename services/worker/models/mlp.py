@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from services.worker.kernels.interface import Kernels, Linear
+from services.worker.parallel.ranks import Ranks
 
 
 class Mlp(Protocol):
@@ -78,3 +79,15 @@ class Experts:
         if self.normalized:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return weights, picked
+
+
+@dataclass(frozen=True, slots=True)
+class SummedMlp:
+    """An MLP whose inside is divided: what the ranks make of a token is summed."""
+
+    part: Mlp
+    ranks: Ranks
+
+    def __call__(self, hidden: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """See Mlp."""
+        return self.ranks.sum(self.part(hidden, num_tokens))

@@ -1,55 +1,22 @@
 """The worker as a process: it serves until SIGTERM, and a bad start ends with one sentence."""
 
 import asyncio
-import os
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from stepwell.worker.v1 import worker_pb2, worker_pb2_grpc
 
 from services.common.channel import open_channel
 from tests.tiny_models import edit_config, save_tiny_model
-
-DEADLINE_SECONDS = 60
-ROOT = Path(__file__).parents[3]
+from tests.worker.worker_process import DEADLINE_SECONDS, outcome, start, until_serving
 
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     save_tiny_model(tmp_path / "model", "llama")
     return tmp_path / "model"
-
-
-async def start(*flags: str, **environ: str) -> asyncio.subprocess.Process:
-    """`python -m services.worker` with these flags; log lines come on standard error."""
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("STEPWELL_")}
-    return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "services.worker", "--num-threads", "1", *flags),
-        cwd=ROOT,
-        env={**clean, "PYTHONPATH": f"{ROOT}:{ROOT / 'gen'}", **environ},
-        stderr=asyncio.subprocess.PIPE,
-    )
-
-
-async def outcome(process: asyncio.subprocess.Process) -> tuple[int, list[str]]:
-    """Exit status and the lines on standard error."""
-    _, errors = await asyncio.wait_for(process.communicate(), DEADLINE_SECONDS)
-    assert process.returncode is not None
-    return process.returncode, errors.decode().splitlines()
-
-
-async def until_serving(address: str) -> None:
-    async with open_channel(address) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        while True:
-            answer = await stub.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True)
-            if answer.status == health_pb2.HealthCheckResponse.SERVING:
-                return
-            await asyncio.sleep(0.05)
 
 
 async def test_serves_until_told_to_stop_and_exits_with_0(directory: Path, tmp_path: Path) -> None:

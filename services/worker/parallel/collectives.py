@@ -1,0 +1,90 @@
+"""Ranks over torch.distributed: gloo between processors, NCCL between GPUs."""
+
+import datetime
+from typing import Any
+
+import torch
+import torch.distributed
+
+from services.worker.parallel.ranks import Ranks
+
+dist: Any = torch.distributed
+"""Untyped where its process groups are concerned."""
+
+
+class GlooRanks:
+    """See Ranks. Of tensors on the CPU. A call that takes longer than the timeout raises
+    RuntimeError, as does one whose peer has ended.
+
+    A sum is gathered and then added in rank order, in float32. Between two ranks no more bytes
+    travel that way than in gloo's ring, in half the rounds; and a ring adds different parts of a
+    tensor in different orders, so that a row's last bit would depend on its place in the step.
+    """
+
+    def __init__(
+        self, store: Any, rank: int, size: int, host: str, timeout: datetime.timedelta
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+        options._timeout = timeout
+        store = dist.PrefixStore("gloo", store)
+        self._group = dist.ProcessGroupGloo(store, rank, size, options)
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        """See Ranks."""
+        parts = self._gathered(part)
+        total = parts[0].float()
+        for other in parts[1:]:
+            total += other
+        return total.to(part.dtype)
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        """See Ranks."""
+        return self._gathered(part).transpose(0, 1).flatten(1)
+
+    def exchange(self, numbers: list[int]) -> list[list[int]]:
+        """See Ranks."""
+        gathered: list[list[int]] = self._gathered(torch.tensor([numbers])).flatten(1).tolist()
+        return gathered
+
+    def _gathered(self, part: torch.Tensor) -> torch.Tensor:
+        """[n, d] of each rank: [size, n, d]."""
+        rows, width = part.shape
+        parts = torch.empty((self.size * rows, width), dtype=part.dtype)
+        self._group._allgather_base(parts, part.contiguous()).wait()
+        return parts.view(self.size, rows, width)
+
+
+class NcclRanks:
+    """See Ranks. Of tensors on CUDA, queued on the device; `host` exchanges numbers.
+
+    NCCL reduces each element at one place and hands it on, so that all ranks get the same bits.
+    """
+
+    def __init__(self, store: Any, host: Ranks, timeout: datetime.timedelta) -> None:
+        self.rank = host.rank
+        self.size = host.size
+        self._host = host
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        store = dist.PrefixStore("nccl", store)
+        self._group = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        """See Ranks."""
+        total = part.contiguous()
+        self._group.allreduce([total]).wait()
+        return total
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        """See Ranks."""
+        rows, width = part.shape
+        parts = part.new_empty((self.size * rows, width))
+        self._group._allgather_base(parts, part.contiguous()).wait()
+        return parts.view(self.size, rows, width).transpose(0, 1).flatten(1)
+
+    def exchange(self, numbers: list[int]) -> list[list[int]]:
+        """See Ranks."""
+        return self._host.exchange(numbers)

@@ -1,0 +1,223 @@
+"""How ranks come together: rank 0 listens, and through it all find each other.
+
+1. Everybody connects to the store that rank 0 keeps; a rank that comes twice is refused.
+2. Each says where it is; every two connect, so that each notices the end of any other.
+3. Collectives are set up, over the interfaces that reach rank 0.
+4. What must be the same on all ranks is compared, and what may differ is settled.
+"""
+
+import datetime
+import json
+import logging
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from services.worker.parallel.collectives import GlooRanks, NcclRanks, dist
+from services.worker.parallel.errors import GroupBroken
+from services.worker.parallel.membership import Membership
+from services.worker.parallel.ranks import Ranks
+from services.worker.parallel.watch import Watch
+
+logger = logging.getLogger(__name__)
+
+_LOOK_AGAIN_SECONDS = 0.05
+_RANK_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """How long ranks wait for each other: to come together, and within a step."""
+
+    join_seconds: float = 600.0
+    collective_seconds: float = 60.0
+
+
+class Group:
+    """A group that came together. `ranks`: what the model's parts compute with.
+
+    `local_ranks`: the ranks of this machine or container, which share its memory and processors.
+    `checkpoint_reached` is called while waiting, and may raise to give up.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        timeouts: Timeouts,
+        on_broken: Callable[[GroupBroken], None],
+        checkpoint_reached: Callable[[], None],
+    ) -> None:
+        self.membership = membership
+        self._deadline: float | None = time.monotonic() + timeouts.join_seconds
+        self._timeouts = timeouts
+        self._checkpoint_reached = checkpoint_reached
+        self._timeout = datetime.timedelta(seconds=timeouts.collective_seconds)
+        address = self._own_address()
+        self._store = self._open_store()
+        self._introduce()
+        self.watch = Watch(self._connect_peers(address), on_broken)
+        self.ranks = self._gloo(address)
+        self._deadline = None
+        hosts = self.tell("machine", f"{socket.gethostname()} {_boot_id()}")
+        own = hosts[membership.rank]
+        self.local_ranks = [rank for rank, host in enumerate(hosts) if host == own]
+        logger.info("rank %d of %d: all ranks are here", membership.rank, membership.size)
+
+    def on_cuda(self) -> Ranks:
+        """The ranks for tensors on the current CUDA device."""
+        return NcclRanks(self._store, self.ranks, self._timeout)
+
+    def tell(self, what: str, value: str) -> list[str]:
+        """What each rank says, in rank order; waits for the slowest without a deadline, since one
+        that is gone is noticed.
+        """
+        size = self.membership.size
+        self._store.set(f"{what}/{self.membership.rank}", value)
+        self._await([f"{what}/{rank}" for rank in range(size)])
+        return [self._store.get(f"{what}/{rank}").decode() for rank in range(size)]
+
+    def require_same(self, values: Mapping[str, str]) -> None:
+        """Raises GroupBroken unless all ranks have the same values, by name."""
+        said = [json.loads(text) for text in self.tell("values", json.dumps(dict(values)))]
+        for rank, other in enumerate(said):
+            for name, first in said[0].items():
+                if other.get(name) != first:
+                    raise GroupBroken(
+                        f"{name} is {first} on rank 0, but {other.get(name)} on rank {rank}"
+                    )
+
+    def smallest(self, what: str, value: int) -> int:
+        """The least that a rank says."""
+        return min(map(int, self.tell(what, str(value))))
+
+    def close(self) -> None:
+        """Leaves, and the others notice."""
+        self.watch.close()
+
+    def _own_address(self) -> str:
+        """This rank's address on the way to rank 0; waits until the name resolves."""
+        master = (self.membership.master_addr, self.membership.master_port)
+        while True:
+            try:
+                family, _, _, _, address = socket.getaddrinfo(*master, type=socket.SOCK_DGRAM)[0]
+                with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                    probe.connect(address)  # of datagrams: nothing is sent
+                    return str(probe.getsockname()[0])
+            except OSError as error:
+                self._wait(f"MASTER_ADDR {master[0]} cannot be reached: {error.strerror}")
+
+    def _open_store(self) -> Any:
+        membership = self.membership
+        address, port = membership.master_addr, membership.master_port
+        if membership.rank:
+            self._await_listener(address, port)
+        try:
+            return dist.TCPStore(
+                address,
+                port,
+                membership.size,
+                is_master=membership.rank == 0,
+                timeout=datetime.timedelta(seconds=self._timeouts.join_seconds),
+                wait_for_workers=False,
+            )
+        except RuntimeError as error:
+            raise GroupBroken(
+                f"the ranks cannot meet at {address}:{port}: {str(error).splitlines()[0]}"
+            ) from error
+
+    def _await_listener(self, address: str, port: int) -> None:
+        while True:
+            try:
+                socket.create_connection((address, port), timeout=1).close()
+            except OSError:
+                self._wait(f"rank 0 does not listen at {address}:{port}")
+            else:
+                return
+
+    def _introduce(self) -> None:
+        rank, size = self.membership.rank, self.membership.size
+        if self._store.add(f"joined/{rank}", 1) > 1:
+            raise GroupBroken(
+                f"a rank {rank} has joined this group before: either two workers have the same "
+                "rank, or this one came back before its group had ended"
+            )
+        if rank == 0:
+            self._store.set("size", str(size))
+        self._await(["size"])
+        expected = int(self._store.get("size"))
+        if expected != size:
+            raise GroupBroken(
+                f"rank 0 is of a group of {expected}, but rank {rank} of one of {size}"
+            )
+
+    def _connect_peers(self, address: str) -> dict[int, socket.socket]:
+        """A connection with every other rank: to those below, from those above."""
+        rank, size = self.membership.rank, self.membership.size
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        peers = {}
+        with socket.create_server((address, 0), family=family, backlog=size) as listener:
+            listener.settimeout(_LOOK_AGAIN_SECONDS)
+            self._store.set(f"watch/{rank}", f"{address} {listener.getsockname()[1]}")
+            for lower in range(rank):
+                self._await([f"watch/{lower}"])
+                host, port = self._store.get(f"watch/{lower}").decode().split()
+                peers[lower] = socket.create_connection((host, int(port)), timeout=10)
+                peers[lower].sendall(rank.to_bytes(_RANK_BYTES, "little"))
+            while len(peers) < size - 1:
+                try:
+                    connection, _ = listener.accept()
+                except TimeoutError:
+                    missing = sorted(set(range(size)) - {rank} - peers.keys())
+                    self._wait(f"rank {missing[0]} has not come")
+                    continue
+                connection.settimeout(10)
+                peers[int.from_bytes(connection.recv(_RANK_BYTES), "little")] = connection
+        return peers
+
+    def _gloo(self, address: str) -> GlooRanks:
+        membership = self.membership
+        try:
+            return GlooRanks(self._store, membership.rank, membership.size, address, self._timeout)
+        except RuntimeError as error:
+            failed = GroupBroken(f"the ranks cannot connect: {str(error).splitlines()[0]}")
+            raise self.watch.explain(failed) from error
+
+    def _await(self, keys: list[str]) -> None:
+        while True:
+            try:
+                if self._store.check(keys):
+                    return
+            except RuntimeError as error:
+                raise GroupBroken("rank 0, where the ranks meet, is gone") from error
+            self._wait(f"{keys[0].partition('/')[0]} is not known")
+
+    def _wait(self, why: str) -> None:
+        """A moment. Raises GroupBroken when the time to come together is over."""
+        self._checkpoint_reached()
+        if self._deadline is not None and time.monotonic() > self._deadline:
+            raise GroupBroken(
+                f"the ranks have not come together within {self._timeouts.join_seconds:g} s: {why}"
+            )
+        time.sleep(_LOOK_AGAIN_SECONDS)
+
+
+def select_cuda_device(local_ranks: list[int], rank: int) -> None:
+    """Makes a GPU of its own the current one of each rank on a machine. Raises GroupBroken."""
+    available = torch.cuda.device_count()
+    if len(local_ranks) > available:
+        raise GroupBroken(
+            f"{len(local_ranks)} ranks are on this machine, but torch finds {available} GPUs"
+        )
+    torch.cuda.set_device(local_ranks.index(rank))
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,67 @@
+"""Which rank of which group this process is, by flags or by the usual conventions.
+
+torch's launchers set WORLD_SIZE, RANK, MASTER_ADDR and MASTER_PORT; a Kubernetes StatefulSet ends
+its pods' host names with their ordinals.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from services.common.settings import SettingError
+from services.worker.settings import WorkerSettings
+
+DEFAULT_MASTER_ADDR = "127.0.0.1"
+DEFAULT_MASTER_PORT = 29_500
+
+_ORDINAL = re.compile(r"-(\d+)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """A place in a group of `size` ranks that meet where rank 0 listens."""
+
+    rank: int = 0
+    size: int = 1
+    master_addr: str = DEFAULT_MASTER_ADDR
+    master_port: int = DEFAULT_MASTER_PORT
+
+
+def find_membership(settings: WorkerSettings, environ: Mapping[str, str]) -> Membership:
+    """Flags win over the conventions' variables. Raises SettingError for what cannot be."""
+    size = settings.tensor_parallel_size or _number(environ, "WORLD_SIZE") or 1
+    if size == 1:
+        if settings.rank:
+            raise SettingError(f"--rank is {settings.rank}, but --tensor-parallel-size is 1")
+        return Membership()
+    rank, source = _rank(settings, environ)
+    if rank >= size:
+        raise SettingError(f"{source} is {rank}, which is no rank of a group of {size}")
+    port = settings.master_port or _number(environ, "MASTER_PORT") or DEFAULT_MASTER_PORT
+    address = settings.master_addr or environ.get("MASTER_ADDR") or DEFAULT_MASTER_ADDR
+    return Membership(rank, size, address, port)
+
+
+def _rank(settings: WorkerSettings, environ: Mapping[str, str]) -> tuple[int, str]:
+    """The rank, and what it was found in."""
+    if settings.rank is not None:
+        return settings.rank, "--rank"
+    rank = _number(environ, "RANK")
+    if rank is not None:
+        return rank, "RANK"
+    ordinal = _ORDINAL.search(environ.get("HOSTNAME", ""))
+    if ordinal is None:
+        raise SettingError(
+            "--rank (or RANK, or a number at the end of HOSTNAME) must be given: which rank of "
+            "the group this is, from 0"
+        )
+    return int(ordinal[1]), "the number at the end of HOSTNAME"
+
+
+def _number(environ: Mapping[str, str], name: str) -> int | None:
+    text = environ.get(name)
+    if text is None:
+        return None
+    if not text.isascii() or not text.isdigit():
+        raise SettingError(f"{name} must be a whole number, not {text!r}")
+    return int(text)

@@ -1,0 +1,101 @@
+"""Notices at once when a peer is gone.
+
+Every two ranks hold a connection on which nothing is said. The kernel closes a process's
+connections however it ends, so that its peers know within a round trip, also while no step runs
+and whatever a collective does about it; keepalive probes find a machine that went silent. A rank
+that ends for a reason says it first.
+"""
+
+import logging
+import selectors
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+from services.worker.parallel.errors import GroupBroken, RankLost
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_REASON = 4096
+_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
+
+
+class Watch:
+    """Watches the connections to all peers, by rank, in a thread of its own.
+
+    `on_broken` is called once, from that thread or from whoever reports, with why the group cannot
+    go on; never after `close`.
+    """
+
+    def __init__(
+        self, peers: Mapping[int, socket.socket], on_broken: Callable[[GroupBroken], None]
+    ) -> None:
+        self._peers = dict(peers)
+        self._on_broken = on_broken
+        self._lock = threading.Lock()
+        self._broken: GroupBroken | None = None
+        self._is_broken = threading.Event()
+        self._closed = False
+        self._waker, self._woken = socket.socketpair()
+        for connection in self._peers.values():
+            _keep_alive(connection)
+        self._thread = threading.Thread(target=self._run, name="watch peers", daemon=True)
+        self._thread.start()
+
+    def report(self, error: GroupBroken) -> GroupBroken:
+        """The group is broken: tells the peers why. Returns the error that was first."""
+        with self._lock:
+            first, self._broken = self._broken is None, self._broken or error
+            told, closed = self._broken, self._closed
+        if first and not closed:
+            self._is_broken.set()
+            for connection in self._peers.values():
+                with suppress(OSError):
+                    connection.sendall(str(told).encode()[:_LONGEST_REASON])
+            self._on_broken(told)
+        return told
+
+    def explain(self, error: GroupBroken, patience_seconds: float = 0.5) -> GroupBroken:
+        """Reports a failure that a peer's end may have caused, which is then known in a moment."""
+        self._is_broken.wait(patience_seconds)
+        return self.report(error)
+
+    def close(self) -> None:
+        """Lets peers be, and be told of this rank's end by the end of its connections."""
+        with self._lock:
+            self._closed = True
+        self._waker.close()
+        self._thread.join()
+        self._woken.close()
+        for connection in self._peers.values():
+            connection.close()
+
+    def _run(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._woken, selectors.EVENT_READ, None)
+            for rank, connection in self._peers.items():
+                selector.register(connection, selectors.EVENT_READ, rank)
+            while True:
+                for key, _ in selector.select():
+                    if key.data is None:
+                        return
+                    selector.unregister(key.fileobj)
+                    self._ended(key.data)
+
+    def _ended(self, rank: int) -> None:
+        reason = b""
+        with suppress(OSError):
+            while part := self._peers[rank].recv(_LONGEST_REASON):
+                reason += part
+                break
+        why = f": {reason.decode(errors='replace')}" if reason else ""
+        self.report(RankLost(f"rank {rank} is gone{why}"))
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    connection.setblocking(True)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        if hasattr(socket, name):  # not everywhere
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

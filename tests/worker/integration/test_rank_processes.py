@@ -1,0 +1,101 @@
+"""Ranks as processes: they come together, agree, and end together."""
+
+import asyncio
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from stepwell.worker.v1 import worker_pb2, worker_pb2_grpc
+
+from services.common.channel import open_channel
+from tests.tiny_models import edit_config, save_tiny_model
+from tests.worker.rank_threads import free_port
+from tests.worker.worker_process import DEADLINE_SECONDS, outcome, start, until_serving
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    save_tiny_model(tmp_path / "model", "llama")
+    return tmp_path / "model"
+
+
+async def start_ranks(
+    directory: Path, *flags: Sequence[str], **environ: str
+) -> list[asyncio.subprocess.Process]:
+    """A rank for each of `flags`; they find each other by torch's variables."""
+    group = {"WORLD_SIZE": str(len(flags)), "MASTER_PORT": str(free_port()), **environ}
+    return [
+        await start(
+            *("--model", str(directory), "--address", f"unix:{directory}/{rank}.sock", *own),
+            **{"RANK": str(rank), **group},
+        )
+        for rank, own in enumerate(flags)
+    ]
+
+
+async def serving_ranks(directory: Path, *flags: Sequence[str]) -> list[asyncio.subprocess.Process]:
+    processes = await start_ranks(directory, *flags)
+    for rank in range(len(flags)):
+        address = f"unix:{directory}/{rank}.sock"
+        await asyncio.wait_for(until_serving(address), DEADLINE_SECONDS)
+    return processes
+
+
+async def test_ranks_agree_on_their_cache_and_a_killed_one_takes_the_other_down(
+    directory: Path,
+) -> None:
+    first, second = await serving_ranks(directory, ["--num-blocks", "50"], ["--num-blocks", "40"])
+    for rank in range(2):
+        async with open_channel(f"unix:{directory}/{rank}.sock") as channel:
+            stub = worker_pb2_grpc.WorkerStub(channel)
+            described = await stub.Describe(worker_pb2.DescribeRequest(), timeout=5)
+        assert (described.rank, described.world_size, described.num_blocks) == (rank, 2, 40)
+        # One of two heads of keys and values, in both layers, in float32.
+        assert described.bytes_per_block == 16 * 2 * 12 * 2 * 4
+    began = time.monotonic()
+    second.send_signal(signal.SIGKILL)
+    status, lines = await outcome(first)
+    assert time.monotonic() - began < 5
+    assert (status, lines[-1]) == (1, "stepwell worker: rank 1 is gone")
+    await second.communicate()
+
+
+async def test_ranks_that_are_told_to_stop_exit_with_0(directory: Path) -> None:
+    processes = await serving_ranks(directory, [], [])
+    for process in processes:
+        process.send_signal(signal.SIGTERM)
+    for process in processes:
+        status, lines = await outcome(process)
+        assert status == 0, lines
+
+
+async def test_ranks_that_do_not_fit_together_say_so(directory: Path) -> None:
+    processes = await start_ranks(directory, ["--max-num-seqs", "8"], ["--max-num-seqs", "9"])
+    for process in processes:
+        status, lines = await outcome(process)
+        assert status == 1
+        assert "max_num_seqs is 8 on rank 0, but 9 on rank 1" in lines[-1]
+
+
+async def test_a_rank_alone_gives_up_in_time(directory: Path) -> None:
+    process, *_ = await start_ranks(directory, ["--join-timeout-seconds", "1"], WORLD_SIZE="2")
+    status, lines = await outcome(process)
+    assert status == 1
+    assert lines[-1] == (
+        "stepwell worker: the ranks have not come together within 1 s: rank 1 has not come"
+    )
+
+
+async def test_a_model_that_cannot_be_divided_ends_the_start_with_one_sentence(
+    directory: Path,
+) -> None:
+    edit_config(directory, intermediate_size=97)
+    process, *_ = await start_ranks(directory, [], WORLD_SIZE="2")
+    status, lines = await outcome(process)
+    assert status == 1
+    assert lines == [
+        f"stepwell worker: {directory}/config.json: intermediate_size 97 cannot be divided over "
+        "2 ranks: choose another tensor_parallel_size"
+    ]

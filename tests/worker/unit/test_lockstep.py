@@ -1,0 +1,199 @@
+"""Ranks at the same step: what is overtaken is dropped, what differs ends the group."""
+
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from services.common.errors import Aborted, InvalidArgument
+from services.worker.core.lockstep import Lockstep
+from services.worker.core.step import StepInput, StepOutput
+from services.worker.parallel.errors import GroupBroken, RankLost
+from services.worker.parallel.group import Timeouts
+from tests.tiny_models import save_tiny_model
+from tests.worker.rank_threads import RankThread, on_ranks
+from tests.worker.runner_driver import Driver, Request, build_runner, ints
+
+
+def step(generation: int, number: int) -> StepInput:
+    return StepInput(generation, number, ints(0), ints(1), ints(number))
+
+
+def answering(token: int):
+    """A runner whose every step samples this token."""
+    return lambda step: StepOutput(step.generation, step.step, ints(1), ints(token))
+
+
+def lockstep(thread: RankThread, every: int = 1) -> Lockstep:
+    return Lockstep(thread.group.ranks, every, thread.group.watch.explain)
+
+
+def test_sums_are_the_same_bits_on_all_ranks_whatever_stands_beside_a_row() -> None:
+    def work(thread: RankThread) -> tuple[torch.Tensor, ...]:
+        generator = torch.Generator().manual_seed(thread.group.ranks.rank)
+        part = torch.randn(33, 48, generator=generator) * 1e3
+        ranks = thread.group.ranks
+        alone = torch.cat([ranks.sum(row.clone()) for row in part.split(1)])
+        half = ranks.sum(part.bfloat16())
+        return ranks.sum(part.clone()), alone, half.float(), ranks.gather(part)
+
+    first, *others = on_ranks(3, work)
+    for other in others:
+        for mine, theirs in zip(first, other, strict=True):
+            assert torch.equal(mine, theirs)
+    assert torch.equal(first[0], first[1])
+    assert first[3].shape == (33, 3 * 48)
+
+
+def test_a_step_of_an_older_generation_is_dropped_when_a_newer_one_comes() -> None:
+    # Rank 0 begins a step that rank 1 never hears of, since its stream ended before.
+    def work(thread: RankThread) -> list[int]:
+        own, tokens = lockstep(thread), []
+        for number in range(3):
+            tokens.append(own.run(step(1, number), answering(5)).step)
+        if thread.group.ranks.rank == 0:
+            with pytest.raises(Aborted):
+                own.run(step(1, 3), answering(5))
+        for number in range(4):
+            tokens.append(own.run(step(2, number), answering(6)).step)
+        return tokens
+
+    assert on_ranks(2, work) == [[0, 1, 2, 0, 1, 2, 3]] * 2
+
+
+def test_a_step_that_is_refused_everywhere_breaks_nothing() -> None:
+    def refuse(_: StepInput) -> StepOutput:
+        raise InvalidArgument("no such slot")
+
+    def work(thread: RankThread) -> bool:
+        own = lockstep(thread)
+        with pytest.raises(InvalidArgument):
+            own.run(step(1, 0), refuse)
+        own.run(step(1, 1), answering(5))
+        return thread.broken.done()
+
+    assert on_ranks(2, work) == [False, False]
+
+
+@pytest.mark.parametrize(("every", "found_at"), [(1, 3), (4, 6)])
+def test_different_tokens_end_the_group(every: int, found_at: int) -> None:
+    def work(thread: RankThread) -> tuple[int, str]:
+        own = lockstep(thread, every)
+        for number in range(10):
+            differs = thread.group.ranks.rank == 1 and number >= 1
+            try:
+                own.run(step(1, number), answering(6 if differs else 5))
+            except GroupBroken:
+                return number, str(thread.broken.result(5))
+        raise AssertionError("nobody noticed")
+
+    for number, why in on_ranks(2, work):
+        assert number == found_at
+        assert f"different results in step {found_at - 2}" in why
+
+
+def test_memory_that_differs_ends_the_group_though_tokens_are_the_same(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    save_tiny_model(tmp_path)
+
+    def work(thread: RankThread) -> str:
+        runner = build_runner(tmp_path, ranks=thread.group.ranks, lockstep=lockstep(thread, 4))
+        driver, request = Driver(runner, block_size=16, num_blocks=600), Request([5, 6, 7], 40)
+        driver.step([(request, 3)])
+        if thread.group.ranks.rank == 1:
+            runner._model._weights.embedding[9:] += 1e-3
+        with pytest.raises(GroupBroken):
+            driver.run([request])
+        return str(thread.broken.result(5))
+
+    for why in on_ranks(2, work):
+        assert "different results" in why
+
+
+def test_a_rank_that_fails_says_why_to_all() -> None:
+    def fail(_: StepInput) -> StepOutput:
+        raise RuntimeError("out of memory\nat some place")
+
+    def work(thread: RankThread) -> str:
+        own = lockstep(thread)
+        if thread.group.ranks.rank == 1:
+            with pytest.raises(GroupBroken):
+                own.run(step(1, 0), fail)
+        else:
+            own.run(step(1, 0), answering(5))
+        return str(thread.broken.result(5))
+
+    first, second = on_ranks(2, work)
+    assert second == "step 0 failed on rank 1: out of memory"
+    assert first == f"rank 1 is gone: {second}"
+
+
+def test_a_rank_that_leaves_is_noticed_while_nothing_runs() -> None:
+    left = threading.Event()
+
+    def work(thread: RankThread) -> tuple[type[GroupBroken], float]:
+        if thread.group.ranks.rank == 1:
+            thread.group.close()
+            left.set()
+            return RankLost, 0
+        assert left.wait(5)
+        began = time.monotonic()
+        return type(thread.broken.result(5)), time.monotonic() - began
+
+    for kind, seconds in on_ranks(3, work):
+        assert kind is RankLost
+        assert seconds < 2
+
+
+def test_a_rank_that_does_not_come_to_a_step_is_not_waited_for_without_end() -> None:
+    def work(thread: RankThread) -> str:
+        if thread.group.ranks.rank == 0:
+            with pytest.raises(GroupBroken):
+                lockstep(thread).run(step(1, 0), answering(5))
+        return str(thread.broken.result(10))
+
+    first, second = on_ranks(2, work, Timeouts(join_seconds=20, collective_seconds=1))
+    assert first.startswith("step 0 failed on rank 0")
+    assert second == f"rank 0 is gone: {first}"
+
+
+def test_a_digest_is_of_input_and_output() -> None:
+    def work(thread: RankThread) -> str:
+        own = lockstep(thread)
+        slot = thread.group.ranks.rank
+        for number in range(2):
+            own.run(StepInput(1, number, ints(slot), ints(1), ints(number)), answering(5))
+        with pytest.raises(GroupBroken):
+            own.run(StepInput(1, 2, ints(slot), ints(1), ints(2)), answering(5))
+        return str(thread.broken.result(5))
+
+    assert all("different results in step 0" in why for why in on_ranks(2, work))
+
+
+def test_ranks_settle_what_they_have_in_common() -> None:
+    def work(thread: RankThread) -> tuple[int, str]:
+        group, rank = thread.group, thread.group.ranks.rank
+        least = group.smallest("num_blocks", 100 - rank)
+        with pytest.raises(GroupBroken) as error:
+            group.require_same({"dtype": "float32", "max_num_seqs": str(8 + rank)})
+        return least, str(error.value)
+
+    assert on_ranks(2, work) == [(99, "max_num_seqs is 8 on rank 0, but 9 on rank 1")] * 2
+
+
+def test_arrays_of_any_shape_join_a_digest() -> None:
+    # Empty ones too, and matrices: an all-empty step and hidden states of bfloat16.
+    def work(thread: RankThread) -> int:
+        own = lockstep(thread)
+
+        def begin(step: StepInput) -> StepOutput:
+            own.saw(torch.ones(2, 4, dtype=torch.bfloat16))
+            empty = np.empty(0, np.int32)
+            return StepOutput(step.generation, step.step, empty, empty)
+
+        return [own.run(step(1, number), begin).step for number in range(4)][-1]
+
+    assert on_ranks(2, work) == [3, 3]
