@@ -19,12 +19,16 @@ _OUTPUT_GRACE_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """What to run. `until_ready` returns once the program serves, and may be asked again."""
+    """What to run. `until_ready` returns once the program serves, and may be asked again.
+
+    Children of a `team` start together, and the end of one is the end of all.
+    """
 
     name: str
     command: tuple[str, ...]
     environ: Mapping[str, str]
     until_ready: Callable[[], Awaitable[None]]
+    team: str | None = None
 
 
 class Child:

@@ -47,12 +47,16 @@ _CACHES_DRAIN_SECONDS, _CACHES_STOP_SECONDS = 0.5, 1.5
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where the services listen: the gateway on two ports, the others on sockets in a directory."""
+    """Where the services listen: the gateway on two ports, the others on sockets in a directory.
+
+    `master_port`: where the ranks of a divided model find each other; None where there is one.
+    """
 
     host: str
     http_port: int
     grpc_port: int
     run_directory: Path
+    master_port: int | None = None
 
     def socket(self, service: str) -> str:
         """The internal address of a service."""
@@ -70,7 +74,8 @@ class Addresses:
 
 
 def stages(settings: UpSettings, addresses: Addresses, environ: Mapping[str, str]) -> list[Stage]:
-    """The four services, in the order in which they stop."""
+    """The services, in the order in which they stop."""
+    workers = worker_names(settings.tensor_parallel_size)
     wiring: dict[str, dict[str, Any]] = {
         "gateway": {
             "model": settings.model,
@@ -82,37 +87,65 @@ def stages(settings: UpSettings, addresses: Addresses, environ: Mapping[str, str
         "scheduler": {
             "address": addresses.socket("scheduler"),
             "kvpool": addresses.socket("kvpool"),
-            "workers": (addresses.socket("worker"),),
+            "workers": tuple(addresses.socket(worker) for worker in workers),
             "drain_seconds": _SCHEDULER_DRAIN_SECONDS,
         },
         "kvpool": {
             "address": addresses.socket("kvpool"),
             "drain_seconds": _CACHES_DRAIN_SECONDS,
         },
-        "worker": {
-            "model": settings.model,
-            "address": addresses.socket("worker"),
-            "drain_seconds": _CACHES_DRAIN_SECONDS,
+        **{
+            worker: {
+                "model": settings.model,
+                "address": addresses.socket(worker),
+                "drain_seconds": _CACHES_DRAIN_SECONDS,
+                **_membership(rank, settings.tensor_parallel_size, addresses),
+            }
+            for rank, worker in enumerate(workers)
         },
     }
 
-    def spec(service: str, address: str) -> ChildSpec:
-        values = {**_owned(settings, service), **wiring[service]}
+    def spec(service: str, address: str, name: str | None = None) -> ChildSpec:
+        name = name or service
+        values = {**_owned(settings, service), **wiring[name]}
         return ChildSpec(
-            name=service,
+            name=name,
             command=(sys.executable, "-m", f"services.{service}"),
             environ={**environ, **_as_environment(service, values)},
             until_ready=partial(until_serving, address),
+            team=service,
         )
 
     return [
         Stage((spec("gateway", addresses.grpc),), _GATEWAY_STOP_SECONDS),
         Stage((spec("scheduler", addresses.socket("scheduler")),), _SCHEDULER_STOP_SECONDS),
         Stage(
-            tuple(spec(service, addresses.socket(service)) for service in ("kvpool", "worker")),
+            (
+                spec("kvpool", addresses.socket("kvpool")),
+                *(spec("worker", addresses.socket(worker), worker) for worker in workers),
+            ),
             _CACHES_STOP_SECONDS,
         ),
     ]
+
+
+def worker_names(tensor_parallel_size: int) -> tuple[str, ...]:
+    """What the workers are called: by their ranks, where there are several."""
+    if tensor_parallel_size == 1:
+        return ("worker",)
+    return tuple(f"worker-{rank}" for rank in range(tensor_parallel_size))
+
+
+def _membership(rank: int, size: int, addresses: Addresses) -> dict[str, Any]:
+    """A worker's place in its group. One alone is told so, whatever launched the command."""
+    if size == 1:
+        return {"tensor_parallel_size": 1}
+    return {
+        "tensor_parallel_size": size,
+        "rank": rank,
+        "master_addr": "127.0.0.1",
+        "master_port": addresses.master_port,
+    }
 
 
 def _reachable(host: str) -> str:

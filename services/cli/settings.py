@@ -34,8 +34,11 @@ class UpSettings:
     gpu_memory_utilization: float | None = setting(
         None, doc="share of the GPU's memory that the worker may use", check=between(0.01, 1)
     )
+    tensor_parallel_size: int = setting(
+        1, doc="workers that share the model, each a rank of it", check=between(1, 64)
+    )
     num_threads: int | None = setting(
-        None, doc="threads that the worker computes with", check=at_least(1)
+        None, doc="threads that each worker computes with", check=at_least(1)
     )
     kv_cache_memory_bytes: int | None = setting(
         None, doc="memory of the KV cache", check=at_least(1)

@@ -2,10 +2,10 @@
 
 All start at once: each waits for the others it needs, so that loading overlaps. A child that ends
 before it was ever ready cannot work, and takes everything down with it; one that ends later is
-started again, at once the first time and then with growing delays (as Erlang's supervisors and
-systemd do, without their limit: everything behind the gateway can be recomputed, so trying on
-never harms). At the end the stages stop one after the other, in the order given, each within its
-own time; what is left after that is killed.
+started again, and its team with it, at once the first time and then with growing delays (as
+Erlang's supervisors and systemd do, without their limit: everything behind the gateway can be
+recomputed, so trying on never harms). At the end the stages stop one after the other, in the order
+given, each within its own time; what is left after that is killed.
 """
 
 import asyncio
@@ -29,13 +29,15 @@ class Stage:
 class RestartPolicy:
     """How long to wait before a child is started again.
 
-    The delay grows with each death, and starts over after a life of `steady_seconds`.
+    The delay grows with each death, and starts over after a life of `steady_seconds`. When one of a
+    team has ended, the others get `team_end_seconds` to follow.
     """
 
     first_delay_seconds: float = 0.1
     factor: float = 2.0
     longest_delay_seconds: float = 10.0
     steady_seconds: float = 30.0
+    team_end_seconds: float = 2.0
 
     def delay_seconds(self, num_deaths: int) -> float:
         """The delay after the given number of deaths in a row."""
@@ -107,7 +109,12 @@ class Supervisor:
         """
         specs = [spec for stage in self._stages for spec in stage.specs]
         self._was_ready = {spec.name: asyncio.Event() for spec in specs}
-        tasks: list[asyncio.Task[None]] = [asyncio.create_task(self._keep(spec)) for spec in specs]
+        teams: dict[str, list[ChildSpec]] = {}
+        for spec in specs:
+            teams.setdefault(spec.team or spec.name, []).append(spec)
+        tasks: list[asyncio.Task[None]] = [
+            asyncio.create_task(self._keep(team)) for team in teams.values()
+        ]
         tasks.append(asyncio.create_task(self._told_to_stop()))
         announcer = asyncio.create_task(self._announce())
         try:
@@ -129,25 +136,54 @@ class Supervisor:
             await event.wait()
         self.all_ready.set()
 
-    async def _keep(self, spec: ChildSpec) -> None:
-        """Runs one child over and over. Raises StartFailed; otherwise ends by cancellation."""
+    async def _keep(self, team: Sequence[ChildSpec]) -> None:
+        """Runs a team over and over. Raises StartFailed; otherwise ends by cancellation."""
         num_restarts = num_deaths = 0
         while True:
-            child = await Child.start(spec, lambda text: self._observer.line(spec.name, text))
-            self._children[spec.name] = child
             started = time.monotonic()
-            if await _ready_before_its_end(child):
-                self._observer.ready(spec.name, time.monotonic() - started, num_restarts)
-                self._was_ready[spec.name].set()
-            status = describe_exit(await child.wait())
-            if not self._was_ready[spec.name].is_set():
-                raise StartFailed(spec.name, status, child.tail)
+            children = [await self._start(spec) for spec in team]
+            runs = [asyncio.create_task(self._see_off(child, num_restarts)) for child in children]
+            try:
+                done, _ = await asyncio.wait(runs, return_when=asyncio.FIRST_COMPLETED)
+                for run in done:
+                    run.result()
+                await self._end(children)
+                statuses = await asyncio.gather(*runs)
+            finally:
+                for run in runs:
+                    run.cancel()
+                await asyncio.gather(*runs, return_exceptions=True)
             steady = time.monotonic() - started >= self._restarts.steady_seconds
             num_deaths = 1 if steady else num_deaths + 1
             delay_seconds = self._restarts.delay_seconds(num_deaths)
-            self._observer.died(spec.name, status, child.tail, delay_seconds)
+            for child, status in zip(children, statuses, strict=True):
+                self._observer.died(child.spec.name, status, child.tail, delay_seconds)
             await asyncio.sleep(delay_seconds)
             num_restarts += 1
+
+    async def _start(self, spec: ChildSpec) -> Child:
+        child = await Child.start(spec, lambda text: self._observer.line(spec.name, text))
+        self._children[spec.name] = child
+        return child
+
+    async def _see_off(self, child: Child, num_restarts: int) -> str:
+        """A run to its end, in words. Raises StartFailed when its program was never ready."""
+        spec, started = child.spec, time.monotonic()
+        if await _ready_before_its_end(child):
+            self._observer.ready(spec.name, time.monotonic() - started, num_restarts)
+            self._was_ready[spec.name].set()
+        status = describe_exit(await child.wait())
+        if not self._was_ready[spec.name].is_set():
+            raise StartFailed(spec.name, status, child.tail)
+        return status
+
+    async def _end(self, children: Sequence[Child]) -> None:
+        """Waits for the rest of a team to end by itself, for a moment, then sees to it."""
+        ends = [asyncio.create_task(child.wait()) for child in children]
+        _, lasting = await asyncio.wait(ends, timeout=self._restarts.team_end_seconds)
+        for child in children if lasting else ():
+            child.kill()
+        await asyncio.gather(*ends)
 
     async def _stop_stage(self, stage: Stage) -> None:
         children = [

@@ -38,6 +38,8 @@ def main(argv: Sequence[str]) -> int:
     if settings.grpc_port == http_port:
         raise CommandError(f"--http-port and --grpc-port are both {http_port}")
     grpc_port = claim_port(settings.host, settings.grpc_port, "--grpc-port")
+    divided = settings.tensor_parallel_size > 1
+    master_port = claim_port("127.0.0.1", 0, "--tensor-parallel-size") if divided else None
     console = Console(
         sys.stderr,
         colour=sys.stderr.isatty() and "NO_COLOR" not in os.environ,
@@ -45,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
         raw=settings.log_format is LogFormat.JSON,
     )
     with run_directory() as directory:
-        addresses = Addresses(settings.host, http_port, grpc_port, directory)
+        addresses = Addresses(settings.host, http_port, grpc_port, directory, master_port)
         try:
             asyncio.run(_supervise(settings, addresses, console))
         except StartFailed as failure:
@@ -71,7 +73,9 @@ async def _supervise(settings: UpSettings, addresses: Addresses, console: Consol
         # Under nohup a terminal that closes is no reason to stop.
         if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
             loop.add_signal_handler(signum, _on_signal, supervisor, signum, console)
-    console.note(f"starting gateway, scheduler, kvpool and worker for {settings.model}")
+    size = settings.tensor_parallel_size
+    workers = "worker" if size == 1 else f"{size} workers"
+    console.note(f"starting gateway, scheduler, kvpool and {workers} for {settings.model}")
     announcer = asyncio.create_task(_announce_ready(supervisor, settings, addresses, console))
     try:
         await supervisor.run()
@@ -135,7 +139,7 @@ def ready_text(addresses: Addresses, model: str, *, needs_key: bool) -> str:
 
 def _why(failure: StartFailed, console: Console) -> str:
     """The sentence with which a service ended, or the last lines it wrote."""
-    beginning = f"stepwell {failure.name}: "
+    beginning = f"stepwell {failure.name.partition('-')[0]}: "
     for line in reversed(failure.tail):
         if line.startswith(beginning):
             return f"{failure.name} cannot start: {line.removeprefix(beginning)}"

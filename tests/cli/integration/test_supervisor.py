@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,32 @@ async def test_a_killed_child_is_reported_and_started_again(tmp_path: Path) -> N
     supervisor.stop.set()
     await running
     assert not alive(supervisor.pid("pool"))
+
+
+async def test_a_team_ends_and_starts_together(tmp_path: Path) -> None:
+    # The other does not end by itself, and is killed.
+    first, second = (
+        replace(server(name, tmp_path), team="workers") for name in ("worker-0", "worker-1")
+    )
+    journal = Journal()
+    policy = replace(QUICK, team_end_seconds=0.2)
+    supervisor = Supervisor([Stage((first, second, server("pool", tmp_path)), 2)], journal, policy)
+    running = await started(supervisor)
+    before = [supervisor.pid(name) for name in ("worker-0", "worker-1", "pool")]
+
+    os.kill(before[1], signal.SIGKILL)
+    await until(lambda: {("worker-0", 1), ("worker-1", 1)} <= set(journal.readies))
+
+    after = [supervisor.pid(name) for name in ("worker-0", "worker-1", "pool")]
+    assert not set(before[:2]) & set(after[:2])
+    assert before[2] == after[2]
+    assert not alive(before[0])
+    assert [death[:2] for death in journal.deaths] == [
+        ("worker-0", "killed by SIGKILL"),
+        ("worker-1", "killed by SIGKILL"),
+    ]
+    supervisor.stop.set()
+    await running
 
 
 async def test_a_child_that_never_was_ready_ends_everything(tmp_path: Path) -> None:

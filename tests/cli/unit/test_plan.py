@@ -13,6 +13,7 @@ from services.common.settings import env_prefix, parse_settings
 from services.gateway.settings import GatewaySettings
 from services.kvpool.settings import KVPoolSettings
 from services.scheduler.settings import SchedulerSettings
+from services.worker.parallel.membership import Membership, find_membership
 from services.worker.settings import WorkerSettings
 
 SETTINGS: dict[str, type[Any]] = {
@@ -93,6 +94,20 @@ def test_variables_of_the_services_pass_through(tmp_path: Path) -> None:
     assert services["scheduler"].max_num_waiting == 3
     assert services["worker"].max_num_seqs == 4
     assert received(tmp_path, environ, max_num_seqs=9)["worker"].max_num_seqs == 9
+
+
+def test_ranks_of_a_divided_model_find_each_other(tmp_path: Path) -> None:
+    addresses = Addresses("::1", 8000, 9000, Path("/run/stepwell"), master_port=7000)
+    plan = stages(UpSettings(model=tmp_path, tensor_parallel_size=2), addresses, {"RANK": "5"})
+    specs = {spec.name: spec for stage in plan for spec in stage.specs}
+    ranks = [specs[f"worker-{rank}"] for rank in range(2)]
+    assert [spec.team for spec in ranks] == ["worker", "worker"]
+    workers = [parse_settings(WorkerSettings, "worker", [], spec.environ) for spec in ranks]
+    for rank, worker in enumerate(workers):
+        expected = Membership(rank, 2, "127.0.0.1", 7000)
+        assert find_membership(worker, ranks[rank].environ) == expected
+    scheduler = parse_settings(SchedulerSettings, "scheduler", [], specs["scheduler"].environ)
+    assert scheduler.workers == tuple(worker.address for worker in workers)
 
 
 @pytest.mark.parametrize("secret", ["one", "two"])

@@ -1,0 +1,99 @@
+"""Two ranks behind one scheduler: the same tokens, whoever is killed."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import TinyModel
+from tests.e2e.inference import Answer, connect, generate, request
+from tests.e2e.prompts import PROMPTS
+from tests.e2e.stack import Stack, wait_for
+from tests.e2e.tiny import greedy
+
+NUM_TOKENS = 100
+KILL_AT = 20
+
+
+@pytest.fixture(scope="module")
+def ranks(tiny_model: TinyModel) -> Iterator[Stack]:
+    stack = Stack(tiny_model.directory, "--num-blocks", "1000", "--tensor-parallel-size", "2")
+    yield stack
+    stack.close()
+
+
+def pids_of_ranks(stack: Stack) -> dict[int, int]:
+    """The process of each rank that runs now."""
+    children = Path(f"/proc/{stack.pid}/task/{stack.pid}/children").read_text().split()
+    found = {}
+    for child in children:
+        try:
+            environ = Path(f"/proc/{child}/environ").read_bytes().decode().split("\0")
+        except OSError:
+            continue
+        variables = dict(entry.partition("=")[::2] for entry in environ)
+        if "STEPWELL_WORKER_RANK" in variables:
+            found[int(variables["STEPWELL_WORKER_RANK"])] = int(child)
+    return found
+
+
+async def answers(stack: Stack, kill: int | None = None) -> list[Answer]:
+    """Three answers; `kill` is a process that ends once the first of them is on its way."""
+    killed = False
+
+    def on_tokens(num_tokens: int) -> None:
+        nonlocal killed
+        if kill is not None and not killed and num_tokens >= KILL_AT:
+            assert num_tokens < NUM_TOKENS
+            killed = True
+            os.kill(kill, signal.SIGKILL)
+
+    requests = [request(PROMPTS[i], NUM_TOKENS) for i in range(2)]
+    requests.append(request(PROMPTS[2], NUM_TOKENS, seed=2, temperature=1.0))
+    async with connect(stack.grpc) as stub:
+        first, *others = requests
+        return await asyncio.gather(
+            generate(stub, first, on_tokens), *(generate(stub, wanted) for wanted in others)
+        )
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_a_killed_rank_takes_its_group_down_and_streams_go_on(
+    rank: int, ranks: Stack, tiny_model: TinyModel
+) -> None:
+    undisturbed = await answers(ranks)
+    before, told = pids_of_ranks(ranks), len(ranks.output)
+
+    disturbed = await answers(ranks, kill=before[rank])
+
+    assert [a.token_ids for a in disturbed] == [a.token_ids for a in undisturbed]
+    for answer, prompt in zip(disturbed[:2], PROMPTS, strict=False):
+        assert answer.token_ids == greedy(tiny_model.model, prompt, NUM_TOKENS)
+    after = pids_of_ranks(ranks)
+    assert after.keys() == {0, 1}
+    assert not set(after.values()) & set(before.values())
+    lines = "\n".join(ranks.output[told:])
+    assert f"worker-{rank} died: killed by SIGKILL" in lines
+    assert f"worker-{1 - rank} died: exit status 1" in lines
+    assert f"stepwell worker: rank {rank} is gone" in lines
+
+
+@pytest.mark.parametrize("service", ["scheduler", "kvpool"])
+async def test_ranks_stay_in_step_when_their_streams_end(service: str, ranks: Stack) -> None:
+    undisturbed = await answers(ranks)
+    before = pids_of_ranks(ranks)
+
+    disturbed = await answers(ranks, kill=ranks.pids()[service])
+
+    assert [a.token_ids for a in disturbed] == [a.token_ids for a in undisturbed]
+    assert pids_of_ranks(ranks) == before
+
+
+def test_all_ranks_stop_when_told_to(ranks: Stack) -> None:
+    wait_for(ranks.healthy, 20)
+    ranks.terminate()
+    assert ranks.wait(15) == 0
+    assert not any("did not stop" in line for line in ranks.output)
