@@ -2,7 +2,8 @@
 //
 // First every token's key is rotated and stored with its value. Then tasks are attended to in
 // parallel, a task being one key head and some consecutive queries of one request, with all query
-// heads that share it: its keys and values are read once for all of them. A task walks its keys in
+// heads that share it: its keys and values are read once for all of them. Where many requests decode,
+// a task takes all key heads, since those of a token lie together. A task walks its keys in
 // blocks, with the running maximum and sum of Milakov and Gimelshein's online softmax, as in
 // FlashAttention (Dao et al.); scores and sums are float32, weights are rounded to the cache's type
 // where they meet the values. A lone token with few query heads takes its scores as dot products,
@@ -142,75 +143,100 @@ class Attention {
     std::memcpy(pages_.values + place, value, dim * sizeof(T));
   }
 
-  std::int64_t slot_of(int request, int position) const {
-    const std::int64_t block =
-        layout_.block_tables[request * layout_.table_width + position / pages_.block_size];
-    return block * pages_.block_size + position % pages_.block_size;
-  }
-
-  // Begins to bring in the keys that a task begins with. Pages lie anywhere, so that the processor
-  // cannot foresee what is read next.
+  // Begins to bring in what a task reads first. Pages lie anywhere, so that the processor cannot
+  // foresee what is read next.
   void fetch_first(const AttentionTask& task) const {
-    fetch(pages_.keys, task, task.key_begin, std::min(task.key_begin + KEYS, task.key_end));
+    std::int64_t offsets[KEYS];
+    const int count = std::min(KEYS, task.key_end - task.key_begin);
+    find(task, task.key_begin, count, offsets);
+    fetch(pages_.keys, task, offsets, count);
   }
 
-  void fetch(const T* pages, const AttentionTask& task, int begin, int end) const {
-    for (int i = begin; i < end; ++i) {
-      const T* head = pages + slot_of(task.request, i) * token_stride_ + task.kv_head * layer_.head_dim;
-      for (int d = 0; d < layer_.head_dim; d += int(64 / sizeof(T))) {
-        __builtin_prefetch(head + d, 0, 2);
+  void fetch(const T* pages, const AttentionTask& task, const std::int64_t* offsets,
+             int count) const {
+    const int width = task.heads * layer_.head_dim;
+    for (int i = 0; i < count; ++i) {
+      for (int d = 0; d < width; d += int(64 / sizeof(T))) {
+        __builtin_prefetch(pages + offsets[i] + d, 0, 2);
+      }
+    }
+  }
+
+  // Where the keys of the task's first head lie, from position `begin` on.
+  void find(const AttentionTask& task, int begin, int count, std::int64_t* offsets) const {
+    const std::int32_t* table = layout_.block_tables + task.request * layout_.table_width;
+    const std::int64_t head = std::int64_t{task.kv_head} * layer_.head_dim;
+    int block = begin / pages_.block_size, in_block = begin % pages_.block_size;
+    for (int i = 0; i < count; ++i) {
+      offsets[i] = (std::int64_t{table[block]} * pages_.block_size + in_block) * token_stride_ + head;
+      if (++in_block == pages_.block_size) {
+        in_block = 0;
+        ++block;
       }
     }
   }
 
   void attend(const AttentionTask& task) {
-    if (!plan_.stores_first) store_token(layout_.query_starts[task.request], task.kv_head);
-    const int rows = task.count * group_, dim = layer_.head_dim;
-    const int row_room = rows + MOST_ROWS;
+    const int rows = task.count * group_, dim = layer_.head_dim, all = task.heads * rows;
     Scratch& room = scratch();
-    room.reserve(row_room * (dim + KEYS) * sizeof(T) + row_room * (KEYS + padded_dim_ + 2) * 4 +
-                 2 * KEYS * padded_dim_ * sizeof(T) + KEYS * sizeof(void*) + 1024);
-    T* query = room.take<T>(row_room * dim);
-    T* weights = room.take<T>(row_room * KEYS);
-    float* scores = room.take<float>(row_room * KEYS);
-    float* total = room.take<float>(row_room * padded_dim_);
-    float* maxima = room.take<float>(rows);
-    float* sums_of_weights = room.take<float>(rows);
+    room.reserve((all * dim + rows * KEYS + KEYS * padded_dim_) * sizeof(T) +
+                 (rows * KEYS + all * (padded_dim_ + 2)) * sizeof(float) + 1024);
+    T* query = room.take<T>(all * dim);
+    T* weights = room.take<T>(rows * KEYS);
     T* packed = room.take<T>(KEYS * padded_dim_);
-    std::int64_t* offsets = room.take<std::int64_t>(KEYS);
+    float* scores = room.take<float>(rows * KEYS);
+    float* total = room.take<float>(all * padded_dim_);
+    float* maxima = room.take<float>(all);
+    float* sums_of_weights = room.take<float>(all);
 
-    take_queries(task, query);
-    std::fill(total, total + rows * padded_dim_, 0.0f);
-    std::fill(maxima, maxima + rows, LOWEST);
-    std::fill(sums_of_weights, sums_of_weights + rows, 0.0f);
-    const bool dots = task.count == 1 && group_ <= DOT_HEADS && dim % (LANES * Step<T>::DEPTH) == 0;
-    for (int begin = task.key_begin; begin < task.key_end; begin += KEYS) {
-      const int count = std::min(KEYS, task.key_end - begin);
-      for (int i = 0; i < count; ++i) {
-        offsets[i] = slot_of(task.request, begin + i) * token_stride_ + task.kv_head * dim;
-      }
-      fetch(pages_.values, task, begin, begin + count);
-      fetch(pages_.keys, task, begin + count, std::min(begin + count + KEYS, task.key_end));
-      if (dots) {
-        score_by_dots(query, offsets, count, scores);
-      } else {
-        pack_keys(offsets, count, packed);
-        score_by_panels(query, packed, rows, scores);
-      }
-      weigh(task, begin, count, rows, scores, weights, total, maxima, sums_of_weights);
-      pack_values(offsets, count, packed);
-      add_values(weights, packed, count, rows, total);
+    for (int h = 0; h < task.heads; ++h) {
+      if (!plan_.stores_first) store_token(layout_.query_starts[task.request], task.kv_head + h);
+      take_queries(task, task.kv_head + h, query + h * rows * dim);
     }
-    finish(task, rows, total, maxima, sums_of_weights);
+    std::fill(total, total + all * padded_dim_, 0.0f);
+    std::fill(maxima, maxima + all, LOWEST);
+    std::fill(sums_of_weights, sums_of_weights + all, 0.0f);
+    const bool dots = task.count == 1 && group_ <= DOT_HEADS && dim % (LANES * Step<T>::DEPTH) == 0;
+    std::int64_t found[2][KEYS];
+    std::int64_t *offsets = found[0], *following = found[1];
+    int count = std::min(KEYS, task.key_end - task.key_begin);
+    find(task, task.key_begin, count, offsets);
+    for (int begin = task.key_begin; begin < task.key_end; begin += KEYS) {
+      const int next = std::clamp(task.key_end - begin - KEYS, 0, KEYS);
+      fetch(pages_.values, task, offsets, count);
+      find(task, begin + KEYS, next, following);
+      fetch(pages_.keys, task, following, next);
+      for (int h = 0; h < task.heads; ++h) {
+        const T* own = query + h * rows * dim;
+        const T *keys = pages_.keys + h * dim, *values = pages_.values + h * dim;
+        float* sums = total + h * rows * padded_dim_;
+        if (dots) {
+          score_by_dots(own, keys, offsets, count, scores);
+        } else {
+          pack_keys(keys, offsets, count, packed);
+          score_by_panels(own, packed, rows, scores);
+        }
+        weigh(task, begin, count, rows, scores, weights, sums, maxima + h * rows,
+              sums_of_weights + h * rows);
+        pack_values(values, offsets, count, packed);
+        add_values(weights, packed, count, rows, sums);
+      }
+      std::swap(offsets, following);
+      count = next;
+    }
+    for (int h = 0; h < task.heads; ++h) {
+      finish(task, task.kv_head + h, rows, total + h * rows * padded_dim_, maxima + h * rows,
+             sums_of_weights + h * rows);
+    }
   }
 
-  // The task's rows: for each query its heads of the group, rotated.
-  void take_queries(const AttentionTask& task, T* query) const {
+  // A head's rows: for each query the heads of its group, rotated.
+  void take_queries(const AttentionTask& task, int kv_head, T* query) const {
     const int dim = layer_.head_dim;
     const std::int64_t begin = layout_.query_starts[task.request] + task.first;
     for (int i = 0; i < task.count; ++i) {
       const std::int64_t token = begin + i;
-      const T* head = heads_.query + token * heads_.query_stride + task.kv_head * group_ * dim;
+      const T* head = heads_.query + token * heads_.query_stride + kv_head * group_ * dim;
       for (int g = 0; g < group_; ++g) {
         rotate(head + g * dim, heads_.cos + token * heads_.half, heads_.sin + token * heads_.half,
                heads_.half, dim, query + (i * group_ + g) * dim);
@@ -218,17 +244,19 @@ class Attention {
     }
   }
 
-  void score_by_dots(const T* query, const std::int64_t* offsets, int count, float* scores) const {
+  void score_by_dots(const T* query, const T* keys, const std::int64_t* offsets, int count,
+                     float* scores) const {
     switch (group_) {
-      case 1: return dots<1>(query, offsets, count, scores);
-      case 2: return dots<2>(query, offsets, count, scores);
-      case 3: return dots<3>(query, offsets, count, scores);
-      default: return dots<4>(query, offsets, count, scores);
+      case 1: return dots<1>(query, keys, offsets, count, scores);
+      case 2: return dots<2>(query, keys, offsets, count, scores);
+      case 3: return dots<3>(query, keys, offsets, count, scores);
+      default: return dots<4>(query, keys, offsets, count, scores);
     }
   }
 
   template <int HEADS>
-  void dots(const T* query, const std::int64_t* offsets, int count, float* scores) const {
+  void dots(const T* query, const T* keys, const std::int64_t* offsets, int count,
+            float* scores) const {
     using S = Step<T>;
     const int dim = layer_.head_dim;
     constexpr int STRIDE = LANES * S::DEPTH;
@@ -236,7 +264,7 @@ class Attention {
       Vector products[HEADS][LANES];
       for (int i = 0; i < LANES; ++i) {
         Vector own[HEADS] = {};
-        const T* key = pages_.keys + offsets[std::min(first + i, count - 1)];
+        const T* key = keys + offsets[std::min(first + i, count - 1)];
         for (int d = 0; d < dim; d += STRIDE) {
           const Vector part = S::panel(key + d);
           for (int g = 0; g < HEADS; ++g) {
@@ -250,7 +278,7 @@ class Attention {
   }
 
   // Keys as panels of WIDTH columns, [steps, WIDTH, DEPTH] each; columns behind `count` repeat.
-  void pack_keys(const std::int64_t* offsets, int count, T* packed) const {
+  void pack_keys(const T* keys, const std::int64_t* offsets, int count, T* packed) const {
     constexpr int DEPTH = Step<T>::DEPTH;
     const int dim = layer_.head_dim, steps = dim / DEPTH;
     alignas(64) T lines[LANES * LANES * DEPTH];
@@ -260,7 +288,7 @@ class Attention {
         const int width = std::min(LANES, steps - step);
         for (int i = 0; i < LANES; ++i) {
           std::memcpy(lines + i * LANES * DEPTH,
-                      pages_.keys + offsets[std::min(first + i, count - 1)] + step * DEPTH,
+                      keys + offsets[std::min(first + i, count - 1)] + step * DEPTH,
                       width * DEPTH * sizeof(T));
         }
         T* cell = target + step * WIDTH * DEPTH;
@@ -345,7 +373,7 @@ class Attention {
 
   // Values as panels of WIDTH elements of a head, [KEYS / DEPTH, WIDTH, DEPTH] each; keys behind
   // `count` are zero.
-  void pack_values(const std::int64_t* offsets, int count, T* packed) const {
+  void pack_values(const T* values, const std::int64_t* offsets, int count, T* packed) const {
     constexpr int DEPTH = Step<T>::DEPTH;
     const int dim = layer_.head_dim;
     static const T zeros[2 * WIDTH] = {};
@@ -356,7 +384,7 @@ class Attention {
         const T* lines[DEPTH];
         for (int i = 0; i < DEPTH; ++i) {
           const bool there = key + i < count && width > 0;
-          lines[i] = there ? pages_.values + offsets[key + i] + d : zeros;
+          lines[i] = there ? values + offsets[key + i] + d : zeros;
         }
         interleave(lines, width < 0 ? 0 : width, cell);
       }
@@ -405,10 +433,10 @@ class Attention {
     }
   }
 
-  void finish(const AttentionTask& task, int rows, const float* total, const float* maxima,
+  void finish(const AttentionTask& task, int kv_head, int rows, const float* total, const float* maxima,
               const float* sums_of_weights) {
     if (task.part < 0) {
-      put_rows(task, rows, total, sums_of_weights);
+      put_rows(task, kv_head, rows, total, sums_of_weights);
       return;
     }
     float* part = plan_.partial.data() + task.part * plan_.partial_size;
@@ -440,16 +468,16 @@ class Attention {
         maxima[row] = maximum;
       }
     }
-    put_rows(join.task, rows, total, sums_of_weights);
+    put_rows(join.task, join.task.kv_head, rows, total, sums_of_weights);
   }
 
-  void put_rows(const AttentionTask& task, int rows, const float* total,
+  void put_rows(const AttentionTask& task, int kv_head, int rows, const float* total,
                 const float* sums_of_weights) const {
     const int dim = layer_.head_dim;
     const std::int64_t begin = layout_.query_starts[task.request] + task.first;
     for (int row = 0; row < rows; ++row) {
       const std::int64_t token = begin + row / group_;
-      const std::int64_t head = std::int64_t{task.kv_head} * group_ + row % group_;
+      const std::int64_t head = std::int64_t{kv_head} * group_ + row % group_;
       T* target = output_ + (token * layer_.num_heads + head) * dim;
       const float scale = 1.0f / sums_of_weights[row];
       for (int d = 0; d < dim; d += LANES) {
@@ -489,6 +517,7 @@ AttentionPlan::AttentionPlan(const AttentionLayer& layer, const Layout& layout, 
     whole += (new_tokens(layout, r) + queries - 1) / queries * layer.num_kv_heads;
   }
   const int most_parts = whole >= 2 * threads ? 1 : int((3 * threads + whole - 1) / whole);
+  const int decode_heads = layout.num_requests >= 4 * threads ? layer.num_kv_heads : 1;
   int num_partial = 0;
   for (int r = layout.num_requests - 1; r >= 0; --r) {
     const int count = new_tokens(layout, r), context = layout.seq_lens[r] - count;
@@ -498,8 +527,9 @@ AttentionPlan::AttentionPlan(const AttentionLayer& layer, const Layout& layout, 
       const int end = context + last;
       const int parts = threads == 1 ? 1 : std::clamp((end - begin) / SPLIT_KEYS, 1, most_parts);
       stores_first |= count > 1 || parts > 1;
-      for (int h = 0; h < layer.num_kv_heads; ++h) {
-        add(*this, {r, h, first, last - first, begin, end, -1}, parts, num_partial);
+      const int heads = count == 1 ? decode_heads : 1;
+      for (int h = 0; h < layer.num_kv_heads; h += heads) {
+        add(*this, {r, h, heads, first, last - first, begin, end, -1}, parts, num_partial);
       }
     }
   }

@@ -88,11 +88,12 @@ struct Pages {
   int block_size;
 };
 
-// A task of attention: a key head, and consecutive queries of a request with all heads that share
-// it, over a part of the context or all of it.
+// A task of attention: key heads, mostly one, and consecutive queries of a request with all heads
+// that share them, over a part of the context or all of it.
 struct AttentionTask {
   int request;
   int kv_head;
+  int heads;
   int first;  // Of the request's new tokens.
   int count;
   int key_begin;
