@@ -31,21 +31,25 @@ def lockstep(thread: RankThread, every: int = 1) -> Lockstep:
     return Lockstep(thread.group.ranks, every, thread.group.watch.explain)
 
 
-def test_sums_are_the_same_bits_on_all_ranks_whatever_stands_beside_a_row() -> None:
+@pytest.mark.parametrize("size", [2, 3])
+def test_sums_are_the_same_bits_on_all_ranks_whatever_stands_beside_a_row(size: int) -> None:
     def work(thread: RankThread) -> tuple[torch.Tensor, ...]:
         generator = torch.Generator().manual_seed(thread.group.ranks.rank)
-        part = torch.randn(33, 48, generator=generator) * 1e3
+        part = torch.randn(150, 1024, generator=generator) * 1e3
         ranks = thread.group.ranks
-        alone = torch.cat([ranks.sum(row.clone()) for row in part.split(1)])
-        half = ranks.sum(part.bfloat16())
-        return ranks.sum(part.clone()), alone, half.float(), ranks.gather(part)
+        rows, half = part[:5], part.bfloat16()
+        together, halves = ranks.sum(part.clone())[:5], ranks.sum(half.clone())[:5]
+        alone = torch.cat([ranks.sum(row.clone()) for row in rows.split(1)])
+        halves_alone = torch.cat([ranks.sum(row.clone()) for row in half[:5].split(1)])
+        return together, alone, halves, halves_alone, ranks.gather(rows)
 
-    first, *others = on_ranks(3, work)
+    first, *others = on_ranks(size, work)
     for other in others:
         for mine, theirs in zip(first, other, strict=True):
             assert torch.equal(mine, theirs)
     assert torch.equal(first[0], first[1])
-    assert first[3].shape == (33, 3 * 48)
+    assert torch.equal(first[2], first[3])
+    assert first[4].shape == (5, size * 1024)
 
 
 def test_a_step_of_an_older_generation_is_dropped_when_a_newer_one_comes() -> None:
