@@ -129,11 +129,12 @@ def _select_platform(
     asked for, KernelsUnavailable.
     """
     may_be_cuda = torch.cuda.is_available() and settings.dtype is not DtypeSetting.FLOAT32
-    if group is not None and settings.device is not DeviceSetting.CPU and torch.cuda.is_available():
+    tries_cuda = settings.device is DeviceSetting.AUTO and may_be_cuda
+    if group is not None and (tries_cuda or settings.device is DeviceSetting.CUDA):
         select_cuda_device(group.local_ranks, group.membership.rank)
     if settings.device is DeviceSetting.CUDA:
         return CudaPlatform(settings.gpu_memory_utilization)
-    if settings.device is DeviceSetting.AUTO and may_be_cuda:
+    if tries_cuda:
         try:
             return CudaPlatform(settings.gpu_memory_utilization)
         except UnsuitableDevice as error:

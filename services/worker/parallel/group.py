@@ -58,7 +58,7 @@ class Group:
         self._checkpoint_reached = checkpoint_reached
         self._timeout = datetime.timedelta(seconds=timeouts.collective_seconds)
         address = self._own_address()
-        self._store = self._open_store()
+        self._store = self._open_store(address)
         self._introduce()
         self.watch = Watch(self._connect_peers(address), on_broken)
         self.ranks = self._gloo(address)
@@ -111,21 +111,25 @@ class Group:
             except OSError as error:
                 self._wait(f"MASTER_ADDR {master[0]} cannot be reached: {error.strerror}")
 
-    def _open_store(self) -> Any:
+    def _open_store(self, own_address: str) -> Any:
+        """The store, which rank 0 keeps, and only at the address where it is looked for."""
         membership = self.membership
         address, port = membership.master_addr, membership.master_port
-        if membership.rank:
-            self._await_listener(address, port)
+        given: dict[str, Any] = {}
         try:
+            if membership.rank == 0:
+                listener = _listen(own_address, port, membership.size)
+                given = {"is_master": True, "master_listen_fd": listener.detach()}
+            else:
+                self._await_listener(address, port)
+            timeout = datetime.timedelta(seconds=self._timeouts.join_seconds)
             return dist.TCPStore(
-                address,
-                port,
-                membership.size,
-                is_master=membership.rank == 0,
-                timeout=datetime.timedelta(seconds=self._timeouts.join_seconds),
+                *(address, port, membership.size),
+                timeout=timeout,
                 wait_for_workers=False,
+                **given,
             )
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
             raise GroupBroken(
                 f"the ranks cannot meet at {address}:{port}: {str(error).splitlines()[0]}"
             ) from error
@@ -158,9 +162,8 @@ class Group:
     def _connect_peers(self, address: str) -> dict[int, socket.socket]:
         """A connection with every other rank: to those below, from those above."""
         rank, size = self.membership.rank, self.membership.size
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
         peers = {}
-        with socket.create_server((address, 0), family=family, backlog=size) as listener:
+        with _listen(address, 0, size) as listener:
             listener.settimeout(_LOOK_AGAIN_SECONDS)
             self._store.set(f"watch/{rank}", f"{address} {listener.getsockname()[1]}")
             for lower in range(rank):
@@ -169,14 +172,18 @@ class Group:
                 peers[lower] = socket.create_connection((host, int(port)), timeout=10)
                 peers[lower].sendall(rank.to_bytes(_RANK_BYTES, "little"))
             while len(peers) < size - 1:
+                missing = sorted(set(range(size)) - {rank} - peers.keys())
                 try:
                     connection, _ = listener.accept()
-                except TimeoutError:
-                    missing = sorted(set(range(size)) - {rank} - peers.keys())
+                    connection.settimeout(10)
+                    number = int.from_bytes(connection.recv(_RANK_BYTES), "little")
+                except OSError:
                     self._wait(f"rank {missing[0]} has not come")
                     continue
-                connection.settimeout(10)
-                peers[int.from_bytes(connection.recv(_RANK_BYTES), "little")] = connection
+                if number in missing:
+                    peers[number] = connection
+                else:  # no rank: somebody who tries ports
+                    connection.close()
         return peers
 
     def _gloo(self, address: str) -> GlooRanks:
@@ -206,14 +213,21 @@ class Group:
         time.sleep(_LOOK_AGAIN_SECONDS)
 
 
+def _listen(address: str, port: int, backlog: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family, backlog=max(backlog, 8))
+
+
 def select_cuda_device(local_ranks: list[int], rank: int) -> None:
     """Makes a GPU of its own the current one of each rank on a machine. Raises GroupBroken."""
     available = torch.cuda.device_count()
-    if len(local_ranks) > available:
+    if 0 < available < len(local_ranks):
         raise GroupBroken(
-            f"{len(local_ranks)} ranks are on this machine, but torch finds {available} GPUs"
+            f"{len(local_ranks)} ranks are on this machine, which has {available} GPUs: each "
+            "takes one, or set --device cpu"
         )
-    torch.cuda.set_device(local_ranks.index(rank))
+    if available:  # without one, the platform complains
+        torch.cuda.set_device(local_ranks.index(rank))
 
 
 def _boot_id() -> str:

@@ -86,9 +86,7 @@ class Watch:
     def _ended(self, rank: int) -> None:
         reason = b""
         with suppress(OSError):
-            while part := self._peers[rank].recv(_LONGEST_REASON):
-                reason += part
-                break
+            reason = self._peers[rank].recv(_LONGEST_REASON)
         why = f": {reason.decode(errors='replace')}" if reason else ""
         self.report(RankLost(f"rank {rank} is gone{why}"))
 
