@@ -58,9 +58,16 @@ class Group:
         self._checkpoint_reached = checkpoint_reached
         self._timeout = datetime.timedelta(seconds=timeouts.collective_seconds)
         address = self._own_address()
-        self._store = self._open_store(address)
-        self._introduce()
-        self.watch = Watch(self._connect_peers(address), on_broken)
+        try:
+            self._store = self._open_store(address)
+            self._introduce()
+            peers = self._connect_peers(address)
+        except (OSError, RuntimeError) as error:
+            raise GroupBroken(
+                f"the ranks cannot meet at {membership.master_addr}:{membership.master_port}: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
+        self.watch = Watch(peers, on_broken)
         self.ranks = self._gloo(address)
         self._deadline = None
         hosts = self.tell("machine", f"{socket.gethostname()} {_boot_id()}")
@@ -116,23 +123,15 @@ class Group:
         membership = self.membership
         address, port = membership.master_addr, membership.master_port
         given: dict[str, Any] = {}
-        try:
-            if membership.rank == 0:
-                listener = _listen(own_address, port, membership.size)
-                given = {"is_master": True, "master_listen_fd": listener.detach()}
-            else:
-                self._await_listener(address, port)
-            timeout = datetime.timedelta(seconds=self._timeouts.join_seconds)
-            return dist.TCPStore(
-                *(address, port, membership.size),
-                timeout=timeout,
-                wait_for_workers=False,
-                **given,
-            )
-        except (OSError, RuntimeError) as error:
-            raise GroupBroken(
-                f"the ranks cannot meet at {address}:{port}: {str(error).splitlines()[0]}"
-            ) from error
+        if membership.rank == 0:
+            listener = _listen(own_address, port, membership.size)
+            given = {"is_master": True, "master_listen_fd": listener.detach()}
+        else:
+            self._await_listener(address, port)
+        timeout = datetime.timedelta(seconds=self._timeouts.join_seconds)
+        return dist.TCPStore(
+            *(address, port, membership.size), timeout=timeout, wait_for_workers=False, **given
+        )
 
     def _await_listener(self, address: str, port: int) -> None:
         while True:

@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -86,6 +87,16 @@ async def test_a_rank_alone_gives_up_in_time(directory: Path) -> None:
     assert lines[-1] == (
         "stepwell worker: the ranks have not come together within 1 s: rank 1 has not come"
     )
+
+
+async def test_a_taken_meeting_place_ends_the_start_with_one_sentence(directory: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        process, *_ = await start_ranks(directory, [], WORLD_SIZE="2", MASTER_PORT=port)
+        status, lines = await outcome(process)
+    assert status == 1
+    assert lines[-1].startswith(f"stepwell worker: the ranks cannot meet at 127.0.0.1:{port}: ")
+    assert not any("Traceback" in line for line in lines)
 
 
 async def test_a_model_that_cannot_be_divided_ends_the_start_with_one_sentence(
