@@ -156,8 +156,7 @@ def _prefix_micros() -> Figures:
 
 def _full_hit_micros(tokens: list[int]) -> float:
     hashes = hash_full_blocks(b"root", tokens, BLOCK_SIZE)
-    num_blocks = 2 * len(hashes)
-    pool = InProcessPool(num_blocks, BLOCK_SIZE).core
+    pool = InProcessPool(16 * (CONTEXT + 2 * STEPS) // BLOCK_SIZE + 2048, BLOCK_SIZE).core
     hit = (PROMPT - 1) // BLOCK_SIZE * BLOCK_SIZE
     pool.transact([_admit(1, 0, hashes)])
     taken: list[int] = []

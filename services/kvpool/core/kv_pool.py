@@ -275,24 +275,24 @@ class KVPool:
             num_hit_tokens = len(hits[0]) * self._block_size
             if num_hit_tokens != admission.num_hit_tokens:
                 return result, Stop(index, item, StopReason.HIT_CHANGED, num_hit_tokens)
-            if self._num_needed(admission, hits) > self._blocks.num_free_blocks:
+            if not self._fits(admission, hits):
                 return result, Stop(index, item, StopReason.NO_BLOCKS)
             tables = self._admit_one(admission, hits)
             for granted, table in zip(result.groups, tables, strict=True):
                 _append(granted, table.blocks)
         return result, None
 
-    def _num_needed(self, admission: Admission, hits: list[list[BlockId]]) -> int:
-        """Free blocks that an admission must find: a hit that nobody holds is one of them."""
+    def _fits(self, admission: Admission, hits: list[list[BlockId]]) -> bool:
+        """Whether the free blocks suffice. A hit that nobody holds is one of them, and stops being
+        free; they are counted only where it matters.
+        """
         num_step_tokens = admission.num_slots - admission.num_hit_tokens
         now = reserved = admission.num_watermark_blocks
         for group, blocks in zip(self._groups, hits, strict=True):
-            num_free_hits = self._blocks.count_free(blocks)
-            now += num_free_hits + group.num_missing(len(blocks), admission.num_slots)
-            reserved += num_free_hits + group.num_reserved(
-                blocks, admission.num_reserve_slots, num_step_tokens
-            )
-        return max(now, reserved)
+            now += group.num_missing(len(blocks), admission.num_slots)
+            reserved += group.num_reserved(blocks, admission.num_reserve_slots, num_step_tokens)
+        left = self._blocks.num_free_blocks - max(now, reserved)
+        return left >= sum(map(len, hits)) or left >= sum(map(self._blocks.count_free, hits))
 
     def _admit_one(self, admission: Admission, hits: list[list[BlockId]]) -> Tables:
         tables = self._coordinator.admit(hits, admission.num_slots)
