@@ -165,6 +165,15 @@ def test_what_is_no_url_is_one_sentence(url: str) -> None:
     assert url in done.stderr
 
 
+@pytest.fixture
+def sigint_as_in_a_terminal() -> Iterator[None]:
+    """Programs started from here take SIGINT, even where the tests run behind an `&`."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("sigint_as_in_a_terminal")
 def test_a_conversation_in_a_terminal(server: SmallServer) -> None:
     master, slave = pty.openpty()
     process = subprocess.Popen(
