@@ -36,7 +36,7 @@ from tests.scheduler.serving_replica import (
     sampling,
     serving_replica,
 )
-from tests.tiny_models import ONE_OF_EACH, save_tiny_model
+from tests.tiny_models import TINY_MODELS, save_tiny_model
 from tests.worker.serving_worker import ServingWorker
 
 SOME_PROMPTS = (0, 5, 12, 15)
@@ -53,7 +53,7 @@ class Served:
     engine: Engine
 
 
-@pytest.fixture(scope="module", params=ONE_OF_EACH)
+@pytest.fixture(scope="module", params=sorted(TINY_MODELS))
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
     torch.set_num_threads(1)
     directory: Path = tmp_path_factory.mktemp(request.param)
