@@ -1,32 +1,37 @@
-"""Greedy output of two ranks equals transformers' token for token in float32."""
+"""Two ranks continue every native kind of model as transformers does, token for token in float32.
+
+In chunks, preempted, behind prefix hits, from prompts that are embeddings, and with the
+log-probabilities of prompts and outputs.
+"""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from services.common.sampling import SamplingParams
 from services.worker.core.lockstep import Lockstep
-from tests.tiny_models import VOCAB_SIZE, save_tiny_model
+from services.worker.models.load import is_native
+from tests.parity.oracle import assert_served, embedded_prompt
+from tests.tiny_models import TINY_MODELS, VOCAB_SIZE, save_tiny_model
 from tests.worker.rank_threads import RankThread, on_ranks
 from tests.worker.runner_driver import Driver, Request, build_runner
 
-KINDS = [
-    "gemma3",  # windows of several groups, tied embeddings, norms of outputs
-    "llama",  # two heads of keys and values for four of queries
-    "llama_biases",  # one head of keys and values, which both ranks hold
-    "mixtral",
-    "qwen2",
-    "qwen3_moe",
-]
+KINDS = sorted(
+    kind
+    for kind, model in TINY_MODELS.items()
+    if is_native(MODEL_FOR_CAUSAL_LM_MAPPING[type(model.config)].__name__)
+)
 BLOCK_SIZE = 4
 NUM_BLOCKS = 3000
 MAX_TOKENS = 16
+WITH_LOGPROBS = SamplingParams(temperature=0, logprobs=2, prompt_logprobs=3)
 
 
 def make_requests() -> list[Request]:
-    """Prompts of 1 to 61 tokens."""
+    """Prompts of 1 to 61 tokens; windows of the kinds that have one are 16 to 24, and 200."""
     random = np.random.default_rng(5)
     return [
         Request(random.integers(3, VOCAB_SIZE, 1 + 12 * number).tolist(), MAX_TOKENS)
@@ -34,22 +39,21 @@ def make_requests() -> list[Request]:
     ]
 
 
-def expected(model: PreTrainedModel, request: Request) -> list[int]:
-    ids = torch.tensor([request.prompt])
-    output = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=request.max_tokens,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return output[0, len(request.prompt) :].tolist()
+def embedded_requests(hidden_size: int) -> list[Request]:
+    """A prompt of nothing but embeddings, and one that goes on with tokens."""
+    rows = torch.randn((30, hidden_size), generator=torch.Generator().manual_seed(1))
+    embeds = embedded_prompt(rows)
+    return [
+        Request(prompt, MAX_TOKENS, embeds=embeds)
+        for prompt in (embeds.placeholders, [*embeds.placeholders, 9, 8, 7])
+    ]
 
 
-def serve(driver: Driver) -> list[list[Request]]:
-    """The same requests in chunks of 7; preempted now and then; behind a prefix hit."""
+def serve(driver: Driver, hidden_size: int) -> dict[str, list[Request]]:
+    """The same requests in every way, by what is done to them."""
     chunked = make_requests()
+    for request in chunked[1::2]:
+        request.sampling = WITH_LOGPROBS
     driver.run(chunked, chunk=7)
 
     preempted, random = make_requests(), np.random.default_rng(3)
@@ -63,7 +67,15 @@ def serve(driver: Driver) -> list[list[Request]]:
     driver.step([(first, len(first.prompt))])
     driver.share(first, follower, (len(first.prompt) - 1) // BLOCK_SIZE)
     driver.run([first, follower])
-    return [chunked, preempted, [first, follower]]
+
+    embedded = embedded_requests(hidden_size)
+    driver.run(embedded, chunk=7)
+    return {
+        "chunks": chunked,
+        "preempted": preempted,
+        "prefix hit": [first, follower],
+        "embeddings": embedded,
+    }
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -71,7 +83,7 @@ def test_two_ranks_continue_as_transformers_does(kind: str, tmp_path: Path) -> N
     torch.set_num_threads(1)
     model = save_tiny_model(tmp_path, kind, shard_bytes=50_000)
 
-    def work(thread: RankThread) -> list[list[Request]]:
+    def work(thread: RankThread) -> dict[str, list[Request]]:
         lockstep = Lockstep(thread.group.ranks, 1, thread.group.watch.explain)
         runner = build_runner(
             tmp_path,
@@ -81,9 +93,12 @@ def test_two_ranks_continue_as_transformers_does(kind: str, tmp_path: Path) -> N
             lockstep=lockstep,
         )
         driver = Driver(runner, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, keeps=True)
-        return serve(driver)
+        return serve(driver, model.config.hidden_size)
 
-    for answers in on_ranks(2, work):
-        for requests in answers:
-            for number, request in enumerate(requests):
-                assert request.output == expected(model, request), f"request {number}"
+    answers, other = on_ranks(2, work)
+    for situation, requests in answers.items():
+        assert [request.output for request in requests] == [
+            request.output for request in other[situation]
+        ]
+        for number, request in enumerate(requests):
+            assert_served(model, request, f"{situation}: request {number}")

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from services.common.prompt_embeds import PromptEmbeds
 from services.common.sampling import SamplingParams
 from services.worker.attention.interface import AttentionShape
 from services.worker.core.batch import BatchLimits
@@ -23,6 +24,7 @@ from services.worker.models.config import DtypeSetting
 from services.worker.models.load import load_model
 from services.worker.models.model import LoadOptions
 from services.worker.parallel.ranks import ALONE, Ranks
+from services.worker.sampling.logprobs import LogprobRows
 
 GREEDY = SamplingParams(temperature=0)
 MAX_MODEL_LEN = 512
@@ -89,7 +91,8 @@ def appended(*grown: tuple[int, list[int]]) -> AppendedBlocks:
 class Request:
     """A request as the driver knows it. `tables`: its block table in each KV-cache group.
 
-    `num_computed` also counts tokens of a prefix hit.
+    `num_computed` also counts tokens of a prefix hit. `embeds` stand for the first tokens of the
+    prompt. Log-probabilities are kept in order, those of a prompt from when it last entered.
     """
 
     prompt: list[int]
@@ -99,6 +102,9 @@ class Request:
     tables: list[list[int]] = field(default_factory=list)
     num_computed: int = 0
     slot: int | None = None
+    embeds: PromptEmbeds | None = None
+    prompt_rows: list[LogprobRows] = field(default_factory=list)
+    sampled_rows: list[LogprobRows] = field(default_factory=list)
 
     @property
     def tokens(self) -> list[int]:
@@ -145,6 +151,7 @@ class Driver:
             added = self._extend(request, request.num_computed + count)
             if request.slot is None:
                 request.slot = self._slots.pop(0)
+                request.prompt_rows.clear()
                 entering.append(self._new_request(request))
             elif any(added):
                 for group, blocks in enumerate(added):
@@ -233,10 +240,18 @@ class Driver:
             num_prompt_tokens=len(request.prompt),
             sampling=request.sampling,
             block_tables=tuple(ints(*table) for table in request.tables),
+            prompt_embeds=None
+            if request.embeds is None
+            else request.embeds.rest(request.num_computed),
+            num_placeholders=0 if request.embeds is None else request.embeds.num_tokens,
         )
 
     def _take(self, scheduled: Sequence[tuple[Request, int]], output: StepOutput) -> None:
         first = 0
+        for index, rows in output.logprobs.items():
+            request = scheduled[index][0]
+            request.prompt_rows += [] if rows.prompt is None else [rows.prompt]
+            request.sampled_rows += [] if rows.sampled is None else [rows.sampled]
         for (request, count), sampled in zip(scheduled, output.num_tokens.tolist(), strict=True):
             request.num_computed += count
             assert sampled == int(request.num_computed == len(request.tokens))

@@ -1,0 +1,62 @@
+"""What transformers makes of a request's tokens, against which what was served is held.
+
+Tokens that each are transformers' first choice after those before them are its greedy
+continuation; so one pass over prompt and output says as much as generating again, and it gives
+every log-probability too.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from services.common.prompt_embeds import EmbedsDtype, PromptEmbeds
+from services.worker.sampling.logprobs import LogprobRows
+from tests.worker.runner_driver import Request
+
+LOGPROB_TOLERANCE = 2e-4
+
+
+def embedded_prompt(rows: torch.Tensor) -> PromptEmbeds:
+    """A prompt of these embeddings, float32 [n, hidden_size]."""
+    return PromptEmbeds(len(rows), EmbedsDtype.FLOAT32, rows.numpy().tobytes())
+
+
+def assert_served(model: PreTrainedModel, request: Request, name: str = "") -> None:
+    """A finished request is transformers' greedy continuation, with its log-probabilities."""
+    expected = logprobs(model, request)
+    start = len(request.prompt) - 1
+    assert request.output == expected[start:-1].argmax(-1).tolist(), name
+    if request.sampling.logprobs is not None:
+        _assert_rows(request.sampled_rows, expected[start:-1], request.output)
+    if request.sampling.prompt_logprobs is not None:
+        _assert_rows(request.prompt_rows, expected[:start], request.prompt[1:])
+
+
+@torch.inference_mode()
+def logprobs(model: PreTrainedModel, request: Request) -> torch.Tensor:
+    """Log-probabilities [n, vocab_size] after each of its tokens."""
+    ids = torch.tensor([request.tokens])
+    if request.embeds is None:
+        logits = model(input_ids=ids).logits[0]
+    else:
+        inputs = model.get_input_embeddings()(ids)
+        given = np.frombuffer(request.embeds.data, np.float32).reshape(-1, inputs.shape[2])
+        inputs[0, : len(given)] = torch.from_numpy(given.copy())
+        logits = model(inputs_embeds=inputs).logits[0]
+    return logits.float().log_softmax(-1)
+
+
+def _assert_rows(rows: Sequence[LogprobRows], expected: torch.Tensor, tokens: list[int]) -> None:
+    """Rows are of these tokens, one after the other, and each tells the most probable ones too."""
+    if not tokens:
+        assert not rows
+        return
+    token_ids = np.concatenate([part.token_ids for part in rows]).astype(np.int64)
+    assert token_ids[:, 0].tolist() == tokens
+    exact = expected.gather(1, torch.from_numpy(token_ids)).numpy()
+    actual = np.concatenate([part.logprobs for part in rows])
+    np.testing.assert_allclose(actual, exact, atol=LOGPROB_TOLERANCE)
+    best = expected.topk(token_ids.shape[1] - 1).values.numpy()
+    np.testing.assert_allclose(actual[:, 1:], best, atol=LOGPROB_TOLERANCE)
