@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from benchmarks.gpu_parity import largest_difference
 from services.common.sampling import SamplingParams
 from services.worker.attention.interface import AttentionShape
 from services.worker.core.batch import BatchLimits
@@ -33,6 +34,8 @@ from services.worker.models.loader import load_weights
 from services.worker.models.model import LoadedModel
 from services.worker.platform import Parts
 
+TOLERANCE = 0.25
+"""Of a log-probability, in bfloat16; those of other tokens differ by several."""
 BATCHES = (1, 16, 64, 256)
 PROMPT, OUTPUT = 512, 128
 BLOCK_SIZE = 64
@@ -84,27 +87,48 @@ class Run:
     total: float
 
 
-def measure(platform: CudaPlatform, copy: float, shape: dict[str, Any] = SHAPE) -> None:
-    """Prints a table. `copy`: bytes a second that a plain copy reads and writes."""
+def measure(platform: CudaPlatform, copy: float, shape: dict[str, Any] = SHAPE) -> bool:
+    """Prints tables; whether the model computes what transformers' does.
+
+    `copy`: bytes a second that a plain copy reads and writes.
+    """
     reference = random_model(shape, platform.torch_device)
+    runner = build_runner(platform, reference)
+    worst = largest_difference(
+        runner, reference, random_prompts(4, shape["vocab_size"])[:, :100], 40
+    )
+    right = worst < TOLERANCE
+    print(f"largest difference to transformers' log-probabilities: {worst:.3f}", end="")
+    print("" if right else f", WRONG: above {TOLERANCE}", flush=True)
+    ours = {batch: our_rate(runner, reference, shape, copy, batch) for batch in BATCHES}
+    print("\n| batch | tokens/s | transformers' continuous batching |", flush=True)
+    print("| ---: | ---: | ---: |")
+    for batch, rate in ours.items():
+        theirs = transformers_rate(reference, random_prompts(batch, shape["vocab_size"]))
+        print(f"| {batch} | {rate:.0f} | {theirs:.0f} |", flush=True)
+    return right
+
+
+def our_rate(
+    runner: Runner, reference: PreTrainedModel, shape: dict[str, Any], copy: float, batch: int
+) -> float:
+    """Prints what decodes of a batch read a second; tokens a second, prompts included."""
     weights = sum(parameter.numel() for parameter in reference.parameters())
     weights -= reference.get_input_embeddings().weight.numel()
     head_dim = shape["hidden_size"] // shape["num_attention_heads"]
     per_token = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * head_dim
-    runner = build_runner(platform, reference)
-    print("\n| batch | ms a decode step | GB/s | of copy bandwidth | tokens/s | transformers |")
-    print("| ---: | ---: | ---: | ---: | ---: | ---: |")
-    for batch in BATCHES:
-        prompts = random_prompts(batch, shape["vocab_size"])
-        run_batch(runner, prompts, 0)
-        run = run_batch(runner, prompts, 1)
-        read = 2 * (weights + batch * (PROMPT + OUTPUT // 2) * per_token) / run.step
-        theirs = transformers_rate(reference, prompts)
+    prompts = random_prompts(batch, shape["vocab_size"])
+    run_batch(runner, prompts, 0)
+    run = run_batch(runner, prompts, 1)
+    read = 2 * (weights + batch * (PROMPT + OUTPUT // 2) * per_token) / run.step
+    if batch == BATCHES[0]:
         print(
-            f"| {batch} | {run.step * 1e3:.2f} | {read / 1e9:.0f} | {read / copy:.0%} | "
-            f"{batch * OUTPUT / run.total:.0f} | {theirs:.0f} |",
-            flush=True,
+            "\n| batch | s until all have a token | ms a decode step | GB/s | of copy bandwidth |"
         )
+        print("| ---: | ---: | ---: | ---: | ---: |")
+    figures = f"{run.prefill:.2f} | {run.step * 1e3:.2f} | {read / 1e9:.0f} | {read / copy:.0%}"
+    print(f"| {batch} | {figures} |", flush=True)
+    return batch * OUTPUT / run.total
 
 
 def random_model(shape: dict[str, Any], device: torch.device) -> PreTrainedModel:

@@ -74,7 +74,9 @@ class PagedWorld:
             self.attention.store(0, slots, key, value)
 
     def step(self, counts: list[int]) -> float:
-        """New tokens of each sequence; the largest difference to attention written out."""
+        """New tokens of each sequence; the largest difference to attention written out, as a part
+        of what is expected or, where that is less than 1, of 1. Infinite for what is no number.
+        """
         query, key, value = self._new(sum(counts))
         layout = self._layout(counts, key, value)
         output = self.attention.begin_step([layout])(0, query, key, value, None)
@@ -82,7 +84,9 @@ class PagedWorld:
         return self._difference(output, query, counts)
 
     def recorded_steps(self, num_steps: int) -> float:
-        """Steps of one token each as one recorded program; the largest difference of any."""
+        """Steps of one token each as one recorded program; the largest difference of any, as for
+        `step`.
+        """
         counts = [1] * self.num_sequences
         step = self.attention.decode_step(self.num_sequences)
         inputs = self._new(step.num_lanes)
@@ -129,7 +133,8 @@ class PagedWorld:
     def _difference(self, output: torch.Tensor, query: torch.Tensor, counts: list[int]) -> float:
         parts = enumerate(query.split(counts))
         expected = torch.cat([self._attend_plainly(sequence, part) for sequence, part in parts])
-        return float((output.float() - expected).abs().max())
+        difference = (output.float() - expected).abs() / expected.abs().clamp(min=1)
+        return float(difference.nan_to_num(nan=torch.inf).max())
 
     def _attend_plainly(self, sequence: int, query: torch.Tensor) -> torch.Tensor:
         case = self.case

@@ -22,6 +22,8 @@ FLASH_HEAD_DIMS = (64, 128, 256)
 """Sizes of a head that both the split-K kernel and FlashAttention 3 have."""
 
 _LARGEST_TILE = 64
+_TILE_ELEMENTS = 16384
+"""Numbers in a tile of keys: with one of values it fits the 99 KiB that some GPUs share."""
 
 
 def built_with_cuda() -> bool:
@@ -29,10 +31,14 @@ def built_with_cuda() -> bool:
     return bool(common._built_with_cuda)
 
 
-def flash_operator() -> Operator | None:
-    """FlashAttention 3, where its library is present."""
+def has_flash() -> bool:
+    """Whether FlashAttention 3 is there: its library, and a GPU that it is made for."""
     operator: Operator = flash3.FwOp
-    return operator if operator.is_available() else None
+    oldest = operator.CUDA_MINIMUM_COMPUTE_CAPABILITY
+    newest = operator.CUDA_MAXIMUM_COMPUTE_CAPABILITY
+    if not operator.is_available():
+        return False
+    return bool(oldest <= torch.cuda.get_device_capability() <= newest)
 
 
 class PagedOps:
@@ -134,7 +140,7 @@ class PagedOps:
 
     def _operator(self, num_splits: int) -> Operator:
         """The kernel reads tiles of keys that must divide a page."""
-        tile = min(_LARGEST_TILE, self._block_size)
+        tile = min(_LARGEST_TILE, self._block_size, _TILE_ELEMENTS // self._layer.head_dim)
         operator: Operator = self._split_k.get_operator(num_splits, block_n=tile)
         return operator
 

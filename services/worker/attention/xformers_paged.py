@@ -34,7 +34,7 @@ from services.worker.attention.interface import (
 from services.worker.attention.rotary import rotate
 from services.worker.attention.sub_chunks import bucket
 from services.worker.attention.xformers_calls import Call, DecodeCall, LayerKind
-from services.worker.attention.xformers_ops import FLASH_HEAD_DIMS, Operator, flash_operator
+from services.worker.attention.xformers_ops import FLASH_HEAD_DIMS, Operator, has_flash
 from services.worker.device import Device
 
 
@@ -71,7 +71,7 @@ class XformersPagedAttention:
             place: LayerKind(place.layer, shape.block_size, max_blocks_per_seq, device, split_k)
             for place in self._places
         }
-        self._has_flash = flash_operator() is not None and all(
+        self._has_flash = has_flash() and all(
             layer.window is None and layer.head_dim in FLASH_HEAD_DIMS for layer in shape.layers
         )
         self._decodes: dict[int, DecodeStep] = {}

@@ -16,36 +16,40 @@ _SAMPLING = SamplingParams(temperature=1, top_p=0.9)
 
 @dataclass(frozen=True, slots=True)
 class PromptShape:
-    """A step of so many new requests, each of so many tokens."""
+    """A step of so many new requests, each of so many tokens behind `num_computed` others."""
 
     num_requests: int
     num_tokens: int
+    num_computed: int = 0
 
 
-def largest_shapes(limits: BatchLimits) -> list[PromptShape]:
-    """The step with the most decodes, and the one with the most tokens, sampled in most rows."""
+def profiled_shapes(limits: BatchLimits) -> list[PromptShape]:
+    """Steps that between them take the most memory: those of decodes, which a device may record,
+    then the one with the most tokens, sampled in most rows.
+    """
     tokens = limits.max_num_batched_tokens
-    decodes = PromptShape(min(limits.max_num_seqs, tokens), 1)
     num_requests = max(min(limits.max_num_seqs, tokens // 2), 1)
     each = min(tokens // num_requests, limits.max_model_len)
-    return [decodes] if each < 2 else [decodes, PromptShape(num_requests, each)]
+    decodes = _decodes(limits)
+    return decodes if each < 2 else [*decodes, PromptShape(num_requests, each)]
 
 
 def every_shape(limits: BatchLimits) -> list[PromptShape]:
     """Steps that between them need every kernel that is compiled for a number of lanes.
 
-    The largest come first: what a device records of later ones fits into their memory.
+    The largest come first: what a device records of later ones fits into their memory. Chunks
+    follow as many tokens as the widest window sees, if there is one: what is seen of those takes
+    kernels of its own.
     """
-    tokens = limits.max_num_batched_tokens
-    most = min(limits.max_num_seqs, tokens)
-    decodes = [PromptShape(min(count, most), 1) for count in _powers_of_two(bucket(most))]
-    chunks = [_chunks(MOST_QUERIES * lanes, limits) for lanes in _powers_of_two(tokens)]
-    return [*decodes, *(shape for shape in chunks if shape is not None)]
+    buckets = _powers_of_two(bucket(limits.max_num_batched_tokens))
+    chunks = [_chunks(num_lanes, limits) for num_lanes in buckets]
+    return [*_decodes(limits), *(shape for shape in chunks if shape is not None)]
 
 
 def run_prompts(runner: Runner, limits: BatchLimits, shape: PromptShape) -> None:
     """Runs one step over an empty batch, and empties it. All its tokens share block 1."""
-    table = np.ones(-(-shape.num_tokens // limits.block_size), np.int32)
+    length = shape.num_computed + shape.num_tokens
+    table = np.ones(-(-length // limits.block_size), np.int32)
     tables = (table,) * len(limits.windows)
     count = shape.num_requests
     runner.execute(
@@ -54,15 +58,9 @@ def run_prompts(runner: Runner, limits: BatchLimits, shape: PromptShape) -> None
             step=0,
             slots=np.arange(count, dtype=np.int32),
             num_scheduled_tokens=np.full(count, shape.num_tokens, np.int32),
-            num_computed_tokens=np.zeros(count, np.int32),
+            num_computed_tokens=np.full(count, shape.num_computed, np.int32),
             new_requests=tuple(
-                NewRequest(
-                    slot,
-                    np.zeros(shape.num_tokens, np.int32),
-                    shape.num_tokens,
-                    _SAMPLING,
-                    tables,
-                )
+                NewRequest(slot, np.zeros(length, np.int32), length, _SAMPLING, tables)
                 for slot in range(count)
             ),
         )
@@ -70,14 +68,29 @@ def run_prompts(runner: Runner, limits: BatchLimits, shape: PromptShape) -> None
     runner.reset()
 
 
+def _decodes(limits: BatchLimits) -> list[PromptShape]:
+    """A step of decodes for every power of two of them, falling."""
+    most = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+    return [PromptShape(min(count, most), 1) for count in _powers_of_two(bucket(most))]
+
+
 def _powers_of_two(most: int) -> list[int]:
     """Those up to `most`, falling."""
     return [1 << exponent for exponent in reversed(range(most.bit_length()))]
 
 
-def _chunks(num_tokens: int, limits: BatchLimits) -> PromptShape | None:
-    """So many tokens in as few requests as hold them; None where that is no step."""
-    num_requests = -(-num_tokens // limits.max_model_len)
-    if num_tokens > limits.max_num_batched_tokens or num_requests > limits.max_num_seqs:
-        return None
-    return PromptShape(num_requests, num_tokens // num_requests)
+def _chunks(most_lanes: int, limits: BatchLimits) -> PromptShape | None:
+    """Chunks that are cut into `most_lanes` lanes or over half as many; None where no step is.
+
+    Short ones make many lanes of few tokens.
+    """
+    fewest_lanes = most_lanes // 2 + 1
+    for lanes_each in range(1, fewest_lanes + 1):
+        num_requests = -(-fewest_lanes // lanes_each)
+        fewest = max(MOST_QUERIES * (lanes_each - 1) + 1, 2)
+        within_step = limits.max_num_batched_tokens // num_requests
+        most = min(MOST_QUERIES * lanes_each, within_step, limits.max_model_len)
+        if num_requests <= limits.max_num_seqs and fewest <= most:
+            widest = max((window for window in limits.windows if window is not None), default=0)
+            return PromptShape(num_requests, most, min(widest, limits.max_model_len - most))
+    return None

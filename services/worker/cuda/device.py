@@ -15,13 +15,18 @@ class CudaDevice:
 
     Copies lie in pinned memory, which torch's allocator hands out again once the device is done
     with it; so one may be queued for every step in flight.
+
+    What is recorded through one instance lives and ends together: it shares a pool of memory, whose
+    handle means nothing any more once the last graph in it is gone, and a stream, whose workspace
+    for matrix products torch may free when any graph that was captured on it goes.
     """
 
     def __init__(self) -> None:
         index = torch.cuda.current_device()
         self.torch_device = torch.device("cuda", index)
         self.num_processors = int(torch.cuda.get_device_properties(index).multi_processor_count)
-        self._graph_memory: Any = None
+        self._graph_memory: Any = torch.cuda.graph_pool_handle()
+        self._aside: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def upload(self, array: Array) -> torch.Tensor:
         """See Device."""
@@ -34,18 +39,19 @@ class CudaDevice:
     def record(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """See Device. A CUDA graph: the first runs compile kernels, one more is captured.
 
-        All graphs share memory, so what one returns is overwritten by the next replay of any.
+        They run on the stream that the capture is on, so that its workspace for matrix products is
+        there before and lies in no graph's memory. Graphs share all memory but their results.
         """
-        if self._graph_memory is None:
-            self._graph_memory = torch.cuda.graph_pool_handle()
-        current, aside = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        current, aside = torch.cuda.current_stream(), self._aside
         aside.wait_stream(current)
         with torch.cuda.stream(aside):
             for _ in range(_WARM_UPS):
                 work()
         current.wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._graph_memory, capture_error_mode="thread_local"):
+        with torch.cuda.graph(
+            graph, pool=self._graph_memory, stream=aside, capture_error_mode="thread_local"
+        ):
             result = work()
         return _Recording(graph, work, result)
 

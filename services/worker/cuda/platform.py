@@ -10,7 +10,7 @@ from services.worker.core.batch import BatchLimits
 from services.worker.core.decode_buckets import DecodeBuckets
 from services.worker.core.kv_cache import FreeMemory
 from services.worker.core.lookahead import Lookahead
-from services.worker.core.prompt_shapes import every_shape, largest_shapes, run_prompts
+from services.worker.core.prompt_shapes import every_shape, profiled_shapes, run_prompts
 from services.worker.core.runner import Runner
 from services.worker.cuda.checks import check_model, check_setup, find_setup, load_xformers
 from services.worker.cuda.device import CudaDevice
@@ -52,32 +52,37 @@ class CudaPlatform:
         check_model(shape.layers, shape.block_size, shape.dtype)
 
     def runner(self, parts: Parts) -> Runner:
-        """A runner that runs ahead, and repeats recorded decodes where the model allows it."""
+        """A runner that runs ahead, and repeats recorded decodes where the model allows it.
+
+        With a CudaDevice of its own, since what it records ends with it.
+        """
         # Only here: importing it imports xFormers, which a worker on the CPU does without.
         from services.worker.attention.xformers_paged import (  # noqa: PLC0415
             XformersPagedAttention,
         )
 
-        device, limits, model = self.device, parts.limits, parts.loaded.model
+        device, limits, model = CudaDevice(), parts.limits, parts.loaded.model
         attention = XformersPagedAttention(parts.shape, device, limits.max_blocks_per_seq)
         buckets = DecodeBuckets(model, attention, device) if parts.loaded.is_static else None
         lookahead = Lookahead(device, limits.max_num_seqs)
         return Runner(model, attention, limits, device, lookahead, buckets, parts.lockstep)
 
     def free_memory(self, parts: Parts) -> FreeMemory:
-        """The GPU's, less what is in use and the peak of the largest steps.
+        """The GPU's, less what is in use and the most that torch takes for the largest steps.
 
-        The steps run for real, over a cache of one block that all their tokens share.
+        The steps run for real, over a cache of one block that all their tokens share. What torch
+        takes is more than what tensors hold at any time: memory of recorded programs is for nothing
+        else, even while none of them runs.
         """
         _release()
-        held = torch.cuda.memory_allocated()
+        held = torch.cuda.memory_reserved()
         torch.cuda.reset_peak_memory_stats()
         small = parts.sized(_PROFILE_BLOCKS, parts.limits.max_model_len)
         runner = self.runner(small)
-        for shape in largest_shapes(small.limits):
+        for shape in profiled_shapes(small.limits):
             run_prompts(runner, small.limits, shape)
         torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated() - held
+        peak = torch.cuda.max_memory_reserved() - held
         del runner
         _release()
         free, total = torch.cuda.mem_get_info()

@@ -17,6 +17,8 @@ from services.worker.device import CpuDevice
 from tests.worker.interpreted.interpreted_ops import AnywhereSplitK
 
 MAX_MODEL_LEN = 1024
+SHARED_BYTES = {(8, 0): 163 * 1024, (8, 9): 99 * 1024, (9, 0): 227 * 1024}
+"""What a thread block can have, by compute capability."""
 
 
 class Multiprocessors(CpuDevice):
@@ -86,6 +88,7 @@ def mixed_step(layer: AttentionLayer, block_size: int) -> None:
         ((9, 0), (32, 8), 128, 64, 100),
         ((9, 0), (8, 8), 64, 16, 7),
         ((8, 0), (8, 1), 128, 256, None),
+        ((8, 9), (8, 4), 512, 64, None),
     ],
 )
 def test_the_kernels_of_a_mixed_step_compile(
@@ -101,3 +104,4 @@ def test_the_kernels_of_a_mixed_step_compile(
     assert {name for name, _ in compiled} == {"_fwd_kernel_splitK", "_splitK_reduce"}
     assert len(compiled) >= (4 if window is None else 5)
     assert all(kernel.asm["cubin"] for _, kernel in compiled)
+    assert max(kernel.metadata.shared for _, kernel in compiled) <= SHARED_BYTES[capability]

@@ -6,10 +6,12 @@ forward and two steps in flight; what a graph would repeat is called again inste
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
+from benchmarks.gpu_parity import largest_difference
 from services.worker.attention.interface import AttentionShape
 from services.worker.attention.xformers_paged import XformersPagedAttention
 from services.worker.core.batch import BatchLimits
@@ -91,3 +93,11 @@ def test_the_tokens_are_those_of_the_cpu(tmp_path: Path, save) -> None:
     assert [output.token_ids.tolist() for output in outputs] == [
         output.token_ids.tolist() for output in expected
     ]
+
+
+def test_log_probabilities_are_those_of_transformers(tmp_path: Path) -> None:
+    """Of a chunk longer than the window, and of decodes behind it."""
+    save_hybrid(tmp_path)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    texts = np.random.default_rng(0).integers(3, 320, (2, 24), dtype=np.int32)
+    assert largest_difference(runner_as_on_cuda(tmp_path), reference, texts, 4) < 1e-3

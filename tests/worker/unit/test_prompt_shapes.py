@@ -1,5 +1,6 @@
 """Which steps are run before anybody asks for one, and that a runner runs them."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -8,7 +9,7 @@ from services.worker.core.batch import BatchLimits
 from services.worker.core.prompt_shapes import (
     PromptShape,
     every_shape,
-    largest_shapes,
+    profiled_shapes,
     run_prompts,
 )
 from tests.tiny_models import save_tiny_model
@@ -30,11 +31,28 @@ def shapes(*pairs: tuple[int, int]) -> list[PromptShape]:
 
 def test_every_power_of_two_of_decodes_and_of_lanes_of_chunks() -> None:
     decodes = shapes((5, 1), (4, 1), (2, 1), (1, 1))
-    assert every_shape(LIMITS) == decodes + shapes((2, 32), (1, 32), (1, 16))
+    assert every_shape(LIMITS) == decodes + shapes((5, 12), (3, 16), (2, 16), (1, 16))
 
 
-def test_the_largest_steps_in_tokens_and_in_sampled_rows() -> None:
-    assert largest_shapes(LIMITS) == shapes((5, 1), (5, 12))
+def test_short_chunks_make_more_lanes_than_their_tokens_fill() -> None:
+    """Up to 33 chunks of 31 tokens, in two lanes each."""
+    many = replace(LIMITS, max_num_seqs=64, max_num_batched_tokens=1024)
+    chunks = [shape for shape in every_shape(many) if shape.num_tokens > 1]
+    assert chunks[:2] == shapes((33, 31), (33, 16))
+
+
+def test_chunks_follow_what_the_widest_window_sees() -> None:
+    windowed = replace(LIMITS, windows=(7, None, 20))
+    assert every_shape(windowed)[4:] == [
+        PromptShape(5, 12, 20),
+        PromptShape(3, 16, 20),
+        PromptShape(2, 16, 20),
+        PromptShape(1, 16, 20),
+    ]
+
+
+def test_steps_of_decodes_and_the_largest_of_prompts_take_the_most_memory() -> None:
+    assert profiled_shapes(LIMITS) == shapes((5, 1), (4, 1), (2, 1), (1, 1), (5, 12))
 
 
 def test_a_cache_of_one_block_is_enough_to_run_them(tmp_path: Path) -> None:
@@ -43,5 +61,6 @@ def test_a_cache_of_one_block_is_enough_to_run_them(tmp_path: Path) -> None:
     runner = build_runner(
         tmp_path, num_blocks=2, max_num_seqs=5, max_num_batched_tokens=64, runs_ahead=True
     )
-    for shape in [*every_shape(LIMITS), *largest_shapes(LIMITS)]:
+    windowed = replace(LIMITS, windows=(20,))
+    for shape in [*every_shape(LIMITS), *profiled_shapes(LIMITS), *every_shape(windowed)]:
         run_prompts(runner, LIMITS, shape)

@@ -1,0 +1,62 @@
+"""A runner's log-probabilities of given tokens beside transformers'.
+
+A text is prompt from end to end, so that nothing depends on what is sampled: its first tokens in
+one step, the others one a step, which is how decodes run.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from services.common.sampling import SamplingParams
+from services.worker.core.runner import Runner
+from services.worker.core.step import NewRequest, StepInput, StepOutput
+
+GENERATION = 2**31
+
+
+def largest_difference(
+    runner: Runner, reference: PreTrainedModel, texts: np.ndarray, num_single: int
+) -> float:
+    """Of the log-probabilities of `texts` [batch, length], the last `num_single` of which are
+    computed one by one. Infinite for what is no number.
+    """
+    ours = torch.from_numpy(log_probabilities(runner, texts, num_single))
+    theirs = reference_log_probabilities(reference, texts)
+    return float((ours - theirs).abs().nan_to_num(nan=torch.inf).max())
+
+
+def log_probabilities(runner: Runner, texts: np.ndarray, num_single: int) -> np.ndarray:
+    """Of every token but the first of each text, float32 [batch, length - 1]."""
+    batch, length = texts.shape
+    groups, width = len(runner.limits.windows), -(-length // runner.limits.block_size)
+    blocks = 1 + np.arange(batch * groups * width, dtype=np.int32)
+    tables = blocks.reshape(batch, groups, width)
+    asking = SamplingParams(temperature=0, prompt_logprobs=0)
+    entering = tuple(
+        NewRequest(slot, texts[slot], length, asking, tuple(tables[slot])) for slot in range(batch)
+    )
+    slots, ones = np.arange(batch, dtype=np.int32), np.ones(batch, np.int32)
+    first = length - num_single
+    steps = [StepInput(GENERATION, 0, slots, ones * first, ones * 0, new_requests=entering)]
+    for computed in range(first, length - 1):
+        steps.append(StepInput(GENERATION, len(steps), slots, ones, ones * computed))
+    return np.concatenate([_of_prompts(runner.execute(step)) for step in steps], axis=1)
+
+
+def _of_prompts(output: StepOutput) -> np.ndarray:
+    """What a step says of each request's prompt, one request a row."""
+    found = [of_request.prompt for of_request in output.logprobs.values()]
+    return np.stack([rows.logprobs[:, 0] for rows in found if rows is not None])
+
+
+def reference_log_probabilities(reference: PreTrainedModel, texts: np.ndarray) -> torch.Tensor:
+    """The same of transformers."""
+    token_ids = torch.from_numpy(texts).long().to(reference.device)
+    with torch.inference_mode():
+        logits = reference(input_ids=token_ids, use_cache=False).logits[:, :-1]
+        chosen = token_ids[:, 1:, None]
+        found: torch.Tensor = logits.float().log_softmax(-1).gather(-1, chosen)[..., 0].cpu()
+    return found
