@@ -58,7 +58,11 @@ class TinyModel:
     @property
     def config(self) -> PretrainedConfig:
         """A fresh configuration."""
-        return self.config_class(**{**_SHAPE, **self.changes})
+        return self.configured()
+
+    def configured(self, **changes: Any) -> PretrainedConfig:
+        """One that differs from the kind's own."""
+        return self.config_class(**{**_SHAPE, **self.changes, **changes})
 
 
 def _rope(**parameters: Any) -> dict[str, Any]:
@@ -180,11 +184,18 @@ ONE_OF_EACH = [
 
 
 def build_tiny_model(
-    kind: str, *, dtype: torch.dtype = torch.float32, seed: int = 0
+    kind: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    **changes: Any,
 ) -> PreTrainedModel:
-    """The model of a kind, ready for inference. Biases and norms are random too."""
+    """The model of a kind, ready for inference. Biases and norms are random too.
+
+    `changes`: what its configuration has in place of the kind's own.
+    """
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(TINY_MODELS[kind].config)
+    model = AutoModelForCausalLM.from_config(TINY_MODELS[kind].configured(**changes))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
@@ -201,9 +212,10 @@ def save_tiny_model(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     shard_bytes: int | None = None,
+    **changes: Any,
 ) -> PreTrainedModel:
     """Saves the model of a kind to `directory` and returns it; `shard_bytes` cuts it in shards."""
-    model = build_tiny_model(kind, dtype=dtype, seed=seed)
+    model = build_tiny_model(kind, dtype=dtype, seed=seed, **changes)
     shards = {} if shard_bytes is None else {"max_shard_size": shard_bytes}
     model.save_pretrained(directory, **shards)
     return model

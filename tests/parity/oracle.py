@@ -35,6 +35,13 @@ def assert_served(model: PreTrainedModel, request: Request, name: str = "") -> N
 
 
 @torch.inference_mode()
+def first_choices(model: PreTrainedModel, prompt: list[int], output: list[int]) -> list[int]:
+    """What transformers would take at each place of an output, after what stands before it."""
+    logits = model(input_ids=torch.tensor([prompt + output])).logits[0]
+    return logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+@torch.inference_mode()
 def logprobs(model: PreTrainedModel, request: Request) -> torch.Tensor:
     """Log-probabilities [n, vocab_size] after each of its tokens."""
     ids = torch.tensor([request.tokens])

@@ -1,0 +1,103 @@
+"""Prompts served by the real scheduler, pool and runner, with the worker's messages between them
+and no wire.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+from stepwell.common.v1 import common_pb2
+
+from services.cli.replay.inprocess_pool import InProcessPool
+from services.common.kv_cache_groups import AttentionType, GroupSpec
+from services.scheduler.adapters.worker_messages import to_execute_request, to_step_output
+from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.plan import StepOutput, StepPlan
+from services.scheduler.core.request import Request, StopConditions
+from services.scheduler.core.scheduler import Scheduler
+from services.worker.adapters.converters import output_to_message, step_from_message
+from services.worker.core.runner import Runner
+from tests.parity.situations import BLOCK_SIZE, MAX_MODEL_LEN, MAX_TOKENS, Situation, prompts
+
+
+@dataclass(frozen=True)
+class Run:
+    """What each prompt was answered, in order, and what it took. `num_cached_tokens`: of requests
+    that were admitted for the first time.
+    """
+
+    outputs: list[list[int]]
+    num_preemptions: int
+    num_cached_tokens: int
+
+
+async def generate(
+    runner: Runner,
+    situation: Situation,
+    sampling: common_pb2.SamplingParams,
+    *,
+    async_scheduling: bool,
+) -> Run:
+    """Serves all prompts, of which the second half arrives three steps late."""
+    runner.reset()
+    groups = pool_groups(runner)
+    num_blocks = min(situation.num_blocks * len(groups), runner.limits.num_blocks)
+    pool = InProcessPool(num_blocks, BLOCK_SIZE, groups=groups)
+    config = SchedulerConfig(
+        max_num_seqs=situation.max_num_seqs,
+        max_num_batched_tokens=situation.max_num_batched_tokens,
+        max_model_len=MAX_MODEL_LEN,
+        block_size=BLOCK_SIZE,
+        num_blocks=num_blocks,
+        groups=tuple(groups),
+        async_scheduling=async_scheduling,
+    )
+    scheduler = Scheduler(config, pool)
+    requests = [
+        Request(
+            request_id=f"request-{number}",
+            key=number + 1,
+            token_ids=list(prompt),
+            num_prompt_tokens=len(prompt),
+            stop=StopConditions(MAX_TOKENS),
+            sampling=sampling,
+        )
+        for number, prompt in enumerate(prompts())
+    ]
+    for request in requests[:8]:
+        scheduler.add(request)
+    in_flight: deque[tuple[StepPlan, StepOutput]] = deque()
+    late, num_steps = requests[8:], 0
+    while scheduler.has_work or in_flight or late:
+        if num_steps == 3:
+            while late:
+                scheduler.add(late.pop(0))
+        num_steps += 1
+        planned = False
+        if scheduler.has_work:
+            plan = await scheduler.schedule()
+            pool.core.check()
+            in_flight.append((plan, execute(runner, plan)))
+            planned = bool(plan.requests)
+        if len(in_flight) > async_scheduling or not planned:
+            scheduler.update_from_output(*in_flight.popleft())
+    return Run(
+        [request.token_ids[request.num_prompt_tokens :] for request in requests],
+        scheduler.num_preemptions,
+        sum(request.num_cached_tokens or 0 for request in requests),
+    )
+
+
+def pool_groups(runner: Runner) -> list[GroupSpec]:
+    """The runner's KV-cache groups, as the pool is told of them."""
+    return [
+        GroupSpec(AttentionType.FULL, BLOCK_SIZE)
+        if window is None
+        else GroupSpec(AttentionType.SLIDING_WINDOW, BLOCK_SIZE, window)
+        for window in runner.limits.windows
+    ]
+
+
+def execute(runner: Runner, plan: StepPlan) -> StepOutput:
+    """Runs a step as the worker would that gets it over the wire."""
+    step = step_from_message(to_execute_request(plan, generation=1, traceparent=""))
+    return to_step_output(output_to_message(runner.execute(step), queue_nanos=0, execute_nanos=0))
