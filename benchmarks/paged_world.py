@@ -12,7 +12,9 @@ import numpy as np
 import torch
 
 from services.worker.attention.interface import AttentionLayer, AttentionShape, StepLayout
+from services.worker.attention.torch_paged import TorchPagedAttention
 from services.worker.attention.xformers_paged import XformersPagedAttention
+from services.worker.cuda.runner import suits_xformers
 from services.worker.device import Device
 
 
@@ -26,13 +28,13 @@ class Case:
     head_dim: int
     window: int | None = None
     dtype: torch.dtype = torch.float16
+    softcap: float | None = None
 
     @property
     def layer(self) -> AttentionLayer:
         """What attention does in it."""
-        return AttentionLayer(
-            self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim**-0.5, self.window
-        )
+        heads = self.num_heads, self.num_kv_heads, self.head_dim
+        return AttentionLayer(*heads, self.head_dim**-0.5, self.window, self.softcap)
 
 
 @dataclass(slots=True)
@@ -44,7 +46,7 @@ class PagedWorld:
     num_sequences: int
     max_model_len: int
     split_k: Any = None
-    attention: XformersPagedAttention = field(init=False)
+    attention: Any = field(init=False)
     tables: np.ndarray = field(init=False)
     keys: list[torch.Tensor] = field(init=False)
     values: list[torch.Tensor] = field(init=False)
@@ -54,7 +56,11 @@ class PagedWorld:
         width = self.max_model_len // case.block_size
         num_blocks = self.num_sequences * width + 1
         shape = AttentionShape((case.layer,), case.block_size, num_blocks, case.dtype, there)
-        self.attention = XformersPagedAttention(shape, self.device, width, self.split_k)
+        self.attention = (
+            XformersPagedAttention(shape, self.device, width, self.split_k)
+            if suits_xformers(shape.layers)
+            else TorchPagedAttention(shape, self.device)
+        )
         blocks = np.random.default_rng(0).permutation(num_blocks - 1) + 1
         self.tables = blocks.reshape(self.num_sequences, width).astype(np.int32)
         empty = self.random(0, case.num_kv_heads)
@@ -71,7 +77,8 @@ class PagedWorld:
         for sequence, length in enumerate(lengths):
             key, value = (self.random(length, self.case.num_kv_heads) for _ in range(2))
             slots = self.device.upload(self._grow(sequence, key, value))
-            self.attention.store(0, slots, key, value)
+            opened = () if suits_xformers([self.case.layer]) else (slots[:0],)
+            self.attention.store(0, slots, *opened, key, value)
 
     def step(self, counts: list[int]) -> float:
         """New tokens of each sequence; the largest difference to attention written out, as a part
@@ -143,6 +150,8 @@ class PagedWorld:
             for whole in (self.keys, self.values)
         )
         scores = torch.einsum("qhd,khd->hqk", query.float(), keys) * case.head_dim**-0.5
+        if case.softcap is not None:
+            scores = torch.tanh(scores / case.softcap) * case.softcap
         places = torch.arange(len(keys), device=query.device)
         distance = places[len(keys) - len(query) :, None] - places
         hidden = distance < 0

@@ -1,4 +1,4 @@
-"""Paged attention in plain torch operations, made for the CPU.
+"""Paged attention in plain torch operations, made for the CPU; on CUDA for what xFormers lacks.
 
 Pages are token-major, [num_blocks, block_size, num_kv_heads, head_dim] per layer of a group, so
 that gathering a sequence's pages gives its keys in order, and one strided view of them feeds the
@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F  # noqa: N812
 
@@ -31,6 +30,7 @@ from services.worker.attention.interface import (
     StepLayout,
 )
 from services.worker.attention.rotary import rotate
+from services.worker.device import CpuDevice, Device
 
 TILE_QUERIES = 128
 """Queries of a chunk that are attended to at once."""
@@ -75,10 +75,16 @@ class _Chunk:
 
 
 class TorchPagedAttention:
-    """The KV cache of all layers, and attention over it."""
+    """The KV cache of all layers, and attention over it. Nothing waits for the device."""
 
-    def __init__(self, shape: AttentionShape, max_group_tokens: int = MAX_GROUP_TOKENS) -> None:
+    def __init__(
+        self,
+        shape: AttentionShape,
+        device: Device | None = None,
+        max_group_tokens: int = MAX_GROUP_TOKENS,
+    ) -> None:
         self._shape = shape
+        self._device = device or CpuDevice()
         self._max_group_blocks = max_group_tokens // shape.block_size
         self._pages_of = shape.pages_of
         self._windows = [_windows(shape, group) for group in shape.layer_groups]
@@ -107,12 +113,12 @@ class TorchPagedAttention:
         blocks += [len(chunk.block_ids) for chunk in chunks if chunk.context]
         self._reserve_workspace(max(blocks, default=0))
         self._reserve_masks(max((c.context + c.end - c.begin for c in chunks), default=0))
-        slots = self._tensor(layout.slot_mapping)
+        slots = self._device.upload(layout.slot_mapping)
         return _GroupStep(slots, self._opened_blocks(layout), groups, chunks)
 
     def zero_blocks(self, block_ids: Int32Array) -> None:
         """See PagedAttention."""
-        cleared = self._tensor(block_ids.astype(np.int64))
+        cleared = self._device.upload(block_ids.astype(np.int64))
         for pages in (*self._keys, *self._values):
             pages.index_fill_(0, cleared, 0)
 
@@ -203,17 +209,15 @@ class TorchPagedAttention:
         width = self._mask_width = max(length + TILE_QUERIES, 2 * self._mask_width)
         diagonal = width - TILE_QUERIES
         for window in set().union(*self._windows):
-            seen = torch.ones(TILE_QUERIES, width, dtype=torch.bool).tril_(diagonal)
+            size, there = (TILE_QUERIES, width), self._shape.device
+            seen = torch.ones(size, dtype=torch.bool, device=there).tril_(diagonal)
             if window is not None:
                 seen.triu_(diagonal - window + 1)
             self._tile_masks[window] = self._mask(~seen)
 
     def _mask(self, hidden: torch.Tensor) -> torch.Tensor:
-        mask = torch.zeros(hidden.shape, dtype=self._shape.dtype).masked_fill_(hidden, -torch.inf)
-        return mask.to(self._shape.device)
-
-    def _tensor(self, array: npt.NDArray[np.int32] | npt.NDArray[np.int64]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._shape.device)
+        mask = torch.zeros(hidden.shape, dtype=self._shape.dtype, device=self._shape.device)
+        return mask.masked_fill_(hidden, -torch.inf)
 
     def _reserve_workspace(self, num_blocks: int) -> None:
         held, needed = self._workspace.shape[1], num_blocks * self._page_elements
@@ -230,7 +234,7 @@ class TorchPagedAttention:
         last = (layout.seq_lens - 1) // size
         computed = layout.seq_lens - np.diff(layout.query_starts)
         opened = np.flatnonzero((last * size >= computed) & (layout.seq_lens % size != 0))
-        return self._tensor(layout.block_tables[opened, last[opened]].astype(np.int64))
+        return self._device.upload(layout.block_tables[opened, last[opened]].astype(np.int64))
 
     def _first_seen_blocks(self, context: Int32Array, windows: set[int | None]) -> Int32Array:
         """The first blocks that a query after so many tokens sees, in the widest of the windows."""
@@ -265,7 +269,7 @@ class TorchPagedAttention:
         padding = columns * size >= lengths
         tables = layout.block_tables[begin:end]
         block_ids = np.take_along_axis(tables, np.where(padding, 0, columns), axis=1)
-        ids = self._tensor(np.where(padding, 0, block_ids).reshape(-1))
+        ids = self._device.upload(np.where(padding, 0, block_ids).reshape(-1))
         length = int(seen.max())
         positions = first * size + np.arange(length)
         masks = {window: self._decode_mask(positions, lengths, window) for window in windows}
@@ -280,7 +284,7 @@ class TorchPagedAttention:
             hidden |= positions < lengths - window
         if not hidden.any():
             return None
-        return self._mask(torch.from_numpy(hidden))[:, None, None, :]
+        return self._mask(self._device.upload(hidden))[:, None, None, :]
 
     def _chunks(self, layout: StepLayout, windows: set[int | None]) -> list[_Chunk]:
         size, context = self._shape.block_size, layout.seq_lens - np.diff(layout.query_starts)
@@ -289,7 +293,7 @@ class TorchPagedAttention:
         for row in range(layout.num_decodes, len(layout.seq_lens)):
             begin, end = (int(start) for start in layout.query_starts[row : row + 2])
             first, last = int(first_seen[row]), -(-int(layout.seq_lens[row]) // size)
-            block_ids = self._tensor(layout.block_tables[row, first:last])
+            block_ids = self._device.upload(layout.block_tables[row, first:last])
             chunks.append(_Chunk(begin, end, int(context[row]), first * size, block_ids))
         return chunks
 

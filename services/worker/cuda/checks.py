@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from services.worker.attention.interface import AttentionLayer
+from services.worker.cuda.runner import suits_xformers
 from services.worker.device import UnsuitableDevice
 
 logger = logging.getLogger(__name__)
@@ -94,7 +95,10 @@ def check_setup(setup: CudaSetup) -> None:
 
 
 def check_model(layers: tuple[AttentionLayer, ...], block_size: int, dtype: torch.dtype) -> None:
-    """Raises UnsuitableDevice for what xFormers' kernel cannot compute."""
+    """Raises UnsuitableDevice for what is not computed on CUDA.
+
+    What is no business of xFormers' kernel may have heads of any size.
+    """
     if dtype not in _DTYPES:
         name = str(dtype).removeprefix("torch.")
         raise UnsuitableDevice(
@@ -104,15 +108,11 @@ def check_model(layers: tuple[AttentionLayer, ...], block_size: int, dtype: torc
         raise UnsuitableDevice(
             f"block_size is {block_size}; on CUDA it is one of {_listed(BLOCK_SIZES)}"
         )
-    for layer in layers:
+    for layer in layers if suits_xformers(layers) else ():
         if layer.head_dim not in HEAD_DIMS:
             raise UnsuitableDevice(
                 f"the model's heads have size {layer.head_dim}, and on CUDA they can have "
                 f"{_listed(HEAD_DIMS)}; set --device cpu"
-            )
-        if layer.softcap is not None:
-            raise UnsuitableDevice(
-                "the model caps attention scores, which is not supported on CUDA; set --device cpu"
             )
 
 

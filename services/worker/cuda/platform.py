@@ -7,13 +7,12 @@ import torch
 
 from services.worker.attention.interface import AttentionShape
 from services.worker.core.batch import BatchLimits
-from services.worker.core.decode_buckets import DecodeBuckets
 from services.worker.core.kv_cache import FreeMemory
-from services.worker.core.lookahead import Lookahead
 from services.worker.core.prompt_shapes import every_shape, profiled_shapes, run_prompts
 from services.worker.core.runner import Runner
 from services.worker.cuda.checks import check_model, check_setup, find_setup, load_xformers
 from services.worker.cuda.device import CudaDevice
+from services.worker.cuda.runner import runner_on, suits_xformers
 from services.worker.kernels.cuda_kernels import CudaKernels
 from services.worker.kernels.interface import Kernels
 from services.worker.models.config import DtypeSetting
@@ -52,20 +51,8 @@ class CudaPlatform:
         check_model(shape.layers, shape.block_size, shape.dtype)
 
     def runner(self, parts: Parts) -> Runner:
-        """A runner that runs ahead, and repeats recorded decodes where the model allows it.
-
-        With a CudaDevice of its own, since what it records ends with it.
-        """
-        # Only here: importing it imports xFormers, which a worker on the CPU does without.
-        from services.worker.attention.xformers_paged import (  # noqa: PLC0415
-            XformersPagedAttention,
-        )
-
-        device, limits, model = CudaDevice(), parts.limits, parts.loaded.model
-        attention = XformersPagedAttention(parts.shape, device, limits.max_blocks_per_seq)
-        buckets = DecodeBuckets(model, attention, device) if parts.loaded.is_static else None
-        lookahead = Lookahead(device, limits.max_num_seqs)
-        return Runner(model, attention, limits, device, lookahead, buckets, parts.lockstep)
+        """See `runner_on`. With a CudaDevice of its own, since what it records ends with it."""
+        return runner_on(CudaDevice(), parts)
 
     def free_memory(self, parts: Parts) -> FreeMemory:
         """The GPU's, less what is in use and the most that torch takes for the largest steps.
@@ -83,6 +70,8 @@ class CudaPlatform:
             run_prompts(runner, small.limits, shape)
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_reserved() - held
+        if not suits_xformers(parts.shape.layers):  # its workspace grows with what a step sees
+            peak += parts.kernels.attention_bytes(parts.shape, parts.limits.max_model_len)
         del runner
         _release()
         free, total = torch.cuda.mem_get_info()

@@ -13,17 +13,16 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
 from benchmarks.gpu_parity import largest_difference
 from services.worker.attention.interface import AttentionShape
-from services.worker.attention.xformers_paged import XformersPagedAttention
 from services.worker.core.batch import BatchLimits
-from services.worker.core.decode_buckets import DecodeBuckets
 from services.worker.core.kv_groups import group_layers
-from services.worker.core.lookahead import Lookahead
 from services.worker.core.runner import Runner
+from services.worker.cuda.runner import runner_on
 from services.worker.kernels.cuda_kernels import CudaKernels
 from services.worker.models.checkpoint import open_checkpoint
 from services.worker.models.config import DtypeSetting
 from services.worker.models.load import load_model
 from services.worker.models.model import LoadOptions
+from services.worker.platform import Parts
 from tests.tiny_models import save_tiny_model
 from tests.worker.interpreted.interpreted_ops import AnywhereSplitK, WideCpu
 from tests.worker.runner_driver import GREEDY, MAX_MODEL_LEN, build_runner
@@ -56,8 +55,13 @@ def save_hybrid(directory: Path) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
 
 
+def save_capped(directory: Path) -> None:
+    """Layers with and without a window, all with a cap on scores, which xFormers has not."""
+    save_tiny_model(directory, "gemma2")
+
+
 def runner_as_on_cuda(directory: Path) -> Runner:
-    kernels, device = CudaKernels(), WideCpu()
+    kernels = CudaKernels()
     options = LoadOptions(MAX_MODEL_LEN, DtypeSetting.FLOAT32)
     loaded = load_model(open_checkpoint(directory), options, kernels, lambda *_: None)
     groups = group_layers([layer.window for layer in loaded.attention])
@@ -77,13 +81,10 @@ def runner_as_on_cuda(directory: Path) -> Runner:
         num_blocks=NUM_BLOCKS,
         windows=tuple(group.window for group in groups),
     )
-    attention = XformersPagedAttention(shape, device, limits.max_blocks_per_seq, AnywhereSplitK)
-    assert loaded.is_static
-    buckets = DecodeBuckets(loaded.model, attention, device)
-    return Runner(loaded.model, attention, limits, device, Lookahead(device, MAX_NUM_SEQS), buckets)
+    return runner_on(WideCpu(), Parts(loaded, kernels, shape, limits), AnywhereSplitK)
 
 
-@pytest.mark.parametrize("save", [save_uniform, save_hybrid])
+@pytest.mark.parametrize("save", [save_uniform, save_hybrid, save_capped])
 def test_the_tokens_are_those_of_the_cpu(tmp_path: Path, save) -> None:
     save(tmp_path)
     plain, as_on_cuda = build_runner(tmp_path, num_blocks=NUM_BLOCKS), runner_as_on_cuda(tmp_path)
@@ -95,9 +96,10 @@ def test_the_tokens_are_those_of_the_cpu(tmp_path: Path, save) -> None:
     ]
 
 
-def test_log_probabilities_are_those_of_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("save", [save_hybrid, save_capped])
+def test_log_probabilities_are_those_of_transformers(tmp_path: Path, save) -> None:
     """Of a chunk longer than the window, and of decodes behind it."""
-    save_hybrid(tmp_path)
-    reference = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    texts = np.random.default_rng(0).integers(3, 320, (2, 24), dtype=np.int32)
+    save(tmp_path)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    texts = np.random.default_rng(0).integers(3, 320, (2, 26), dtype=np.int32)
     assert largest_difference(runner_as_on_cuda(tmp_path), reference, texts, 4) < 1e-3

@@ -1,4 +1,4 @@
-"""Paged attention through xFormers equals attention written out over one sequence at a time."""
+"""Paged attention as on CUDA equals attention written out over one sequence at a time."""
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ CASES = [
     Case(64, 4, 2, 32, window=64),
     Case(256, 4, 2, 16, window=100),
     Case(16, 3, 1, 32, dtype=torch.float32),
+    Case(16, 4, 2, 24, window=20, dtype=torch.float32, softcap=3.0),
 ]
 
 

@@ -1,0 +1,37 @@
+"""The one place that chooses how attention is computed on CUDA, and with it what is recorded."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from services.worker.attention.interface import AttentionLayer
+from services.worker.attention.torch_paged import TorchPagedAttention
+from services.worker.core.decode_buckets import DecodeBuckets
+from services.worker.core.lookahead import Lookahead
+from services.worker.core.runner import Runner
+from services.worker.device import Device
+from services.worker.platform import Parts
+
+
+def suits_xformers(layers: Sequence[AttentionLayer]) -> bool:
+    """Whether xFormers' kernel computes what the layers ask for: it has no cap on scores."""
+    return all(layer.softcap is None for layer in layers)
+
+
+def runner_on(device: Device, parts: Parts, split_k: type[Any] | None = None) -> Runner:
+    """A runner that runs ahead, and repeats recorded decodes where the model allows it.
+
+    Attention is xFormers' where that suits every layer; else torch's, whose decodes depend on
+    values and are not recorded. `split_k`: see XformersPagedAttention.
+    """
+    shape, limits, model = parts.shape, parts.limits, parts.loaded.model
+    lookahead = Lookahead(device, limits.max_num_seqs)
+    if not suits_xformers(shape.layers):
+        plain = TorchPagedAttention(shape, device)
+        return Runner(model, plain, limits, device, lookahead, lockstep=parts.lockstep)
+
+    # Only here: importing it imports xFormers, which a worker on the CPU does without.
+    from services.worker.attention.xformers_paged import XformersPagedAttention  # noqa: PLC0415
+
+    attention = XformersPagedAttention(shape, device, limits.max_blocks_per_seq, split_k)
+    buckets = DecodeBuckets(model, attention, device) if parts.loaded.is_static else None
+    return Runner(model, attention, limits, device, lookahead, buckets, parts.lockstep)
