@@ -1,4 +1,4 @@
-"""Two ranks continue every native kind of model as transformers does, token for token in float32.
+"""Two ranks continue every kind of model as transformers does, token for token in float32.
 
 In chunks, preempted, behind prefix hits, from prompts that are embeddings, and with the
 log-probabilities of prompts and outputs.
@@ -9,21 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from services.common.sampling import SamplingParams
 from services.worker.core.lockstep import Lockstep
-from services.worker.models.load import is_native
 from tests.parity.oracle import assert_served, embedded_prompt
 from tests.tiny_models import TINY_MODELS, VOCAB_SIZE, save_tiny_model
 from tests.worker.rank_threads import RankThread, on_ranks
 from tests.worker.runner_driver import Driver, Request, build_runner
 
-KINDS = sorted(
-    kind
-    for kind, model in TINY_MODELS.items()
-    if is_native(MODEL_FOR_CAUSAL_LM_MAPPING[type(model.config)].__name__)
-)
 BLOCK_SIZE = 4
 NUM_BLOCKS = 3000
 MAX_TOKENS = 16
@@ -78,7 +71,7 @@ def serve(driver: Driver, hidden_size: int) -> dict[str, list[Request]]:
     }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TINY_MODELS)
 def test_two_ranks_continue_as_transformers_does(kind: str, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     model = save_tiny_model(tmp_path, kind, shard_bytes=50_000)

@@ -110,8 +110,12 @@ class TensorReader:
     def __init__(self, checkpoint: Checkpoint, handles: dict[Path, safe_open]) -> None:
         self._checkpoint = checkpoint
         self._handles = handles
-        self.num_bytes = 0
+        self._sizes: list[int] = []
+
+    @property
+    def num_bytes(self) -> int:
         """Bytes of tensors, as they are stored, that were read so far."""
+        return sum(self._sizes)
 
     def read(self, *names: str, dtype: torch.dtype) -> torch.Tensor:
         """The tensors, stacked along their first axis, as a new tensor of `dtype`."""
@@ -125,10 +129,14 @@ class TensorReader:
         A part is a name and what to take along each axis, nothing for everything. Only what is
         taken is read.
         """
-        read = [self._read_part(name, index).to(dtype) for name, index in parts]
+        read = [self.read_part(name, index).to(dtype) for name, index in parts]
         return torch.cat(read) if len(read) > 1 else read[0].clone()
 
-    def _read_part(self, name: str, index: tuple[slice | int, ...]) -> torch.Tensor:
+    def read_part(self, name: str, index: tuple[slice | int, ...]) -> torch.Tensor:
+        """What is taken of a tensor, in its stored data type, perhaps as a view of the file.
+
+        Threads may call it at once.
+        """
         tensor = self._checkpoint.tensors[name]
         handle = self._handles[tensor.file]
         taken = zip(index, tensor.shape, strict=False)
@@ -136,7 +144,7 @@ class TensorReader:
             part: torch.Tensor = handle.get_tensor(name)  # type: ignore[no-untyped-call]
         else:
             part = handle.get_slice(name)[index]  # type: ignore[no-untyped-call]
-        self.num_bytes += part.nbytes
+        self._sizes.append(part.nbytes)
         return part
 
 

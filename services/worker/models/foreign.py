@@ -7,25 +7,24 @@ a cached key another value later.
 
 import inspect
 from pathlib import Path
-from typing import Any
 
 import torch
-import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from services.worker.attention.interface import AttentionLayer
+from services.worker.models.checkpoint import Checkpoint
 from services.worker.models.config import resolve_dtype
 from services.worker.models.errors import (
     ModelConfigError,
-    ModelFileError,
-    ModelTensorError,
     UnsupportedModel,
 )
-from services.worker.models.foreign_attention import ATTENTION_NAME
+from services.worker.models.foreign_checkpoint import load_part, load_whole, model_class, one_line
 from services.worker.models.foreign_decoder import ForeignDecoder
+from services.worker.models.foreign_division import Division
 from services.worker.models.layer_config import FULL, SLIDING
 from services.worker.models.model import LoadedModel, LoadOptions, tell_loading
 from services.worker.models.probe import Refused
+from services.worker.parallel.ranks import Ranks
 
 _SHIFTING_ROPES = frozenset({"dynamic", "longrope"})
 
@@ -42,32 +41,36 @@ def read_foreign_config(directory: Path) -> PretrainedConfig:
         )
     except Exception as error:
         raise UnsupportedModel(
-            path, f"it has no native code, and transformers does not read it: {_line(error)}"
+            path, f"it has no native code, and transformers does not read it: {one_line(error)}"
         ) from error
     _check_config(config, path)
     return config
 
 
-def load_foreign(directory: Path, options: LoadOptions, device: torch.device) -> LoadedModel:
-    """The decoder, on a device, and how each of its layers attends. Raises ModelError."""
+def load_foreign(checkpoint: Checkpoint, options: LoadOptions, ranks: Ranks) -> LoadedModel:
+    """The decoder, or a rank's part of it, on the checkpoint's device, and how each of its layers
+    attends. Raises ModelError.
+    """
+    directory = checkpoint.directory
     config = read_foreign_config(directory)
     longest = _max_model_len(config, options.max_model_len, directory / "config.json")
     stored = config.dtype if isinstance(config.dtype, torch.dtype) else None
     dtype = resolve_dtype(options.dtype, stored)
     tell_loading(f"{(config.architectures or [''])[0]}, run by transformers,", directory, dtype)
     try:
-        model = _load(directory, config, dtype)
+        division = Division(directory, ranks) if ranks.size > 1 else None
+        model = _load(checkpoint, config, dtype, division)
         _check_model(model)
         decoder = ForeignDecoder(model)
         layers = _probe(decoder, model)
         _check_windows(config, layers)
+        if division is not None and division.heads is not None:
+            _check_heads(division.heads, layers)
     except Refused as refusal:
         name = (config.architectures or ["the model"])[0]
         raise UnsupportedModel(
             directory / "config.json", f"{name} {refusal}, and has no native code here"
         ) from refusal
-    if model.device != device:
-        model.to(device)  # type: ignore[arg-type]
     return LoadedModel(
         model=decoder,
         architecture=type(model).__name__,
@@ -102,9 +105,7 @@ def _eos_token_ids(config: PretrainedConfig, model: PreTrainedModel) -> tuple[in
 
 def _check_config(config: PretrainedConfig, path: Path) -> None:
     names = config.architectures
-    known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    classes = known if isinstance(known, tuple) else (known,)
-    if not names or not any(cls is not None and cls.__name__ in names for cls in classes):
+    if not names or model_class(config) is None:
         raise UnsupportedModel(
             path, f"architecture {(names or ['of no name'])[0]} is no decoder that can be served"
         )
@@ -122,31 +123,18 @@ def _check_config(config: PretrainedConfig, path: Path) -> None:
         )
 
 
-def _load(directory: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    loader: Any = AutoModelForCausalLM
-    try:
-        model, told = loader.from_pretrained(
-            directory,
-            config=config,
-            dtype=dtype,
-            attn_implementation=ATTENTION_NAME,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-    except Exception as error:
-        if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
-            raise Refused("does not attend through transformers' attention interface") from error
-        raise ModelFileError(directory, f"transformers does not load it: {_line(error)}") from error
-    missing = sorted([*told["missing_keys"], *(key for key, *_ in told["mismatched_keys"])])
-    if missing:
-        raise ModelTensorError(
-            directory, f"tensor {missing[0]} is missing or of another shape than config.json says"
-        )
-    loaded: PreTrainedModel = model.eval()
-    return loaded
+def _load(
+    checkpoint: Checkpoint,
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    division: Division | None,
+) -> PreTrainedModel:
+    if division is None:
+        model = load_whole(checkpoint.directory, config, dtype)
+    else:
+        model = load_part(checkpoint, config, dtype, division)
+    model.to(checkpoint.device)  # type: ignore[arg-type]
+    return model
 
 
 def _check_model(model: PreTrainedModel) -> None:
@@ -163,7 +151,7 @@ def _probe(decoder: ForeignDecoder, model: PreTrainedModel) -> tuple[AttentionLa
     except Refused:
         raise
     except Exception as error:
-        raise Refused(f"fails on a batch of single tokens ({_line(error)})") from error
+        raise Refused(f"fails on a batch of single tokens ({one_line(error)})") from error
 
 
 def _check_windows(config: PretrainedConfig, layers: tuple[AttentionLayer, ...]) -> None:
@@ -174,6 +162,6 @@ def _check_windows(config: PretrainedConfig, layers: tuple[AttentionLayer, ...])
         raise Refused("attends within chunks")
 
 
-def _line(error: Exception) -> str:
-    """The beginning of an error's message as one line."""
-    return " ".join(str(error).split())[:200]
+def _check_heads(heads: tuple[int, int], layers: tuple[AttentionLayer, ...]) -> None:
+    if {(x.num_heads, x.num_kv_heads) for x in layers} != {heads}:
+        raise Refused("does not attend with the heads that its plan leaves to a rank")

@@ -71,7 +71,8 @@ class ForeignDecoder:
         The logits of a few tokens must be those that the model computes with attention of its own:
         what it does to scores or logits past what it tells is found out.
         """
-        positions = torch.arange(min(_PROBE_TOKENS, model.config.max_position_embeddings))
+        longest = min(_PROBE_TOKENS, model.config.max_position_embeddings)
+        positions = torch.arange(longest, device=model.device)
         token_ids = positions % model.config.vocab_size
         look = Probe()
         hidden = self._forward(look, positions, input_ids=token_ids[None])

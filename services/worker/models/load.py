@@ -31,13 +31,8 @@ def check_configuration(directory: Path, num_ranks: int = 1) -> None:
     """
     name = read_architecture(directory)
     if is_native(name):
-        check_divisible(read_model_config(directory), num_ranks, directory)
-    elif num_ranks > 1:
-        raise UnsupportedModel(
-            directory / "config.json",
-            f"architecture {name} has no native code, without which a model cannot be divided "
-            f"over {num_ranks} ranks: set tensor_parallel_size to 1",
-        )
+        config = read_model_config(directory)
+        check_divisible(config.num_heads, config.num_kv_heads, num_ranks, directory)
 
 
 def is_native(name: str) -> bool:
@@ -69,7 +64,7 @@ def load_model(
         # Only here, since importing transformers takes seconds and a hundred megabytes.
         from services.worker.models.foreign import load_foreign  # noqa: PLC0415
 
-        loaded = load_foreign(directory, options, checkpoint.device)
+        loaded = load_foreign(checkpoint, options, ranks)
         progress(1, 1)
     return replace(loaded, attention=_shortened(loaded.attention, loaded.max_model_len))
 

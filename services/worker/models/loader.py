@@ -1,6 +1,5 @@
 """From a model directory to a decoder in memory."""
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,8 +21,6 @@ from services.worker.models.layer_config import ExpertsConfig
 from services.worker.models.mlp import Experts, GatedMlp, Mlp, SummedMlp
 from services.worker.models.shard import Shard, of_width
 from services.worker.parallel.ranks import ALONE, GatheredLinear, Ranks, SummedLinear
-
-logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 """Called with the number of layers read and the number there are."""
@@ -93,25 +90,17 @@ def load_weights(
             layers.append(_load_layer(config, index, layer, ranks, stacked=stacked))
             progress(index + 1, config.num_layers)
         embedding = reader.read(_EMBEDDING, dtype=dtype)
-        rows = shard.of(config.vocab_size)
+        rows = shard.of_head(config.vocab_size)
         if config.tie_word_embeddings:
             head = embedding[rows]
         else:
             head = reader.read_parts((_HEAD, (rows,)), dtype=dtype)
         norm = _read_norm(reader, _NORM, dtype, config.norm_weight_offset)
-    if ranks.size > 1:
-        whole = sum(checkpoint.tensors[name].num_bytes for name in expected)
-        logger.info(
-            "rank %d of %d read %.1f of %.1f MiB",
-            *(ranks.rank, ranks.size, reader.num_bytes / 2**20, whole / 2**20),
-        )
-    return DecoderWeights(
-        embedding, tuple(layers), norm, _gathered(kernels.linear(head, None), ranks)
-    )
-
-
-def _gathered(part: Linear, ranks: Ranks) -> Linear:
-    return GatheredLinear(part, ranks) if ranks.size > 1 else part
+    shard.log_read(reader.num_bytes, sum(checkpoint.tensors[name].num_bytes for name in expected))
+    projection = kernels.linear(head, None)
+    if len(head) < config.vocab_size:
+        projection = GatheredLinear(projection, ranks)
+    return DecoderWeights(embedding, tuple(layers), norm, projection)
 
 
 def _summed(part: Linear, ranks: Ranks) -> Linear:
@@ -163,7 +152,7 @@ def _load_layer(
     config: ModelConfig, index: int, layer: _LayerReader, ranks: Ranks, *, stacked: bool
 ) -> LayerWeights:
     shard, width = Shard(ranks.rank, ranks.size), config.head_dim
-    queries = of_width(shard.of(config.num_heads), width)
+    queries = of_width(shard.heads(config.num_heads, config.num_kv_heads), width)
     keys = of_width(shard.kv_heads(config.num_kv_heads), width)
     qkv = {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
     output = layer.columns("self_attn.o_proj", queries, bias=config.output_bias and not shard.rank)

@@ -98,7 +98,7 @@ def _attend(
     scores = (query @ key.transpose(-1, -2)).float() * layer.scale
     if layer.softcap is not None:
         scores = layer.softcap * torch.tanh(scores / layer.softcap)
-    positions = torch.arange(query.shape[2])
+    positions = torch.arange(query.shape[2], device=query.device)
     distance = positions[:, None] - positions
     hidden = distance < 0
     if layer.window is not None:

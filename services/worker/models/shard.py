@@ -1,17 +1,22 @@
 """Which part of a decoder a rank holds.
 
-Heads, the inside of each MLP and the rows of the output projection are divided into equal parts.
-Where there are fewer heads of keys and values than ranks, neighbours hold the same one, as in vLLM.
+Heads, the inside of each MLP and the rows of the output projection are divided: equally, or with
+one more in the first ranks' parts. Heads of queries stay with those of keys and values that they
+attend with; where there are fewer of the latter than ranks, neighbours hold the same one, as in
+vLLM.
 Embeddings are whole on each rank: a step reads but its own rows of them, so that a part would save
-no time and cost one more sum; the output projection is read whole in each step, so it is divided.
+no time and cost one more sum; the output projection is read whole in each step, so it is divided,
+unless its parts could not be equal, which gathering wants.
 """
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from services.worker.models.architecture import ExpertLayout
 from services.worker.models.config import ModelConfig
 from services.worker.models.errors import UnsupportedModel
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +27,14 @@ class Shard:
     size: int = 1
 
     def of(self, length: int) -> slice:
-        """Its part of so many, which `size` divides."""
-        part = length // self.size
-        return slice(self.rank * part, (self.rank + 1) * part)
+        """Its part of so many."""
+        part, more = divmod(length, self.size)
+        start = self.rank * part + min(self.rank, more)
+        return slice(start, start + part + (self.rank < more))
+
+    def of_head(self, num_rows: int) -> slice:
+        """Its rows of the output projection; all of them where parts would not be equal."""
+        return slice(0, num_rows) if num_rows % self.size else self.of(num_rows)
 
     def kv_heads(self, num_kv_heads: int) -> slice:
         """Its heads of keys and values: those that its heads of queries attend with."""
@@ -33,34 +43,48 @@ class Shard:
         head = self.rank * num_kv_heads // self.size
         return slice(head, head + 1)
 
+    def heads(self, num_heads: int, num_kv_heads: int) -> slice:
+        """Its heads of queries: all that attend with its heads of keys and values, or, of those
+        that attend with one which several ranks hold, its share.
+        """
+        queries = num_heads // num_kv_heads
+        own = self.kv_heads(num_kv_heads)
+        if num_kv_heads >= self.size:
+            return of_width(own, queries)
+        holders = self.size // num_kv_heads
+        share = Shard(self.rank % holders, holders).of(queries)
+        first = own.start * queries
+        return slice(first + share.start, first + share.stop)
+
+    def count_heads(self, num_heads: int, num_kv_heads: int) -> tuple[int, int]:
+        """How many heads it has of queries, and of keys and values."""
+        heads, kv_heads = self.heads(num_heads, num_kv_heads), self.kv_heads(num_kv_heads)
+        return heads.stop - heads.start, kv_heads.stop - kv_heads.start
+
     def config(self, config: ModelConfig) -> ModelConfig:
         """What is computed here: the part's heads, the whole of everything else."""
-        return replace(
-            config,
-            num_heads=config.num_heads // self.size,
-            num_kv_heads=max(config.num_kv_heads // self.size, 1),
-        )
+        num_heads, num_kv_heads = self.count_heads(config.num_heads, config.num_kv_heads)
+        return replace(config, num_heads=num_heads, num_kv_heads=num_kv_heads)
+
+    def log_read(self, num_bytes: int, whole: int) -> None:
+        """Tells how much of a checkpoint was read for a part."""
+        if self.size > 1:
+            own, all_of_it = num_bytes / 2**20, whole / 2**20
+            logger.info("rank %d of %d read %.1f of %.1f MiB", self.rank, self.size, own, all_of_it)
 
 
-def check_divisible(config: ModelConfig, size: int, directory: Path) -> None:
-    """Raises UnsupportedModel, naming the field, for a model that so many ranks cannot divide."""
-    lengths = {"num_attention_heads": config.num_heads, "vocab_size": config.vocab_size}
-    for layer in config.layers:
-        if layer.experts is None:
-            lengths["intermediate_size"] = config.intermediate_size
-        elif layer.experts.layout is ExpertLayout.QWEN3:
-            lengths["moe_intermediate_size"] = layer.experts.intermediate_size
-        else:
-            lengths["intermediate_size"] = layer.experts.intermediate_size
-    undivided = [(name, length) for name, length in lengths.items() if length % size]
-    if config.num_kv_heads % size and size % config.num_kv_heads:
-        undivided.append(("num_key_value_heads", config.num_kv_heads))
-    for name, length in undivided:
-        raise UnsupportedModel(
-            directory / "config.json",
-            f"{name} {length} cannot be divided over {size} ranks: choose another "
-            "tensor_parallel_size",
-        )
+def check_divisible(num_heads: int, num_kv_heads: int, size: int, directory: Path) -> None:
+    """Raises UnsupportedModel, saying what would do, for heads that so many ranks cannot divide."""
+    if size <= num_kv_heads or (size % num_kv_heads == 0 and size <= num_heads):
+        return
+    may_be = f"{num_kv_heads} or less"
+    if num_heads > num_kv_heads:
+        may_be += f", or a multiple of {num_kv_heads} up to {num_heads}"
+    raise UnsupportedModel(
+        directory / "config.json",
+        f"{num_heads} attention heads with {num_kv_heads} heads of keys and values cannot be "
+        f"divided over {size} ranks: tensor_parallel_size may be {may_be}",
+    )
 
 
 def of_width(part: slice, width: int) -> slice:

@@ -160,26 +160,39 @@ def test_heads_of_keys_and_values_are_shared_by_neighbours() -> None:
     ]
 
 
+def test_heads_that_do_not_divide() -> None:
+    """Nine heads of queries, each three of which attend with one of three of keys and values."""
+    two = [Shard(rank, 2) for rank in range(2)]
+    assert [shard.kv_heads(3) for shard in two] == [slice(0, 2), slice(2, 3)]
+    assert [shard.heads(9, 3) for shard in two] == [slice(0, 6), slice(6, 9)]
+    assert [shard.count_heads(9, 3) for shard in two] == [(6, 2), (3, 1)]
+    six = [Shard(rank, 6) for rank in range(6)]
+    assert [shard.kv_heads(3).start for shard in six] == [0, 0, 1, 1, 2, 2]
+    assert [shard.heads(9, 3) for shard in six[:3]] == [slice(0, 2), slice(2, 3), slice(3, 5)]
+
+
+def test_every_row_is_in_one_part() -> None:
+    parts = [Shard(rank, 4).of(10) for rank in range(4)]
+    assert parts == [slice(0, 3), slice(3, 6), slice(6, 8), slice(8, 10)]
+
+
 @pytest.mark.parametrize(
-    ("kind", "changes", "size", "field"),
+    ("heads", "kv_heads", "size", "may_be"),
     [
-        ("llama", {}, 3, "num_attention_heads 4 cannot be divided over 3 ranks"),
-        ("llama", {"intermediate_size": 97}, 2, "intermediate_size 97"),
-        ("llama", {"vocab_size": 321}, 2, "vocab_size 321"),
-        ("qwen3_moe", {"moe_intermediate_size": 33}, 2, "moe_intermediate_size 33"),
-        (
-            "llama",
-            {"num_attention_heads": 12, "num_key_value_heads": 6},
-            4,
-            "num_key_value_heads 6 cannot be divided over 4 ranks",
-        ),
-        ("opt", {}, 2, "architecture OPTForCausalLM has no native code"),
+        (4, 2, 3, "2 or less, or a multiple of 2 up to 4"),
+        (9, 3, 4, "3 or less, or a multiple of 3 up to 9"),
+        (9, 3, 12, "3 or less, or a multiple of 3 up to 9"),
+        (4, 4, 8, "4 or less"),
     ],
 )
-def test_what_cannot_be_divided_is_refused_by_name(
-    kind: str, changes: dict[str, int], size: int, field: str, tmp_path: Path
+def test_what_cannot_be_divided_is_refused_with_what_can(
+    heads: int, kv_heads: int, size: int, may_be: str, tmp_path: Path
 ) -> None:
-    save_tiny_model(tmp_path, kind)
-    edit_config(tmp_path, **changes)
-    with pytest.raises(UnsupportedModel, match=field):
+    save_tiny_model(tmp_path, "llama")
+    edit_config(tmp_path, num_attention_heads=heads, num_key_value_heads=kv_heads)
+    problem = (
+        f"{heads} attention heads with {kv_heads} heads of keys and values cannot be divided over "
+        f"{size} ranks: tensor_parallel_size may be {may_be}"
+    )
+    with pytest.raises(UnsupportedModel, match=f"{problem}$"):
         check_configuration(tmp_path, size)

@@ -1,0 +1,122 @@
+"""Reading a checkpoint into a model of transformers, whole or a rank's part of it.
+
+What transformers knows of the names in checkpoints, of tied weights and of buffers that are in none
+holds for parts too: it is given tensors that are read when it takes them, each its part alone.
+"""
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+
+from services.worker.models.checkpoint import CPU, Checkpoint, TensorReader
+from services.worker.models.errors import ModelError, ModelFileError, ModelTensorError
+from services.worker.models.foreign_attention import ATTENTION_NAME
+from services.worker.models.foreign_division import Division
+from services.worker.models.foreign_linear import Part
+from services.worker.models.probe import Refused
+
+_one_at_a_time = threading.Lock()
+"""While it makes a model, transformers changes defaults of torch for all threads."""
+
+
+def model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
+    """The class that config.json names, if transformers has it for decoders of its kind."""
+    known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    for cls in known if isinstance(known, tuple) else (known,):
+        if cls is not None and cls.__name__ in (config.architectures or []):
+            found: type[PreTrainedModel] = cls
+            return found
+    return None
+
+
+def load_whole(directory: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model on the CPU. Raises Refused, ModelError."""
+    return _load(model_class(config), directory, config, dtype, directory)
+
+
+def load_part(
+    checkpoint: Checkpoint, config: PretrainedConfig, dtype: torch.dtype, division: Division
+) -> PreTrainedModel:
+    """A rank's part of the model on the CPU. Raises Refused, ModelError."""
+    directory = checkpoint.directory
+    with replace(checkpoint, device=CPU).open() as reader:
+        tensors = {name: _LazyTensor(reader, name, division.part_of) for name in checkpoint.tensors}
+        divided = _divided(model_class(config), division)
+        model = _load(divided, directory, config, dtype, None, state_dict=tensors)
+        whole = sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
+        division.shard.log_read(reader.num_bytes, whole)
+    if (directory / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(directory)
+    return model
+
+
+class _LazyTensor:
+    """A tensor of a checkpoint that reads a part of itself when somebody takes its elements."""
+
+    def __init__(self, reader: TensorReader, name: str, part_of: Callable[[str], Part]) -> None:
+        self._reader = reader
+        self._name = name
+        self._part_of = part_of
+
+    def __getitem__(self, _: object) -> torch.Tensor:
+        return self._reader.read_part(self._name, self._part_of(self._name)).contiguous()
+
+
+def _divided(cls: Any, division: Division) -> Any:
+    """The class, whose models are divided as soon as they are made."""
+
+    def make(self: PreTrainedModel, config: PretrainedConfig) -> None:
+        cls.__init__(self, config)
+        division.apply(self)
+
+    return type(cls.__name__, (cls,), {"__init__": make, "__module__": cls.__module__})
+
+
+def _load(
+    cls: Any,
+    directory: Path,
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    source: Path | None,
+    **options: Any,
+) -> PreTrainedModel:
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        with _one_at_a_time:
+            model, told = cls.from_pretrained(
+                source,
+                config=config,
+                dtype=dtype,
+                attn_implementation=ATTENTION_NAME,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+                **options,
+            )
+    except (Refused, ModelError):
+        raise
+    except Exception as error:
+        if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
+            raise Refused("does not attend through transformers' attention interface") from error
+        raise ModelFileError(
+            directory, f"transformers does not load it: {one_line(error)}"
+        ) from error
+    missing = sorted([*told["missing_keys"], *(key for key, *_ in told["mismatched_keys"])])
+    if missing:
+        raise ModelTensorError(
+            directory, f"tensor {missing[0]} is missing or of another shape than config.json says"
+        )
+    loaded: PreTrainedModel = model.eval()
+    return loaded
+
+
+def one_line(error: Exception) -> str:
+    """The beginning of an error's message as one line."""
+    return " ".join(str(error).split())[:200]

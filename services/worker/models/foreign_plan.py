@@ -1,0 +1,81 @@
+"""How a model that transformers runs is divided over ranks: by the plan that its class carries.
+
+A plan names layers, and says of each whether it is divided by columns, so that its output is a
+part, or by rows, so that its input is one and the ranks' outputs are summed; or that it gives its
+output, or takes its input, whole. That is Megatron-LM's division, as in parallel/ranks.py.
+"""
+
+import enum
+import re
+
+from transformers import PreTrainedModel
+
+from services.worker.models.probe import Refused
+
+
+class Style(enum.Enum):
+    """What is done to a layer, in the words of transformers' plans; the last is of this project."""
+
+    COLUMNS = "colwise"
+    ROWS = "rowwise"
+    COLUMNS_GATHERED = "colwise_gather_output"
+    ROWS_OF_WHOLE_INPUT = "rowwise_split_input"
+    NORM_OF_GATHERED = "norm_of_gathered"
+
+
+_FORMER_NAMES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
+_WHOLE = frozenset({"replicate", "replicated_with_grad_allreduce", "embedding_rowwise"})
+"""Styles of what is whole on each rank here: norms of single heads, and embeddings, of which a step
+reads but its own rows.
+"""
+
+_OPT = {
+    "model.decoder.layers.*.self_attn.q_proj": "colwise",
+    "model.decoder.layers.*.self_attn.k_proj": "colwise",
+    "model.decoder.layers.*.self_attn.v_proj": "colwise",
+    "model.decoder.layers.*.self_attn.out_proj": "rowwise",
+    "model.decoder.layers.*.fc1": "colwise",
+    "model.decoder.layers.*.fc2": "rowwise",
+    "lm_head": "colwise_gather_output",
+}
+_OLMO2 = {
+    "model.layers.*.self_attn.q_proj": "colwise",
+    "model.layers.*.self_attn.k_proj": "colwise",
+    "model.layers.*.self_attn.v_proj": "colwise",
+    "model.layers.*.self_attn.q_norm": "norm_of_gathered",
+    "model.layers.*.self_attn.k_norm": "norm_of_gathered",
+    "model.layers.*.self_attn.o_proj": "rowwise",
+    "model.layers.*.mlp.gate_proj": "colwise",
+    "model.layers.*.mlp.up_proj": "colwise",
+    "model.layers.*.mlp.down_proj": "rowwise",
+    "lm_head": "colwise_gather_output",
+}
+_OWN = {"opt": _OPT, "olmo2": _OLMO2}
+"""Plans by model type: transformers has none for OPT, and one for OLMo 2 that leaves all heads, and
+so the whole cache, to each rank, for the sake of its norms over all heads.
+"""
+
+
+def read_plan(model: PreTrainedModel) -> dict[str, Style]:
+    """The layers to divide, by name. Raises Refused for a plan that cannot be followed."""
+    told = _OWN.get(model.config.model_type) or model.tp_plan or {}
+    modules = [name for name, _ in model.named_modules()]
+    known = {style.value: style for style in Style}
+    plan: dict[str, Style] = {}
+    for pattern, word in told.items():
+        style = known.get(_FORMER_NAMES.get(word, word))
+        if style is not None:
+            plan |= dict.fromkeys(_matching(pattern, modules), style)
+        elif word not in _WHOLE:
+            tensors = [name for name, _ in model.named_parameters()]
+            if named := _matching(pattern, modules + tensors):
+                raise Refused(f"divides {named[0]} in a way, {word}, that is not known here")
+    if not plan:
+        raise Refused("has no plan by which ranks could divide it")
+    return plan
+
+
+def _matching(pattern: str, names: list[str]) -> list[str]:
+    """A star stands for one part of a name."""
+    matches = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+")).fullmatch
+    return [name for name in names if matches(name)]
