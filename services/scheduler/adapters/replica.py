@@ -101,7 +101,7 @@ class ReplicaClient:
             enable_prefix_caching=self._enable_prefix_caching,
             drop_last_hit_block=shape.description.drop_last_hit_block,
         )
-        self._workers.open(generation)
+        await self._workers.open(generation)
         self._shape = shape
         logger.info(
             "serving %s: %d blocks of %d tokens, generation %d",

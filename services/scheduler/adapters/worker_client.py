@@ -129,11 +129,18 @@ class WorkerGroup:
         """What each rank runs, in rank order. Raises StepwellError for the first that is away."""
         return list(await asyncio.gather(*(rank.describe() for rank in self._ranks)))
 
-    def open(self, generation: int) -> None:
-        """Begins a new generation on every rank."""
+    async def open(self, generation: int) -> None:
+        """Begins a new generation on every rank. Raises WorkersLost.
+
+        Several ranks are sent a step of nothing: one that still waits for the others, in a step
+        that not all were sent before their streams ended, learns from them that it is over, even
+        if there is nothing to compute for long.
+        """
         self._generation = generation
         for rank in self._ranks:
             rank.open()
+        if len(self._ranks) > 1:
+            await self._send(0, worker_pb2.ExecuteRequest(generation=generation))
 
     def close(self) -> None:
         """Ends every stream."""
@@ -142,7 +149,12 @@ class WorkerGroup:
 
     async def submit(self, plan: StepPlan, traceparent: str = "") -> asyncio.Future[StepOutput]:
         request = to_execute_request(plan, self._generation, traceparent)
-        step = _Step(plan.step, len(self._ranks), self._step_timeout_seconds)
+        return await self._send(plan.step, request)
+
+    async def _send(
+        self, number: int, request: worker_pb2.ExecuteRequest
+    ) -> asyncio.Future[StepOutput]:
+        step = _Step(number, len(self._ranks), self._step_timeout_seconds)
         for rank in self._ranks:
             await rank.submit(request, step)
         return step.output

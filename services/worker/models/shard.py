@@ -77,9 +77,10 @@ def check_divisible(num_heads: int, num_kv_heads: int, size: int, directory: Pat
     """Raises UnsupportedModel, saying what would do, for heads that so many ranks cannot divide."""
     if size <= num_kv_heads or (size % num_kv_heads == 0 and size <= num_heads):
         return
-    may_be = f"{num_kv_heads} or less"
-    if num_heads > num_kv_heads:
-        may_be += f", or a multiple of {num_kv_heads} up to {num_heads}"
+    if num_kv_heads in (1, num_heads):
+        may_be = f"{num_heads} or less"
+    else:
+        may_be = f"{num_kv_heads} or less, or a multiple of {num_kv_heads} up to {num_heads}"
     raise UnsupportedModel(
         directory / "config.json",
         f"{num_heads} attention heads with {num_kv_heads} heads of keys and values cannot be "

@@ -11,7 +11,7 @@ import pytest
 from stepwell.worker.v1 import worker_pb2, worker_pb2_grpc
 
 from services.common.channel import open_channel
-from tests.tiny_models import edit_config, save_tiny_model
+from tests.tiny_models import save_tiny_model
 from tests.worker.rank_threads import free_port
 from tests.worker.worker_process import DEADLINE_SECONDS, outcome, start, until_serving
 
@@ -102,11 +102,11 @@ async def test_a_taken_meeting_place_ends_the_start_with_one_sentence(directory:
 async def test_a_model_that_cannot_be_divided_ends_the_start_with_one_sentence(
     directory: Path,
 ) -> None:
-    edit_config(directory, intermediate_size=97)
-    process, *_ = await start_ranks(directory, [], WORLD_SIZE="2")
+    process, *_ = await start_ranks(directory, [], WORLD_SIZE="3")
     status, lines = await outcome(process)
     assert status == 1
     assert lines == [
-        f"stepwell worker: {directory}/config.json: intermediate_size 97 cannot be divided over "
-        "2 ranks: choose another tensor_parallel_size"
+        f"stepwell worker: {directory}/config.json: 4 attention heads with 2 heads of keys and "
+        "values cannot be divided over 3 ranks: tensor_parallel_size may be 2 or less, or a "
+        "multiple of 2 up to 4"
     ]

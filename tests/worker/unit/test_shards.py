@@ -183,6 +183,7 @@ def test_every_row_is_in_one_part() -> None:
         (9, 3, 4, "3 or less, or a multiple of 3 up to 9"),
         (9, 3, 12, "3 or less, or a multiple of 3 up to 9"),
         (4, 4, 8, "4 or less"),
+        (4, 1, 8, "4 or less"),
     ],
 )
 def test_what_cannot_be_divided_is_refused_with_what_can(
