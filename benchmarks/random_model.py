@@ -93,6 +93,20 @@ def model_config(shape: Shape) -> dict[str, object]:
     }
 
 
+def read_shape(directory: Path) -> Shape:
+    """The shape of a Llama model on disk."""
+    config = json.loads((directory / "config.json").read_text())
+    return Shape(
+        hidden_size=config["hidden_size"],
+        num_layers=config["num_hidden_layers"],
+        num_heads=config["num_attention_heads"],
+        num_kv_heads=config["num_key_value_heads"],
+        intermediate_size=config["intermediate_size"],
+        vocab_size=config["vocab_size"],
+        tied_embeddings=config["tie_word_embeddings"],
+    )
+
+
 def random_weights(shape: Shape, seed: int) -> dict[str, torch.Tensor]:
     """Every tensor by name: matrices normal with deviation 0.02, norms one."""
     generator = np.random.default_rng(seed)

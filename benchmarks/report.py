@@ -53,7 +53,7 @@ def machine_text(found: Mapping[str, str], command: str) -> str:
 
 def serving_table(rows: Sequence[Row]) -> str:
     """Latencies and throughput of each side at each concurrency."""
-    return _table(
+    return table_text(
         (
             "at once",
             "through",
@@ -88,13 +88,13 @@ def rounds_text(rows: Sequence[Row]) -> str:
 def processor_table(rows: Sequence[Row]) -> str:
     """Processor time per output token of each process."""
     processes = list(dict.fromkeys(name for row in rows for name in row.processor_micros))
-    return _table(
+    return table_text(
         ("at once", "through", *processes),
         (
             (
                 str(row.concurrency),
                 row.side,
-                *(_number(row.processor_micros.get(name), 0) for name in processes),
+                *(number_text(row.processor_micros.get(name), 0) for name in processes),
             )
             for row in rows
         ),
@@ -105,15 +105,15 @@ def hops_table(hops: Mapping[int, Mapping[str, float | None]]) -> str:
     """Median microseconds of each hop that was seen, a column for each concurrency."""
     header = [f"{level} request{'s' if level > 1 else ''}" for level in hops]
     seen = [hop for hop in HOPS if any(found[hop] is not None for found in hops.values())]
-    return _table(
+    return table_text(
         ("hop of a decode step, median µs", *header),
-        ((hop, *(_number(found[hop], 0) for found in hops.values())) for hop in seen),
+        ((hop, *(number_text(found[hop], 0) for found in hops.values())) for hop in seen),
     )
 
 
 def tracing_table(rows: Sequence[Row]) -> str:
     """What tracing costs those who are served."""
-    return _table(
+    return table_text(
         ("at once", "tracing", "ITL ms, median", "tokens/s", "tokens/s to off"),
         (
             (
@@ -132,7 +132,7 @@ def span_work_table(work: Mapping[str, Mapping[int, Mapping[str, float]]]) -> st
     """Processor time of the spans of a step, by service."""
     levels = list(dict.fromkeys(level for found in work.values() for level in found))
     services = list(dict.fromkeys(name for found in work.values() for name in found[levels[0]]))
-    return _table(
+    return table_text(
         ("processor µs per step", *(f"{name}, {level}" for name in services for level in levels)),
         (
             (label, *(f"{found[level][name]:.1f}" for name in services for level in levels))
@@ -145,7 +145,7 @@ def overhead_table(rows: Sequence[StepRow]) -> str:
     """An empty step: the time from one to the next, and what each process spends on it."""
     processes = list(rows[0].processor_micros)
     spent = (f"{name}, processor µs" for name in processes)
-    return _table(
+    return table_text(
         ("running", "scheduling", "step µs, median", "best round", "mean", *spent),
         (
             (
@@ -165,16 +165,16 @@ def hidden_table(rows: Sequence[StepRow]) -> str:
     """A step that takes time: what is left of the throughput that the worker has alone."""
     processes = list(rows[0].processor_micros)
     spent = (f"{name}, processor µs" for name in processes)
-    return _table(
+    return table_text(
         ("running", "scheduling", "step µs", "alone µs", "throughput to alone", "best", *spent),
         (
             (
                 str(row.running),
                 row.mode,
-                _number(row.mean_micros, 0),
-                _number(row.bare_micros, 0),
-                _number(row.ratio, 3),
-                _number(row.best_ratio, 3),
+                number_text(row.mean_micros, 0),
+                number_text(row.bare_micros, 0),
+                number_text(row.ratio, 3),
+                number_text(row.best_ratio, 3),
                 *(f"{row.processor_micros[name]:.0f}" for name in processes),
             )
             for row in rows
@@ -182,30 +182,14 @@ def hidden_table(rows: Sequence[StepRow]) -> str:
     )
 
 
-def worker_table(columns: Mapping[str, Mapping[str, float]]) -> str:
-    """A row for each load, a column for the machine's limit and for each engine."""
-    loads = dict.fromkeys(load for figures in columns.values() for load in figures)
-    return _table(
-        ("load", *columns),
-        (
-            (
-                load,
-                *(
-                    _number(figures.get(load), 2 if load.endswith("seconds") else 0)
-                    for figures in columns.values()
-                ),
-            )
-            for load in loads
-        ),
-    )
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table_text(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table whose first column is text and whose others are numbers."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def _number(value: float | None, digits: int) -> str:
+def number_text(value: float | None, digits: int) -> str:
+    """With so many digits after the point; a dash where nothing was measured."""
     return "—" if value is None else f"{value:.{digits}f}"
 
 

@@ -1,27 +1,41 @@
 """The five loads that workers are compared by, for whatever can generate.
 
 Imports nothing of ours and nothing but the standard library: peers run it in interpreters of their
-own.
+own. A side of the comparison is a process that answers, one after the other, the loads that it is
+asked for.
 """
 
+import argparse
 import json
 import random
-import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
 
 PREFILL_TOKENS = 512
 DECODE_PROMPT, DECODE_OUTPUT = 128, 64
 DECODE_LEVELS = (1, 8, 32)
 SHARED_TOKENS, OWN_TOKENS, PREFIX_REQUESTS, PREFIX_OUTPUT = 384, 32, 32, 32
+MAX_REQUESTS = 32
+MAX_TOKENS = MAX_REQUESTS * (SHARED_TOKENS + OWN_TOKENS + PREFIX_OUTPUT)
+"""What the largest load keeps in a cache that shares nothing."""
 
 PREFILL = f"prefill of {PREFILL_TOKENS} tokens, tokens/s"
 PREFIX = f"{PREFIX_REQUESTS} requests that share {SHARED_TOKENS} of 416 tokens, seconds"
 
+_LEAST_TOKEN = 300
+_WARM_UP_REQUESTS, _WARM_UP_OUTPUT = 4, 4
+_WARM_UP_ROUND = -1
+
 Prompts = list[list[int]]
-Generate = Callable[[Prompts, int], None]
-"""Generates so many tokens of each prompt, greedily, whatever they are; returns with the last."""
+Times = list[list[float]]
+Generate = Callable[[Prompts, int], Times]
+"""Generates so many tokens of each prompt, greedily, whatever they are; begins all at once.
+
+Tells for each prompt when each of its tokens was known, by `time.perf_counter`.
+"""
 
 
 def decode_name(level: int) -> str:
@@ -32,61 +46,115 @@ def decode_name(level: int) -> str:
 NAMES = (PREFILL, *(decode_name(level) for level in DECODE_LEVELS), PREFIX)
 
 
-class Loads:
-    """Draws prompts that nobody has seen."""
-
-    def __init__(self, generate: Generate, vocab_size: int, seed: int = 0) -> None:
-        self._generate = generate
-        self._vocab_size = vocab_size
-        self._random = random.Random(seed)
-
-    def figures(self, rounds: int) -> dict[str, list[float]]:
-        """Every figure, round by round, after one round for warming up."""
-        found: dict[str, list[float]] = {name: [] for name in NAMES}
-        for number in range(rounds + 1):
-            for name in NAMES:
-                value = self._measure(name)
-                if number:
-                    found[name].append(value)
-        return found
-
-    def prefix_seconds(self) -> float:
-        """Requests that begin alike, all at once."""
-        shared = self._tokens(SHARED_TOKENS)
-        prompts = [shared + self._tokens(OWN_TOKENS) for _ in range(PREFIX_REQUESTS)]
-        return self._seconds(prompts, PREFIX_OUTPUT)
-
-    def _measure(self, name: str) -> float:
-        if name == PREFILL:
-            return PREFILL_TOKENS / self._seconds([self._tokens(PREFILL_TOKENS)], 1)
-        if name == PREFIX:
-            return self.prefix_seconds()
-        [level] = [level for level in DECODE_LEVELS if decode_name(level) == name]
-        return self._decode(level)
-
-    def _decode(self, level: int) -> float:
-        """Tokens after the first ones, by the time that they take more than the first ones."""
-        first, all_ = (
-            self._seconds([self._tokens(DECODE_PROMPT) for _ in range(level)], count)
-            for count in (1, DECODE_OUTPUT)
-        )
-        return level * (DECODE_OUTPUT - 1) / (all_ - first)
-
-    def _seconds(self, prompts: Prompts, num_tokens: int) -> float:
-        begun = time.perf_counter()
-        self._generate(prompts, num_tokens)
-        return time.perf_counter() - begun
-
-    def _tokens(self, count: int) -> list[int]:
-        return [self._random.randrange(300, self._vocab_size) for _ in range(count)]
+class WrongTokens(Exception):
+    """A side generated more or less than it was asked for: what it took says nothing."""
 
 
-def answer(generate: Generate, vocab_size: int, rounds: int) -> None:
-    """Measures, and prints the figures as a line of JSON."""
-    figures = Loads(generate, vocab_size).figures(rounds)
-    sys.stdout.write("\n" + json.dumps(figures) + "\n")
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests that begin together. `shared_tokens` of each prompt are the same in all."""
+
+    num_requests: int
+    shared_tokens: int
+    own_tokens: int
+    num_outputs: int
+
+    def prompts(self, vocab_size: int, seed: str) -> Prompts:
+        """Prompts that nobody has seen with another seed, and everybody sees with this one."""
+        draw = random.Random(seed)
+
+        def tokens(count: int) -> list[int]:
+            return [
+                draw.randrange(min(_LEAST_TOKEN, vocab_size // 2), vocab_size) for _ in range(count)
+            ]
+
+        shared = tokens(self.shared_tokens)
+        return [shared + tokens(self.own_tokens) for _ in range(self.num_requests)]
 
 
-def medians(figures: dict[str, list[float]]) -> dict[str, float]:
-    """Of each figure."""
-    return {name: statistics.median(values) for name, values in figures.items()}
+LOADS = {
+    PREFILL: Load(1, 0, PREFILL_TOKENS, 1),
+    **{decode_name(level): Load(level, 0, DECODE_PROMPT, DECODE_OUTPUT) for level in DECODE_LEVELS},
+    PREFIX: Load(PREFIX_REQUESTS, SHARED_TOKENS, OWN_TOKENS, PREFIX_OUTPUT),
+}
+
+
+def measure(generate: Generate, vocab_size: int, name: str, number: int) -> float:
+    """The figure of a load in the round of this number; raises `WrongTokens`."""
+    load = LOADS[name]
+    begun, times = _run(generate, load, vocab_size, f"{name}, round {number}")
+    if name == PREFILL:
+        return PREFILL_TOKENS / (times[0][0] - begun)
+    if name == PREFIX:
+        return max(map(max, times)) - begun
+    return decode_rate(times)
+
+
+def decode_rate(times: Times) -> float:
+    """Tokens a second from where all have their first token; what came before counts nowhere."""
+    begun = max(each[0] for each in times)
+    after = [moment for each in times for moment in each if moment > begun]
+    return len(after) / (max(after) - begun)
+
+
+def warm_up(generate: Generate, vocab_size: int) -> None:
+    """A little of each load, so that nothing is done for the first time when it counts."""
+    for name, load in LOADS.items():
+        requests = min(load.num_requests, _WARM_UP_REQUESTS)
+        outputs = min(load.num_outputs, _WARM_UP_OUTPUT)
+        little = Load(requests, load.shared_tokens, load.own_tokens, outputs)
+        _run(generate, little, vocab_size, f"{name}, round {_WARM_UP_ROUND}")
+
+
+def _run(generate: Generate, load: Load, vocab_size: int, seed: str) -> tuple[float, Times]:
+    prompts = load.prompts(vocab_size, seed)
+    begun = time.perf_counter()
+    times = generate(prompts, load.num_outputs)
+    if [len(each) for each in times] != [load.num_outputs] * load.num_requests:
+        raise WrongTokens(f"{load}: {[len(each) for each in times]} tokens")
+    return begun, times
+
+
+@dataclass(frozen=True, slots=True)
+class SideArguments:
+    """What every side is told when it starts."""
+
+    model: Path
+    threads: int
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the model's vocabulary."""
+        return int(json.loads((self.model / "config.json").read_text())["vocab_size"])
+
+
+def parse_side() -> SideArguments:
+    """The command line of a side."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    parsed = parser.parse_args()
+    return SideArguments(parsed.model, parsed.threads)
+
+
+def answer(generate: Generate, vocab_size: int, engine: str) -> None:
+    """Says what it is once it is warm, then answers the loads of standard input until its end.
+
+    A question is a line `[name, round]`, an answer a line of JSON that begins with a brace; an
+    engine's log may stand between them. Between questions it waits without computing.
+    """
+    warm_up(generate, vocab_size)
+    _say({"engine": engine})
+    for name, number in _questions():
+        _say({"value": measure(generate, vocab_size, name, number)})
+
+
+def _questions() -> Iterable[tuple[str, int]]:
+    for line in sys.stdin:
+        name, number = json.loads(line)
+        yield name, number
+
+
+def _say(content: dict[str, object]) -> None:
+    sys.stdout.write("\n" + json.dumps(content) + "\n")
+    sys.stdout.flush()

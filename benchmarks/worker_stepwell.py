@@ -1,14 +1,12 @@
 """Our worker under the loads of benchmarks.worker_loads: runner, scheduler and pool in process."""
 
-import argparse
 import asyncio
-import json
-from pathlib import Path
+import time
 
 import uvloop
 
 from benchmarks.in_process import InProcess
-from benchmarks.worker_loads import Prompts, answer
+from benchmarks.worker_loads import Prompts, Times, answer, parse_side
 from services.common.settings import parse_settings
 from services.worker.settings import WorkerSettings
 
@@ -16,30 +14,26 @@ NUM_BLOCKS = 1024
 
 
 async def main() -> None:
-    """Measures everything once."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--rounds", type=int, required=True)
-    parsed, flags = parser.parse_known_args()
-    flags += ["--model", parsed.model, "--num-threads", str(parsed.threads)]
+    """Answers until standard input ends."""
+    side = parse_side()
+    flags = ["--model", str(side.model), "--num-threads", str(side.threads)]
     flags += ["--num-blocks", str(NUM_BLOCKS)]
-    settings = parse_settings(WorkerSettings, "worker", flags, {})
-    vocab_size = json.loads((Path(parsed.model) / "config.json").read_text())["vocab_size"]
-    async with InProcess(settings) as composed:
+    async with InProcess(parse_settings(WorkerSettings, "worker", flags, {})) as composed:
         loop = asyncio.get_running_loop()
 
-        async def finish(prompt: list[int], num_tokens: int) -> None:
-            async for _ in composed.client.generate(prompt, num_tokens):
-                pass
+        async def finish(prompt: list[int], num_tokens: int) -> list[float]:
+            times: list[float] = []
+            async for count in composed.client.generate(prompt, num_tokens):
+                times += [time.perf_counter()] * count
+            return times
 
-        async def finish_all(prompts: Prompts, num_tokens: int) -> None:
-            await asyncio.gather(*(finish(prompt, num_tokens) for prompt in prompts))
+        async def finish_all(prompts: Prompts, num_tokens: int) -> Times:
+            return await asyncio.gather(*(finish(prompt, num_tokens) for prompt in prompts))
 
-        def generate(prompts: Prompts, num_tokens: int) -> None:
-            asyncio.run_coroutine_threadsafe(finish_all(prompts, num_tokens), loop).result()
+        def generate(prompts: Prompts, num_tokens: int) -> Times:
+            return asyncio.run_coroutine_threadsafe(finish_all(prompts, num_tokens), loop).result()
 
-        await asyncio.to_thread(answer, generate, vocab_size, parsed.rounds)
+        await asyncio.to_thread(answer, generate, side.vocab_size, "Stepwell")
 
 
 if __name__ == "__main__":

@@ -3,32 +3,83 @@
 import pytest
 
 from benchmarks.random_model import Shape
-from benchmarks.report import worker_table
-from benchmarks.worker import Limits
-from benchmarks.worker_loads import NAMES, PREFILL, PREFIX, Loads, Prompts, decode_name
+from benchmarks.worker_limits import Limits
+from benchmarks.worker_loads import (
+    LOADS,
+    MAX_REQUESTS,
+    MAX_TOKENS,
+    NAMES,
+    PREFILL,
+    PREFIX,
+    Prompts,
+    Times,
+    WrongTokens,
+    decode_name,
+    decode_rate,
+    measure,
+    warm_up,
+)
+
+VOCAB_SIZE = 5000
 
 
-def test_every_load_is_run_once_a_round_and_once_before() -> None:
-    seen: list[tuple[int, int, int]] = []
+class Clockwork:
+    """An engine by whose clock every token takes a second, from now on."""
 
-    def generate(prompts: Prompts, num_tokens: int) -> None:
-        seen.append((len(prompts), len(prompts[0]), num_tokens))
-        for _ in range(1000 * num_tokens):
-            pass
+    def __init__(self, missing: int = 0) -> None:
+        self.asked: list[tuple[int, int, int]] = []
+        self.prompts: list[Prompts] = []
+        self._missing = missing
 
-    figures = Loads(generate, vocab_size=1000).figures(rounds=2)
-    assert list(figures) == list(NAMES)
-    assert all(len(values) == 2 and min(values) > 0 for values in figures.values())
-    decodes = [(level, 128, count) for level in (1, 8, 32) for count in (1, 64)]
-    assert seen == 3 * [(1, 512, 1), *decodes, (32, 416, 32)]
+    def generate(self, prompts: Prompts, num_tokens: int) -> Times:
+        self.asked.append((len(prompts), len(prompts[0]), num_tokens))
+        self.prompts.append(prompts)
+        return [[float(second) for second in range(num_tokens - self._missing)] for _ in prompts]
+
+
+def test_every_load_asks_for_what_its_name_says() -> None:
+    engine = Clockwork()
+    for name in NAMES:
+        measure(engine.generate, VOCAB_SIZE, name, 0)
+    decodes = [(level, 128, 64) for level in (1, 8, 32)]
+    assert engine.asked == [(1, 512, 1), *decodes, (32, 416, 32)]
+    assert max(requests for requests, _, _ in engine.asked) == MAX_REQUESTS
+    assert max(count * (prompt + out) for count, prompt, out in engine.asked) == MAX_TOKENS
+
+
+def test_prompts_are_the_same_for_everybody_and_new_in_every_round() -> None:
+    load = LOADS[decode_name(8)]
+    assert load.prompts(VOCAB_SIZE, "round 1") == load.prompts(VOCAB_SIZE, "round 1")
+    assert load.prompts(VOCAB_SIZE, "round 1") != load.prompts(VOCAB_SIZE, "round 2")
 
 
 def test_prompts_share_what_they_should_and_nothing_else() -> None:
-    asked: list[Prompts] = []
-    Loads(lambda prompts, _: asked.append(prompts), vocab_size=5000).prefix_seconds()
-    [prompts] = asked
+    prompts = LOADS[PREFIX].prompts(VOCAB_SIZE, "any")
     assert len({tuple(prompt[:384]) for prompt in prompts}) == 1
     assert len({tuple(prompt[384:]) for prompt in prompts}) == 32
+
+
+def test_decoding_counts_from_where_all_have_their_first_token() -> None:
+    """The second request begins at 2 s, by when the first has three tokens; three more follow."""
+    assert decode_rate([[0.0, 1.0, 2.0, 3.0], [2.0, 3.0, 4.0]]) == pytest.approx(3 / 2)
+
+
+def test_a_second_each_is_a_token_a_second_for_each() -> None:
+    assert measure(Clockwork().generate, VOCAB_SIZE, decode_name(8), 0) == pytest.approx(8)
+
+
+def test_an_engine_that_stops_early_is_found_out() -> None:
+    with pytest.raises(WrongTokens):
+        measure(Clockwork(missing=1).generate, VOCAB_SIZE, PREFIX, 0)
+
+
+def test_warming_up_takes_little_and_foretells_no_prompt() -> None:
+    engine = Clockwork()
+    warm_up(engine.generate, VOCAB_SIZE)
+    assert engine.asked == [(1, 512, 1), (1, 128, 4), (4, 128, 4), (4, 128, 4), (4, 416, 4)]
+    seen = {tuple(prompt) for prompts in engine.prompts for prompt in prompts}
+    measure(engine.generate, VOCAB_SIZE, PREFIX, 0)
+    assert seen.isdisjoint(map(tuple, engine.prompts[-1]))
 
 
 def test_limits_of_a_model_small_enough_to_count() -> None:
@@ -41,8 +92,3 @@ def test_limits_of_a_model_small_enough_to_count() -> None:
     assert figures[decode_name(1)] == pytest.approx(1e6 / (2 * weights))
     assert figures[decode_name(32)] == pytest.approx(1e6 / (2 * weights))
     assert PREFIX not in figures
-
-
-def test_a_table_of_engines() -> None:
-    table = worker_table({"limit": {PREFILL: 1910.4}, "ours": {PREFILL: 1600.0, PREFIX: 1.234}})
-    assert table.splitlines()[2:] == [f"| {PREFILL} | 1910 | 1600 |", f"| {PREFIX} | — | 1.23 |"]
