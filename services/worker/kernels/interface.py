@@ -103,6 +103,12 @@ class Kernels(Protocol):
         """
         ...
 
+    def norm_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        """The weight of a norm as the others want it, from one in float32 or in the model's data
+        type; nothing is rounded.
+        """
+        ...
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         """x [n, d] or [n, m, d] over the root of its mean square, times the weight [d]."""
         ...

@@ -51,6 +51,10 @@ class NativeKernels:
             return self._torch.gated_linear(weight, bias, activation)
         return NativeLinear(functions, weight, bias, activation)
 
+    def norm_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        """See Kernels. The library takes float32 with every data type."""
+        return weight.float()
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         """See Kernels."""
         functions = self._functions.get(x.dtype)
@@ -85,8 +89,7 @@ class NativeKernels:
         self, blocks: Sequence[DecoderBlock], norm: torch.Tensor, epsilon: float
     ) -> Stack | None:
         """See Kernels."""
-        functions = self._functions.get(norm.dtype)
-        return None if functions is None else stack_of(functions, blocks, norm, epsilon)
+        return stack_of(self._functions, blocks, norm, epsilon)
 
     def paged_attention(self, shape: AttentionShape) -> PagedAttention:
         """See Kernels."""

@@ -19,6 +19,7 @@ class NativeLinear:
         activation: Activation | None = None,
     ) -> None:
         rows, self.in_features = weight.shape
+        self.dtype = weight.dtype
         self.out_features = rows if activation is None else rows // 2
         width = functions.panel_width
         self._packed = torch.empty(-(-rows // width) * width * self.in_features, dtype=weight.dtype)

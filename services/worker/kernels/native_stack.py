@@ -1,6 +1,6 @@
 """All layers of a decoder as one call into the compiled library: see cpp/decoder.cpp."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -13,14 +13,22 @@ from services.worker.kernels.native_linear import NativeLinear
 
 
 def stack_of(
-    functions: Functions, blocks: Sequence[DecoderBlock], norm: torch.Tensor, epsilon: float
+    functions: Mapping[torch.dtype, Functions],
+    blocks: Sequence[DecoderBlock],
+    norm: torch.Tensor,
+    epsilon: float,
 ) -> "NativeStack | None":
-    """The layers as one; None where one of them has a projection that is not native."""
+    """The layers as one; None where one of them has a projection that is not native.
+
+    `functions`: by the data type of what they compute.
+    """
     for block in blocks:
         projections = (block.qkv, block.output, block.gate_up, block.down)
         if not all(isinstance(projection, NativeLinear) for projection in projections):
             return None
-    return NativeStack(functions, blocks, norm, epsilon)
+    first = blocks[0].qkv
+    assert isinstance(first, NativeLinear)
+    return NativeStack(functions[first.dtype], first.dtype, blocks, norm, epsilon)
 
 
 class NativeStack:
@@ -29,6 +37,7 @@ class NativeStack:
     def __init__(
         self,
         functions: Functions,
+        dtype: torch.dtype,
         blocks: Sequence[DecoderBlock],
         norm: torch.Tensor,
         epsilon: float,
@@ -38,7 +47,7 @@ class NativeStack:
         self._norm = norm
         self._layers = (DecoderLayer * len(blocks))(*(_layer(block) for block in blocks))
         self._decoder = Decoder(self._layers, len(blocks), norm.data_ptr(), len(norm), epsilon)
-        self._scratch = torch.empty(0, dtype=norm.dtype)
+        self._scratch = torch.empty(0, dtype=dtype)
         self._cache: object = None
         """What the layers' pages were taken from."""
 

@@ -28,9 +28,15 @@ class TorchKernels:
         """See Kernels."""
         return GatedLinear(PackedLinear(weight, bias), activation)
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    def norm_weight(self, weight: torch.Tensor) -> torch.Tensor:
         """See Kernels."""
-        return F.rms_norm(x, weight.shape, weight, epsilon)
+        return weight
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        """See Kernels. Of two data types torch would warn that it has no fused operation."""
+        if x.dtype is weight.dtype:
+            return F.rms_norm(x, weight.shape, weight, epsilon)
+        return F.rms_norm(x.to(weight.dtype), weight.shape, weight, epsilon).to(x.dtype)
 
     def add_rms_norm(
         self, residual: torch.Tensor, update: torch.Tensor, weight: torch.Tensor, epsilon: float

@@ -95,7 +95,7 @@ def load_weights(
             head = embedding[rows]
         else:
             head = reader.read_parts((_HEAD, (rows,)), dtype=dtype)
-        norm = _read_norm(reader, _NORM, dtype, config.norm_weight_offset)
+        norm = _read_norm(reader, kernels, _NORM, dtype, config.norm_weight_offset)
     shard.log_read(reader.num_bytes, sum(checkpoint.tensors[name].num_bytes for name in expected))
     projection = kernels.linear(head, None)
     if len(head) < config.vocab_size:
@@ -125,7 +125,8 @@ class _LayerReader:
         self._offset = norm_weight_offset
 
     def norm(self, name: str) -> torch.Tensor:
-        return _read_norm(self._reader, f"{self._prefix}{name}.weight", self._dtype, self._offset)
+        name = f"{self._prefix}{name}.weight"
+        return _read_norm(self._reader, self.kernels, name, self._dtype, self._offset)
 
     def fused(
         self, rows: dict[str, slice], *, bias: bool
@@ -221,9 +222,15 @@ def _load_experts(
     return SummedMlp(mlp, ranks) if ranks.size > 1 else mlp
 
 
-def _read_norm(reader: TensorReader, name: str, dtype: torch.dtype, offset: float) -> torch.Tensor:
-    """The weight of a norm, its offset added before it is rounded."""
-    return (reader.read(name, dtype=torch.float32) + offset).to(dtype)
+def _read_norm(
+    reader: TensorReader, kernels: Kernels, name: str, dtype: torch.dtype, offset: float
+) -> torch.Tensor:
+    """The weight of a norm. One with an offset is not rounded: a small weight would lose more bits
+    to the sum than bfloat16 took from it.
+    """
+    if offset:
+        return kernels.norm_weight(reader.read(name, dtype=torch.float32) + offset)
+    return kernels.norm_weight(reader.read(name, dtype=dtype))
 
 
 def _attention_tensors(config: ModelConfig) -> Shapes:

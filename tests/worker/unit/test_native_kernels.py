@@ -82,7 +82,7 @@ def test_an_odd_width_is_left_to_torch(native) -> None:
 def test_norms(native, width: int) -> None:
     torch.manual_seed(4)
     kernels = native.kernels
-    weight = drawn(native, width)
+    weight = kernels.norm_weight(drawn(native, width))
     residual, update = drawn(native, 5, width), drawn(native, 5, width)
     expected = residual + update
     normalized = kernels.add_rms_norm(residual, update, weight, 1e-5)
@@ -94,7 +94,7 @@ def test_norms(native, width: int) -> None:
 
 def test_norms_of_some_heads_of_a_fused_projection(native) -> None:
     torch.manual_seed(5)
-    heads, weight = drawn(native, 7, 6, 40), drawn(native, 40)
+    heads, weight = drawn(native, 7, 6, 40), native.kernels.norm_weight(drawn(native, 40))
     actual = native.kernels.rms_norm(heads[:, 2:5], weight, 1e-6)
     assert actual.is_contiguous()
     assert_near(native, actual, F.rms_norm(heads[:, 2:5].double(), (40,), weight.double(), 1e-6))

@@ -140,7 +140,7 @@ class Walk {
 
  private:
   // The residual stream takes the update in, from the second time on, and is normalized.
-  void normalize(const T* weight) {
+  void normalize(const float* weight) {
     const std::int64_t width = decoder_.hidden_size;
     const bool for_myself = buffers_.own_normed > 0;
     const Range own = for_myself ? Range{0, rows_} : team_.part(rows_);
@@ -155,14 +155,14 @@ class Walk {
     if (!for_myself) team_.wait();
   }
 
-  void normalize_update(const T* weight) {
+  void normalize_update(const float* weight) {
     if (weight == nullptr) return;
     normalize_heads(buffers_.update, decoder_.hidden_size, 1, weight, decoder_.hidden_size);
     team_.wait();
   }
 
   // In place: `count` heads of each row.
-  void normalize_heads(T* first, std::int64_t stride, int count, const T* weight,
+  void normalize_heads(T* first, std::int64_t stride, int count, const float* weight,
                        std::int64_t width) const {
     const Range own = team_.part(rows_);
     for (std::int64_t row = own.begin; row < own.end; ++row) {

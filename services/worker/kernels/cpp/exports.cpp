@@ -6,7 +6,7 @@
 namespace {
 
 template <class T>
-void norm_rows(T* input, std::int64_t group, std::int64_t stride, const T* update, const T* weight,
+void norm_rows(T* input, std::int64_t group, std::int64_t stride, const T* update, const float* weight,
                T* output, std::int64_t rows, std::int64_t width, float epsilon) {
   in_team(threads_for(double(rows) * double(width)), [&](Team team) {
     const Range own = team.part(rows);
@@ -45,7 +45,7 @@ void project_alone(const Projection<T>& projection, const T* input, T* output, s
     project_alone(*projection, input, output, rows);                                            \
   }                                                                                             \
   extern "C" void rms_norm_##SUFFIX(T* input, std::int64_t group, std::int64_t stride,          \
-                                    const T* update, const T* weight, T* output,                \
+                                    const T* update, const float* weight, T* output,            \
                                     std::int64_t rows, std::int64_t width, float epsilon) {     \
     norm_rows(input, group, stride, update, weight, output, rows, width, epsilon);              \
   }                                                                                             \

@@ -44,7 +44,7 @@ void project(const Projection<T>& projection, const T* input, T* output, std::in
 // output = norm(input + update) of one row; null: no update. `sum_to`, unless null, gets the sum; it
 // may be `input`. `output` may be `input` where there is no update.
 template <class T>
-void norm_row(const T* input, const T* update, T* sum_to, const T* weight, T* output,
+void norm_row(const T* input, const T* update, T* sum_to, const float* weight, T* output,
               std::int64_t width, float epsilon);
 
 struct AttentionLayer {
@@ -133,16 +133,16 @@ void attend(AttentionPlan& plan, const Heads<T>& heads, const Pages<T>& pages, T
 // One layer of a decoder. Norms that it does not have are null.
 template <class T>
 struct DecoderLayer {
-  const T* input_norm;
+  const float* input_norm;
   Projection<T> qkv;
-  const T* query_norm;
-  const T* key_norm;
+  const float* query_norm;
+  const float* key_norm;
   Projection<T> output;
-  const T* attention_output_norm;
-  const T* mlp_norm;
+  const float* attention_output_norm;
+  const float* mlp_norm;
   Projection<T> gate_up;
   Projection<T> down;
-  const T* mlp_output_norm;
+  const float* mlp_output_norm;
   AttentionLayer attention;
   Pages<T> pages;
   int group;     // Whose layout it goes by.
@@ -159,7 +159,7 @@ template <class T>
 struct Decoder {
   const DecoderLayer<T>* layers;
   int num_layers;
-  const T* norm;
+  const float* norm;
   std::int64_t hidden_size;
   float epsilon;
   int half;  // Pairs that are rotated.

@@ -7,7 +7,7 @@
 // The sum is rounded before it is normalized: later layers see what was normalized. It lies in
 // `output` meanwhile.
 template <class T>
-void norm_row(const T* input, const T* update, T* sum_to, const T* weight, T* output,
+void norm_row(const T* input, const T* update, T* sum_to, const float* weight, T* output,
               std::int64_t width, float epsilon) {
   const std::int64_t whole = width / LANES * LANES;
   const T* row = input;
@@ -33,12 +33,12 @@ void norm_row(const T* input, const T* update, T* sum_to, const T* weight, T* ou
     store(output + i, load(row + i) * scale * load(weight + i));
   }
   for (std::int64_t i = whole; i < width; ++i) {
-    output[i] = from_float<T>(to_float(row[i]) * scale * to_float(weight[i]));
+    output[i] = from_float<T>(to_float(row[i]) * scale * weight[i]);
   }
 }
 
 #define INSTANTIATE(T)                                                                          \
-  template void norm_row<T>(const T*, const T*, T*, const T*, T*, std::int64_t, float);
+  template void norm_row<T>(const T*, const T*, T*, const float*, T*, std::int64_t, float);
 INSTANTIATE(float)
 #ifdef __AVX512BF16__
 INSTANTIATE(BFloat16)
