@@ -56,7 +56,12 @@ def build_engine(
     checkpoint = open_checkpoint(settings.model, platform.torch_device)
     tell, kernels = _Progress(checkpoint_reached), platform.kernels()
     options = LoadOptions(settings.max_model_len, platform.dtype(settings.dtype))
-    loaded = load_model(checkpoint, options, kernels, tell.of("loading layers"), ranks)
+
+    def meet() -> None:
+        if group is not None:
+            group.tell("loaded", "")
+
+    loaded = load_model(checkpoint, options, kernels, tell.of("loading layers"), ranks, meet)
     groups = group_layers([layer.window for layer in loaded.attention])
     fingerprint = model_fingerprint(
         checkpoint,

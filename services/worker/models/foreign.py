@@ -6,6 +6,7 @@ a cached key another value later.
 """
 
 import inspect
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -47,9 +48,11 @@ def read_foreign_config(directory: Path) -> PretrainedConfig:
     return config
 
 
-def load_foreign(checkpoint: Checkpoint, options: LoadOptions, ranks: Ranks) -> LoadedModel:
+def load_foreign(
+    checkpoint: Checkpoint, options: LoadOptions, ranks: Ranks, meet: Callable[[], None]
+) -> LoadedModel:
     """The decoder, or a rank's part of it, on the checkpoint's device, and how each of its layers
-    attends. Raises ModelError.
+    attends. See load_model.
     """
     directory = checkpoint.directory
     config = read_foreign_config(directory)
@@ -61,6 +64,7 @@ def load_foreign(checkpoint: Checkpoint, options: LoadOptions, ranks: Ranks) -> 
         division = Division(directory, ranks) if ranks.size > 1 else None
         model = _load(checkpoint, config, dtype, division)
         _check_model(model)
+        meet()
         decoder = ForeignDecoder(model)
         layers = _probe(decoder, model)
         _check_windows(config, layers)

@@ -1,5 +1,6 @@
 """Loading a model directory: natively where there is code for it, else through transformers."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -46,10 +47,12 @@ def load_model(
     kernels: Kernels,
     progress: Progress,
     ranks: Ranks = ALONE,
+    meet: Callable[[], None] = lambda: None,
 ) -> LoadedModel:
     """Reads configuration and weights; with `ranks`, this one's part of them.
 
-    Raises ModelError for what cannot be served.
+    `meet` returns when every rank has called it, however long one of them reads: what ranks compute
+    together comes after. Raises ModelError for what cannot be served.
     """
     directory = checkpoint.directory
     name = read_architecture(directory)
@@ -64,7 +67,7 @@ def load_model(
         # Only here, since importing transformers takes seconds and a hundred megabytes.
         from services.worker.models.foreign import load_foreign  # noqa: PLC0415
 
-        loaded = load_foreign(checkpoint, options, ranks)
+        loaded = load_foreign(checkpoint, options, ranks, meet)
         progress(1, 1)
     return replace(loaded, attention=_shortened(loaded.attention, loaded.max_model_len))
 

@@ -5,6 +5,7 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,30 @@ async def test_ranks_that_are_told_to_stop_exit_with_0(directory: Path) -> None:
     for process in processes:
         status, lines = await outcome(process)
         assert status == 0, lines
+
+
+async def test_a_rank_that_waits_for_a_step_of_its_own_is_freed_by_a_new_generation(
+    directory: Path,
+) -> None:
+    processes = await serving_ranks(directory, [], [])
+    async with AsyncExitStack() as stack:
+        channels = [
+            await stack.enter_async_context(open_channel(f"unix:{directory}/{rank}.sock"))
+            for rank in range(2)
+        ]
+        stubs = [worker_pb2_grpc.WorkerStub(channel) for channel in channels]
+        half_sent = stubs[0].Execute()
+        await half_sent.write(worker_pb2.ExecuteRequest(generation=1, step=7))
+        begun = [stub.Execute() for stub in stubs]
+        for call in begun:
+            await call.write(worker_pb2.ExecuteRequest(generation=2))
+        for call in begun:
+            response = await asyncio.wait_for(call.read(), DEADLINE_SECONDS)
+            assert (response.generation, response.step) == (2, 0)
+    for process in processes:
+        process.send_signal(signal.SIGTERM)
+    for process in processes:
+        assert (await outcome(process))[0] == 0
 
 
 async def test_ranks_that_do_not_fit_together_say_so(directory: Path) -> None:

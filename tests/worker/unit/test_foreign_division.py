@@ -1,6 +1,7 @@
 """Parts of models that transformers runs add up to the whole, or are refused in one sentence."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ from services.worker.models.foreign_checkpoint import load_part
 from services.worker.models.foreign_division import Division
 from services.worker.models.load import load_model
 from services.worker.models.model import LoadedModel, LoadOptions
+from services.worker.parallel.group import Timeouts
 from services.worker.parallel.ranks import Ranks
 from tests.worker.rank_threads import RankThread, on_ranks
 
@@ -95,9 +97,9 @@ def save(directory: Path, config_class: type[PretrainedConfig], changes: dict[st
     return model.eval()
 
 
-def load(directory: Path, ranks: Ranks) -> LoadedModel:
-    options = LoadOptions(None, DtypeSetting.AUTO)
-    return load_model(open_checkpoint(directory), options, TorchKernels(), lambda *_: None, ranks)
+def load(directory: Path, ranks: Ranks, meet: Callable[[], Any] = lambda: None) -> LoadedModel:
+    checkpoint, options = open_checkpoint(directory), LoadOptions(None, DtypeSetting.AUTO)
+    return load_model(checkpoint, options, TorchKernels(), lambda *_: None, ranks, meet)
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,17 @@ def test_parts_add_up(tmp_path: Path, what: str) -> None:
     for told, embedded in on_ranks(2, work):
         torch.testing.assert_close(told, expected, rtol=1e-4, atol=1e-4)
         assert torch.equal(told, embedded)
+
+
+def test_a_rank_that_reads_for_long_is_waited_for(tmp_path: Path) -> None:
+    save(tmp_path, GraniteConfig, {})
+
+    def work(thread: RankThread) -> int:
+        ranks = thread.group.ranks
+        time.sleep(1.5 * ranks.rank)
+        return load(tmp_path, ranks, lambda: thread.group.tell("loaded", "")).vocab_size
+
+    assert on_ranks(2, work, Timeouts(join_seconds=20, collective_seconds=1)) == [40, 40]
 
 
 class OneOf:
