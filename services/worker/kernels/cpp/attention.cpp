@@ -2,13 +2,11 @@
 //
 // First every token's key is rotated and stored with its value. Then tasks are attended to in
 // parallel, a task being one key head and some consecutive queries of one request, with all query
-// heads that share it: its keys and values are read once for all of them. Where many requests decode,
-// a task takes all key heads, since those of a token lie together. A task walks its keys in
+// heads that share it: its keys and values are read once for all of them. A task walks its keys in
 // blocks, with the running maximum and sum of Milakov and Gimelshein's online softmax, as in
 // FlashAttention (Dao et al.); scores and sums are float32, weights are rounded to the cache's type
-// where they meet the values. A lone token with few query heads takes its scores as dot products,
-// straight from the pages; more rows are worth packing the keys for. Where there are fewer tasks than
-// threads, long contexts are cut, and the parts joined by their maxima and sums (Flash-Decoding).
+// where they meet the values. A lone token reads keys and values straight from the pages; chunks are
+// worth packing them for.
 //
 // Nothing beyond a sequence's end is read, so what lies there does not matter.
 
@@ -18,15 +16,13 @@
 #include <vector>
 
 #include "kernels.h"
+#include "lone_query.h"
+#include "packed_keys.h"
 #include "threads.h"
-#include "tile.h"
 
 namespace {
 
-constexpr int KEYS = 64;          // Keys of a block.
-constexpr int TASK_ROWS = 96;     // Most rows of a task: queries times query heads per key head.
-constexpr int DOT_HEADS = 4;      // Most query heads whose scores are dot products.
-constexpr int SPLIT_KEYS = 512;   // Fewest keys of a part, where a context is cut.
+constexpr int MOST_LONE_HEADS = 8;  // Of a key head; more are worth packing the keys for.
 constexpr float LOWEST = -INFINITY;
 
 // Rotates a head by one token's angles, `half` pairs of them.
@@ -38,11 +34,12 @@ void rotate(const T* head, const T* cos, const T* sin, int half, int head_dim, T
     store(output + i, a * c - b * s);
     store(output + half + i, b * c + a * s);
   }
-  for (; i < half; ++i) {
-    const float a = to_float(head[i]), b = to_float(head[half + i]);
-    const float c = to_float(cos[i]), s = to_float(sin[i]);
-    output[i] = from_float<T>(a * c - b * s);
-    output[half + i] = from_float<T>(b * c + a * s);
+  if (i < half) {
+    const int rest = half - i;
+    const Vector a = load_first(head + i, rest), b = load_first(head + half + i, rest);
+    const Vector c = load_first(cos + i, rest), s = load_first(sin + i, rest);
+    store_first(output + i, a * c - b * s, rest);
+    store_first(output + half + i, b * c + a * s, rest);
   }
   std::memcpy(output + 2 * half, head + 2 * half, (head_dim - 2 * half) * sizeof(T));
 }
@@ -75,30 +72,6 @@ Scratch& scratch() {
   return own;
 }
 
-int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
-
-std::int64_t num_tokens(const Layout& layout) { return layout.query_starts[layout.num_requests]; }
-
-int new_tokens(const Layout& layout, int request) {
-  return layout.query_starts[request + 1] - layout.query_starts[request];
-}
-
-// Adds a task to a plan, in parts of whole blocks of keys.
-void add(AttentionPlan& plan, AttentionTask task, int parts, int& num_partial) {
-  if (parts == 1) {
-    plan.tasks.push_back(task);
-    return;
-  }
-  const int begin = task.key_begin, end = task.key_end, blocks = (end - begin + KEYS - 1) / KEYS;
-  for (int i = 0; i < parts; ++i) {
-    task.key_begin = begin + blocks * i / parts * KEYS;
-    task.key_end = std::min(begin + blocks * (i + 1) / parts * KEYS, end);
-    task.part = num_partial++;
-    if (i == 0) plan.joins.push_back({task, parts});
-    plan.tasks.push_back(task);
-  }
-}
-
 template <class T>
 class Attention {
  public:
@@ -115,16 +88,19 @@ class Attention {
 
   void run(std::atomic<int>& next, Team team) {
     if (plan_.stores_first) {
-      const Range own = team.part(num_tokens(layout_));
+      const Range own = team.part(layout_.num_tokens());
       for (std::int64_t token = own.begin; token < own.end; ++token) {
         for (int head = 0; head < layer_.num_kv_heads; ++head) store_token(token, head);
       }
       team.wait();
     }
     const int count = int(plan_.tasks.size());
-    for (int i = next.fetch_add(1); i < count; i = next.fetch_add(1)) {
-      if (i + team.size < count) fetch_first(plan_.tasks[i + team.size]);
-      attend(plan_.tasks[i]);
+    for (int i = next.fetch_add(1); i < count;) {
+      // A short task's successor is taken early, if there are others for who is done first.
+      const bool early = plan_.tasks[i].count == 1 && i + 2 * team.size < count;
+      const int then = early ? next.fetch_add(1) : i + team.size;
+      attend(plan_.tasks[i], then < count ? &plan_.tasks[then] : nullptr);
+      i = early ? then : next.fetch_add(1);
     }
     if (plan_.joins.empty()) return;
     team.wait();
@@ -143,45 +119,33 @@ class Attention {
     std::memcpy(pages_.values + place, value, dim * sizeof(T));
   }
 
-  // Begins to bring in what a task reads first. Pages lie anywhere, so that the processor cannot
-  // foresee what is read next.
-  void fetch_first(const AttentionTask& task) const {
-    std::int64_t offsets[KEYS];
-    const int count = std::min(KEYS, task.key_end - task.key_begin);
-    find(task, task.key_begin, count, offsets);
-    fetch(pages_.keys, task, offsets, count);
-  }
-
-  void fetch(const T* pages, const AttentionTask& task, const std::int64_t* offsets,
-             int count) const {
-    const int width = task.heads * layer_.head_dim;
-    for (int i = 0; i < count; ++i) {
-      for (int d = 0; d < width; d += int(64 / sizeof(T))) {
-        __builtin_prefetch(pages + offsets[i] + d, 0, 2);
-      }
-    }
-  }
-
-  // Where the keys of the task's first head lie, from position `begin` on.
-  void find(const AttentionTask& task, int begin, int count, std::int64_t* offsets) const {
+  // The block of keys of the task's first head from position `begin` on.
+  void find(const AttentionTask& task, int begin, KeyBlock& found) const {
     const std::int32_t* table = layout_.block_tables + task.request * layout_.table_width;
     const std::int64_t head = std::int64_t{task.kv_head} * layer_.head_dim;
-    int block = begin / pages_.block_size, in_block = begin % pages_.block_size;
-    for (int i = 0; i < count; ++i) {
-      offsets[i] = (std::int64_t{table[block]} * pages_.block_size + in_block) * token_stride_ + head;
-      if (++in_block == pages_.block_size) {
-        in_block = 0;
-        ++block;
+    found.begin = begin;
+    found.count = std::min(KEYS, task.key_end - begin);
+    int page = begin / pages_.block_size, in_page = begin % pages_.block_size;
+    std::int64_t offset = 0;
+    for (int i = 0; i < KEYS; ++i) {
+      if (i < found.count) {
+        offset = (std::int64_t{table[page]} * pages_.block_size + in_page) * token_stride_ + head;
+        if (++in_page == pages_.block_size) {
+          in_page = 0;
+          ++page;
+        }
       }
+      found.offsets[i] = offset;
     }
   }
 
-  void attend(const AttentionTask& task) {
-    const int rows = task.count * group_, dim = layer_.head_dim, all = task.heads * rows;
+  // What the thread's next task, which `then` may be, reads first is fetched meanwhile.
+  void attend(const AttentionTask& task, const AttentionTask* then) {
+    const int rows = task.count * group_, all = task.heads * rows;
     Scratch& room = scratch();
-    room.reserve((all * dim + rows * KEYS + KEYS * padded_dim_) * sizeof(T) +
+    room.reserve((all * padded_dim_ + rows * KEYS + KEYS * padded_dim_) * sizeof(T) +
                  (rows * KEYS + all * (padded_dim_ + 2)) * sizeof(float) + 1024);
-    T* query = room.take<T>(all * dim);
+    T* query = room.take<T>(all * padded_dim_);
     T* weights = room.take<T>(rows * KEYS);
     T* packed = room.take<T>(KEYS * padded_dim_);
     float* scores = room.take<float>(rows * KEYS);
@@ -191,42 +155,52 @@ class Attention {
 
     for (int h = 0; h < task.heads; ++h) {
       if (!plan_.stores_first) store_token(layout_.query_starts[task.request], task.kv_head + h);
-      take_queries(task, task.kv_head + h, query + h * rows * dim);
+      take_queries(task, task.kv_head + h, query + h * rows * padded_dim_);
     }
     std::fill(total, total + all * padded_dim_, 0.0f);
     std::fill(maxima, maxima + all, LOWEST);
     std::fill(sums_of_weights, sums_of_weights + all, 0.0f);
-    const bool dots = task.count == 1 && group_ <= DOT_HEADS && dim % (LANES * Step<T>::DEPTH) == 0;
-    std::int64_t found[2][KEYS];
-    std::int64_t *offsets = found[0], *following = found[1];
-    int count = std::min(KEYS, task.key_end - task.key_begin);
-    find(task, task.key_begin, count, offsets);
+    const bool alone = task.count == 1 && group_ <= MOST_LONE_HEADS;
+    if (found_ != &task) find(task, task.key_begin, block_);
     for (int begin = task.key_begin; begin < task.key_end; begin += KEYS) {
-      const int next = std::clamp(task.key_end - begin - KEYS, 0, KEYS);
-      fetch(pages_.values, task, offsets, count);
-      find(task, begin + KEYS, next, following);
-      fetch(pages_.keys, task, following, next);
+      find_next(task, begin + KEYS, then);
       for (int h = 0; h < task.heads; ++h) {
-        const T* own = query + h * rows * dim;
-        const T *keys = pages_.keys + h * dim, *values = pages_.values + h * dim;
+        const T* own = query + h * rows * padded_dim_;
+        const Lines<T> keys{pages_.keys + h * layer_.head_dim, block_, ahead_};
+        const Lines<T> values{pages_.values + h * layer_.head_dim, block_, ahead_};
         float* sums = total + h * rows * padded_dim_;
-        if (dots) {
-          score_by_dots(own, keys, offsets, count, scores);
+        if (alone) {
+          score_alone(own, keys, scores);
         } else {
-          pack_keys(keys, offsets, count, packed);
-          score_by_panels(own, packed, rows, scores);
+          keys.fetch_rest(0, layer_.head_dim);
+          pack_keys(keys, layer_.head_dim, packed);
+          score_rows(own, padded_dim_, packed, rows, layer_.head_dim, scores);
         }
-        weigh(task, begin, count, rows, scores, weights, sums, maxima + h * rows,
-              sums_of_weights + h * rows);
-        pack_values(values, offsets, count, packed);
-        add_values(weights, packed, count, rows, sums);
+        weigh(task, rows, scores, weights, sums, maxima + h * rows, sums_of_weights + h * rows);
+        if (alone) {
+          add_alone(weights, values, sums);
+        } else {
+          values.fetch_rest(0, layer_.head_dim);
+          pack_values(values, layer_.head_dim, packed);
+          add_rows(weights, packed, block_.count, rows, sums, padded_dim_);
+        }
       }
-      std::swap(offsets, following);
-      count = next;
+      std::swap(block_, ahead_);
     }
+    found_ = then;
     for (int h = 0; h < task.heads; ++h) {
       finish(task, task.kv_head + h, rows, total + h * rows * padded_dim_, maxima + h * rows,
              sums_of_weights + h * rows);
+    }
+  }
+
+  void find_next(const AttentionTask& task, int begin, const AttentionTask* then) {
+    if (begin < task.key_end) {
+      find(task, begin, ahead_);
+    } else if (then != nullptr) {
+      find(*then, then->key_begin, ahead_);
+    } else {
+      ahead_ = KeyBlock{};
     }
   }
 
@@ -238,98 +212,58 @@ class Attention {
       const std::int64_t token = begin + i;
       const T* head = heads_.query + token * heads_.query_stride + kv_head * group_ * dim;
       for (int g = 0; g < group_; ++g) {
+        T* row = query + (i * group_ + g) * padded_dim_;
         rotate(head + g * dim, heads_.cos + token * heads_.half, heads_.sin + token * heads_.half,
-               heads_.half, dim, query + (i * group_ + g) * dim);
+               heads_.half, dim, row);
+        std::fill(row + dim, row + padded_dim_, T{});
       }
     }
   }
 
-  void score_by_dots(const T* query, const T* keys, const std::int64_t* offsets, int count,
-                     float* scores) const {
-    switch (group_) {
-      case 1: return dots<1>(query, keys, offsets, count, scores);
-      case 2: return dots<2>(query, keys, offsets, count, scores);
-      case 3: return dots<3>(query, keys, offsets, count, scores);
-      default: return dots<4>(query, keys, offsets, count, scores);
-    }
+  void score_alone(const T* query, const Lines<T>& keys, float* scores) const {
+    for_heads([&]<int HEADS>(int g) {
+      score_heads<T, HEADS>(query + g * padded_dim_, padded_dim_, keys, layer_.head_dim,
+                            scores + g * KEYS);
+    });
   }
 
-  template <int HEADS>
-  void dots(const T* query, const T* keys, const std::int64_t* offsets, int count,
-            float* scores) const {
-    using S = Step<T>;
-    const int dim = layer_.head_dim;
-    constexpr int STRIDE = LANES * S::DEPTH;
-    for (int first = 0; first < count; first += LANES) {
-      Vector products[HEADS][LANES];
-      for (int i = 0; i < LANES; ++i) {
-        Vector own[HEADS] = {};
-        const T* key = keys + offsets[std::min(first + i, count - 1)];
-        for (int d = 0; d < dim; d += STRIDE) {
-          const Vector part = S::panel(key + d);
-          for (int g = 0; g < HEADS; ++g) {
-            own[g] = S::multiply_add(own[g], S::panel(query + g * dim + d), part);
-          }
-        }
-        for (int g = 0; g < HEADS; ++g) products[g][i] = own[g];
+  void add_alone(const T* weights, const Lines<T>& values, float* total) const {
+    for_heads([&]<int HEADS>(int g) {
+      const int dim = layer_.head_dim;
+      int d = 0;
+      for (; d + WIDTH < dim; d += 2 * WIDTH) {
+        add_values<T, HEADS, 2>(weights + g * KEYS, values.from(d), std::min(dim - d, 2 * WIDTH),
+                                total + g * padded_dim_ + d, padded_dim_);
       }
-      for (int g = 0; g < HEADS; ++g) store(scores + g * KEYS + first, sums(products[g]));
-    }
-  }
-
-  // Keys as panels of WIDTH columns, [steps, WIDTH, DEPTH] each; columns behind `count` repeat.
-  void pack_keys(const T* keys, const std::int64_t* offsets, int count, T* packed) const {
-    constexpr int DEPTH = Step<T>::DEPTH;
-    const int dim = layer_.head_dim, steps = dim / DEPTH;
-    alignas(64) T lines[LANES * LANES * DEPTH];
-    for (int first = 0; first < round_up(count, LANES); first += LANES) {
-      T* target = packed + first / WIDTH * WIDTH * dim + first % WIDTH * DEPTH;
-      for (int step = 0; step < steps; step += LANES) {
-        const int width = std::min(LANES, steps - step);
-        for (int i = 0; i < LANES; ++i) {
-          std::memcpy(lines + i * LANES * DEPTH,
-                      keys + offsets[std::min(first + i, count - 1)] + step * DEPTH,
-                      width * DEPTH * sizeof(T));
-        }
-        T* cell = target + step * WIDTH * DEPTH;
-        if (width == LANES) {
-          transpose_words(lines, 64, cell, WIDTH * 4);
-        } else {
-          for (int i = 0; i < LANES; ++i) {
-            for (int s = 0; s < width; ++s) {
-              std::memcpy(cell + (s * WIDTH + i) * DEPTH, lines + (i * LANES + s) * DEPTH, 4);
-            }
-          }
-        }
+      if (d < dim) {
+        add_values<T, HEADS, 1>(weights + g * KEYS, values.from(d), dim - d,
+                                total + g * padded_dim_ + d, padded_dim_);
       }
-    }
+    });
   }
 
-  void score_by_panels(const T* query, const T* packed, int rows, float* scores) const {
-    const int dim = layer_.head_dim;
-    for (int panel = 0; panel < KEYS / WIDTH; ++panel) {
-      over_rows(0, rows, [&]<int ROWS>(int row) {
-        Vector total[ROWS][PANEL_VECTORS] = {};
-        multiply<T, ROWS>(total, query + row * dim, dim, packed + panel * WIDTH * dim,
-                          dim / Step<T>::DEPTH);
-        for (int i = 0; i < ROWS; ++i) {
-          for (int v = 0; v < PANEL_VECTORS; ++v) {
-            store(scores + (row + i) * KEYS + panel * WIDTH + v * LANES, total[i][v]);
-          }
-        }
-      });
+  // Calls work.template operator()<HEADS>(first head) for all heads of the group.
+  template <class Work>
+  void for_heads(Work&& work) const {
+    int g = 0;
+    for (; g + LONE_HEADS <= group_; g += LONE_HEADS) work.template operator()<LONE_HEADS>(g);
+    switch (group_ - g) {
+      case 1: return work.template operator()<1>(g);
+      case 2: return work.template operator()<2>(g);
+      case 3: return work.template operator()<3>(g);
     }
   }
 
   // Scores of a block -> weights, and what came before scaled to the new maximum.
-  void weigh(const AttentionTask& task, int begin, int count, int rows, float* scores, T* weights,
-             float* total, float* maxima, float* sums_of_weights) const {
-    const int context = layout_.seq_lens[task.request] - new_tokens(layout_, task.request) + task.first;
+  void weigh(const AttentionTask& task, int rows, const float* scores, T* weights, float* total,
+             float* maxima, float* sums_of_weights) const {
+    const int begin = block_.begin, count = block_.count;
+    const int context = layout_.seq_lens[task.request] - layout_.new_tokens(task.request) + task.first;
     for (int row = 0; row < rows; ++row) {
       const int position = context + row / group_;
       const int last = std::min(count, position + 1 - begin);
       const int first = layer_.window > 0 ? std::max(position + 1 - layer_.window - begin, 0) : 0;
-      float* line = scores + row * KEYS;
+      const float* line = scores + row * KEYS;
       Vector values[KEYS / LANES];
       Vector most = splat(LOWEST);
       for (int v = 0; v < KEYS / LANES; ++v) {
@@ -369,68 +303,6 @@ class Attention {
       return hyperbolic_tangent(scores * (layer_.scale / layer_.softcap)) * layer_.softcap;
     }
     return scores * layer_.scale;
-  }
-
-  // Values as panels of WIDTH elements of a head, [KEYS / DEPTH, WIDTH, DEPTH] each; keys behind
-  // `count` are zero.
-  void pack_values(const T* values, const std::int64_t* offsets, int count, T* packed) const {
-    constexpr int DEPTH = Step<T>::DEPTH;
-    const int dim = layer_.head_dim;
-    static const T zeros[2 * WIDTH] = {};
-    for (int key = 0; key < round_up(count, DEPTH); key += DEPTH) {
-      for (int d = 0; d < padded_dim_; d += LANES) {
-        const int width = std::min(LANES, dim - d);
-        T* cell = packed + (d / WIDTH * KEYS + key) * WIDTH + d % WIDTH * DEPTH;
-        const T* lines[DEPTH];
-        for (int i = 0; i < DEPTH; ++i) {
-          const bool there = key + i < count && width > 0;
-          lines[i] = there ? values + offsets[key + i] + d : zeros;
-        }
-        interleave(lines, width < 0 ? 0 : width, cell);
-      }
-    }
-  }
-
-  static void interleave(const float* const (&lines)[1], int width, float* cell) {
-    store(cell, width == LANES ? load(lines[0]) : load_part(lines[0], width));
-  }
-
-#ifdef __AVX512BF16__
-  static void interleave(const BFloat16* const (&lines)[2], int width, BFloat16* cell) {
-    alignas(32) BFloat16 parts[2][LANES] = {};
-    const BFloat16* from[2] = {lines[0], lines[1]};
-    if (width != LANES) {
-      for (int i = 0; i < 2; ++i) {
-        std::memcpy(parts[i], lines[i], width * sizeof(BFloat16));
-        from[i] = parts[i];
-      }
-    }
-    const __m256i even = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from[0]));
-    const __m256i odd = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from[1]));
-    const __m512i low = _mm512_cvtepu16_epi32(even);
-    const __m512i high = _mm512_slli_epi32(_mm512_cvtepu16_epi32(odd), 16);
-    _mm512_storeu_si512(cell, _mm512_or_si512(low, high));
-  }
-#endif
-
-  void add_values(const T* weights, const T* packed, int count, int rows, float* total) const {
-    const int steps = round_up(count, Step<T>::DEPTH) / Step<T>::DEPTH;
-    for (int d = 0; d < padded_dim_; d += WIDTH) {
-      over_rows(0, rows, [&]<int ROWS>(int row) {
-        Vector sum[ROWS][PANEL_VECTORS];
-        for (int i = 0; i < ROWS; ++i) {
-          for (int v = 0; v < PANEL_VECTORS; ++v) {
-            sum[i][v] = load(total + (row + i) * padded_dim_ + d + v * LANES);
-          }
-        }
-        multiply<T, ROWS>(sum, weights + row * KEYS, KEYS, packed + d * KEYS, steps);
-        for (int i = 0; i < ROWS; ++i) {
-          for (int v = 0; v < PANEL_VECTORS; ++v) {
-            store(total + (row + i) * padded_dim_ + d + v * LANES, sum[i][v]);
-          }
-        }
-      });
-    }
   }
 
   void finish(const AttentionTask& task, int kv_head, int rows, const float* total, const float* maxima,
@@ -482,11 +354,7 @@ class Attention {
       const float scale = 1.0f / sums_of_weights[row];
       for (int d = 0; d < dim; d += LANES) {
         const Vector value = load(total + row * padded_dim_ + d) * scale;
-        if (d + LANES <= dim) {
-          store(target + d, value);
-        } else {
-          store_part(target + d, value, dim - d);
-        }
+        store_first(target + d, value, dim - d);
       }
     }
   }
@@ -500,51 +368,12 @@ class Attention {
   int padded_dim_;
   std::int64_t token_stride_;
   AttentionPlan& plan_;
+  KeyBlock block_;
+  KeyBlock ahead_;
+  const AttentionTask* found_ = nullptr;  // Whose first block is in `block_`, between tasks.
 };
 
 }  // namespace
-
-// Chunks, which come last in a layout, are begun first: their tasks are the longest.
-AttentionPlan::AttentionPlan(const AttentionLayer& layer, const Layout& layout, int threads)
-    : layer(layer),
-      layout(layout),
-      group(layer.num_heads / layer.num_kv_heads),
-      padded_dim(round_up(layer.head_dim, WIDTH)),
-      stores_first(false) {
-  const int queries = std::max(TASK_ROWS / group, 1);
-  std::int64_t whole = 0;
-  for (int r = 0; r < layout.num_requests; ++r) {
-    whole += (new_tokens(layout, r) + queries - 1) / queries * layer.num_kv_heads;
-  }
-  const int most_parts = whole >= 2 * threads ? 1 : int((3 * threads + whole - 1) / whole);
-  const int decode_heads = layout.num_requests >= 4 * threads ? layer.num_kv_heads : 1;
-  int num_partial = 0;
-  for (int r = layout.num_requests - 1; r >= 0; --r) {
-    const int count = new_tokens(layout, r), context = layout.seq_lens[r] - count;
-    for (int last = count; last > 0; last -= queries) {
-      const int first = std::max(last - queries, 0);
-      const int begin = layer.window > 0 ? std::max(context + first - layer.window + 1, 0) : 0;
-      const int end = context + last;
-      const int parts = threads == 1 ? 1 : std::clamp((end - begin) / SPLIT_KEYS, 1, most_parts);
-      stores_first |= count > 1 || parts > 1;
-      const int heads = count == 1 ? decode_heads : 1;
-      for (int h = 0; h < layer.num_kv_heads; h += heads) {
-        add(*this, {r, h, heads, first, last - first, begin, end, -1}, parts, num_partial);
-      }
-    }
-  }
-  partial_size = std::int64_t{TASK_ROWS + group} * (padded_dim + 2);
-  partial.resize(num_partial * partial_size);
-}
-
-double attention_work(const AttentionLayer& layer, const Layout& layout) {
-  double pairs = 0;
-  for (int r = 0; r < layout.num_requests; ++r) {
-    pairs += double(new_tokens(layout, r)) * double(layout.seq_lens[r]);
-  }
-  const double group = double(layer.num_heads) / layer.num_kv_heads;
-  return pairs * layer.num_kv_heads * layer.head_dim * std::max(2.0, group / 4);
-}
 
 template <class T>
 void attend(AttentionPlan& plan, const Heads<T>& heads, const Pages<T>& pages, T* output,

@@ -64,6 +64,9 @@ struct Layout {
   const std::int32_t* block_tables;
   std::int64_t table_width;
   const std::int64_t* slots;
+
+  std::int64_t num_tokens() const { return query_starts[num_requests]; }
+  int new_tokens(int request) const { return query_starts[request + 1] - query_starts[request]; }
 };
 
 // Heads of a step's tokens: rows `stride` apart. `cos` and `sin` [tokens, half]; half 0: unrotated.

@@ -63,16 +63,23 @@ void advise_large_pages(void* begin, std::int64_t bytes) {
 
 template <class T>
 Vector bias_of(const T* bias, std::int64_t first, std::int64_t count) {
-  if (bias == nullptr || count <= 0) return Vector{};
-  return count >= LANES ? load(bias + first) : load_part(bias + first, int(count));
+  return bias == nullptr ? Vector{} : load_first(bias + first, int(count));
 }
 
+// Rows of a panel's totals [rows, WIDTH] -> the output's columns from `first` on.
 template <class T>
-void put(T* to, Vector value, std::int64_t count) {
-  if (count >= LANES) {
-    store(to, value);
-  } else if (count > 0) {
-    store_part(to, value, int(count));
+__attribute__((noinline)) void put_rows(const Projection<T>& p, const float* total, int rows,
+                                        std::int64_t first, std::int64_t width, T* output) {
+  const int count = int(std::min<std::int64_t>(width - first, WIDTH));
+  for (int i = 0; i < rows; ++i, total += WIDTH, output += width) {
+    const Vector left = load(total), right = load(total + LANES);
+    if (p.epilogue == Epilogue::PLAIN) {
+      store_first(output + first, left, count);
+      store_first(output + first + LANES, right, count - LANES);
+    } else {
+      const Vector open = p.epilogue == Epilogue::SILU_GATED ? silu(left) : gelu_tanh(left);
+      store_first(output + first, open * right, count);
+    }
   }
 }
 
@@ -90,23 +97,21 @@ void project_panel(const Projection<T>& p, const T* input, T* output, std::int64
             : bias_of(p.bias, first + LANES, width - first - LANES)};
   over_rows(row_begin, row_end, [&]<int ROWS>(int row) {
     Vector total[ROWS][PANEL_VECTORS];
-    for (auto& line : total) {
-      for (int v = 0; v < PANEL_VECTORS; ++v) line[v] = biases[v];
+#pragma GCC unroll 16
+    for (int i = 0; i < ROWS; ++i) {
+#pragma GCC unroll 4
+      for (int v = 0; v < PANEL_VECTORS; ++v) total[i][v] = biases[v];
     }
     const bool last = row + ROWS == row_end;
     multiply<T, ROWS>(total, input + row * p.depth, p.depth, packed, steps,
                       last ? (row == row_begin ? AHEAD : WIDTH * p.depth) : 0);
+    alignas(64) float results[ROWS * WIDTH];
+#pragma GCC unroll 16
     for (int i = 0; i < ROWS; ++i) {
-      T* line = output + (row + i) * width + first;
-      if (gated) {
-        const Vector gate = total[i][0];
-        const Vector open = p.epilogue == Epilogue::SILU_GATED ? silu(gate) : gelu_tanh(gate);
-        put(line, open * total[i][1], width - first);
-      } else {
-        put(line, total[i][0], width - first);
-        put(line + LANES, total[i][1], width - first - LANES);
-      }
+#pragma GCC unroll 4
+      for (int v = 0; v < PANEL_VECTORS; ++v) store(results + i * WIDTH + v * LANES, total[i][v]);
     }
+    put_rows(p, results, ROWS, first, width, output + row * width);
   });
 }
 

@@ -17,7 +17,10 @@ constexpr int MOST_ROWS = 3;
 constexpr int PANEL_VECTORS = 2;
 constexpr int WIDTH = PANEL_VECTORS * LANES;
 
-// Elements that one step of depth takes, and acc += a * b for one step.
+// Elements that one step of depth takes, and acc += a * b for one step. `panel` reads what lies in a
+// panel, or in a row, as it is; `columns` makes PANEL_VECTORS vectors of a panel of DEPTH rows, from
+// element `from` on, of which no more than `count` are there. Sums of such have the elements in the
+// order that `spread` brings them into, and `gather` back.
 template <class T>
 struct Step;
 
@@ -26,7 +29,16 @@ struct Step<float> {
   static constexpr int DEPTH = 1;
   static Vector broadcast(const float* a) { return splat(*a); }
   static Vector panel(const float* b) { return load(b); }
+  static Vector panel_part(const float* b, int count) { return load_first(b, count); }
   static Vector multiply_add(Vector total, Vector a, Vector b) { return total + a * b; }
+  static void columns(const float* const (&rows)[1], int from, int count,
+                      Vector (&result)[PANEL_VECTORS]) {
+    for (int v = 0; v < PANEL_VECTORS; ++v) {
+      result[v] = load_first(rows[0] + from + v * LANES, count - v * LANES);
+    }
+  }
+  static void spread(Vector (&)[PANEL_VECTORS]) {}
+  static void gather(Vector (&)[PANEL_VECTORS]) {}
 };
 
 #ifdef __AVX512BF16__
@@ -39,12 +51,37 @@ struct Step<BFloat16> {
     return (Vector)_mm512_set1_epi32(pair);
   }
   static Vector panel(const BFloat16* b) { return (Vector)_mm512_loadu_si512(b); }
+  static Vector panel_part(const BFloat16* b, int count) {
+    return (Vector)_mm512_maskz_loadu_epi16(first_lanes(count), b);
+  }
   static Vector multiply_add(Vector total, Vector a, Vector b) {
     return (Vector)_mm512_dpbf16_ps((__m512)total, (__m512bh)a, (__m512bh)b);
+  }
+  static void columns(const BFloat16* const (&rows)[2], int from, int count,
+                      Vector (&result)[PANEL_VECTORS]) {
+    const __m512i even = (__m512i)panel_part(rows[0] + from, count);
+    const __m512i odd = (__m512i)panel_part(rows[1] + from, count);
+    result[0] = (Vector)_mm512_unpacklo_epi16(even, odd);
+    result[1] = (Vector)_mm512_unpackhi_epi16(even, odd);
+  }
+  static void spread(Vector (&columns)[PANEL_VECTORS]) {
+    const __m512 first = (__m512)columns[0], second = (__m512)columns[1];
+    columns[0] = (Vector)_mm512_shuffle_f32x4(first, second, 0x88);
+    columns[1] = (Vector)_mm512_shuffle_f32x4(first, second, 0xdd);
+  }
+  static void gather(Vector (&columns)[PANEL_VECTORS]) {
+    const __m512d first = (__m512d)columns[0], second = (__m512d)columns[1];
+    const __m512i low = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0);
+    const __m512i high = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
+    columns[0] = (Vector)_mm512_permutex2var_pd(first, low, second);
+    columns[1] = (Vector)_mm512_permutex2var_pd(first, high, second);
   }
 };
 #endif
 
+// Whoever calls it stores the totals before calling anything else: what outlives a call is kept on
+// the stack, inside the loop too.
+//
 // total[ROWS][PANEL_VECTORS] += rows of `a` (`stride` elements apart) times the panel. What lies
 // `ahead` elements behind the panel's current step is fetched meanwhile; 0 for nothing.
 template <class T, int ROWS>

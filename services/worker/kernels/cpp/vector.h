@@ -65,20 +65,45 @@ inline void store(BFloat16* to, Vector value) {
 }
 #endif
 
-// The first `count` lanes only.
-template <class T>
-inline void store_part(T* to, Vector value, int count) {
-  alignas(64) T lanes[LANES];
-  store(lanes, value);
-  std::memcpy(to, lanes, count * sizeof(T));
+// `load_first` reads the first `count` lanes, which may be any number, and nothing behind them; the
+// others are 0. `store_first` writes as many.
+#ifdef __AVX512F__
+// A bit for each of the first `count` lanes of 32.
+inline __mmask32 first_lanes(int count) {
+  return count >= 32 ? ~__mmask32{0} : (__mmask32{1} << (count < 0 ? 0 : count)) - 1;
 }
 
-template <class T>
-inline Vector load_part(const T* from, int count) {
-  alignas(64) T lanes[LANES] = {};
-  std::memcpy(lanes, from, count * sizeof(T));
-  return load(lanes);
+inline Vector load_first(const float* from, int count) {
+  return (Vector)_mm512_maskz_loadu_ps(__mmask16(first_lanes(count)), from);
 }
+
+inline void store_first(float* to, Vector value, int count) {
+  _mm512_mask_storeu_ps(to, __mmask16(first_lanes(count)), (__m512)value);
+}
+#else
+inline Vector load_first(const float* from, int count) {
+  if (count >= LANES) return load(from);
+  Vector value = {};
+  if (count > 0) std::memcpy(&value, from, count * sizeof(float));
+  return value;
+}
+
+inline void store_first(float* to, Vector value, int count) {
+  if (count > 0) std::memcpy(to, &value, (count < LANES ? count : LANES) * sizeof(float));
+}
+#endif
+
+#ifdef __AVX512BF16__
+inline Vector load_first(const BFloat16* from, int count) {
+  const __m256i half = _mm256_maskz_loadu_epi16(__mmask16(first_lanes(count)), from);
+  return (Vector)_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16);
+}
+
+inline void store_first(BFloat16* to, Vector value, int count) {
+  const __m256i half = (__m256i)_mm512_cvtneps_pbh((__m512)value);
+  _mm256_mask_storeu_epi16(to, __mmask16(first_lanes(count)), half);
+}
+#endif
 
 inline float sum(Vector value) {
 #ifdef __AVX512F__

@@ -1,0 +1,76 @@
+// How a step's attention is cut into tasks.
+//
+// Where many requests decode, a task takes all key heads, since those of a token lie together.
+// Where there are fewer tasks than threads, long contexts are cut, and the parts joined by their
+// maxima and sums (Flash-Decoding).
+
+#include <algorithm>
+
+#include "kernels.h"
+#include "packed_keys.h"
+
+namespace {
+
+constexpr int TASK_ROWS = 96;     // Most rows of a task: queries times query heads per key head.
+constexpr int SPLIT_KEYS = 512;   // Fewest keys of a part, where a context is cut.
+
+// Adds a task to a plan, in parts of whole blocks of keys.
+void add(AttentionPlan& plan, AttentionTask task, int parts, int& num_partial) {
+  if (parts == 1) {
+    plan.tasks.push_back(task);
+    return;
+  }
+  const int begin = task.key_begin, end = task.key_end, blocks = (end - begin + KEYS - 1) / KEYS;
+  for (int i = 0; i < parts; ++i) {
+    task.key_begin = begin + blocks * i / parts * KEYS;
+    task.key_end = std::min(begin + blocks * (i + 1) / parts * KEYS, end);
+    task.part = num_partial++;
+    if (i == 0) plan.joins.push_back({task, parts});
+    plan.tasks.push_back(task);
+  }
+}
+
+}  // namespace
+
+// Chunks, which come last in a layout, are begun first: their tasks are the longest.
+AttentionPlan::AttentionPlan(const AttentionLayer& layer, const Layout& layout, int threads)
+    : layer(layer),
+      layout(layout),
+      group(layer.num_heads / layer.num_kv_heads),
+      padded_dim(round_up(layer.head_dim, WIDTH)),
+      stores_first(false) {
+  const int queries = std::max(TASK_ROWS / group, 1);
+  std::int64_t whole = 0;
+  for (int r = 0; r < layout.num_requests; ++r) {
+    whole += (layout.new_tokens(r) + queries - 1) / queries * layer.num_kv_heads;
+  }
+  const int most_parts = whole >= 2 * threads ? 1 : int((3 * threads + whole - 1) / whole);
+  const int decode_heads = layout.num_requests >= 4 * threads ? layer.num_kv_heads : 1;
+  int num_partial = 0;
+  for (int r = layout.num_requests - 1; r >= 0; --r) {
+    const int count = layout.new_tokens(r), context = layout.seq_lens[r] - count;
+    for (int last = count; last > 0; last -= queries) {
+      const int first = std::max(last - queries, 0);
+      const int begin = layer.window > 0 ? std::max(context + first - layer.window + 1, 0) : 0;
+      const int end = context + last;
+      const int parts = threads == 1 ? 1 : std::clamp((end - begin) / SPLIT_KEYS, 1, most_parts);
+      stores_first |= count > 1 || parts > 1;
+      const int heads = count == 1 ? decode_heads : 1;
+      for (int h = 0; h < layer.num_kv_heads; h += heads) {
+        add(*this, {r, h, heads, first, last - first, begin, end, -1}, parts, num_partial);
+      }
+    }
+  }
+  partial_size = std::int64_t{TASK_ROWS + group} * (padded_dim + 2);
+  partial.resize(num_partial * partial_size);
+}
+
+double attention_work(const AttentionLayer& layer, const Layout& layout) {
+  double pairs = 0;
+  for (int r = 0; r < layout.num_requests; ++r) {
+    pairs += double(layout.new_tokens(r)) * double(layout.seq_lens[r]);
+  }
+  const double group = double(layer.num_heads) / layer.num_kv_heads;
+  return pairs * layer.num_kv_heads * layer.head_dim * std::max(2.0, group / 4);
+}
+
