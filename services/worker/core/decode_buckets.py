@@ -76,7 +76,9 @@ class _Program:
         count = layouts[0].num_decodes
         self._step.set(layouts)
         self._token_ids[:count].copy_(token_ids)
+        self._token_ids[count:].zero_()  # all alike, lanes without a request pick the same experts
         self._positions[:count].copy_(self._device.upload(positions), non_blocking=True)
+        self._positions[count:].zero_()
         return self._run()[:count]
 
 

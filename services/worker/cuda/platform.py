@@ -18,6 +18,7 @@ from services.worker.kernels.interface import Kernels
 from services.worker.models.config import DtypeSetting
 from services.worker.platform import Parts
 
+_HOPPER = 9
 _PROFILE_BLOCKS = 2
 """The null block, and one for all keys and values of a profiled step."""
 
@@ -43,8 +44,11 @@ class CudaPlatform:
         return DtypeSetting.BFLOAT16 if asked is DtypeSetting.AUTO else asked
 
     def kernels(self) -> Kernels:
-        """See Platform."""
-        return CudaKernels()
+        """See Platform. Only for Hopper torch has a grouped multiplication of which the host need
+        not know where groups end.
+        """
+        major, _ = torch.cuda.get_device_capability()
+        return CudaKernels(frozenset({torch.bfloat16}) if major == _HOPPER else frozenset())
 
     def check(self, shape: AttentionShape) -> None:
         """See Platform."""

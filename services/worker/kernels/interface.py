@@ -109,6 +109,12 @@ class Kernels(Protocol):
         """
         ...
 
+    def groups_experts(self, dtype: torch.dtype, width: int) -> bool:
+        """Whether experts of this data type and width inside are better multiplied by together,
+        see GroupedExperts, than each as a projection.
+        """
+        ...
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         """x [n, d] or [n, m, d] over the root of its mean square, times the weight [d]."""
         ...

@@ -55,6 +55,10 @@ class NativeKernels:
         """See Kernels. The library takes float32 with every data type."""
         return weight.float()
 
+    def groups_experts(self, dtype: torch.dtype, width: int) -> bool:  # noqa: ARG002
+        """See Kernels."""
+        return False
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         """See Kernels."""
         functions = self._functions.get(x.dtype)

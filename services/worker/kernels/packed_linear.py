@@ -58,12 +58,17 @@ class GatedLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """See Linear."""
-        gate, up = self._projection(x).chunk(2, dim=-1)
-        match self._activation:
-            case Activation.SILU:
-                return F.silu(gate).mul_(up)
-            case Activation.GELU_TANH:
-                return F.gelu(gate, approximate="tanh").mul_(up)
+        return gated(self._projection(x), self._activation)
+
+
+def gated(product: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """Gates [n, d] beside the values [n, d] that they gate -> activation(gate) * value."""
+    gate, up = product.chunk(2, dim=-1)
+    match activation:
+        case Activation.SILU:
+            return F.silu(gate).mul_(up)
+        case Activation.GELU_TANH:
+            return F.gelu(gate, approximate="tanh").mul_(up)
 
 
 def _pack(weight: torch.Tensor) -> torch.Tensor | None:

@@ -28,6 +28,10 @@ class TorchKernels:
         """See Kernels."""
         return GatedLinear(PackedLinear(weight, bias), activation)
 
+    def groups_experts(self, dtype: torch.dtype, width: int) -> bool:  # noqa: ARG002
+        """See Kernels."""
+        return False
+
     def norm_weight(self, weight: torch.Tensor) -> torch.Tensor:
         """See Kernels."""
         return weight

@@ -18,6 +18,7 @@ from services.worker.models.config import (
 from services.worker.models.decoder import Decoder
 from services.worker.models.errors import UnsupportedModel
 from services.worker.models.loader import Progress, load_weights
+from services.worker.models.mlp import is_static
 from services.worker.models.model import LoadedModel, LoadOptions, tell_loading
 from services.worker.models.rope import RopeType
 from services.worker.models.shard import Shard, check_divisible
@@ -97,7 +98,7 @@ def _load_natively(
         eos_token_ids=config.eos_token_ids,
         attention=own.attention_layers,
         rope_length=longest if config.rope.rope_type is RopeType.DYNAMIC else 0,
-        is_static=all(layer.experts is None for layer in config.layers),
+        is_static=all(is_static(layer.mlp) for layer in weights.layers),
     )
 
 

@@ -1,7 +1,8 @@
 """From a model directory to a decoder in memory."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
@@ -18,7 +19,7 @@ from services.worker.models.expert_tensors import (
     expert_tensors,
 )
 from services.worker.models.layer_config import ExpertsConfig
-from services.worker.models.mlp import Experts, GatedMlp, Mlp, SummedMlp
+from services.worker.models.mlp import Experts, GatedMlp, GroupedExperts, Mlp, SummedMlp
 from services.worker.models.shard import Shard, of_width
 from services.worker.parallel.ranks import ALONE, GatheredLinear, Ranks, SummedLinear
 
@@ -121,12 +122,12 @@ class _LayerReader:
         self._reader = reader
         self.kernels = kernels
         self._prefix = f"model.layers.{index}."
-        self._dtype = dtype
+        self.dtype = dtype
         self._offset = norm_weight_offset
 
     def norm(self, name: str) -> torch.Tensor:
         name = f"{self._prefix}{name}.weight"
-        return _read_norm(self._reader, self.kernels, name, self._dtype, self._offset)
+        return _read_norm(self._reader, self.kernels, name, self.dtype, self._offset)
 
     def fused(
         self, rows: dict[str, slice], *, bias: bool
@@ -146,7 +147,7 @@ class _LayerReader:
     def parts(self, *parts: tuple[str, tuple[slice | int, ...]]) -> torch.Tensor:
         """Parts of tensors, stacked along their first axis. See TensorReader."""
         named = ((f"{self._prefix}{name}", index) for name, index in parts)
-        return self._reader.read_parts(*named, dtype=self._dtype)
+        return self._reader.read_parts(*named, dtype=self.dtype)
 
 
 def _load_layer(
@@ -200,7 +201,8 @@ def _load_experts(
     inner = Shard(ranks.rank, ranks.size).of(experts.intermediate_size)
     behind = slice(inner.start + experts.intermediate_size, inner.stop + experts.intermediate_size)
 
-    def load(number: int) -> GatedMlp:
+    def read(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What goes into an expert, gates before values, and what comes out of it."""
         if stacked:
             gate_up = layer.parts(*((STACKED_GATE_UP, (number, rows)) for rows in (inner, behind)))
             down = layer.parts((STACKED_DOWN, (number, WHOLE, inner)))
@@ -208,18 +210,35 @@ def _load_experts(
             gate, up = names.gate.format(number), names.up.format(number)
             gate_up = layer.parts((gate, (inner,)), (up, (inner,)))
             down = layer.parts((names.down.format(number), (WHOLE, inner)))
-        gated = kernels.gated_linear(gate_up, None, config.activation)
-        return GatedMlp(gated, kernels.linear(down, None))
+        return gate_up, down
 
-    router = layer.parts((STACKED_ROUTER if stacked else names.router, ()))
-    mlp = Experts(
-        router=kernels.linear(router, None),
-        experts=tuple(load(number) for number in range(experts.num_experts)),
-        num_picked=experts.num_experts_per_tok,
-        normalized=experts.normalized,
-        kernels=kernels,
-    )
+    router = kernels.linear(layer.parts((STACKED_ROUTER if stacked else names.router, ())), None)
+    picking = experts.num_experts_per_tok, experts.normalized
+    all_of_them = (read(number) for number in range(experts.num_experts))
+    mlp: Mlp
+    if kernels.groups_experts(layer.dtype, inner.stop - inner.start):
+        together = _stacked(all_of_them, experts.num_experts)
+        mlp = GroupedExperts(router, *together, *picking, config.activation)
+    else:
+        apart = tuple(
+            GatedMlp(
+                kernels.gated_linear(gate_up, None, config.activation), kernels.linear(down, None)
+            )
+            for gate_up, down in all_of_them
+        )
+        mlp = Experts(router, apart, *picking, kernels)
     return SummedMlp(mlp, ranks) if ranks.size > 1 else mlp
+
+
+def _stacked(
+    pairs: Iterator[tuple[torch.Tensor, torch.Tensor]], count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first tensors of so many pairs in one, and the second, one pair read after the other."""
+    first = next(pairs)
+    both = first[0].new_empty(count, *first[0].shape), first[1].new_empty(count, *first[1].shape)
+    for number, pair in enumerate(chain((first,), pairs)):
+        both[0][number], both[1][number] = pair
+    return both
 
 
 def _read_norm(

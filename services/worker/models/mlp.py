@@ -6,7 +6,8 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from services.worker.kernels.interface import Kernels, Linear
+from services.worker.kernels.interface import Activation, Kernels, Linear
+from services.worker.kernels.packed_linear import gated
 from services.worker.parallel.ranks import Ranks
 
 
@@ -54,7 +55,7 @@ class Experts:
 
     def __call__(self, hidden: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """See Mlp."""
-        weights, picked = self._route(hidden)
+        weights, picked = _route(self.router(hidden), self.num_picked, normalized=self.normalized)
         output = torch.zeros_like(hidden)
         flat = picked[:num_tokens].flatten()
         order = flat.argsort(stable=True)
@@ -72,13 +73,51 @@ class Experts:
                 first += count
         return output
 
-    def _route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights, float32, and numbers of the picked experts, each [n, num_picked]."""
-        scores = torch.softmax(self.router(hidden).float(), dim=-1)
-        weights, picked = scores.topk(self.num_picked, dim=-1)
-        if self.normalized:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        return weights, picked
+
+@dataclass(frozen=True, slots=True)
+class GroupedExperts:
+    """As Experts, with all of them in two multiplications whose shapes say nothing of who picked
+    whom: nobody waits for the device, and it may record them. Who is not picked is not read.
+
+    `gate_up` [num_experts, 2 * intermediate_size, hidden_size], gates before values, `down`
+    [num_experts, hidden_size, intermediate_size].
+    """
+
+    router: Linear
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    num_picked: int
+    normalized: bool
+    activation: Activation
+
+    def __call__(self, hidden: torch.Tensor, num_tokens: int) -> torch.Tensor:  # noqa: ARG002
+        """See Mlp."""
+        weights, picked = _route(self.router(hidden), self.num_picked, normalized=self.normalized)
+        picked, places = picked.sort(dim=-1)
+        shares = weights.gather(1, places).to(hidden.dtype).unsqueeze(-1)
+        numbers, order = picked.flatten().sort(stable=True)
+        experts = torch.arange(len(self.down), device=hidden.device)
+        ends = torch.searchsorted(numbers, experts, right=True, out_int32=True)
+        inside = _multiplied(hidden[order // self.num_picked], self.gate_up, ends)
+        answers = _multiplied(gated(inside, self.activation), self.down, ends)
+        by_token = torch.empty_like(answers).index_copy_(0, order, answers)
+        return (by_token.view(len(hidden), self.num_picked, -1) * shares).sum(dim=1)
+
+
+def _route(
+    scores: torch.Tensor, num_picked: int, *, normalized: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights, float32, and numbers of the picked experts, each [n, num_picked]."""
+    weights, picked = torch.softmax(scores.float(), dim=-1).topk(num_picked, dim=-1)
+    if normalized:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return weights, picked
+
+
+def _multiplied(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Rows [n, in], those of group i up to `ends[i]`, by weights [num_groups, out, in]."""
+    product: torch.Tensor = F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
+    return product
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,3 +130,8 @@ class SummedMlp:
     def __call__(self, hidden: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """See Mlp."""
         return self.ranks.sum(self.part(hidden, num_tokens))
+
+
+def is_static(mlp: Mlp) -> bool:
+    """Whether what it computes depends on the number of tokens alone, never on values."""
+    return not isinstance(mlp.part if isinstance(mlp, SummedMlp) else mlp, Experts)

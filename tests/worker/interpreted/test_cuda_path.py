@@ -60,8 +60,13 @@ def save_capped(directory: Path) -> None:
     save_tiny_model(directory, "gemma2")
 
 
+def save_experts(directory: Path) -> None:
+    """Two of four experts for each token, all in one multiplication."""
+    save_tiny_model(directory, "qwen3_moe")
+
+
 def runner_as_on_cuda(directory: Path) -> Runner:
-    kernels = CudaKernels()
+    kernels = CudaKernels(grouped=frozenset({torch.float32}))
     options = LoadOptions(MAX_MODEL_LEN, DtypeSetting.FLOAT32)
     loaded = load_model(open_checkpoint(directory), options, kernels, lambda *_: None)
     groups = group_layers([layer.window for layer in loaded.attention])
@@ -81,10 +86,11 @@ def runner_as_on_cuda(directory: Path) -> Runner:
         num_blocks=NUM_BLOCKS,
         windows=tuple(group.window for group in groups),
     )
+    assert loaded.is_static
     return runner_on(WideCpu(), Parts(loaded, kernels, shape, limits), AnywhereSplitK)
 
 
-@pytest.mark.parametrize("save", [save_uniform, save_hybrid, save_capped])
+@pytest.mark.parametrize("save", [save_uniform, save_hybrid, save_capped, save_experts])
 def test_the_tokens_are_those_of_the_cpu(tmp_path: Path, save) -> None:
     save(tmp_path)
     plain, as_on_cuda = build_runner(tmp_path, num_blocks=NUM_BLOCKS), runner_as_on_cuda(tmp_path)

@@ -6,22 +6,24 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from services.worker.kernels.cuda_kernels import CudaKernels
+from services.worker.kernels.interface import Kernels
 from services.worker.kernels.torch_kernels import TorchKernels
 from services.worker.models.checkpoint import open_checkpoint
 from services.worker.models.config import read_model_config
 from services.worker.models.decoder import DecoderWeights
 from services.worker.models.loader import load_weights
-from services.worker.models.mlp import Experts
+from services.worker.models.mlp import Experts, GroupedExperts
 from tests.tiny_models import save_tiny_model
 
 
-def load(directory: Path) -> DecoderWeights:
+def load(directory: Path, kernels: Kernels) -> DecoderWeights:
     config, checkpoint = read_model_config(directory), open_checkpoint(directory)
-    return load_weights(config, checkpoint, torch.float32, TorchKernels(), lambda *_: None)
+    return load_weights(config, checkpoint, torch.float32, kernels, lambda *_: None)
 
 
 def experts_of(directory: Path) -> Experts:
-    experts = load(directory).layers[0].mlp
+    experts = load(directory, TorchKernels()).layers[0].mlp
     assert isinstance(experts, Experts)
     return experts
 
@@ -45,6 +47,25 @@ def test_padding_meets_no_expert(tmp_path: Path) -> None:
         output = experts_of(tmp_path)(hidden, 5)
     assert output[:5].abs().min() > 0
     assert not output[5:].any()
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_all_in_one_multiplication_gives_what_each_gives(
+    tmp_path: Path, kind: str, stacked: bool
+) -> None:
+    model = save_tiny_model(tmp_path, kind)
+    torch.manual_seed(0)
+    hidden = torch.randn(6, 48)
+    kernels = CudaKernels(grouped=frozenset({torch.float32}))
+    with torch.inference_mode():
+        apart = experts_of(tmp_path)(hidden, 6)
+        if stacked:
+            stack_experts(tmp_path, model.state_dict())
+        together = load(tmp_path, kernels).layers[0].mlp
+        assert isinstance(together, GroupedExperts)
+        torch.testing.assert_close(together(hidden, 6), apart)
+        torch.testing.assert_close(together(hidden[:1], 1), apart[:1])
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
