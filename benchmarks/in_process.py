@@ -45,11 +45,12 @@ from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.settings import SchedulerSettings
 from services.worker.adapters.compute import ComputeThread
 from services.worker.adapters.converters import description_to_message
-from services.worker.adapters.machine import usable_processors
+from services.worker.adapters.processors import usable_processors
 from services.worker.build import build_engine
 from services.worker.core.engine import Engine as WorkerEngine
 from services.worker.core.engine import WorkerDescription
 from services.worker.core.runner import Runner
+from services.worker.core.threads import choose_threads
 from services.worker.settings import WorkerSettings
 
 
@@ -221,7 +222,8 @@ class InProcess:
             self._compute.close()
 
     def _load(self) -> WorkerEngine:
-        torch.set_num_threads(self._settings.num_threads or usable_processors())
+        threads = choose_threads(usable_processors(), asked=self._settings.num_threads)
+        torch.set_num_threads(threads.num_threads)
         return build_engine(self._settings, "in-process", lambda: None)
 
 

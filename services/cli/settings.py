@@ -38,7 +38,9 @@ class UpSettings:
         1, doc="workers that share the model, each a rank of it", check=between(1, 64)
     )
     num_threads: int | None = setting(
-        None, doc="threads that each worker computes with", check=at_least(1)
+        None,
+        doc="threads that each worker computes with (default: its share of the cores)",
+        check=at_least(1),
     )
     kv_cache_memory_bytes: int | None = setting(
         None, doc="memory of the KV cache", check=at_least(1)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import sys
 
 from services.common.lifecycle import run_service
@@ -34,6 +35,8 @@ def main() -> None:
     # No model is built here: transformers shall not spend seconds and memory on a torch that it
     # finds installed beside it.
     sys.modules["torch"] = None  # type: ignore[assignment]
+    # numpy comes with it, and would start a thread for every processor.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     run_service("gateway", lambda stop: serve(settings, stop))
 
 

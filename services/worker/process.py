@@ -20,10 +20,11 @@ from services.common.server import GrpcServer
 from services.common.settings import SettingError, exit_with, load_settings
 from services.common.telemetry import configure_tracing
 from services.worker.adapters.compute import ComputeThread
-from services.worker.adapters.machine import usable_processors
+from services.worker.adapters.processors import usable_processors
 from services.worker.adapters.servicer import WorkerServicer
 from services.worker.build import build_engine
 from services.worker.core.engine import Engine
+from services.worker.core.threads import choose_threads
 from services.worker.models.load import check_configuration
 from services.worker.parallel.errors import GroupBroken
 from services.worker.parallel.group import Group, Timeouts
@@ -133,15 +134,15 @@ async def _load(
 
     def load_as(group: Group | None) -> Engine:
         sharers = 1 if group is None else len(group.local_ranks)
-        num_threads = settings.num_threads or max(usable_processors() // sharers, 1)
-        torch.set_num_threads(num_threads)
+        threads = choose_threads(usable_processors(), sharers, settings.num_threads)
+        torch.set_num_threads(threads.num_threads)
         begun = time.monotonic()
         engine = build_engine(settings, uuid.uuid4().hex, checkpoint_reached, group)
         # What is there now stays; a full collection between two steps need not walk through it.
         gc.collect()
         gc.freeze()
         took = time.monotonic() - begun
-        logger.info("loaded and warm after %.1f s, %d threads", took, num_threads)
+        logger.info("loaded and warm after %.1f s, computing with %s", took, threads)
         return engine
 
     loading = compute.submit(load)

@@ -46,7 +46,11 @@ class WorkerSettings:
         1024, doc="most tokens of a step", check=between(1, 1_048_576)
     )
     num_threads: int | None = setting(
-        None, doc="threads to compute with (default: every processor)", check=at_least(1)
+        None,
+        doc="threads to compute with on the CPU (default: one for each core that the process may "
+        "use, within the quota of its container; of 8 and more one less, and among workers on one "
+        "machine their share)",
+        check=at_least(1),
     )
     kernels: KernelsSetting = setting(
         KernelsSetting.AUTO,

@@ -7,11 +7,14 @@
 
 #pragma once
 
+#include <linux/futex.h>
 #include <omp.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <atomic>
+#include <climits>
 #include <cstdint>
-#include <thread>
 
 #include "vector.h"
 
@@ -26,30 +29,41 @@ struct Range {
   std::int64_t end;
 };
 
-// Spins for as long as a busy team needs, some tens of microseconds. After that it yields: whoever
-// is late has lost its processor to another process, and spinning would only keep it away.
+// Spins for some microseconds, and then sleeps: whoever is late has lost its processor to another
+// process, and may be waiting for the very one that spinning keeps busy. Yielding would not do: to the
+// kernel it means giving up one's share, so that beside a busy process every barrier could cost a
+// time slice, and a step a tenth of its speed.
 class Barrier {
  public:
   void wait(int size) {
     const int phase = phase_.load(std::memory_order_relaxed);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size) {
       arrived_.store(0, std::memory_order_relaxed);
-      phase_.store(phase + 1, std::memory_order_release);
+      // In one order with a sleeper's announcement and its look at the phase: one sees the other.
+      phase_.store(phase + 1, std::memory_order_seq_cst);
+      if (sleepers_.load(std::memory_order_seq_cst) > 0) futex(FUTEX_WAKE_PRIVATE, INT_MAX);
       return;
     }
-    for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; ++spins) {
-      if (spins < SPINS) {
-        _mm_pause();
-      } else {
-        std::this_thread::yield();
-      }
+    for (int spins = 0; spins < SPINS; ++spins) {
+      if (phase_.load(std::memory_order_acquire) != phase) return;
+      _mm_pause();
     }
+    sleepers_.fetch_add(1, std::memory_order_seq_cst);
+    while (phase_.load(std::memory_order_seq_cst) == phase) futex(FUTEX_WAIT_PRIVATE, phase);
+    sleepers_.fetch_sub(1, std::memory_order_relaxed);
   }
 
  private:
-  static constexpr int SPINS = 2000;
+  static constexpr int SPINS = 500;
+
+  void futex(int operation, int value) {
+    static_assert(sizeof(phase_) == sizeof(std::uint32_t));
+    syscall(SYS_futex, &phase_, operation, value, nullptr, nullptr, 0);
+  }
+
   alignas(64) std::atomic<int> arrived_{0};
   alignas(64) std::atomic<int> phase_{0};
+  std::atomic<int> sleepers_{0};
 };
 
 // A thread's place in its team.
