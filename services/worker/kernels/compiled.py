@@ -3,10 +3,11 @@
 What is kept is found by a hash of the sources, the flags, the processor's features, the compiler
 and torch's version, so that a directory may be shared by different machines.
 Processes that start at once wait for the one that compiles; one that is killed meanwhile leaves
-nothing half done.
+nothing half done. Where nothing can be kept each process compiles for itself.
 """
 
 import ctypes
+import errno
 import fcntl
 import logging
 import os
@@ -18,11 +19,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from hashlib import sha256
 from pathlib import Path
+from typing import TextIO
 
 import torch
+
+from services.worker.kernels.kept_library import KeptLibrary
 
 logger = logging.getLogger(__name__)
 
@@ -54,16 +58,15 @@ def load_compiled(cache: Path, checkpoint_reached: Callable[[], None]) -> ctypes
         raise NotCompiled("the processor has no AVX2")
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     directory = cache / f"kernels-{_key(features, compiler)}"
-    library = directory / f"{NAME}.so"
+    kept = KeptLibrary(directory, NAME)
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with _locked(directory.with_suffix(".lock"), checkpoint_reached):
-            if not library.exists():
-                _check_tools(compiler)
-                _compile(directory, checkpoint_reached)
-        return ctypes.CDLL(str(library))
+        library = kept.load()
+        if library is None:
+            _check_tools(compiler)
+            library = _compile_once(kept, directory.with_suffix(".lock"), checkpoint_reached)
     except OSError as error:
-        raise NotCompiled(f"the compiled kernels cannot be kept or loaded: {error}") from error
+        raise NotCompiled(f"the compiled kernels cannot be made or loaded: {error}") from error
+    return library
 
 
 def processor_features() -> frozenset[str]:
@@ -98,25 +101,67 @@ def _search_path() -> str:
     return os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
 
 
+def _compile_once(
+    kept: KeptLibrary, lock: Path, checkpoint_reached: Callable[[], None]
+) -> ctypes.CDLL:
+    """The library that another process compiled meanwhile, or this one now."""
+    with ExitStack() as scope:
+        try:
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            scope.enter_context(_locked(lock, checkpoint_reached))
+        except OSError as error:
+            logger.warning("compiled kernels cannot be kept: %s", error)
+            return _compile(None, checkpoint_reached)
+        library = kept.load()
+        if library is None:
+            if kept.is_there:
+                logger.warning("the kept kernels are damaged or unfinished")
+            library = _compile(kept, checkpoint_reached)
+        return library
+
+
 @contextmanager
 def _locked(path: Path, checkpoint_reached: Callable[[], None]) -> Iterator[None]:
     """Holds a lock that ends with the process."""
     with path.open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                checkpoint_reached()
-                time.sleep(_POLL_SECONDS)
+        tell = _Patience("waiting for another process to compile kernels")
+        while not _try_lock(file):
+            checkpoint_reached()
+            tell.passes()
+            time.sleep(_POLL_SECONDS)
         yield
 
 
-def _compile(directory: Path, checkpoint_reached: Callable[[], None]) -> None:
-    """Compiles aside, then moves the result to `directory` at once."""
-    logger.info("compiling kernels for this processor, once")
-    begun = time.monotonic()
-    with tempfile.TemporaryDirectory(dir=directory.parent, ignore_cleanup_errors=True) as aside:
+def _try_lock(file: TextIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+class _Patience:
+    """Logs now and then what is waited for."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._begun = self._told = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._begun
+
+    def passes(self) -> None:
+        if time.monotonic() - self._told >= _TOLD_EVERY_SECONDS:
+            self._told = time.monotonic()
+            logger.info("%s: %.0f s", self._what, self.seconds)
+
+
+def _compile(kept: KeptLibrary | None, checkpoint_reached: Callable[[], None]) -> ctypes.CDLL:
+    """Compiles aside, and keeps the result where that can be done."""
+    once = "" if kept is None else ", once"
+    logger.info("compiling kernels for this processor%s", once)
+    with tempfile.TemporaryDirectory(prefix="stepwell-", ignore_cleanup_errors=True) as aside:
         failures: list[BaseException] = []
 
         def work() -> None:
@@ -126,19 +171,26 @@ def _compile(directory: Path, checkpoint_reached: Callable[[], None]) -> None:
                 failures.append(error)
 
         thread = threading.Thread(target=work, name="compile", daemon=True)
+        tell = _Patience("compiling kernels")
         thread.start()
-        told = begun
         while thread.is_alive():
             thread.join(_POLL_SECONDS)
             checkpoint_reached()
-            if time.monotonic() - told >= _TOLD_EVERY_SECONDS:
-                told = time.monotonic()
-                logger.info("compiling kernels: %.0f s", told - begun)
+            tell.passes()
         if failures:
             raise NotCompiled(f"compiling failed: {_reason(failures[0])}") from failures[0]
-        directory.mkdir(exist_ok=True)
-        (Path(aside) / f"{NAME}.so").replace(directory / f"{NAME}.so")
-    logger.info("compiled kernels in %.1f s", time.monotonic() - begun)
+        logger.info("compiled kernels in %.1f s", tell.seconds)
+        made = Path(aside) / f"{NAME}.so"
+        return (kept and _keep(kept, made)) or ctypes.CDLL(str(made))
+
+
+def _keep(kept: KeptLibrary, made: Path) -> ctypes.CDLL | None:
+    try:
+        kept.put(made)
+    except OSError as error:
+        logger.warning("compiled kernels cannot be kept: %s", error)
+        return None
+    return kept.load()
 
 
 def _run_build(directory: Path) -> None:
@@ -165,5 +217,8 @@ def _reason(error: BaseException) -> str:
     if not isinstance(error, subprocess.CalledProcessError):
         return str(error)
     lines = [line.strip() for line in f"{error.stdout}\n{error.stderr}".split("\n") if line]
-    telling = [line for line in lines if "error:" in line]
-    return (telling or lines[-1:] or ["no reason given"])[0]
+    for telling in (os.strerror(errno.ENOSPC), "error:"):
+        found = [line for line in lines if telling in line]
+        if found:
+            return found[0]
+    return (lines[-1:] or ["no reason given"])[0]

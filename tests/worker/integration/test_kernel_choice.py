@@ -2,6 +2,7 @@
 
 import logging
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from services.worker.kernels.compiled import (
     load_compiled,
 )
 from services.worker.kernels.errors import KernelsUnavailable
+from services.worker.kernels.kept_library import KeptLibrary
 from services.worker.kernels.native_kernels import NativeKernels
 from services.worker.kernels.select import KernelsSetting, select_kernels
 from services.worker.kernels.torch_kernels import TorchKernels
@@ -77,10 +79,74 @@ def test_a_compiler_that_fails_is_quoted(
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
-def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+@pytest.fixture
+def quick_compiler(tmp_path: Path, with_compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler that sees one function in place of all sources."""
+    (tmp_path / "exports.cpp").write_text('extern "C" int panel_width() { return 16; }\n')
+    compiler = tmp_path / "quick-compiler"
+    compiler.write_text(
+        "#!/bin/sh\n"
+        'for argument in "$@"; do\n'
+        "  shift\n"
+        '  case "$argument" in\n'
+        f'    */exports.cpp) argument="{tmp_path}/exports.cpp";;\n'
+        '    *.cpp) argument="-xc++ /dev/null -xnone";;\n'
+        "  esac\n"
+        '  case "$argument" in -xc*) set -- "$@" $argument;; *) set -- "$@" "$argument";; esac\n'
+        "done\n"
+        f'exec {with_compiler} "$@"\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+
+
+@pytest.mark.usefixtures("quick_compiler")
+def test_what_cannot_be_kept_serves_this_process_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(NotCompiled, match="cannot be kept or loaded"):
-        load_compiled(tmp_path / "file" / "cache", lambda: None)
+    with caplog.at_level(logging.INFO):
+        library = load_compiled(tmp_path / "file" / "cache", lambda: None)
+    assert library.panel_width() == 16
+    [warning] = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert warning.getMessage().startswith("compiled kernels cannot be kept: ")
+
+
+@pytest.mark.usefixtures("quick_compiler")
+def test_damaged_kernels_are_compiled_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert load_compiled(tmp_path / "cache", lambda: None).panel_width() == 16
+    [kept] = (tmp_path / "cache").rglob("*.so")
+    whole = kept.read_bytes()
+    # Cut in a new file, as after a crash: the old one is mapped into this process.
+    kept.unlink()
+    kept.write_bytes(whole[: len(whole) // 2])
+    with caplog.at_level(logging.INFO):
+        assert load_compiled(tmp_path / "cache", lambda: None).panel_width() == 16
+    assert "the kept kernels are damaged or unfinished" in caplog.messages
+    assert len(kept.read_bytes()) >= len(whole)
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        load_compiled(tmp_path / "cache", lambda: None)
+    assert caplog.messages == []
+
+
+def test_a_disk_that_is_full_keeps_nothing_half(tmp_path: Path) -> None:
+    """A limit to the size of files stands for the disk."""
+    whole = tmp_path / "whole.so"
+    whole.write_bytes(bytes(100_000))
+    kept = KeptLibrary(tmp_path / "cache", "kernels")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            kept.put(whole)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not kept.is_there
+    assert kept.load() is None
+    assert list((tmp_path / "cache").iterdir()) == []
 
 
 def test_processes_that_start_at_once_compile_once(

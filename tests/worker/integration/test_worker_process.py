@@ -20,9 +20,13 @@ def directory(tmp_path: Path) -> Path:
 
 
 async def test_serves_until_told_to_stop_and_exits_with_0(directory: Path, tmp_path: Path) -> None:
+    """On a machine without a compiler, on which no worker has run before."""
     address = f"unix:{tmp_path / 'worker.sock'}"
     process = await start(
-        "--model", str(directory), "--address", address, STEPWELL_WORKER_NUM_BLOCKS="50"
+        *("--model", str(directory), "--address", address),
+        STEPWELL_WORKER_NUM_BLOCKS="50",
+        STEPWELL_WORKER_KERNELS_CACHE=str(tmp_path / "cache"),
+        CXX="no-such-compiler",
     )
     try:
         await asyncio.wait_for(until_serving(address), DEADLINE_SECONDS)
@@ -38,6 +42,8 @@ async def test_serves_until_told_to_stop_and_exits_with_0(directory: Path, tmp_p
     for progress in ("loading LlamaForCausalLM", "loading layers: 100%", "KV cache: 50 blocks"):
         assert progress in shown
     assert "warming up: 100%" in shown
+    assert "kernels: torch, which is slower: there is no C++ compiler" in shown
+    assert "computing with 1 thread (as asked for" in shown
     assert "Traceback" not in shown
 
 
