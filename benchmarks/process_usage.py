@@ -1,0 +1,36 @@
+"""What a process holds at one moment: memory, threads, file descriptors."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+_KIB = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """A process at one moment. `rss` and `pss` in bytes; of pages that several processes map, `pss`
+    counts its share.
+    """
+
+    rss: int
+    pss: int
+    num_threads: int
+    num_files: int
+
+
+def usage_of(pid: int, proc: Path = Path("/proc")) -> Usage:
+    """What the process holds now. Raises OSError when it has ended."""
+    process = proc / str(pid)
+    memory = _kib_fields((process / "smaps_rollup").read_text())
+    return Usage(
+        rss=memory["Rss"] * _KIB,
+        pss=memory["Pss"] * _KIB,
+        num_threads=len(list((process / "task").iterdir())),
+        num_files=len(list((process / "fd").iterdir())),
+    )
+
+
+def _kib_fields(text: str) -> dict[str, int]:
+    """The lines `Name:  number kB`."""
+    fields = (line.split() for line in text.splitlines() if line.endswith(" kB"))
+    return {name.rstrip(":"): int(number) for name, number, _ in fields}

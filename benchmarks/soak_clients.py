@@ -1,0 +1,255 @@
+"""Requests of many kinds, as clients make them: what a soak keeps the services busy with.
+
+Each kind is a function that makes one request and holds the answer to what was asked for; anything
+else is an AssertionError. Nothing here is timed.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import grpc
+from stepwell.common.v1 import common_pb2
+from stepwell.gateway.v1 import gateway_pb2, gateway_pb2_grpc
+
+from services.common.channel import open_channel
+
+_SHARED_PREFIXES = 6
+_WORDS = ("class Point:", "def read(path):", "import os", "return self.x", "for line in lines:")
+_GOOD, _BAD = 200, 400
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Whom to ask, and what fits the model. `longest`: tokens of a prompt and its answer."""
+
+    http: str
+    grpc: str
+    vocab_size: int
+    longest: int
+
+    def prompt(self, draw: Random, share: float | None = None) -> list[int]:
+        """Token ids: often a prefix that others have too, then some of its own.
+
+        `share`: how much of the longest sequence it takes; by default little.
+        """
+        if share is None:
+            share = draw.choice((0.02, 0.1, 0.2, 0.3))
+        length = max(int(share * self.longest), 2)
+        family = Random(f"prefix/{draw.randrange(_SHARED_PREFIXES)}")
+        common = draw.choice((0, length // 2, length - 1))
+        return [
+            (family if place < common else draw).randrange(3, self.vocab_size)
+            for place in range(length)
+        ]
+
+    def num_tokens(self, draw: Random) -> int:
+        """How long an answer may get."""
+        return draw.choice((1, 8, 32, 64, max(self.longest // 4, 1)))
+
+
+Ask = Callable[[World, Random], Awaitable[None]]
+
+
+async def grpc_stream(world: World, draw: Random) -> None:
+    """Greedy, over gRPC."""
+    wanted = world.num_tokens(draw)
+    request = _generate(world.prompt(draw), wanted)
+    async with _calling(world, request) as call:
+        answers = [answer async for answer in call]
+    _expect(sum(len(answer.token_ids) for answer in answers), wanted)
+
+
+async def grpc_several(world: World, draw: Random) -> None:
+    """Several answers at once, sampled, penalized, with log-probabilities."""
+    wanted, n = world.num_tokens(draw), draw.randrange(2, 5)
+    request = _generate(world.prompt(draw), wanted)
+    request.n = n
+    request.sampling.MergeFrom(
+        common_pb2.SamplingParams(
+            temperature=0.8,
+            top_p=0.9,
+            top_k=50,
+            seed=draw.randrange(2**32),
+            presence_penalty=0.5,
+            frequency_penalty=0.2,
+            repetition_penalty=1.1,
+            logprobs=3,
+            prompt_logprobs=draw.choice((None, 2)),
+        )
+    )
+    async with _calling(world, request) as call:
+        answers = [answer async for answer in call]
+    _expect({answer.index for answer in answers}, set(range(n)))
+    _expect(sum(len(answer.token_ids) for answer in answers), n * wanted)
+
+
+async def grpc_long(world: World, draw: Random) -> None:
+    """A long prompt, computed in chunks, and a few tokens."""
+    request = _generate(world.prompt(draw, draw.uniform(0.4, 0.9)), 4)
+    async with _calling(world, request) as call:
+        answers = [answer async for answer in call]
+    _expect(sum(len(answer.token_ids) for answer in answers), 4)
+
+
+async def grpc_hang_up(world: World, draw: Random) -> None:
+    """Cancels, or just closes the connection, before the answer has ended."""
+    request = _generate(world.prompt(draw), world.longest // 2)
+    async with _calling(world, request) as call:
+        for _ in range(draw.randrange(3)):
+            await call.read()
+        if draw.random() < 0.5:
+            call.cancel()
+
+
+async def grpc_bad(world: World, draw: Random) -> None:
+    """Something that the gateway must refuse."""
+    request = _generate(world.prompt(draw), 4)
+    if draw.random() < 0.5:
+        request.sampling.top_p = 2
+    else:
+        request.token_ids.ids.append(world.vocab_size)
+    async with _calling(world, request) as call:
+        try:
+            await call.read()
+        except grpc.aio.AioRpcError as error:
+            _expect(error.code(), grpc.StatusCode.INVALID_ARGUMENT)
+        else:
+            _expect(await call.code(), grpc.StatusCode.INVALID_ARGUMENT)
+
+
+async def http_stream(world: World, draw: Random) -> None:
+    """A streamed completion."""
+    body = {
+        "prompt": world.prompt(draw),
+        "max_tokens": world.num_tokens(draw),
+        "stream": True,
+        "ignore_eos": True,
+        "logprobs": draw.choice((None, 2)),
+        "logit_bias": draw.choice((None, {"5": -100})),
+        "stream_options": {"include_usage": True},
+    }
+    status, answer = await _post(world, "/v1/completions", body)
+    _expect(status, _GOOD)
+    _expect(answer.endswith(b"data: [DONE]\n\n"), True)
+    usage = json.loads(answer.split(b"data: ")[-2])["usage"]
+    _expect(usage["completion_tokens"], body["max_tokens"])
+
+
+async def http_chat(world: World, draw: Random) -> None:
+    """A conversation with stop strings and a penalty, answered in one piece."""
+    turns = [" ".join(draw.choices(_WORDS, k=draw.randrange(1, 12))) for _ in range(3)]
+    body = {
+        "messages": [
+            {"role": role, "content": turn}
+            for role, turn in zip(("user", "assistant", "user"), turns, strict=True)
+        ],
+        "max_tokens": world.num_tokens(draw),
+        "stop": ["self", "\n\n\n"],
+        "repetition_penalty": 1.2,
+        "n": draw.choice((1, 2)),
+        "repetition_detection": {"max_pattern_size": 4, "min_count": 4},
+    }
+    status, answer = await _post(world, "/v1/chat/completions", body)
+    _expect(status, _GOOD)
+    choices = json.loads(answer)["choices"]
+    _expect(len(choices), body["n"])
+    _expect(any("self" in choice["message"]["content"] for choice in choices), False)
+
+
+async def http_hang_up(world: World, draw: Random) -> None:
+    """Goes away in the middle of a stream."""
+    body = {"prompt": world.prompt(draw), "max_tokens": world.longest // 2, "stream": True}
+    async with _sending(world, "/v1/completions", json.dumps(body).encode()) as reader:
+        await reader.read(draw.choice((1, 400, 2000)))
+
+
+async def http_bad(world: World, draw: Random) -> None:
+    """Something that the gateway must refuse."""
+    body: Any = draw.choice(
+        (
+            {"prompt": [3, 4], "temperature": -1},
+            {"prompt": [3, 4], "colour": "blue"},
+            {"prompt": [3] * (world.longest + 10_000)},
+            {"prompt": [world.vocab_size]},
+            "no object",
+        )
+    )
+    status, _ = await _post(world, "/v1/completions", body)
+    _expect(status, _BAD)
+
+
+KINDS: dict[str, tuple[int, Ask]] = {
+    "gRPC, streamed": (6, grpc_stream),
+    "gRPC, several sampled answers": (2, grpc_several),
+    "gRPC, a long prompt": (2, grpc_long),
+    "gRPC, hung up": (1, grpc_hang_up),
+    "gRPC, refused": (1, grpc_bad),
+    "HTTP, streamed": (6, http_stream),
+    "HTTP, chat": (4, http_chat),
+    "HTTP, hung up": (1, http_hang_up),
+    "HTTP, refused": (1, http_bad),
+}
+"""How often each kind comes, and what it does."""
+
+
+def _generate(prompt: list[int], num_tokens: int) -> gateway_pb2.GenerateRequest:
+    return gateway_pb2.GenerateRequest(
+        token_ids=common_pb2.TokenIds(ids=prompt),
+        sampling=common_pb2.SamplingParams(temperature=0, max_tokens=num_tokens),
+        ignore_eos=True,
+    )
+
+
+@asynccontextmanager
+async def _calling(world: World, request: gateway_pb2.GenerateRequest) -> AsyncIterator[Any]:
+    """A call on a channel of its own, as one client of many has."""
+    channel = open_channel(world.grpc)
+    try:
+        yield gateway_pb2_grpc.InferenceStub(channel).Generate(request)
+    finally:
+        await channel.close()
+
+
+@asynccontextmanager
+async def _sending(world: World, path: str, body: bytes) -> AsyncIterator[asyncio.StreamReader]:
+    """A request on a connection of its own; yields what the answer is read from."""
+    host, _, port = world.http.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        writer.write(
+            f"POST {path} HTTP/1.1\r\nHost: {world.http}\r\nConnection: close\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+            + body
+        )
+        yield reader
+    finally:
+        writer.close()
+
+
+async def _post(world: World, path: str, body: Any) -> tuple[int, bytes]:
+    """The status and the body of an answer, joined where it comes in chunks."""
+    async with _sending(world, path, json.dumps(body).encode()) as reader:
+        head = await reader.readuntil(b"\r\n\r\n")
+        rest = await reader.read()
+    status = int(head.split(maxsplit=2)[1])
+    return status, _joined(rest) if b"chunked" in head.lower() else rest
+
+
+def _joined(chunked: bytes) -> bytes:
+    pieces = []
+    while chunked:
+        size, _, chunked = chunked.partition(b"\r\n")
+        length = int(size, 16)
+        pieces.append(chunked[:length])
+        chunked = chunked[length + 2 :]
+    return b"".join(pieces)
+
+
+def _expect(found: object, wanted: object) -> None:
+    if found != wanted:
+        raise AssertionError(f"{found!r} in place of {wanted!r}")
