@@ -29,6 +29,8 @@ _WHOLE = frozenset({"replicate", "replicated_with_grad_allreduce", "embedding_ro
 reads but its own rows.
 """
 
+_SUMMED = {Style.ROWS, Style.ROWS_OF_WHOLE_INPUT}
+
 _OPT = {
     "model.decoder.layers.*.self_attn.q_proj": "colwise",
     "model.decoder.layers.*.self_attn.k_proj": "colwise",
@@ -70,7 +72,7 @@ def read_plan(model: PreTrainedModel) -> dict[str, Style]:
             tensors = [name for name, _ in model.named_parameters()]
             if named := _matching(pattern, modules + tensors):
                 raise Refused(f"divides {named[0]} in a way, {word}, that is not known here")
-    if not plan:
+    if not _SUMMED & set(plan.values()):  # nothing, or no more than the head
         raise Refused("has no plan by which ranks could divide it")
     return plan
 

@@ -15,6 +15,7 @@ from transformers import (
     BloomConfig,
     GPTNeoXConfig,
     GraniteConfig,
+    HunYuanDenseV1Config,
     Olmo2Config,
     OlmoeConfig,
     OPTConfig,
@@ -83,6 +84,12 @@ REFUSED: dict[str, tuple[type[PretrainedConfig], dict[str, Any], int, str]] = {
     ),
     "experts": (OlmoeConfig, {"num_experts": 2}, 2, "OlmoeForCausalLM divides model.layers.0.mlp."),
     "no plan": (BloomConfig, {"n_layer": 2}, 2, "has no plan by which ranks could divide it"),
+    "a plan for its head alone": (
+        HunYuanDenseV1Config,
+        {"head_dim": 8},
+        2,
+        "has no plan by which ranks could divide it",
+    ),
 }
 
 
