@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from services.worker.core.errors import InvalidStep
-from services.worker.core.step import Int32Array, StepInput, StepOutput
+from services.worker.core.step import Int32Array, RequestLogprobs, StepInput, StepOutput
 from services.worker.device import Device, Download
+from services.worker.sampling.device_logprobs import PendingLogprobs, logprobs_on_device
 from services.worker.sampling.device_sampler import UNUSABLE, sample_on_device
 from services.worker.sampling.sampler import Draws
 
@@ -21,12 +22,14 @@ from services.worker.sampling.sampler import Draws
 class PendingOutput:
     """The answer to a step that the device may still be running.
 
-    `sampling`: indexes of the requests that get a token, one each.
+    `sampling`: indexes of the requests that get a token, one each. `logprobs` where some ask for
+    them, by index among those.
     """
 
     step: StepInput
     sampling: np.ndarray
     token_ids: Download
+    logprobs: PendingLogprobs | None
 
     def wait(self) -> StepOutput:
         """The answer, once it is there. May be called from any thread."""
@@ -39,8 +42,20 @@ class PendingOutput:
             self.step.step,
             num_tokens,
             np.where(is_usable, token_ids, 0).astype(np.int32),
+            logprobs=self._logprobs(is_usable),
             nan_requests=self.sampling[~is_usable].astype(np.int32),
         )
+
+    def _logprobs(self, is_usable: np.ndarray) -> dict[int, RequestLogprobs]:
+        """By request, in the step's order."""
+        if self.logprobs is None:
+            return {}
+        found = self.logprobs.wait().items()
+        return {
+            int(self.sampling[row]): RequestLogprobs(rows, None)
+            for row, rows in found
+            if is_usable[row]
+        }
 
 
 class Lookahead:
@@ -86,11 +101,21 @@ class Lookahead:
             token_ids.index_copy_(0, places, self._last_tokens.index_select(0, slots))
 
     def sample(
-        self, step: StepInput, sampling: np.ndarray, logits: torch.Tensor, draws: Draws
+        self,
+        step: StepInput,
+        sampling: np.ndarray,
+        logits: torch.Tensor,
+        draws: Draws,
+        num_logprobs: dict[int, int],
     ) -> PendingOutput:
-        """One token of each request `sampling`, in the order of the logits' rows."""
+        """One token of each request `sampling`, in the order of the logits' rows. `num_logprobs`:
+        of the rows that want log-probabilities, how many of the most probable tokens.
+        """
         slots = step.slots[sampling].astype(np.int64)
         token_ids = sample_on_device(logits, draws, self._device)
         self._last_tokens.index_copy_(0, self._device.upload(slots), token_ids.clamp(min=0))
         self._is_ahead[slots] = True
-        return PendingOutput(step, sampling, self._device.download(token_ids))
+        logprobs = None
+        if num_logprobs:
+            logprobs = logprobs_on_device(logits, token_ids, num_logprobs, self._device)
+        return PendingOutput(step, sampling, self._device.download(token_ids), logprobs)

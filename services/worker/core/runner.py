@@ -227,7 +227,7 @@ class Runner:
     def _may_look_ahead(
         self, rows: _Rows, sampling: np.ndarray, prompt: dict[int, LogprobRows]
     ) -> bool:
-        """Whether nothing of the step's answer but its tokens has to come from the device."""
+        """Whether nothing that the device computes is needed here before the step is answered."""
         return (
             self._lookahead is not None
             and not prompt
@@ -241,7 +241,9 @@ class Runner:
         assert self._lookahead is not None
         slots = step.slots[sampling]
         self._batch.expect(slots)
-        return self._lookahead.sample(step, sampling, logits, self._sampler.draws(slots))
+        num_logprobs = self._sampler.num_logprobs(slots)
+        draws = self._sampler.draws(slots)
+        return self._lookahead.sample(step, sampling, logits, draws, num_logprobs)
 
     def _sampled_logits(
         self, rows: _Rows, computed: "_Computed", sampling: np.ndarray

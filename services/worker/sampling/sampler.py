@@ -113,8 +113,19 @@ class Sampler:
         self._requests[slot] = None
 
     def is_simple(self, slots: np.ndarray) -> bool:
-        """Whether requests need no more than `draws`: no edits, no log-probabilities."""
-        return not (self._is_edited[slots] | self._wants_logprobs[slots]).any()
+        """Whether requests are sampled by no more than `draws`: nothing edits their logits."""
+        return not self._is_edited[slots].any()
+
+    def num_logprobs(self, slots: np.ndarray) -> dict[int, int]:
+        """How many of the most probable tokens requests ask for, by row, where they ask for
+        log-probabilities.
+        """
+        found = {}
+        for row in np.flatnonzero(self._wants_logprobs[slots]).tolist():
+            num_top = self._request(slots[row]).params.logprobs
+            assert num_top is not None
+            found[row] = num_top
+        return found
 
     def draws(self, slots: np.ndarray) -> Draws:
         """What one more token of simple requests is drawn by, wherever their logits are.
@@ -190,13 +201,11 @@ class Sampler:
     def _logprobs(
         self, lines: Float32Array, slots: np.ndarray, token_ids: Int64Array, usable: np.ndarray
     ) -> dict[int, LogprobRows]:
-        rows = np.flatnonzero(self._wants_logprobs[slots] & usable).tolist()
-        found = {}
-        for row in rows:
-            num_top = self._request(slots[row]).params.logprobs
-            assert num_top is not None
-            found[row] = logprob_rows(lines[row : row + 1], token_ids[row : row + 1], num_top)
-        return found
+        return {
+            row: logprob_rows(lines[row : row + 1], token_ids[row : row + 1], num_top)
+            for row, num_top in self.num_logprobs(slots).items()
+            if usable[row]
+        }
 
     def _request(self, slot: int) -> _Request:
         request = self._requests[slot]

@@ -6,7 +6,9 @@ import torch
 
 from services.common.sampling import SamplingParams
 from services.worker.device import CpuDevice
+from services.worker.sampling.device_logprobs import logprobs_on_device
 from services.worker.sampling.device_sampler import UNUSABLE, sample_on_device
+from services.worker.sampling.logprobs import prompt_logprobs
 from services.worker.sampling.sampler import Sampler
 
 VOCAB_SIZE = 60
@@ -71,11 +73,32 @@ def test_rows_without_a_usable_distribution_are_told() -> None:
     assert sample(device, logits, np.arange(3)) == [0, UNUSABLE, UNUSABLE]
 
 
-def test_edits_and_log_probabilities_need_the_host() -> None:
+def test_edits_need_the_host_and_log_probabilities_do_not() -> None:
     sampler = Sampler(3, VOCAB_SIZE)
     sampler.add(0, SamplingParams(temperature=1, top_k=3), np.arange(3), 3)
-    sampler.add(1, SamplingParams(temperature=0, logprobs=0), np.arange(3), 3)
+    sampler.add(1, SamplingParams(temperature=0, logprobs=4), np.arange(3), 3)
     sampler.add(2, SamplingParams(temperature=0, presence_penalty=1), np.arange(3), 3)
-    assert sampler.is_simple(np.array([0]))
-    assert not sampler.is_simple(np.array([0, 1]))
+    assert sampler.is_simple(np.array([0, 1]))
     assert not sampler.is_simple(np.array([2]))
+    assert sampler.num_logprobs(np.array([2, 1, 0])) == {1: 4}
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_log_probabilities_are_those_of_the_host(ties: bool) -> None:
+    """Of some rows and of all, for tokens of any rank, however many of the best are wanted."""
+    logits = torch.randn(5, VOCAB_SIZE, generator=torch.Generator().manual_seed(7)) * 3
+    if ties:
+        logits = logits.round()
+    logits[0, 11] = -torch.inf
+    token_ids = torch.tensor([11, 0, 59, 30, int(logits[4].argmax())])
+    for num_top in ({0: 3, 2: 0, 4: VOCAB_SIZE}, {1: 0}, dict.fromkeys(range(5), 7)):
+        found = logprobs_on_device(logits, token_ids, num_top, CpuDevice()).wait()
+        assert list(found) == list(num_top)
+        for row, count in num_top.items():
+            expected = prompt_logprobs(
+                logits[row : row + 1], token_ids[row : row + 1].numpy(), count
+            )
+            assert found[row].width == expected.width
+            assert found[row].token_ids.tolist() == expected.token_ids.tolist()
+            assert found[row].ranks.tolist() == expected.ranks.tolist()
+            np.testing.assert_allclose(found[row].logprobs, expected.logprobs, atol=1e-5)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,6 +11,7 @@ from services.worker.core.errors import InvalidStep
 from services.worker.core.lookahead import PendingOutput
 from services.worker.core.runner import Runner
 from services.worker.core.step import StepInput
+from services.worker.sampling.logprobs import LogprobRows
 from tests.tiny_models import save_tiny_model
 from tests.worker.runner_driver import GREEDY, build_runner, ints
 from tests.worker.step_story import (
@@ -34,6 +36,15 @@ def runner_of(model: Path, *, runs_ahead: bool) -> Runner:
     return build_runner(model, block_size=4, num_blocks=60, runs_ahead=runs_ahead)
 
 
+def same(one: LogprobRows | None, other: LogprobRows | None) -> None:
+    """Log-probabilities of the same tokens, but for rounding."""
+    assert (one is None) == (other is None)
+    if one is not None and other is not None:
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        assert one.ranks.tolist() == other.ranks.tolist()
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "kinds",
     [
@@ -53,14 +64,19 @@ def test_two_steps_in_flight_give_the_same_tokens(
         assert one.num_tokens.tolist() == other.num_tokens.tolist()
         assert one.token_ids.tolist() == other.token_ids.tolist()
         assert one.logprobs.keys() == other.logprobs.keys()
+        for index, of_request in one.logprobs.items():
+            same(of_request.sampled, other.logprobs[index].sampled)
+            same(of_request.prompt, other.logprobs[index].prompt)
 
 
 def test_plain_steps_are_answered_later_and_others_at_once(model: Path) -> None:
     runner = runner_of(model, runs_ahead=True)
-    begun = [runner.begin(step) for step in story((GREEDY, DRAWN, WITH_LOGPROBS, GREEDY))[:4]]
+    begun = [runner.begin(step) for step in story((GREEDY, DRAWN, WITH_LOGPROBS, GREEDY))[:6]]
     later = [isinstance(output, PendingOutput) for output in begun]
-    # The third brings log-probabilities of a prompt, the fourth also some of a sampled token.
-    assert later == [True, True, False, False]
+    # The third and the fourth bring log-probabilities of a prompt, the sixth of a sampled token.
+    assert later == [True, True, False, False, True, True]
+    assert isinstance(begun[5], PendingOutput)
+    assert begun[5].wait().logprobs.keys() == {0}
 
 
 def test_tokens_that_only_the_device_knows_are_not_computed_again(model: Path) -> None:
