@@ -15,6 +15,7 @@ from tests.tiny_models import (
     ONE_OF_EACH,
     TINY_MODELS,
     VOCAB_SIZE,
+    build_tiny_model,
     save_tiny_model,
 )
 from tests.worker.runner_driver import Driver, Request, build_runner
@@ -41,7 +42,7 @@ def served(
     torch.set_num_threads(1)
     kind, setting = request.param
     directory: Path = tmp_path_factory.mktemp(kind)
-    model = save_tiny_model(directory, kind, shard_bytes=50_000)
+    save_tiny_model(directory, kind, shard_bytes=50_000)
 
     def build(block_size: int = 16, *, keeps: bool = False) -> Driver:
         runner = build_runner(
@@ -52,7 +53,13 @@ def served(
         )
         return Driver(runner, block_size=block_size, num_blocks=NUM_BLOCKS, keeps=keeps)
 
-    return model, build, make_requests()
+    return reference(kind), build, make_requests()
+
+
+@cache
+def reference(kind: str) -> PreTrainedModel:
+    """The same model for all kernels, so that it is asked once."""
+    return build_tiny_model(kind)
 
 
 def make_requests() -> list[Request]:

@@ -1,0 +1,268 @@
+"""Requests served by chance: what no scheduler would do in so short a time, and each may do.
+
+A step computes some of the running requests, each as far as chance will have it, drafts behind its
+last token. Requests are preempted, in groups or alone, and come back in another slot; generations
+end. The pool knows every block that it ever filled until it is handed out again, so that whoever
+enters shares what others computed, in each KV-cache group what its window shows. Blocks are handed
+out in no order, full of what was in them, some of them cleared.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from services.worker.core.runner import Runner
+from services.worker.core.step import NewRequest, StepInput, StepOutput
+from tests.tiny_models import VOCAB_SIZE
+from tests.worker.runner_driver import Request, appended, ints
+
+Key = tuple[object, ...]
+
+
+class RandomPool:
+    """Blocks of all groups, found again by the tokens up to their end."""
+
+    def __init__(self, num_blocks: int, random: np.random.Generator) -> None:
+        self._random = random
+        self._ref_cnt: Counter[int] = Counter()
+        self._block_of: dict[Key, int] = {}
+        self._key_of: dict[int, Key] = {}
+        self._num_blocks = num_blocks
+
+    def find(self, key: Key) -> int | None:
+        """A block that holds the keys and values of these tokens."""
+        return self._block_of.get(key)
+
+    def remember(self, key: Key, block: int) -> None:
+        """This block is full, and of this key unless another one is."""
+        if key not in self._block_of and block not in self._key_of:
+            self._block_of[key] = block
+            self._key_of[block] = key
+
+    def take(self) -> int:
+        """Any block that nobody holds."""
+        while self._ref_cnt[block := int(self._random.integers(1, self._num_blocks))]:
+            pass
+        if (key := self._key_of.pop(block, None)) is not None:
+            del self._block_of[key]
+        self._ref_cnt[block] += 1
+        return block
+
+    def touch(self, blocks: list[int]) -> None:
+        """Somebody holds these too."""
+        self._ref_cnt.update(block for block in blocks if block)
+
+    def free(self, blocks: list[int]) -> None:
+        """Somebody holds them no more."""
+        self._ref_cnt.subtract(block for block in blocks if block)
+
+    def forget(self) -> None:
+        """What is in the blocks is worth nothing."""
+        self._block_of.clear()
+        self._key_of.clear()
+
+
+@dataclass
+class Happened:
+    """How often it came to what requests must survive."""
+
+    preempted: int = 0
+    hit_tokens: int = 0
+    drafts: int = 0
+    accepted: int = 0
+    generations: int = 1
+
+
+class RandomServing:
+    """Serves requests to their ends over a runner; `drafts`, by prompt, are what to draft from."""
+
+    def __init__(self, runner: Runner, *, max_chunk: int, seed: int) -> None:
+        self._runner = runner
+        self._random = np.random.default_rng(seed)
+        self._max_chunk = max_chunk
+        self._pool = RandomPool(runner.limits.num_blocks, self._random)
+        self._slots = list(range(runner.limits.max_num_seqs))
+        self._removed: list[int] = []
+        self._step = 0
+        self.happened = Happened()
+
+    def run(self, requests: list[Request], drafts: dict[tuple[int, ...], list[int]]) -> None:
+        """Until all are finished."""
+        while waiting := [request for request in requests if not request.finished]:
+            self._preempt([request for request in waiting if request.slot is not None])
+            chosen = [request for request in waiting if self._random.random() < 0.7]
+            self._compute(chosen or waiting[:1], drafts)
+            for request in requests:
+                if request.finished and request.slot is not None:
+                    self._remove(request)
+
+    def _preempt(self, running: list[Request]) -> None:
+        if self._random.random() < 0.03:
+            self.happened.generations += 1
+            for request in running:
+                self._remove(request)
+            self._removed.clear()
+            self._pool.forget()
+            return
+        for request in running:
+            if self._random.random() < 0.05:
+                self.happened.preempted += 1
+                self._remove(request)
+
+    def _remove(self, request: Request) -> None:
+        assert request.slot is not None
+        self._removed.append(request.slot)
+        self._slots.append(request.slot)
+        for table in request.tables:
+            self._pool.free(table)
+        request.slot, request.tables, request.num_computed = None, [], 0
+
+    def _compute(self, chosen: list[Request], drafts: dict[tuple[int, ...], list[int]]) -> None:
+        random, entering, drafted = self._random, [], []
+        grown: list[list[tuple[int, list[int]]]] = [[] for _ in self._runner.limits.windows]
+        counts, cleared = [], []
+        for request in chosen:
+            is_new = request.slot is None
+            if is_new:
+                self._enter(request)
+            left = len(request.tokens) - request.num_computed
+            count = int(random.integers(1, min(left, self._max_chunk) + 1))
+            own = self._draft(request, drafts) if count == left else []
+            added = self._extend(request, request.num_computed + count + len(own))
+            if random.random() < 0.3:
+                cleared += [block for blocks in added for block in blocks]
+            if is_new:
+                entering.append(self._new_request(request))
+            elif any(added):
+                for group, blocks in enumerate(added):
+                    grown[group].append((request.slot, blocks))
+            counts.append(count)
+            drafted.append(own)
+        output = self._runner.execute(
+            StepInput(
+                generation=self.happened.generations,
+                step=self._step,
+                slots=ints(*(request.slot for request in chosen)),
+                num_scheduled_tokens=ints(
+                    *(count + len(own) for count, own in zip(counts, drafted, strict=True))
+                ),
+                num_computed_tokens=ints(*(request.num_computed for request in chosen)),
+                removed_slots=ints(*self._removed),
+                new_requests=tuple(entering),
+                appended_blocks=tuple(appended(*of_group) for of_group in grown)
+                if any(grown)
+                else (),
+                num_draft_tokens=ints(*map(len, drafted)) if any(drafted) else ints(),
+                draft_token_ids=ints(*(token for own in drafted for token in own)),
+                block_ids_to_zero=ints(*cleared),
+            )
+        )
+        self._step += 1
+        self._removed.clear()
+        self._take(chosen, counts, drafted, output)
+
+    def _enter(self, request: Request) -> None:
+        """Finds a slot, and what is cached of its tokens; all of that, or less."""
+        request.slot = self._slots.pop(int(self._random.integers(len(self._slots))))
+        request.prompt_rows.clear()
+        block_size = self._runner.limits.block_size
+        hit = 0
+        if request.sampling.prompt_logprobs is None and self._random.random() < 0.9:
+            hit = (len(request.tokens) - 1) // block_size
+        while hit and any(None in table for table in self._tables(request, hit)):
+            hit -= 1
+        request.tables = [[b or 0 for b in table] for table in self._tables(request, hit)]
+        request.num_computed = hit * block_size
+        self.happened.hit_tokens += request.num_computed
+        for table in request.tables:
+            self._pool.touch(table)
+
+    def _tables(self, request: Request, num_blocks: int) -> list[list[int | None]]:
+        """Cached blocks in each group; 0 for what a window hides, None for what is lacking."""
+        begins = self._first_seen(num_blocks * self._runner.limits.block_size)
+        return [
+            [
+                0 if block < begin else self._pool.find(self._key(request, group, block))
+                for block in range(num_blocks)
+            ]
+            for group, begin in enumerate(begins)
+        ]
+
+    def _key(self, request: Request, group: int, block: int) -> Key:
+        end = (block + 1) * self._runner.limits.block_size
+        return (group, request.embeds, *request.tokens[:end])
+
+    def _first_seen(self, num_computed: int) -> list[int]:
+        """In each group, the first block that the next token sees."""
+        block_size = self._runner.limits.block_size
+        return [
+            0 if window is None else max(0, num_computed - window + 1) // block_size
+            for window in self._runner.limits.windows
+        ]
+
+    def _draft(self, request: Request, drafts: dict[tuple[int, ...], list[int]]) -> list[int]:
+        """Some of what may follow, more often right than not; never beyond its last token."""
+        known = drafts.get(tuple(request.prompt), [])[len(request.output) :]
+        count = int(self._random.integers(0, 4))
+        own = [
+            token if self._random.random() < 0.8 else int(self._random.integers(VOCAB_SIZE))
+            for token in known[:count]
+        ]
+        return own[: request.max_tokens - len(request.output) - 1]
+
+    def _extend(self, request: Request, num_tokens: int) -> list[list[int]]:
+        needed = -(-num_tokens // self._runner.limits.block_size)
+        added = [[self._pool.take() for _ in range(needed - len(t))] for t in request.tables]
+        for table, blocks in zip(request.tables, added, strict=True):
+            table.extend(blocks)
+        return added
+
+    def _new_request(self, request: Request) -> NewRequest:
+        assert request.slot is not None
+        embeds = request.embeds
+        return NewRequest(
+            slot=request.slot,
+            token_ids=ints(*request.tokens),
+            num_prompt_tokens=len(request.prompt),
+            sampling=request.sampling,
+            block_tables=tuple(ints(*table) for table in request.tables),
+            prompt_embeds=None if embeds is None else embeds.rest(request.num_computed),
+            num_placeholders=0 if embeds is None else embeds.num_tokens,
+        )
+
+    def _take(
+        self,
+        chosen: list[Request],
+        counts: list[int],
+        drafted: list[list[int]],
+        output: StepOutput,
+    ) -> None:
+        for index, rows in output.logprobs.items():
+            chosen[index].prompt_rows += [] if rows.prompt is None else [rows.prompt]
+            chosen[index].sampled_rows += [] if rows.sampled is None else [rows.sampled]
+        first = 0
+        for index, (request, count) in enumerate(zip(chosen, counts, strict=True)):
+            num_sampled = int(output.num_tokens[index])
+            samples = request.num_computed + count == len(request.tokens)
+            assert (num_sampled > 0) == samples
+            request.output += output.token_ids[first : first + num_sampled].tolist()
+            first += num_sampled
+            accepted = max(num_sampled - 1, 0)
+            assert accepted <= len(drafted[index])
+            self.happened.drafts += len(drafted[index])
+            self.happened.accepted += accepted
+            request.num_computed += count + accepted
+            self._settle(request)
+
+    def _settle(self, request: Request) -> None:
+        """Remembers full blocks, and frees what its windows have left behind, soon or later."""
+        num_full = request.num_computed // self._runner.limits.block_size
+        begins = self._first_seen(request.num_computed)
+        for group, (table, begin) in enumerate(zip(request.tables, begins, strict=True)):
+            for block in range(num_full):
+                if table[block]:
+                    self._pool.remember(self._key(request, group, block), table[block])
+            if self._random.random() < 0.8:
+                self._pool.free(table[:begin])
+                table[:begin] = [0] * begin

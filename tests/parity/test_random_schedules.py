@@ -1,0 +1,137 @@
+"""Whatever a scheduler does to requests, they continue as transformers does, token for token in
+float32, and with its log-probabilities.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from services.common.sampling import SamplingParams
+from services.worker.core.lockstep import Lockstep
+from services.worker.core.runner import Runner
+from services.worker.kernels.select import KernelsSetting
+from tests.parity.oracle import assert_served, embedded_prompt
+from tests.parity.random_serving import Happened, RandomServing
+from tests.tiny_models import VOCAB_SIZE, save_tiny_model
+from tests.worker.rank_threads import RankThread, on_ranks
+from tests.worker.runner_driver import Request, build_runner
+
+MAX_NUM_SEQS = 6
+MOST_TOKENS = 70
+GROUPS = {"gemma3": 6, "llama": 1, "mixtral": 1, "qwen2_window": 3}
+"""KV-cache groups of the kinds, each unlike the others."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What chance starts from."""
+
+    seed: int
+    block_size: int
+    max_chunk: int
+
+
+schedules = st.builds(
+    Schedule,
+    seed=st.integers(0, 2**32 - 1),
+    block_size=st.sampled_from([4, 1, 2, 3, 8, 16]),
+    max_chunk=st.sampled_from([7, 1, 3, 64]),
+)
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model of transformers, and on disk."""
+
+    model: PreTrainedModel
+    directory: Path
+    num_groups: int
+
+    def runner(self, schedule: Schedule, **options: Any) -> Runner:
+        """With a pool that holds all requests, and not much more."""
+        each = -(-MOST_TOKENS // schedule.block_size) + 1
+        return build_runner(
+            self.directory,
+            block_size=schedule.block_size,
+            num_blocks=MAX_NUM_SEQS * each * self.num_groups,
+            max_num_seqs=MAX_NUM_SEQS,
+            **options,
+        )
+
+
+@pytest.fixture(scope="module", params=GROUPS)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    torch.set_num_threads(1)
+    directory: Path = tmp_path_factory.mktemp(request.param)
+    model = save_tiny_model(directory, request.param)
+    return Served(model, directory, GROUPS[request.param])
+
+
+def make_requests(schedule: Schedule, hidden_size: int) -> list[Request]:
+    """Six, of 1 to 50 tokens of a prompt and 1 to 20 more; most begin alike, one is embedded."""
+    random = np.random.default_rng(schedule.seed)
+    stem = random.integers(3, VOCAB_SIZE, 40).tolist()
+    requests = []
+    for number in range(MAX_NUM_SEQS):
+        own = random.integers(3, VOCAB_SIZE, random.integers(1, 11)).tolist()
+        sampling = SamplingParams(
+            temperature=0,
+            logprobs=[None, 0, 3][number % 3],
+            prompt_logprobs=1 if number == 1 else None,
+        )
+        prompt = stem[: random.integers(0, 41)] + own
+        requests.append(Request(prompt, int(random.integers(1, 21)), sampling))
+    rows = torch.from_numpy(random.standard_normal((len(stem) // 2, hidden_size), np.float32))
+    last = requests[-1]
+    last.embeds = embedded_prompt(rows)
+    last.prompt = [*last.embeds.placeholders, *own]
+    return requests
+
+
+def serve(runner: Runner, schedule: Schedule, hidden_size: int) -> tuple[list[Request], Happened]:
+    """Twice: what comes first is what is drafted from then."""
+    serving = RandomServing(runner, max_chunk=schedule.max_chunk, seed=schedule.seed)
+    first, second = make_requests(schedule, hidden_size), make_requests(schedule, hidden_size)
+    serving.run(first, {})
+    serving.run(second, {tuple(request.prompt): request.output for request in first})
+    return [*first, *second], serving.happened
+
+
+def check(served: Served, requests: list[Request]) -> None:
+    for number, request in enumerate(requests):
+        assert_served(served.model, request, f"request {number}")
+
+
+@pytest.mark.parametrize("kernels", [KernelsSetting.AUTO, KernelsSetting.TORCH])
+@settings(
+    max_examples=3,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(schedule=schedules)
+def test_any_schedule(served: Served, schedule: Schedule, kernels: KernelsSetting) -> None:
+    runner = served.runner(schedule, kernels_setting=kernels)
+    requests, _ = serve(runner, schedule, served.model.config.hidden_size)
+    check(served, requests)
+
+
+def test_any_schedule_on_two_ranks(served: Served) -> None:
+    schedule = Schedule(seed=3, block_size=4, max_chunk=7)
+
+    def work(thread: RankThread) -> tuple[list[Request], Happened]:
+        lockstep = Lockstep(thread.group.ranks, 1, thread.group.watch.explain)
+        runner = served.runner(schedule, ranks=thread.group.ranks, lockstep=lockstep)
+        return serve(runner, schedule, served.model.config.hidden_size)
+
+    (requests, happened), (others, _) = on_ranks(2, work)
+    check(served, requests)
+    assert [request.output for request in others] == [request.output for request in requests]
+    assert min(vars(happened).values()) > 1, happened
