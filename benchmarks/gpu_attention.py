@@ -4,7 +4,8 @@
     python -u -m benchmarks.gpu_attention correctness attention  # some parts, about five
     python -u -m benchmarks.gpu_attention model                  # about five, 75 GB of GPU memory
 
-* correctness: mixed batches and recorded decodes through xFormers against attention written out.
+* correctness: mixed batches and recorded decodes through xFormers against attention written out;
+  grouped experts and sampling against the host's.
 * attention: bytes of keys and values that decodes read a second, beside a plain copy's.
 * model: a random model of 8 billion parameters, Llama 3.1's shape, in bfloat16: log-probabilities
   beside transformers', bytes that a decode step reads, and tokens a second beside transformers'
@@ -33,11 +34,13 @@ from services.worker.cuda.checks import find_setup
 from services.worker.cuda.device import CudaDevice
 from services.worker.cuda.platform import CudaPlatform
 from services.worker.device import UnsuitableDevice
+from services.worker.kernels.interface import Kernels
 
 if TYPE_CHECKING:
     from benchmarks.paged_world import Case
 
 TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 2e-2}
+MOST_LOGPROB = 1e-4
 COPY_BYTES = 2**30
 CACHE_BYTES = 512 * 2**20
 """Keys and values that one measurement reads: several times what a GPU's cache holds."""
@@ -107,7 +110,27 @@ def correctness(platform: CudaPlatform, _copy: float) -> bool:
     print("\n| case | mixed | recorded | seconds, compiling included | |")
     print("| --- | ---: | ---: | ---: | --- |")
     right = [tried(partial(is_right, case), f"| {named(case)}") for case in cases()]
-    return all(right) & tried(lambda: splits(platform.device), "| splits")
+    right.append(tried(lambda: splits(platform.device), "| splits"))
+    right.append(tried(lambda: operations(platform.kernels()), "| operations"))
+    return all(right)
+
+
+def operations(kernels: Kernels) -> bool:
+    """Prints how what is no attention differs from the host's; whether that is rounding."""
+    from benchmarks.gpu_operations import experts_difference, sampling_differences  # noqa: PLC0415
+
+    torch.manual_seed(1)
+    others, logprobs = sampling_differences(CudaDevice())
+    good = others <= 1 and logprobs < MOST_LOGPROB
+    print(f"\nsampling: {others} other tokens, log-probabilities within {logprobs:.1e} ", end="")
+    print(verdict(good), flush=True)
+    if not kernels.groups_experts(torch.bfloat16, 256):
+        print("experts: not grouped on this GPU")
+        return good
+    experts = experts_difference(CudaDevice(), torch.bfloat16)
+    is_rounding = experts < TOLERANCE[torch.bfloat16]
+    print(f"experts: grouped ones differ by {experts:.1e} {verdict(is_rounding)}", flush=True)
+    return good and is_rounding
 
 
 def is_right(case: Case) -> bool:
