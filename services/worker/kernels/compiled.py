@@ -110,7 +110,7 @@ def _compile_once(
             lock.parent.mkdir(parents=True, exist_ok=True)
             scope.enter_context(_locked(lock, checkpoint_reached))
         except OSError as error:
-            logger.warning("compiled kernels cannot be kept: %s", error)
+            _tell_not_kept(lock.parent, error)
             return _compile(None, checkpoint_reached)
         library = kept.load()
         if library is None:
@@ -188,9 +188,13 @@ def _keep(kept: KeptLibrary, made: Path) -> ctypes.CDLL | None:
     try:
         kept.put(made)
     except OSError as error:
-        logger.warning("compiled kernels cannot be kept: %s", error)
+        _tell_not_kept(kept.directory, error)
         return None
     return kept.load()
+
+
+def _tell_not_kept(directory: Path, error: OSError) -> None:
+    logger.warning("compiled kernels cannot be kept in %s: %s", directory, error.strerror)
 
 
 def _run_build(directory: Path) -> None:

@@ -15,6 +15,7 @@ class KeptLibrary:
     """The library `name` in a directory, which need not exist."""
 
     def __init__(self, directory: Path, name: str) -> None:
+        self.directory = directory
         self._library = directory / f"{name}.so"
         self._digest = directory / f"{name}.sha256"
 
@@ -35,7 +36,7 @@ class KeptLibrary:
 
     def put(self, made: Path) -> None:
         """Keeps a copy, for one caller at a time. Raises OSError, and leaves nothing half done."""
-        self._library.parent.mkdir(parents=True, exist_ok=True)
+        self.directory.mkdir(parents=True, exist_ok=True)
         aside = self._library.with_suffix(".new")
         try:
             shutil.copyfile(made, aside)
