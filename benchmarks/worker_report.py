@@ -23,20 +23,24 @@ def limits_text(probe: LimitProbe) -> str:
 def caption(compared: Comparison, left_out: Mapping[str, Sequence[str]]) -> str:
     """How often everything was measured, what was left out, and who computed out of turn."""
     counts = {
-        (load, side): len(values)
+        side: {load: len(values) for load, values in loads.items()}
         for side, loads in compared.rounds.items()
-        for load, values in loads.items()
     }
-    most = max(counts.values())
-    fewer = [f"{n} of {side} at '{load}'" for (load, side), n in counts.items() if n < most]
-    skipped = [f"{side} at '{load}'" for side, loads in left_out.items() for load in loads]
+    most = max(count for loads in counts.values() for count in loads.values())
+    fewer = [
+        f"{side} {count} ({_brief(load)})"
+        for side, loads in counts.items()
+        for load, count in loads.items()
+        if count < most
+    ]
+    skipped = [f"{side} ({_brief(load)})" for side, loads in left_out.items() for load in loads]
     spinning = [
         f"{side} ({cores:.2f} cores)"
         for side, cores in compared.idle_cores.items()
         if cores > IDLE_CORES
     ]
     text = f"Medians of {most} rounds in turns"
-    text += f", but {', '.join(fewer)}." if fewer else "."
+    text += f"; of those who were slow fewer: {', '.join(fewer)}." if fewer else "."
     if skipped:
         text += f" Left out, for they take minutes: {', '.join(skipped)}."
     if spinning:
@@ -63,3 +67,8 @@ def table(limits: Mapping[str, float], compared: Comparison) -> str:
             for load in loads
         ),
     )
+
+
+def _brief(load: str) -> str:
+    """The name of a load without its unit."""
+    return load.rpartition(",")[0]
