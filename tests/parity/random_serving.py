@@ -75,7 +75,7 @@ class Happened:
 
 
 class RandomServing:
-    """Serves requests to their ends over a runner; `drafts`, by prompt, are what to draft from."""
+    """Serves requests over a runner; the same seed over the same answers does the same."""
 
     def __init__(self, runner: Runner, *, max_chunk: int, seed: int) -> None:
         self._runner = runner
@@ -88,7 +88,7 @@ class RandomServing:
         self.happened = Happened()
 
     def run(self, requests: list[Request], drafts: dict[tuple[int, ...], list[int]]) -> None:
-        """Until all are finished."""
+        """Until all are finished. `drafts`: by prompt, outputs to draft from."""
         while waiting := [request for request in requests if not request.finished]:
             self._preempt([request for request in waiting if request.slot is not None])
             chosen = [request for request in waiting if self._random.random() < 0.7]
