@@ -9,7 +9,7 @@ free again. The table goes to standard output, progress to standard error; the e
 
 * if a process's memory grows: by more than GROWN_BYTES after the warm-up, and the 95 % confidence
   interval of its slope lies above the bound;
-* if it ends with more threads or files than it had after the warm-up, and some;
+* if it ends with more than MORE_HANDLES threads or files above what it had after the warm-up;
 * if a block or a request is left, an answer is not what was asked for, or a service ends.
 """
 
@@ -45,7 +45,7 @@ WARM_UP_SHARE, WARM_UP_SECONDS = 0.25, 120.0
 """The first part of a run does not count: that share of it, and no longer than that."""
 SAMPLES, SAMPLE_SECONDS = 60, 5.0
 """Seconds between two looks, or less, so that a short run has that many."""
-SETTLE_SECONDS = 15.0
+ANSWER_SECONDS, SETTLE_SECONDS = 60.0, 15.0
 SHOWN_ERRORS = 10
 
 
@@ -122,12 +122,19 @@ async def soak(options: Options) -> Outcome:
         watcher = _Watcher(stack, http, lambda: sum(callers.done.values()))
         await watcher.watch(seconds)
         callers.stopping = True
-        await asyncio.wait_for(load, SETTLE_SECONDS * 4)
+        await _ended(load)
         left_over = await watcher.settle()
         stats = (await watcher.status())["replicas"][0]["stats"]
     warm_up = min(WARM_UP_SHARE * seconds, WARM_UP_SECONDS)
     found = findings(watcher.samples, warm_up, options.growth_mb_per_hour)
     return Outcome(found, callers.done, callers.errors, left_over, stats)
+
+
+async def _ended(load: "asyncio.Task[None]") -> None:
+    try:
+        await asyncio.wait_for(load, ANSWER_SECONDS)
+    except TimeoutError as error:
+        raise RuntimeError(f"requests are not answered within {ANSWER_SECONDS:g} s") from error
 
 
 class _Watcher:
@@ -265,7 +272,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         outcome = uvloop.run(soak(options))
-    except* RuntimeError as failed:
+    except* (RuntimeError, httpx.HTTPError) as failed:
         tell("; ".join(str(error) for error in failed.exceptions))
         sys.exit(1)
     except* KeyboardInterrupt:
