@@ -19,7 +19,12 @@ from stepwell.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 from services.common.channel import open_channel
 
 _SHARED_PREFIXES = 6
-_WORDS = ("class Point:", "def read(path):", "import os", "return self.x", "for line in lines:")
+_MOST_PHRASES = 11
+_ROOM_OF_PHRASE = 120
+"""Tokens of the longest sequence for each phrase of a turn: three turns take half of them, where
+each of a phrase's letters is a token.
+"""
+_PHRASES = ("class Point:", "def read(path):", "import os", "return self.x", "for line in lines:")
 _GOOD, _BAD = 200, 400
 
 
@@ -142,7 +147,8 @@ async def http_stream(world: World, draw: Random) -> None:
 
 async def http_chat(world: World, draw: Random) -> None:
     """A conversation with stop strings and a penalty, answered in one piece."""
-    turns = [" ".join(draw.choices(_WORDS, k=draw.randrange(1, 12))) for _ in range(3)]
+    most = min(_MOST_PHRASES, max(world.longest // _ROOM_OF_PHRASE, 1))
+    turns = [" ".join(draw.choices(_PHRASES, k=draw.randint(1, most))) for _ in range(3)]
     body = {
         "messages": [
             {"role": role, "content": turn}
