@@ -35,6 +35,8 @@ from services.scheduler.settings import SchedulerSettings
 SERVICE = "scheduler"
 SHORTEST_SEQUENCE = 2
 """A token of a prompt, and one to generate."""
+LAST_STEP_SECONDS = 1.0
+"""After the drain, for a step that nobody waits for: its trace should be whole."""
 
 logger = logging.getLogger(__name__)
 
@@ -193,6 +195,9 @@ async def _serve_engine(
             await stop.wait()
             servicer.drain()
             await server.drain(settings.drain_seconds)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LAST_STEP_SECONDS), engine.standstill():
+                    logger.info("drained; no step is in flight")
             running.cancel()
     finally:
         await server.drain(0)  # when it was the engine that ended

@@ -84,14 +84,18 @@ class Engine:
 
     async def run(self) -> None:
         """Steps for ever. A lost pool or worker costs recomputation; anything else is a defect."""
-        while True:
-            await self._until_work()
-            try:
-                async with self._turns:
-                    await self._turn()
-                    self._turns.notify_all()
-            except (PoolLost, WorkersLost) as lost:
-                await self._recover(lost)
+        try:
+            while True:
+                await self._until_work()
+                try:
+                    async with self._turns:
+                        await self._turn()
+                        self._turns.notify_all()
+                except (PoolLost, WorkersLost) as lost:
+                    await self._recover(lost)
+        finally:
+            self._drop_steps()
+            self._observer.lost(())
 
     async def pause(self, *, abort: bool) -> None:
         """Stops planning; returns when no step is in flight and the pool knows who has ended.
@@ -99,7 +103,7 @@ class Engine:
         """
         self.scheduler.pause(PauseMode.ABORT if abort else PauseMode.KEEP)
         self._observer.paused()
-        async with self._standstill():
+        async with self.standstill():
             self._take_in()
             if abort:
                 self._end([*self.scheduler.running, *self.scheduler.waiting])
@@ -118,7 +122,7 @@ class Engine:
         """Forgets every cached prefix. Raises FailedPrecondition while requests hold blocks, and
         Unavailable while pool or workers are away.
         """
-        async with self._standstill():
+        async with self.standstill():
             if self.state is EngineState.RECOVERING:
                 raise Unavailable(self.state_reason)
             if preempt_running:
@@ -127,7 +131,7 @@ class Engine:
                 raise FailedPrecondition("requests hold blocks", reason="BLOCKS_IN_USE")
 
     @asynccontextmanager
-    async def _standstill(self) -> AsyncIterator[None]:
+    async def standstill(self) -> AsyncIterator[None]:
         """Between turns, with no step in flight. The loop itself takes back what is in flight, so
         that whoever asks may give up asking.
         """
@@ -214,9 +218,7 @@ class Engine:
         logger.warning("%s; recovering", lost.message)
         self.state, self.state_reason = EngineState.RECOVERING, lost.message
         async with self._turns:
-            for _, answer in self._in_flight:
-                _drop(answer)
-            self._in_flight.clear()
+            self._drop_steps()
             self._turns.notify_all()
         preempted = self.scheduler.forget_pool()
         self._observer.lost(preempted)
@@ -224,9 +226,10 @@ class Engine:
         self.state_reason = ""
         logger.info("recovered; %d requests are computed again", len(preempted))
 
-
-def _drop(answer: asyncio.Future[StepOutput]) -> None:
-    """Nobody waits for it any more, whatever it brings."""
-    if answer.done() and not answer.cancelled():
-        answer.exception()
-    answer.cancel()
+    def _drop_steps(self) -> None:
+        """Nobody waits for what is in flight any more, whatever it brings."""
+        for _, answer in self._in_flight:
+            if answer.done() and not answer.cancelled():
+                answer.exception()
+            answer.cancel()
+        self._in_flight.clear()

@@ -203,4 +203,4 @@ class StepObserver(Protocol):
         """An operator sent running requests back to the queue."""
 
     def lost(self, preempted: Sequence[Request]) -> None:
-        """Pool or workers were lost, and with them what was computed."""
+        """Steps that are not done came to nothing: pool or workers are lost, or the engine ends."""

@@ -1,5 +1,6 @@
 """What a request and a step leave behind in traces, across scheduler, pool and worker."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from services.common import names
 from services.common.telemetry import configure_tracing
 from tests.scheduler.fake_worker import FakeWorker
 from tests.scheduler.scheduler_process import running_scheduler
-from tests.scheduler.serving_replica import Gateway, Pool, sampling
+from tests.scheduler.serving_replica import SECONDS, Gateway, Pool, sampling
 from tests.scheduler.span_collector import Seen, SpanCollector, seen
 from tests.scheduler.story import prompt
 
@@ -123,3 +124,30 @@ async def test_pool_and_worker_are_children_of_the_step_seen_from_both_sides(
 async def test_what_is_not_sampled_leaves_no_span(traces: Traces) -> None:
     for name in (names.SPAN_REQUEST_QUEUE, names.SPAN_REQUEST_PREFILL, names.SPAN_POOL_ADMIT):
         assert len(traces.named(name)) == 1
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("answers", [True, False], ids=["answers late", "never answers"])
+async def test_a_step_in_flight_at_the_end_leaves_a_whole_trace(answers: bool) -> None:
+    collector, worker = SpanCollector(), FakeWorker()
+    flags = ["--otlp-endpoint", collector.endpoint, "--drain-seconds", "0.2"]
+    try:
+        async with running_scheduler(*flags, worker=worker) as running:
+            gateway = Gateway(running.stub)
+            await gateway.open()
+            worker.going.clear()
+            await gateway.add(1, prompt(9))
+            async with asyncio.timeout(SECONDS):
+                while not worker.steps:  # noqa: ASYNC110 - the worker is this process's own
+                    await asyncio.sleep(0.01)
+            running.scheduler.process.terminate()
+            await gateway.until_ended()
+            if answers:
+                worker.going.set()
+            assert await running.scheduler.wait() == 0
+    finally:
+        collector.close()
+    spans = Traces(collector.spans)
+    assert spans.named(names.SPAN_STEP_EXECUTE)
+    known = {span.span_id for span in spans.spans}
+    assert all(span.parent in known for span in spans.spans if span.parent is not None)
