@@ -20,7 +20,7 @@ from services.gateway.gateway import Gateway
 from services.gateway.settings import GatewaySettings
 from tests.gateway.fake_scheduler import FakeScheduler
 
-DEADLINE_SECONDS = 10.0
+DEADLINE_SECONDS = 30.0
 
 
 @dataclass

@@ -12,7 +12,7 @@ from services.kvpool.core.events import AllBlocksCleared, BlocksRemoved, BlocksS
 from services.kvpool.core.ports import Directory
 from tests.kvpool.worked_examples import BLOCK_SIZE, hashes
 
-SECONDS = 5.0
+SECONDS = 30.0
 
 FULL = GroupSpec(AttentionType.FULL, BLOCK_SIZE)
 WINDOW = GroupSpec(AttentionType.SLIDING_WINDOW, BLOCK_SIZE, 6)  # its own token and five before

@@ -12,7 +12,7 @@ from services.scheduler.core.plan import RequestUpdate, StepOutput, StepPlan, St
 from services.scheduler.core.request import Request
 from tests.scheduler.paged_model import PagedModel
 
-SECONDS = 10.0
+SECONDS = 30.0
 
 _Answer = asyncio.Future[StepOutput]
 

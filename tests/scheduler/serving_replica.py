@@ -28,7 +28,7 @@ from services.scheduler.settings import SchedulerSettings
 from tests.scheduler.cuttable_proxy import CuttableProxy
 from tests.scheduler.fake_worker import FakeWorker
 
-SECONDS = 20.0
+SECONDS = 60.0
 
 
 def sampling(max_tokens: int = 8, **fields: Any) -> common_pb2.SamplingParams:

@@ -59,7 +59,7 @@ async def test_ranks_agree_on_their_cache_and_a_killed_one_takes_the_other_down(
     began = time.monotonic()
     second.send_signal(signal.SIGKILL)
     status, lines = await outcome(first)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
     assert (status, lines[-1]) == (1, "stepwell worker: rank 1 is gone")
     await second.communicate()
 

@@ -25,7 +25,7 @@ from services.worker.process import SERVICE
 from services.worker.settings import WorkerSettings
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model
 
-DEADLINE_SECONDS = 20
+DEADLINE_SECONDS = 60
 PROMPT = list(range(20, 40))
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 WORKER_TESTS = Path(__file__).parents[1]
+SECONDS = 300
+"""For a whole file: the interpreter takes half a minute, several beside busy neighbours."""
 
 
 def run_apart(path: str, environment: dict[str, str]) -> None:
@@ -23,19 +25,21 @@ def run_apart(path: str, environment: dict[str, str]) -> None:
         env=os.environ | {"XFORMERS_ENABLE_TRITON": "1"} | environment,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=SECONDS,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(SECONDS + 30)
 @pytest.mark.parametrize("name", ["test_paged_kernel.py", "test_cuda_path.py"])
 def test_kernels_run_under_the_interpreter(name: str) -> None:
     run_apart(f"interpreted/{name}", {"TRITON_INTERPRET": "1"})
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(SECONDS + 30)
 def test_kernels_compile_for_gpus(tmp_path: Path) -> None:
     environment = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     run_apart("compiled/test_kernels_compile.py", environment)
