@@ -10,7 +10,7 @@ from services.gateway.core.request import ClientRequest, EngineRequest
 from services.gateway.core.stop_strings import StopStrings
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Piece:
     """What there is new to say of one answer.
 

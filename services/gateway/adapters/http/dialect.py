@@ -2,7 +2,7 @@
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,9 @@ from services.gateway.core.delta import FinishReason
 from services.gateway.core.generation import Answer, Usage
 from services.gateway.core.request import ClientRequest
 from services.gateway.core.tokens import TokenText
+
+# `json.dumps` with separators makes an encoder each time, and this is every token's path.
+_to_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,7 @@ class Dialect(ABC):
         self.envelope = envelope
         self.request = request
         self.tokens = tokens
-        head = json.dumps(self._head(self.chunk_object), separators=(",", ":")).encode()
+        head = _to_json(self._head(self.chunk_object)).encode()
         tail = b'],"usage":null}\n\n' if envelope.include_usage else b"]}\n\n"
         self._frame_without_usage = b"data: " + head[:-1] + b',"choices":[', tail
 
@@ -65,14 +68,12 @@ class Dialect(ABC):
             "usage": usage_body(usage),
             **self.extras(answers),
         }
-        return json.dumps(body, separators=(",", ":")).encode()
+        return _to_json(body).encode()
 
-    def encode_chunks(self, choices: Sequence[dict[str, Any]], usage: Usage) -> bytes:
-        """Server-sent events, one per choice."""
+    def encode_chunks(self, choices: Sequence[dict[str, Any]], usage: Callable[[], Usage]) -> bytes:
+        """Server-sent events, one per choice. `usage` is asked where every chunk tells it."""
         head, tail = self._frame(usage)
-        return b"".join(
-            [head + json.dumps(choice, separators=(",", ":")).encode() + tail for choice in choices]
-        )
+        return b"".join([head + _to_json(choice).encode() + tail for choice in choices])
 
     def closing(self, usage: Usage) -> bytes:
         """The last events: token counts where asked for, and the mark of the end."""
@@ -81,10 +82,10 @@ class Dialect(ABC):
         body = {**self._head(self.chunk_object), "choices": [], "usage": usage_body(usage)}
         return event(body) + b"data: [DONE]\n\n"
 
-    def _frame(self, usage: Usage) -> tuple[bytes, bytes]:
+    def _frame(self, usage: Callable[[], Usage]) -> tuple[bytes, bytes]:
         if not self.envelope.usage_in_every_chunk:
             return self._frame_without_usage
-        counts = json.dumps(usage_body(usage), separators=(",", ":")).encode()
+        counts = _to_json(usage_body(usage())).encode()
         return self._frame_without_usage[0], b'],"usage":' + counts + b"}\n\n"
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -99,7 +100,7 @@ class Dialect(ABC):
 
 def event(body: object) -> bytes:
     """One server-sent event."""
-    return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + _to_json(body).encode() + b"\n\n"
 
 
 def stop_reason(piece: Piece) -> str | int | None:

@@ -125,7 +125,7 @@ async def _stream(
             start = {"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS}
             await send(start)
         if choices:
-            events = dialect.encode_chunks(choices, generation.usage())
+            events = dialect.encode_chunks(choices, generation.usage)
             await send({"type": "http.response.body", "body": events, "more_body": True})
     last = dialect.closing(generation.usage())
     await send({"type": "http.response.body", "body": last})
