@@ -102,30 +102,48 @@ class _RunStep:
     ended_nanos: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _PendingStep:
+    """A step on its way; `downloaded` where a device still computes what was begun."""
+
     message: worker_pb2.ExecuteRequest
     step: StepInput
     arrived_nanos: int
-    run: "asyncio.Future[_RunStep]"
+    begun: "asyncio.Future[_BegunStep]"
+    downloaded: "asyncio.Future[StepOutput] | None" = None
+
+    def cancel(self) -> None:
+        """Drops what has not begun."""
+        self.begun.cancel()
+        if self.downloaded is not None:
+            self.downloaded.cancel()
 
 
 class _StepStream:
-    """The steps of one stream. It begins with an empty batch."""
+    """The steps of one stream. It begins with an empty batch.
+
+    One task takes steps in, the one that asked for `responses` answers them; whatever happens wakes
+    the latter, which looks what it was. That is a few wake-ups a step and no task: this thread and
+    the one that computes share an interpreter, and what one spends the other waits for.
+    """
 
     def __init__(self, runner: Runner, compute: ComputeThread, tracer: StepTracer) -> None:
         self._runner = runner
         self._compute = compute
         self._tracer = tracer
         self._closed = False
-        self._ended: asyncio.Future[StepwellError] = asyncio.get_running_loop().create_future()
+        self._error: StepwellError | None = None
+        self._pending: deque[_PendingStep] = deque()
+        self._changed = asyncio.Event()
+        self._has_room = asyncio.Event()
         self._reset = compute.submit(runner.reset)
 
     def end(self, error: StepwellError) -> None:
         """Makes the stream fail with `error`; steps that have not begun are dropped."""
         self._closed = True
-        if not self._ended.done():
-            self._ended.set_result(error)
+        if self._error is None:
+            self._error = error
+        self._changed.set()
 
     def close(self) -> None:
         """Drops steps that have not begun."""
@@ -137,38 +155,61 @@ class _StepStream:
     ) -> AsyncGenerator[worker_pb2.ExecuteResponse, None]:
         """Runs steps as they come and answers them in order, taking in the next meanwhile."""
         await self._reset
-        pending: deque[_PendingStep] = deque()
-        messages = aiter(requests)
-        reading: asyncio.Future[worker_pb2.ExecuteRequest] | None = _read(messages)
+        taking_in = asyncio.ensure_future(self._take_in(requests))
+        taking_in.add_done_callback(self._wake)
         try:
-            while reading is not None or pending:
-                waiting: set[asyncio.Future[Any]] = {self._ended}
-                if reading is not None and len(pending) < MAX_STEPS_IN_FLIGHT:
-                    waiting.add(reading)
-                if pending:
-                    waiting.add(pending[0].run)
-                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                if self._ended.done():
-                    raise self._ended.result()
-                if reading is not None and reading in waiting and reading.done():
-                    try:
-                        pending.append(self._submit(reading.result()))
-                        reading = _read(messages)
-                    except StopAsyncIteration:
-                        reading = None
-                if pending and pending[0].run.done():
-                    yield self._answer(pending.popleft())
+            while not taking_in.done() or self._pending:
+                if self._error is not None:
+                    raise self._error
+                if taking_in.done():
+                    taking_in.result()
+                run = self._oldest()
+                if run is None:
+                    await self._changed.wait()
+                    self._changed.clear()
+                else:
+                    pending = self._pending.popleft()
+                    self._has_room.set()
+                    yield self._answer(pending, run)
+            taking_in.result()
         finally:
-            if reading is not None:
-                reading.cancel()
-            for step in pending:
-                step.run.cancel()
+            taking_in.cancel()
+            for step in self._pending:
+                step.cancel()
+
+    async def _take_in(self, requests: AsyncIterator[worker_pb2.ExecuteRequest]) -> None:
+        async for message in requests:
+            self._pending.append(self._submit(message))
+            while len(self._pending) >= MAX_STEPS_IN_FLIGHT:
+                self._has_room.clear()
+                await self._has_room.wait()
 
     def _submit(self, message: worker_pb2.ExecuteRequest) -> _PendingStep:
         arrived = time.perf_counter_ns()
         step = step_from_message(message)
         begun = self._compute.submit(lambda: self._begin(step))
-        return _PendingStep(message, step, arrived, asyncio.ensure_future(self._finish(begun)))
+        begun.add_done_callback(self._wake)
+        return _PendingStep(message, step, arrived, begun)
+
+    def _oldest(self) -> _RunStep | None:
+        """What came of the oldest step; None while it runs, or there is none. Waits meanwhile for
+        what a device still computes of it, while the step behind is begun.
+        """
+        if not self._pending or not self._pending[0].begun.done():
+            return None
+        pending = self._pending[0]
+        begun = pending.begun.result()
+        if isinstance(begun.output, StepOutput):
+            return _RunStep(begun.output, begun.started_nanos, begun.ended_nanos)
+        if pending.downloaded is None:
+            pending.downloaded = self._compute.submit_wait(begun.output.wait)
+            pending.downloaded.add_done_callback(self._wake)
+        if not pending.downloaded.done():
+            return None
+        return _RunStep(pending.downloaded.result(), begun.started_nanos, time.perf_counter_ns())
+
+    def _wake(self, _done: "asyncio.Future[Any]") -> None:
+        self._changed.set()
 
     def _begin(self, step: StepInput) -> _BegunStep:
         """In the compute thread. A step that fails closes the stream for those behind it."""
@@ -182,17 +223,7 @@ class _StepStream:
             raise
         return _BegunStep(output, started, time.perf_counter_ns())
 
-    async def _finish(self, beginning: "asyncio.Future[_BegunStep]") -> _RunStep:
-        """Waits for what a device still computes, while the step behind is begun."""
-        begun = await beginning
-        output, ended = begun.output, begun.ended_nanos
-        if isinstance(output, PendingOutput):
-            output = await self._compute.submit_wait(output.wait)
-            ended = time.perf_counter_ns()
-        return _RunStep(output, begun.started_nanos, ended)
-
-    def _answer(self, pending: _PendingStep) -> worker_pb2.ExecuteResponse:
-        run = pending.run.result()
+    def _answer(self, pending: _PendingStep, run: _RunStep) -> worker_pb2.ExecuteResponse:
         epoch = time.time_ns() - time.perf_counter_ns()
         self._tracer.record(
             pending.message,
@@ -207,12 +238,3 @@ class _StepStream:
             queue_nanos=run.started_nanos - pending.arrived_nanos,
             execute_nanos=run.ended_nanos - run.started_nanos,
         )
-
-
-def _read(
-    messages: AsyncIterator[worker_pb2.ExecuteRequest],
-) -> "asyncio.Future[worker_pb2.ExecuteRequest]":
-    async def read() -> worker_pb2.ExecuteRequest:
-        return await anext(messages)
-
-    return asyncio.ensure_future(read())
