@@ -244,8 +244,9 @@ def decodes(device: CudaDevice, batch: int, num_layers: int) -> Callable[[], tor
                 num_decodes=batch,
                 query_starts=np.arange(batch + 1, dtype=np.int32),
                 seq_lens=np.full(batch, CONTEXT, np.int32),
-                block_tables=tables,
-                slot_mapping=(tables[:, -1].astype(np.int64) + 1) * BLOCK_SIZE - 1,
+                rows=np.arange(batch, dtype=np.int32),
+                tables=tables,
+                block_size=BLOCK_SIZE,
             )
         ]
     )

@@ -127,14 +127,16 @@ class PagedWorld:
 
     def _layout(self, counts: list[int], key: torch.Tensor, value: torch.Tensor) -> StepLayout:
         parts = zip(key.split(counts), value.split(counts), strict=True)
-        slots = [self._grow(sequence, *part) for sequence, part in enumerate(parts)]
+        for sequence, part in enumerate(parts):
+            self._grow(sequence, *part)
         lengths = np.array([len(keys) for keys in self.keys], np.int32)
         return StepLayout(
             num_decodes=counts.count(1),
             query_starts=np.cumsum([0, *counts]).astype(np.int32),
             seq_lens=lengths,
-            block_tables=self.tables[:, : -(-int(lengths.max()) // self.case.block_size)],
-            slot_mapping=np.concatenate(slots),
+            rows=np.arange(len(counts), dtype=np.int32),
+            tables=self.tables,
+            block_size=self.case.block_size,
         )
 
     def _difference(self, output: torch.Tensor, query: torch.Tensor, counts: list[int]) -> float:

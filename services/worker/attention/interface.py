@@ -7,6 +7,7 @@ read belong to the implementation.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -19,7 +20,7 @@ Int64Array = npt.NDArray[np.int64]
 CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StepLayout:
     """Which tokens a step computes, and where their keys and values lie in one KV-cache group.
 
@@ -28,17 +29,52 @@ class StepLayout:
 
     * `query_starts` int32 [num_reqs + 1]: first token of each request, then the number of tokens.
     * `seq_lens` int32 [num_reqs]: tokens each request has once the step is done.
-    * `block_tables` int32 [num_reqs, width]: block ids; beyond a request's last block, and before
-      the first that the group's windows show of it, anything.
-    * `slot_mapping` int64 [num_tokens]: where each token's key and value go,
-      block id * block_size + offset in the block.
+    * `tables` int32 [any, any], each row contiguous: block ids, of each request in the row that
+      `rows` int32 [num_reqs] says; beyond its last block, and before the first that the group's
+      windows show of it, anything. They are the batch's own, and change behind the step.
+
+    What follows from these is made when it is first asked for.
     """
 
     num_decodes: int
     query_starts: Int32Array
     seq_lens: Int32Array
-    block_tables: Int32Array
-    slot_mapping: Int64Array
+    rows: Int32Array
+    tables: Int32Array
+    block_size: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the step."""
+        return int(self.query_starts[-1])
+
+    @cached_property
+    def positions(self) -> Int64Array:
+        """Of each token in its request, [num_tokens]."""
+        if self.num_decodes == len(self.seq_lens):
+            return self.seq_lens.astype(np.int64) - 1
+        counts = np.diff(self.query_starts)
+        offsets = np.repeat(self.seq_lens - self.query_starts[1:], counts)
+        return offsets + np.arange(len(offsets))
+
+    @cached_property
+    def token_rows(self) -> Int32Array:
+        """Of each token the row that `rows` says of its request, [num_tokens]."""
+        if self.num_decodes == len(self.seq_lens):
+            return self.rows
+        return np.repeat(self.rows, np.diff(self.query_starts))
+
+    @cached_property
+    def block_tables(self) -> Int32Array:
+        """The requests' own tables [num_reqs, width], as wide as the longest needs."""
+        width = -(-int(self.seq_lens.max()) // self.block_size)
+        return self.tables[self.rows, :width]
+
+    @cached_property
+    def slot_mapping(self) -> Int64Array:
+        """Where each token's key and value go: block id * block_size + place in the block."""
+        blocks = self.tables[self.token_rows, self.positions // self.block_size]
+        return blocks.astype(np.int64) * self.block_size + self.positions % self.block_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +117,7 @@ class PagedAttention(Protocol):
     def begin_step(self, layouts: Sequence[StepLayout]) -> LayerAttention:
         """Prepares a step; what is built here is shared by its layers and valid until the next.
 
-        One layout for each KV-cache group; they differ in `block_tables` and `slot_mapping` alone.
+        One layout for each KV-cache group; they differ in `tables` alone.
         """
         ...
 

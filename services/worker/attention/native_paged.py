@@ -13,6 +13,7 @@ import torch
 
 from services.worker.attention import interface
 from services.worker.attention.interface import AttentionShape, Int32Array, Rotation, StepLayout
+from services.worker.kernels.large_pages import LargePages
 from services.worker.kernels.native import AttentionLayer, Functions, Heads, Layout, Pages
 
 _BYTES_PER_THREAD = 2**22
@@ -36,13 +37,13 @@ class NativeLayer:
 class NativePagedAttention:
     """The KV cache of all layers, and attention over it."""
 
-    def __init__(self, functions: Functions, shape: AttentionShape) -> None:
+    def __init__(self, functions: Functions, memory: LargePages, shape: AttentionShape) -> None:
         self._functions = functions
         largest = (shape.layers[layer] for layer in max(shape.layer_groups, key=len))
         self._pages = [
-            torch.empty(
+            memory.take(
                 (2, shape.num_blocks, shape.block_size, layer.num_kv_heads, layer.head_dim),
-                dtype=shape.dtype,
+                shape.dtype,
             )
             for layer in largest
         ]
@@ -74,19 +75,21 @@ class NativePagedStep:
     ) -> None:
         self._attend = attend
         self.layers = layers
-        self._num_tokens = len(layouts[0].slot_mapping)
+        self._num_tokens = layouts[0].num_tokens
         self._arrays = layouts
-        self.layouts = [
-            Layout(
-                len(layout.seq_lens),
-                layout.query_starts.ctypes.data,
-                layout.seq_lens.ctypes.data,
-                layout.block_tables.ctypes.data,
-                layout.block_tables.shape[1],
-                layout.slot_mapping.ctypes.data,
+        self.layouts = (Layout * len(layouts))(
+            *(
+                Layout(
+                    len(layout.seq_lens),
+                    layout.query_starts.ctypes.data,
+                    layout.seq_lens.ctypes.data,
+                    layout.rows.ctypes.data,
+                    layout.tables.ctypes.data,
+                    layout.tables.strides[0] // layout.tables.itemsize,
+                )
+                for layout in layouts
             )
-            for layout in layouts
-        ]
+        )
 
     def __call__(
         self,

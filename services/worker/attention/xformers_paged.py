@@ -78,7 +78,7 @@ class XformersPagedAttention:
 
     def begin_step(self, layouts: Sequence[StepLayout]) -> "XformersStep":
         """See PagedAttention."""
-        num_tokens, num_decodes = len(layouts[0].slot_mapping), layouts[0].num_decodes
+        num_tokens, num_decodes = layouts[0].num_tokens, layouts[0].num_decodes
         calls: list[dict[Place, Call]] = []
         counts: list[int] = []
         if num_decodes:

@@ -35,6 +35,10 @@ class BatchLimits:
         """Blocks of a sequence of the greatest length."""
         return -(-self.max_model_len // self.block_size)
 
+    def room(self, num_blocks: int) -> int:
+        """Tokens of a sequence that so many blocks hold."""
+        return min(num_blocks * self.block_size, self.max_model_len)
+
 
 class PersistentBatch:
     """Slots with their tokens, block tables and sampling parameters.
@@ -44,6 +48,7 @@ class PersistentBatch:
     * `token_ids` int32 [max_num_seqs, max_model_len + 1], of which `num_tokens` are known: prompt,
       output so far, and what was sampled here since;
     * `num_prompt_tokens`;
+    * `room`: tokens that a request's blocks hold, in the group with the fewest;
     * `block_tables` int32 [num_groups, max_num_seqs, max_blocks_per_seq], of which
       `num_blocks` [num_groups, max_num_seqs] are set. Where a window has moved on an entry is the
       null block or whatever it was before: nobody reads it.
@@ -55,6 +60,7 @@ class PersistentBatch:
         self.token_ids = np.zeros((slots, limits.max_model_len + 1), np.int32)
         self.num_tokens = np.zeros(slots, np.int32)
         self.num_prompt_tokens = np.zeros(slots, np.int32)
+        self.room = np.zeros(slots, np.int32)
         num_groups = len(limits.windows)
         self.block_tables = np.zeros((num_groups, slots, limits.max_blocks_per_seq), np.int32)
         self.num_blocks = np.zeros((num_groups, slots), np.int32)
@@ -111,3 +117,4 @@ class PersistentBatch:
         start = self.num_blocks[group, slot]
         self.block_tables[group, slot, start : start + len(block_ids)] = block_ids
         self.num_blocks[group, slot] += len(block_ids)
+        self.room[slot] = self.limits.room(int(self.num_blocks[:, slot].min()))

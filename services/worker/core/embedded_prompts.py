@@ -44,7 +44,9 @@ class EmbeddedPrompts:
         Raises InvalidArgument where one is not as wide as the model, or not what is missing of its
         prompt.
         """
-        found = {}
+        found: dict[int, _Embeds] = {}
+        if not step.new_requests:
+            return found
         computed = dict(zip(step.slots.tolist(), step.num_computed_tokens.tolist(), strict=False))
         for request in step.new_requests:
             embeds, end = request.prompt_embeds, request.num_placeholders

@@ -13,46 +13,43 @@ from services.worker.core.step import StepInput
 class StepTokens:
     """Token ids and positions, int64 [num_tokens], and where their keys and values lie.
 
-    `first_tokens` int32: where each request begins among the tokens, in the step's order.
-    `layouts`: one for each KV-cache group; they differ in blocks alone.
+    `order`: which of the step's requests is laid out first, second and so on; `first_tokens` int32:
+    where each begins among the tokens, in the step's order. `layouts`: one for each KV-cache group;
+    they differ in tables alone.
     """
 
     token_ids: Int64Array
     positions: Int64Array
+    order: Int64Array
     first_tokens: Int32Array
     layouts: tuple[StepLayout, ...]
 
 
 def lay_out(step: StepInput, batch: PersistentBatch) -> StepTokens:
-    """Puts requests with one token first, by length, and looks up every token's cache slot."""
-    counts, computed = step.num_scheduled_tokens, step.num_computed_tokens
+    """Puts requests with one token first, by length, and the others behind them as they come."""
+    counts = step.num_scheduled_tokens
+    seq_lens = step.num_computed_tokens + counts
     is_decode = counts == 1
-    order = np.lexsort((np.where(is_decode, computed, 0), ~is_decode))
-    starts = np.zeros(len(counts) + 1, np.int32)
-    np.cumsum(counts[order], out=starts[1:])
-    first_tokens = np.empty_like(counts)
+    num_decodes = int(np.count_nonzero(is_decode))
+    if num_decodes == len(counts):
+        order = seq_lens.argsort(kind="stable")
+        starts = np.arange(len(counts) + 1, dtype=np.int32)
+    else:
+        order = np.lexsort((np.where(is_decode, seq_lens, 0), ~is_decode))
+        starts = np.zeros(len(counts) + 1, np.int32)
+        np.cumsum(counts[order], out=starts[1:])
+    rows, seq_lens = step.slots[order], seq_lens[order]
+    layouts = tuple(
+        StepLayout(num_decodes, starts, seq_lens, rows, tables, batch.limits.block_size)
+        for tables in batch.block_tables
+    )
+    positions = layouts[0].positions
+    first_tokens = np.empty(len(counts), np.int32)
     first_tokens[order] = starts[:-1]
-
-    block_size = batch.limits.block_size
-    slots = np.repeat(step.slots[order], counts[order])
-    offsets = np.repeat(computed[order] - starts[:-1], counts[order])
-    positions = offsets.astype(np.int64) + np.arange(len(slots))
-    seq_lens = (computed + counts)[order]
-    width = -(-int(seq_lens.max()) // block_size)
-    num_decodes, rows = int(is_decode.sum()), step.slots[order]
-    columns, in_block = positions // block_size, positions % block_size
     return StepTokens(
-        token_ids=batch.token_ids[slots, positions].astype(np.int64),
+        token_ids=batch.token_ids[layouts[0].token_rows, positions].astype(np.int64),
         positions=positions,
+        order=order,
         first_tokens=first_tokens,
-        layouts=tuple(
-            StepLayout(
-                num_decodes=num_decodes,
-                query_starts=starts,
-                seq_lens=seq_lens,
-                block_tables=tables[rows, :width],
-                slot_mapping=tables[slots, columns].astype(np.int64) * block_size + in_block,
-            )
-            for tables in batch.block_tables
-        ),
+        layouts=layouts,
     )

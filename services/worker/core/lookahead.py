@@ -22,8 +22,8 @@ from services.worker.sampling.sampler import Draws
 class PendingOutput:
     """The answer to a step that the device may still be running.
 
-    `sampling`: indexes of the requests that get a token, one each. `logprobs` where some ask for
-    them, by index among those.
+    `sampling`: indexes of the requests that get a token, one each, in the order of `token_ids`.
+    `logprobs` where some ask for them, by index among those.
     """
 
     step: StepInput
@@ -37,23 +37,24 @@ class PendingOutput:
         is_usable = token_ids != UNUSABLE
         num_tokens = np.zeros(len(self.step.slots), np.int32)
         num_tokens[self.sampling] = 1
+        by_request = self.sampling.argsort()
         return StepOutput(
             self.step.generation,
             self.step.step,
             num_tokens,
-            np.where(is_usable, token_ids, 0).astype(np.int32),
+            np.where(is_usable, token_ids, 0)[by_request].astype(np.int32),
             logprobs=self._logprobs(is_usable),
-            nan_requests=self.sampling[~is_usable].astype(np.int32),
+            nan_requests=np.sort(self.sampling[~is_usable]).astype(np.int32),
         )
 
     def _logprobs(self, is_usable: np.ndarray) -> dict[int, RequestLogprobs]:
         """By request, in the step's order."""
         if self.logprobs is None:
             return {}
-        found = self.logprobs.wait().items()
+        found = self.logprobs.wait()
         return {
-            int(self.sampling[row]): RequestLogprobs(rows, None)
-            for row, rows in found
+            int(self.sampling[row]): RequestLogprobs(found[row], None)
+            for row in sorted(found, key=lambda row: self.sampling[row])
             if is_usable[row]
         }
 

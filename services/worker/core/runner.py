@@ -13,14 +13,12 @@ the one without drafts, token for token, and a draft is accepted with the probab
 model gives it: the rate of rejection sampling (Leviathan et al.) for drafts that are certain.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 
 from services.worker.attention.interface import PagedAttention
 from services.worker.core.batch import BatchLimits, PersistentBatch
+from services.worker.core.computed import Computed, StepRows
 from services.worker.core.decode_buckets import DecodeBuckets, is_decodes_alone
 from services.worker.core.embedded_prompts import EmbeddedPrompts
 from services.worker.core.layout import lay_out
@@ -34,22 +32,6 @@ from services.worker.sampling.sampler import LogprobRows, Sampler, prompt_logpro
 
 _PROMPT_LOGPROB_ROWS = 128
 """Prompt positions whose logits are held at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """The requests of a step, in its order. `first_tokens`: where each starts among its tokens."""
-
-    slots: Int32Array
-    num_computed_tokens: Int32Array
-    num_scheduled_tokens: Int32Array
-    num_draft_tokens: Int32Array
-    first_tokens: Int32Array
-
-    @property
-    def ends(self) -> Int32Array:
-        """Tokens that each request has once the step is done, drafts included."""
-        return self.num_computed_tokens + self.num_scheduled_tokens
 
 
 class Runner:
@@ -147,7 +129,7 @@ class Runner:
             if new.sampling.prompt_logprobs is not None:
                 self._prompt_watchers.add(new.slot)
 
-    def _forward(self, step: StepInput) -> tuple[_Rows, "_Computed"]:
+    def _forward(self, step: StepInput) -> tuple[StepRows, Computed]:
         """Runs the model over the step's tokens, in the layout's order."""
         self._place_drafts(step)
         tokens = lay_out(step, self._batch)
@@ -158,7 +140,9 @@ class Runner:
         embedded = self._embedded.of_step(step, tokens, token_ids)
         if self._buckets is not None and embedded is None and is_decodes_alone(tokens.layouts[0]):
             logits = self._buckets.logits(token_ids, tokens.positions, tokens.layouts)
-            computed = _Computed(self._device, lambda rows: logits[rows])
+
+            def logits_of(rows: torch.Tensor | None) -> torch.Tensor:
+                return logits if rows is None else logits[rows]
         else:
             hidden = self._model.forward(
                 token_ids,
@@ -168,21 +152,26 @@ class Runner:
             )
             if self._lockstep is not None:
                 self._lockstep.saw(hidden)
-            computed = _Computed(
-                self._device, lambda rows: self._model.compute_logits(hidden[rows])
-            )
-        counts, drafts = step.num_scheduled_tokens, step.num_draft_tokens
-        rows = _Rows(
-            step.slots,
-            step.num_computed_tokens,
-            counts,
-            drafts if len(drafts) else np.zeros_like(counts),
-            tokens.first_tokens,
+
+            def logits_of(rows: torch.Tensor | None) -> torch.Tensor:
+                return self._model.compute_logits(hidden if rows is None else hidden[rows])
+
+        computed = Computed(self._device, len(token_ids), logits_of)
+        layout, drafts = tokens.layouts[0], step.num_draft_tokens
+        rows = StepRows(
+            tokens.order,
+            layout.rows,
+            layout.query_starts[:-1],
+            layout.seq_lens,
+            step.num_scheduled_tokens[tokens.order],
+            drafts[tokens.order] if drafts.any() else None,
         )
         return rows, computed
 
     def _place_drafts(self, step: StepInput) -> None:
         """Writes drafts behind the known tokens; they become known when they are accepted."""
+        if not len(step.draft_token_ids):
+            return
         first = 0
         for slot, count in zip(step.slots, step.num_draft_tokens, strict=False):
             known = self._batch.num_tokens[slot]
@@ -193,99 +182,106 @@ class Runner:
     def _sample(
         self,
         step: StepInput,
-        rows: _Rows,
-        computed: "_Computed",
+        rows: StepRows,
+        computed: Computed,
         prompt: dict[int, LogprobRows],
     ) -> StepOutput | PendingOutput:
         """Samples every request whose last known token was computed; verifies its drafts."""
-        known = rows.ends - rows.num_draft_tokens
+        drafts = rows.num_draft_tokens
+        known = rows.ends if drafts is None else rows.ends - drafts
         sampling = np.flatnonzero(known == self._batch.num_tokens[rows.slots])
-        sampled = Sampled(len(rows.slots))
+        sampled = Sampled()
         if len(sampling):
             logits, first_rows = self._sampled_logits(rows, computed, sampling)
-            if self._may_look_ahead(rows, sampling, prompt):
-                return self._sample_ahead(step, sampling, logits)
-            offset, active = 0, np.arange(len(sampling))
-            while len(active):
-                indexes = sampling[active]
-                if len(active) < len(logits):
-                    wanted = logits[self._device.upload(first_rows[active] + offset)]
-                else:
-                    wanted = logits
-                output = self._sampler.sample(wanted, rows.slots[indexes])
-                sampled.add(indexes, output.token_ids, output.logprobs, output.nan_rows)
-                drafts_left = rows.num_draft_tokens[indexes] > offset
-                drafts = self._batch.token_ids[rows.slots[indexes], known[indexes] + offset]
-                stands = drafts_left & (drafts == output.token_ids)
-                stands[output.nan_rows] = False
-                self._batch.append_one(rows.slots[indexes], output.token_ids)
-                active, offset = active[stands], offset + 1
+            slots = rows.slots[sampling]
+            if self._may_look_ahead(rows, slots, prompt):
+                return self._sample_ahead(step, rows.order[sampling], slots, logits)
+            if drafts is None:
+                output = self._sampler.sample(logits, slots)
+                sampled.add(rows.order[sampling], output)
+                self._batch.append_one(slots, output.token_ids)
+            else:
+                self._verify(rows, sampling, (logits, first_rows), sampled)
             if self._lookahead is not None:
-                self._lookahead.know(rows.slots[sampling])
+                self._lookahead.know(slots)
         return sampled.output(step, prompt)
 
+    def _verify(
+        self,
+        rows: StepRows,
+        sampling: np.ndarray,
+        logits_from: tuple[torch.Tensor, np.ndarray],
+        sampled: Sampled,
+    ) -> None:
+        """Samples token by token, of each request until one is not the draft at its position."""
+        drafts = rows.num_draft_tokens
+        assert drafts is not None
+        (logits, first_rows), known = logits_from, rows.ends - drafts
+        offset, active = 0, np.arange(len(sampling))
+        while len(active):
+            indexes = sampling[active]
+            slots = rows.slots[indexes]
+            wanted = logits[self._device.upload(first_rows[active] + offset)]
+            output = self._sampler.sample(wanted, slots)
+            sampled.add(rows.order[indexes], output)
+            guessed = self._batch.token_ids[slots, known[indexes] + offset]
+            stands = (drafts[indexes] > offset) & (guessed == output.token_ids)
+            stands[output.nan_rows] = False
+            self._batch.append_one(slots, output.token_ids)
+            active, offset = active[stands], offset + 1
+
     def _may_look_ahead(
-        self, rows: _Rows, sampling: np.ndarray, prompt: dict[int, LogprobRows]
+        self, rows: StepRows, slots: Int32Array, prompt: dict[int, LogprobRows]
     ) -> bool:
         """Whether nothing that the device computes is needed here before the step is answered."""
         return (
             self._lookahead is not None
             and not prompt
-            and not rows.num_draft_tokens.any()
-            and self._sampler.is_simple(rows.slots[sampling])
+            and rows.num_draft_tokens is None
+            and self._sampler.is_simple(slots)
         )
 
     def _sample_ahead(
-        self, step: StepInput, sampling: np.ndarray, logits: torch.Tensor
+        self, step: StepInput, sampling: np.ndarray, slots: Int32Array, logits: torch.Tensor
     ) -> PendingOutput:
         assert self._lookahead is not None
-        slots = step.slots[sampling]
         self._batch.expect(slots)
         num_logprobs = self._sampler.num_logprobs(slots)
         draws = self._sampler.draws(slots)
         return self._lookahead.sample(step, sampling, logits, draws, num_logprobs)
 
     def _sampled_logits(
-        self, rows: _Rows, computed: "_Computed", sampling: np.ndarray
+        self, rows: StepRows, computed: Computed, sampling: np.ndarray
     ) -> tuple[torch.Tensor, np.ndarray]:
         """Logits of each sampling request's last known token and of its drafts, and where they
         begin for each.
         """
+        last = (rows.first_tokens + rows.num_scheduled_tokens)[sampling]
+        if rows.num_draft_tokens is None:
+            return computed.logits(last - 1), np.arange(len(sampling))
         counts = rows.num_draft_tokens[sampling] + 1
-        last = rows.first_tokens[sampling] + rows.num_scheduled_tokens[sampling]
         first_rows = np.cumsum(counts) - counts
         wanted = np.repeat(last - counts - first_rows, counts) + np.arange(counts.sum())
         return computed.logits(wanted), first_rows
 
-    def _prompt_logprobs(self, rows: _Rows, computed: "_Computed") -> dict[int, LogprobRows]:
+    def _prompt_logprobs(self, rows: StepRows, computed: Computed) -> dict[int, LogprobRows]:
         """Log-probabilities of prompt tokens that follow a position of this step, by request."""
         found: dict[int, LogprobRows] = {}
         if not self._prompt_watchers:
             return found
+        starts = rows.ends - rows.num_scheduled_tokens
         ends = np.minimum(rows.ends, self._batch.num_prompt_tokens[rows.slots] - 1)
-        for index in np.flatnonzero(rows.num_computed_tokens < ends).tolist():
-            slot, begin, end = rows.slots[index], rows.num_computed_tokens[index], ends[index]
+        for row in np.flatnonzero(starts < ends).tolist():
+            slot, begin, end = rows.slots[row], starts[row], ends[row]
             num_top = self._batch.sampling[int(slot)].prompt_logprobs
             if num_top is None:
                 continue
             targets = self._batch.token_ids[slot, begin + 1 : end + 1]
-            first = int(rows.first_tokens[index])
+            first = int(rows.first_tokens[row])
             parts = []
             for start in range(0, end - begin, _PROMPT_LOGPROB_ROWS):
                 stop = min(start + _PROMPT_LOGPROB_ROWS, end - begin)
                 logits = computed.logits(np.arange(first + start, first + stop))
                 parts.append(prompt_logprobs(logits, targets[start:stop], num_top))
-            found[index] = joined(parts)
+            found[int(rows.order[row])] = joined(parts)
         return found
-
-
-class _Computed:
-    """What the model made of a step's tokens."""
-
-    def __init__(self, device: Device, logits_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._device = device
-        self._logits_of = logits_of
-
-    def logits(self, rows: np.ndarray) -> torch.Tensor:
-        """Logits, float32 [len(rows), vocab_size], of some of the tokens, in the layout's order."""
-        return self._logits_of(self._device.upload(rows))

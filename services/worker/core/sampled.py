@@ -2,34 +2,37 @@
 
 import numpy as np
 
-from services.worker.core.step import Int32Array, RequestLogprobs, StepInput, StepOutput
-from services.worker.sampling.sampler import LogprobRows
+from services.worker.core.step import RequestLogprobs, StepInput, StepOutput, no_ints
+from services.worker.sampling.sampler import LogprobRows, SamplerOutput
 
 
 class Sampled:
     """Collects what is sampled in a step, by request."""
 
-    def __init__(self, num_requests: int) -> None:
-        self.token_ids: list[list[int]] = [[] for _ in range(num_requests)]
+    def __init__(self) -> None:
+        self._indexes: list[np.ndarray] = []
+        self._token_ids: list[np.ndarray] = []
         self._logprobs: dict[int, list[LogprobRows]] = {}
         self._nan_requests: list[int] = []
 
-    def add(
-        self,
-        indexes: np.ndarray,
-        token_ids: Int32Array,
-        logprobs: dict[int, LogprobRows],
-        nan_rows: Int32Array,
-    ) -> None:
-        """One more token of each of the requests `indexes`."""
-        for index, token_id in zip(indexes.tolist(), token_ids.tolist(), strict=True):
-            self.token_ids[index].append(token_id)
-        for row, rows in logprobs.items():
+    def add(self, indexes: np.ndarray, output: SamplerOutput) -> None:
+        """One more token of each of the requests `indexes`, which `output` has in their order."""
+        self._indexes.append(indexes)
+        self._token_ids.append(output.token_ids)
+        for row, rows in output.logprobs.items():
             self._logprobs.setdefault(int(indexes[row]), []).append(rows)
-        self._nan_requests.extend(indexes[nan_rows].tolist())
+        if len(output.nan_rows):
+            self._nan_requests.extend(indexes[output.nan_rows].tolist())
 
     def output(self, step: StepInput, prompt: dict[int, LogprobRows]) -> StepOutput:
         """Everything, in the step's order."""
+        num_tokens = np.zeros(len(step.slots), np.int32)
+        token_ids = no_ints()
+        if self._indexes:
+            for indexes in self._indexes:
+                num_tokens[indexes] += 1
+            by_request = np.concatenate(self._indexes).argsort(kind="stable")
+            token_ids = np.concatenate(self._token_ids)[by_request]
         logprobs = {
             index: RequestLogprobs(
                 joined(self._logprobs[index]) if index in self._logprobs else None,
@@ -37,12 +40,11 @@ class Sampled:
             )
             for index in sorted(self._logprobs.keys() | prompt.keys())
         }
-        tokens = [token_id for token_ids in self.token_ids for token_id in token_ids]
         return StepOutput(
             step.generation,
             step.step,
-            num_tokens=np.array([len(token_ids) for token_ids in self.token_ids], np.int32),
-            token_ids=np.array(tokens, np.int32),
+            num_tokens=num_tokens,
+            token_ids=token_ids,
             logprobs=logprobs,
             nan_requests=np.array(sorted(self._nan_requests), np.int32),
         )

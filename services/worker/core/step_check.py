@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from services.worker.core.batch import PersistentBatch
 
 
+_NO_DRAFTS = np.zeros(1, np.int32)
+
+
 class StepCheck:
     """Checks one step against the batch as it will be when the step's difference is applied."""
 
@@ -98,56 +101,69 @@ class StepCheck:
     def _check_scheduled(self) -> None:
         step, limits = self._step, self._limits
         count = len(step.slots)
-        drafts = step.num_draft_tokens
         for name in ("num_scheduled_tokens", "num_computed_tokens"):
             given = len(getattr(step, name))
             self._require(given == count, name, f"{given} entries for {count} slots")
-        self._require(
-            len(drafts) in (0, count), "num_draft_tokens", f"{len(drafts)} entries, {count} slots"
-        )
         total = int(step.num_scheduled_tokens.sum())
         self._require(
             total <= limits.max_num_batched_tokens,
             "num_scheduled_tokens",
             f"{total} tokens in a step of at most {limits.max_num_batched_tokens}",
         )
-        self._require(len(set(step.slots.tolist())) == count, "slots", "a slot is named twice")
+        slots = set(step.slots.tolist())
+        self._require(len(slots) == count, "slots", "a slot is named twice")
+        missing = sorted(slots - self._in_use)
+        self._require(not missing, "slots", f"slot {missing[:1]} is not in use")
+        if len(step.num_draft_tokens) or len(step.draft_token_ids):
+            self._check_drafts()
+        self._check_rows()
+
+    def _check_drafts(self) -> None:
+        drafts, count = self._step.num_draft_tokens, len(self._step.slots)
         self._require(
-            not (drafts < 0).any() and int(drafts.sum()) == len(step.draft_token_ids),
+            len(drafts) in (0, count), "num_draft_tokens", f"{len(drafts)} entries, {count} slots"
+        )
+        self._require(
+            not (drafts < 0).any() and int(drafts.sum()) == len(self._step.draft_token_ids),
             "draft_token_ids",
             "drafts do not add up to num_draft_tokens",
         )
-        self._check_token_ids(step.draft_token_ids, "draft_token_ids")
-        missing = [slot for slot in step.slots.tolist() if slot not in self._in_use]
-        self._require(not missing, "slots", f"slot {missing[:1]} is not in use")
-        self._check_rows()
+        self._check_token_ids(self._step.draft_token_ids, "draft_token_ids")
 
     def _check_rows(self) -> None:
         """Checks all rows at once; only a wrong one is looked at by itself."""
         step = self._step
-        scheduled = step.num_scheduled_tokens.astype(np.int64)
+        scheduled = step.num_scheduled_tokens
         computed = step.num_computed_tokens.astype(np.int64)
-        drafts = np.zeros_like(scheduled)
-        drafts[: len(step.num_draft_tokens)] = step.num_draft_tokens
-        known, tables = self._batch.num_tokens[step.slots], self._batch.num_blocks[:, step.slots]
-        for slot, request in self._new.items():
-            known[step.slots == slot] = len(request.token_ids)
-            lengths = [[len(table)] for table in request.block_tables]
-            tables[:, step.slots == slot] = lengths
-        for group, grown in enumerate(self._appended):
-            for slot, count in grown.items():
-                tables[group, step.slots == slot] += count
-        room = tables.min(axis=0) * self._limits.block_size
-        ends, starts = computed + scheduled, computed + scheduled - drafts
-        fits = (scheduled > drafts) & (computed >= 0) & (starts <= known)
-        fits &= (drafts == 0) | (starts == known)
-        fits &= (ends <= self._limits.max_model_len) & (ends <= room)
-        columns = (step.slots, scheduled, computed, drafts, known, room)
-        for row in np.flatnonzero(~fits).tolist():
+        drafts = step.num_draft_tokens if len(step.num_draft_tokens) else _NO_DRAFTS
+        known, room = self._known_and_room()
+        ends = computed + scheduled
+        fits = (scheduled > drafts) & (computed >= 0) & (ends - drafts <= known) & (ends <= room)
+        if drafts is not _NO_DRAFTS:
+            fits &= (drafts == 0) | (ends - drafts == known)
+        if not fits.all():
+            row, drafts = int(fits.argmin()), np.broadcast_to(drafts, fits.shape)
+            columns = (step.slots, scheduled, computed, known, room, drafts)
             self._refuse_row(*(int(column[row]) for column in columns))
 
+    def _known_and_room(self) -> tuple[Int32Array, Int32Array]:
+        """Tokens that each row's request knows, and those that it has room for."""
+        slots = self._step.slots
+        known, room = self._batch.num_tokens[slots], self._batch.room[slots]
+        for slot, request in self._new.items():
+            known[slots == slot] = len(request.token_ids)
+            room[slots == slot] = self._room_of(slot)
+        for grown in self._appended:
+            for slot in grown:
+                room[slots == slot] = self._room_of(slot)
+        return known, room
+
+    def _room_of(self, slot: int) -> int:
+        sizes = (self._table_size(group, slot) for group in range(len(self._appended)))
+        return self._limits.room(min(sizes))
+
     def _refuse_row(
-        self, slot: int, scheduled: int, computed: int, drafts: int, known: int, room: int
+        self, slot: int, scheduled: int, computed: int, known: int, room: int, drafts: int
     ) -> None:
         end = computed + scheduled
         self._require(
@@ -187,6 +203,8 @@ class StepCheck:
             )
 
     def _check_block_ids(self, block_ids: Int32Array, field: str) -> None:
+        if not len(block_ids):
+            return
         wrong = block_ids[(block_ids < 1) | (block_ids >= self._limits.num_blocks)]
         self._require(
             not len(wrong),

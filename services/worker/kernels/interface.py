@@ -43,6 +43,10 @@ class Linear(Protocol):
         """[n, in] -> [n, out]; n is a number that `Kernels.padded_rows` gives."""
         ...
 
+    def full(self, x: torch.Tensor) -> torch.Tensor:
+        """The same in float32, not rounded to x's data type where the implementation can."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class DecoderBlock:
@@ -66,17 +70,34 @@ class DecoderBlock:
     rotation: int
 
 
+@dataclass(frozen=True, slots=True)
+class DecoderFrame:
+    """What is around the layers of a decoder.
+
+    `embedding` [vocab_size, hidden_size], times `embedding_scale`; `rotations` of all positions;
+    the `norm` behind the last layer, and the `epsilon` of all norms.
+    """
+
+    embedding: torch.Tensor
+    embedding_scale: float
+    rotations: tuple[Rotation, ...]
+    norm: torch.Tensor
+    epsilon: float
+
+
 class Stack(Protocol):
-    """All layers of a decoder as one operation."""
+    """A decoder, from token ids to normalized hidden states, as one operation."""
 
     def takes(self, attention: LayerAttention) -> bool:
         """Whether this is attention that it can run with."""
         ...
 
     def __call__(
-        self, residual: torch.Tensor, rotations: Sequence[Rotation], attention: LayerAttention
+        self, token_ids: torch.Tensor, attention: LayerAttention, embedded: torch.Tensor | None
     ) -> torch.Tensor:
-        """Embedded tokens [n, hidden_size], which are overwritten -> normalized hidden states."""
+        """Token ids, int64 [n] -> hidden states [n, hidden_size]. `embedded` [n, hidden_size]
+        stands in for what is looked up, unless it is None.
+        """
         ...
 
 
@@ -125,11 +146,9 @@ class Kernels(Protocol):
         """Adds the update [n, d] to the residual [n, d] in place, and normalizes the sum."""
         ...
 
-    def stack(
-        self, blocks: Sequence[DecoderBlock], norm: torch.Tensor, epsilon: float
-    ) -> Stack | None:
-        """The layers and the norm after them as one operation, if these kernels have that. The
-        projections and norms are theirs.
+    def stack(self, blocks: Sequence[DecoderBlock], frame: DecoderFrame) -> Stack | None:
+        """The decoder as one operation, if these kernels have that. Projections and norms are
+        theirs.
         """
         ...
 

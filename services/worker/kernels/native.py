@@ -50,9 +50,9 @@ class Layout(ctypes.Structure):
         ("num_requests", ctypes.c_int),
         ("query_starts", ctypes.c_void_p),
         ("seq_lens", ctypes.c_void_p),
-        ("block_tables", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        ("tables", ctypes.c_void_p),
         ("table_width", ctypes.c_int64),
-        ("slots", ctypes.c_void_p),
     ]
 
 
@@ -104,21 +104,25 @@ class DecoderLayer(ctypes.Structure):
 
 
 class Rotation(ctypes.Structure):
-    """The addresses of a step's cos and sin."""
+    """The addresses of the cos and sin of all positions."""
 
     _fields_: ClassVar[_Fields] = [("cos", ctypes.c_void_p), ("sin", ctypes.c_void_p)]
 
 
 class Decoder(ctypes.Structure):
-    """All layers, and the norm after them. `half`: pairs of a head that are rotated."""
+    """Embedding, all layers, and the norm after them. `half`: pairs of a head that are rotated."""
 
     _fields_: ClassVar[_Fields] = [
+        ("embedding", ctypes.c_void_p),
+        ("embedding_scale", ctypes.c_float),
+        ("rotations", ctypes.POINTER(Rotation)),
+        ("num_rotations", ctypes.c_int),
+        ("half", ctypes.c_int),
         ("layers", ctypes.POINTER(DecoderLayer)),
         ("num_layers", ctypes.c_int),
         ("norm", ctypes.c_void_p),
         ("hidden_size", ctypes.c_int64),
         ("epsilon", ctypes.c_float),
-        ("half", ctypes.c_int),
     ]
 
 
@@ -141,6 +145,9 @@ class Functions:
 
         self.pack_weight = function("pack_weight", _ADDRESS, _ADDRESS, _COUNT, _COUNT, ctypes.c_int)
         self.project = function("project", ctypes.POINTER(Projection), _ADDRESS, _ADDRESS, _COUNT)
+        self.project_full = function(
+            "project_full", ctypes.POINTER(Projection), _ADDRESS, _ADDRESS, _COUNT
+        )
         self.rms_norm = function(
             "rms_norm",
             *(_ADDRESS, _COUNT, _COUNT, _ADDRESS, _ADDRESS, _ADDRESS, _COUNT, _COUNT),
@@ -159,8 +166,8 @@ class Functions:
         )
         self.run_decoder = function(
             "run_decoder",
-            *(ctypes.POINTER(Decoder), ctypes.POINTER(Layout), ctypes.POINTER(Rotation)),
-            *(_ADDRESS, _ADDRESS, _ADDRESS, _COUNT),
+            *(ctypes.POINTER(Decoder), ctypes.POINTER(Layout)),
+            *(_ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),
         )
 
 

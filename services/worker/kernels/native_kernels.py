@@ -12,7 +12,8 @@ import torch
 
 from services.worker.attention.interface import AttentionShape, PagedAttention
 from services.worker.attention.native_paged import NativePagedAttention, workspace_bytes
-from services.worker.kernels.interface import Activation, DecoderBlock, Linear, Stack
+from services.worker.kernels.interface import Activation, DecoderBlock, DecoderFrame, Linear, Stack
+from services.worker.kernels.large_pages import LargePages
 from services.worker.kernels.native import functions_by_dtype
 from services.worker.kernels.native_linear import NativeLinear
 from services.worker.kernels.native_stack import stack_of
@@ -25,6 +26,7 @@ class NativeKernels:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._functions = functions_by_dtype(library)
         self._torch = TorchKernels()
+        self._memory = LargePages()
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
@@ -40,7 +42,7 @@ class NativeKernels:
         functions = self._functions.get(weight.dtype)
         if functions is None or weight.shape[1] % 2:
             return self._torch.linear(weight, bias)
-        return NativeLinear(functions, weight, bias)
+        return NativeLinear(functions, self._memory, weight, bias)
 
     def gated_linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation
@@ -49,7 +51,7 @@ class NativeKernels:
         functions = self._functions.get(weight.dtype)
         if functions is None or weight.shape[1] % 2:
             return self._torch.gated_linear(weight, bias, activation)
-        return NativeLinear(functions, weight, bias, activation)
+        return NativeLinear(functions, self._memory, weight, bias, activation)
 
     def norm_weight(self, weight: torch.Tensor) -> torch.Tensor:
         """See Kernels. The library takes float32 with every data type."""
@@ -89,18 +91,16 @@ class NativeKernels:
         )
         return output
 
-    def stack(
-        self, blocks: Sequence[DecoderBlock], norm: torch.Tensor, epsilon: float
-    ) -> Stack | None:
+    def stack(self, blocks: Sequence[DecoderBlock], frame: DecoderFrame) -> Stack | None:
         """See Kernels."""
-        return stack_of(self._functions, blocks, norm, epsilon)
+        return stack_of(self._functions, blocks, frame)
 
     def paged_attention(self, shape: AttentionShape) -> PagedAttention:
         """See Kernels."""
         functions = self._functions.get(shape.dtype)
         if functions is None:
             return self._torch.paged_attention(shape)
-        return NativePagedAttention(functions, shape)
+        return NativePagedAttention(functions, self._memory, shape)
 
     def attention_bytes(self, shape: AttentionShape, max_model_len: int) -> int:
         """See Kernels."""

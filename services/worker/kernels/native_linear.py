@@ -5,6 +5,7 @@ import ctypes
 import torch
 
 from services.worker.kernels.interface import Activation
+from services.worker.kernels.large_pages import LargePages
 from services.worker.kernels.native import EPILOGUES, Functions, Projection
 
 
@@ -14,6 +15,7 @@ class NativeLinear:
     def __init__(
         self,
         functions: Functions,
+        memory: LargePages,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         activation: Activation | None = None,
@@ -22,18 +24,24 @@ class NativeLinear:
         self.dtype = weight.dtype
         self.out_features = rows if activation is None else rows // 2
         width = functions.panel_width
-        self._packed = torch.empty(-(-rows // width) * width * self.in_features, dtype=weight.dtype)
+        packed = (-(-rows // width), width, self.in_features)
+        self._packed = memory.take(packed, weight.dtype)
         self._bias = None if bias is None else bias.contiguous()
         shape = (rows, self.in_features, EPILOGUES[activation])
         functions.pack_weight(weight.contiguous().data_ptr(), self._packed.data_ptr(), *shape)
-        self._project = functions.project
+        self._project, self._project_full = functions.project, functions.project_full
         bias_address = None if self._bias is None else self._bias.data_ptr()
         self.projection = Projection(self._packed.data_ptr(), bias_address, *shape)
         self._reference = ctypes.byref(self.projection)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """See Linear."""
-        rows = len(x)
-        output = torch.empty((rows, self.out_features), dtype=x.dtype)
-        self._project(self._reference, x.data_ptr(), output.data_ptr(), rows)
+        output = torch.empty((len(x), self.out_features), dtype=x.dtype)
+        self._project(self._reference, x.data_ptr(), output.data_ptr(), len(x))
+        return output
+
+    def full(self, x: torch.Tensor) -> torch.Tensor:
+        """See Linear. Sums are float32 anyway, and are left so."""
+        output = torch.empty((len(x), self.out_features), dtype=torch.float32)
+        self._project_full(self._reference, x.data_ptr(), output.data_ptr(), len(x))
         return output

@@ -1,24 +1,22 @@
-"""All layers of a decoder as one call into the compiled library: see cpp/decoder.cpp."""
+"""A decoder as one call into the compiled library: see cpp/decoder.cpp."""
 
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from services.worker.attention.interface import LayerAttention
-from services.worker.attention.interface import Rotation as StepRotation
 from services.worker.attention.native_paged import NativePagedStep
-from services.worker.kernels.interface import DecoderBlock
-from services.worker.kernels.native import Decoder, DecoderLayer, Functions, Layout, Rotation
+from services.worker.kernels.interface import DecoderBlock, DecoderFrame
+from services.worker.kernels.native import Decoder, DecoderLayer, Functions, Rotation
 from services.worker.kernels.native_linear import NativeLinear
 
 
 def stack_of(
     functions: Mapping[torch.dtype, Functions],
     blocks: Sequence[DecoderBlock],
-    norm: torch.Tensor,
-    epsilon: float,
+    frame: DecoderFrame,
 ) -> "NativeStack | None":
-    """The layers as one; None where one of them has a projection that is not native.
+    """The decoder as one; None where a layer of it has a projection that is not native.
 
     `functions`: by the data type of what they compute.
     """
@@ -28,7 +26,7 @@ def stack_of(
             return None
     first = blocks[0].qkv
     assert isinstance(first, NativeLinear)
-    return NativeStack(functions[first.dtype], first.dtype, blocks, norm, epsilon)
+    return NativeStack(functions[first.dtype], first.dtype, blocks, frame)
 
 
 class NativeStack:
@@ -39,14 +37,22 @@ class NativeStack:
         functions: Functions,
         dtype: torch.dtype,
         blocks: Sequence[DecoderBlock],
-        norm: torch.Tensor,
-        epsilon: float,
+        frame: DecoderFrame,
     ) -> None:
         self._functions = functions
         self._blocks = blocks
-        self._norm = norm
+        self._frame = frame
+        self._embedding = frame.embedding.contiguous()
+        self._width = len(frame.norm)
         self._layers = (DecoderLayer * len(blocks))(*(_layer(block) for block in blocks))
-        self._decoder = Decoder(self._layers, len(blocks), norm.data_ptr(), len(norm), epsilon)
+        rotations = [Rotation(r.cos.data_ptr(), r.sin.data_ptr()) for r in frame.rotations]
+        self._rotations = (Rotation * len(rotations))(*rotations)
+        self._decoder = Decoder(
+            *(self._embedding.data_ptr(), frame.embedding_scale),
+            *(self._rotations, len(rotations), frame.rotations[0].cos.shape[-1]),
+            *(self._layers, len(blocks)),
+            *(frame.norm.data_ptr(), self._width, frame.epsilon),
+        )
         self._scratch = torch.empty(0, dtype=dtype)
         self._cache: object = None
         """What the layers' pages were taken from."""
@@ -57,26 +63,22 @@ class NativeStack:
 
     def __call__(
         self,
-        residual: torch.Tensor,
-        rotations: Sequence[StepRotation],
+        token_ids: torch.Tensor,
         attention: LayerAttention,
+        embedded: torch.Tensor | None,
     ) -> torch.Tensor:
         """See Stack."""
         assert isinstance(attention, NativePagedStep)
         self._open(attention)
-        rows, decoder = len(residual), self._decoder
-        decoder.half = rotations[0].cos.shape[-1]
+        rows, decoder = len(token_ids), self._decoder
         needed = self._functions.decoder_scratch(decoder, rows, torch.get_num_threads())
         if len(self._scratch) < needed:
-            self._scratch = torch.empty(needed, dtype=residual.dtype)
-        output = torch.empty_like(residual)
-        layouts = (Layout * len(attention.layouts))(*attention.layouts)
-        angles = (Rotation * len(rotations))(
-            *(Rotation(rotation.cos.data_ptr(), rotation.sin.data_ptr()) for rotation in rotations)
-        )
+            self._scratch = self._scratch.new_empty(needed)
+        output = self._scratch.new_empty(rows, self._width)
         self._functions.run_decoder(
-            *(decoder, layouts, angles),
-            *(residual.data_ptr(), output.data_ptr(), self._scratch.data_ptr(), rows),
+            *(decoder, attention.layouts, token_ids.data_ptr()),
+            None if embedded is None else embedded.data_ptr(),
+            *(output.data_ptr(), self._scratch.data_ptr()),
         )
         return output
 

@@ -46,6 +46,10 @@ class PackedLinear:
         )
         return product
 
+    def full(self, x: torch.Tensor) -> torch.Tensor:
+        """See Linear; the library rounds."""
+        return self(x).float()
+
 
 class GatedLinear:
     """A projection, and its gates applied to its values."""
@@ -59,6 +63,10 @@ class GatedLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """See Linear."""
         return gated(self._projection(x), self._activation)
+
+    def full(self, x: torch.Tensor) -> torch.Tensor:
+        """See Linear; the library rounds."""
+        return self(x).float()
 
 
 def gated(product: torch.Tensor, activation: Activation) -> torch.Tensor:

@@ -7,7 +7,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from services.worker.attention.interface import AttentionShape, PagedAttention
 from services.worker.attention.torch_paged import TorchPagedAttention, workspace_bytes
-from services.worker.kernels.interface import Activation, DecoderBlock, Linear, Stack
+from services.worker.kernels.interface import Activation, DecoderBlock, DecoderFrame, Linear, Stack
 from services.worker.kernels.packed_linear import GatedLinear, PackedLinear, padded_rows
 
 
@@ -51,8 +51,7 @@ class TorchKernels:
     def stack(
         self,
         blocks: Sequence[DecoderBlock],  # noqa: ARG002
-        norm: torch.Tensor,  # noqa: ARG002
-        epsilon: float,  # noqa: ARG002
+        frame: DecoderFrame,  # noqa: ARG002
     ) -> Stack | None:
         """None: layers are run operation by operation."""
         return None

@@ -11,7 +11,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from services.worker.attention.interface import LayerAttention, Rotation
-from services.worker.kernels.interface import DecoderBlock, Kernels, Linear, Stack
+from services.worker.kernels.interface import (
+    DecoderBlock,
+    DecoderFrame,
+    Kernels,
+    Linear,
+    Stack,
+)
 from services.worker.models.config import ModelConfig
 from services.worker.models.mlp import GatedMlp, Mlp
 from services.worker.models.rope import cos_sin_table
@@ -58,9 +64,10 @@ class Decoder:
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         ropes = list(dict.fromkeys(layer.rope for layer in config.layers))
         self._rope_of = [ropes.index(layer.rope) for layer in config.layers]
-        self._cos_sin = [
-            cos_sin_table(rope, config.head_dim, max_model_len, dtype, device) for rope in ropes
-        ]
+        self._rotations = tuple(
+            Rotation(*cos_sin_table(rope, config.head_dim, max_model_len, dtype, device))
+            for rope in ropes
+        )
         self._stack = self._stacked()
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -79,16 +86,18 @@ class Decoder:
 
         On the way there are rows of padding behind the n. `embedded`: see Model.
         """
+        if self._stack is not None and self._stack.takes(attention):
+            return self._stack(token_ids, attention, embedded)
         kernels, epsilon, num_tokens = self._kernels, self._config.rms_norm_eps, len(token_ids)
         padding = (0, kernels.padded_rows(num_tokens) - num_tokens)
         positions = F.pad(positions, padding)
-        rotations = [Rotation(cos[positions], sin[positions]) for cos, sin in self._cos_sin]
+        rotations = [
+            Rotation(whole.cos[positions], whole.sin[positions]) for whole in self._rotations
+        ]
         if embedded is None:
             residual = self.embed(F.pad(token_ids, padding))
         else:
             residual = F.pad(embedded, (0, 0, *padding))
-        if self._stack is not None and self._stack.takes(attention):
-            return self._stack(residual, rotations, attention)[:num_tokens]
         hidden = kernels.rms_norm(residual, self._norms[0], epsilon)
         for index, layer in enumerate(self._weights.layers):
             rotation = rotations[self._rope_of[index]]
@@ -103,12 +112,12 @@ class Decoder:
         """Hidden states [n, hidden_size] -> logits, float32 [n, vocab_size]."""
         num_rows = len(hidden)
         padded = F.pad(hidden, (0, 0, 0, self._kernels.padded_rows(num_rows) - num_rows))
-        logits = self._weights.head(padded)[:num_rows].float()
+        logits = self._weights.head.full(padded)[:num_rows]
         cap = self._config.logits_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def _stacked(self) -> Stack | None:
-        """All layers as one operation, where the kernels have that and no layer has experts."""
+        """The whole as one operation, where the kernels have that and no layer has experts."""
         blocks = []
         for layer, rotation in zip(self._weights.layers, self._rope_of, strict=True):
             if not isinstance(layer.mlp, GatedMlp):
@@ -128,7 +137,14 @@ class Decoder:
                     rotation=rotation,
                 )
             )
-        return self._kernels.stack(blocks, self._weights.norm, self._config.rms_norm_eps)
+        frame = DecoderFrame(
+            self._weights.embedding,
+            self._embedding_scale,
+            self._rotations,
+            self._weights.norm,
+            self._config.rms_norm_eps,
+        )
+        return self._kernels.stack(blocks, frame)
 
     def _normalized(self, update: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
         if norm is None:

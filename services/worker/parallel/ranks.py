@@ -76,6 +76,10 @@ class SummedLinear:
         """See Linear; x is this rank's part."""
         return self._ranks.sum(self._part(x))
 
+    def full(self, x: torch.Tensor) -> torch.Tensor:
+        """See Linear."""
+        return self._ranks.sum(self._part.full(x))
+
 
 class GatheredLinear:
     """A projection divided by columns of its output, which all ranks get whole."""
@@ -89,3 +93,7 @@ class GatheredLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """See Linear."""
         return self._ranks.gather(self._part(x))
+
+    def full(self, x: torch.Tensor) -> torch.Tensor:
+        """See Linear."""
+        return self._ranks.gather(self._part.full(x))

@@ -70,6 +70,7 @@ class Sampler:
 
     def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
         self._requests: list[_Request | None] = [None] * max_num_seqs
+        self._row_numbers = np.arange(max_num_seqs)
         self._num_tokens: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
         self._seeds = np.zeros(max_num_seqs, dtype=np.uint64)
         self._is_plain = np.zeros(max_num_seqs, dtype=np.bool_)
@@ -120,8 +121,8 @@ class Sampler:
         """How many of the most probable tokens requests ask for, by row, where they ask for
         log-probabilities.
         """
-        found = {}
-        for row in np.flatnonzero(self._wants_logprobs[slots]).tolist():
+        found: dict[int, int] = {}
+        for row in self._wants_logprobs[slots].nonzero()[0].tolist():
             num_top = self._request(slots[row]).params.logprobs
             assert num_top is not None
             found[row] = num_top
@@ -146,16 +147,10 @@ class Sampler:
         """
         lines: Float32Array = logits.numpy(force=True)
         token_ids = lines.argmax(axis=1)
-        usable = np.isfinite(np.take_along_axis(lines, token_ids[:, None], axis=1)[:, 0])
-        chosen = np.flatnonzero(usable & ~self._is_plain[slots])
-        if len(chosen):
-            numbers = uniforms(self._seeds[slots], self._num_tokens[slots], _SAMPLING_STREAM)
-            for row in chosen.tolist():
-                request = self._request(slots[row])
-                with np.errstate(all="ignore"):
-                    token_id = self._choose(lines[row], request, numbers[row])
-                usable[row] = token_id is not None
-                token_ids[row] = token_id or 0
+        usable = np.isfinite(lines[self._row_numbers[: len(lines)], token_ids])
+        plain = self._is_plain[slots]
+        if not plain.all():
+            self._choose_some(lines, slots, np.flatnonzero(usable & ~plain), token_ids, usable)
         token_ids[~usable] = 0
         self._append(slots, token_ids)
         return SamplerOutput(
@@ -163,6 +158,23 @@ class Sampler:
             logprobs=self._logprobs(lines, slots, token_ids, usable),
             nan_rows=np.flatnonzero(~usable).astype(np.int32),
         )
+
+    def _choose_some(
+        self,
+        lines: Float32Array,
+        slots: np.ndarray,
+        rows: np.ndarray,
+        token_ids: Int64Array,
+        usable: np.ndarray,
+    ) -> None:
+        """The tokens of these rows, and whether there is one to take, in place."""
+        numbers = uniforms(self._seeds[slots], self._num_tokens[slots], _SAMPLING_STREAM)
+        for row in rows.tolist():
+            request = self._request(slots[row])
+            with np.errstate(all="ignore"):
+                token_id = self._choose(lines[row], request, numbers[row])
+            usable[row] = token_id is not None
+            token_ids[row] = token_id or 0
 
     def _choose(self, line: Float32Array, request: _Request, uniform: float) -> int | None:
         """Stages 2 to 5 for one row; None when the edits left nothing to sample from."""
@@ -194,7 +206,7 @@ class Sampler:
 
     def _append(self, slots: np.ndarray, token_ids: Int64Array) -> None:
         self._num_tokens[slots] += 1
-        for row in np.flatnonzero(self._is_edited[slots]).tolist():
+        for row in self._is_edited[slots].nonzero()[0].tolist():
             for edit in self._request(slots[row]).edits:
                 edit.append(int(token_ids[row]))
 

@@ -71,8 +71,9 @@ def mixed_step(layer: AttentionLayer, block_size: int) -> None:
         num_decodes=2,
         query_starts=np.cumsum([0, *counts]).astype(np.int32),
         seq_lens=np.array(lengths, np.int32),
-        block_tables=np.arange(1, 4 * width + 1, dtype=np.int32).reshape(4, width),
-        slot_mapping=np.arange(sum(counts), dtype=np.int64),
+        rows=np.arange(4, dtype=np.int32),
+        tables=np.arange(1, 4 * width + 1, dtype=np.int32).reshape(4, width),
+        block_size=block_size,
     )
     query, key, value = (
         torch.zeros(sum(counts), heads, layer.head_dim, dtype=torch.bfloat16)

@@ -1,10 +1,13 @@
 """The operations in C++ equal their torch twins, computed in double precision."""
 
+import os
+
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
 from services.worker.kernels.interface import Activation
+from services.worker.kernels.large_pages import LargePages
 from services.worker.kernels.native_linear import NativeLinear
 
 
@@ -24,11 +27,27 @@ def test_a_projection_of_any_number_of_rows(native, out_features: int, in_featur
     torch.manual_seed(1)
     weight = drawn(native, out_features, in_features, scale=in_features**-0.5)
     bias = drawn(native, out_features)
-    linear = NativeLinear(native.functions, weight, bias)
+    linear = NativeLinear(native.functions, LargePages(), weight, bias)
     assert (linear.in_features, linear.out_features) == (in_features, out_features)
     for rows in (1, 2, 3, 5, 8, 12, 13, 31, 200):
         x = drawn(native, rows, in_features)
         assert_near(native, linear(x), F.linear(x.double(), weight.double(), bias.double()))
+
+
+def test_full_results_are_not_rounded(native) -> None:
+    torch.manual_seed(6)
+    weight, bias = drawn(native, 70, 96, scale=96**-0.5), drawn(native, 70)
+    plain = NativeLinear(native.functions, LargePages(), weight, bias)
+    gated = NativeLinear(native.functions, LargePages(), weight, bias, Activation.SILU)
+    for rows in (1, 13, 200):
+        x = drawn(native, rows, 96)
+        exact = F.linear(x.double(), weight.double(), bias.double())
+        gate, up = exact.chunk(2, dim=-1)
+        for linear, expected in ((plain, exact), (gated, F.silu(gate) * up)):
+            full = linear.full(x)
+            assert full.dtype is torch.float32
+            torch.testing.assert_close(full.double(), expected, atol=1e-5, rtol=1e-5)
+            assert torch.equal(full.to(native.dtype), linear(x))
 
 
 ACTIVATIONS = {
@@ -43,7 +62,7 @@ def test_a_gated_projection(native, inner: int, in_features: int, activation: Ac
     torch.manual_seed(2)
     weight = drawn(native, 2 * inner, in_features, scale=2 * in_features**-0.5)
     bias = drawn(native, 2 * inner)
-    linear = NativeLinear(native.functions, weight, bias, activation)
+    linear = NativeLinear(native.functions, LargePages(), weight, bias, activation)
     for rows in (1, 4, 17):
         x = drawn(native, rows, in_features)
         gate, up = F.linear(x.double(), weight.double(), bias.double()).chunk(2, dim=-1)
@@ -55,18 +74,65 @@ def test_a_gate_far_from_zero_is_closed_or_open(native, activation: Activation) 
     gates = torch.tensor([-1e4, -100.0, -89.0, 0.0, 89.0, 1e4]).to(native.dtype)
     weight = torch.cat((gates, torch.ones(6, dtype=native.dtype)))[:, None].expand(12, 2).clone()
     weight[:, 1] = 0
-    linear = NativeLinear(native.functions, weight, None, activation)
+    linear = NativeLinear(native.functions, LargePages(), weight, None, activation)
     output = linear(torch.ones(1, 2, dtype=native.dtype))
     assert_near(native, output, ACTIVATIONS[activation](gates.double())[None])
 
 
-def test_a_row_does_not_depend_on_those_beside_it(native) -> None:
+# Narrow and wide, in one chunk of depth and in several, with rows that lie a power of two apart.
+@pytest.mark.parametrize("in_features", [256, 1100, 2048, 5632])
+def test_a_row_does_not_depend_on_those_beside_it(native, in_features: int) -> None:
     torch.manual_seed(3)
-    linear = NativeLinear(native.functions, drawn(native, 200, 256), None)
-    x = drawn(native, 29, 256)
+    weight, bias = drawn(native, 200, in_features, scale=in_features**-0.5), drawn(native, 200)
+    linear = NativeLinear(native.functions, LargePages(), weight, bias)
+    x = drawn(native, 250, in_features)
     together = linear(x)
-    for row in range(29):
-        assert torch.equal(linear(x[row : row + 1])[0], together[row])
+    assert_near(native, together, F.linear(x.double(), weight.double(), bias.double()))
+    for first, count in ((0, 1), (249, 1), (7, 2), (0, 12), (100, 13), (12, 31), (3, 130)):
+        assert torch.equal(linear(x[first : first + count]), together[first : first + count])
+
+
+@pytest.mark.parametrize("activation", [None, *Activation])
+def test_threads_make_no_difference(native, activation: Activation | None) -> None:
+    torch.manual_seed(7)
+    weight = drawn(native, 2 * 420, 1536, scale=1536**-0.5)
+    linear = NativeLinear(native.functions, LargePages(), weight, None, activation)
+    x = drawn(native, 301, 1536)
+    try:
+        for rows in (32, 301):
+            together = linear(x[:rows])
+            torch.set_num_threads(1)
+            assert torch.equal(linear(x[:rows]), together)
+            torch.set_num_threads(2)
+    finally:
+        torch.set_num_threads(2)
+
+
+def test_threads_that_hold_each_other_up_compute_every_panel_once(native) -> None:
+    torch.manual_seed(7)
+    linear = NativeLinear(native.functions, LargePages(), drawn(native, 1000, 2048), None)
+    x = drawn(native, 9, 2048)
+    torch.set_num_threads(1)
+    alone = linear(x)
+    torch.set_num_threads(7)  # of which some wait for a processor while others take their panels
+    try:
+        for _ in range(200):
+            assert torch.equal(linear(x), alone)
+    finally:
+        torch.set_num_threads(2)
+
+
+def test_a_caller_may_run_where_it_could_before(native) -> None:
+    linear = NativeLinear(native.functions, LargePages(), drawn(native, 1000, 2048), None)
+    x = drawn(native, 64, 2048)
+    before = os.sched_getaffinity(0)
+    try:
+        for num_threads in (len(before), len(before) + 1):
+            torch.set_num_threads(num_threads)
+            linear(x)
+            assert os.sched_getaffinity(0) == before
+    finally:
+        torch.set_num_threads(2)
 
 
 def test_an_odd_width_is_left_to_torch(native) -> None:

@@ -15,6 +15,7 @@ from services.worker.attention.interface import (
 )
 from services.worker.attention.native_paged import NativePagedAttention
 from services.worker.attention.torch_paged import TorchPagedAttention
+from services.worker.kernels.large_pages import LargePages
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,9 @@ class Sequences:
         counts = [-(-length // block_size) for length in longest]
         self.num_blocks = 1 + sum(counts)
         blocks = np.random.default_rng(0).permutation(self.num_blocks - 1) + 1
-        self._blocks = np.split(blocks, np.cumsum(counts)[:-1])
+        self._tables = np.zeros((len(longest), max(counts)), np.int32)
+        for row, of_row in enumerate(np.split(blocks, np.cumsum(counts)[:-1])):
+            self._tables[row, : len(of_row)] = of_row
         self._block_size = block_size
         self._lengths = [0] * len(longest)
 
@@ -71,23 +74,15 @@ class Sequences:
         grown = [length + count for length, count in zip(self._lengths, counts, strict=True)]
         rows = [row for row, count in enumerate(counts) if count]
         rows.sort(key=lambda row: (counts[row] != 1, grown[row] if counts[row] == 1 else 0))
-        width = max(len(self._blocks[row]) for row in rows)
-        tables = np.zeros((len(rows), width), np.int32)
-        slots = []
-        for index, row in enumerate(rows):
-            blocks = self._blocks[row]
-            tables[index, : len(blocks)] = blocks
-            positions = np.arange(self._lengths[row], grown[row])
-            places = blocks[positions // self._block_size] * self._block_size
-            slots.append(places + positions % self._block_size)
         self._lengths = grown
         taken = [counts[row] for row in rows]
         return StepLayout(
             num_decodes=taken.count(1),
             query_starts=np.cumsum([0, *taken]).astype(np.int32),
             seq_lens=np.array([grown[row] for row in rows], np.int32),
-            block_tables=tables,
-            slot_mapping=np.concatenate(slots).astype(np.int64),
+            rows=np.array(rows, np.int32),
+            tables=self._tables,
+            block_size=self._block_size,
         )
 
 
@@ -95,7 +90,7 @@ def assert_equal_step(
     native, case: Case, layout: StepLayout, attentions: list[PagedAttention]
 ) -> None:
     """The same heads, of a fused projection with rows of padding, through both."""
-    total, heads, kv_heads = len(layout.slot_mapping), case.num_heads, case.num_kv_heads
+    total, heads, kv_heads = layout.num_tokens, case.num_heads, case.num_kv_heads
     fused = torch.randn(total + 2, heads + 2 * kv_heads, case.head_dim).to(native.dtype)
     query, key, value = fused.tensor_split((heads, heads + kv_heads), dim=1)
     rotation = None
@@ -114,7 +109,7 @@ def assert_equal_step(
 
 def both(native, case: Case, num_blocks: int) -> list[PagedAttention]:
     shape = AttentionShape((case.layer,), case.block_size, num_blocks, native.dtype)
-    return [NativePagedAttention(native.functions, shape), TorchPagedAttention(shape)]
+    return [NativePagedAttention(native.functions, LargePages(), shape), TorchPagedAttention(shape)]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -145,7 +140,7 @@ def test_what_an_earlier_owner_left_in_a_block_does_no_harm(native) -> None:
     torch.manual_seed(8)
     case = Case(4, 2, 32, 16, half=16)
     shape = AttentionShape((case.layer,), 16, 12, native.dtype)
-    attention = NativePagedAttention(native.functions, shape)
+    attention = NativePagedAttention(native.functions, LargePages(), shape)
     broken = torch.full((176, 2, 32), torch.nan).to(native.dtype)
     query = torch.randn(176, 4, 32).to(native.dtype)
     attention.begin_step([Sequences([176], 16).grow([176])])(0, query, broken, broken, None)

@@ -53,20 +53,15 @@ def attend_plainly(
 def layout_of(sequences: list[Sequence], counts: list[int], block_size: int) -> StepLayout:
     width = max(len(sequence.block_ids) for sequence in sequences)
     tables = np.full((len(sequences), width), 10_000, np.int32)
-    slots = []
-    for row, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
+    for row, sequence in enumerate(sequences):
         tables[row, : len(sequence.block_ids)] = sequence.block_ids
-        length = len(sequence.keys)
-        slots += [
-            sequence.block_ids[position // block_size] * block_size + position % block_size
-            for position in range(length - count, length)
-        ]
     return StepLayout(
         num_decodes=sum(count == 1 for count in counts),
         query_starts=np.cumsum([0, *counts]).astype(np.int32),
         seq_lens=np.array([len(sequence.keys) for sequence in sequences], np.int32),
-        block_tables=tables,
-        slot_mapping=np.array(slots, np.int64),
+        rows=np.arange(len(sequences), dtype=np.int32),
+        tables=tables,
+        block_size=block_size,
     )
 
 

@@ -4,9 +4,9 @@
 // parallel, a task being one key head and some consecutive queries of one request, with all query
 // heads that share it: its keys and values are read once for all of them. A task walks its keys in
 // blocks, with the running maximum and sum of Milakov and Gimelshein's online softmax, as in
-// FlashAttention (Dao et al.); scores and sums are float32, weights are rounded to the cache's type
-// where they meet the values. A lone token reads keys and values straight from the pages; chunks are
-// worth packing them for.
+// FlashAttention (Dao et al.), to base 2; scores and sums are float32, weights are rounded to the
+// cache's type where they meet the values. Rows that see nothing of a block pass it by. A lone token
+// reads keys and values straight from the pages; chunks are worth packing them for.
 //
 // Nothing beyond a sequence's end is read, so what lies there does not matter.
 
@@ -24,6 +24,7 @@ namespace {
 
 constexpr int MOST_LONE_HEADS = 8;  // Of a key head; more are worth packing the keys for.
 constexpr float LOWEST = -INFINITY;
+constexpr float LOG2_E = 1.44269504f;
 
 // Rotates a head by one token's angles, `half` pairs of them.
 template <class T>
@@ -83,6 +84,7 @@ class Attention {
         output_(output),
         group_(plan.group),
         padded_dim_(plan.padded_dim),
+        scale_((plan.layer.softcap > 0 ? plan.layer.softcap : plan.layer.scale) * LOG2_E),
         token_stride_(std::int64_t{plan.layer.num_kv_heads} * plan.layer.head_dim),
         plan_(plan) {}
 
@@ -111,7 +113,7 @@ class Attention {
  private:
   void store_token(std::int64_t token, int head) const {
     const int dim = layer_.head_dim;
-    const std::int64_t place = layout_.slots[token] * token_stride_ + head * dim;
+    const std::int64_t place = plan_.slots[token] * token_stride_ + head * dim;
     const T* key = heads_.key + token * heads_.key_stride + head * dim;
     rotate(key, heads_.cos + token * heads_.half, heads_.sin + token * heads_.half, heads_.half, dim,
            pages_.keys + place);
@@ -121,7 +123,7 @@ class Attention {
 
   // The block of keys of the task's first head from position `begin` on.
   void find(const AttentionTask& task, int begin, KeyBlock& found) const {
-    const std::int32_t* table = layout_.block_tables + task.request * layout_.table_width;
+    const std::int32_t* table = layout_.blocks(task.request);
     const std::int64_t head = std::int64_t{task.kv_head} * layer_.head_dim;
     found.begin = begin;
     found.count = std::min(KEYS, task.key_end - begin);
@@ -144,14 +146,14 @@ class Attention {
     const int rows = task.count * group_, all = task.heads * rows;
     Scratch& room = scratch();
     room.reserve((all * padded_dim_ + rows * KEYS + KEYS * padded_dim_) * sizeof(T) +
-                 (rows * KEYS + all * (padded_dim_ + 2)) * sizeof(float) + 1024);
+                 (rows * KEYS + all * (padded_dim_ + 1 + LANES)) * sizeof(float) + 1024);
     T* query = room.take<T>(all * padded_dim_);
     T* weights = room.take<T>(rows * KEYS);
     T* packed = room.take<T>(KEYS * padded_dim_);
     float* scores = room.take<float>(rows * KEYS);
     float* total = room.take<float>(all * padded_dim_);
     float* maxima = room.take<float>(all);
-    float* sums_of_weights = room.take<float>(all);
+    float* sums_of_weights = room.take<float>(all * LANES);
 
     for (int h = 0; h < task.heads; ++h) {
       if (!plan_.stores_first) store_token(layout_.query_starts[task.request], task.kv_head + h);
@@ -159,30 +161,33 @@ class Attention {
     }
     std::fill(total, total + all * padded_dim_, 0.0f);
     std::fill(maxima, maxima + all, LOWEST);
-    std::fill(sums_of_weights, sums_of_weights + all, 0.0f);
+    std::fill(sums_of_weights, sums_of_weights + all * LANES, 0.0f);
     const bool alone = task.count == 1 && group_ <= MOST_LONE_HEADS;
     if (found_ != &task) find(task, task.key_begin, block_);
     for (int begin = task.key_begin; begin < task.key_end; begin += KEYS) {
       find_next(task, begin + KEYS, then);
+      const Range seeing = rows_that_see(task, rows);
+      const int first = int(seeing.begin), count = int(seeing.end - seeing.begin);
       for (int h = 0; h < task.heads; ++h) {
         const T* own = query + h * rows * padded_dim_;
         const Lines<T> keys{pages_.keys + h * layer_.head_dim, block_, ahead_};
         const Lines<T> values{pages_.values + h * layer_.head_dim, block_, ahead_};
-        float* sums = total + h * rows * padded_dim_;
+        float* sums = total + (h * rows + first) * padded_dim_;
         if (alone) {
           score_alone(own, keys, scores);
         } else {
           keys.fetch_rest(0, layer_.head_dim);
           pack_keys(keys, layer_.head_dim, packed);
-          score_rows(own, padded_dim_, packed, rows, layer_.head_dim, scores);
+          score_rows(own + first * padded_dim_, padded_dim_, packed, count, layer_.head_dim, scores);
         }
-        weigh(task, rows, scores, weights, sums, maxima + h * rows, sums_of_weights + h * rows);
+        weigh(task, seeing, scores, weights, sums, maxima + h * rows + first,
+              sums_of_weights + (h * rows + first) * LANES);
         if (alone) {
           add_alone(weights, values, sums);
         } else {
           values.fetch_rest(0, layer_.head_dim);
           pack_values(values, layer_.head_dim, packed);
-          add_rows(weights, packed, block_.count, rows, sums, padded_dim_);
+          add_rows(weights, packed, block_.count, count, layer_.head_dim, sums, padded_dim_);
         }
       }
       std::swap(block_, ahead_);
@@ -190,8 +195,16 @@ class Attention {
     found_ = then;
     for (int h = 0; h < task.heads; ++h) {
       finish(task, task.kv_head + h, rows, total + h * rows * padded_dim_, maxima + h * rows,
-             sums_of_weights + h * rows);
+             sums_of_weights + h * rows * LANES);
     }
+  }
+
+  // Rows whose queries see a key of the block.
+  Range rows_that_see(const AttentionTask& task, int rows) const {
+    const int position = layout_.context(task.request) + task.first;
+    const int first = (block_.begin - position) * group_;
+    const int end = block_.begin + block_.count + layer_.window - 1 - position;
+    return {std::max(first, 0), layer_.window > 0 ? std::min(end * group_, rows) : rows};
   }
 
   void find_next(const AttentionTask& task, int begin, const AttentionTask* then) {
@@ -254,13 +267,14 @@ class Attention {
     }
   }
 
-  // Scores of a block -> weights, and what came before scaled to the new maximum.
-  void weigh(const AttentionTask& task, int rows, const float* scores, T* weights, float* total,
+  // Scores of a block -> weights, and what came before scaled to the new maximum. Sums of weights
+  // are kept lane by lane. All but `seeing` begins with the first row that sees the block.
+  void weigh(const AttentionTask& task, Range seeing, const float* scores, T* weights, float* total,
              float* maxima, float* sums_of_weights) const {
     const int begin = block_.begin, count = block_.count;
-    const int context = layout_.seq_lens[task.request] - layout_.new_tokens(task.request) + task.first;
-    for (int row = 0; row < rows; ++row) {
-      const int position = context + row / group_;
+    const int context = layout_.context(task.request) + task.first;
+    for (int row = 0; row < int(seeing.end - seeing.begin); ++row) {
+      const int position = context + int(seeing.begin + row) / group_;
       const int last = std::min(count, position + 1 - begin);
       const int first = layer_.window > 0 ? std::max(position + 1 - layer_.window - begin, 0) : 0;
       const float* line = scores + row * KEYS;
@@ -281,32 +295,34 @@ class Attention {
       }
       Vector added = {};
       for (int v = 0; v < KEYS / LANES; ++v) {
-        const Vector weight = exponential(values[v] - maximum);
+        const Vector weight = power_of_two(values[v] - maximum);
         added += weight;
         store(weights + row * KEYS + v * LANES, weight);
       }
+      float* sums = sums_of_weights + row * LANES;
       if (maximum > maxima[row]) {
-        const float factor = std::exp(maxima[row] - maximum);
+        const float factor = std::exp2(maxima[row] - maximum);
         for (int d = 0; d < padded_dim_; d += LANES) {
           float* place = total + row * padded_dim_ + d;
           store(place, load(place) * factor);
         }
-        sums_of_weights[row] *= factor;
+        store(sums, load(sums) * factor);
         maxima[row] = maximum;
       }
-      sums_of_weights[row] += sum(added);
+      store(sums, load(sums) + added);
     }
   }
 
   Vector scaled(Vector scores) const {
     if (layer_.softcap > 0) {
-      return hyperbolic_tangent(scores * (layer_.scale / layer_.softcap)) * layer_.softcap;
+      return hyperbolic_tangent(scores * (layer_.scale / layer_.softcap)) * scale_;
     }
-    return scores * layer_.scale;
+    return scores * scale_;
   }
 
   void finish(const AttentionTask& task, int kv_head, int rows, const float* total, const float* maxima,
-              const float* sums_of_weights) {
+              float* sums_of_weights) {
+    for (int row = 0; row < rows; ++row) sums_of_weights[row] = sum(load(sums_of_weights + row * LANES));
     if (task.part < 0) {
       put_rows(task, kv_head, rows, total, sums_of_weights);
       return;
@@ -330,8 +346,8 @@ class Attention {
       for (int row = 0; row < rows; ++row) {
         const float maximum = std::max(maxima[row], other_maxima[row]);
         if (maximum == LOWEST) continue;
-        const float own = std::exp(maxima[row] - maximum);
-        const float added = std::exp(other_maxima[row] - maximum);
+        const float own = std::exp2(maxima[row] - maximum);
+        const float added = std::exp2(other_maxima[row] - maximum);
         for (int d = 0; d < padded_dim_; d += LANES) {
           float* place = total + row * padded_dim_ + d;
           store(place, load(place) * own + load(other + row * padded_dim_ + d) * added);
@@ -366,6 +382,7 @@ class Attention {
   T* output_;
   int group_;
   int padded_dim_;
+  float scale_;  // Of scores, or of their capped ratio, to base 2.
   std::int64_t token_stride_;
   AttentionPlan& plan_;
   KeyBlock block_;

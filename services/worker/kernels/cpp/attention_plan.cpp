@@ -33,7 +33,8 @@ void add(AttentionPlan& plan, AttentionTask task, int parts, int& num_partial) {
 }  // namespace
 
 // Chunks, which come last in a layout, are begun first: their tasks are the longest.
-AttentionPlan::AttentionPlan(const AttentionLayer& layer, const Layout& layout, int threads)
+AttentionPlan::AttentionPlan(const AttentionLayer& layer, const Layout& layout, int block_size,
+                             int threads)
     : layer(layer),
       layout(layout),
       group(layer.num_heads / layer.num_kv_heads),
@@ -48,7 +49,7 @@ AttentionPlan::AttentionPlan(const AttentionLayer& layer, const Layout& layout, 
   const int decode_heads = layout.num_requests >= 4 * threads ? layer.num_kv_heads : 1;
   int num_partial = 0;
   for (int r = layout.num_requests - 1; r >= 0; --r) {
-    const int count = layout.new_tokens(r), context = layout.seq_lens[r] - count;
+    const int count = layout.new_tokens(r), context = layout.context(r);
     for (int last = count; last > 0; last -= queries) {
       const int first = std::max(last - queries, 0);
       const int begin = layer.window > 0 ? std::max(context + first - layer.window + 1, 0) : 0;
@@ -59,6 +60,13 @@ AttentionPlan::AttentionPlan(const AttentionLayer& layer, const Layout& layout, 
       for (int h = 0; h < layer.num_kv_heads; h += heads) {
         add(*this, {r, h, heads, first, last - first, begin, end, -1}, parts, num_partial);
       }
+    }
+  }
+  slots.reserve(layout.num_tokens());
+  for (int r = 0; r < layout.num_requests; ++r) {
+    for (int position = layout.context(r); position < layout.seq_lens[r]; ++position) {
+      const std::int64_t block = layout.blocks(r)[position / block_size];
+      slots.push_back(block * block_size + position % block_size);
     }
   }
   partial_size = std::int64_t{TASK_ROWS + group} * (padded_dim + 2);

@@ -1,5 +1,5 @@
-// All layers of a decoder in one call: one team of threads for the whole step, which meets at
-// barriers, and no interpreter in between.
+// A decoder in one call, from token ids to normalized hidden states: one team of threads for the whole
+// step, which meets at barriers, and no interpreter in between.
 //
 // The residual stream alternates between two buffers, so that with few rows every thread normalizes
 // all of them for itself, into a buffer of its own, while one of them writes the sum; that is
@@ -13,6 +13,7 @@
 namespace {
 
 constexpr std::int64_t FEW_ROWS = 16;
+constexpr std::int64_t STREAMED_ROWS = 64;  // Most with which reading the weights costs more than they.
 
 // Where a step's buffers lie in its scratch.
 template <class T>
@@ -26,12 +27,15 @@ struct Buffers {
       inner = std::max(inner, layer.down.depth);
     }
     const std::int64_t hidden = rows * decoder.hidden_size;
+    angles = rows * decoder.half;
     auto take = [&](std::int64_t count) {
       T* taken = scratch + size;
       size += (count + 31) / 32 * 32;
       return taken;
     };
     residual = take(hidden);
+    other = take(hidden);
+    cos_sin = take(2 * angles * decoder.num_rotations);
     update = take(hidden);
     qkv = take(rows * fused);
     attended = take(rows * heads);
@@ -40,8 +44,16 @@ struct Buffers {
     normed = take(rows <= FEW_ROWS ? own_normed * threads : hidden);
   }
 
+  Rotation<T> rotation(int index) const {
+    T* cos = cos_sin + 2 * angles * index;
+    return {cos, cos + angles};
+  }
+
   std::int64_t size = 0;
+  std::int64_t angles;
   T* residual;
+  T* other;
+  T* cos_sin;  // Of the step's tokens, rotation by rotation.
   T* update;
   T* qkv;
   T* attended;
@@ -80,7 +92,8 @@ class Plans {
       };
       auto found = std::find_if(made_.begin(), made_.end(), same);
       if (found == made_.end()) {
-        made_.push_back({layer.group, {layer.attention, layouts[layer.group], threads}});
+        const Layout& layout = layouts[layer.group];
+        made_.push_back({layer.group, {layer.attention, layout, layer.pages.block_size, threads}});
         found = made_.end() - 1;
       }
       of_layer_.push_back(&found->plan);
@@ -98,34 +111,60 @@ class Plans {
   std::vector<AttentionPlan*> of_layer_;
 };
 
+std::vector<int> positions_of(const Layout& layout) {
+  std::vector<int> positions;
+  positions.reserve(layout.num_tokens());
+  for (int r = 0; r < layout.num_requests; ++r) {
+    for (int i = layout.context(r); i < layout.seq_lens[r]; ++i) positions.push_back(i);
+  }
+  return positions;
+}
+
 // One thread's way through a step.
 template <class T>
 class Walk {
  public:
-  Walk(const Decoder<T>& decoder, const Buffers<T>& buffers, T* hidden, std::int64_t rows, Team team)
+  Walk(const Decoder<T>& decoder, const Buffers<T>& buffers, std::int64_t rows, Team team)
       : decoder_(decoder),
         buffers_(buffers),
-        residual_(hidden),
-        other_(buffers.residual),
+        residual_(buffers.residual),
+        other_(buffers.other),
         normed_(buffers.normed + buffers.own_normed * team.index),
         rows_(rows),
         team_(team) {}
 
-  void layer(const DecoderLayer<T>& layer, AttentionPlan& plan, const Rotation<T>& rotation,
-             std::atomic<int>& next) {
+  // `embedded` as for run_decoder; `positions` of the tokens.
+  void enter(const std::int64_t* token_ids, const T* embedded, const int* positions) {
+    const std::int64_t width = decoder_.hidden_size;
+    const Range own = team_.part(rows_);
+    for (std::int64_t row = own.begin; row < own.end; ++row) {
+      T* place = residual_ + row * width;
+      if (embedded == nullptr) {
+        embed(decoder_.embedding + token_ids[row] * width, place);
+      } else {
+        std::memcpy(place, embedded + row * width, width * sizeof(T));
+      }
+      for (int i = 0; i < decoder_.num_rotations; ++i) take_angles(i, row, positions[row]);
+    }
+    team_.wait();
+  }
+
+  // `then`: what is projected by afterwards, or null.
+  void layer(const DecoderLayer<T>& layer, AttentionPlan& plan, std::atomic<int>& next,
+             const Projection<T>* then) {
     normalize(layer.input_norm);
     project(layer.qkv, normed_, buffers_.qkv, rows_, team_);
     team_.wait();
-    attend_layer(layer, plan, rotation, next);
-    team_.wait();
+    attend_layer(layer, plan, next);
+    meet(&layer.output);
     project(layer.output, buffers_.attended, buffers_.update, rows_, team_);
-    team_.wait();
+    meet(&layer.gate_up);
     normalize_update(layer.attention_output_norm);
     normalize(layer.mlp_norm);
     project(layer.gate_up, normed_, buffers_.gated, rows_, team_);
-    team_.wait();
+    meet(&layer.down);
     project(layer.down, buffers_.gated, buffers_.update, rows_, team_);
-    team_.wait();
+    meet(then);
     normalize_update(layer.mlp_output_norm);
   }
 
@@ -139,6 +178,33 @@ class Walk {
   }
 
  private:
+  // Waits for the team, and while it waits and whatever comes before the next projection has its
+  // weights brought in: of a small batch they are most of the work, and memory would stand still.
+  void meet(const Projection<T>* next) {
+    if (next != nullptr && rows_ <= STREAMED_ROWS) fetch_ahead(*next, team_);
+    team_.wait();
+  }
+
+  void embed(const T* found, T* place) const {
+    const float scale = decoder_.embedding_scale;
+    const int width = int(decoder_.hidden_size);
+    if (scale == 1) {
+      std::memcpy(place, found, width * sizeof(T));
+      return;
+    }
+    for (int i = 0; i < width; i += LANES) {
+      store_first(place + i, load_first(found + i, width - i) * scale, width - i);
+    }
+  }
+
+  void take_angles(int index, std::int64_t row, std::int64_t position) const {
+    const std::int64_t half = decoder_.half;
+    const Rotation<T>& all = decoder_.rotations[index];
+    T* cos = buffers_.cos_sin + 2 * buffers_.angles * index + row * half;
+    std::memcpy(cos, all.cos + position * half, half * sizeof(T));
+    std::memcpy(cos + buffers_.angles, all.sin + position * half, half * sizeof(T));
+  }
+
   // The residual stream takes the update in, from the second time on, and is normalized.
   void normalize(const float* weight) {
     const std::int64_t width = decoder_.hidden_size;
@@ -174,9 +240,9 @@ class Walk {
     }
   }
 
-  void attend_layer(const DecoderLayer<T>& layer, AttentionPlan& plan, const Rotation<T>& rotation,
-                    std::atomic<int>& next) {
+  void attend_layer(const DecoderLayer<T>& layer, AttentionPlan& plan, std::atomic<int>& next) {
     const AttentionLayer& shape = layer.attention;
+    const Rotation<T> rotation = buffers_.rotation(layer.rotation);
     const std::int64_t stride = layer.qkv.columns;
     T* query = buffers_.qkv;
     T* key = query + std::int64_t{shape.num_heads} * shape.head_dim;
@@ -210,26 +276,29 @@ std::int64_t decoder_scratch(const Decoder<T>& decoder, std::int64_t rows, int t
 }
 
 template <class T>
-void run_decoder(const Decoder<T>& decoder, const Layout* layouts, const Rotation<T>* rotations,
-                 T* hidden, T* output, T* scratch, std::int64_t rows) {
+void run_decoder(const Decoder<T>& decoder, const Layout* layouts, const std::int64_t* token_ids,
+                 const T* embedded, T* output, T* scratch) {
+  const std::int64_t rows = layouts[0].num_tokens();
   const int threads = threads_for(step_work(decoder, layouts, rows), PARALLEL_STEP_WORK);
   const Buffers<T> buffers(decoder, rows, threads, scratch);
   const Plans plans(decoder, layouts, threads);
+  const std::vector<int> positions = positions_of(layouts[0]);
   std::vector<std::atomic<int>> next(decoder.num_layers);
   in_team(threads, [&](Team team) {
-    Walk<T> walk(decoder, buffers, hidden, rows, team);
+    Walk<T> walk(decoder, buffers, rows, team);
+    walk.enter(token_ids, embedded, positions.data());
     for (int i = 0; i < decoder.num_layers; ++i) {
       const DecoderLayer<T>& layer = decoder.layers[i];
-      walk.layer(layer, plans[i], rotations[layer.rotation], next[i]);
+      walk.layer(layer, plans[i], next[i], i + 1 < decoder.num_layers ? &(&layer)[1].qkv : nullptr);
     }
     walk.finish(output);
   });
 }
 
-#define INSTANTIATE(T)                                                                       \
-  template std::int64_t decoder_scratch<T>(const Decoder<T>&, std::int64_t, int);            \
-  template void run_decoder<T>(const Decoder<T>&, const Layout*, const Rotation<T>*, T*, T*, \
-                               T*, std::int64_t);
+#define INSTANTIATE(T)                                                                  \
+  template std::int64_t decoder_scratch<T>(const Decoder<T>&, std::int64_t, int);       \
+  template void run_decoder<T>(const Decoder<T>&, const Layout*, const std::int64_t*,   \
+                               const T*, T*, T*);
 INSTANTIATE(float)
 #ifdef __AVX512BF16__
 INSTANTIATE(BFloat16)

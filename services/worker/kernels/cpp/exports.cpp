@@ -22,13 +22,14 @@ template <class T>
 void attend_alone(const AttentionLayer& layer, const Layout& layout, const Heads<T>& heads,
                   const Pages<T>& pages, T* output) {
   const int threads = threads_for(attention_work(layer, layout));
-  AttentionPlan plan(layer, layout, threads);
+  AttentionPlan plan(layer, layout, pages.block_size, threads);
   std::atomic<int> next{0};
   in_team(threads, [&](Team team) { attend(plan, heads, pages, output, next, team); });
 }
 
-template <class T>
-void project_alone(const Projection<T>& projection, const T* input, T* output, std::int64_t rows) {
+template <class T, class Out>
+void project_alone(const Projection<T>& projection, const T* input, Out* output,
+                   std::int64_t rows) {
   in_team(threads_for(projection_work(projection, rows)),
           [&](Team team) { project(projection, input, output, rows, team); });
 }
@@ -42,6 +43,10 @@ void project_alone(const Projection<T>& projection, const T* input, T* output, s
   }                                                                                             \
   extern "C" void project_##SUFFIX(const Projection<T>* projection, const T* input, T* output,  \
                                    std::int64_t rows) {                                         \
+    project_alone(*projection, input, output, rows);                                            \
+  }                                                                                             \
+  extern "C" void project_full_##SUFFIX(const Projection<T>* projection, const T* input,        \
+                                        float* output, std::int64_t rows) {                     \
     project_alone(*projection, input, output, rows);                                            \
   }                                                                                             \
   extern "C" void rms_norm_##SUFFIX(T* input, std::int64_t group, std::int64_t stride,          \
@@ -58,9 +63,9 @@ void project_alone(const Projection<T>& projection, const T* input, T* output, s
     return decoder_scratch(*decoder, rows, threads);                                            \
   }                                                                                             \
   extern "C" void run_decoder_##SUFFIX(const Decoder<T>* decoder, const Layout* layouts,        \
-                                       const Rotation<T>* rotations, T* hidden, T* output,      \
-                                       T* scratch, std::int64_t rows) {                         \
-    run_decoder(*decoder, layouts, rotations, hidden, output, scratch, rows);                   \
+                                       const std::int64_t* token_ids, const T* embedded,        \
+                                       T* output, T* scratch) {                                 \
+    run_decoder(*decoder, layouts, token_ids, embedded, output, scratch);                       \
   }
 
 EXPORT(float, float32)

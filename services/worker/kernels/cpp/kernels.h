@@ -36,10 +36,14 @@ template <class T>
 double projection_work(const Projection<T>& projection, std::int64_t rows);
 
 // input [rows, depth] -> output [rows, columns], or [rows, columns / 2] where it is gated. Each
-// thread of the team does its part.
-template <class T>
-void project(const Projection<T>& projection, const T* input, T* output, std::int64_t rows,
+// thread of the team does its part. `Out` is T or, for results that are not rounded, float.
+template <class T, class Out>
+void project(const Projection<T>& projection, const T* input, Out* output, std::int64_t rows,
              Team team);
+
+// Has the memory bring in what this thread will read first of a projection, without waiting for it.
+template <class T>
+void fetch_ahead(const Projection<T>& projection, Team team);
 
 // output = norm(input + update) of one row; null: no update. `sum_to`, unless null, gets the sum; it
 // may be `input`. `output` may be `input` where there is no update.
@@ -61,12 +65,14 @@ struct Layout {
   int num_requests;
   const std::int32_t* query_starts;
   const std::int32_t* seq_lens;
-  const std::int32_t* block_tables;
+  const std::int32_t* rows;
+  const std::int32_t* tables;
   std::int64_t table_width;
-  const std::int64_t* slots;
 
   std::int64_t num_tokens() const { return query_starts[num_requests]; }
   int new_tokens(int request) const { return query_starts[request + 1] - query_starts[request]; }
+  int context(int request) const { return seq_lens[request] - new_tokens(request); }
+  const std::int32_t* blocks(int request) const { return tables + rows[request] * table_width; }
 };
 
 // Heads of a step's tokens: rows `stride` apart. `cos` and `sin` [tokens, half]; half 0: unrotated.
@@ -112,13 +118,14 @@ struct AttentionJoin {
 
 // How a step's attention is cut, for all layers of a group that attend alike.
 struct AttentionPlan {
-  AttentionPlan(const AttentionLayer& layer, const Layout& layout, int threads);
+  AttentionPlan(const AttentionLayer& layer, const Layout& layout, int block_size, int threads);
 
   AttentionLayer layer;
   Layout layout;
   int group;       // Query heads of a key head.
   int padded_dim;  // The head's size in whole panels.
   bool stores_first;  // Whether all keys must be stored before any task begins.
+  std::vector<std::int64_t> slots;  // Of each token: its block * block_size + its place there.
   std::vector<AttentionTask> tasks;
   std::vector<AttentionJoin> joins;
   std::int64_t partial_size;  // Floats of a part's result.
@@ -152,6 +159,7 @@ struct DecoderLayer {
   int rotation;  // Which rotation.
 };
 
+// [positions, half].
 template <class T>
 struct Rotation {
   const T* cos;
@@ -160,19 +168,24 @@ struct Rotation {
 
 template <class T>
 struct Decoder {
+  const T* embedding;  // [vocabulary, hidden_size]
+  float embedding_scale;
+  const Rotation<T>* rotations;
+  int num_rotations;
+  int half;  // Pairs that are rotated.
   const DecoderLayer<T>* layers;
   int num_layers;
   const float* norm;
   std::int64_t hidden_size;
   float epsilon;
-  int half;  // Pairs that are rotated.
 };
 
 // Elements of scratch that a step of so many rows needs.
 template <class T>
 std::int64_t decoder_scratch(const Decoder<T>& decoder, std::int64_t rows, int threads);
 
-// Runs all layers: hidden states [rows, hidden_size], which are overwritten, -> normalized ones.
+// Runs a step's tokens through all layers -> normalized hidden states [rows, hidden_size]. Each goes
+// in as its row of `embedded`, or, where that is null, as what stands for its id.
 template <class T>
-void run_decoder(const Decoder<T>& decoder, const Layout* layouts, const Rotation<T>* rotations,
-                 T* hidden, T* output, T* scratch, std::int64_t rows);
+void run_decoder(const Decoder<T>& decoder, const Layout* layouts, const std::int64_t* token_ids,
+                 const T* embedded, T* output, T* scratch);

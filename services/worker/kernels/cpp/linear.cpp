@@ -2,12 +2,13 @@
 //
 // Panels of the weight lie one after the other, so that a small batch, which is bound by memory,
 // reads one sequential stream per thread. Large batches are cut into blocks of rows that stay in the
-// second-level cache while the panels pass by. The activation of a gated pair is applied while both
-// are in registers.
-
-#include <sys/mman.h>
+// second-level cache while the panels pass by, and a panel into chunks of depth that stay near while
+// the rows of a block pass by, a few at a time. Whatever the number of rows, an element's products are
+// added in order of depth: totals are float32 between chunks too. The form is that of Goto and van de
+// Geijn's matrix multiplication.
 
 #include <algorithm>
+#include <vector>
 
 #include "kernels.h"
 #include "threads.h"
@@ -15,12 +16,22 @@
 
 namespace {
 
-constexpr std::int64_t BLOCK_BYTES = 256 * 1024;
+constexpr std::int64_t BLOCK_BYTES = 512 * 1024;
+constexpr std::int64_t CHUNK_BYTES = 64 * 1024;
+constexpr int BLOCK_ROWS = 240;
+static_assert(BLOCK_ROWS % MOST_ROWS == 0);
+
+constexpr std::int64_t LINE_BYTES = 64;
 
 // Elements that are fetched ahead of a sequential stream.
 constexpr std::int64_t AHEAD = 2048;
 
-std::int64_t num_panels(std::int64_t columns) { return (columns + WIDTH - 1) / WIDTH; }
+// What is fetched before a stream begins: some microseconds' worth, and little of a second-level cache.
+constexpr std::int64_t FETCHED_BYTES = 64 * 1024;
+
+std::int64_t divide_up(std::int64_t number, std::int64_t by) { return (number + by - 1) / by; }
+
+std::int64_t num_panels(std::int64_t columns) { return divide_up(columns, WIDTH); }
 
 // The weight's row that column `column` of a panel stands for; `columns` or more for padding.
 std::int64_t source_row(std::int64_t panel, int column, std::int64_t columns, Epilogue epilogue) {
@@ -50,69 +61,108 @@ void pack_panel(const T* weight, T* packed, std::int64_t panel, std::int64_t col
   }
 }
 
-// A weight that is read as a stream meets a page's end every few hundred nanoseconds: fewer, larger
-// pages are looked up faster. Only advice; before the memory is first written.
-void advise_large_pages(void* begin, std::int64_t bytes) {
-#ifdef MADV_HUGEPAGE
-  constexpr std::uintptr_t PAGE = 4096;
-  const std::uintptr_t first = (reinterpret_cast<std::uintptr_t>(begin) + PAGE - 1) / PAGE * PAGE;
-  const std::uintptr_t last = (reinterpret_cast<std::uintptr_t>(begin) + bytes) / PAGE * PAGE;
-  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
-#endif
-}
-
 template <class T>
 Vector bias_of(const T* bias, std::int64_t first, std::int64_t count) {
   return bias == nullptr ? Vector{} : load_first(bias + first, int(count));
 }
 
-// Rows of a panel's totals [rows, WIDTH] -> the output's columns from `first` on.
-template <class T>
+// Rows of a panel's totals [rows, WIDTH] -> the output's columns from `first` on. Only where there are
+// fewer than a panel has a mask is stored through.
+template <class T, class Out>
 __attribute__((noinline)) void put_rows(const Projection<T>& p, const float* total, int rows,
-                                        std::int64_t first, std::int64_t width, T* output) {
+                                        std::int64_t first, std::int64_t width, Out* output) {
   const int count = int(std::min<std::int64_t>(width - first, WIDTH));
+  const bool gated = p.epilogue != Epilogue::PLAIN;
+  const bool whole = count >= (gated ? LANES : WIDTH);
+  output += first;
   for (int i = 0; i < rows; ++i, total += WIDTH, output += width) {
-    const Vector left = load(total), right = load(total + LANES);
-    if (p.epilogue == Epilogue::PLAIN) {
-      store_first(output + first, left, count);
-      store_first(output + first + LANES, right, count - LANES);
+    Vector left = load(total);
+    const Vector right = load(total + LANES);
+    if (gated) left = (p.epilogue == Epilogue::SILU_GATED ? silu(left) : gelu_tanh(left)) * right;
+    if (whole) {
+      store(output, left);
+      if (!gated) store(output + LANES, right);
     } else {
-      const Vector open = p.epilogue == Epilogue::SILU_GATED ? silu(left) : gelu_tanh(left);
-      store_first(output + first, open * right, count);
+      store_first(output, left, count);
+      if (!gated) store_first(output + LANES, right, count - LANES);
     }
   }
 }
 
 template <class T>
-void project_panel(const Projection<T>& p, const T* input, T* output, std::int64_t panel,
-                   int row_begin, int row_end) {
-  const T* packed = p.packed + panel * WIDTH * p.depth;
-  const int steps = int(p.depth / Step<T>::DEPTH);
+struct Rows {
+  const T* first;
+  std::int64_t stride;
+  int count;
+};
+
+// Rows that lie multiples of 2 KB apart want the same few sets of the first-level cache: a dozen that
+// are read side by side drive each other out. Where there are as many, a copy of them, until the
+// thread's next, an odd number of lines apart.
+template <class T>
+Rows<T> apart(const Rows<T>& rows, std::int64_t depth) {
+  if (rows.count < MOST_ROWS || rows.stride * sizeof(T) % 2048 != 0) return rows;
+  static thread_local std::vector<T> copy;
+  constexpr std::int64_t LINE = LINE_BYTES / sizeof(T);
+  const std::int64_t stride = (divide_up(depth, LINE) | 1) * LINE;
+  if (std::int64_t(copy.size()) < rows.count * stride) copy.resize(rows.count * stride);
+  for (int row = 0; row < rows.count; ++row) {
+    std::memcpy(&copy[row * stride], rows.first + row * rows.stride, depth * sizeof(T));
+  }
+  return {copy.data(), stride, rows.count};
+}
+
+// to [ROWS, WIDTH] = from, whose rows are `from_stride` apart, + rows of `a` times the panel. FETCH and
+// `ahead` as in `multiply`, which has the registers for itself here.
+template <class T, int ROWS, bool FETCH>
+__attribute__((noinline)) void add_product(const float* from, std::int64_t from_stride, const T* a,
+                                           std::int64_t stride, const T* panel, int steps,
+                                           std::int64_t ahead, float* to) {
+  if (steps < 1 || ahead == 0) __builtin_unreachable();
+  Vector total[ROWS][PANEL_VECTORS];
+#pragma GCC unroll 16
+  for (int i = 0; i < ROWS; ++i, from += from_stride) {
+#pragma GCC unroll 4
+    for (int v = 0; v < PANEL_VECTORS; ++v) total[i][v] = load(from + v * LANES);
+  }
+  multiply<T, ROWS, PANEL_VECTORS, FETCH>(total, a, stride, panel, steps, ahead);
+#pragma GCC unroll 16
+  for (int i = 0; i < ROWS; ++i) {
+#pragma GCC unroll 4
+    for (int v = 0; v < PANEL_VECTORS; ++v) store(to + i * WIDTH + v * LANES, total[i][v]);
+  }
+}
+
+// `totals` [BLOCK_ROWS, WIDTH] is scratch.
+template <class T, class Out>
+void project_panel(const Projection<T>& p, const Rows<T>& rows, Out* output, std::int64_t panel,
+                   float* totals) {
   const bool gated = p.epilogue != Epilogue::PLAIN;
   const std::int64_t width = gated ? p.columns / 2 : p.columns;
   const std::int64_t first = panel * (gated ? LANES : WIDTH);
-  const Vector biases[2] = {
-      bias_of(p.bias, first, width - first),
-      gated ? bias_of(p.bias == nullptr ? nullptr : p.bias + width, first, width - first)
-            : bias_of(p.bias, first + LANES, width - first - LANES)};
-  over_rows(row_begin, row_end, [&]<int ROWS>(int row) {
-    Vector total[ROWS][PANEL_VECTORS];
-#pragma GCC unroll 16
-    for (int i = 0; i < ROWS; ++i) {
-#pragma GCC unroll 4
-      for (int v = 0; v < PANEL_VECTORS; ++v) total[i][v] = biases[v];
-    }
-    const bool last = row + ROWS == row_end;
-    multiply<T, ROWS>(total, input + row * p.depth, p.depth, packed, steps,
-                      last ? (row == row_begin ? AHEAD : WIDTH * p.depth) : 0);
-    alignas(64) float results[ROWS * WIDTH];
-#pragma GCC unroll 16
-    for (int i = 0; i < ROWS; ++i) {
-#pragma GCC unroll 4
-      for (int v = 0; v < PANEL_VECTORS; ++v) store(results + i * WIDTH + v * LANES, total[i][v]);
-    }
-    put_rows(p, results, ROWS, first, width, output + row * width);
-  });
+  alignas(64) float bias[WIDTH];
+  store(bias, bias_of(p.bias, first, width - first));
+  store(bias + LANES,
+        gated ? bias_of(p.bias == nullptr ? nullptr : p.bias + width, first, width - first)
+              : bias_of(p.bias, first + LANES, width - first - LANES));
+  const bool one_pass = rows.count <= MOST_ROWS;
+  constexpr std::int64_t DEPTH = Step<T>::DEPTH;
+  const std::int64_t steps = p.depth / DEPTH;
+  const std::int64_t chunks = one_pass ? 1 : divide_up(WIDTH * p.depth * sizeof(T), CHUNK_BYTES);
+  for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {
+    const Range part{steps * chunk / chunks * DEPTH, steps * (chunk + 1) / chunks * DEPTH};
+    const std::int64_t depth = part.end - part.begin;
+    const T* packed = p.packed + (panel * p.depth + part.begin) * WIDTH;
+    over_rows(0, rows.count, [&]<int ROWS>(int row) {
+      float* to = totals + (chunks == 1 ? 0 : row * WIDTH);
+      const bool fetches = row + ROWS == rows.count;
+      const auto add = fetches ? add_product<T, ROWS, true> : add_product<T, ROWS, false>;
+      add(chunk == 0 ? bias : to, chunk == 0 ? 0 : WIDTH,
+          rows.first + row * rows.stride + part.begin, rows.stride, packed, int(depth / DEPTH),
+          one_pass ? AHEAD : WIDTH * depth, to);
+      if (chunk + 1 == chunks) put_rows(p, to, ROWS, first, width, output + row * width);
+    });
+  }
 }
 
 }  // namespace
@@ -122,7 +172,6 @@ int panel_width() { return WIDTH; }
 template <class T>
 void pack_weight(const T* weight, T* packed, std::int64_t columns, std::int64_t depth,
                  Epilogue epilogue) {
-  advise_large_pages(packed, num_panels(columns) * WIDTH * depth * sizeof(T));
   in_team(threads_for(double(columns) * double(depth)), [&](Team team) {
     const Range own = team.part(num_panels(columns));
     for (std::int64_t panel = own.begin; panel < own.end; ++panel) {
@@ -136,24 +185,46 @@ double projection_work(const Projection<T>& p, std::int64_t rows) {
   return double(p.columns) * double(p.depth) * std::max(double(sizeof(T)), double(rows) / 8);
 }
 
-template <class T>
-void project(const Projection<T>& p, const T* input, T* output, std::int64_t rows, Team team) {
-  std::int64_t block = std::max<std::int64_t>(BLOCK_BYTES / (p.depth * sizeof(T)), MOST_ROWS);
-  block = block / MOST_ROWS * MOST_ROWS;
-  const Range own = team.part(num_panels(p.columns));
-  for (std::int64_t row = 0; row < rows; row += block) {
-    const std::int64_t last = std::min(row + block, rows);
-    for (std::int64_t panel = own.begin; panel < own.end; ++panel) {
-      project_panel(p, input, output, panel, int(row), int(last));
+template <class T, class Out>
+void project(const Projection<T>& p, const T* input, Out* output, std::int64_t rows, Team team) {
+  const std::int64_t most_rows = std::clamp<std::int64_t>(
+      BLOCK_BYTES / (p.depth * sizeof(T)) / MOST_ROWS * MOST_ROWS, MOST_ROWS, BLOCK_ROWS);
+  const std::int64_t groups = divide_up(rows, MOST_ROWS);
+  const std::int64_t blocks = divide_up(rows, most_rows);
+  const std::int64_t panels = num_panels(p.columns);
+  const std::int64_t width = p.epilogue == Epilogue::PLAIN ? p.columns : p.columns / 2;
+  alignas(64) float totals[BLOCK_ROWS * WIDTH];
+  Claims claims(team, blocks * panels);
+  Rows<T> near{};
+  std::int64_t block = -1, first = 0;
+  for (std::int64_t item; (item = claims.next()) >= 0;) {
+    if (item / panels != block) {
+      block = item / panels;
+      first = groups * block / blocks * MOST_ROWS;
+      const std::int64_t end = std::min(rows, groups * (block + 1) / blocks * MOST_ROWS);
+      near = apart<T>({input + first * p.depth, p.depth, int(end - first)}, p.depth);
     }
+    project_panel(p, near, output + first * width, item % panels, totals);
   }
+}
+
+template <class T>
+void fetch_ahead(const Projection<T>& p, Team team) {
+  const Range own = team.part(num_panels(p.columns));
+  const std::int64_t panel = WIDTH * p.depth * sizeof(T);
+  const char* first = reinterpret_cast<const char*>(p.packed) + own.begin * panel;
+  const std::int64_t count = std::min((own.end - own.begin) * panel, FETCHED_BYTES);
+  for (std::int64_t i = 0; i < count; i += 64) __builtin_prefetch(first + i, 0, 2);
 }
 
 #define INSTANTIATE(T)                                                                    \
   template void pack_weight<T>(const T*, T*, std::int64_t, std::int64_t, Epilogue);       \
   template double projection_work<T>(const Projection<T>&, std::int64_t);                 \
-  template void project<T>(const Projection<T>&, const T*, T*, std::int64_t, Team);
+  template void fetch_ahead<T>(const Projection<T>&, Team);                               \
+  template void project<T, T>(const Projection<T>&, const T*, T*, std::int64_t, Team);
 INSTANTIATE(float)
 #ifdef __AVX512BF16__
 INSTANTIATE(BFloat16)
+template void project<BFloat16, float>(const Projection<BFloat16>&, const BFloat16*, float*,
+                                       std::int64_t, Team);
 #endif

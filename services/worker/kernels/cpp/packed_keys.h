@@ -74,28 +74,33 @@ void pack_values(const Lines<T>& values, int dim, T* packed) {
   }
 }
 
-// total[row] += weights[row] times `count` values; totals are `stride` apart.
-template <class T>
-void add_rows(const T* weights, const T* packed, int count, int rows, float* total, int stride) {
+// total[row] += weights[row] times `count` values, of VECTORS vectors each.
+template <class T, int VECTORS>
+void add_panel(const T* weights, const T* packed, int count, int rows, float* total, int stride) {
   const int steps = (count + Step<T>::DEPTH - 1) / Step<T>::DEPTH;
-  for (int d = 0; d < stride; d += WIDTH) {
-    over_rows(0, rows, [&]<int ROWS>(int row) {
-      Vector sum[ROWS][PANEL_VECTORS];
+  over_rows(0, rows, [&]<int ROWS>(int row) {
+    Vector sum[ROWS][VECTORS];
 #pragma GCC unroll 16
-      for (int i = 0; i < ROWS; ++i) {
+    for (int i = 0; i < ROWS; ++i) {
 #pragma GCC unroll 4
-        for (int v = 0; v < PANEL_VECTORS; ++v) {
-          sum[i][v] = load(total + (row + i) * stride + d + v * LANES);
-        }
-      }
-      multiply<T, ROWS>(sum, weights + row * KEYS, KEYS, packed + d * KEYS, steps);
+      for (int v = 0; v < VECTORS; ++v) sum[i][v] = load(total + (row + i) * stride + v * LANES);
+    }
+    multiply<T, ROWS, VECTORS>(sum, weights + row * KEYS, KEYS, packed, steps);
 #pragma GCC unroll 16
-      for (int i = 0; i < ROWS; ++i) {
+    for (int i = 0; i < ROWS; ++i) {
 #pragma GCC unroll 4
-        for (int v = 0; v < PANEL_VECTORS; ++v) {
-          store(total + (row + i) * stride + d + v * LANES, sum[i][v]);
-        }
-      }
-    });
+      for (int v = 0; v < VECTORS; ++v) store(total + (row + i) * stride + v * LANES, sum[i][v]);
+    }
+  });
+}
+
+// The same for all `dim` elements of a value; totals are `stride` apart.
+template <class T>
+void add_rows(const T* weights, const T* packed, int count, int rows, int dim, float* total,
+              int stride) {
+  for (int d = 0; d < dim; d += WIDTH) {
+    const bool is_half = dim - d <= LANES;
+    const auto add = is_half ? add_panel<T, 1> : add_panel<T, PANEL_VECTORS>;
+    add(weights, packed + d * KEYS, count, rows, total + d, stride);
   }
 }

@@ -9,12 +9,14 @@
 
 #include <linux/futex.h>
 #include <omp.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <climits>
 #include <cstdint>
+#include <vector>
 
 #include "vector.h"
 
@@ -66,20 +68,109 @@ class Barrier {
   std::atomic<int> sleepers_{0};
 };
 
+// What is left of a thread's part of the items that its team is dividing: from the 48th bit on the
+// round that it is of, from the 24th on the first item, and the end. And rounds that the thread began.
+struct alignas(64) Share {
+  std::atomic<std::uint64_t> left{0};
+  std::uint64_t rounds = 0;
+};
+
 // A thread's place in its team.
 struct Team {
   int index = 0;
   int size = 1;
   Barrier* barrier = nullptr;
+  Share* shares = nullptr;
 
   void wait() const {
     if (size > 1) barrier->wait(size);
   }
 
-  // This thread's part of [0, count).
-  Range part(std::int64_t count) const {
-    return {count * index / size, count * (index + 1) / size};
+  // This thread's part of [0, count), or another's.
+  Range part(std::int64_t count) const { return part_of(index, count); }
+  Range part_of(int thread, std::int64_t count) const {
+    return {count * thread / size, count * (thread + 1) / size};
   }
+};
+
+// The items [0, count), fewer than 2^24, as one thread of a team gets them in a round: those of its
+// own part in order, then what others have not begun, from the end of theirs. So nobody waits for one
+// who was held up longer than an item takes, and everyone reads a stream. A share that is of an older
+// round has not been touched in this one, and whoever comes first deals it. Between two rounds the
+// team must meet at a barrier. The idea is that of work stealing (Blumofe and Leiserson).
+class Claims {
+ public:
+  Claims(Team team, std::int64_t count) : team_(team), count_(count) {
+    if (team.size > 1) round_ = ++team.shares[team.index].rounds & 0xffff;
+  }
+
+  // The next item; -1 where none is left.
+  std::int64_t next() {
+    if (team_.size == 1) return taken_ < count_ ? taken_++ : -1;
+    for (; others_ < team_.size; ++others_) {
+      const std::int64_t item = take((team_.index + others_) % team_.size);
+      if (item >= 0) return item;
+    }
+    return -1;
+  }
+
+ private:
+  std::int64_t take(int thread) {
+    constexpr std::uint64_t MASK = (1 << 24) - 1;
+    std::atomic<std::uint64_t>& left = team_.shares[thread].left;
+    std::uint64_t seen = left.load(std::memory_order_acquire);
+    while (true) {
+      Range range = {std::int64_t(seen >> 24 & MASK), std::int64_t(seen & MASK)};
+      if (seen >> 48 != round_) range = team_.part_of(thread, count_);
+      if (range.begin >= range.end) return -1;
+      const std::int64_t item = thread == team_.index ? range.begin++ : --range.end;
+      const std::uint64_t then = round_ << 48 | std::uint64_t(range.begin) << 24 | range.end;
+      if (left.compare_exchange_weak(seen, then, std::memory_order_acq_rel)) return item;
+    }
+  }
+
+  Team team_;
+  std::int64_t count_;
+  std::uint64_t round_ = 0;
+  std::int64_t taken_ = 0;  // By a thread alone.
+  int others_ = 0;          // Whose shares are used up, from the thread's own on.
+};
+
+// The processors of a team that needs all that its first thread may use: each thread keeps to its own.
+// Left to the kernel they end up on the same ones: whoever is woken at a barrier starts where the other
+// runs, since a virtual processor that has just fallen asleep counts as taken, and two that take turns
+// never look like too much for one. A smaller team has room, and so have its neighbours.
+class Places {
+ public:
+  explicit Places(int threads) {
+    are_kept_ = sched_getaffinity(0, sizeof all_, &all_) == 0 && CPU_COUNT(&all_) == threads;
+  }
+
+  // To be called by each thread of the team.
+  void take(int thread) const {
+    static thread_local int kept = -1;
+    if (!are_kept_) return;
+    int processor = -1;
+    for (int left = thread; left >= 0; --left) {
+      do ++processor;
+      while (!CPU_ISSET(processor, &all_));
+    }
+    if (thread > 0 && processor == kept) return;
+    cpu_set_t own;
+    CPU_ZERO(&own);
+    CPU_SET(processor, &own);
+    if (sched_setaffinity(0, sizeof own, &own) == 0) kept = processor;
+  }
+
+  // To be called by the first thread when the work is done: it goes where it likes, and so do threads
+  // that it starts. The others do nothing but such work.
+  void leave() const {
+    if (are_kept_) sched_setaffinity(0, sizeof all_, &all_);
+  }
+
+ private:
+  cpu_set_t all_;
+  bool are_kept_;
 };
 
 inline int threads_for(double work, double enough = PARALLEL_WORK) {
@@ -94,6 +185,13 @@ inline void in_team(int threads, Work&& work) {
     return;
   }
   Barrier barrier;
+  std::vector<Share> shares(threads);
+  const Places places(threads);
 #pragma omp parallel num_threads(threads)
-  work(Team{omp_get_thread_num(), omp_get_num_threads(), &barrier});
+  {
+    const int index = omp_get_thread_num();
+    places.take(index);
+    work(Team{index, omp_get_num_threads(), &barrier, shares.data()});
+  }
+  places.leave();
 }

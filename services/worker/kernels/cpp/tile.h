@@ -82,30 +82,45 @@ struct Step<BFloat16> {
 // Whoever calls it stores the totals before calling anything else: what outlives a call is kept on
 // the stack, inside the loop too.
 //
-// total[ROWS][PANEL_VECTORS] += rows of `a` (`stride` elements apart) times the panel. What lies
-// `ahead` elements behind the panel's current step is fetched meanwhile; 0 for nothing.
-template <class T, int ROWS>
-inline __attribute__((always_inline)) void multiply(Vector (&total)[ROWS][PANEL_VECTORS],
-                                                    const T* a, std::int64_t stride,
-                                                    const T* panel, int steps,
+// total[ROWS][VECTORS] += rows of `a` (`stride` elements apart) times the panel, or its first columns.
+// FETCH: with what lies `ahead` elements behind in the panel. Every fourth row has a pointer, of which
+// the compiler is told no more, or it would keep an offset for each row, and fetch some of them from
+// vector registers in every step.
+template <class T, int ROWS, int VECTORS = PANEL_VECTORS, bool FETCH = false>
+inline __attribute__((always_inline)) void multiply(Vector (&total)[ROWS][VECTORS], const T* a,
+                                                    std::int64_t stride, const T* panel, int steps,
                                                     std::int64_t ahead = 0) {
   using S = Step<T>;
-  for (int step = 0; step < steps; ++step) {
-    Vector columns[PANEL_VECTORS];
+  const T* fourths[(ROWS + 3) / 4];
+  std::int64_t triple = 3 * stride;
+  asm("" : "+r"(triple));
 #pragma GCC unroll 4
-    for (int v = 0; v < PANEL_VECTORS; ++v) {
+  for (const T*& fourth : fourths) {
+    fourth = a;
+    asm("" : "+r"(fourth));
+    a += 4 * stride;
+  }
+  for (int step = 0; step < steps; ++step) {
+    Vector columns[VECTORS];
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; ++v) {
       columns[v] = S::panel(panel + v * LANES * S::DEPTH);
-      if (ahead != 0) __builtin_prefetch(panel + ahead + v * LANES * S::DEPTH, 0, 2);
+      if (FETCH) __builtin_prefetch(panel + ahead + v * LANES * S::DEPTH, 0, 2);
     }
 #pragma GCC unroll 16
     for (int row = 0; row < ROWS; ++row) {
-      const Vector value = S::broadcast(a + row * stride);
+      const std::int64_t offset = row % 4 == 3 ? triple : row % 4 * stride;
+      const Vector value = S::broadcast(fourths[row / 4] + offset);
 #pragma GCC unroll 4
-      for (int v = 0; v < PANEL_VECTORS; ++v) {
+      for (int v = 0; v < VECTORS; ++v) {
         total[row][v] = S::multiply_add(total[row][v], value, columns[v]);
       }
     }
-    a += S::DEPTH;
+#pragma GCC unroll 4
+    for (const T*& fourth : fourths) {
+      fourth += S::DEPTH;
+      asm("" : "+r"(fourth));
+    }
     panel += WIDTH * S::DEPTH;
   }
 }

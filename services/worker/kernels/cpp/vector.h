@@ -127,23 +127,58 @@ inline float largest(Vector value) {
 #endif
 }
 
-// e^x within 2 units in the last place; 0 below -87, where floats end. The exponent is split into
+// e^x within 2 units in the last place; next to 0 or 0 below -87, where normal floats end. The exponent is split into
 // an integer and a rest within half of it, for which a polynomial of degree six is enough (Cody and
 // Waite's reduction).
 inline Vector exponential(Vector x) {
+#ifdef __AVX512F__
+  const __m512 clamped = _mm512_max_ps(_mm512_set1_ps(-110.0f), (__m512)x);  // NaN stays NaN.
+  const Vector whole = (Vector)_mm512_roundscale_ps(
+      _mm512_mul_ps(clamped, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
+  const Vector rest = ((Vector)clamped - whole * 0.693359375f) + whole * 2.12194440e-4f;
+#else
   const Vector magic = splat(12582912.0f);  // Adding it rounds to an integer.
   const Vector clamped = larger(x < 88.0f ? x : splat(88.0f), splat(-87.0f));
   const Vector shifted = clamped * 1.44269504f + magic;
   const Vector whole = shifted - magic;
   const Vector rest = (clamped - whole * 0.693359375f) + whole * 2.12194440e-4f;
+#endif
   Vector series = rest * 1.3888889e-3f + 8.3333333e-3f;
   series = series * rest + 4.1666667e-2f;
   series = series * rest + 1.6666667e-1f;
   series = series * rest + 0.5f;
   series = series * rest + 1.0f;
   series = series * rest + 1.0f;
+#ifdef __AVX512F__
+  return (Vector)_mm512_scalef_ps((__m512)series, (__m512)whole);
+#else
   const IntVector power = ((IntVector)shifted - (IntVector)magic + 127) << 23;
   return x < -87.0f ? Vector{} : series * (Vector)power;
+#endif
+}
+
+// 2^x for x up to 0, within 2 units in the last place; next to 0 or 0 below -126. What is left above the next lower
+// integer is a polynomial's.
+inline Vector power_of_two(Vector x) {
+#ifdef __AVX512F__
+  const Vector rest = (Vector)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);
+#else
+  const Vector magic = splat(12582912.0f);
+  const Vector clamped = larger(x, splat(-126.0f));
+  const Vector shifted = clamped - 0.5f + magic;
+  const Vector rest = clamped - (shifted - magic);
+#endif
+  Vector series = rest * 1.86713009e-3f + 9.01703028e-3f;
+  series = series * rest + 5.57999131e-2f;
+  series = series * rest + 0.24016445f;
+  series = series * rest + 0.693151312f;
+  series = series * rest + 1.0f;
+#ifdef __AVX512F__
+  return (Vector)_mm512_scalef_ps((__m512)series, (__m512)x);
+#else
+  const IntVector power = ((IntVector)shifted - (IntVector)magic + 127) << 23;
+  return x < -126.0f ? Vector{} : series * (Vector)power;
+#endif
 }
 
 inline Vector hyperbolic_tangent(Vector x) {

@@ -1,0 +1,32 @@
+"""Pieces of memory lie apart, keep what is written to them, and outlive who gave them out."""
+
+import gc
+
+import torch
+
+from services.worker.kernels.large_pages import LargePages
+
+
+def test_pieces_do_not_touch_each_other() -> None:
+    memory = LargePages()
+    shapes = [(3, 5), (1,), (700, 64), (17_000_000,), (0, 7), (2, 3, 4), (5_000_000,)]
+    pieces = [
+        memory.take(shape, dtype)
+        for shape in shapes
+        for dtype in (torch.bfloat16, torch.float32)
+        for _ in range(2)
+    ]
+    for number, piece in enumerate(pieces):
+        piece.fill_(number)
+    del memory
+    gc.collect()
+    for number, piece in enumerate(pieces):
+        assert piece.data_ptr() % 64 == 0
+        assert (piece == number).all()
+
+
+def test_the_first_piece_begins_with_a_large_page() -> None:
+    piece = LargePages().take((8 * 2**20,), torch.float32)
+    assert piece.data_ptr() % 2**21 == 0
+    assert piece.shape == (8 * 2**20,)
+    assert piece.is_contiguous()
