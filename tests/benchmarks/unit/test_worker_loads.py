@@ -1,5 +1,7 @@
 """The loads that workers are compared by, and what a machine's limits allow."""
 
+import time
+
 import pytest
 
 from benchmarks.random_model import Shape
@@ -37,10 +39,15 @@ class Clockwork:
         return [[float(second) for second in range(num_tokens - self._missing)] for _ in prompts]
 
 
+def once(engine: Clockwork, name: str) -> float:
+    """The figure of a load that is not repeated."""
+    return measure(engine.generate, VOCAB_SIZE, name, 0, least_seconds=0)
+
+
 def test_every_load_asks_for_what_its_name_says() -> None:
     engine = Clockwork()
     for name in NAMES:
-        measure(engine.generate, VOCAB_SIZE, name, 0)
+        once(engine, name)
     decodes = [(level, 128, 64) for level in (1, 8, 32)]
     assert engine.asked == [(1, 512, 1), *decodes, (32, 416, 32)]
     assert max(requests for requests, _, _ in engine.asked) == MAX_REQUESTS
@@ -65,12 +72,38 @@ def test_decoding_counts_from_where_all_have_their_first_token() -> None:
 
 
 def test_a_second_each_is_a_token_a_second_for_each() -> None:
-    assert measure(Clockwork().generate, VOCAB_SIZE, decode_name(8), 0) == pytest.approx(8)
+    assert once(Clockwork(), decode_name(8)) == pytest.approx(8)
+
+
+def test_a_load_that_takes_less_than_its_share_is_repeated_with_prompts_of_its_own() -> None:
+    engine = Clockwork()
+    figure = measure(engine.generate, VOCAB_SIZE, decode_name(8), 0, least_seconds=0.05)
+    assert figure == pytest.approx(8)
+    assert len(engine.asked) > 2
+    assert len({tuple(prompt) for prompts in engine.prompts for prompt in prompts}) == 8 * len(
+        engine.asked
+    )
+
+
+def test_the_median_of_repetitions_counts() -> None:
+    """Runs take 1, 1 and 9 seconds a token, and so on, until a tenth of a second has passed."""
+
+    class Stumbling(Clockwork):
+        def generate(self, prompts: Prompts, num_tokens: int) -> Times:
+            time.sleep(0.02)
+            step = 9.0 if len(self.asked) % 3 == 2 else 1.0
+            return [
+                [step * second for second in times]
+                for times in super().generate(prompts, num_tokens)
+            ]
+
+    figure = measure(Stumbling().generate, VOCAB_SIZE, decode_name(1), 0, least_seconds=0.1)
+    assert figure == pytest.approx(1)
 
 
 def test_an_engine_that_stops_early_is_found_out() -> None:
     with pytest.raises(WrongTokens):
-        measure(Clockwork(missing=1).generate, VOCAB_SIZE, PREFIX, 0)
+        once(Clockwork(missing=1), PREFIX)
 
 
 def test_warming_up_takes_little_and_foretells_no_prompt() -> None:
@@ -78,7 +111,7 @@ def test_warming_up_takes_little_and_foretells_no_prompt() -> None:
     warm_up(engine.generate, VOCAB_SIZE)
     assert engine.asked == [(1, 512, 1), (1, 128, 4), (4, 128, 4), (4, 128, 4), (4, 416, 4)]
     seen = {tuple(prompt) for prompts in engine.prompts for prompt in prompts}
-    measure(engine.generate, VOCAB_SIZE, PREFIX, 0)
+    once(engine, PREFIX)
     assert seen.isdisjoint(map(tuple, engine.prompts[-1]))
 
 
