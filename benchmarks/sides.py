@@ -86,7 +86,7 @@ class Schedule:
     """Requests of a lone client, one after the other; with more clients each sends fewer."""
     prompt_tokens: int
     output_tokens: int
-    level_seconds: float = 25.0
+    level_seconds: float = 60.0
 
     def load(self, concurrency: int, vocab_size: int, seed: str) -> Load:
         """The load of one run."""
