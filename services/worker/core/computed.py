@@ -1,4 +1,4 @@
-"""What the model made of a step's tokens, and whose they are."""
+"""What the model is to make of a step's tokens, and whose they are."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,7 +7,6 @@ import numpy as np
 import torch
 
 from services.worker.attention.interface import Int32Array, Int64Array
-from services.worker.device import Device
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,23 +24,38 @@ class StepRows:
     num_scheduled_tokens: Int32Array
     num_draft_tokens: Int32Array | None
 
+    def sampling(self, num_tokens: Int32Array) -> "SamplingRows":
+        """Who is sampled: whose last known token is computed; `num_tokens` are known of each."""
+        drafts = self.num_draft_tokens
+        known = self.ends if drafts is None else self.ends - drafts
+        requests = np.flatnonzero(known == num_tokens)
+        behind = (self.first_tokens + self.num_scheduled_tokens)[requests].astype(np.int64)
+        if drafts is None:
+            return SamplingRows(requests, behind - 1, np.arange(len(requests)))
+        counts = drafts[requests] + 1
+        firsts = np.cumsum(counts) - counts
+        tokens = np.repeat(behind - counts - firsts, counts) + np.arange(counts.sum())
+        return SamplingRows(requests, tokens, firsts)
 
-class Computed:
-    """What the model made of a step's `num_tokens`. `logits_of` gives logits of some of them, or,
-    for None, of all.
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """Which of a step's rows are sampled.
+
+    `tokens`, rising, are those whose logits that takes: of each request its last known one and its
+    drafts, from `firsts` on.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        num_tokens: int,
-        logits_of: Callable[[torch.Tensor | None], torch.Tensor],
-    ) -> None:
-        self._device = device
-        self._num_tokens = num_tokens
-        self._logits_of = logits_of
+    requests: Int64Array
+    tokens: Int64Array
+    firsts: Int64Array
 
-    def logits(self, rows: np.ndarray) -> torch.Tensor:
-        """Logits, float32 [len(rows), vocab_size], of some tokens, each once, in their order."""
-        is_all = len(rows) == self._num_tokens
-        return self._logits_of(None if is_all else self._device.upload(rows))
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What the model made of a step: `logits`, float32 [num sampling tokens, vocab_size], or None
+    where there are none, and `logits_of` what other tokens are asked for, int64 [n].
+    """
+
+    logits: torch.Tensor | None
+    logits_of: Callable[[torch.Tensor], torch.Tensor]

@@ -66,9 +66,13 @@ class _Program:
         self._step = step
         self._token_ids = torch.zeros(lanes, dtype=torch.int64, device=there)
         self._positions = torch.zeros(lanes, dtype=torch.int64, device=there)
-        self._run = device.record(
-            lambda: model.compute_logits(model.forward(self._token_ids, self._positions, step))
-        )
+
+        def logits() -> torch.Tensor:
+            _, computed = model.forward(self._token_ids, self._positions, step)
+            assert computed is not None
+            return computed
+
+        self._run = device.record(logits)
 
     def run(
         self, token_ids: torch.Tensor, positions: Int64Array, layouts: Sequence[StepLayout]

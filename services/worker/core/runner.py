@@ -18,16 +18,16 @@ import torch
 
 from services.worker.attention.interface import PagedAttention
 from services.worker.core.batch import BatchLimits, PersistentBatch
-from services.worker.core.computed import Computed, StepRows
+from services.worker.core.computed import Computed, SamplingRows, StepRows
 from services.worker.core.decode_buckets import DecodeBuckets, is_decodes_alone
 from services.worker.core.embedded_prompts import EmbeddedPrompts
-from services.worker.core.layout import lay_out
+from services.worker.core.layout import StepTokens, lay_out
 from services.worker.core.lockstep import Lockstep
 from services.worker.core.lookahead import Lookahead, PendingOutput
 from services.worker.core.sampled import Sampled, joined
 from services.worker.core.step import Int32Array, StepInput, StepOutput
 from services.worker.device import CpuDevice, Device
-from services.worker.models.model import Model
+from services.worker.models.model import Model, wanted_rows
 from services.worker.sampling.sampler import LogprobRows, Sampler, prompt_logprobs
 
 _PROMPT_LOGPROB_ROWS = 128
@@ -105,9 +105,13 @@ class Runner:
         if not len(step.slots):
             empty = np.empty(0, np.int32)
             return StepOutput(step.generation, step.step, empty, empty)
-        rows, computed = self._forward(step)
+        self._place_drafts(step)
+        tokens = lay_out(step, self._batch)
+        rows = _step_rows(step, tokens)
+        sampling = rows.sampling(self._batch.num_tokens[rows.slots])
+        computed = self._forward(step, tokens, sampling)
         prompt = self._prompt_logprobs(rows, computed)
-        return self._sample(step, rows, computed, prompt)
+        return self._sample(step, rows, sampling, computed, prompt)
 
     def _update_batch(self, step: StepInput) -> None:
         embedded = self._embedded.read(step, self._device.torch_device)
@@ -129,44 +133,28 @@ class Runner:
             if new.sampling.prompt_logprobs is not None:
                 self._prompt_watchers.add(new.slot)
 
-    def _forward(self, step: StepInput) -> tuple[StepRows, Computed]:
+    def _forward(self, step: StepInput, tokens: StepTokens, sampling: SamplingRows) -> Computed:
         """Runs the model over the step's tokens, in the layout's order."""
-        self._place_drafts(step)
-        tokens = lay_out(step, self._batch)
         token_ids = self._device.upload(tokens.token_ids)
         if self._lookahead is not None:
             num_tokens = self._batch.num_tokens[step.slots]
             self._lookahead.feed(token_ids, step, tokens.first_tokens, num_tokens)
         embedded = self._embedded.of_step(step, tokens, token_ids)
+        is_all = len(sampling.tokens) == len(tokens.token_ids)
+        wanted = None if is_all else self._device.upload(sampling.tokens)
         if self._buckets is not None and embedded is None and is_decodes_alone(tokens.layouts[0]):
             logits = self._buckets.logits(token_ids, tokens.positions, tokens.layouts)
-
-            def logits_of(rows: torch.Tensor | None) -> torch.Tensor:
-                return logits if rows is None else logits[rows]
-        else:
-            hidden = self._model.forward(
-                token_ids,
-                self._device.upload(tokens.positions),
-                self._attention.begin_step(tokens.layouts),
-                embedded,
-            )
-            if self._lockstep is not None:
-                self._lockstep.saw(hidden)
-
-            def logits_of(rows: torch.Tensor | None) -> torch.Tensor:
-                return self._model.compute_logits(hidden if rows is None else hidden[rows])
-
-        computed = Computed(self._device, len(token_ids), logits_of)
-        layout, drafts = tokens.layouts[0], step.num_draft_tokens
-        rows = StepRows(
-            tokens.order,
-            layout.rows,
-            layout.query_starts[:-1],
-            layout.seq_lens,
-            step.num_scheduled_tokens[tokens.order],
-            drafts[tokens.order] if drafts.any() else None,
+            return Computed(wanted_rows(logits, wanted), lambda some: logits[some])
+        hidden, found = self._model.forward(
+            token_ids,
+            self._device.upload(tokens.positions),
+            self._attention.begin_step(tokens.layouts),
+            embedded,
+            wanted,
         )
-        return rows, computed
+        if self._lockstep is not None:
+            self._lockstep.saw(hidden)
+        return Computed(found, lambda some: self._model.compute_logits(hidden[some]))
 
     def _place_drafts(self, step: StepInput) -> None:
         """Writes drafts behind the known tokens; they become known when they are accepted."""
@@ -183,25 +171,22 @@ class Runner:
         self,
         step: StepInput,
         rows: StepRows,
+        sampling: SamplingRows,
         computed: Computed,
         prompt: dict[int, LogprobRows],
     ) -> StepOutput | PendingOutput:
-        """Samples every request whose last known token was computed; verifies its drafts."""
-        drafts = rows.num_draft_tokens
-        known = rows.ends if drafts is None else rows.ends - drafts
-        sampling = np.flatnonzero(known == self._batch.num_tokens[rows.slots])
-        sampled = Sampled()
-        if len(sampling):
-            logits, first_rows = self._sampled_logits(rows, computed, sampling)
-            slots = rows.slots[sampling]
+        """Samples every request that is to be sampled; verifies its drafts."""
+        sampled, logits = Sampled(), computed.logits
+        if logits is not None:
+            slots, order = rows.slots[sampling.requests], rows.order[sampling.requests]
             if self._may_look_ahead(rows, slots, prompt):
-                return self._sample_ahead(step, rows.order[sampling], slots, logits)
-            if drafts is None:
+                return self._sample_ahead(step, order, slots, logits)
+            if rows.num_draft_tokens is None:
                 output = self._sampler.sample(logits, slots)
-                sampled.add(rows.order[sampling], output)
+                sampled.add(order, output)
                 self._batch.append_one(slots, output.token_ids)
             else:
-                self._verify(rows, sampling, (logits, first_rows), sampled)
+                self._verify(rows, sampling, logits, sampled)
             if self._lookahead is not None:
                 self._lookahead.know(slots)
         return sampled.output(step, prompt)
@@ -209,19 +194,19 @@ class Runner:
     def _verify(
         self,
         rows: StepRows,
-        sampling: np.ndarray,
-        logits_from: tuple[torch.Tensor, np.ndarray],
+        sampling: SamplingRows,
+        logits: torch.Tensor,
         sampled: Sampled,
     ) -> None:
         """Samples token by token, of each request until one is not the draft at its position."""
         drafts = rows.num_draft_tokens
         assert drafts is not None
-        (logits, first_rows), known = logits_from, rows.ends - drafts
-        offset, active = 0, np.arange(len(sampling))
+        known = rows.ends - drafts
+        offset, active = 0, np.arange(len(sampling.requests))
         while len(active):
-            indexes = sampling[active]
+            indexes = sampling.requests[active]
             slots = rows.slots[indexes]
-            wanted = logits[self._device.upload(first_rows[active] + offset)]
+            wanted = logits[self._device.upload(sampling.firsts[active] + offset)]
             output = self._sampler.sample(wanted, slots)
             sampled.add(rows.order[indexes], output)
             guessed = self._batch.token_ids[slots, known[indexes] + offset]
@@ -250,20 +235,6 @@ class Runner:
         draws = self._sampler.draws(slots)
         return self._lookahead.sample(step, sampling, logits, draws, num_logprobs)
 
-    def _sampled_logits(
-        self, rows: StepRows, computed: Computed, sampling: np.ndarray
-    ) -> tuple[torch.Tensor, np.ndarray]:
-        """Logits of each sampling request's last known token and of its drafts, and where they
-        begin for each.
-        """
-        last = (rows.first_tokens + rows.num_scheduled_tokens)[sampling]
-        if rows.num_draft_tokens is None:
-            return computed.logits(last - 1), np.arange(len(sampling))
-        counts = rows.num_draft_tokens[sampling] + 1
-        first_rows = np.cumsum(counts) - counts
-        wanted = np.repeat(last - counts - first_rows, counts) + np.arange(counts.sum())
-        return computed.logits(wanted), first_rows
-
     def _prompt_logprobs(self, rows: StepRows, computed: Computed) -> dict[int, LogprobRows]:
         """Log-probabilities of prompt tokens that follow a position of this step, by request."""
         found: dict[int, LogprobRows] = {}
@@ -281,7 +252,20 @@ class Runner:
             parts = []
             for start in range(0, end - begin, _PROMPT_LOGPROB_ROWS):
                 stop = min(start + _PROMPT_LOGPROB_ROWS, end - begin)
-                logits = computed.logits(np.arange(first + start, first + stop))
+                some = self._device.upload(np.arange(first + start, first + stop))
+                logits = computed.logits_of(some)
                 parts.append(prompt_logprobs(logits, targets[start:stop], num_top))
             found[int(rows.order[row])] = joined(parts)
         return found
+
+
+def _step_rows(step: StepInput, tokens: StepTokens) -> StepRows:
+    layout, drafts = tokens.layouts[0], step.num_draft_tokens
+    return StepRows(
+        tokens.order,
+        layout.rows,
+        layout.query_starts[:-1],
+        layout.seq_lens,
+        step.num_scheduled_tokens[tokens.order],
+        drafts[tokens.order] if drafts.any() else None,
+    )

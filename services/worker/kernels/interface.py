@@ -75,7 +75,7 @@ class DecoderFrame:
     """What is around the layers of a decoder.
 
     `embedding` [vocab_size, hidden_size], times `embedding_scale`; `rotations` of all positions;
-    the `norm` behind the last layer, and the `epsilon` of all norms.
+    the `norm` behind the last layer, the `epsilon` of all norms; `head` projects to the vocabulary.
     """
 
     embedding: torch.Tensor
@@ -83,20 +83,26 @@ class DecoderFrame:
     rotations: tuple[Rotation, ...]
     norm: torch.Tensor
     epsilon: float
+    head: Linear
 
 
 class Stack(Protocol):
-    """A decoder, from token ids to normalized hidden states, as one operation."""
+    """A decoder, from token ids to logits, as one operation."""
 
     def takes(self, attention: LayerAttention) -> bool:
         """Whether this is attention that it can run with."""
         ...
 
     def __call__(
-        self, token_ids: torch.Tensor, attention: LayerAttention, embedded: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Token ids, int64 [n] -> hidden states [n, hidden_size]. `embedded` [n, hidden_size]
-        stands in for what is looked up, unless it is None.
+        self,
+        token_ids: torch.Tensor,
+        attention: LayerAttention,
+        embedded: torch.Tensor | None,
+        wanted: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Token ids, int64 [n] -> normalized hidden states [n, hidden_size], and what `head` makes
+        of those that are wanted, in float32: see Model.forward. `embedded` [n, hidden_size] stands
+        in for what is looked up, unless it is None.
         """
         ...
 

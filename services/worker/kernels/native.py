@@ -110,7 +110,9 @@ class Rotation(ctypes.Structure):
 
 
 class Decoder(ctypes.Structure):
-    """Embedding, all layers, and the norm after them. `half`: pairs of a head that are rotated."""
+    """Embedding, all layers, the norm after them, and the projection to the vocabulary. `half`:
+    pairs of a head that are rotated.
+    """
 
     _fields_: ClassVar[_Fields] = [
         ("embedding", ctypes.c_void_p),
@@ -121,6 +123,7 @@ class Decoder(ctypes.Structure):
         ("layers", ctypes.POINTER(DecoderLayer)),
         ("num_layers", ctypes.c_int),
         ("norm", ctypes.c_void_p),
+        ("head", Projection),
         ("hidden_size", ctypes.c_int64),
         ("epsilon", ctypes.c_float),
     ]
@@ -167,7 +170,7 @@ class Functions:
         self.run_decoder = function(
             "run_decoder",
             *(ctypes.POINTER(Decoder), ctypes.POINTER(Layout)),
-            *(_ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),
+            *(_ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _COUNT, _ADDRESS, _ADDRESS),
         )
 
 

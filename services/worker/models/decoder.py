@@ -20,6 +20,7 @@ from services.worker.kernels.interface import (
 )
 from services.worker.models.config import ModelConfig
 from services.worker.models.mlp import GatedMlp, Mlp
+from services.worker.models.model import wanted_logits
 from services.worker.models.rope import cos_sin_table
 
 
@@ -81,13 +82,32 @@ class Decoder:
         positions: torch.Tensor,
         attention: LayerAttention,
         embedded: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Token ids and positions, int64 [n] -> normalized hidden states [n, hidden_size].
-
-        On the way there are rows of padding behind the n. `embedded`: see Model.
-        """
+        wanted: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See Model; hidden states are normalized. On the way there are rows of padding."""
         if self._stack is not None and self._stack.takes(attention):
-            return self._stack(token_ids, attention, embedded)
+            hidden, logits = self._stack(token_ids, attention, embedded, wanted)
+            return hidden, None if logits is None else self._capped(logits)
+        hidden = self._through_layers(token_ids, positions, attention, embedded)
+        return hidden, wanted_logits(self, hidden, wanted)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states [n, hidden_size] -> logits, float32 [n, vocab_size]."""
+        num_rows = len(hidden)
+        padded = F.pad(hidden, (0, 0, 0, self._kernels.padded_rows(num_rows) - num_rows))
+        return self._capped(self._weights.head.full(padded)[:num_rows])
+
+    def _capped(self, logits: torch.Tensor) -> torch.Tensor:
+        cap = self._config.logits_softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def _through_layers(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: LayerAttention,
+        embedded: torch.Tensor | None,
+    ) -> torch.Tensor:
         kernels, epsilon, num_tokens = self._kernels, self._config.rms_norm_eps, len(token_ids)
         padding = (0, kernels.padded_rows(num_tokens) - num_tokens)
         positions = F.pad(positions, padding)
@@ -107,14 +127,6 @@ class Decoder:
             update = self._normalized(layer.mlp(hidden, num_tokens), layer.mlp_output_norm)
             hidden = kernels.add_rms_norm(residual, update, self._norms[index + 1], epsilon)
         return hidden[:num_tokens]
-
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states [n, hidden_size] -> logits, float32 [n, vocab_size]."""
-        num_rows = len(hidden)
-        padded = F.pad(hidden, (0, 0, 0, self._kernels.padded_rows(num_rows) - num_rows))
-        logits = self._weights.head.full(padded)[:num_rows]
-        cap = self._config.logits_softcap
-        return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def _stacked(self) -> Stack | None:
         """The whole as one operation, where the kernels have that and no layer has experts."""
@@ -143,6 +155,7 @@ class Decoder:
             self._rotations,
             self._weights.norm,
             self._config.rms_norm_eps,
+            self._weights.head,
         )
         return self._kernels.stack(blocks, frame)
 

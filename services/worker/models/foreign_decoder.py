@@ -14,6 +14,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from services.worker.attention.interface import AttentionLayer, LayerAttention
 from services.worker.models.foreign_attention import ATTENTION_NAME, Answer, answering, from_cache
+from services.worker.models.model import wanted_logits
 from services.worker.models.probe import Probe, Refused
 
 _PROBE_TOKENS = 33
@@ -48,12 +49,15 @@ class ForeignDecoder:
         positions: torch.Tensor,
         attention: LayerAttention,
         embedded: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Token ids and positions, int64 [n] -> hidden states [n, hidden_size]."""
+        wanted: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See Model."""
         answer = from_cache(attention)
         if embedded is None:
-            return self._forward(answer, positions, input_ids=token_ids[None])
-        return self._forward(answer, positions, inputs_embeds=embedded[None])
+            hidden = self._forward(answer, positions, input_ids=token_ids[None])
+        else:
+            hidden = self._forward(answer, positions, inputs_embeds=embedded[None])
+        return hidden, wanted_logits(self, hidden, wanted)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [n, hidden_size] -> logits, float32 [n, vocab_size].

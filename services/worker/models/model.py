@@ -26,16 +26,34 @@ class Model(Protocol):
         positions: torch.Tensor,
         attention: LayerAttention,
         embedded: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Token ids and positions, int64 [n] -> hidden states [n, hidden_size].
+        wanted: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Token ids and positions, int64 [n] -> hidden states [n, hidden_size], and the logits of
+        those that are wanted, float32 [m, vocab_size].
 
         `embedded` [n, hidden_size] is seen in place of `embed(token_ids)`, and may be overwritten.
+        `wanted` int64 [m], rising: whose logits; None: all. No logits come where m is 0.
         """
         ...
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [n, hidden_size] -> logits, float32 [n, vocab_size]."""
         ...
+
+
+def wanted_rows(whole: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor | None:
+    """The rows that Model.forward is asked for; None where it is asked for none."""
+    if wanted is None:
+        return whole
+    return whole[wanted] if len(wanted) else None
+
+
+def wanted_logits(
+    model: Model, hidden: torch.Tensor, wanted: torch.Tensor | None
+) -> torch.Tensor | None:
+    """The logits that Model.forward answers with, of hidden states that are there."""
+    rows = wanted_rows(hidden, wanted)
+    return None if rows is None else model.compute_logits(rows)
 
 
 @dataclass(frozen=True, slots=True)

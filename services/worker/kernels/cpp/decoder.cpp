@@ -1,4 +1,4 @@
-// A decoder in one call, from token ids to normalized hidden states: one team of threads for the whole
+// A decoder in one call, from token ids to logits: one team of threads for the whole
 // step, which meets at barriers, and no interpreter in between.
 //
 // The residual stream alternates between two buffers, so that with few rows every thread normalizes
@@ -63,8 +63,9 @@ struct Buffers {
 };
 
 template <class T>
-double step_work(const Decoder<T>& decoder, const Layout* layouts, std::int64_t rows) {
-  double work = 0;
+double step_work(const Decoder<T>& decoder, const Layout* layouts, std::int64_t rows,
+                 std::int64_t num_wanted) {
+  double work = num_wanted > 0 ? projection_work(decoder.head, num_wanted) : 0;
   for (int i = 0; i < decoder.num_layers; ++i) {
     const DecoderLayer<T>& layer = decoder.layers[i];
     work += projection_work(layer.qkv, rows) + projection_work(layer.output, rows) +
@@ -177,6 +178,21 @@ class Walk {
     }
   }
 
+  // The last update has been taken in by then: its buffer serves for the rows that are wanted.
+  void project_wanted(const T* output, Wanted wanted, float* logits) {
+    const std::int64_t width = decoder_.hidden_size;
+    team_.wait();
+    if (wanted.rows != nullptr) {
+      const Range own = team_.part(wanted.count);
+      for (std::int64_t i = own.begin; i < own.end; ++i) {
+        std::memcpy(buffers_.update + i * width, output + wanted.rows[i] * width, width * sizeof(T));
+      }
+      output = buffers_.update;
+      team_.wait();
+    }
+    project(decoder_.head, output, logits, wanted.count, team_);
+  }
+
  private:
   // Waits for the team, and while it waits and whatever comes before the next projection has its
   // weights brought in: of a small batch they are most of the work, and memory would stand still.
@@ -277,9 +293,10 @@ std::int64_t decoder_scratch(const Decoder<T>& decoder, std::int64_t rows, int t
 
 template <class T>
 void run_decoder(const Decoder<T>& decoder, const Layout* layouts, const std::int64_t* token_ids,
-                 const T* embedded, T* output, T* scratch) {
+                 const T* embedded, T* output, Wanted wanted, float* logits, T* scratch) {
   const std::int64_t rows = layouts[0].num_tokens();
-  const int threads = threads_for(step_work(decoder, layouts, rows), PARALLEL_STEP_WORK);
+  const double work = step_work(decoder, layouts, rows, wanted.count);
+  const int threads = threads_for(work, PARALLEL_STEP_WORK);
   const Buffers<T> buffers(decoder, rows, threads, scratch);
   const Plans plans(decoder, layouts, threads);
   const std::vector<int> positions = positions_of(layouts[0]);
@@ -287,18 +304,20 @@ void run_decoder(const Decoder<T>& decoder, const Layout* layouts, const std::in
   in_team(threads, [&](Team team) {
     Walk<T> walk(decoder, buffers, rows, team);
     walk.enter(token_ids, embedded, positions.data());
+    const Projection<T>* head = wanted.count > 0 ? &decoder.head : nullptr;
     for (int i = 0; i < decoder.num_layers; ++i) {
       const DecoderLayer<T>& layer = decoder.layers[i];
-      walk.layer(layer, plans[i], next[i], i + 1 < decoder.num_layers ? &(&layer)[1].qkv : nullptr);
+      walk.layer(layer, plans[i], next[i], i + 1 < decoder.num_layers ? &(&layer)[1].qkv : head);
     }
     walk.finish(output);
+    if (head != nullptr) walk.project_wanted(output, wanted, logits);
   });
 }
 
 #define INSTANTIATE(T)                                                                  \
   template std::int64_t decoder_scratch<T>(const Decoder<T>&, std::int64_t, int);       \
   template void run_decoder<T>(const Decoder<T>&, const Layout*, const std::int64_t*,   \
-                               const T*, T*, T*);
+                               const T*, T*, Wanted, float*, T*);
 INSTANTIATE(float)
 #ifdef __AVX512BF16__
 INSTANTIATE(BFloat16)

@@ -64,8 +64,10 @@ void project_alone(const Projection<T>& projection, const T* input, Out* output,
   }                                                                                             \
   extern "C" void run_decoder_##SUFFIX(const Decoder<T>* decoder, const Layout* layouts,        \
                                        const std::int64_t* token_ids, const T* embedded,        \
-                                       T* output, T* scratch) {                                 \
-    run_decoder(*decoder, layouts, token_ids, embedded, output, scratch);                       \
+                                       T* output, const std::int64_t* wanted,                   \
+                                       std::int64_t num_wanted, float* logits, T* scratch) {    \
+    const Wanted rows{wanted, num_wanted};                                                      \
+    run_decoder(*decoder, layouts, token_ids, embedded, output, rows, logits, scratch);         \
   }
 
 EXPORT(float, float32)

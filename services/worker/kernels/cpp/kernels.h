@@ -176,16 +176,24 @@ struct Decoder {
   const DecoderLayer<T>* layers;
   int num_layers;
   const float* norm;
+  Projection<T> head;
   std::int64_t hidden_size;
   float epsilon;
+};
+
+// Rows of a step, in rising order, whose logits are wanted; all `count` of them where there is no list.
+struct Wanted {
+  const std::int64_t* rows;
+  std::int64_t count;
 };
 
 // Elements of scratch that a step of so many rows needs.
 template <class T>
 std::int64_t decoder_scratch(const Decoder<T>& decoder, std::int64_t rows, int threads);
 
-// Runs a step's tokens through all layers -> normalized hidden states [rows, hidden_size]. Each goes
-// in as its row of `embedded`, or, where that is null, as what stands for its id.
+// Runs a step's tokens through all layers -> normalized hidden states [rows, hidden_size], and logits
+// [wanted.count, head.columns]. Each token goes in as its row of `embedded`, or, where that is null, as
+// what stands for its id.
 template <class T>
 void run_decoder(const Decoder<T>& decoder, const Layout* layouts, const std::int64_t* token_ids,
-                 const T* embedded, T* output, T* scratch);
+                 const T* embedded, T* output, Wanted wanted, float* logits, T* scratch);
