@@ -30,7 +30,7 @@ _LEAST_TOKEN = 300
 _WARM_UP_REQUESTS, _WARM_UP_OUTPUT = 4, 4
 _WARM_UP_ROUND = -1
 
-LEAST_SECONDS = 1.0
+LEAST_SECONDS = 3.0
 """Of one load in one round."""
 
 Prompts = list[list[int]]
