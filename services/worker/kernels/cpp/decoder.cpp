@@ -155,7 +155,7 @@ class Walk {
              const Projection<T>* then) {
     normalize(layer.input_norm);
     project(layer.qkv, normed_, buffers_.qkv, rows_, team_);
-    team_.wait();
+    meet(&layer.output);
     attend_layer(layer, plan, next);
     meet(&layer.output);
     project(layer.output, buffers_.attended, buffers_.update, rows_, team_);
