@@ -13,10 +13,10 @@ measured always; vLLM and llama.cpp where interpreters that have them are named.
 A processor's clock changes by the minute, so all engines stay alive together, and each load is
 measured on one after the other, round by round, with the same prompts; figures are medians of
 rounds, and the last column is the median of our rounds to those of the fastest peer. In a round, a
-load that takes less than three seconds is repeated for as many, and the median counts. Who waits for
-its turn must not compute: the processor time of those that wait is measured too. The limits: a
-large multiplication in bfloat16, and memory read as a stream, both measured before each round; the
-column takes the best of them all.
+load that takes less than three seconds is repeated for as many, and the median counts. Who waits
+for its turn must not compute: the processor time of those that wait is measured too. The limits:
+a large multiplication in bfloat16, and memory read as a stream, both measured before each round;
+the column takes the best of them all.
 
 Tables go to standard output, progress to standard error.
 """
