@@ -19,16 +19,23 @@ _SPACE_MARK = "▁"
 
 
 class HfTokenizer:
-    """The core's Tokenizer. Uses the Rust tokenizer directly, which is safe in several threads."""
+    """The core's Tokenizer. Uses the Rust tokenizer directly, which is safe in several threads.
+
+    Truncation and padding that tokenizer.json asks for are turned off: they are settings of the
+    training that wrote the file, and would silently change what a client sent.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
         added = self._backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token for token, info in added.items() if info.special)
         decoder = self._backend.decoder
         kind = json.loads(decoder.__getstate__())["type"] if decoder is not None else ""
         self.is_byte_level = kind == "ByteLevel"
+        self.eos_token_id: int | None = tokenizer.eos_token_id
         self.has_chat_template = tokenizer.chat_template is not None
         self._bytes = _token_bytes(self._backend, self.is_byte_level)
         self.max_token_bytes = max(map(len, self._bytes))

@@ -1,6 +1,7 @@
 """The service behind every protocol: from a checked request to a running generation."""
 
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 
 from services.common.errors import InvalidArgument, NotFound, OutOfRange
 from services.gateway.core.choice import Piece
@@ -47,12 +48,22 @@ class Inference:
             )
 
     def limits(self) -> ModelLimits:
-        """What a request may be. Raises Unavailable while no replica is ready."""
-        return self._engine.limits()
+        """What a request may be. Raises Unavailable while no replica is ready.
+
+        A sequence ends at the tokens that the model's configuration names and, as in vLLM, at the
+        tokenizer's own: fine-tunes for chat often change the tokenizer alone.
+        """
+        limits = self._engine.limits()
+        eos_token_id = self.tokenizer.eos_token_id
+        if eos_token_id is None or eos_token_id in limits.eos_token_ids:
+            return limits
+        if eos_token_id >= limits.vocab_size:  # the model has no such token, and never gives it
+            return limits
+        return replace(limits, eos_token_ids=(*limits.eos_token_ids, eos_token_id))
 
     def prepare(self, request: ClientRequest, traceparent: str = "") -> Generation:
         """Checks a request. Raises what is wrong with it; nothing has been sent then."""
-        limits = self._engine.limits()
+        limits = self.limits()
         check_request(request, limits)
         self.check_num_choices(len(request.prompts), request.n)
         sequences = to_engine_requests(

@@ -57,6 +57,11 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def eos_token_id(self) -> int | None:
+        """The token that the tokenizer names as end of sequence; None if it names none."""
+        ...
+
+    @property
     def max_token_bytes(self) -> int:
         """Most bytes that one token stands for."""
         ...
