@@ -78,7 +78,13 @@ class OneReplica:
 
 
 class Unobserved:
-    """The scheduler's `StepObserver` for nobody."""
+    """The scheduler's `StepObserver` and its `Readiness`, where nothing is watched."""
+
+    def ready(self) -> None:
+        pass
+
+    def not_ready(self, reason: str) -> None:
+        pass
 
     def arrived(self, requests: Sequence[Request]) -> None:
         pass
@@ -199,6 +205,7 @@ class InProcess:
             RunnerExecutor(worker.runner, self._compute),
             OneReplica(),
             local,
+            Unobserved(),
             Unobserved(),
         )
         inference = Inference(

@@ -81,6 +81,14 @@ class GrpcServer:
         for name in ("", *self._names):
             await self._health.set(name, value)
 
+    async def set_ready(self, ready: bool) -> None:
+        """What health answers for each of the services. The server itself, the name "", goes on
+        serving: a service that waits for another one is alive.
+        """
+        state = health_pb2.HealthCheckResponse.ServingStatus
+        for name in self._names:
+            await self._health.set(name, state.SERVING if ready else state.NOT_SERVING)
+
     async def drain(self, grace_seconds: float) -> None:
         """Turns NOT_SERVING, takes no new calls, gives running ones the grace, then ends them."""
         await self._health.enter_graceful_shutdown()

@@ -19,6 +19,7 @@ from services.common.settings import load_settings
 from services.common.telemetry import configure_tracing
 from services.scheduler.adapters.door import Door
 from services.scheduler.adapters.pool_client import PoolClient
+from services.scheduler.adapters.readiness import ReplicaReadiness
 from services.scheduler.adapters.replica import ReplicaClient, ReplicaShape
 from services.scheduler.adapters.servicer import SchedulerServicer
 from services.scheduler.adapters.sessions import Sessions
@@ -64,13 +65,15 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
         config = make_config(settings, shape)
         pool_port = TracedPool(pool, tracing)
         with scheduler_with_log(settings.step_log, config, pool_port, shape) as scheduler:
-            counts, sessions = StepCounts(), Sessions()
+            counts, sessions, server = StepCounts(), Sessions(), GrpcServer()
+            readiness = ReplicaReadiness(sessions, server.set_ready)
             engine = Engine(
                 scheduler,
                 TracedExecutor(workers, tracing),
                 replica,
                 sessions,
                 StepTracer(tracing, counts),
+                readiness,
             )
             incarnation, model_name = uuid.uuid4().hex, shape.description.model_name
             statistics = Statistics(engine, sessions, counts, incarnation, model_name)
@@ -86,7 +89,7 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
             opened = what_is_served(shape, config, incarnation)
             servicer = SchedulerServicer(engine, door, sessions, statistics, opened)
             with serving_metrics(statistics, settings.metrics_host, settings.metrics_port):
-                await _serve_engine(settings, engine, servicer, stop)
+                await _serve_engine(settings, server, engine, servicer, readiness, stop)
     except Aborted:
         logger.info("told to stop before pool and workers were there")
     finally:
@@ -175,12 +178,13 @@ async def _unless_stopped(replica: ReplicaClient, stop: asyncio.Event) -> Replic
 
 async def _serve_engine(
     settings: SchedulerSettings,
+    server: GrpcServer,
     engine: Engine,
     servicer: SchedulerServicer,
+    readiness: ReplicaReadiness,
     stop: asyncio.Event,
 ) -> None:
     """Runs the engine and its server together; a defect in the engine ends the process."""
-    server = GrpcServer()
     server.add(
         scheduler_pb2_grpc.add_SchedulerServicer_to_server,
         servicer,
@@ -191,13 +195,16 @@ async def _serve_engine(
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(engine.run(), name="engine")
             await server.set_serving(True)
+            announcing = tasks.create_task(readiness.run(), name="readiness")
             logger.info("serving on %s", address)
             await stop.wait()
+            readiness.drain()
             servicer.drain()
             await server.drain(settings.drain_seconds)
             with suppress(TimeoutError):
                 async with asyncio.timeout(LAST_STEP_SECONDS), engine.standstill():
                     logger.info("drained; no step is in flight")
+            announcing.cancel()
             running.cancel()
     finally:
         await server.drain(0)  # when it was the engine that ended

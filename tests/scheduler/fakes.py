@@ -160,6 +160,19 @@ class Inbox:
                 await self._news.wait()
 
 
+class ReadinessLog:
+    """A `Readiness` that keeps what it is told: "" when a step can run, else why none can."""
+
+    def __init__(self) -> None:
+        self.lacks: list[str] = []
+
+    def ready(self) -> None:
+        self.lacks.append("")
+
+    def not_ready(self, reason: str) -> None:
+        self.lacks.append(reason)
+
+
 class Watcher:
     """A `StepObserver` that counts, and sees to it that what begins also ends."""
 

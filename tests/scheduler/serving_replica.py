@@ -64,6 +64,7 @@ class Gateway:
     def __init__(self, stub: scheduler_pb2_grpc.SchedulerStub) -> None:
         self.call = stub.Session()
         self.opened: scheduler_pb2.SessionOpened | None = None
+        self.states: list[scheduler_pb2.ReplicaState] = []
         self.heard: dict[int, Heard] = {}
         self.error: Exception | None = None
         self._news = asyncio.Event()
@@ -119,10 +120,14 @@ class Gateway:
     async def _read(self) -> None:
         try:
             async for response in self.call:
-                if response.WhichOneof("message") == "opened":
-                    self.opened = response.opened
-                else:
-                    self._take(response.deltas)
+                match response.WhichOneof("message"):
+                    case "opened":
+                        self.opened = response.opened
+                    case "state":
+                        assert self.opened is not None, "opened comes first"
+                        self.states.append(response.state)
+                    case "deltas":
+                        self._take(response.deltas)
                 self._news.set()
         except grpc.aio.AioRpcError as error:
             self.error = from_rpc_error(error)

@@ -110,11 +110,12 @@ class Replica:
         writer = asyncio.create_task(self._write(call))
         try:
             async for response in call:
-                if response.WhichOneof("message") == "deltas":
-                    self._apply(response.deltas)
-                else:
-                    opened = True
-                    self._opened(response.opened)
+                match response.WhichOneof("message"):
+                    case "deltas":
+                        self._apply(response.deltas)
+                    case "opened":
+                        opened = True
+                        self._opened(response.opened)
             self._ended("the scheduler ended the session")
         except grpc.aio.AioRpcError as error:
             self._ended(f"{error.code().name}: {error.details()}")

@@ -39,6 +39,7 @@ class Outbox:
         self._untaken: dict[int, list[int]] = {}
         self._deltas = scheduler_pb2.StepDeltas()
         self._is_empty = True
+        self._state: scheduler_pb2.ReplicaState | None = None
         self._waking = asyncio.Event()
 
     def admitted(self, handle: int, num_cached_tokens: int) -> None:
@@ -85,6 +86,11 @@ class Outbox:
         self._is_empty = False
         self.flush()
 
+    def state(self, state: scheduler_pb2.ReplicaState) -> None:
+        """Whether the replica can run a step; replaces a state that was not taken."""
+        self._state = state
+        self._waking.set()
+
     def flush(self) -> None:
         """Lets the reader have what was collected."""
         if not self._is_empty:
@@ -96,9 +102,14 @@ class Outbox:
         self._waking.set()
 
     async def wait(self) -> None:
-        """Until there are news, or `wake` was called since the last news were taken."""
+        """Until there are news or a state, or `wake` was called since the last were taken."""
         await self._waking.wait()
         self._waking.clear()
+
+    def take_state(self) -> scheduler_pb2.ReplicaState | None:
+        """The newest state, unless it was taken."""
+        state, self._state = self._state, None
+        return state
 
     def take(self) -> scheduler_pb2.StepDeltas:
         """All news there are."""

@@ -59,8 +59,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         logger.info("session of %s opened", session.gateway_id)
         try:
             yield scheduler_pb2.SessionResponse(opened=self._opened)
-            async for deltas in self._news(session, reader):
-                yield scheduler_pb2.SessionResponse(deltas=deltas)
+            yield scheduler_pb2.SessionResponse(state=self._sessions.state)
+            async for news in self._news(session, reader):
+                yield news
             if reader.done():
                 reader.result()
         finally:
@@ -141,13 +142,15 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
 
     async def _news(
         self, session: GatewaySession, reader: asyncio.Task[None]
-    ) -> AsyncIterator[scheduler_pb2.StepDeltas]:
+    ) -> AsyncIterator[scheduler_pb2.SessionResponse]:
         """What the outbox collects, until the gateway has said its last or the drain is done."""
         outbox = session.outbox
         reader.add_done_callback(lambda _: outbox.wake())
         while True:
-            if outbox.has_news:
-                yield outbox.take()
+            if (state := outbox.take_state()) is not None:
+                yield scheduler_pb2.SessionResponse(state=state)
+            elif outbox.has_news:
+                yield scheduler_pb2.SessionResponse(deltas=outbox.take())
             elif reader.done() or (self._is_draining and not session.requests):
                 return
             else:

@@ -64,6 +64,8 @@ class Sessions:
         self.num_finished = 0
         self.num_corrupted = 0
         """Of those that finished, requests whose logits held NaN."""
+        self.state = scheduler_pb2.ReplicaState(ready=True)
+        """Whether a step can run, as last announced."""
         self._sessions: set[GatewaySession] = set()
         self._owners: dict[Request, _Owner] = {}
         self._sorted: Sequence[Request] = ()
@@ -87,6 +89,12 @@ class Sessions:
         session.requests.clear()
         self._sorted = ()
         return orphans
+
+    def announce(self, state: scheduler_pb2.ReplicaState) -> None:
+        """Tells every session whether a step can run."""
+        self.state = state
+        for session in self._sessions:
+            session.outbox.state(state)
 
     def wake(self) -> None:
         """Lets every session look whether it should end."""

@@ -13,6 +13,7 @@ from services.scheduler.core.ports import (
     Delivery,
     Executor,
     PoolLost,
+    Readiness,
     Replica,
     StepObserver,
     WorkersLost,
@@ -46,6 +47,7 @@ class Engine:
         replica: Replica,
         delivery: Delivery,
         observer: StepObserver,
+        readiness: Readiness,
     ) -> None:
         self.scheduler = scheduler
         self.state = EngineState.IDLE
@@ -54,6 +56,7 @@ class Engine:
         self._replica = replica
         self._delivery = delivery
         self._observer = observer
+        self._readiness = readiness
         self._arrivals: list[Request] = []
         self._aborts: list[Request] = []
         self._in_flight: deque[tuple[StepPlan, asyncio.Future[StepOutput]]] = deque()
@@ -217,6 +220,7 @@ class Engine:
         """Starts over with whoever is there, or comes back: requests keep their tokens."""
         logger.warning("%s; recovering", lost.message)
         self.state, self.state_reason = EngineState.RECOVERING, lost.message
+        self._readiness.not_ready(lost.message)
         async with self._turns:
             self._drop_steps()
             self._turns.notify_all()
@@ -224,6 +228,7 @@ class Engine:
         self._observer.lost(preempted)
         await self._replica.reopen()
         self.state_reason = ""
+        self._readiness.ready()
         logger.info("recovered; %d requests are computed again", len(preempted))
 
     def _drop_steps(self) -> None:

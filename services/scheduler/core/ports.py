@@ -165,6 +165,16 @@ class Replica(Protocol):
         """
 
 
+class Readiness(Protocol):
+    """Those who are told whether a step can run. Never blocks."""
+
+    def ready(self) -> None:
+        """Pool and workers are there."""
+
+    def not_ready(self, reason: str) -> None:
+        """Pool or workers are away; `reason` says which, in one sentence."""
+
+
 class Delivery(Protocol):
     """The way back to those who wait for tokens."""
 

@@ -87,6 +87,14 @@ async def test_health_says_serving_only_when_told_to(served: Served) -> None:
     assert failed.value.code() is grpc.StatusCode.NOT_FOUND
 
 
+async def test_a_service_that_is_not_ready_leaves_its_server_alive(served: Served) -> None:
+    await served.server.set_serving(True)
+    await served.server.set_ready(False)
+    assert (await served.health(), await served.health(NAME)) == (SERVING, NOT_SERVING)
+    await served.server.set_ready(True)
+    assert await served.health(NAME) == SERVING
+
+
 async def test_reflection_lists_what_is_served(served: Served) -> None:
     stub = reflection_pb2_grpc.ServerReflectionStub(served.channel)
     call = stub.ServerReflectionInfo(

@@ -18,6 +18,7 @@ from tests.scheduler.fakes import (
     FakeReplica,
     FragilePool,
     Inbox,
+    ReadinessLog,
     Watcher,
 )
 from tests.scheduler.paged_model import continuation
@@ -42,7 +43,10 @@ class Bench:
         self.watcher = Watcher()
         shape = SchedulerConfig(block_size=BLOCK_SIZE, num_blocks=num_blocks, **limits | config)
         scheduler = Scheduler(shape, self.pool)
-        self.engine = Engine(scheduler, self.executor, self.replica, self.inbox, self.watcher)
+        self.readiness = ReadinessLog()
+        self.engine = Engine(
+            scheduler, self.executor, self.replica, self.inbox, self.watcher, self.readiness
+        )
         self._num_requests = 0
         self._num_usable_blocks = num_blocks - 1
 
@@ -301,6 +305,7 @@ async def test_while_a_part_is_away_requests_wait_and_can_be_aborted(bench: Benc
     bench.executor.lose()
     await eventually(lambda: bench.engine.state is EngineState.RECOVERING)
     assert bench.engine.state_reason == "the workers are away"
+    assert bench.readiness.lacks == ["the workers are away"]
     bench.add("b", prompt(5), max_tokens=3)
     assert bench.engine.num_waiting == 2
     bench.engine.abort([first])
