@@ -1,0 +1,190 @@
+"""Streams that never end, each answer held to what the same request brought undisturbed."""
+
+import asyncio
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from random import Random
+
+import grpc
+from stepwell.common.v1 import common_pb2
+from stepwell.gateway.v1 import gateway_pb2, gateway_pb2_grpc
+
+from services.common.channel import open_channel
+
+ANSWER_SECONDS = 120.0
+_ASK_AGAIN_SECONDS = 0.05
+_PREFIX_SHARE = 0.6
+
+
+@dataclass(slots=True)
+class Answer:
+    """What came for one request so far. `logprobs`: of the sampled tokens, where asked for."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    text: str = ""
+
+    def add(self, piece: gateway_pb2.GenerateResponse) -> None:
+        """Takes in a piece of the stream."""
+        self.token_ids += piece.token_ids
+        self.text += piece.text
+        if piece.logprobs.width:
+            self.logprobs += piece.logprobs.logprobs[:: piece.logprobs.width]
+
+    def difference(self, other: "Answer") -> str:
+        """What differs from another answer; empty if nothing does."""
+        pairs = zip(self.token_ids, other.token_ids, strict=False)
+        for place, (ours, theirs) in enumerate(pairs):
+            if ours != theirs:
+                return f"token {place} is {ours}, not {theirs}"
+        if len(self.token_ids) != len(other.token_ids):
+            return f"{len(self.token_ids)} tokens, not {len(other.token_ids)}"
+        if self.logprobs != other.logprobs:
+            return "other log-probabilities"
+        return "" if self.text == other.text else "another text"
+
+
+@dataclass(slots=True)
+class Counts:
+    """How the answers ended."""
+
+    good: int = 0
+    failed: Counter[str] = field(default_factory=Counter)
+    changed: Counter[str] = field(default_factory=Counter)
+    with_gateway: int = 0
+    """Answers that ended because the gateway was made to end."""
+
+
+class Streams:
+    """Requests that are asked again and again, all at once, over one channel.
+
+    Half are greedy, half are sampled with a seed, some with penalties, some with
+    log-probabilities. Many prompts begin alike.
+    """
+
+    def __init__(
+        self, address: str, count: int, vocab_size: int, num_prompt_tokens: int, num_tokens: int
+    ) -> None:
+        self.counts = Counts()
+        self.expects_gateway_loss = False
+        self._requests = [
+            make_request(number, vocab_size, num_prompt_tokens, num_tokens)
+            for number in range(count)
+        ]
+        self._channel = open_channel(address)
+        self._stub = gateway_pb2_grpc.InferenceStub(self._channel)
+        self._expected: list[Answer] = []
+        self._stopping = False
+        self._last_piece = 0.0
+        self._since = 0.0
+        self._last_pieces = [0.0] * count
+        self._silence = self._longest_gap = 0.0
+        self._progressed: set[int] = set()
+        self.all_progressed = asyncio.Event()
+
+    async def measure(self) -> None:
+        """Asks each request alone, undisturbed, for what it must bring ever after."""
+        self._expected = [
+            await self._ask(number, Answer()) for number in range(len(self._requests))
+        ]
+
+    async def run(self) -> None:
+        """Asks all at once until `stop`; returns when the last answers have come."""
+        async with asyncio.TaskGroup() as streams:
+            for number in range(len(self._requests)):
+                streams.create_task(self._repeat(number))
+
+    def stop(self) -> None:
+        """Lets the answers that are on their way be the last."""
+        self._stopping = True
+
+    async def close(self) -> None:
+        """Closes the channel."""
+        await self._channel.close()
+
+    def mark(self) -> None:
+        """Begins a measurement of silences."""
+        self._since = time.monotonic()
+        self._silence = self._longest_gap = 0.0
+        self.expect_progress()
+
+    def expect_progress(self) -> None:
+        """Clears `all_progressed`, which is set once each stream has brought something since."""
+        self._progressed.clear()
+        self.all_progressed.clear()
+
+    @property
+    def silence_seconds(self) -> float:
+        """The longest time since the mark in which no stream brought anything."""
+        return max(self._silence, time.monotonic() - max(self._since, self._last_piece))
+
+    @property
+    def longest_gap_seconds(self) -> float:
+        """The longest time since the mark between two pieces of one answer."""
+        return self._longest_gap
+
+    async def _repeat(self, number: int) -> None:
+        while not self._stopping:
+            answer = Answer()
+            try:
+                await self._ask(number, answer)
+            except grpc.aio.AioRpcError as error:
+                if self.expects_gateway_loss:
+                    self.counts.with_gateway += 1
+                else:
+                    self.counts.failed[f"{error.code().name}: {error.details()}"] += 1
+                await asyncio.sleep(_ASK_AGAIN_SECONDS)
+                continue
+            difference = answer.difference(self._expected[number])
+            if difference:
+                self.counts.changed[f"stream {number}: {difference}"] += 1
+            else:
+                self.counts.good += 1
+
+    async def _ask(self, number: int, answer: Answer) -> Answer:
+        begun = False
+        call = self._stub.Generate(
+            self._requests[number], timeout=ANSWER_SECONDS, wait_for_ready=True
+        )
+        async for piece in call:
+            answer.add(piece)
+            self._came(number, begun)
+            begun = True
+        return answer
+
+    def _came(self, number: int, begun: bool) -> None:
+        now = time.monotonic()
+        self._silence = max(self._silence, now - max(self._last_piece, self._since))
+        self._last_piece = now
+        if begun and now > self._since:
+            gap = now - max(self._last_pieces[number], self._since)
+            self._longest_gap = max(self._longest_gap, gap)
+        self._last_pieces[number] = now
+        self._progressed.add(number)
+        if len(self._progressed) == len(self._requests):
+            self.all_progressed.set()
+
+
+def make_request(
+    number: int, vocab_size: int, num_prompt_tokens: int, num_tokens: int
+) -> gateway_pb2.GenerateRequest:
+    """The request of a stream: a function of its number."""
+    draw, family = Random(f"stream/{number}"), Random(f"family/{number % 4}")
+    length = draw.randrange(num_prompt_tokens // 2, num_prompt_tokens)
+    common = int(_PREFIX_SHARE * length)
+    prompt = [
+        (family if place < common else draw).randrange(3, vocab_size) for place in range(length)
+    ]
+    sampling = common_pb2.SamplingParams(temperature=0, max_tokens=num_tokens)
+    if number % 2:
+        sampling.MergeFrom(common_pb2.SamplingParams(temperature=1.0, seed=number))
+    if number % 8 == 3:
+        sampling.MergeFrom(common_pb2.SamplingParams(top_p=0.9, top_k=50))
+    if number % 8 == 5:
+        sampling.frequency_penalty = 0.3
+    if number % 4 < 2:
+        sampling.logprobs = 0
+    return gateway_pb2.GenerateRequest(
+        token_ids=common_pb2.TokenIds(ids=prompt), sampling=sampling, ignore_eos=True
+    )

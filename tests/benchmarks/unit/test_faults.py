@@ -1,0 +1,52 @@
+"""What a fault campaign draws, and how it judges answers."""
+
+import signal
+from collections import Counter
+from random import Random
+
+from benchmarks.fault_streams import Answer, Counts, make_request
+from benchmarks.faults import Effect, Fault, draw_fault, report
+
+NAMES = ["scheduler-0", "kvpool-0", "worker-0"]
+
+
+def test_faults_hit_up_to_three_services_once_each_and_repeat_with_the_seed() -> None:
+    drawn = [draw_fault(Random(seed), NAMES) for seed in range(200)]
+    assert drawn == [draw_fault(Random(seed), NAMES) for seed in range(200)]
+    for fault in drawn:
+        victims = [name for _, name, _ in fault.hits]
+        assert len(set(victims)) == len(victims)
+    assert {len(fault.hits) for fault in drawn} == {1, 2, 3}
+    assert {number for fault in drawn for _, _, number in fault.hits} == {
+        signal.SIGKILL,
+        signal.SIGSTOP,
+        signal.SIGTERM,
+    }
+
+
+def test_an_answer_differs_by_its_first_other_token_its_length_or_its_last_bits() -> None:
+    whole = Answer([7, 8, 9], [-0.5, -0.25, -1.0], "abc")
+    assert whole.difference(Answer([7, 8, 9], [-0.5, -0.25, -1.0], "abc")) == ""
+    assert whole.difference(Answer([7, 6, 9])) == "token 1 is 8, not 6"
+    assert whole.difference(Answer([7, 8])) == "3 tokens, not 2"
+    assert whole.difference(Answer([7, 8, 9], [-0.5, -0.25, -1.0000001])) == (
+        "other log-probabilities"
+    )
+    assert whole.difference(Answer([7, 8, 9], [-0.5, -0.25, -1.0], "abd")) == "another text"
+
+
+def test_a_stream_asks_the_same_request_each_time() -> None:
+    requests = [make_request(number, 4096, 160, 200) for number in range(28)]
+    assert requests == [make_request(number, 4096, 160, 200) for number in range(28)]
+    seeds = {request.sampling.seed for request in requests if request.sampling.temperature}
+    assert len(seeds) == 14
+
+
+def test_the_report_counts_failures_and_shows_the_longest_silence_of_each_kind() -> None:
+    fault = Fault(((0.0, "kvpool-1", signal.SIGKILL),))
+    effects = [Effect(fault, 0.5, 0.6, True), Effect(fault, 1.5, 2.0, False)]
+    counts = Counts(good=12, failed=Counter({"UNAVAILABLE: gone": 2}))
+    text = report(effects, counts)
+    assert "| kvpool, SIGKILL | 2 | 1.00 / 1.50 | 2.00 |" in text
+    assert "2 faults, 1 without recovery; 12 answers are right, 2 failed, 0 changed" in text
+    assert "2 times UNAVAILABLE: gone" in text
