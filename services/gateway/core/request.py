@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from services.common.errors import InvalidArgument, OutOfRange
 from services.common.prompt_embeds import PromptEmbeds
 from services.gateway.core.sampling import Sampling, check_sampling, check_token_ids
-from services.gateway.core.seeds import child_seed
+from services.gateway.core.seeds import answer_seed
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_LENGTH = 1024
@@ -114,11 +114,13 @@ def to_engine_requests(
     arrival_unix_nanos: int,
     traceparent: str,
 ) -> list[EngineRequest]:
-    """The sequences of a checked request, prompt by prompt. `seed` holds if it names none."""
-    seed = request.sampling.seed if request.sampling.seed is not None else seed
+    """The sequences of a checked request, prompt by prompt.
+
+    Where the request names no seed, those of its sequences are derived from `seed`.
+    """
     eos_token_ids = () if request.ignore_eos else limits.eos_token_ids
     sequences: list[EngineRequest] = []
-    for prompt in request.prompts:
+    for number, prompt in enumerate(request.prompts):
         max_tokens = _max_tokens(request, len(prompt.token_ids), limits)
         for child in range(request.n):
             name = request.request_id
@@ -129,7 +131,7 @@ def to_engine_requests(
                     prompt_embeds=prompt.embeds,
                     sampling=replace(
                         request.sampling,
-                        seed=child_seed(seed, child),
+                        seed=answer_seed(request.sampling.seed, seed, number, child, request.n),
                         max_tokens=max_tokens,
                         eos_token_ids=eos_token_ids,
                     ),

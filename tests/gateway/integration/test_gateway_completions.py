@@ -73,6 +73,23 @@ async def test_many_prompts_in_every_form(served: Serving) -> None:
     assert many["usage"]["completion_tokens"] == 20
 
 
+async def test_without_a_seed_every_answer_draws_on_its_own(served: Serving) -> None:
+    """Equal prompts of one request differ, and so do the draws of prompts of one length."""
+    ask = {"prompt": ["the hello"] * 16 + ["the world"] * 16, "n": 2, "max_tokens": 5}
+    await served.http.post("/v1/completions", json=ask)
+    assert len({add.sampling.seed for add in served.scheduler.adds}) == 64
+
+
+async def test_a_seed_holds_for_each_prompt_as_if_it_came_alone(served: Serving) -> None:
+    ask = {"n": 3, "seed": 11, "max_tokens": 5}
+    for prompt in (["the", "world", "the"], "world"):
+        await served.http.post("/v1/completions", json={"prompt": prompt} | ask)
+    seeds = [add.sampling.seed for add in served.scheduler.adds]
+    assert seeds[0] == 11
+    assert len(set(seeds[:3])) == 3
+    assert seeds == seeds[:3] * 4
+
+
 async def test_the_default_length_is_openais(served: Serving) -> None:
     body = (await served.http.post("/v1/completions", json={"prompt": "the"})).json()
     assert body["usage"]["completion_tokens"] == 16
