@@ -1,12 +1,15 @@
 """How one request samples: the contract's parameters with defaults resolved, and their ranges."""
 
-import math
 from dataclasses import dataclass
 
 from services.common.errors import InvalidArgument
 from services.common.repetition import RepetitionDetection
 
 MAX_SEED = 2**64 - 1
+MAX_INT32 = 2**31 - 1
+MAX_FLOAT32 = 2.0**128 - 2.0**104
+# Beyond these a penalised logit is no float32 any more, and nothing is left to sample from.
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 2.0**-100, 2.0**100
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +59,13 @@ class SamplingParams:
             self.repetition_detection.validate()
 
     def _validate_numbers(self, vocab_size: int) -> None:
-        if not 0 <= self.temperature < math.inf:
-            raise _invalid("temperature", f"is {self.temperature}, not in [0, inf)")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise _invalid("repetition_penalty", f"is {self.repetition_penalty}, not in (0, inf)")
+        _require_range("temperature", self.temperature, 0, MAX_FLOAT32)
+        _require_range(
+            "repetition_penalty",
+            self.repetition_penalty,
+            MIN_REPETITION_PENALTY,
+            MAX_REPETITION_PENALTY,
+        )
         if not 0 < self.top_p <= 1:
             raise _invalid("top_p", f"is {self.top_p}, not in (0, 1]")
         _require_range("min_p", self.min_p, 0, 1)
@@ -67,8 +73,7 @@ class SamplingParams:
         _require_range("frequency_penalty", self.frequency_penalty, -2, 2)
         _require_range("seed", self.seed, 0, MAX_SEED)
         for field, count in (("top_k", self.top_k), ("min_tokens", self.min_tokens)):
-            if count < 0:
-                raise _invalid(field, f"is {count}, below 0")
+            _require_range(field, count, 0, MAX_INT32)
         for field, wanted in (
             ("logprobs", self.logprobs),
             ("prompt_logprobs", self.prompt_logprobs),

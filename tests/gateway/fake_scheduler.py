@@ -44,6 +44,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
     max_request_tokens: int = 480
     eos_token_ids: tuple[int, ...] = (0,)
     priority_scheduling: bool = True
+    hidden_size: int = 4
     # What every request is answered with, in place of the formula.
     answer: list[int] | None = None
     # Steps that may be taken; None: any number.
@@ -136,6 +137,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
             block_size=16,
             eos_token_ids=self.eos_token_ids,
             priority_scheduling=self.priority_scheduling,
+            hidden_size=self.hidden_size,
         )
 
     def token_at(self, sequence: Sequence, position: int) -> int:

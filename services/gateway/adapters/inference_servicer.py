@@ -1,5 +1,6 @@
 """The gRPC service `Inference`: messages in, the core's words, messages out."""
 
+import asyncio
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -122,6 +123,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
     async def _prompt(self, request: gateway_pb2.GenerateRequest) -> Prompt:
         if request.WhichOneof("prompt") == "embeds":
             embeds = prompt_embeds_from_message(request.embeds)
+            await asyncio.to_thread(embeds.check_finite)
             return Prompt(embeds.placeholders, embeds=embeds)
         return Prompt(await self._prompt_tokens(request))
 

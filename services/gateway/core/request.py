@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 
 from services.common.errors import InvalidArgument, OutOfRange
 from services.common.prompt_embeds import PromptEmbeds
+from services.common.sampling import MAX_INT32
 from services.gateway.core.sampling import Sampling, check_sampling, check_token_ids
 from services.gateway.core.seeds import answer_seed
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_LENGTH = 1024
 MAX_CACHE_SALT_BYTES = 256
-INT32_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +207,7 @@ def _check_stop(stop: Sequence[str]) -> None:
 
 
 def _check_priority(priority: int, limits: ModelLimits) -> None:
-    if abs(priority) > INT32_MAX:
+    if abs(priority) > MAX_INT32:
         raise InvalidArgument("priority must fit in 32 bits", field="priority")
     if priority and not limits.priority_scheduling:
         raise InvalidArgument(

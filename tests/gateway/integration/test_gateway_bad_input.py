@@ -1,10 +1,13 @@
 """What is wrong with a request is said by name, and nothing is enqueued."""
 
+import base64
 import json
 from typing import Any
 
 import openai
 import pytest
+import torch
+from safetensors.torch import save
 from stepwell.scheduler.v1 import scheduler_pb2
 
 from tests.gateway.fake_scheduler import FakeScheduler
@@ -35,6 +38,36 @@ COMPLETIONS: list[tuple[str, dict[str, Any], str]] = [
     ("negative temperature", {"prompt": "a", "temperature": -0.1}, "temperature"),
     ("top_p of zero", {"prompt": "a", "top_p": 0}, "top_p"),
     ("top_k below -1", {"prompt": "a", "top_k": -2}, "top_k"),
+    ("top_k beyond int32", {"prompt": "a", "top_k": 2**31}, "top_k"),
+    ("top_k beyond the wire", {"prompt": "a", "top_k": 2**32}, "top_k"),
+    ("top_k of int64", {"prompt": "a", "top_k": 2**63 - 1}, "top_k"),
+    ("top_k below int64", {"prompt": "a", "top_k": -(2**63) - 1}, "top_k"),
+    ("max_tokens beyond the wire", {"prompt": "a", "max_tokens": 2**63 - 1}, "max_tokens"),
+    ("min_tokens beyond the wire", {"prompt": "a", "min_tokens": 2**63 - 1}, "min_tokens"),
+    ("negative min_tokens", {"prompt": "a", "min_tokens": -1}, "min_tokens"),
+    ("n beyond the wire", {"prompt": "a", "n": 2**63 - 1}, "n"),
+    ("negative n", {"prompt": "a", "n": -1}, "n"),
+    ("priority beyond int32", {"prompt": "a", "priority": 2**31}, "priority"),
+    ("logprobs beyond the wire", {"prompt": "a", "logprobs": 2**63 - 1}, "logprobs"),
+    ("negative logprobs", {"prompt": "a", "logprobs": -1}, "logprobs"),
+    ("all prompt logprobs", {"prompt": "a", "prompt_logprobs": -1}, "prompt_logprobs"),
+    ("stop token beyond int32", {"prompt": "a", "stop_token_ids": [2**31]}, "stop_token_ids[0]"),
+    ("best_of beyond the wire", {"prompt": "a", "best_of": 2**63 - 1}, "best_of"),
+    ("bias of a huge token", {"prompt": "a", "logit_bias": {"9999999999": 1}}, "logit_bias"),
+    ("no float32", {"prompt": "a", "temperature": 1e39}, "temperature"),
+    (
+        "penalty that no logit survives",
+        {"prompt": "a", "repetition_penalty": 1e-40},
+        "repetition_penalty",
+    ),
+    (
+        "pattern beyond the wire",
+        {
+            "prompt": "a",
+            "repetition_detection": {"max_pattern_size": 2**63 - 1, "min_count": 2},
+        },
+        "repetition_detection.max_pattern_size",
+    ),
     ("min_p above one", {"prompt": "a", "min_p": 1.5}, "min_p"),
     ("n of zero", {"prompt": "a", "n": 0}, "n"),
     ("n too large", {"prompt": "a", "n": 257}, "n"),
@@ -267,6 +300,15 @@ async def test_the_engine_may_give_up(served: Serving) -> None:
         with pytest.raises(openai.InternalServerError, match="the logits held NaN") as ended:
             await client.completions.create(model="tiny", prompt="a")
     assert ended.value.code == "nan_in_logits"
+
+
+async def test_embeddings_that_the_model_cannot_compute_with_are_the_clients(
+    served: Serving,
+) -> None:
+    """Finite numbers, but too large: what becomes NaN then is no defect here."""
+    served.scheduler.engine_error = "the logits held NaN"
+    file = base64.b64encode(save({"a": torch.full((3, 4), 3e38)})).decode()
+    await refused(served, "/v1/completions", {"prompt_embeds": file}, "prompt_embeds")
 
 
 async def test_what_would_be_costly_is_refused_before_it_is_done(served: Serving) -> None:

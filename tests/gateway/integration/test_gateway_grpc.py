@@ -90,6 +90,22 @@ async def test_nan_in_the_logits_is_an_error_that_says_so(served: Serving) -> No
         ({"text": "a", "model": "gpt"}, grpc.StatusCode.NOT_FOUND, "model"),
         ({"text": "a", "n": 0}, grpc.StatusCode.INVALID_ARGUMENT, "n"),
         (
+            {
+                "embeds": {
+                    "num_tokens": 2,
+                    "dtype": common_pb2.EMBEDS_DTYPE_BFLOAT16,
+                    "data": b"\x80\x3f" * 7 + b"\x80\x7f",
+                }
+            },
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "prompt_embeds",
+        ),
+        (
+            {"text": "a", "sampling": {"top_k": 2**31}},
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "top_k",
+        ),
+        (
             {"text": "a", "sampling": {"temperature": float("nan")}},
             grpc.StatusCode.INVALID_ARGUMENT,
             "temperature",

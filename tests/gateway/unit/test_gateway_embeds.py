@@ -69,6 +69,14 @@ def test_what_is_none_is_refused(problem: str) -> None:
         {"a": []},
         {"a": {**ENTRY, "shape": [6]}},
         {"a": {**ENTRY, "shape": ["2", "3"]}},
+        {"a": {**ENTRY, "shape": [2.0, 3]}},
+        {"a": {**ENTRY, "shape": [2, 3.0]}},
+        {"a": {**ENTRY, "shape": [True, 6]}},
+        {"a": {**ENTRY, "shape": [6, True]}},
+        {"a": {**ENTRY, "shape": [2, 3, 1]}},
+        {"a": {**ENTRY, "dtype": []}},
+        {"a": {**ENTRY, "data_offsets": [False, 24]}},
+        {"a": {**ENTRY, "data_offsets": [0, 24.0]}},
         {"a": {**ENTRY, "data_offsets": [-24, 24]}},
         {"a": {**ENTRY, "data_offsets": None}},
         {"a": {**ENTRY, "shape": [-2, -3]}},
@@ -88,3 +96,27 @@ def test_rows_without_numbers_stand_for_nothing() -> None:
 def test_a_length_beyond_the_file() -> None:
     with pytest.raises(InvalidArgument, match="is not a safetensors file"):
         read_prompt_embeds(encoded((2**63).to_bytes(8, "little") + b"{}"))
+
+
+STORED = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("number", [float("nan"), -float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("place", [0, 70_000, 199_999])
+def test_numbers_that_are_not_finite_are_refused(
+    stored: torch.dtype, number: float, place: int
+) -> None:
+    matrix = torch.zeros(200_000).to(stored)
+    matrix[place] = number
+    with pytest.raises(InvalidArgument, match="prompt_embeds holds NaN or infinity") as caught:
+        read_prompt_embeds(encoded(save({"a": matrix.view(2, -1)})))
+    assert caught.value.field == "prompt_embeds"
+
+
+@pytest.mark.parametrize("stored", STORED)
+def test_the_largest_and_the_smallest_numbers_are_finite(stored: torch.dtype) -> None:
+    info = torch.finfo(stored)
+    row = torch.tensor([info.max, info.min, info.tiny, -info.tiny, info.eps, -1.0, 0.0, -0.0])
+    matrix = row.to(stored).repeat(3, 1)
+    assert read_prompt_embeds(encoded(save({"a": matrix}))).num_tokens == 3

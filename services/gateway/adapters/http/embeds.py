@@ -27,15 +27,17 @@ def read_prompt_embeds(encoded: str) -> PromptEmbeds:
     name, entry = _only_tensor(file[_LENGTH_BYTES:begin])
     try:
         dtype = EmbedsDtype(entry["dtype"])
-        num_tokens, hidden_size = entry["shape"]
-        first, end = entry["data_offsets"]
+        num_tokens, hidden_size = _two_sizes(entry["shape"])
+        first, end = _two_sizes(entry["data_offsets"])
         data = file[begin + first : begin + end]
         is_whole = hidden_size > 0 and len(data) == num_tokens * hidden_size * dtype.itemsize
     except (KeyError, TypeError, ValueError) as error:
         raise _refusal(f"must hold a matrix in F32, BF16 or F16, and {name!r} is none") from error
     if not is_whole:
         raise _refusal("is cut short")
-    return PromptEmbeds(num_tokens, dtype, data)
+    embeds = PromptEmbeds(num_tokens, dtype, data)
+    embeds.check_finite()
+    return embeds
 
 
 def _only_tensor(header: bytes) -> tuple[str, dict[str, Any]]:
@@ -47,6 +49,13 @@ def _only_tensor(header: bytes) -> tuple[str, dict[str, Any]]:
     if len(tensors) != 1:
         raise _refusal(f"must hold one tensor, not {len(tensors)}")
     return next(iter(tensors.items()))
+
+
+def _two_sizes(pair: Any) -> tuple[int, int]:
+    first, second = pair
+    if not (type(first) is type(second) is int and min(first, second) >= 0):
+        raise ValueError("not two whole numbers from 0 on")
+    return first, second
 
 
 def _refusal(problem: str) -> InvalidArgument:
