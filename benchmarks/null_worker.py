@@ -118,7 +118,7 @@ async def serve(address: str, max_num_seqs: int, num_blocks: int, endpoint: str)
     try:
         await server.start(address)
         servicer.open(Engine(cast(Runner, runner), description(max_num_seqs, num_blocks)))
-        await server.set_serving(True)
+        await server.set_ready(True)
         while line := await asyncio.to_thread(sys.stdin.readline):
             answer = await _answer(runner, compute, json.loads(line))
             print(json.dumps(answer), flush=True)

@@ -6,14 +6,15 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common.channel import open_channel
+from services.common.server import READINESS
 
 _ASK_AGAIN_SECONDS = 0.1
 _ANSWER_SECONDS = 1.0
 
 
 async def until_serving(address: str) -> None:
-    """Returns once the server at host:port or unix:PATH answers SERVING. Asks for ever."""
-    request = health_pb2.HealthCheckRequest()
+    """Returns once the server at host:port or unix:PATH is ready. Asks for ever."""
+    request = health_pb2.HealthCheckRequest(service=READINESS)
     async with open_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         while True:

@@ -4,13 +4,21 @@ import grpc
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 
+KEEPALIVE_OPTIONS: tuple[tuple[str, int], ...] = (
+    # A ping after so long without traffic, during calls and between them. Without pings a partition
+    # goes unnoticed for half a minute and more.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # How long a peer that was stopped may leave a ping unanswered.
+    ("grpc.http2.ping_timeout_ms", 5_000),
+    # How long its machine may leave a packet unacknowledged (TCP_USER_TIMEOUT).
+    ("grpc.keepalive_timeout_ms", 5_000),
+)
+
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # Without keepalive a partition goes unnoticed for half a minute and more.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
+    *KEEPALIVE_OPTIONS,
     ("grpc.http2.max_pings_without_data", 0),
     # A service that comes back is found again within a quarter of a second.
     ("grpc.initial_reconnect_backoff_ms", 100),

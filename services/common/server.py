@@ -4,6 +4,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from inspect import isasyncgenfunction
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -12,20 +13,24 @@ from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
 from services.common import errors, status
-from services.common.channel import MAX_MESSAGE_BYTES
+from services.common.channel import KEEPALIVE_OPTIONS, MAX_MESSAGE_BYTES
 
 logger = logging.getLogger(__name__)
+
+LIVENESS = ""
+"""What health is asked about for liveness: not SERVING means that the process is to be replaced."""
+READINESS = "ready"
+"""What health is asked about for readiness: SERVING means that requests can be served now."""
 
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # Two servers on one port would share its connections silently; the second must fail.
     ("grpc.so_reuseport", 0),
-    # A dead peer is noticed in seconds, and clients may ping as often as ours do.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
+    *KEEPALIVE_OPTIONS,
+    # The shortest interval between pings of a client without traffic. After two shorter ones the
+    # server ends the connection ("Too many pings"). Left alone, grpc demands five minutes.
+    ("grpc.http2.min_ping_interval_without_data_ms", 500),
     # Without this the window grows to megabytes, and a stream that nobody reads swallows them.
     ("grpc.http2.bdp_probe", 0),
 )
@@ -33,6 +38,9 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 
 class GrpcServer:
     """Services behind one port. Add them, start, and at the end drain.
+
+    Health answers for liveness under the name "", from the start until the process ends, and for
+    readiness under "ready" and under the name of each service.
 
     `max_concurrent_rpcs` bounds accepted calls, long streams included; further ones are refused
     with RESOURCE_EXHAUSTED at once.
@@ -47,6 +55,7 @@ class GrpcServer:
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._names: list[str] = []
+        self._draining = False
 
     def add(
         self, register: Callable[[Any, grpc.aio.Server], None], servicer: Any, name: str
@@ -56,7 +65,8 @@ class GrpcServer:
         self._names.append(name)
 
     async def start(self, address: str) -> str:
-        """Binds and serves, NOT_SERVING until `set_serving`; returns the address that was bound.
+        """Binds and serves, live but not ready until `set_ready`; returns the address that was
+        bound.
 
         `address` is host:port, with port 0 for a free one, or unix:PATH. Raises Unavailable when
         it cannot be bound.
@@ -64,35 +74,43 @@ class GrpcServer:
         reflection.enable_server_reflection(
             [*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server
         )
-        await self.set_serving(False)
+        await self.set_live(True)
+        await self.set_ready(False)
         try:
             port = self._server.add_insecure_port(address)
         except RuntimeError as error:
-            raise errors.Unavailable(
-                f"cannot listen on {address}: it is taken, or no address of this machine"
-            ) from error
+            raise errors.Unavailable(f"cannot listen on {address}: {_why_not(address)}") from error
         await self._server.start()
         return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
 
-    async def set_serving(self, serving: bool) -> None:
-        """What health answers for the server and each of its services."""
-        state = health_pb2.HealthCheckResponse.ServingStatus
-        value = state.SERVING if serving else state.NOT_SERVING
-        for name in ("", *self._names):
-            await self._health.set(name, value)
-
     async def set_ready(self, ready: bool) -> None:
-        """What health answers for each of the services. The server itself, the name "", goes on
-        serving: a service that waits for another one is alive.
+        """Whether requests can be served now, as health answers it. They cannot once `drain` has
+        begun, whatever is said here.
         """
-        state = health_pb2.HealthCheckResponse.ServingStatus
-        for name in self._names:
-            await self._health.set(name, state.SERVING if ready else state.NOT_SERVING)
+        for name in (READINESS, *self._names):
+            await self._health.set(name, _status(ready and not self._draining))
+
+    async def set_live(self, live: bool) -> None:
+        """Whether the process can go on; a supervisor replaces one that cannot."""
+        await self._health.set(LIVENESS, _status(live))
 
     async def drain(self, grace_seconds: float) -> None:
-        """Turns NOT_SERVING, takes no new calls, gives running ones the grace, then ends them."""
-        await self._health.enter_graceful_shutdown()
+        """Turns not ready, takes no new calls, gives running ones the grace, then ends them."""
+        self._draining = True
+        await self.set_ready(False)
         await self._server.stop(grace_seconds)
+
+
+def _status(serving: bool) -> health_pb2.HealthCheckResponse.ServingStatus:
+    state = health_pb2.HealthCheckResponse.ServingStatus
+    return state.SERVING if serving else state.NOT_SERVING
+
+
+def _why_not(address: str) -> str:
+    """Why an address cannot be bound, as far as that can be seen."""
+    if address.startswith("unix:") and not Path(address.removeprefix("unix:")).parent.is_dir():
+        return "there is no such directory"
+    return "it is taken, or no address of this machine"
 
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):

@@ -100,7 +100,7 @@ class Gateway:
         Meanwhile the servers answer: health says no, new requests are refused as unavailable.
         """
         self.gate.close()
-        await self._grpc.set_serving(False)
+        await self._grpc.set_ready(False)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._settings.drain_seconds):
                 await self.gate.empty()
@@ -124,5 +124,5 @@ class Gateway:
         """Health over gRPC says SERVING while a replica is ready."""
         while True:
             self.fleet.changed.clear()
-            await self._grpc.set_serving(self.fleet.num_ready > 0 and self.gate.is_open)
+            await self._grpc.set_ready(self.fleet.num_ready > 0 and self.gate.is_open)
             await self.fleet.changed.wait()

@@ -66,7 +66,7 @@ class PoolService:
     async def start(self) -> str:
         """Serves; returns the address that was bound. Raises Unavailable when it is taken."""
         address = await self._server.start(self._settings.address)
-        await self._server.set_serving(True)
+        await self._server.set_ready(True)
         return address
 
     async def drain(self) -> None:

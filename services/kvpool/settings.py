@@ -11,7 +11,7 @@ class KVPoolSettings:
     """Serves pools of KV-cache blocks with their prefix indexes."""
 
     address: str = setting(
-        "127.0.0.1:9003", doc="where to listen: host:port, port 0 for a free one, or unix:PATH"
+        "127.0.0.1:9002", doc="where to listen: host:port, port 0 for a free one, or unix:PATH"
     )
     max_pools: int = setting(64, doc="pools that may be open at once", check=at_least(1))
     max_blocks_per_pool: int = setting(

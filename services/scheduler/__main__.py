@@ -194,7 +194,6 @@ async def _serve_engine(
     try:
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(engine.run(), name="engine")
-            await server.set_serving(True)
             announcing = tasks.create_task(readiness.run(), name="readiness")
             logger.info("serving on %s", address)
             await stop.wait()

@@ -58,7 +58,7 @@ async def serve(settings: WorkerSettings, membership: Membership, stop: asyncio.
         engine = await _load(settings, place, compute, stop)
         if engine is not None:
             servicer.open(engine)
-            await server.set_serving(True)
+            await server.set_ready(True)
             logger.info("serving %s on %s", engine.description.model_name, address)
             await _first({asyncio.ensure_future(stop.wait()), place.broken})
     finally:

@@ -69,7 +69,7 @@ async def test_a_bad_parameter_names_its_field(stack: Stack) -> None:
 async def test_health(stack: Stack) -> None:
     async with grpc.aio.insecure_channel(stack.grpc) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
-        for service in ("", "stepwell.gateway.v1.Inference"):
+        for service in ("", "ready", "stepwell.gateway.v1.Inference"):
             answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=10)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
 

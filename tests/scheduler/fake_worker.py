@@ -75,7 +75,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             worker_pb2_grpc.add_WorkerServicer_to_server, self, "stepwell.worker.v1.Worker"
         )
         self._address = await self._server.start(self._address)
-        await self._server.set_serving(True)
+        await self._server.set_ready(True)
         return self._address
 
     async def stop(self) -> None:

@@ -287,7 +287,7 @@ async def until_serving(
             if serving is not None and serving.done():
                 await serving
             with suppress(grpc.aio.AioRpcError):
-                answer = await health.Check(health_pb2.HealthCheckRequest())
+                answer = await health.Check(health_pb2.HealthCheckRequest(service="ready"))
                 if answer.status == health_pb2.HealthCheckResponse.SERVING:
                     return
             await asyncio.sleep(0.01)

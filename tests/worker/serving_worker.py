@@ -24,7 +24,7 @@ class ServingWorker:
         """Serves at a free port; returns the address."""
         address = await self._server.start("127.0.0.1:0")
         self._servicer.open(self._engine)
-        await self._server.set_serving(True)
+        await self._server.set_ready(True)
         return address
 
     async def stop(self) -> None:

@@ -36,7 +36,9 @@ async def until_serving(address: str) -> None:
     async with open_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         while True:
-            answer = await stub.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+            answer = await stub.Check(
+                health_pb2.HealthCheckRequest(service="ready"), wait_for_ready=True
+            )
             if answer.status == health_pb2.HealthCheckResponse.SERVING:
                 return
             await asyncio.sleep(0.05)

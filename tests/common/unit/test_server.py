@@ -17,7 +17,7 @@ from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
 from services.common.channel import MAX_MESSAGE_BYTES, open_channel
 from services.common.errors import ResourceExhausted, Unavailable
 from services.common.metrics import serving_metrics
-from services.common.server import GrpcServer
+from services.common.server import LIVENESS, READINESS, GrpcServer
 from services.common.status import from_rpc_error
 
 NAME = "stepwell.kvpool.v1.KVPool"
@@ -76,23 +76,21 @@ async def served() -> AsyncIterator[Served]:
     await server.drain(0)
 
 
-async def test_health_says_serving_only_when_told_to(served: Served) -> None:
-    for name in ("", NAME):
+async def test_readiness_is_what_the_service_says_and_liveness_holds_from_the_start(
+    served: Served,
+) -> None:
+    for name in (READINESS, NAME):
         assert await served.health(name) == NOT_SERVING
-    await served.server.set_serving(True)
-    for name in ("", NAME):
+    assert await served.health(LIVENESS) == SERVING
+    await served.server.set_ready(True)
+    for name in (LIVENESS, READINESS, NAME):
         assert await served.health(name) == SERVING
+    await served.server.set_live(False)
+    assert await served.health(LIVENESS) == NOT_SERVING
+    assert await served.health(READINESS) == SERVING
     with pytest.raises(grpc.aio.AioRpcError) as failed:
         await served.health("nobody")
     assert failed.value.code() is grpc.StatusCode.NOT_FOUND
-
-
-async def test_a_service_that_is_not_ready_leaves_its_server_alive(served: Served) -> None:
-    await served.server.set_serving(True)
-    await served.server.set_ready(False)
-    assert (await served.health(), await served.health(NAME)) == (SERVING, NOT_SERVING)
-    await served.server.set_ready(True)
-    assert await served.health(NAME) == SERVING
 
 
 async def test_reflection_lists_what_is_served(served: Served) -> None:
@@ -106,11 +104,12 @@ async def test_reflection_lists_what_is_served(served: Served) -> None:
     call.cancel()
 
 
-async def test_a_drain_turns_not_serving_lets_calls_end_and_takes_no_new_ones(
+async def test_a_drain_turns_not_ready_lets_calls_end_and_takes_no_new_ones(
     served: Served,
 ) -> None:
-    await served.server.set_serving(True)
-    watch = health_pb2_grpc.HealthStub(served.channel).Watch(health_pb2.HealthCheckRequest())
+    await served.server.set_ready(True)
+    watched = health_pb2.HealthCheckRequest(service=READINESS)
+    watch = health_pb2_grpc.HealthStub(served.channel).Watch(watched)
     assert (await watch.read()).status == SERVING
     running = asyncio.ensure_future(served.stub.MatchPrefix(kvpool_pb2.MatchPrefixRequest()))
     async with asyncio.timeout(SECONDS):
@@ -118,6 +117,7 @@ async def test_a_drain_turns_not_serving_lets_calls_end_and_takes_no_new_ones(
         draining = asyncio.create_task(served.server.drain(SECONDS))
         assert (await watch.read()).status == NOT_SERVING
         watch.cancel()
+        await served.server.set_ready(True)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await served.stub.GetStats(kvpool_pb2.GetStatsRequest())
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE

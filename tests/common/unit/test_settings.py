@@ -193,3 +193,22 @@ def test_every_service_tells_its_settings_and_passes_its_own_checks(
             check = field.metadata["check"]
             if check is not None and field.default not in (dataclasses.MISSING, None):
                 assert check(field.default) is None, field.name
+
+
+def test_no_two_services_listen_on_one_port_by_default() -> None:
+    addresses = [
+        field.default.rpartition(":")[2]
+        for service in ("gateway", "scheduler", "kvpool", "worker")
+        for field in dataclasses.fields(_settings_class(service))
+        if field.name in ("address", "http_listen", "grpc_listen")
+    ]
+    assert len(addresses) == 5
+    assert len(set(addresses)) == 5
+
+
+def _settings_class(service: str) -> type:
+    module = importlib.import_module(f"services.{service}.settings")
+    (found,) = (
+        value for name, value in vars(module).items() if name.lower() == f"{service}settings"
+    )
+    return found

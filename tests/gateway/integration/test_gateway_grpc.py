@@ -149,7 +149,7 @@ async def test_health_follows_the_replicas(served: Serving) -> None:
 
     async def wait_for(state: int) -> None:
         async with asyncio.timeout(5):
-            for name in ("", "stepwell.gateway.v1.Inference"):
+            for name in ("ready", "stepwell.gateway.v1.Inference"):
                 request = health_pb2.HealthCheckRequest(service=name)
                 while (await health.Check(request)).status != state:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
