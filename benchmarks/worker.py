@@ -1,14 +1,15 @@
 """What a worker computes on the CPU, beside the machine's limits and others' engines.
 
     python -m benchmarks.worker [--model DIR|15m|135m|1.1b|all]... [--threads N]
-                                [--vllm-python PATH] [--llamacpp-python PATH]
+                                [--vllm-python PATH] [--llamacpp-python PATH] [--baseline DIR]
                                 [--rounds N] [--load-seconds N] [--json FILE]
 
 Random weights in bfloat16, greedy, ends of text ignored, all requests at once: prefill of 512
 tokens; decode at 1, 8 and 32 (prompts of 128 tokens, 64 tokens out, from where all have their
 first); and 32 requests that share 384 of their 416 tokens, 32 tokens out of each, from the first
 prompt to the last token. Ours is runner, scheduler and pool in one process. transformers is
-measured always; vLLM and llama.cpp where interpreters that have them are named.
+measured always; vLLM and llama.cpp where interpreters that have them are named. With --baseline
+another checkout of Stepwell, its gen/ built, takes the place of all of them.
 
 A processor's clock changes by the minute, so all engines stay alive together, and each load is
 measured on one after the other, round by round, with the same prompts; figures are medians of
@@ -39,7 +40,7 @@ from benchmarks.worker_limits import LimitProbe
 from benchmarks.worker_loads import NAMES, PREFIX, decode_name
 from benchmarks.worker_report import caption, limits_text, table
 from benchmarks.worker_rounds import Schedule, compare
-from benchmarks.worker_sides import EngineSide, SideEnded
+from benchmarks.worker_sides import ROOT, EngineSide, SideEnded
 
 LEFT_OUT = {("1.1b", "transformers"): (decode_name(32), PREFIX)}
 """Loads of a model that take a side minutes a round."""
@@ -84,11 +85,23 @@ def _parse() -> argparse.Namespace:
         type=_program,
         help="an interpreter that has llama-cpp-python and gguf",
     )
+    parser.add_argument(
+        "--baseline",
+        type=Path,
+        metavar="DIR",
+        help="another checkout of Stepwell, to compare with nothing else",
+    )
     parser.add_argument("--json", type=Path, help="file to write the figures to")
     parsed = parser.parse_args()
     asked = parsed.model or ["135m"]
     listed = [name for each in asked for name in (SIZES if each == "all" else (each,))]
     parsed.models = list(dict.fromkeys(listed))
+    if parsed.baseline is not None:
+        if parsed.vllm_python or parsed.llamacpp_python:
+            parser.error("argument --baseline: leaves no place for other engines")
+        if not (parsed.baseline / "gen" / "stepwell").is_dir():
+            parser.error(f"{parsed.baseline} is not a checkout with gen/ built (make proto)")
+        parsed.baseline = parsed.baseline.resolve()
     for name in parsed.models:
         if name not in SIZES and not (Path(name) / "config.json").is_file():
             parser.error(f"{name} is neither a model directory nor one of {names}, all")
@@ -107,10 +120,10 @@ def _measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     with ExitStack() as alive:
         sides: dict[str, EngineSide] = {}
         without: dict[str, tuple[str, ...]] = {}
-        for module, python in _interpreters(arguments).items():
-            tell(f"{name}: starting {module}")
-            side = alive.enter_context(EngineSide(module, python, model, arguments.threads))
-            engine = side.wait_ready()
+        for module, python, root in _engines(arguments):
+            tell(f"{name}: starting {module} in {root.name}")
+            side = alive.enter_context(EngineSide(module, python, model, arguments.threads, root))
+            engine = side.wait_ready() if root == ROOT else f"{side.wait_ready()}, {root.name}"
             sides[engine] = side
             without[engine] = LEFT_OUT.get((name, module), ())
         loads = {
@@ -136,15 +149,17 @@ def _measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     } | asdict(compared)
 
 
-def _interpreters(arguments: argparse.Namespace) -> dict[str, str]:
-    """By the module that runs in it."""
+def _engines(arguments: argparse.Namespace) -> list[tuple[str, str, Path]]:
+    """The module of each side, the interpreter it runs in, and the checkout. Ours is first."""
+    ours = ("stepwell", sys.executable, ROOT)
+    if arguments.baseline is not None:
+        return [ours, ("stepwell", sys.executable, arguments.baseline)]
     found = {
-        "stepwell": sys.executable,
         "vllm": arguments.vllm_python,
         "llamacpp": arguments.llamacpp_python,
         "transformers": sys.executable,
     }
-    return {module: python for module, python in found.items() if python}
+    return [ours, *((module, python, ROOT) for module, python in found.items() if python)]
 
 
 if __name__ == "__main__":

@@ -17,21 +17,25 @@ class SideEnded(Exception):
 class EngineSide:
     """`python -m benchmarks.worker_<name>`, from `with` on; ready, and warm, after `wait_ready`.
 
-    What else it prints before and between its answers is dropped.
+    It runs in the checkout at `root`. What else it prints before and between its answers is
+    dropped.
     """
 
-    def __init__(self, name: str, python: str, model: Path, threads: int) -> None:
+    def __init__(
+        self, name: str, python: str, model: Path, threads: int, root: Path = ROOT
+    ) -> None:
         self.name = name
+        self._root = root
         self._command = [python, "-m", f"benchmarks.worker_{name}"]
         self._command += ["--model", str(model), "--threads", str(threads)]
-        self._environment = _environment(name, threads)
+        self._environment = _environment(name, threads, root)
         self._process: subprocess.Popen[str]
 
     def __enter__(self) -> "EngineSide":
         self._process = subprocess.Popen(
             self._command,
             env=self._environment,
-            cwd=ROOT,
+            cwd=self._root,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -70,8 +74,8 @@ class EngineSide:
         raise SideEnded(f"{self.name} ended with {self._process.wait()}")
 
 
-def _environment(name: str, threads: int) -> dict[str, str]:
-    path = os.pathsep.join((str(ROOT), str(ROOT / "gen")))
+def _environment(name: str, threads: int, root: Path) -> dict[str, str]:
+    path = os.pathsep.join((str(root), str(root / "gen")))
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
     if name == "stepwell":
         # As the worker's process does: compute threads that wait do not spin.

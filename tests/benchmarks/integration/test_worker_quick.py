@@ -41,9 +41,17 @@ def test_every_load_is_measured_on_both_sides_in_turns(tmp_path: Path) -> None:
     assert ["Stepwell" in turns[0], "transformers" in turns[1]] == [True, True]
 
 
-def test_a_model_that_is_none_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--model", "no/such"], "no/such is neither a model directory nor one of"),
+        (["--baseline", "no/such"], "no/such is not a checkout with gen/ built"),
+        (["--baseline", ".", "--vllm-python", sys.executable], "leaves no place for other engines"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(flags: list[str], complaint: str) -> None:
     done = subprocess.run(
-        [*COMMAND, "--model", "no/such"],
+        [*COMMAND, *flags],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -51,4 +59,4 @@ def test_a_model_that_is_none_is_refused() -> None:
         timeout=60,
     )
     assert done.returncode == 2
-    assert "no/such is neither a model directory nor one of" in done.stderr
+    assert complaint in done.stderr
