@@ -55,6 +55,7 @@ class Gateway:
             tokenizer,
             self.fleet,
             max_choices=settings.max_choices_per_request,
+            max_items=settings.max_items_per_request,
             draw_seed=lambda: secrets.randbits(64),
             unix_nanos=time.time_ns,
         )

@@ -35,6 +35,12 @@ class GatewaySettings:
     max_choices_per_request: int = setting(
         256, doc="prompts times n of one request", check=at_least(1)
     )
+    max_items_per_request: int = setting(
+        131_072,
+        doc="values of one request, such as token ids, and tokens that /tokenize tells; all "
+        "of them are read at once, at some 100 ns each",
+        check=at_least(1024),
+    )
     max_body_bytes: int = setting(
         4 * 2**20, doc="longest HTTP body that is read", check=at_least(1024)
     )

@@ -128,9 +128,7 @@ def to_add_request(handle: int, inflight: Inflight) -> scheduler_pb2.AddRequest:
 
 def from_logprobs_proto(message: common_pb2.Logprobs) -> LogprobRows:
     """Rows of log-probabilities."""
-    return LogprobRows(
-        message.width, list(message.token_ids), list(message.logprobs), list(message.ranks)
-    )
+    return LogprobRows.of(message.width, message.token_ids, message.logprobs, message.ranks)
 
 
 def to_logprobs_proto(rows: LogprobRows | None) -> common_pb2.Logprobs | None:

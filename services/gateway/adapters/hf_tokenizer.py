@@ -9,11 +9,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from services.common.errors import FailedPrecondition, InvalidArgument
+from services.gateway.core.ports import TextTooLong
 
 T = TypeVar("T")
 
 # Below this, tokenizing costs less than a thread switch is worth.
 _INLINE_CHARACTERS = 2048
+# A template spends about as much on a message as on so many characters.
+_CHARACTERS_OF_MESSAGE = 128
+# A longer text per token that may be is counted in pieces first.
+_COUNTED_CHARACTERS_PER_TOKEN = 8
+_PIECE_CHARACTERS = 2**16
 _FILES = ("tokenizer.json", "tokenizer_config.json")
 _SPACE_MARK = "▁"
 
@@ -41,12 +47,37 @@ class HfTokenizer:
         self.max_token_bytes = max(map(len, self._bytes))
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        def work() -> list[int]:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-            return ids
+    async def encode(
+        self, texts: Sequence[str], *, add_special_tokens: bool, max_tokens: int
+    ) -> list[list[int]]:
+        def work() -> list[list[int]]:
+            for text in texts:
+                if len(text) > _COUNTED_CHARACTERS_PER_TOKEN * max_tokens:
+                    self._count(text, max_tokens)
+            # Without offsets, and without holding the interpreter's lock while it works.
+            encodings = self._backend.encode_batch_fast(
+                list(texts), add_special_tokens=add_special_tokens
+            )
+            for encoding in encodings:
+                if len(encoding) > max_tokens:
+                    raise TextTooLong(len(encoding), is_exact=True)
+            return [encoding.ids for encoding in encodings]
 
-        return await self._off_loop(len(text), work)
+        return await self._off_loop(sum(map(len, texts)), work)
+
+    def _count(self, text: str, max_tokens: int) -> None:
+        """Raises TextTooLong for a text whose tokens are far too many to be made at once.
+
+        A token takes some hundred bytes while it is made. Pieces of the text have about as many
+        tokens as the whole: those at a cut may differ.
+        """
+        num_tokens = 0
+        for start in range(0, len(text), _PIECE_CHARACTERS):
+            piece = text[start : start + _PIECE_CHARACTERS]
+            [encoding] = self._backend.encode_batch_fast([piece], add_special_tokens=False)
+            num_tokens += len(encoding)
+            if num_tokens > 2 * max_tokens:
+                raise TextTooLong(max_tokens, is_exact=False)
 
     async def render_chat(
         self,
@@ -71,7 +102,9 @@ class HfTokenizer:
             )
             return text
 
-        size = sum(len(message["content"]) for message in messages)
+        size = sum(_CHARACTERS_OF_MESSAGE + len(message["content"]) for message in messages)
+        if variables:  # they may be anything that the template goes through
+            size += _INLINE_CHARACTERS
         try:
             return await self._off_loop(size, work)
         except Exception as error:
@@ -83,9 +116,12 @@ class HfTokenizer:
             ) from error
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
-        return await self._off_loop(
-            len(token_ids), lambda: self.decode(token_ids, skip_special_tokens=False)
-        )
+        return await self._off_loop(len(token_ids), lambda: self._decode_long(token_ids))
+
+    def _decode_long(self, token_ids: Sequence[int]) -> str:
+        # Alone of all ways to decode, this one does not hold the interpreter's lock.
+        [text] = self._backend.decode_batch([list(token_ids)], skip_special_tokens=False)
+        return str(text)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)

@@ -70,7 +70,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         if kind == "chat":
             token_ids = await self._chat_tokens(request.chat)
         else:
-            token_ids = await self._inference.tokenizer.encode(
+            token_ids = await self._inference.tokenize(
                 request.text, add_special_tokens=not request.skip_special_tokens
             )
         limits = self._inference.limits()
@@ -80,7 +80,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         self, request: gateway_pb2.DetokenizeRequest, context: Context
     ) -> gateway_pb2.DetokenizeResponse:
         self._enter(request.model, context)
-        text = await self._inference.tokenizer.detokenize(request.token_ids)
+        text = await self._inference.detokenize(request.token_ids)
         return gateway_pb2.DetokenizeResponse(text=text)
 
     async def ListModels(
@@ -132,8 +132,10 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
             case "text":
                 if not request.text:
                     raise InvalidArgument("prompt must not be empty", field="text")
-                return await self._inference.encode(request.text, add_special_tokens=True)
+                [token_ids] = await self._inference.encode([request.text], add_special_tokens=True)
+                return token_ids
             case "token_ids":
+                self._inference.check_num_items("token_ids", len(request.token_ids.ids))
                 return list(request.token_ids.ids)
             case "chat":
                 return await self._chat_tokens(request.chat)
@@ -149,7 +151,8 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
             continue_final_message=False,
             variables={},
         )
-        return await self._inference.encode(text, add_special_tokens=False)
+        [token_ids] = await self._inference.encode([text], add_special_tokens=False)
+        return token_ids
 
 
 def _to_response(piece: Piece, generation: Generation) -> gateway_pb2.GenerateResponse:

@@ -7,7 +7,7 @@ from services.gateway.core.detokenizer import new_detokenizer
 from services.gateway.core.logprobs import LogprobRows
 from services.gateway.core.ports import Tokenizer
 from services.gateway.core.request import ClientRequest, EngineRequest
-from services.gateway.core.stop_strings import StopStrings
+from services.gateway.core.stop_strings import StopPatterns, StopStrings
 
 
 @dataclass(slots=True)
@@ -43,7 +43,12 @@ class Choice:
     """
 
     def __init__(
-        self, index: int, tokenizer: Tokenizer, request: ClientRequest, sequence: EngineRequest
+        self,
+        index: int,
+        tokenizer: Tokenizer,
+        request: ClientRequest,
+        sequence: EngineRequest,
+        stops: StopPatterns,
     ) -> None:
         sampling = sequence.sampling
         self.index = index
@@ -60,9 +65,7 @@ class Choice:
         self._prompt_only = request.prompt_only
         self._include_stop = request.include_stop_str_in_output
         self._final_ids = frozenset(sampling.stop_token_ids + sampling.eos_token_ids)
-        self._stops = (
-            StopStrings(request.stop, include=self._include_stop) if request.stop else None
-        )
+        self._stops = StopStrings(stops, include=self._include_stop) if request.stop else None
         self._wants_logprobs = sampling.logprobs is not None
         self._num_characters = 0
 

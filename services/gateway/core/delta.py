@@ -1,6 +1,7 @@
 """News of one sequence, in the engine's terms."""
 
 import enum
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from services.common.errors import StepwellError
@@ -39,3 +40,25 @@ class Delta:
     num_cached_tokens: int | None = None
     finish: Finish | None = None
     error: StepwellError | None = None
+
+    def cut(self, max_tokens: int) -> "Iterator[Delta]":
+        """The same news as deltas of at most so many tokens each; only the last ends anything."""
+        token_ids, rows = self.token_ids, self.logprobs
+        if len(token_ids) <= max_tokens:
+            yield self
+            return
+        first = Delta(
+            token_ids[:max_tokens],
+            rows.head(max_tokens) if rows is not None else None,
+            self.prompt_logprobs,
+            self.num_cached_tokens,
+        )
+        yield first
+        for start in range(max_tokens, len(token_ids), max_tokens):
+            part = token_ids[start : start + max_tokens]
+            delta = Delta(part)
+            if rows is not None:
+                delta.logprobs = rows.after(start).head(len(part))
+            if start + max_tokens >= len(token_ids):
+                delta.finish, delta.error = self.finish, self.error
+            yield delta

@@ -1,6 +1,7 @@
 """The life of one client request: its sequences at the engine, its answers as they grow."""
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 
 from services.common.errors import InvalidArgument, StepwellError
@@ -9,6 +10,10 @@ from services.gateway.core.delta import Delta
 from services.gateway.core.logprobs import LogprobRows, joined
 from services.gateway.core.ports import Engine, Subscription, Tokenizer
 from services.gateway.core.request import ClientRequest, EngineRequest
+from services.gateway.core.stop_strings import StopPatterns
+
+# So many tokens are turned into text before anything else happens on the event loop.
+TOKENS_AT_A_TIME = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,29 +36,48 @@ class Generation:
     ) -> None:
         self.request = request
         self.sequences = sequences
+        stops = StopPatterns(request.stop)
         self.choices = [
-            Choice(index, tokenizer, request, sequence) for index, sequence in enumerate(sequences)
+            Choice(index, tokenizer, request, sequence, stops)
+            for index, sequence in enumerate(sequences)
         ]
 
     async def pieces(self, engine: Engine) -> AsyncIterator[list[Piece]]:
         """Runs the request; each item is what there is new, maybe nothing but "it left the queue".
 
-        Raises StepwellError when the engine refuses or gives up. Closing the iterator, whatever
-        way, aborts what has not ended.
+        News of many tokens, as after a pause of the reader, come as several items, between which
+        the event loop turns. Raises StepwellError when the engine refuses or gives up. Closing the
+        iterator, whatever way, aborts what has not ended.
         """
         subscription = engine.start(self.sequences)
         try:
             num_open = len(self.choices)
             while num_open:
-                news = [
-                    self._accept(index, delta, subscription)
-                    for index, delta in await subscription.receive()
-                    if self.choices[index].finish_reason is None
-                ]
-                num_open -= sum(piece.finish_reason is not None for piece in news)
-                yield news
+                deltas = await subscription.receive()
+                for number, news in enumerate(self._accepted(deltas, subscription)):
+                    if number:
+                        await asyncio.sleep(0)
+                    num_open -= sum(piece.finish_reason is not None for piece in news)
+                    yield news
         finally:
             subscription.close()
+
+    def _accepted(
+        self, deltas: list[tuple[int, Delta]], subscription: Subscription
+    ) -> Iterator[list[Piece]]:
+        """What deltas make, in lists of some TOKENS_AT_A_TIME tokens."""
+        news: list[Piece] = []
+        num_tokens = 0
+        for index, delta in deltas:
+            for part in delta.cut(TOKENS_AT_A_TIME):
+                if self.choices[index].finish_reason is not None:
+                    break
+                if num_tokens >= TOKENS_AT_A_TIME:
+                    yield news
+                    news, num_tokens = [], 0
+                news.append(self._accept(index, part, subscription))
+                num_tokens += len(part.token_ids)
+        yield news
 
     def _accept(self, index: int, delta: Delta, subscription: Subscription) -> Piece:
         if delta.error is not None:

@@ -6,14 +6,15 @@ from dataclasses import replace
 from services.common.errors import InvalidArgument, NotFound, OutOfRange
 from services.gateway.core.choice import Piece
 from services.gateway.core.generation import Generation
-from services.gateway.core.ports import Engine, Tokenizer
+from services.gateway.core.ports import Engine, TextTooLong, Tokenizer
 from services.gateway.core.request import (
     ClientRequest,
     ModelLimits,
     check_request,
+    prompt_too_long,
     to_engine_requests,
 )
-from services.gateway.core.sampling import MAX_BAD_WORDS
+from services.gateway.core.sampling import MAX_BAD_WORDS, MAX_BAD_WORDS_CHARACTERS
 from services.gateway.core.tokens import TokenText
 
 
@@ -27,12 +28,14 @@ class Inference:
         engine: Engine,
         *,
         max_choices: int,
+        max_items: int,
         draw_seed: Callable[[], int],
         unix_nanos: Callable[[], int],
     ) -> None:
         self.model_name = model_name
         self.tokenizer = tokenizer
         self.tokens = TokenText(tokenizer)
+        self.max_items = max_items
         self._engine = engine
         self._max_choices = max_choices
         self._draw_seed = draw_seed
@@ -42,7 +45,7 @@ class Inference:
         """Raises NotFound unless the name is the model's, or none is given."""
         if name and name != self.model_name:
             raise NotFound(
-                f"there is no model {name!r} here; this server has {self.model_name!r}",
+                f"there is no model {name[:100]!r} here; this server has {self.model_name!r}",
                 field="model",
                 reason="MODEL_NOT_FOUND",
             )
@@ -91,16 +94,46 @@ class Inference:
                 field="n" if n > 1 else "prompt",
             )
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a prompt. Raises OutOfRange, untokenized, for one that cannot fit."""
-        capacity = self.limits().capacity
-        if len(text) > capacity * self.tokenizer.max_token_bytes:
+    def check_num_items(self, field: str, num_items: int) -> None:
+        """Raises OutOfRange for more items than one request may hold."""
+        if num_items > self.max_items:
             raise OutOfRange(
-                f"prompt has {len(text)} characters, more than {capacity} tokens can stand for",
-                field="prompt",
-                reason="CONTEXT_LENGTH_EXCEEDED",
+                f"{field} holds {num_items} items; one request may hold {self.max_items}",
+                field=field,
             )
-        return await self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """Token ids of prompts. Raises OutOfRange for one that cannot fit."""
+        limits = self.limits()
+        longest = limits.capacity * self.tokenizer.max_token_bytes
+        for text in texts:
+            if len(text) > longest:
+                raise prompt_too_long(f"{len(text)} characters", limits)
+        try:
+            return await self.tokenizer.encode(
+                texts, add_special_tokens=add_special_tokens, max_tokens=limits.capacity
+            )
+        except TextTooLong as error:
+            about = "" if error.is_exact else "more than "
+            raise prompt_too_long(f"{about}{error.num_tokens} tokens", limits) from error
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of any text. Raises OutOfRange for more of them than are told at once."""
+        try:
+            [token_ids] = await self.tokenizer.encode(
+                [text], add_special_tokens=add_special_tokens, max_tokens=self.max_items
+            )
+        except TextTooLong as error:
+            raise OutOfRange(
+                f"prompt has more than {self.max_items} tokens, which is all that are told at once",
+                field="prompt",
+            ) from error
+        return token_ids
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids. Raises OutOfRange for more of them than are taken at once."""
+        self.check_num_items("tokens", len(token_ids))
+        return await self.tokenizer.detokenize(token_ids)
 
     async def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Token sequences of words that must not appear, each also as it follows a space.
@@ -112,12 +145,19 @@ class Inference:
             raise InvalidArgument(
                 f"bad_words holds {len(words)} entries; at most {MAX_BAD_WORDS}", field="bad_words"
             )
+        if sum(map(len, words)) > MAX_BAD_WORDS_CHARACTERS:
+            raise InvalidArgument(
+                f"bad_words may have {MAX_BAD_WORDS_CHARACTERS} characters in all",
+                field="bad_words",
+            )
+        bare = [word.lstrip() for word in words]
+        texts = [*bare, *(" " + word for word in bare)]
+        token_ids = await self.tokenizer.encode(
+            texts, add_special_tokens=False, max_tokens=4 * MAX_BAD_WORDS_CHARACTERS
+        )
         sequences: list[tuple[int, ...]] = []
-        for word in words:
-            bare = word.lstrip()
-            plain = tuple(await self.tokenizer.encode(bare, add_special_tokens=False))
-            spaced = tuple(await self.tokenizer.encode(" " + bare, add_special_tokens=False))
-            sequences.append(plain)
+        for plain, spaced in zip(token_ids[: len(bare)], token_ids[len(bare) :], strict=True):
+            sequences.append(tuple(plain))
             if spaced and plain and spaced[0] != plain[0] and len(spaced) == len(plain):
-                sequences.append(spaced)
+                sequences.append(tuple(spaced))
         return tuple(sequences)

@@ -43,6 +43,15 @@ class Engine(Protocol):
         ...
 
 
+class TextTooLong(Exception):
+    """A text has `num_tokens` tokens, or more where that is not exact."""
+
+    def __init__(self, num_tokens: int, *, is_exact: bool) -> None:
+        super().__init__(num_tokens)
+        self.num_tokens = num_tokens
+        self.is_exact = is_exact
+
+
 class Tokenizer(Protocol):
     """Text to tokens and back. Long work happens off the event loop."""
 
@@ -71,8 +80,10 @@ class Tokenizer(Protocol):
         """Whether conversations can be rendered."""
         ...
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of plain text."""
+    async def encode(
+        self, texts: Sequence[str], *, add_special_tokens: bool, max_tokens: int
+    ) -> list[list[int]]:
+        """Token ids of plain texts. Raises TextTooLong for a text of more than `max_tokens`."""
         ...
 
     async def render_chat(

@@ -157,7 +157,6 @@ def _check_prompt(prompt: Prompt, sampling: Sampling, limits: ModelLimits) -> No
     length = len(prompt.token_ids)
     if length == 0:
         raise InvalidArgument("prompt must not be empty: it has no tokens", field="prompt")
-    check_token_ids("prompt", prompt.token_ids, limits.vocab_size)
     if prompt.embeds is not None:
         prompt.embeds.check(limits.hidden_size)
         if sampling.prompt_logprobs is not None:
@@ -165,12 +164,9 @@ def _check_prompt(prompt: Prompt, sampling: Sampling, limits: ModelLimits) -> No
                 "prompt_logprobs: an embedded prompt has no tokens", field="prompt_logprobs"
             )
     if length >= limits.capacity:
-        raise OutOfRange(
-            f"prompt has {length} tokens, which leaves no room for an answer: "
-            + _what_fits(limits),
-            field="prompt",
-            reason="CONTEXT_LENGTH_EXCEEDED",
-        )
+        raise prompt_too_long(f"{length} tokens", limits)
+    if prompt.embeds is None:
+        check_token_ids("prompt", prompt.token_ids, limits.vocab_size)
     if sampling.max_tokens is not None and length + sampling.max_tokens > limits.capacity:
         raise OutOfRange(
             f"max_tokens is {sampling.max_tokens} and the prompt has {length} tokens, together "
@@ -184,6 +180,15 @@ def _check_prompt(prompt: Prompt, sampling: Sampling, limits: ModelLimits) -> No
             f"min_tokens is {sampling.min_tokens}, but at most {room} can be generated",
             field="min_tokens",
         )
+
+
+def prompt_too_long(size: str, limits: ModelLimits) -> OutOfRange:
+    """The refusal of a prompt that has `size`, such as "600 tokens"."""
+    return OutOfRange(
+        f"prompt has {size}, which leaves no room for an answer: {_what_fits(limits)}",
+        field="prompt",
+        reason="CONTEXT_LENGTH_EXCEEDED",
+    )
 
 
 def _what_fits(limits: ModelLimits) -> str:

@@ -9,6 +9,9 @@ from services.common.sampling import SamplingParams
 
 MAX_LOGPROBS = 20
 MAX_BAD_WORDS = 1024
+MAX_BAD_WORDS_CHARACTERS = 16_384
+MAX_BAD_WORDS_TOKENS = 65_536
+MAX_ALLOWED_TOKEN_IDS = 16_384
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIASES = 4096
 
@@ -46,7 +49,7 @@ class Sampling:
 
 def check_sampling(sampling: Sampling, vocab_size: int) -> None:
     """Raises InvalidArgument that names the first parameter out of its range."""
-    _check_sizes(sampling, vocab_size)
+    _check_sizes(sampling)
     if sampling.max_tokens is not None and sampling.max_tokens < 1:
         raise InvalidArgument(
             f"max_tokens must be at least 1, not {sampling.max_tokens}", field="max_tokens"
@@ -92,13 +95,14 @@ def _params(sampling: Sampling) -> SamplingParams:
     )
 
 
-def _check_sizes(sampling: Sampling, vocab_size: int) -> None:
+def _check_sizes(sampling: Sampling) -> None:
     """Bounds what a request may cost before anything is done with it."""
     for name, size, most in (
         ("logit_bias", len(sampling.logit_bias), MAX_LOGIT_BIASES),
         ("stop_token_ids", len(sampling.stop_token_ids), MAX_STOP_TOKEN_IDS),
         ("bad_words", len(sampling.bad_words), 2 * MAX_BAD_WORDS),
-        ("allowed_token_ids", len(sampling.allowed_token_ids), vocab_size),
+        ("bad_words", sum(map(len, sampling.bad_words)), MAX_BAD_WORDS_TOKENS),
+        ("allowed_token_ids", len(sampling.allowed_token_ids), MAX_ALLOWED_TOKEN_IDS),
     ):
         if size > most:
             raise InvalidArgument(f"{name} holds {size} entries; at most {most}", field=name)

@@ -2,57 +2,95 @@
 
 Text that may turn out to be the start of a stop string is held back. A match is the one that ends
 first, and of those the longest, so that the result does not depend on how the text was cut.
+
+The search is Knuth, Morris and Pratt's (1977): each character moves each stop string's state, the
+length of its longest beginning that the text ends with, in constant time on average. The longest of
+these states is also how much text is held back.
 """
 
 from collections.abc import Sequence
 
 
+class StopPatterns:
+    """The stop strings of one request, shared by all its answers."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.patterns = [_Pattern(stop) for stop in sorted(stops, key=len, reverse=True)]
+        self.first_characters = frozenset(stop[0] for stop in stops)
+
+
 class StopStrings:
     """Watches the text of one sequence."""
 
-    def __init__(self, stops: Sequence[str], *, include: bool) -> None:
+    def __init__(self, stops: StopPatterns, *, include: bool) -> None:
         """`include` leaves the stop string itself in the text."""
-        self._stops = sorted(stops, key=len, reverse=True)
+        self._stops = stops
         self._include = include
+        self._states = [0] * len(stops.patterns)
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str | None]:
         """The text that can be shown, and the stop string that ended it, if one did."""
+        if not self._held and self._stops.first_characters.isdisjoint(text):
+            return text, None
+        num_before = len(self._held)
         self._held += text
-        match = self._first_match()
-        if match is None:
-            keep = self._num_held_back()
-            shown = self._held[: len(self._held) - keep]
-            self._held = self._held[len(self._held) - keep :]
-            return shown, None
-        end, stop = match
-        shown = self._held[: end if self._include else end - len(stop)]
-        self._held = ""
-        return shown, stop
+        for place, character in enumerate(text, start=num_before + 1):
+            stop = self._advance(character)
+            if stop is not None:
+                shown = self._held[: place if self._include else place - len(stop)]
+                self._held = ""
+                return shown, stop
+        num_shown = len(self._held) - max(self._states)
+        shown, self._held = self._held[:num_shown], self._held[num_shown:]
+        return shown, None
 
     def flush(self) -> str:
         """What is held back, once nothing can follow."""
         held, self._held = self._held, ""
         return held
 
-    def _first_match(self) -> tuple[int, str] | None:
-        found = [
-            (start + len(stop), order, stop)
-            for order, stop in enumerate(self._stops)
-            if (start := self._held.find(stop)) >= 0
-        ]
-        if not found:
-            return None
-        end, _, stop = min(found)
-        return end, stop
-
-    def _num_held_back(self) -> int:
-        """Length of the longest end of the text that begins a stop string."""
-        return max((_overlap(self._held, stop) for stop in self._stops), default=0)
+    def _advance(self, character: str) -> str | None:
+        """Moves every state by one character; the longest stop string that is complete with it."""
+        states = self._states
+        complete = None
+        for number, pattern in enumerate(self._stops.patterns):
+            state = states[number]
+            if state or pattern.text[0] == character:
+                state = states[number] = pattern.next_state(state, character)
+                if complete is None and state == len(pattern.text):
+                    complete = pattern.text
+        return complete
 
 
-def _overlap(text: str, stop: str) -> int:
-    for size in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:size]):
-            return size
-    return 0
+class _Pattern:
+    """One stop string, with the part of its border table that was needed so far.
+
+    `_borders[i]` is the length of the longest proper beginning of `text[:i + 1]` that it also ends
+    with. The table grows with the longest state reached, so that a long stop string costs nothing
+    until text resembles it.
+    """
+
+    __slots__ = ("_borders", "text")
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._borders = [0]
+
+    def next_state(self, state: int, character: str) -> int:
+        """The state after one more character. The text is over once the stop string is complete."""
+        text, borders = self.text, self._borders
+        while state and text[state] != character:
+            state = borders[state - 1]
+        if text[state] == character:
+            state += 1
+        if state > len(borders):
+            self._grow()
+        return state
+
+    def _grow(self) -> None:
+        text, borders = self.text, self._borders
+        character, border = text[len(borders)], borders[-1]
+        while border and text[border] != character:
+            border = borders[border - 1]
+        borders.append(border + (text[border] == character))

@@ -328,3 +328,19 @@ async def test_what_would_be_costly_is_refused_before_it_is_done(served: Serving
         assert response.json()["error"]["param"] == field
         assert len(response.content) < 1000
     assert served.scheduler.adds == []
+
+
+async def test_a_text_of_far_too_many_tokens_is_not_tokenized_whole(served: Serving):
+    text = "".join(chr(33 + number % 90) for number in range(4500))
+    answer = await served.http.post("/v1/completions", json={"prompt": text})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("prompt has more than 480 tokens")
+    answer = await served.http.post("/v1/completions", json={"prompt": text[:3000]})
+    assert answer.json()["error"]["message"].startswith("prompt has 3000 tokens")
+
+
+async def test_bad_words_are_bounded_in_all(served: Serving):
+    words = ["x" * 1000] * 20
+    answer = await served.http.post("/v1/completions", json={"prompt": "a", "bad_words": words})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "bad_words"

@@ -14,6 +14,7 @@ from services.gateway.core.logprobs import LogprobRows
 from services.gateway.core.request import ClientRequest, EngineRequest, Prompt
 from services.gateway.core.sampling import Sampling
 from services.gateway.core.seeds import child_seed
+from services.gateway.core.stop_strings import StopPatterns
 from tests.gateway.tiny_tokenizer import write_tokenizer
 
 EOS = 0
@@ -33,7 +34,8 @@ def make_choice(tokenizer: HfTokenizer, **fields) -> Choice:
         stop_token_ids=fields.pop("stop_token_ids", ()),
     )
     request = ClientRequest("r", (Prompt([5]),), sampling, **fields)
-    return Choice(0, tokenizer, request, EngineRequest("r", [5], sampling, 0, "", 0, ""))
+    sequence = EngineRequest("r", [5], sampling, 0, "", 0, "")
+    return Choice(0, tokenizer, request, sequence, StopPatterns(request.stop))
 
 
 def encode(tokenizer: HfTokenizer, text: str) -> list[int]:
@@ -41,7 +43,7 @@ def encode(tokenizer: HfTokenizer, text: str) -> list[int]:
 
 
 def rows(token_ids: list[int]) -> LogprobRows:
-    return LogprobRows(1, list(token_ids), [-1.0] * len(token_ids), [1] * len(token_ids))
+    return LogprobRows.of(1, token_ids, [-1.0] * len(token_ids), [1] * len(token_ids))
 
 
 def play(choice: Choice, groups: list[list[int]], finish: Finish, *, logprobs: bool) -> Answer:

@@ -14,7 +14,7 @@ def make(**sampling) -> Mailbox:
 
 
 def rows(*token_ids: int) -> LogprobRows:
-    return LogprobRows(1, list(token_ids), [-1.0] * len(token_ids), [1] * len(token_ids))
+    return LogprobRows.of(1, token_ids, [-1.0] * len(token_ids), [1] * len(token_ids))
 
 
 def nothing() -> None:

@@ -142,7 +142,7 @@ class HttpApi:
         text = body.prompt if body.prompt is not None else await render(body, self._inference)
         special = is_text if body.add_special_tokens is None else body.add_special_tokens
         tokenizer = self._inference.tokenizer
-        token_ids = await tokenizer.encode(text, add_special_tokens=special)
+        token_ids = await self._inference.tokenize(text, add_special_tokens=special)
         names = [tokenizer.token_name(t) for t in token_ids] if body.return_token_strs else None
         return JSONResponse(
             {
@@ -156,7 +156,7 @@ class HttpApi:
     async def detokenize(self, request: Request) -> Response:
         """Token ids to text."""
         body = await self._body(request, DetokenizeBody)
-        text = await self._inference.tokenizer.detokenize(body.tokens)
+        text = await self._inference.detokenize(body.tokens)
         return JSONResponse({"prompt": text})
 
     async def models(self) -> Response:

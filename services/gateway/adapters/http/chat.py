@@ -45,7 +45,7 @@ async def chat_request(
     """The request that a body asks for. Raises InvalidArgument for contradictions."""
     check_stream_options(body)
     text = await render(body, inference)
-    token_ids = await inference.encode(text, add_special_tokens=bool(body.add_special_tokens))
+    [token_ids] = await inference.encode([text], add_special_tokens=bool(body.add_special_tokens))
     return ClientRequest(
         request_id=request_id,
         prompts=(Prompt(token_ids),),

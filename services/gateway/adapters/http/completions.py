@@ -81,14 +81,9 @@ async def _prompts(body: CompletionBody, inference: Inference) -> tuple[Prompt, 
         raise InvalidArgument("prompt is missing", field="prompt", reason="MISSING_PARAMETER")
     prompts = [body.prompt] if _is_single(body.prompt) else body.prompt
     inference.check_num_choices(len(prompts), body.n or 1)
-    return tuple(
-        [
-            await _text_prompt(prompt, body, inference)
-            if isinstance(prompt, str)
-            else await _token_prompt(cast(list[int], prompt), body, inference)
-            for prompt in prompts
-        ]
-    )
+    if isinstance(prompts[0] if prompts else [], str):
+        return await _text_prompts(cast(list[str], prompts), body, inference)
+    return await _token_prompts(cast(list[list[int]], prompts), body, inference)
 
 
 async def _embedded_prompts(
@@ -110,19 +105,28 @@ def _is_single(prompt: str | list[str] | list[int] | list[list[int]]) -> bool:
     return isinstance(prompt, str) or not prompt or isinstance(prompt[0], int)
 
 
-async def _text_prompt(text: str, body: CompletionBody, inference: Inference) -> Prompt:
-    if not text:
+async def _text_prompts(
+    texts: list[str], body: CompletionBody, inference: Inference
+) -> tuple[Prompt, ...]:
+    if not all(texts):
         raise InvalidArgument("prompt must not be empty", field="prompt")
     token_ids = await inference.encode(
-        text, add_special_tokens=body.add_special_tokens is not False
+        texts, add_special_tokens=body.add_special_tokens is not False
     )
-    return Prompt(token_ids, text if body.echo else None)
+    echoed = texts if body.echo else [None] * len(texts)
+    return tuple(map(Prompt, token_ids, echoed))
 
 
-async def _token_prompt(token_ids: list[int], body: CompletionBody, inference: Inference) -> Prompt:
+async def _token_prompts(
+    prompts: list[list[int]], body: CompletionBody, inference: Inference
+) -> tuple[Prompt, ...]:
     if not body.echo:
-        return Prompt(token_ids)
-    return Prompt(token_ids, await inference.tokenizer.detokenize(token_ids))
+        return tuple(map(Prompt, prompts))
+    made = []
+    for token_ids in prompts:
+        made.append(Prompt(token_ids, await inference.detokenize(token_ids)))
+        await asyncio.sleep(0)  # short ones are turned into text on the event loop
+    return tuple(made)
 
 
 class CompletionDialect(Dialect):

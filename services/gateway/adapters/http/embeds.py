@@ -13,6 +13,7 @@ from services.common.errors import InvalidArgument
 from services.common.prompt_embeds import EmbedsDtype, PromptEmbeds
 
 _LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 64 * 1024
 
 
 def read_prompt_embeds(encoded: str) -> PromptEmbeds:
@@ -22,7 +23,7 @@ def read_prompt_embeds(encoded: str) -> PromptEmbeds:
     except (binascii.Error, ValueError) as error:
         raise _refusal("is not base64") from error
     begin = _LENGTH_BYTES + int.from_bytes(file[:_LENGTH_BYTES], "little")
-    if not _LENGTH_BYTES < begin <= len(file):
+    if not _LENGTH_BYTES < begin <= min(len(file), _MAX_HEADER_BYTES):
         raise _refusal("is not a safetensors file")
     name, entry = _only_tensor(file[_LENGTH_BYTES:begin])
     try:
