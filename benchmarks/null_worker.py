@@ -93,6 +93,7 @@ def description(max_num_seqs: int, num_blocks: int) -> WorkerDescription:
         incarnation=uuid.uuid4().hex,
         model_name="null",
         fingerprint=bytes(32),
+        tokenizer_fingerprint=b"",
         max_model_len=MAX_MODEL_LEN,
         vocab_size=VOCAB_SIZE,
         hidden_size=1,

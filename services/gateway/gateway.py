@@ -13,8 +13,9 @@ from stepwell.gateway.v1 import gateway_pb2_grpc
 from services.common.errors import StepwellError, Unavailable
 from services.common.server import GrpcServer
 from services.common.telemetry import Tracing
+from services.common.tokenizer_files import tokenizer_fingerprint
 from services.gateway.adapters.auth import ApiKeys
-from services.gateway.adapters.fleet import Fleet
+from services.gateway.adapters.fleet import Fleet, FleetTimes
 from services.gateway.adapters.hf_tokenizer import HfTokenizer
 from services.gateway.adapters.http.app import HttpApi
 from services.gateway.adapters.http.server import HttpServer
@@ -47,8 +48,13 @@ class Gateway:
         self.fleet = Fleet(
             settings.schedulers,
             f"{socket.gethostname()}-{secrets.token_hex(4)}",
-            resubmit_timeout_seconds=settings.resubmit_timeout_seconds,
+            times=FleetTimes(
+                resubmit_timeout_seconds=settings.resubmit_timeout_seconds,
+                migrate_after_seconds=settings.migrate_after_seconds,
+                session_timeout_seconds=settings.session_timeout_seconds,
+            ),
             rng=random.Random(secrets.randbits(64)),
+            tokenizer_fingerprint=tokenizer_fingerprint(settings.model),
         )
         inference = Inference(
             name,

@@ -45,7 +45,19 @@ class GatewaySettings:
         4 * 2**20, doc="longest HTTP body that is read", check=at_least(1024)
     )
     resubmit_timeout_seconds: float = setting(
-        30.0, doc="how long a request waits for a replica when its own is lost", check=at_least(0)
+        30.0,
+        doc="how long a request waits for a replica when none is ready or its own was lost",
+        check=at_least(0),
+    )
+    migrate_after_seconds: float = setting(
+        1.0,
+        doc="how long a replica may be unable to run steps before its requests go to another one",
+        check=at_least(0),
+    )
+    session_timeout_seconds: float = setting(
+        3.0,
+        doc="a scheduler that sends nothing for so long hangs: its requests go elsewhere",
+        check=at_least(0.1),
     )
     drain_seconds: float = setting(
         7.0, doc="how long running requests may take to finish on SIGTERM", check=between(0, 3600)

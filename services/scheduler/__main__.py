@@ -155,6 +155,7 @@ def what_is_served(
         vocab_size=built.vocab_size,
         max_request_tokens=config.max_model_len,
         fingerprint=built.fingerprint,
+        tokenizer_fingerprint=built.tokenizer_fingerprint,
         block_size=config.block_size,
         eos_token_ids=built.eos_token_ids,
         priority_scheduling=config.policy is Policy.PRIORITY,

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch
 
+from services.common.tokenizer_files import tokenizer_fingerprint
 from services.worker.attention.interface import AttentionShape
 from services.worker.core.batch import BatchLimits
 from services.worker.core.engine import Engine, WorkerDescription
@@ -106,6 +107,7 @@ def build_engine(
             incarnation=incarnation,
             model_name=settings.served_model_name or settings.model.resolve().name,
             fingerprint=fingerprint,
+            tokenizer_fingerprint=tokenizer_fingerprint(settings.model),
             max_model_len=sizing.max_model_len,
             vocab_size=loaded.vocab_size,
             hidden_size=loaded.hidden_size,

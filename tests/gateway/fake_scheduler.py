@@ -53,6 +53,9 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
     rejection: scheduler_pb2.Rejection | None = None
     engine_error: str = ""
     num_cached_tokens: int = 0
+    fingerprint: bytes = b"f" * 32
+    tokenizer_fingerprint: bytes = b""
+    heartbeat_seconds: float = 0.2
     # What was heard.
     adds: list[scheduler_pb2.AddRequest] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
@@ -62,10 +65,12 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
     def __post_init__(self) -> None:
         self._server: GrpcServer | None = None
         self._sessions: list[_Session] = []
-        self._changed = asyncio.Event()
+        self._state = scheduler_pb2.ReplicaState(ready=True)
+        self._is_hung = False
 
     async def start(self, address: str = "") -> str:
         """Serves, on the address it had before if it had one."""
+        self._is_hung = False
         self._server = GrpcServer()
         register: Any = scheduler_pb2_grpc.add_SchedulerServicer_to_server
         self._server.add(register, self, "stepwell.scheduler.v1.Scheduler")
@@ -96,6 +101,31 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
         self.permits = None
         self.wake()
 
+    def set_state(self, *, ready: bool, reason: str = "", draining: bool = False) -> None:
+        """Tells sessions whether steps can run. Steps still do, as far as there are permits."""
+        self._state = scheduler_pb2.ReplicaState(ready=ready, reason=reason, draining=draining)
+        for session in self._sessions:
+            session.state_untold = True
+        self.wake()
+
+    def hang(self) -> None:
+        """Sends nothing from here on, until it is started again."""
+        self._is_hung = True
+
+    def end_sessions(self) -> None:
+        """Ends every session, as a scheduler does that finds a defect in one."""
+        for session in self._sessions:
+            session.is_over = True
+        self.wake()
+
+    @property
+    def state(self) -> scheduler_pb2.ReplicaState:
+        return self._state
+
+    @property
+    def is_hung(self) -> bool:
+        return self._is_hung
+
     def wake(self) -> None:
         for session in self._sessions:
             session.changed.set()
@@ -112,9 +142,11 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
         self.num_sessions += 1
         reader = asyncio.create_task(session.read(requests))
         try:
+            if self._is_hung:
+                await asyncio.Event().wait()
             yield scheduler_pb2.SessionResponse(opened=self._opened())
-            async for deltas in session.steps():
-                yield scheduler_pb2.SessionResponse(deltas=deltas)
+            async for response in session.news():
+                yield response
         finally:
             reader.cancel()
             if session in self._sessions:
@@ -138,6 +170,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
             eos_token_ids=self.eos_token_ids,
             priority_scheduling=self.priority_scheduling,
             hidden_size=self.hidden_size,
+            fingerprint=self.fingerprint,
+            tokenizer_fingerprint=self.tokenizer_fingerprint,
         )
 
     def token_at(self, sequence: Sequence, position: int) -> int:
@@ -158,6 +192,8 @@ class _Session:
         self._scheduler = scheduler
         self.sequences: dict[int, Sequence] = {}
         self.changed = asyncio.Event()
+        self.state_untold = True
+        self.is_over = False
         self._rejected: list[scheduler_pb2.Rejection] = []
         self._numbers = itertools.count(1)
 
@@ -190,20 +226,34 @@ class _Session:
                 if sequence is not None:
                     self._scheduler.aborts.append(sequence.add.request_id)
 
-    async def steps(self) -> AsyncIterator[scheduler_pb2.StepDeltas]:
+    async def news(self) -> AsyncIterator[scheduler_pb2.SessionResponse]:
+        """States, as soon as they change and as heartbeats, and a message for each step."""
         scheduler = self._scheduler
-        while True:
-            await self.changed.wait()
-            if self._rejected:
+        while not self.is_over:
+            if scheduler.is_hung:
+                await asyncio.Event().wait()
+            if self.state_untold:
+                self.state_untold = False
+                yield scheduler_pb2.SessionResponse(state=scheduler.state)
+            elif self._rejected:
                 rejected, self._rejected = self._rejected, []
-                yield scheduler_pb2.StepDeltas(step=next(self._numbers), rejected=rejected)
-            if not self.sequences or scheduler.permits == 0:
-                self.changed.clear()
-                continue
-            if scheduler.permits is not None:
-                scheduler.permits -= 1
-            yield self._step()
-            await asyncio.sleep(0)
+                deltas = scheduler_pb2.StepDeltas(step=next(self._numbers), rejected=rejected)
+                yield scheduler_pb2.SessionResponse(deltas=deltas)
+            elif self.sequences and scheduler.permits != 0:
+                if scheduler.permits is not None:
+                    scheduler.permits -= 1
+                yield scheduler_pb2.SessionResponse(deltas=self._step())
+                await asyncio.sleep(0)
+            else:
+                await self._wait_for_change()
+
+    async def _wait_for_change(self) -> None:
+        try:
+            async with asyncio.timeout(self._scheduler.heartbeat_seconds):
+                await self.changed.wait()
+            self.changed.clear()
+        except TimeoutError:
+            self.state_untold = True
 
     def _step(self) -> scheduler_pb2.StepDeltas:
         deltas = scheduler_pb2.StepDeltas(step=next(self._numbers))

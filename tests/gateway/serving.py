@@ -57,9 +57,13 @@ async def serving(
     model: Path,
     *schedulers: FakeScheduler,
     tracing: Tracing | None = None,
+    num_ready: int | None = None,
     **settings: Any,
 ) -> AsyncIterator[Serving]:
-    """Starts the schedulers, a gateway before them, and clients; stops them all at the end."""
+    """Starts the schedulers, a gateway before them, and clients; stops them all at the end.
+
+    It is entered once `num_ready` schedulers are ready, all of them by default.
+    """
     fakes = list(schedulers) or [FakeScheduler()]
     addresses = tuple([await fake.start() for fake in fakes])
     values = {
@@ -69,6 +73,7 @@ async def serving(
         "grpc_listen": "127.0.0.1:0",
         "drain_seconds": 1.0,
     } | settings
+    num_wanted = len(fakes) if num_ready is None else num_ready
     tokenizer = load_tokenizer(model)
     gateway = Gateway(
         GatewaySettings(**values), tokenizer, tracing or configure_tracing("gateway", "", 0.0)
@@ -84,7 +89,7 @@ async def serving(
     async with httpx.AsyncClient(base_url=base_url, timeout=DEADLINE_SECONDS) as http:
         serving = Serving(gateway, fakes, http, base_url, channel, tokenizer)
         try:
-            await until(lambda: gateway.fleet.num_ready == len(fakes))
+            await until(lambda: gateway.fleet.num_ready == num_wanted)
             yield serving
         finally:
             await channel.close()

@@ -1,7 +1,8 @@
-"""Sequences on their way: what was sent, what came back, and who waits for it."""
+"""Sequences that have not ended: what was sent, what came back, and the reader's mailbox."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from services.common.errors import StepwellError
 from services.gateway.core.delta import Delta, Finish, FinishReason
@@ -9,41 +10,76 @@ from services.gateway.core.logprobs import LogprobRows
 from services.gateway.core.request import EngineRequest
 
 
+@dataclass(slots=True)
+class Losses:
+    """Replicas that were lost under a sequence since its last token.
+
+    A loss while it was computed makes it a suspect. One while it only waited says little: many of
+    those, and it may still be what ends the sessions.
+    """
+
+    computing: bool = False
+    """Whether it left the queue of the replica that has it, and got no token there yet."""
+    num_computed: int = 0
+    num_waited: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.num_computed + self.num_waited
+
+    def count(self) -> None:
+        """One more replica is lost."""
+        if self.computing:
+            self.num_computed += 1
+        else:
+            self.num_waited += 1
+        self.computing = False
+
+
 class Inflight:
     """One sequence that has not ended: its request and every token that came for it so far.
 
-    That is all a replica needs to go on with it. `losses` counts the replicas that were lost under
-    it since its last token; `refused_by` names those that would not take it.
+    That is all a replica needs to go on with it. `number` is its place in the order of arrival.
+    `wait_until` is when its present wait for a replica ends, on the event loop's clock, None when
+    it does not wait. `refused_by` names the replicas that would not take it.
     """
 
     __slots__ = (
         "_mailbox",
         "_num_prompt_rows",
         "_num_repeated_rows",
-        "expiry",
         "index",
         "losses",
-        "orphaned_until",
+        "number",
         "output_token_ids",
         "refused_by",
         "release",
         "request",
+        "retry",
+        "wait_until",
         "was_accepted",
     )
 
-    def __init__(self, request: EngineRequest, index: int, mailbox: "Mailbox") -> None:
+    def __init__(self, request: EngineRequest, index: int, number: int, mailbox: "Mailbox") -> None:
         self.request = request
         self.index = index
+        self.number = number
         self.output_token_ids: list[int] = []
-        self.losses = 0
+        self.losses = Losses()
         self.refused_by: set[str] = set()
         self.was_accepted = False
-        self.orphaned_until: float | None = None
-        self.expiry: asyncio.TimerHandle | None = None
+        self.wait_until: float | None = None
+        self.retry: asyncio.TimerHandle | None = None
         self.release: Callable[[], None] = _nothing
         self._mailbox = mailbox
         self._num_prompt_rows = 0
         self._num_repeated_rows = 0
+
+    @property
+    def has_output(self) -> bool:
+        """Whether anything that depends on the model was delivered."""
+        return bool(self.output_token_ids or self._num_prompt_rows)
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -51,7 +87,7 @@ class Inflight:
         return self.request.sampling.prompt_logprobs is not None and not self.output_token_ids
 
     def sent(self, release: Callable[[], None]) -> None:
-        """It was sent to a replica, which `release` tells that nobody waits any more.
+        """It was sent to a replica; `release` aborts it there.
 
         Log-probabilities of the prompt come again from its beginning.
         """
@@ -60,16 +96,34 @@ class Inflight:
 
     def admitted(self, num_cached_tokens: int) -> None:
         """It left a queue. Only the first time counts: later ones follow a loss."""
-        self._accepted()
+        self.was_accepted = True
+        self.losses.computing = True
         if not self.output_token_ids:
             self._delta().num_cached_tokens = num_cached_tokens
 
     def tokens(self, token_ids: list[int]) -> None:
-        """New tokens of its output."""
-        self._accepted()
-        self.losses = 0
+        """New tokens of its output, if any."""
+        if not token_ids:
+            return
+        self.was_accepted = True
+        self.losses = Losses()
         self.output_token_ids += token_ids
         self._delta().token_ids += token_ids
+
+    def lost(self) -> None:
+        """The replica that had it is gone. Its next wait for a replica has the whole time again."""
+        self.was_accepted = True
+        self.wait_until = None
+        self.release = _nothing
+        self.losses.count()
+
+    def taken_back(self) -> None:
+        """Leaves a replica that cannot run steps, which is told to abort it."""
+        self.was_accepted = True
+        self.wait_until = None
+        self.release()
+        self.release = _nothing
+        self.losses.computing = False
 
     def logprobs(self, rows: LogprobRows) -> None:
         """Log-probabilities of the tokens that came last."""
@@ -100,10 +154,6 @@ class Inflight:
     def failed(self, error: StepwellError) -> None:
         """It ended badly."""
         self._delta().error = error
-
-    def _accepted(self) -> None:
-        self.was_accepted = True
-        self.orphaned_until = None
 
     def _delta(self) -> Delta:
         return self._mailbox.delta(self.index)
@@ -138,9 +188,16 @@ class Mailbox:
     tokens of its own request.
     """
 
-    def __init__(self, requests: Sequence[EngineRequest], drop: Callable[[Inflight], None]) -> None:
-        """`drop` is called for a sequence that nobody waits for any more."""
-        self.inflights = [Inflight(request, i, self) for i, request in enumerate(requests)]
+    def __init__(
+        self,
+        requests: Sequence[EngineRequest],
+        numbers: Iterator[int],
+        drop: Callable[[Inflight], None],
+    ) -> None:
+        """`numbers` counts sequences in order of arrival. `drop` is called for each aborted one."""
+        self.inflights = [
+            Inflight(request, index, next(numbers), self) for index, request in enumerate(requests)
+        ]
         self._alive = set(range(len(requests)))
         self._drop = drop
         self._news: dict[int, Delta] = {}

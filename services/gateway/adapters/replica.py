@@ -22,18 +22,25 @@ from services.gateway.core.request import ModelLimits
 
 logger = logging.getLogger(__name__)
 
+# What is known of a session before the scheduler says whether it can run steps.
+_NOT_SAID = scheduler_pb2.ReplicaState(reason="it has not said yet whether it can run steps")
+
 SessionCall = grpc.aio.StreamStreamCall[scheduler_pb2.SessionRequest, scheduler_pb2.SessionResponse]
 
 _MAX_HANDLE = 2**32
 _FIRST_BACKOFF_SECONDS = 0.05
-_MAX_BACKOFF_SECONDS = 1.0
+_MAX_BACKOFF_SECONDS = 0.5
+_CHECKS_PER_TIMEOUT = 8
 
 
 class Replica:
     """A scheduler's address, its session while there is one, and what runs there.
 
-    `on_ready(replica)` is called when a session opens, `on_lost(inflights)` with whatever ran when
-    it broke, `on_rejected(inflight, error, replica)` for each refusal at its door.
+    `on_changed(replica)` is called when a session opens and when the replica becomes able or
+    unable to run steps; `on_lost(inflights)` with what ran there when the session ended;
+    `on_rejected(inflight, error, replica)` for each request that the scheduler refuses.
+
+    `refusal` is set by the fleet: why this replica gets no requests although it could run them.
     """
 
     def __init__(
@@ -41,16 +48,24 @@ class Replica:
         address: str,
         gateway_id: str,
         *,
-        on_ready: Callable[["Replica"], None],
+        session_timeout_seconds: float,
+        on_changed: Callable[["Replica"], None],
         on_lost: Callable[[list[Inflight]], None],
         on_rejected: Callable[[Inflight, StepwellError, "Replica"], None],
     ) -> None:
         self.address = address
         self.limits: ModelLimits | None = None
         self.model_name = ""
-        self.reason = "not connected yet"
+        self.fingerprint = b""
+        self.tokenizer_fingerprint = b""
+        self.refusal = ""
+        self._state = _NOT_SAID
+        self._stalled_since: float | None = None
+        self._why_away = "not connected yet"
         self._gateway_id = gateway_id
-        self._on_ready = on_ready
+        self._session_timeout = session_timeout_seconds
+        self._heard_at = 0.0
+        self._on_changed = on_changed
         self._on_lost = on_lost
         self._on_rejected = on_rejected
         self._channel = open_channel(address)
@@ -61,14 +76,32 @@ class Replica:
         self._has_mail = asyncio.Event()
 
     @property
-    def is_ready(self) -> bool:
-        """Whether requests can be sent now."""
+    def is_connected(self) -> bool:
+        """Whether there is a session."""
         return self.limits is not None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests can be sent now, and steps run."""
+        return self.is_connected and self._state.ready and not self.refusal
+
+    @property
+    def reason(self) -> str:
+        """Why it is not ready; empty when it is."""
+        if not self.is_connected:
+            return self._why_away
+        return self.refusal or self._state.reason
 
     @property
     def num_unfinished(self) -> int:
         """Sequences of this gateway that run or wait there."""
         return len(self._running)
+
+    def seconds_stalled(self) -> float | None:
+        """For how long a connected replica has not been able to run steps; None when it is."""
+        if self._stalled_since is None:
+            return None
+        return asyncio.get_running_loop().time() - self._stalled_since
 
     def inflights(self) -> list[Inflight]:
         """Those sequences."""
@@ -81,6 +114,13 @@ class Replica:
         inflight.sent(release=lambda: self._abort(handle))
         self._post(scheduler_pb2.SessionRequest(add=to_add_request(handle, inflight)))
 
+    def take_back(self) -> list[Inflight]:
+        """Aborts all sequences there and returns them, in order of arrival."""
+        taken = sorted(self._running.values(), key=lambda inflight: inflight.number)
+        for inflight in taken:
+            inflight.taken_back()
+        return taken
+
     async def stats(self, timeout_seconds: float) -> scheduler_pb2.GetStatsResponse:
         """Queues, pool and totals. Raises AioRpcError."""
         response: scheduler_pb2.GetStatsResponse = await self._stub.GetStats(
@@ -91,9 +131,11 @@ class Replica:
     async def run(self) -> None:
         """Keeps a session open until cancelled."""
         backoff = _FIRST_BACKOFF_SECONDS
+        loop = asyncio.get_running_loop()
         try:
             while True:
-                if await self._session():
+                began = loop.time()
+                if await self._session() and loop.time() > began + _MAX_BACKOFF_SECONDS:
                     backoff = _FIRST_BACKOFF_SECONDS
                 await asyncio.sleep(backoff)
                 backoff = min(2 * backoff, _MAX_BACKOFF_SECONDS)
@@ -101,22 +143,37 @@ class Replica:
             await self._channel.close()
 
     async def _session(self) -> bool:
-        """One session from beginning to end; returns whether it ever opened."""
+        """One session from beginning to end; returns whether it ever opened.
+
+        It ends, too, when the scheduler sends nothing for the session's timeout: it hangs.
+        """
         opened = False
         call = self._stub.Session()
         self._outbox.clear()
         hello = scheduler_pb2.OpenSession(gateway_id=self._gateway_id)
         self._post(scheduler_pb2.SessionRequest(open=hello))
         writer = asyncio.create_task(self._write(call))
+        loop = asyncio.get_running_loop()
+        self._heard_at = loop.time()
         try:
-            async for response in call:
-                match response.WhichOneof("message"):
-                    case "deltas":
-                        self._apply(response.deltas)
-                    case "opened":
-                        opened = True
-                        self._opened(response.opened)
+            async with asyncio.timeout(None) as alarm:
+                watch = asyncio.create_task(self._watch(alarm))
+                try:
+                    async for response in call:
+                        self._heard_at = loop.time()
+                        match response.WhichOneof("message"):
+                            case "deltas":
+                                self._apply(response.deltas)
+                            case "state":
+                                self._take_state(response.state)
+                            case "opened":
+                                opened = True
+                                self._opened(response.opened)
+                finally:
+                    watch.cancel()
             self._ended("the scheduler ended the session")
+        except TimeoutError:
+            self._ended(f"no message for {self._session_timeout:g} s: the scheduler hangs")
         except grpc.aio.AioRpcError as error:
             self._ended(f"{error.code().name}: {error.details()}")
         finally:
@@ -124,6 +181,23 @@ class Replica:
             call.cancel()
             self._lost()
         return opened
+
+    async def _watch(self, alarm: asyncio.Timeout) -> None:
+        """Fires the alarm when the scheduler was silent for the session's timeout.
+
+        Time in which this process itself stood still is not the scheduler's silence.
+        """
+        loop = asyncio.get_running_loop()
+        interval = self._session_timeout / _CHECKS_PER_TIMEOUT
+        while True:
+            due = loop.time() + interval
+            await asyncio.sleep(interval)
+            now = loop.time()
+            if now > due + interval:
+                self._heard_at = now
+            elif now >= self._heard_at + self._session_timeout:
+                alarm.reschedule(now)
+                return
 
     async def _write(self, call: SessionCall) -> None:
         try:
@@ -139,22 +213,40 @@ class Replica:
     def _opened(self, opened: scheduler_pb2.SessionOpened) -> None:
         self.limits = from_opened(opened)
         self.model_name = opened.model_name
-        self.reason = ""
+        self.fingerprint = opened.fingerprint
+        self.tokenizer_fingerprint = opened.tokenizer_fingerprint
         logger.info(
             "session with scheduler %s opened: %s, %d tokens",
             self.address,
             opened.model_name,
             opened.max_model_len,
         )
-        self._on_ready(self)
+        self._on_changed(self)
+
+    def _take_state(self, state: scheduler_pb2.ReplicaState) -> None:
+        before, self._state = self._state, state
+        if before == state:
+            return
+        is_stalled = not state.ready and not state.draining
+        if not is_stalled:
+            self._stalled_since = None
+        elif self._stalled_since is None:
+            self._stalled_since = asyncio.get_running_loop().time()
+        if not state.ready:
+            logger.warning("scheduler %s is not ready: %s", self.address, state.reason)
+        elif before is not _NOT_SAID:
+            logger.info("scheduler %s is ready again", self.address)
+        self._on_changed(self)
 
     def _ended(self, reason: str) -> None:
-        if self.is_ready:
+        if self.is_connected:
             logger.warning("session with scheduler %s ended: %s", self.address, reason)
-        self.reason = reason
+        self._why_away = reason
 
     def _lost(self) -> None:
         self.limits = None
+        self.refusal = ""
+        self._state, self._stalled_since = _NOT_SAID, None
         lost, self._running = list(self._running.values()), {}
         self._on_lost(lost)
 

@@ -74,6 +74,7 @@ def description_to_message(description: WorkerDescription) -> worker_pb2.Describ
         incarnation=description.incarnation,
         model_name=description.model_name,
         fingerprint=description.fingerprint,
+        tokenizer_fingerprint=description.tokenizer_fingerprint,
         max_model_len=description.max_model_len,
         vocab_size=description.vocab_size,
         eos_token_ids=description.eos_token_ids,

@@ -10,12 +10,14 @@ from services.worker.core.runner import Runner
 class WorkerDescription:
     """Model, capacity and identity. Field by field the contract's DescribeResponse.
 
-    Block tables follow the order of `groups`. `fingerprint` is 32 bytes.
+    Block tables follow the order of `groups`. `fingerprint` is 32 bytes,
+    `tokenizer_fingerprint` too, or empty where the model has no tokenizer files.
     """
 
     incarnation: str
     model_name: str
     fingerprint: bytes
+    tokenizer_fingerprint: bytes
     max_model_len: int
     vocab_size: int
     hidden_size: int

@@ -10,6 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from services.common.block_hash import HASH_VERSION
+from services.common.tokenizer_files import TOKENIZER_FILES
 from services.worker.core.kv_groups import LayerGroup
 from services.worker.models.checkpoint import Checkpoint, TensorInfo
 from services.worker.models.json_file import read_json_object
@@ -19,7 +20,6 @@ WHOLE_FILE_BYTES = 64 * 2**20
 
 _SAMPLE_BYTES = 4096
 _IGNORED_CONFIG_KEYS = {"_name_or_path", "transformers_version"}
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 
 
 def model_fingerprint(
@@ -52,7 +52,7 @@ def model_fingerprint(
     for file in checkpoint.files:
         tensors = [tensor for tensor in checkpoint.tensors.values() if tensor.file == file]
         add("weights", _hash_weights(file, tensors, whole=whole))
-    for name in _TOKENIZER_FILES:
+    for name in TOKENIZER_FILES:
         path = checkpoint.directory / name
         if path.exists():
             add(name, sha256(path.read_bytes()).digest())

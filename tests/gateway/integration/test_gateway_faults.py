@@ -13,40 +13,7 @@ from stepwell.scheduler.v1 import scheduler_pb2
 from services.common.block_hash import unpack_token_ids
 from tests.gateway.fake_scheduler import FakeScheduler, formula
 from tests.gateway.serving import Serving, serving, until
-
-PROMPT = [5, 6, 7]
-BODY = {"prompt": PROMPT, "seed": 11, "max_tokens": 30, "stream": True, "return_token_ids": True}
-
-
-class Stream:
-    """A completion that is read as it comes."""
-
-    def __init__(self, served: Serving, body: dict | None = None) -> None:
-        self.token_ids: list[int] = []
-        self.finish_reason: str | None = None
-        self.error: dict | None = None
-        self.task = asyncio.create_task(self._read(served, BODY | (body or {})))
-
-    async def _read(self, served: Serving, body: dict) -> None:
-        async with served.http.stream("POST", "/v1/completions", json=body) as response:
-            if response.status_code != 200:
-                self.error = json.loads(await response.aread())["error"]
-                return
-            async for line in response.aiter_lines():
-                if line.startswith("data: {"):
-                    self._take(json.loads(line.removeprefix("data: ")))
-
-    def _take(self, chunk: dict) -> None:
-        if "error" in chunk:
-            self.error = chunk["error"]
-            return
-        (choice,) = chunk["choices"]
-        self.token_ids += choice["token_ids"]
-        self.finish_reason = choice["finish_reason"] or self.finish_reason
-
-
-def expected(count: int) -> list[int]:
-    return [formula(PROMPT, 11, position) for position in range(count)]
+from tests.gateway.streams import BODY, PROMPT, Stream, expected
 
 
 async def test_a_stream_goes_on_when_the_scheduler_comes_back(served: Serving) -> None:
@@ -57,8 +24,6 @@ async def test_a_stream_goes_on_when_the_scheduler_comes_back(served: Serving) -
     await scheduler.die()
     await until(lambda: served.gateway.fleet.num_ready == 0)
     assert (await served.http.get("/health")).status_code == 503
-    refused = await served.http.post("/v1/completions", json={"prompt": "the"})
-    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
     scheduler.permits = 5
     await scheduler.start()
     await until(lambda: len(stream.token_ids) == 15)
@@ -145,6 +110,10 @@ async def test_without_a_replica_a_request_waits_no_longer_than_said(model: Path
         assert stream.token_ids == expected(3)
         assert stream.error is not None
         assert stream.error["type"] == "service_unavailable_error"
+        # A new one waits as long.
+        refused = await served.http.post("/v1/completions", json={"prompt": "the"})
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert served.gateway.fleet.num_waiting == 0
 
 
 async def test_an_answer_that_was_whole_is_not_sent_again(model: Path) -> None:

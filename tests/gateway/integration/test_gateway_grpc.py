@@ -143,25 +143,26 @@ async def test_tokenize_detokenize_and_models(served: Serving) -> None:
     assert (model.name, model.max_model_len, model.num_ready_replicas) == ("tiny", 512, 1)
 
 
-async def test_health_follows_the_replicas(served: Serving) -> None:
-    health = health_pb2_grpc.HealthStub(served.channel)
-    states = health_pb2.HealthCheckResponse.ServingStatus
+async def test_health_follows_the_replicas(model: Path) -> None:
+    async with serving(model, FakeScheduler(), resubmit_timeout_seconds=0.2) as served:
+        health = health_pb2_grpc.HealthStub(served.channel)
+        states = health_pb2.HealthCheckResponse.ServingStatus
 
-    async def wait_for(state: int) -> None:
-        async with asyncio.timeout(5):
-            for name in ("ready", "stepwell.gateway.v1.Inference"):
-                request = health_pb2.HealthCheckRequest(service=name)
-                while (await health.Check(request)).status != state:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
+        async def wait_for(state: int) -> None:
+            async with asyncio.timeout(5):
+                for name in ("ready", "stepwell.gateway.v1.Inference"):
+                    request = health_pb2.HealthCheckRequest(service=name)
+                    while (await health.Check(request)).status != state:  # noqa: ASYNC110
+                        await asyncio.sleep(0.01)
 
-    await wait_for(states.SERVING)
-    await served.scheduler.die()
-    await wait_for(states.NOT_SERVING)
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await generate(served, text="a")
-    assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
-    await served.scheduler.start()
-    await wait_for(states.SERVING)
+        await wait_for(states.SERVING)
+        await served.scheduler.die()
+        await wait_for(states.NOT_SERVING)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await generate(served, text="a")
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+        await served.scheduler.start()
+        await wait_for(states.SERVING)
 
 
 async def test_keys_are_asked_for_everywhere(model: Path) -> None:

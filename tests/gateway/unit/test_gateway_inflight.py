@@ -1,5 +1,7 @@
 """A sequence on its way: what its reader is told, whatever happened to its replicas."""
 
+from itertools import count
+
 from services.common.repetition import RepetitionDetection
 from services.gateway.adapters.inflight import Mailbox, ended
 from services.gateway.core.delta import Finish, FinishReason
@@ -10,7 +12,7 @@ from services.gateway.core.sampling import Sampling
 
 def make(**sampling) -> Mailbox:
     request = EngineRequest("r", [1, 2, 3, 4, 5], Sampling(**sampling), 0, "", 0, "")
-    return Mailbox([request], lambda inflight: inflight.release())
+    return Mailbox([request], count(), lambda inflight: inflight.release())
 
 
 def rows(*token_ids: int) -> LogprobRows:

@@ -180,11 +180,11 @@ class HttpApi:
         )
 
     async def health(self) -> Response:
-        """200 when requests can be served, else 503 and why not."""
+        """200 when a replica can serve requests, with those that cannot; else 503 and why not."""
         reason = self._fleet.why_not_ready() if self._gate.is_open else "shutting down"
         if reason:
             return JSONResponse({"status": "unavailable", "reason": reason}, status_code=503)
-        return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "ok", "not_ready": self._fleet.not_ready()})
 
     async def metrics(self) -> Response:
         """Prometheus metrics."""

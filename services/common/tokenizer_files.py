@@ -1,0 +1,21 @@
+"""The identity of a model directory's tokenizer, by which gateway and worker are compared."""
+
+from hashlib import sha256
+from pathlib import Path
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
+
+
+def tokenizer_fingerprint(directory: Path) -> bytes:
+    """32 bytes that are equal where text becomes the same tokens; empty without tokenizer files.
+
+    Of `tokenizer.json`, which holds everything, where there is one; else of the files that it
+    would be made from. The chat template is not part of it: only the gateway reads it.
+    """
+    present = [name for name in TOKENIZER_FILES if (directory / name).is_file()]
+    if not present:
+        return b""
+    digest = sha256()
+    for name in present[:1] if present[0] == "tokenizer.json" else present:
+        digest.update(name.encode() + b"\0" + sha256((directory / name).read_bytes()).digest())
+    return digest.digest()
