@@ -12,7 +12,7 @@ from services.common.sampling_messages import repetition_from_message
 from services.gateway.adapters.inflight import Inflight
 from services.gateway.core.delta import Finish, FinishReason
 from services.gateway.core.logprobs import LogprobRows
-from services.gateway.core.request import ModelLimits
+from services.gateway.core.request import CONTEXT_LENGTH_EXCEEDED, ModelLimits
 from services.gateway.core.sampling import Sampling
 
 _FINISH_REASONS = {
@@ -27,6 +27,12 @@ _REJECTIONS: dict[int, type[errors.StepwellError]] = {
     grpc.StatusCode.OUT_OF_RANGE.value[0]: errors.OutOfRange,
     grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]: errors.ResourceExhausted,
     grpc.StatusCode.UNAVAILABLE.value[0]: errors.Unavailable,
+}
+
+# Reasons of the scheduler that clients know by another name.
+_CLIENT_REASONS = {
+    "LONGER_THAN_MODEL": CONTEXT_LENGTH_EXCEEDED,
+    "LARGER_THAN_POOL": CONTEXT_LENGTH_EXCEEDED,
 }
 
 # Fields of AddRequest that clients know by another name.
@@ -168,7 +174,7 @@ def from_rejection(message: scheduler_pb2.Rejection) -> errors.StepwellError:
     return kind(
         message.message,
         field=_CLIENT_FIELDS.get(field, field) or None,
-        reason=message.reason or None,
+        reason=_CLIENT_REASONS.get(message.reason, message.reason) or None,
         retry_after_seconds=message.retry_after_millis / 1000 or None,
     )
 

@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+from jinja2 import TemplateError
+
 from services.common.errors import FailedPrecondition, InvalidArgument
 from services.gateway.core.ports import TextTooLong
 
@@ -21,6 +23,7 @@ _CHARACTERS_OF_MESSAGE = 128
 _COUNTED_CHARACTERS_PER_TOKEN = 8
 _PIECE_CHARACTERS = 2**16
 _FILES = ("tokenizer.json", "tokenizer_config.json")
+_MAX_TEMPLATE_MESSAGE = 300
 _SPACE_MARK = "▁"
 
 
@@ -110,10 +113,7 @@ class HfTokenizer:
         except Exception as error:
             # The template is a program that came with the model: it may raise anything about
             # a conversation it was not written for.
-            raise InvalidArgument(
-                f"the model's chat template does not take these messages: {error}",
-                field="messages",
-            ) from error
+            raise _template_refusal(error, continues=continue_final_message) from error
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         return await self._off_loop(len(token_ids), lambda: self._decode_long(token_ids))
@@ -137,6 +137,26 @@ class HfTokenizer:
         if size < _INLINE_CHARACTERS:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _template_refusal(error: Exception, *, continues: bool) -> InvalidArgument:
+    """What to tell a client. A sentence that the template's author raised is told as it is; what
+    jinja, Python and transformers say of a template that fails is not for clients.
+    """
+    if type(error) is TemplateError:
+        why = " ".join(str(error).split())[:_MAX_TEMPLATE_MESSAGE]
+        return InvalidArgument(
+            f"the model's chat template does not take these messages: {why}", field="messages"
+        )
+    if continues and isinstance(error, ValueError):
+        return InvalidArgument(
+            "continue_final_message: the model's chat template does not write the final message "
+            "as it is",
+            field="continue_final_message",
+        )
+    return InvalidArgument(
+        "the model's chat template does not take these messages", field="messages"
+    )
 
 
 def load_tokenizer(directory: Path) -> HfTokenizer:

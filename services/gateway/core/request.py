@@ -12,6 +12,7 @@ from services.gateway.core.seeds import answer_seed
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_LENGTH = 1024
 MAX_CACHE_SALT_BYTES = 256
+CONTEXT_LENGTH_EXCEEDED = "CONTEXT_LENGTH_EXCEEDED"
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,10 +170,10 @@ def _check_prompt(prompt: Prompt, sampling: Sampling, limits: ModelLimits) -> No
         check_token_ids("prompt", prompt.token_ids, limits.vocab_size)
     if sampling.max_tokens is not None and length + sampling.max_tokens > limits.capacity:
         raise OutOfRange(
-            f"max_tokens is {sampling.max_tokens} and the prompt has {length} tokens, together "
-            f"{length + sampling.max_tokens}: " + _what_fits(limits),
+            f"{_context_length(limits)} max_tokens is {sampling.max_tokens} and the prompt has "
+            f"{length}, together {length + sampling.max_tokens}",
             field="max_tokens",
-            reason="CONTEXT_LENGTH_EXCEEDED",
+            reason=CONTEXT_LENGTH_EXCEEDED,
         )
     room = limits.capacity - length if sampling.max_tokens is None else sampling.max_tokens
     if sampling.min_tokens > room:
@@ -185,16 +186,22 @@ def _check_prompt(prompt: Prompt, sampling: Sampling, limits: ModelLimits) -> No
 def prompt_too_long(size: str, limits: ModelLimits) -> OutOfRange:
     """The refusal of a prompt that has `size`, such as "600 tokens"."""
     return OutOfRange(
-        f"prompt has {size}, which leaves no room for an answer: {_what_fits(limits)}",
+        f"{_context_length(limits)} prompt has {size}, which leaves no room for an answer",
         field="prompt",
-        reason="CONTEXT_LENGTH_EXCEEDED",
+        reason=CONTEXT_LENGTH_EXCEEDED,
     )
 
 
-def _what_fits(limits: ModelLimits) -> str:
+def _context_length(limits: ModelLimits) -> str:
+    """How an error begins that says what is too long.
+
+    Clients know such an error by the first words, which are OpenAI's and vLLM's: LiteLLM looks for
+    them in the text, LangChain for the code.
+    """
+    words = f"This model's maximum context length is {limits.capacity} tokens"
     if limits.max_request_tokens < limits.max_model_len:
-        return f"this server's KV cache holds {limits.max_request_tokens} tokens of one request"
-    return f"this model's context is {limits.max_model_len} tokens"
+        words += ", which is what this server's KV cache holds of one request"
+    return words + ":"
 
 
 def _check_stop(stop: Sequence[str]) -> None:

@@ -106,15 +106,16 @@ class Door:
         field = "output_token_ids" if num_output else "prompt_token_ids"
         if total >= self.max_model_len:
             raise OutOfRange(
-                f"the request has {total} tokens; the model takes {self.max_model_len}, "
-                "at least one of them to generate",
+                f"This model's maximum context length is {self.max_model_len} tokens, at least one "
+                f"of them to generate: the request has {total}",
                 field=field,
                 reason="LONGER_THAN_MODEL",
             )
         if total >= self.config.max_model_len:
             raise OutOfRange(
-                f"the request has {total} tokens; the KV cache holds {self.config.max_model_len}, "
-                "at least one of them to generate",
+                f"This model's maximum context length is {self.config.max_model_len} tokens, which "
+                "is what the KV cache holds of one request, at least one of them to generate: the "
+                f"request has {total}",
                 field=field,
                 reason="LARGER_THAN_POOL",
             )

@@ -14,6 +14,7 @@ from tests.gateway.fake_scheduler import FakeScheduler
 from tests.gateway.serving import Serving, serving
 
 CHAT = [{"role": "user", "content": "hi"}]
+SAID = {"role": "assistant", "content": "hello"}
 
 # (what is wrong, body, the field that the error names)
 COMPLETIONS: list[tuple[str, dict[str, Any], str]] = [
@@ -138,6 +139,18 @@ CHATS: list[tuple[str, dict[str, Any], str]] = [
         "messages[0].content[0].type",
     ),
     ("tools", {"messages": CHAT, "tools": [{}]}, "tools"),
+    ("a call of a tool", {"messages": [{**SAID, "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+    ("an image of the assistant", {"messages": [{**SAID, "images": [{}]}]}, "messages[0].images"),
+    ("a refusal", {"messages": [{**SAID, "refusal": "no"}]}, "messages[0].refusal"),
+    ("a beginning", {"messages": [{**SAID, "prefix": True}]}, "messages[0].prefix"),
+    ("a part of an answer", {"messages": [{**SAID, "partial": True}]}, "messages[0].partial"),
+    ("an unknown key", {"messages": [{**SAID, "mood": "glad"}]}, "messages[0].mood"),
+    ("no thought", {"messages": [{**SAID, "reasoning": 1}]}, "messages[0].reasoning"),
+    (
+        "another conversation",
+        {"messages": CHAT, "chat_template_kwargs": {"conversations": []}},
+        "chat_template_kwargs",
+    ),
     ("tool choice", {"messages": CHAT, "tool_choice": "auto"}, "tool_choice"),
     (
         "constrained",
@@ -239,6 +252,28 @@ async def test_the_message_of_a_long_prompt_has_the_counts(served: Serving) -> N
     body = (await served.http.post("/v1/completions", json={"prompt": [5] * 600})).json()
     assert "600 tokens" in body["error"]["message"]
     assert "480 tokens" in body["error"]["message"]
+
+
+async def test_clients_know_an_error_of_length_by_its_words_and_its_code(served: Serving) -> None:
+    """LiteLLM looks for the words, in lower case; LangChain for the code; OpenAI's API has both."""
+    messages = [{"role": "user", "content": "z" * 600}]
+    for path, body, field in (
+        ("/v1/completions", {"prompt": [5] * 600}, "prompt"),
+        ("/v1/completions", {"prompt": "x" * 100_000}, "prompt"),
+        ("/v1/completions", {"prompt": [5] * 300, "max_tokens": 300}, "max_tokens"),
+        ("/v1/chat/completions", {"messages": messages}, "messages"),
+        ("/v1/chat/completions", {"messages": CHAT, "max_tokens": 500}, "max_tokens"),
+    ):
+        response = await served.http.post(path, json=body)
+        error = response.json()["error"]
+        assert response.status_code == 400
+        assert (error["code"], error["param"]) == ("context_length_exceeded", field)
+        assert "this model's maximum context length is 480 tokens" in error["message"].lower()
+    served.scheduler.rejection = scheduler_pb2.Rejection(
+        code=11, reason="LONGER_THAN_MODEL", field="prompt_token_ids", message="too long"
+    )
+    response = await served.http.post("/v1/completions", json={"prompt": "a"})
+    assert response.json()["error"]["code"] == "context_length_exceeded"
 
 
 async def test_a_body_of_10_mb_is_not_read(served: Serving) -> None:

@@ -147,6 +147,105 @@ async def test_parts_of_text_are_joined_and_echoed_turns_taken(served: Serving) 
         )
 
 
+ADDED = {
+    "openai": {
+        "refusal": None,
+        "annotations": [{"type": "url_citation", "url_citation": {"url": "https://a.example"}}],
+        "audio": None,
+        "function_call": None,
+        "tool_calls": None,
+    },
+    "litellm": {
+        "provider_specific_fields": {"refusal": None},
+        "thinking_blocks": [{"type": "thinking", "thinking": "hm", "signature": "x"}],
+        "reasoning_items": [],
+        "images": [],
+        "tool_calls": [],
+        "cache_control": {"type": "ephemeral"},
+    },
+    "openrouter": {"reasoning_details": [{"type": "reasoning.text", "text": "hm"}]},
+    "mistral": {"prefix": False},
+}
+
+
+@pytest.mark.parametrize("origin", ADDED)
+async def test_what_clients_and_proxies_add_to_a_turn_changes_nothing(
+    served: Serving, origin: str
+) -> None:
+    said = {"role": "assistant", "content": "the world"}
+    asked = {"role": "user", "content": [{"type": "text", "text": "more"}]}
+    marked = {"type": "text", "text": "more", "cache_control": {"type": "ephemeral"}}
+    for turns in (
+        [*HELLO, said, asked],
+        [*HELLO, {**said, **ADDED[origin]}, {**asked, "content": [marked]}],
+    ):
+        body = {"messages": turns, "max_tokens": 2}
+        response = await served.http.post("/v1/chat/completions", json=body)
+        assert response.status_code == 200, response.text
+    plain, added = served.scheduler.adds
+    assert plain.prompt_token_ids == added.prompt_token_ids
+
+
+THINKING_TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}:"
+    "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }} "
+    "{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+async def test_what_the_assistant_thought_is_for_the_template(tmp_path, key: str) -> None:
+    model = write_tokenizer(tmp_path / "thinker", chat_template=THINKING_TEMPLATE)
+    turns = [{"role": role, "content": role, key: "hm"} for role in ("user", "assistant")]
+    async with serving(model, FakeScheduler()) as served:
+        response = await served.http.post("/tokenize", json={"messages": turns})
+        tokens = served.tokens("user:user assistant:(hm)assistant ")
+        assert response.json()["tokens"] == tokens
+
+
+FAILING_TEMPLATE = (
+    "{% for m in messages %}"
+    "{% if m.content == 'add' %}{{ 1 + m.content }}{% endif %}"
+    "{% if m.content == 'miss' %}{{ m.nothing.more }}{% endif %}"
+    "{% if m.content == 'call' %}{{ m.content.__class__.__mro__ }}{% endif %}"
+    "{% if m.content == 'say' %}{{ raise_exception('roles must\n alternate') }}{% endif %}"
+    "{{ m.content | upper }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "field", "message"),
+    [
+        ("add", {}, "messages", "the model's chat template does not take these messages"),
+        ("miss", {}, "messages", "the model's chat template does not take these messages"),
+        ("call", {}, "messages", "the model's chat template does not take these messages"),
+        (
+            "say",
+            {},
+            "messages",
+            "the model's chat template does not take these messages: roles must alternate",
+        ),
+        (
+            "final",
+            {"continue_final_message": True},
+            "continue_final_message",
+            "continue_final_message: the model's chat template does not write the final message "
+            "as it is",
+        ),
+    ],
+)
+async def test_what_fails_in_a_template_is_told_without_its_insides(
+    tmp_path, content: str, options: dict, field: str, message: str
+) -> None:
+    model = write_tokenizer(tmp_path / "failing", chat_template=FAILING_TEMPLATE)
+    async with serving(model, FakeScheduler()) as served:
+        body = {"messages": [{"role": "user", "content": content}], **options}
+        response = await served.http.post("/v1/chat/completions", json=body)
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert (error["param"], error["message"]) == (field, message)
+
+
 async def test_the_template_may_refuse(served: Serving) -> None:
     async with served.openai() as client:
         with pytest.raises(openai.BadRequestError, match="no such role: developer") as caught:

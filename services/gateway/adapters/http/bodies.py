@@ -6,6 +6,7 @@ from pydantic import Field
 
 from services.gateway.adapters.http.fields import (
     Body,
+    Ignored,
     Int,
     Prompts,
     TextOrParts,
@@ -17,6 +18,7 @@ from services.gateway.adapters.http.fields import (
 
 _NO_TOOLS = "tools are not supported"
 _NO_FORMAT = "constrained output is not supported"
+_NO_PREFIX = "an answer is continued with continue_final_message"
 
 
 class StreamOptions(Body):
@@ -97,12 +99,28 @@ class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant"]
     content: TextOrParts
     name: str | None = None
-    # A turn of the assistant may be sent back as it came.
+    # A turn of the assistant may be sent back as it came: here, or from a server or through a
+    # proxy that adds to it.
     refusal: Annotated[Any, only(why="refusals are not supported")] = None
-    annotations: Annotated[Any, only([], why="annotations are not supported")] = None
     audio: Annotated[Any, only(why="audio is not supported")] = None
     function_call: Annotated[Any, only(why=_NO_TOOLS)] = None
     tool_calls: Annotated[Any, only([], why=_NO_TOOLS)] = None
+    tool_call_id: Annotated[Any, only(why=_NO_TOOLS)] = None
+    images: Annotated[Any, only([], why="images are not supported")] = None
+    prefix: Annotated[Any, only(False, why=_NO_PREFIX)] = None
+    partial: Annotated[Any, only(False, why=_NO_PREFIX)] = None
+    # What the assistant thought, by its names at vLLM, DeepSeek, OpenRouter and Ollama. Whether
+    # the model reads it again is for its chat template to say.
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    thinking: str | None = None
+    # The same in the forms of one provider, and notes for the client.
+    annotations: Ignored = None
+    cache_control: Ignored = None
+    provider_specific_fields: Ignored = None
+    reasoning_details: Ignored = None
+    reasoning_items: Ignored = None
+    thinking_blocks: Ignored = None
 
     def to_template(self) -> dict[str, str]:
         """The turn as chat templates take it."""
@@ -110,7 +128,13 @@ class ChatMessage(Body):
         if not isinstance(content, str):
             content = "".join(part.text for part in content)
         turn = {"role": self.role, "content": content}
-        return turn if self.name is None else {**turn, "name": self.name}
+        if self.name is not None:
+            turn["name"] = self.name
+        thought = self.reasoning_content or self.reasoning or self.thinking
+        if thought and self.role == "assistant":
+            # transformers gives templates the other names of it, too.
+            turn["reasoning_content"] = thought
+        return turn
 
 
 class ChatPrompt(Body):

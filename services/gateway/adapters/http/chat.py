@@ -1,5 +1,6 @@
 """/v1/chat/completions: from its body to a request, from answers to its chunks."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ _RESERVED_VARIABLES = frozenset(
     {
         "messages",
         "conversation",
+        "conversations",
+        "sanitize_control_tokens",
         "chat_template",
         "tools",
         "documents",
@@ -97,11 +100,8 @@ def in_chat_words(error: StepwellError, body: ChatCompletionBody) -> StepwellErr
     name = names.get(error.field or "")
     if name is None:
         return error
-    message = error.message
-    if message.startswith((f"{error.field} ", f"{error.field}:")):
-        message = name + message[len(error.field or "") :]
     return type(error)(
-        message,
+        re.sub(rf"\b{error.field}\b", name, error.message, count=1),
         field=name,
         reason=error.error_reason,
         retry_after_seconds=error.retry_after_seconds,

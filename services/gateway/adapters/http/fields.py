@@ -77,11 +77,17 @@ def only(*values: Any, why: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+Ignored = Annotated[Any, AfterValidator(lambda _: None)]
+"""A field that is accepted whatever it holds: nothing of it reaches the model, anywhere."""
+
+
 class TextPart(Body):
     """A part of a message's content."""
 
     type: Literal["text"]
     text: str
+    # Anthropic's mark of what to cache, which LiteLLM and OpenRouter pass on.
+    cache_control: Ignored = None
 
 
 def _by_type(value: Any) -> str | None:
