@@ -1,15 +1,29 @@
-"""Prometheus metrics of a service, read from its own counts when somebody asks."""
+"""Prometheus metrics of a service, read from its own counts when they are asked for."""
 
 import logging
+import socket
+import socketserver
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
 
 from services.common.errors import Unavailable
 
 logger = logging.getLogger(__name__)
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""The one format that is served, whatever a scraper would rather have. In OpenMetrics and in
+version 1.0.0 of the text format the client library writes `vllm_` for `vllm:`."""
+_CONNECTION_SECONDS = 10.0
+
+
+def render(registry: CollectorRegistry) -> bytes:
+    """All metrics of a registry, in the format of `CONTENT_TYPE`."""
+    return generate_latest(registry)
 
 
 @contextmanager
@@ -24,9 +38,11 @@ def serving_metrics(collector: Collector, host: str, port: int | None) -> Iterat
     registry = CollectorRegistry()
     registry.register(collector)
     try:
-        server, thread = start_http_server(port, host, registry)
+        server = _MetricsServer(host, port, registry)
     except OSError as error:
         raise Unavailable(f"cannot serve metrics on {host}:{port}: {error.strerror}") from error
+    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread.start()
     logger.info("serving metrics", extra={"address": f"{host}:{server.server_port}"})
     try:
         yield
@@ -34,3 +50,36 @@ def serving_metrics(collector: Collector, host: str, port: int | None) -> Iterat
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+class _MetricsServer(ThreadingHTTPServer):
+    """Answers every GET with the metrics of a registry."""
+
+    daemon_threads = True
+
+    def __init__(self, host: str, port: int, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        super().__init__((host, port), _MetricsHandler)
+
+    def server_bind(self) -> None:
+        # HTTPServer looks up the host's name, which may take seconds; nothing here needs it.
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
+
+
+class _MetricsHandler(BaseHTTPRequestHandler):
+    timeout = _CONNECTION_SECONDS
+    server: _MetricsServer
+
+    def do_GET(self) -> None:
+        """Sends the metrics."""
+        body = render(self.server.registry)
+        self.send_response(200)
+        self.send_header("Content-Type", CONTENT_TYPE)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Says nothing: a scrape is no news."""

@@ -44,12 +44,13 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
     async def Generate(
         self, request: gateway_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[gateway_pb2.GenerateResponse]:
-        metadata = self._enter(request.model, context)
+        with self._observer.counting_refusals():
+            metadata = self._enter(request.model, context)
         is_chat = request.WhichOneof("prompt") == "chat"
         operation = names.GENAI_OPERATION_CHAT if is_chat else names.GENAI_OPERATION_TEXT_COMPLETION
         with (
-            self._gate.enter(),
             self._observer.observing(operation, metadata.get("traceparent", "")) as observation,
+            self._gate.enter(),
         ):
             client_request = await self._client_request(request)
             generation = self._inference.prepare(client_request, observation.traceparent)

@@ -1,8 +1,8 @@
 """Prometheus metrics at the edge, under vLLM's names."""
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from services.common import names
+from services.common import metrics, names
 
 _TTFT_BUCKETS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
@@ -28,7 +28,9 @@ class Metrics:
             names.METRIC_REQUEST_SUCCESS, "Sequences that ended, by reason.", "finished_reason"
         )
         self._rejections = self._counter(
-            names.METRIC_ADMISSION_REJECTIONS, "Requests refused, by reason.", "reason"
+            names.METRIC_ADMISSION_REJECTIONS,
+            "Requests refused before an engine took them, by reason; counted nowhere else.",
+            "reason",
         )
         model = {"model_name": model_name}
         self.prompt_tokens = self._counter(
@@ -67,12 +69,12 @@ class Metrics:
         self._success.labels(model_name=self._model, finished_reason=reason).inc()
 
     def refused(self, reason: str) -> None:
-        """A request was refused, or failed, before its first token."""
+        """A request was refused, or failed before an engine took it. Nothing else counts it."""
         self._rejections.labels(model_name=self._model, reason=reason).inc()
 
     def render(self) -> bytes:
         """All of them in Prometheus's text format."""
-        return generate_latest(self._registry)
+        return metrics.render(self._registry)
 
     def _counter(self, name: str, doc: str, *labels: str) -> Counter:
         return Counter(name, doc, ["model_name", *labels], registry=self._registry)

@@ -27,6 +27,7 @@ class Observation:
         self._first_token_seconds: float | None = None
         self._last_token: dict[int, float] = {}
         self._generation: Generation | None = None
+        self._is_refused = False
         # How sequences ended that were not finished.
         self._end = "abort"
 
@@ -65,17 +66,23 @@ class Observation:
             self._metrics.ended(piece.finish_reason.value)
 
     def completed(self) -> None:
-        """The request is over, whatever way."""
+        """The request is over, whatever way.
+
+        One that was refused has no tokens, no end and no latency to count; one whose client left
+        the queue has ended, and no more.
+        """
         seconds = time.perf_counter() - self._started
         generation = self._generation
-        if generation is None:
+        if generation is None or self._is_refused:
+            return
+        for _ in range(len(generation.choices) - len(generation.finish_reasons())):
+            self._metrics.ended(self._end)
+        if not generation.was_taken:
             return
         usage = generation.usage()
         self._metrics.prompt_tokens.inc(usage.num_prompt_tokens)
         self._metrics.cached_tokens.inc(usage.num_cached_tokens)
         self._metrics.e2e_latency.observe(seconds)
-        for _ in range(len(generation.choices) - len(generation.finish_reasons())):
-            self._metrics.ended(self._end)
         if self._span.is_recording():
             self._span.set_attributes(
                 {
@@ -97,7 +104,8 @@ class Observation:
         self._span.set_status(Status(StatusCode.ERROR, message))
         if error_type != CANCELLED:
             self._end = "error"
-            if self._first_token_seconds is None:
+            if self._generation is None or not self._generation.was_taken:
+                self._is_refused = True
                 self._metrics.refused(error_type)
 
 
@@ -108,6 +116,15 @@ class Observer:
         self._model_name = model_name
         self._tracing = tracing
         self._metrics = metrics
+
+    @contextmanager
+    def counting_refusals(self) -> Iterator[None]:
+        """Counts what is refused before it can be watched. Errors pass through."""
+        try:
+            yield
+        except StepwellError as error:
+            self._metrics.refused(error.error_reason.lower())
+            raise
 
     @contextmanager
     def observing(self, operation: str, traceparent: str) -> Iterator[Observation]:

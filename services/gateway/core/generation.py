@@ -37,6 +37,8 @@ class Generation:
         self.request = request
         self.sequences = sequences
         stops = StopPatterns(request.stop)
+        self.was_taken = False
+        """Whether an engine began with one of its sequences; else it was refused, or waits."""
         self.choices = [
             Choice(index, tokenizer, request, sequence, stops)
             for index, sequence in enumerate(sequences)
@@ -80,6 +82,7 @@ class Generation:
         yield news
 
     def _accept(self, index: int, delta: Delta, subscription: Subscription) -> Piece:
+        self.was_taken |= delta.num_cached_tokens is not None or bool(delta.token_ids)
         if delta.error is not None:
             raise self._explained(index, delta.error)
         piece = self.choices[index].accept(delta)

@@ -189,8 +189,35 @@ async def test_large_messages_pass_and_larger_ones_are_refused(served: Served) -
 class OneGauge(Collector):
     """A collector of one number."""
 
+    def __init__(self, name: str = "stepwell_answer") -> None:
+        self._name = name
+
     def collect(self) -> list[GaugeMetricFamily]:
-        return [GaugeMetricFamily("stepwell_answer", "The answer.", value=42)]
+        return [GaugeMetricFamily(self._name, "The answer.", value=42)]
+
+
+# What Prometheus 2.42 and 3 ask for.
+ACCEPT = {
+    "2.42": "application/openmetrics-text;version=1.0.0,application/openmetrics-text;"
+    "version=0.0.1;q=0.75,text/plain;version=0.0.4;q=0.5,*/*;q=0.1",
+    "3": "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,"
+    "text/plain;version=1.0.0;escaping=allow-utf-8;q=0.5,text/plain;version=0.0.4;q=0.2,*/*;q=0.1",
+}
+
+
+@pytest.mark.parametrize("version", ACCEPT)
+def test_a_scraper_that_would_rather_have_openmetrics_gets_vllms_names(
+    version: str, free_port: int
+) -> None:
+    with serving_metrics(OneGauge("vllm:answer"), "127.0.0.1", free_port):
+        response = httpx.get(
+            f"http://127.0.0.1:{free_port}/metrics", headers={"Accept": ACCEPT[version]}
+        )
+    assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    assert (
+        response.text
+        == "# HELP vllm:answer The answer.\n# TYPE vllm:answer gauge\nvllm:answer 42.0\n"
+    )
 
 
 def test_metrics_are_served_while_the_block_lasts(free_port: int) -> None:

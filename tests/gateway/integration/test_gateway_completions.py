@@ -203,7 +203,9 @@ async def test_models_health_status_and_metrics(served: Serving) -> None:
     await served.http.post("/v1/completions", json={"prompt": "the", "max_tokens": 3})
     (replica,) = (await served.http.get("/status")).json()["replicas"]
     assert (replica["ready"], replica["stats"]["num_steps"]) == (True, 7)
-    metrics = (await served.http.get("/metrics")).text
+    response = await served.http.get("/metrics")
+    assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    metrics = response.text
     assert 'vllm:generation_tokens_total{model_name="tiny"} 3.0' in metrics
     success = 'vllm:request_success_total{finished_reason="length",model_name="tiny"} 1.0'
     assert success in metrics

@@ -7,11 +7,10 @@ import time
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from services.common import names
+from services.common import metrics, names
 from services.common.errors import InternalError, InvalidArgument, StepwellError
 from services.gateway.adapters.auth import ApiKeys
 from services.gateway.adapters.fleet import Fleet
@@ -99,8 +98,9 @@ class HttpApi:
 
     async def completions(self, request: Request) -> Response:
         """Text completions."""
-        body = await self._body(request, CompletionBody)
-        name = _request_id("cmpl", body, request)
+        with self._observer.counting_refusals():
+            body = await self._body(request, CompletionBody)
+            name = _request_id("cmpl", body, request)
         envelope = self._envelope(name, body)
         return self._reply(
             Exchange(
@@ -114,8 +114,9 @@ class HttpApi:
 
     async def chat_completions(self, request: Request) -> Response:
         """Chat completions."""
-        body = await self._body(request, ChatCompletionBody)
-        name = _request_id("chatcmpl", body, request)
+        with self._observer.counting_refusals():
+            body = await self._body(request, ChatCompletionBody)
+            name = _request_id("chatcmpl", body, request)
         envelope = self._envelope(name, body)
 
         async def to_request() -> ClientRequest:
@@ -189,7 +190,7 @@ class HttpApi:
     async def metrics(self) -> Response:
         """Prometheus metrics."""
         self._metrics.replicas_ready.set(self._fleet.num_ready)
-        return Response(self._metrics.render(), media_type=CONTENT_TYPE_LATEST)
+        return Response(self._metrics.render(), media_type=metrics.CONTENT_TYPE)
 
     async def _body(self, request: Request, model: type[Any]) -> Any:
         body = await read_body(request, model, self._max_body_bytes)

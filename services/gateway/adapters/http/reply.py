@@ -79,8 +79,8 @@ class GenerationReply(Response):
         exchange = self._exchange
         try:
             with (
-                self._gate.enter(),
                 self._observer.observing(exchange.operation, exchange.traceparent) as observation,
+                self._gate.enter(),
             ):
                 await self._generate(observation, send)
         except StepwellError as error:
