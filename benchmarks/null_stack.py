@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from benchmarks.stack import end, environment, spawn, watch
-from services.cli.readiness import until_serving
+from services.cli.health import until_ready
 
 BLOCK_SIZE = 16
 """Tokens of a block of the worker that is not there."""
@@ -83,7 +83,7 @@ class NullStack:
 
     async def _until_serving(self) -> None:
         """Until all serve. Raises RuntimeError when one of them ends."""
-        serving = asyncio.create_task(until_serving(self.scheduler))
+        serving = asyncio.create_task(until_ready(self.scheduler))
         watching = asyncio.create_task(watch(self._processes, self._log))
         try:
             await asyncio.wait({serving, watching}, return_when=asyncio.FIRST_COMPLETED)

@@ -97,7 +97,18 @@ class ServiceRecord:
         self.changed.set()
         self._write(f"{name} is ready after {seconds:.2f} s, restart {num_restarts}")
 
-    def died(self, name: str, status: str, tail: Sequence[str], delay_seconds: float) -> None:  # noqa: ARG002
+    def hung(self, name: str, reason: str) -> None:
+        """Notes that a service hangs, and is killed."""
+        self._write(f"{name} hangs: {reason}")
+
+    def died(
+        self,
+        name: str,
+        status: str,
+        tail: Sequence[str],  # noqa: ARG002
+        delay_seconds: float,
+        num_deaths: int,  # noqa: ARG002
+    ) -> None:
         """Notes an end."""
         self._write(f"{name} ended: {status}; again in {delay_seconds:g} s")
 

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 _LAUNCHER = Path(__file__).with_name("launcher.py")
 _TAIL_LINES = 50
@@ -17,11 +18,33 @@ _CHUNK_BYTES = 65_536
 _OUTPUT_GRACE_SECONDS = 1.0
 
 
+class NoAnswer(Exception):
+    """A health check came to nothing: the program is not there, or closed the connection."""
+
+
+class LivenessCheck(Protocol):
+    """Asks one run of a program whether it is live."""
+
+    async def ask(self) -> str:
+        """Why the program cannot go on; empty when it can. Waits for the answer as long as it
+        takes. Raises NoAnswer when there will be none.
+        """
+
+    async def close(self) -> None:
+        """Nothing more is asked."""
+
+
+def _nothing() -> None:
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
     """What to run. `until_ready` returns once the program serves, and may be asked again.
 
-    Children of a `team` start together, and the end of one is the end of all.
+    Children of a `team` start together, and the end of one is the end of all. `liveness` begins to
+    ask a run whether it is live; a program that leaves that unanswered for `silence_seconds` hangs.
+    Without it only the end of the process is noticed. `prepare` is called before each start.
     """
 
     name: str
@@ -29,6 +52,9 @@ class ChildSpec:
     environ: Mapping[str, str]
     until_ready: Callable[[], Awaitable[None]]
     team: str | None = None
+    liveness: Callable[[], LivenessCheck] | None = None
+    silence_seconds: float = 2.0
+    prepare: Callable[[], None] = _nothing
 
 
 class Child:
@@ -50,6 +76,7 @@ class Child:
     @classmethod
     async def start(cls, spec: ChildSpec, on_line: Callable[[str], None]) -> "Child":
         """Starts the program; each line of its output goes to `on_line` as it comes."""
+        spec.prepare()
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", str(_LAUNCHER), str(os.getpid())),
             *spec.command,
@@ -70,6 +97,14 @@ class Child:
     def ended(self) -> bool:
         """Whether it is known to have ended."""
         return self._process.returncode is not None
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it was stopped by a signal, or by a debugger; always False but on Linux."""
+        with suppress(OSError):
+            stat = Path(f"/proc/{self.pid}/stat").read_text()
+            return stat.rpartition(")")[2].split()[0] in ("T", "t")
+        return False
 
     async def wait(self) -> int:
         """Its exit status, or minus the signal that killed it, once its output is read."""

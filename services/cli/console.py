@@ -49,9 +49,16 @@ class Console:
         tell = self.warn if num_restarts else self.note
         tell(f"{name} is ready{again} after {seconds:.1f} s")
 
-    def died(self, name: str, status: str, tail: Sequence[str], delay_seconds: float) -> None:
+    def hung(self, name: str, reason: str) -> None:
+        """A service hangs."""
+        self.warn(f"{name} hangs: {reason}; killing it")
+
+    def died(
+        self, name: str, status: str, tail: Sequence[str], delay_seconds: float, num_deaths: int
+    ) -> None:
         """A service died."""
-        self.warn(f"{name} died: {status}; starting it again in {delay_seconds:.1f} s")
+        times = f" ({num_deaths} times in a row)" if num_deaths > 1 else ""
+        self.warn(f"{name} died{times}: {status}; starting it again in {delay_seconds:.1f} s")
         self.tail(name, tail)
 
     def tail(self, name: str, lines: Sequence[str]) -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from services.cli.child import ChildSpec
+from services.cli.health import Liveness, until_ready
 from services.cli.ports import join_host_port
-from services.cli.readiness import until_serving
+from services.cli.run_directory import make_again
 from services.cli.settings import UpSettings
 from services.cli.supervisor import Stage
 from services.common.settings import env_prefix
@@ -43,6 +44,9 @@ OWNERS: dict[str, tuple[str, ...]] = {
 _GATEWAY_DRAIN_SECONDS, _GATEWAY_STOP_SECONDS = 4.0, 6.0
 _SCHEDULER_DRAIN_SECONDS, _SCHEDULER_STOP_SECONDS = 0.5, 1.5
 _CACHES_DRAIN_SECONDS, _CACHES_STOP_SECONDS = 0.5, 1.5
+
+# Streams of clients end with the gateway. The end of another service costs no more than time.
+_GATEWAY_PATIENCE = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +116,12 @@ def stages(settings: UpSettings, addresses: Addresses, environ: Mapping[str, str
             name=name,
             command=(sys.executable, "-m", f"services.{service}"),
             environ={**environ, **_as_environment(service, values)},
-            until_ready=partial(until_serving, address),
+            until_ready=partial(until_ready, address),
             team=service,
+            liveness=partial(Liveness, address),
+            silence_seconds=settings.liveness_timeout_seconds
+            * (_GATEWAY_PATIENCE if service == "gateway" else 1),
+            prepare=partial(make_again, addresses.run_directory),
         )
 
     return [

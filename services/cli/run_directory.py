@@ -2,14 +2,33 @@
 
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from services.cli.errors import CommandError
+
 # sockaddr_un holds 108 bytes with its final zero; the longest name in the directory is this.
 _LONGEST_PATH_BYTES = 107
 _LONGEST_NAME = "scheduler.sock"
+_PRIVATE = 0o700
+
+
+def make_again(path: Path) -> None:
+    """Makes the directory of a run where it was removed meanwhile, as by what tidies /tmp up.
+
+    Raises CommandError when another user has made something of that name.
+    """
+    try:
+        path.mkdir(mode=_PRIVATE)
+    except FileExistsError:
+        found = path.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+            raise CommandError(f"{path} was replaced by something of another user") from None
+    except OSError as error:
+        raise CommandError(f"cannot make {path} again: {error.strerror}") from error
 
 
 @contextmanager

@@ -58,6 +58,12 @@ class UpSettings:
     )
     policy: str | None = setting(None, doc="who waits less: fcfs or priority")
     enable_prefix_caching: bool | None = setting(None, doc="reuse what prompts have in common")
+    liveness_timeout_seconds: float = setting(
+        2.0,
+        doc="a service that answers no health check for so long is killed and started again; the "
+        "gateway, with which clients' streams end, gets five times as long",
+        check=at_least(0.5),
+    )
     otlp_endpoint: str | None = setting(
         None, doc="where traces go, an OTLP/gRPC URL such as http://127.0.0.1:4317"
     )

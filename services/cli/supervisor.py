@@ -4,7 +4,8 @@ All start at once: each waits for the others it needs, so that loading overlaps.
 before it was ever ready cannot work, and takes everything down with it; one that ends later is
 started again, and its team with it, at once the first time and then with growing delays (as
 Erlang's supervisors and systemd do, without their limit: everything behind the gateway can be
-recomputed, so trying on never harms). At the end the stages stop one after the other, in the order
+recomputed, so trying on never harms). One that hangs is killed, which makes it one that has ended.
+At the end the stages stop one after the other, in the order
 given, each within its own time; what is left after that is killed.
 """
 
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from services.cli.child import Child, ChildSpec, describe_exit
+from services.cli.liveness import LivenessPolicy, until_hung
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +57,30 @@ class Observer(Protocol):
     def ready(self, name: str, seconds: float, num_restarts: int) -> None:
         """A child serves, so long after it was started."""
 
-    def died(self, name: str, status: str, tail: Sequence[str], delay_seconds: float) -> None:
-        """A child that had served ended unasked, and is started again after the delay."""
+    def hung(self, name: str, reason: str) -> None:
+        """A child hangs, and is killed."""
+
+    def died(
+        self, name: str, status: str, tail: Sequence[str], delay_seconds: float, num_deaths: int
+    ) -> None:
+        """A child that had served ended unasked, and is started again after the delay.
+
+        `num_deaths`: how often it has ended, with no steady life between.
+        """
 
     def stopping(self, name: str) -> None:
         """A child is asked to end."""
 
     def killed(self, name: str, seconds: float) -> None:
         """A child did not end when asked, within its time."""
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """How a run ended, in words, and whether it was killed because it hung."""
+
+    status: str
+    hung: bool
 
 
 class StartFailed(Exception):
@@ -83,10 +101,12 @@ class Supervisor:
         stages: Sequence[Stage],
         observer: Observer,
         restarts: RestartPolicy | None = None,
+        liveness: LivenessPolicy | None = None,
     ) -> None:
         self._stages = stages
         self._observer = observer
         self._restarts = restarts or RestartPolicy()
+        self._liveness = liveness or LivenessPolicy()
         self._children: dict[str, Child] = {}
         self._was_ready: dict[str, asyncio.Event] = {}
         self.all_ready = asyncio.Event()
@@ -138,26 +158,31 @@ class Supervisor:
 
     async def _keep(self, team: Sequence[ChildSpec]) -> None:
         """Runs a team over and over. Raises StartFailed; otherwise ends by cancellation."""
-        num_restarts = num_deaths = 0
+        num_restarts = num_deaths = num_hangs = 0
         while True:
             started = time.monotonic()
             children = [await self._start(spec) for spec in team]
-            runs = [asyncio.create_task(self._see_off(child, num_restarts)) for child in children]
+            runs = [
+                asyncio.create_task(self._see_off(child, num_restarts, num_hangs))
+                for child in children
+            ]
             try:
                 done, _ = await asyncio.wait(runs, return_when=asyncio.FIRST_COMPLETED)
                 for run in done:
                     run.result()
                 await self._end(children)
-                statuses = await asyncio.gather(*runs)
+                ends = await asyncio.gather(*runs)
             finally:
                 for run in runs:
                     run.cancel()
                 await asyncio.gather(*runs, return_exceptions=True)
             steady = time.monotonic() - started >= self._restarts.steady_seconds
             num_deaths = 1 if steady else num_deaths + 1
+            num_hangs = (0 if steady else num_hangs) + any(end.hung for end in ends)
             delay_seconds = self._restarts.delay_seconds(num_deaths)
-            for child, status in zip(children, statuses, strict=True):
-                self._observer.died(child.spec.name, status, child.tail, delay_seconds)
+            for child, end in zip(children, ends, strict=True):
+                name = child.spec.name
+                self._observer.died(name, end.status, child.tail, delay_seconds, num_deaths)
             await asyncio.sleep(delay_seconds)
             num_restarts += 1
 
@@ -166,16 +191,31 @@ class Supervisor:
         self._children[spec.name] = child
         return child
 
-    async def _see_off(self, child: Child, num_restarts: int) -> str:
-        """A run to its end, in words. Raises StartFailed when its program was never ready."""
-        spec, started = child.spec, time.monotonic()
-        if await _ready_before_its_end(child):
-            self._observer.ready(spec.name, time.monotonic() - started, num_restarts)
-            self._was_ready[spec.name].set()
-        status = describe_exit(await child.wait())
+    async def _see_off(self, child: Child, num_restarts: int, num_hangs: int) -> "_End":
+        """A run to its end. Raises StartFailed when its program was never ready."""
+        spec, started, ready = child.spec, time.monotonic(), asyncio.Event()
+        killing = asyncio.create_task(self._kill_when_hung(child, ready, num_hangs))
+        try:
+            if await _ready_before_its_end(child):
+                ready.set()
+                self._observer.ready(spec.name, time.monotonic() - started, num_restarts)
+                self._was_ready[spec.name].set()
+            status = describe_exit(await child.wait())
+        finally:
+            killing.cancel()
+            (hung,) = await asyncio.gather(killing, return_exceptions=True)
         if not self._was_ready[spec.name].is_set():
             raise StartFailed(spec.name, status, child.tail)
-        return status
+        return _End(status, hung=hung is True)
+
+    async def _kill_when_hung(self, child: Child, ready: asyncio.Event, num_hangs: int) -> bool:
+        """Returns True when the child was killed, False when nothing can be asked."""
+        if child.spec.liveness is None:
+            return False
+        reason = await until_hung(child, ready.is_set, num_hangs, self._liveness)
+        self._observer.hung(child.spec.name, reason)
+        child.kill()
+        return True
 
     async def _end(self, children: Sequence[Child]) -> None:
         """Waits for the rest of a team to end by itself, for a moment, then sees to it."""

@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 
 from services.cli.child import ChildSpec
+from services.cli.health import Liveness, until_ready
+from services.cli.run_directory import make_again
 from services.cli.supervisor import Supervisor
 
 # Serves until SIGTERM, then writes its name to the journal and takes its time to end.
@@ -25,6 +27,24 @@ print(name, "serves", flush=True)
 open(ready, "w").close()
 while True:
     time.sleep(60)
+"""
+
+# Answers health checks. SIGUSR1 makes it say that it cannot go on, SIGUSR2 stops its event loop.
+ANSWER_HEALTH = """
+import asyncio, signal, sys, time
+from services.common.server import GrpcServer
+async def main():
+    server, loop, stop = GrpcServer(), asyncio.get_running_loop(), asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    loop.add_signal_handler(
+        signal.SIGUSR1, lambda: asyncio.ensure_future(server.set_live(False))
+    )
+    loop.add_signal_handler(signal.SIGUSR2, time.sleep, 60)
+    await server.start(sys.argv[1])
+    await server.set_ready(True)
+    await stop.wait()
+    await server.drain(0)
+asyncio.run(main())
 """
 
 IGNORE_SIGTERM = """
@@ -54,6 +74,20 @@ def server(name: str, directory: Path, stop_seconds: float = 0.0) -> ChildSpec:
     )
 
 
+def health_server(name: str, directory: Path, *, silence_seconds: float) -> ChildSpec:
+    """A child with a socket in the directory of a run, which is made again if it was removed."""
+    address = f"unix:{directory / name}.sock"
+    return ChildSpec(
+        name=name,
+        command=(sys.executable, "-c", ANSWER_HEALTH, address),
+        environ=os.environ,
+        until_ready=partial(until_ready, address),
+        liveness=partial(Liveness, address),
+        silence_seconds=silence_seconds,
+        prepare=partial(make_again, directory),
+    )
+
+
 async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     """Waits for a condition, with a deadline."""
     deadline = time.monotonic() + seconds
@@ -78,6 +112,8 @@ class Journal:
         self.lines: list[tuple[str, str]] = []
         self.readies: list[tuple[str, int]] = []
         self.deaths: list[tuple[str, str, list[str], float]] = []
+        self.deaths_in_a_row: list[int] = []
+        self.hangs: list[tuple[str, str]] = []
         self.stops: list[str] = []
         self.kills: list[str] = []
 
@@ -88,8 +124,14 @@ class Journal:
         assert seconds >= 0
         self.readies.append((name, num_restarts))
 
-    def died(self, name: str, status: str, tail: Sequence[str], delay_seconds: float) -> None:
+    def hung(self, name: str, reason: str) -> None:
+        self.hangs.append((name, reason))
+
+    def died(
+        self, name: str, status: str, tail: Sequence[str], delay_seconds: float, num_deaths: int
+    ) -> None:
         self.deaths.append((name, status, list(tail), delay_seconds))
+        self.deaths_in_a_row.append(num_deaths)
 
     def stopping(self, name: str) -> None:
         self.stops.append(name)

@@ -14,8 +14,10 @@ def shown(*, colour: bool = False, quiet: bool = False, raw: bool = False) -> li
     console = Console(stream, colour=colour, quiet=quiet, raw=raw)
     console.line("worker", "loading")
     console.ready("worker", 1.25, 0)
-    console.died("worker", "killed by SIGKILL", ["first", "last"], 0.1)
+    console.died("worker", "killed by SIGKILL", ["first", "last"], 0.1, 1)
     console.ready("worker", 2.0, 1)
+    console.hung("worker", "it was stopped 1.1 s ago")
+    console.died("worker", "killed by SIGKILL", [], 0.2, 2)
     return stream.getvalue().splitlines()
 
 
@@ -27,6 +29,8 @@ def test_every_line_says_whose_it_is() -> None:
         "up        |   last lines of worker: first",
         "up        |   last lines of worker: last",
         "up        | worker is ready again (restart 1) after 2.0 s",
+        "up        | worker hangs: it was stopped 1.1 s ago; killing it",
+        "up        | worker died (2 times in a row): killed by SIGKILL; starting it again in 0.2 s",
     ]
 
 

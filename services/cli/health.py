@@ -1,0 +1,53 @@
+"""What a service says of itself by grpc.health.v1: whether it is ready, and whether it is live."""
+
+import asyncio
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from services.cli.child import NoAnswer
+from services.common.channel import open_channel
+from services.common.server import LIVENESS, READINESS
+
+_ASK_AGAIN_SECONDS = 0.1
+_ANSWER_SECONDS = 1.0
+_UNIX = "unix:"
+
+
+async def until_ready(address: str) -> None:
+    """Returns once the server at host:port or unix:PATH is ready. Asks for ever."""
+    request = health_pb2.HealthCheckRequest(service=READINESS)
+    async with open_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        while True:
+            try:
+                answer = await stub.Check(request, timeout=_ANSWER_SECONDS, wait_for_ready=True)
+                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+            except grpc.aio.AioRpcError:
+                pass  # Not there yet, or going: either way, not ready.
+            await asyncio.sleep(_ASK_AGAIN_SECONDS)
+
+
+class Liveness:
+    """Whether the service at host:port or unix:PATH can go on. A `child.LivenessCheck`."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = open_channel(address)
+        self._stub = health_pb2_grpc.HealthStub(self._channel)
+        self._socket = Path(address.removeprefix(_UNIX)) if address.startswith(_UNIX) else None
+
+    async def ask(self) -> str:
+        try:
+            answer = await self._stub.Check(health_pb2.HealthCheckRequest(service=LIVENESS))
+        except grpc.aio.AioRpcError as error:
+            raise NoAnswer from error
+        if answer.status != health_pb2.HealthCheckResponse.SERVING:
+            return "it says that it cannot go on"
+        if self._socket is not None and not self._socket.exists():
+            return f"its socket {self._socket} was removed"
+        return ""
+
+    async def close(self) -> None:
+        await self._channel.close()

@@ -1,0 +1,103 @@
+"""The supervisor over children that hang: they are killed, with the reason, and started again."""
+
+import asyncio
+import os
+import shutil
+import signal
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from services.cli.liveness import LivenessPolicy
+from services.cli.run_directory import run_directory
+from services.cli.supervisor import RestartPolicy, Stage, Supervisor
+from tests.cli.children import Journal, health_server, started, until
+
+QUICK = RestartPolicy(first_delay_seconds=0.05, longest_delay_seconds=0.2)
+SILENCE_SECONDS = 2.0
+LIVENESS = LivenessPolicy(stopped_seconds=0.4, period_seconds=0.1)
+
+
+class Watched:
+    """A child under a supervisor, and what the supervisor told."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.journal = Journal()
+        spec = health_server("pool", directory, silence_seconds=SILENCE_SECONDS)
+        self.supervisor = Supervisor([Stage((spec,), 2)], self.journal, QUICK, LIVENESS)
+
+    @property
+    def pid(self) -> int:
+        return self.supervisor.pid("pool")
+
+    async def until_replaced(self) -> str:
+        """Waits until the child was killed and is ready again; returns why."""
+        await until(lambda: ("pool", 1) in self.journal.readies)
+        [(name, reason)] = self.journal.hangs
+        assert name == "pool"
+        assert [death[:2] for death in self.journal.deaths] == [("pool", "killed by SIGKILL")]
+        return reason
+
+
+@pytest.fixture
+async def watched() -> AsyncIterator[Watched]:
+    with run_directory() as directory:
+        watched = Watched(directory)
+        running = await started(watched.supervisor)
+        yield watched
+        watched.supervisor.stop.set()
+        await running
+
+
+async def test_a_stopped_child_is_killed_and_started_again(watched: Watched) -> None:
+    began = time.monotonic()
+    os.kill(watched.pid, signal.SIGSTOP)
+    await until(lambda: bool(watched.journal.hangs))
+
+    assert time.monotonic() - began < SILENCE_SECONDS, "it need not be given the time of a slow one"
+    assert "it was stopped" in await watched.until_replaced()
+
+
+async def test_a_child_whose_event_loop_stands_still_is_killed_and_started_again(
+    watched: Watched,
+) -> None:
+    os.kill(watched.pid, signal.SIGUSR2)
+
+    assert "it has answered no health check for 2." in await watched.until_replaced()
+
+
+async def test_a_child_that_says_that_it_cannot_go_on_is_killed_and_started_again(
+    watched: Watched,
+) -> None:
+    os.kill(watched.pid, signal.SIGUSR1)
+
+    assert await watched.until_replaced() == "it says that it cannot go on"
+
+
+async def test_a_removed_directory_is_made_again_for_children_with_new_sockets(
+    watched: Watched,
+) -> None:
+    shutil.rmtree(watched.directory)
+
+    assert "pool.sock was removed" in await watched.until_replaced()
+    assert watched.directory.stat().st_mode & 0o777 == 0o700
+
+
+async def test_time_in_which_the_supervisor_did_not_run_is_not_held_against_a_child(
+    watched: Watched,
+) -> None:
+    os.kill(watched.pid, signal.SIGUSR2)
+    await asyncio.sleep(LIVENESS.period_seconds)
+    time.sleep(SILENCE_SECONDS)  # noqa: ASYNC251 - the supervisor stands still
+    await asyncio.sleep(0)
+
+    assert not watched.journal.hangs
+
+
+def test_each_hang_after_the_second_in_a_row_makes_the_supervisor_more_patient() -> None:
+    policy = LivenessPolicy(factor=2, longest_seconds=10)
+    assert [policy.silence_seconds(2.0, hangs) for hangs in range(6)] == [2, 2, 4, 8, 10, 10]
+    assert policy.silence_seconds(20.0, 3) == 20
