@@ -13,6 +13,7 @@ from grpc_status import rpc_status
 from services.common import errors
 
 DOMAIN = "stepwell"
+_SHORT = 60
 
 STATUS_OF: dict[type[errors.StepwellError], grpc.StatusCode] = {
     errors.InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
@@ -79,6 +80,27 @@ def from_rpc_error(rpc_error: grpc.aio.AioRpcError) -> errors.StepwellError:
             packed.Unpack(retry)
             retry_after_seconds = retry.retry_delay.ToTimedelta().total_seconds()
     return kind(message, field=field, reason=reason, retry_after_seconds=retry_after_seconds)
+
+
+def from_peer(peer: str, rpc_error: grpc.aio.AioRpcError) -> errors.StepwellError:
+    """As `from_rpc_error`; what grpc itself says of a connection, in lines of addresses and errors
+    of the system, becomes a sentence about the peer, such as "the worker at 10.0.0.7:9003".
+    """
+    if rpc_status.from_call(rpc_error) is None:
+        if rpc_error.code() is grpc.StatusCode.UNAVAILABLE:
+            return errors.Unavailable(f"{peer} {_connection_end(rpc_error.details() or '')}")
+        if rpc_error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return errors.Unavailable(f"{peer} does not answer")
+    return from_rpc_error(rpc_error)
+
+
+def _connection_end(details: str) -> str:
+    """What became of a connection, by grpc's words."""
+    if "connect" in details.lower() and "reset" not in details.lower():
+        return "is not there"
+    if "ping timeout" in details or "keepalive" in details.lower():
+        return "answers no ping"
+    return f"closed the connection ({details})" if len(details) < _SHORT else "is gone"
 
 
 def _pack(message: object) -> any_pb2.Any:

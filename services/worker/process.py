@@ -20,6 +20,7 @@ from services.common.server import GrpcServer
 from services.common.settings import SettingError, exit_with, load_settings
 from services.common.telemetry import configure_tracing
 from services.worker.adapters.compute import ComputeThread
+from services.worker.adapters.liveness import follow_liveness
 from services.worker.adapters.processors import usable_processors
 from services.worker.adapters.servicer import WorkerServicer
 from services.worker.build import build_engine
@@ -53,6 +54,7 @@ async def serve(settings: WorkerSettings, membership: Membership, stop: asyncio.
     server = GrpcServer()
     server.add(worker_pb2_grpc.add_WorkerServicer_to_server, servicer, SERVICE)
     place = _Place(membership, asyncio.get_running_loop().create_future())
+    watching = asyncio.create_task(follow_liveness(compute, server.set_live), name="liveness")
     try:
         address = await server.start(settings.address)
         engine = await _load(settings, place, compute, stop)
@@ -67,6 +69,7 @@ async def serve(settings: WorkerSettings, membership: Membership, stop: asyncio.
         await server.drain(_FAREWELL_SECONDS if broken else settings.drain_seconds)
         if broken is not None:
             end_at_once(f"stepwell worker: {broken}")
+        watching.cancel()
         place.leave()
         compute.close(_FAREWELL_SECONDS if membership.size > 1 else None)
         tracing.shutdown()

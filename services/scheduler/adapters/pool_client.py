@@ -10,9 +10,11 @@ from stepwell.common.v1 import common_pb2
 from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
 
 from services.common.errors import StepwellError, Unavailable
-from services.common.status import from_rpc_error
+from services.common.status import from_peer
 from services.scheduler.adapters import pool_messages
+from services.scheduler.adapters.alarm import Alarm
 from services.scheduler.core import ports
+from services.scheduler.core.deadlines import Deadlines
 
 logger = logging.getLogger(__name__)
 
@@ -21,9 +23,14 @@ _TransactCall = grpc.aio.StreamStreamCall[kvpool_pb2.TransactRequest, kvpool_pb2
 RETRY_SECONDS = 0.05
 
 
+TRANSACTION_FLOOR_SECONDS = 2.0
+"""No transaction is given up before, however short they are: the machine may be busy."""
+
+
 class PoolClient:
     """A `ports.KVPool` over a channel. A broken stream is opened again and the transaction sent
-    again, under its old number, until it is answered or `timeout_seconds` have passed.
+    again, under its old number, until it is answered or its time is over: a multiple of what
+    transactions of as many operations took before, and `timeout_seconds` at most.
     """
 
     def __init__(self, channel: grpc.aio.Channel, pool_id: str, timeout_seconds: float) -> None:
@@ -33,6 +40,8 @@ class PoolClient:
         self._generation = 0
         self._sequence = 0
         self._call: _TransactCall | None = None
+        self._deadlines = Deadlines(TRANSACTION_FLOOR_SECONDS, timeout_seconds)
+        self._allowed_seconds = timeout_seconds
         self._is_late = False
 
     async def open(
@@ -59,7 +68,7 @@ class PoolClient:
                 timeout=self._timeout_seconds,
             )
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
+            raise from_peer("the kvpool", error) from error
         self._generation, self._sequence = response.generation, 0
         return self._generation
 
@@ -74,13 +83,17 @@ class PoolClient:
             operations=[pool_messages.to_message(operation) for operation in operations],
             traceparent=traceparent,
         )
-        # A bare timer costs a tenth of what asyncio.timeout does, and this is every step's path.
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        self._allowed_seconds = self._deadlines.seconds(len(operations))
         self._is_late = False
-        alarm = asyncio.get_running_loop().call_later(self._timeout_seconds, self._give_up)
+        alarm = Alarm(self._allowed_seconds, self._give_up)
         try:
-            return pool_messages.to_outcome(await self._send(request))
+            outcome = pool_messages.to_outcome(await self._send(request))
         finally:
             alarm.cancel()
+        self._deadlines.took(len(operations), loop.time() - began)
+        return outcome
 
     def close(self) -> None:
         """Ends the stream."""
@@ -97,16 +110,22 @@ class PoolClient:
             try:
                 return await self._try(request)
             except grpc.aio.AioRpcError as rpc_error:
-                error = from_rpc_error(rpc_error)
+                error = from_peer("the kvpool", rpc_error)
                 self.close()
-                if self._is_late:
-                    raise ports.PoolLost(
-                        f"the kvpool did not answer within {self._timeout_seconds:g} s"
-                    ) from rpc_error
-                if not isinstance(error, Unavailable) and not _broke_under_a_write(rpc_error):
+                is_broken = isinstance(error, Unavailable) or _broke_under_a_write(rpc_error)
+                if not (self._is_late or is_broken):
                     raise _lost(error) from rpc_error
-                logger.warning("transaction %d: %s; sending it again", request.sequence, error)
-                await asyncio.sleep(RETRY_SECONDS)
+                await self._pause_before_retry(request.sequence, error)
+
+    async def _pause_before_retry(self, sequence: int, error: StepwellError) -> None:
+        """Raises PoolLost when the time is over, before the pause or after it."""
+        if not self._is_late:
+            logger.warning("transaction %d: %s; sending it again", sequence, error)
+            await asyncio.sleep(RETRY_SECONDS)
+        if self._is_late:
+            raise ports.PoolLost(
+                f"the kvpool did not answer within {self._allowed_seconds:.3g} s"
+            ) from error
 
     async def _try(self, request: kvpool_pb2.TransactRequest) -> kvpool_pb2.TransactResponse:
         call = self._call = self._call or self._stub.Transact()

@@ -2,14 +2,17 @@
 
 import asyncio
 import logging
+import math
 from collections import deque
 from collections.abc import Sequence
 
 import grpc
 from stepwell.worker.v1 import worker_pb2, worker_pb2_grpc
 
-from services.common.status import from_rpc_error
-from services.scheduler.adapters.worker_messages import to_execute_request, to_step_output
+from services.common.status import from_peer
+from services.scheduler.adapters.steps_in_flight import Step, StepsInFlight
+from services.scheduler.adapters.worker_messages import to_execute_request
+from services.scheduler.core.deadlines import Deadlines
 from services.scheduler.core.plan import StepOutput, StepPlan
 from services.scheduler.core.ports import WorkersLost
 
@@ -20,40 +23,8 @@ _ExecuteCall = grpc.aio.StreamStreamCall[worker_pb2.ExecuteRequest, worker_pb2.E
 DESCRIBE_TIMEOUT_SECONDS = 5.0
 
 
-class _Step:
-    """A step that was sent. `output` resolves when the last rank has answered: they answer alike,
-    and one answer is taken. A rank that is lost, or late, fails it.
-    """
-
-    def __init__(self, number: int, num_ranks: int, timeout_seconds: float) -> None:
-        loop = asyncio.get_running_loop()
-        self.output: asyncio.Future[StepOutput] = loop.create_future()
-        self._num_missing = num_ranks
-        self._alarm = loop.call_later(timeout_seconds, self._give_up, number, timeout_seconds)
-
-    def answered(self, response: worker_pb2.ExecuteResponse) -> None:
-        """A rank is done."""
-        self._num_missing -= 1
-        if not self._num_missing:
-            self._alarm.cancel()
-            if not self.output.done():  # whoever waited may have given up
-                self._resolve(response)
-
-    def _give_up(self, number: int, timeout_seconds: float) -> None:
-        self.fail(f"step {number} was not done within {timeout_seconds:g} s")
-
-    def _resolve(self, response: worker_pb2.ExecuteResponse) -> None:
-        try:
-            self.output.set_result(to_step_output(response))
-        except ValueError as error:  # arrays that are none: whoever waits fails by it
-            self.output.set_exception(error)
-
-    def fail(self, message: str) -> None:
-        """There will be no answer."""
-        self._alarm.cancel()
-        if not self.output.done():
-            self.output.set_exception(WorkersLost(message))
-            self.output.exception()  # whoever waits is told; nobody waiting is no error
+STEP_FLOOR_SECONDS = 2.0
+"""No step is given up before, however short steps are: the machine may be busy."""
 
 
 class Rank:
@@ -64,7 +35,7 @@ class Rank:
         self._stub = worker_pb2_grpc.WorkerStub(channel)
         self._call: _ExecuteCall | None = None
         self._reader: asyncio.Task[None] | None = None
-        self._waiting: deque[_Step] = deque()
+        self._waiting: deque[Step] = deque()
 
     async def describe(self) -> worker_pb2.DescribeResponse:
         """What the worker runs. Raises StepwellError while it is away or still loading."""
@@ -73,7 +44,7 @@ class Rank:
                 worker_pb2.DescribeRequest(), timeout=DESCRIBE_TIMEOUT_SECONDS
             )
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
+            raise from_peer(f"the worker at {self.address}", error) from error
 
     def open(self) -> None:
         """Begins a new stream, with an empty batch."""
@@ -91,7 +62,7 @@ class Rank:
             self._call = None
         self._fail(f"the stream to the worker at {self.address} was closed")
 
-    async def submit(self, request: worker_pb2.ExecuteRequest, step: _Step) -> None:
+    async def submit(self, request: worker_pb2.ExecuteRequest, step: Step) -> None:
         """Sends a step. Raises WorkersLost when the stream has ended."""
         if self._call is None:
             raise WorkersLost(f"the worker at {self.address} is away")
@@ -106,9 +77,9 @@ class Rank:
         try:
             async for response in call:
                 if self._waiting:
-                    self._waiting.popleft().answered(response)
+                    self._waiting.popleft().answered(self.address, response)
         except grpc.aio.AioRpcError as error:
-            why = from_rpc_error(error).message
+            why = from_peer("it", error).message
         self._call = None
         self._fail(f"the worker at {self.address} was lost: {why}")
 
@@ -122,25 +93,34 @@ class WorkerGroup:
 
     def __init__(self, ranks: Sequence[Rank], step_timeout_seconds: float) -> None:
         self._ranks = ranks
-        self._step_timeout_seconds = step_timeout_seconds
+        self._deadlines = Deadlines(STEP_FLOOR_SECONDS, step_timeout_seconds)
+        self._steps = StepsInFlight([rank.address for rank in ranks], self._deadlines)
+        self._incarnations: list[str] = []
         self._generation = 0
 
     async def describe(self) -> list[worker_pb2.DescribeResponse]:
         """What each rank runs, in rank order. Raises StepwellError for the first that is away."""
-        return list(await asyncio.gather(*(rank.describe() for rank in self._ranks)))
+        ranks = list(await asyncio.gather(*(rank.describe() for rank in self._ranks)))
+        incarnations = [rank.incarnation for rank in ranks]
+        if incarnations != self._incarnations:
+            # A new process may compile or allocate in the first steps of each size.
+            self._deadlines.forget()
+            self._incarnations = incarnations
+        return ranks
 
     async def open(self, generation: int) -> None:
-        """Begins a new generation on every rank. Raises WorkersLost.
+        """Begins a new generation on every rank, and returns when each has run a step of nothing.
+        Raises WorkersLost.
 
-        Several ranks are sent a step of nothing: one that still waits for the others, in a step
-        that not all were sent before their streams ended, learns from them that it is over, even
-        if there is nothing to compute for long.
+        A worker that hangs in a step still describes itself. And of several ranks one that waits
+        for the others, in a step that not all were sent before their streams ended, learns from
+        them that it is over, even if there is nothing to compute for long.
         """
         self._generation = generation
         for rank in self._ranks:
             rank.open()
-        if len(self._ranks) > 1:
-            await self._send(0, worker_pb2.ExecuteRequest(generation=generation))
+        request = worker_pb2.ExecuteRequest(generation=generation)
+        await (await self._send(request, 0, self._deadlines.ceiling_seconds))
 
     def close(self) -> None:
         """Ends every stream."""
@@ -149,12 +129,18 @@ class WorkerGroup:
 
     async def submit(self, plan: StepPlan, traceparent: str = "") -> asyncio.Future[StepOutput]:
         request = to_execute_request(plan, self._generation, traceparent)
-        return await self._send(plan.step, request)
+        num_tokens = sum(plan.num_scheduled_tokens)
+        return await self._send(request, num_tokens, self._steps.allowed_seconds(num_tokens))
 
     async def _send(
-        self, number: int, request: worker_pb2.ExecuteRequest
+        self, request: worker_pb2.ExecuteRequest, num_tokens: int, allowed_seconds: float
     ) -> asyncio.Future[StepOutput]:
-        step = _Step(number, len(self._ranks), self._step_timeout_seconds)
+        request.timeout_millis = math.ceil(1000 * allowed_seconds)
+        step = self._steps.add(request.step, num_tokens, allowed_seconds)
         for rank in self._ranks:
-            await rank.submit(request, step)
+            try:
+                await rank.submit(request, step)
+            except WorkersLost as error:
+                step.fail(error.message)
+                raise
         return step.output

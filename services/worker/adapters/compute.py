@@ -7,8 +7,11 @@ it leaves it free to queue the next step.
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
+from math import inf
 from queue import SimpleQueue
 from typing import TypeVar
 
@@ -27,20 +30,37 @@ class ComputeThread:
         """Whether nothing more is begun."""
         return self._computing.is_closed
 
-    def submit(self, function: Callable[[], T]) -> "asyncio.Future[T]":
-        """Queues `function`; its result or exception as a future of the running loop. Cancelled
-        before it began, it is not run.
-        """
-        return self._computing.submit(function)
+    @property
+    def overdue(self) -> "Overdue | None":
+        """What runs for longer than it may, if anything does. May be asked from any thread."""
+        return self._computing.overdue or self._waiting.overdue
 
-    def submit_wait(self, wait: Callable[[], T]) -> "asyncio.Future[T]":
+    def submit(
+        self, function: Callable[[], T], allowed_seconds: float = inf
+    ) -> "asyncio.Future[T]":
+        """Queues `function`; its result or exception as a future of the running loop. Cancelled
+        before it began, it is not run. It is not ended after the allowed time, but `overdue` then.
+        """
+        return self._computing.submit(function, allowed_seconds)
+
+    def submit_wait(
+        self, wait: Callable[[], T], allowed_seconds: float = inf
+    ) -> "asyncio.Future[T]":
         """As `submit`, for what only waits: behind other such, beside what computes."""
-        return self._waiting.submit(wait)
+        return self._waiting.submit(wait, allowed_seconds)
 
     def close(self, patience_seconds: float | None = None) -> None:
         """Drops what is queued, and waits for what runs: for ever, or so long."""
         self._computing.close(patience_seconds)
         self._waiting.close(patience_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Overdue:
+    """A function that runs for longer than it may. `began` is of `time.monotonic`."""
+
+    began: float
+    allowed_seconds: float
 
 
 class _Lane:
@@ -51,10 +71,19 @@ class _Lane:
     def __init__(self, name: str) -> None:
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self.is_closed = False
+        self._running: Overdue | None = None
+        """What runs and may not run for ever."""
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, function: Callable[[], T]) -> "asyncio.Future[T]":
+    @property
+    def overdue(self) -> Overdue | None:
+        running = self._running
+        if running is None or time.monotonic() < running.began + running.allowed_seconds:
+            return None
+        return running
+
+    def submit(self, function: Callable[[], T], allowed_seconds: float) -> "asyncio.Future[T]":
         if self.is_closed:
             raise RuntimeError("the thread is closed")
         loop = asyncio.get_running_loop()
@@ -64,11 +93,15 @@ class _Lane:
             if self.is_closed or future.cancelled():
                 _tell(loop, future.cancel)
                 return
+            if allowed_seconds != inf:
+                self._running = Overdue(time.monotonic(), allowed_seconds)
             try:
                 result = function()
             except BaseException as error:
+                self._running = None
                 _tell(loop, _fail, future, error)
             else:
+                self._running = None
                 _tell(loop, _resolve, future, result)
 
         self._tasks.put(run)

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import grpc
@@ -187,7 +188,7 @@ class _StepStream:
     def _submit(self, message: worker_pb2.ExecuteRequest) -> _PendingStep:
         arrived = time.perf_counter_ns()
         step = step_from_message(message)
-        begun = self._compute.submit(lambda: self._begin(step))
+        begun = self._compute.submit(lambda: self._begin(step), _allowed_seconds(message))
         begun.add_done_callback(self._wake)
         return _PendingStep(message, step, arrived, begun)
 
@@ -202,7 +203,9 @@ class _StepStream:
         if isinstance(begun.output, StepOutput):
             return _RunStep(begun.output, begun.started_nanos, begun.ended_nanos)
         if pending.downloaded is None:
-            pending.downloaded = self._compute.submit_wait(begun.output.wait)
+            pending.downloaded = self._compute.submit_wait(
+                begun.output.wait, _allowed_seconds(pending.message)
+            )
             pending.downloaded.add_done_callback(self._wake)
         if not pending.downloaded.done():
             return None
@@ -238,3 +241,8 @@ class _StepStream:
             queue_nanos=run.started_nanos - pending.arrived_nanos,
             execute_nanos=run.ended_nanos - run.started_nanos,
         )
+
+
+def _allowed_seconds(message: worker_pb2.ExecuteRequest) -> float:
+    """How long the step may take once it has begun."""
+    return message.timeout_millis / 1000 or inf

@@ -189,7 +189,7 @@ async def test_ranks_are_told_of_a_generation_before_there_is_work() -> None:
     async with serving_replica(*ranks) as replica:
         await replica.until(lambda _: all(rank.steps for rank in ranks))
         generation = (await replica.pool.stats()).generation
-    opening = worker_pb2.ExecuteRequest(generation=generation)
+    opening = worker_pb2.ExecuteRequest(generation=generation, timeout_millis=120_000)
     assert [rank.steps for rank in ranks] == [[opening], [opening]]
 
 

@@ -1,8 +1,11 @@
 """The worker over gRPC: a real server, a real model, steps in flight, take-over, bad steps."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import grpc
 import numpy as np
@@ -18,9 +21,13 @@ from services.common.channel import open_channel
 from services.common.server import GrpcServer
 from services.common.telemetry import configure_tracing
 from services.worker.adapters.compute import ComputeThread
+from services.worker.adapters.liveness import follow_liveness
 from services.worker.adapters.servicer import WorkerServicer
 from services.worker.build import build_engine
 from services.worker.core.engine import Engine
+from services.worker.core.lookahead import PendingOutput
+from services.worker.core.runner import Runner
+from services.worker.core.step import StepInput, StepOutput
 from services.worker.process import SERVICE
 from services.worker.settings import WorkerSettings
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model
@@ -356,3 +363,53 @@ async def test_draining_ends_the_stream(
     await stream.answer()
     servicer.close()
     assert (await stream.error()).code() is grpc.StatusCode.UNAVAILABLE
+
+
+class HeldRunner:
+    """A runner whose steps end when they are let go."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.going = threading.Event()
+        self._runner = runner
+
+    def reset(self) -> None:
+        self._runner.reset()
+
+    def begin(self, step: StepInput) -> StepOutput | PendingOutput:
+        self.going.wait(DEADLINE_SECONDS)
+        return self._runner.begin(step)
+
+
+async def test_a_step_beyond_its_time_makes_the_worker_one_that_is_not_live(
+    engine: Engine,
+) -> None:
+    held, compute, server = HeldRunner(engine.runner), ComputeThread(), GrpcServer()
+    servicer = WorkerServicer(compute, configure_tracing("worker", "", 1.0))
+    server.add(worker_pb2_grpc.add_WorkerServicer_to_server, servicer, SERVICE)
+    servicer.open(replace(engine, runner=cast(Runner, held)))
+    following = asyncio.create_task(follow_liveness(compute, server.set_live))
+    async with open_channel(await server.start("127.0.0.1:0")) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        watch = health.Watch(health_pb2.HealthCheckRequest(service=""))
+
+        async def becomes(state: int) -> None:
+            async with asyncio.timeout(DEADLINE_SECONDS):
+                assert (await watch.read()).status == state
+
+        await becomes(health_pb2.HealthCheckResponse.SERVING)
+        first = Stream(worker_pb2_grpc.WorkerStub(channel))
+        await first.send(step(1, (0, 20, 0), new_requests=[new_request()], timeout_millis=200))
+        await becomes(health_pb2.HealthCheckResponse.NOT_SERVING)
+        # A scheduler that begins anew waits; the worker stays one that is not live.
+        second = Stream(worker_pb2_grpc.WorkerStub(channel))
+        await second.send(step(0, generation=2, timeout_millis=200))
+        assert isinstance(await first.error(), grpc.aio.AioRpcError)
+        held.going.set()
+        answer = await second.answer()
+        assert (answer.generation, answer.step) == (2, 0)
+        await becomes(health_pb2.HealthCheckResponse.SERVING)
+        watch.cancel()
+    following.cancel()
+    servicer.close()
+    await server.drain(0)
+    compute.close()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from services.worker.adapters.compute import ComputeThread
+from services.worker.adapters.liveness import follow_liveness
 
 SECONDS = 10
 
@@ -84,3 +85,42 @@ async def test_closing_waits_for_what_runs_and_drops_what_is_queued() -> None:
         with pytest.raises(asyncio.CancelledError):
             await queued
     assert ran == ["running"]
+
+
+async def test_a_function_that_runs_for_longer_than_it_may_is_overdue(
+    compute: ComputeThread,
+) -> None:
+    going = threading.Event()
+    await compute.submit(lambda: None, 0.0)
+    assert compute.overdue is None
+    running = compute.submit(going.wait, 0.05)
+    async with asyncio.timeout(SECONDS):
+        while compute.overdue is None:  # noqa: ASYNC110 - another thread's state
+            await asyncio.sleep(0.01)
+        assert compute.overdue.allowed_seconds == 0.05
+        going.set()
+        await running
+    assert compute.overdue is None
+
+
+async def test_what_has_no_bound_is_never_overdue(compute: ComputeThread) -> None:
+    going = threading.Event()
+    running = compute.submit(going.wait)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(asyncio.shield(running), 0.1)
+    assert compute.overdue is None
+    going.set()
+    await running
+
+
+async def test_a_worker_is_not_live_while_something_is_overdue(compute: ComputeThread) -> None:
+    states: asyncio.Queue[bool] = asyncio.Queue()
+    following = asyncio.create_task(follow_liveness(compute, states.put, period_seconds=0.02))
+    going = threading.Event()
+    running = compute.submit_wait(going.wait, 0.05)
+    async with asyncio.timeout(SECONDS):
+        assert await states.get() is False
+        going.set()
+        await running
+        assert await states.get() is True
+    following.cancel()

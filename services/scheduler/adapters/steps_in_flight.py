@@ -1,0 +1,107 @@
+"""Steps that were sent to the ranks and are not done, each with a deadline."""
+
+import asyncio
+from collections import deque
+from collections.abc import Iterable
+
+from stepwell.worker.v1 import worker_pb2
+
+from services.scheduler.adapters.alarm import Alarm
+from services.scheduler.adapters.worker_messages import to_step_output
+from services.scheduler.core.deadlines import Deadlines
+from services.scheduler.core.plan import StepOutput
+from services.scheduler.core.ports import WorkersLost
+
+
+class Step:
+    """A step that was sent. `output` resolves when the last rank has answered: they answer alike,
+    and one answer is taken. A rank that is lost, or late, fails it.
+    """
+
+    def __init__(
+        self, steps: "StepsInFlight", number: int, size: int, allowed_seconds: float
+    ) -> None:
+        self.number = number
+        self.size = size
+        self.allowed_seconds = allowed_seconds
+        self.output: asyncio.Future[StepOutput] = asyncio.get_running_loop().create_future()
+        self._steps = steps
+        self._missing = set(steps.ranks)
+
+    def answered(self, rank: str, response: worker_pb2.ExecuteResponse) -> None:
+        """A rank is done."""
+        self._missing.discard(rank)
+        if not self._missing:
+            self._steps.done(self)
+            if not self.output.done():  # it may have been cancelled
+                self._resolve(response)
+
+    def overdue(self) -> None:
+        """The time is over."""
+        late = ", ".join(address for address in self._steps.ranks if address in self._missing)
+        self.fail(
+            f"step {self.number} was not done within {self.allowed_seconds:.3g} s "
+            f"by the worker at {late}"
+        )
+
+    def fail(self, message: str) -> None:
+        """There will be no answer."""
+        self._steps.forget(self)
+        if not self.output.done():
+            self.output.set_exception(WorkersLost(message))
+            self.output.exception()  # an output that nothing waits for is no error
+
+    def _resolve(self, response: worker_pb2.ExecuteResponse) -> None:
+        try:
+            self.output.set_result(to_step_output(response))
+        except ValueError as error:  # arrays that are none
+            self.output.set_exception(error)
+
+
+class StepsInFlight:
+    """The steps of all ranks, oldest first. Ranks run them one after the other, so that the time of
+    a step begins when the one before it is done.
+    """
+
+    def __init__(self, ranks: Iterable[str], deadlines: Deadlines) -> None:
+        self.ranks = tuple(ranks)
+        self._deadlines = deadlines
+        self._steps: deque[Step] = deque()
+        self._alarm: Alarm | None = None
+        self._began = 0.0
+
+    def allowed_seconds(self, size: int) -> float:
+        """How long a step of so many tokens may take."""
+        return self._deadlines.seconds(size)
+
+    def add(self, number: int, size: int, allowed_seconds: float) -> Step:
+        """A step of so many tokens is about to be sent."""
+        step = Step(self, number, size, allowed_seconds)
+        self._steps.append(step)
+        if len(self._steps) == 1:
+            self._begin(step)
+        return step
+
+    def done(self, step: Step) -> None:
+        """Every rank has answered the step."""
+        if self._steps and self._steps[0] is step:
+            took = asyncio.get_running_loop().time() - self._began
+            self._deadlines.took(step.size, took)
+        self.forget(step)
+
+    def forget(self, step: Step) -> None:
+        """The step is not waited for any more."""
+        if step not in self._steps:
+            return
+        was_oldest = self._steps[0] is step
+        self._steps.remove(step)
+        if was_oldest:
+            if self._alarm is not None:
+                self._alarm.cancel()
+                self._alarm = None
+            if self._steps:
+                self._begin(self._steps[0])
+
+    def _begin(self, step: Step) -> None:
+        self._began = asyncio.get_running_loop().time()
+        self._alarm = Alarm(step.allowed_seconds, step.overdue)

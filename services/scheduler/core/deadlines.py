@@ -1,0 +1,39 @@
+"""How long work may take, by how long such work took before.
+
+A fixed timeout must be longer than the longest step of the slowest machine, and notices a hang as
+late. So each class of sizes, one for each power of two, keeps about the longest time that it took
+lately (a maximum that decays), and work may take a multiple of that. A class that has not been
+measured gets the longest time allowed: the first step of its kind may compile or allocate.
+"""
+
+_FACTOR = 10.0
+_KEPT_SHARE = 0.98
+"""A time shorter than the longest pulls that towards it by the rest."""
+
+
+class Deadlines:
+    """Times allowed for work of a size: from `floor_seconds`, below which a busy machine would be
+    taken for one that hangs, to `ceiling_seconds`.
+    """
+
+    def __init__(self, floor_seconds: float, ceiling_seconds: float) -> None:
+        self.ceiling_seconds = ceiling_seconds
+        self._floor_seconds = min(floor_seconds, ceiling_seconds)
+        self._longest: dict[int, float] = {}
+
+    def seconds(self, size: int) -> float:
+        """How long work of this size may take."""
+        longest = self._longest.get(size.bit_length())
+        if longest is None:
+            return self.ceiling_seconds
+        return min(max(_FACTOR * longest, self._floor_seconds), self.ceiling_seconds)
+
+    def took(self, size: int, seconds: float) -> None:
+        """Work of this size was done in so many seconds."""
+        kind = size.bit_length()
+        longest = self._longest.get(kind, 0.0)
+        self._longest[kind] = max(seconds, _KEPT_SHARE * longest + (1 - _KEPT_SHARE) * seconds)
+
+    def forget(self) -> None:
+        """Forgets all times, as when another process does the work."""
+        self._longest.clear()

@@ -1,0 +1,42 @@
+"""Tells health checks that the worker cannot go on while a step takes longer than it may."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+from services.worker.adapters.compute import ComputeThread
+
+logger = logging.getLogger(__name__)
+
+PERIOD_SECONDS = 0.1
+
+
+async def follow_liveness(
+    compute: ComputeThread,
+    set_live: Callable[[bool], Awaitable[None]],
+    period_seconds: float = PERIOD_SECONDS,
+) -> None:
+    """Looks at what computes until cancelled, and calls `set_live` with each change.
+
+    What is overdue must be so in two looks: after this process was stopped for a while, a step that
+    is nearly done gets that time.
+    """
+    before, live = None, True
+    while True:
+        await asyncio.sleep(period_seconds)
+        overdue = compute.overdue
+        hangs = overdue is not None and overdue is before
+        before = overdue
+        if hangs is not live:
+            continue
+        live = not hangs
+        await set_live(live)
+        if overdue is not None:
+            logger.error(
+                "a step has computed for %.1f s, and was to be done within %.1f s: not live",
+                time.monotonic() - overdue.began,
+                overdue.allowed_seconds,
+            )
+        else:
+            logger.warning("the step that took too long is done: live again")

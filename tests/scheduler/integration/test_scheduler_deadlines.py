@@ -1,0 +1,148 @@
+"""Workers and pools that hang are given up on after a multiple of the time that they usually take,
+with connections that are whole; what they bring afterwards is not taken.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
+from stepwell.scheduler.v1 import scheduler_pb2
+
+from services.common.channel import open_channel
+from services.common.server import GrpcServer
+from services.scheduler.adapters import pool_client, worker_client
+from services.scheduler.adapters.alarm import Alarm
+from services.scheduler.adapters.pool_client import PoolClient
+from services.scheduler.core.ports import PoolLost
+from tests.scheduler.fake_worker import FakeWorker
+from tests.scheduler.paged_model import continuation
+from tests.scheduler.serving_replica import gateway_of, sampling, serving_replica
+from tests.scheduler.story import prompt
+
+FLOOR_SECONDS = 0.5
+CEILING_SECONDS = 60.0
+MANY = 150
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_client, "STEP_FLOOR_SECONDS", FLOOR_SECONDS)
+    monkeypatch.setattr(pool_client, "TRANSACTION_FLOOR_SECONDS", FLOOR_SECONDS)
+
+
+async def test_a_step_that_takes_far_longer_than_usual_is_given_up_on() -> None:
+    worker = FakeWorker(num_blocks=200)
+    async with (
+        serving_replica(worker, step_timeout_seconds=CEILING_SECONDS) as replica,
+        gateway_of(replica) as gateway,
+    ):
+        await gateway.add(1, prompt(9), sampling=sampling(MANY))
+        await gateway.until_tokens(1, 20)
+        worker.going.clear()
+        began = time.monotonic()
+        await replica.until(lambda stats: stats.state == scheduler_pb2.ENGINE_STATE_RECOVERING)
+        stats = await replica.stats()
+        assert time.monotonic() - began < 15
+        assert "was not done within 0.5 s by the worker at 127.0.0.1:" in stats.state_reason
+
+        # A worker that hangs is not taken for one that is back, although it answers calls.
+        generations = {step.generation for step in worker.steps}
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(4 * FLOOR_SECONDS):
+                await replica.until(lambda stats: stats.state == scheduler_pb2.ENGINE_STATE_RUNNING)
+        assert len({step.generation for step in worker.steps}) <= len(generations) + 1
+
+        worker.going.set()
+        await gateway.finish(1)
+        assert gateway.heard[1].tokens == continuation(prompt(9), MANY)
+        await replica.until_idle()
+
+
+async def test_the_first_step_of_a_size_may_take_its_time() -> None:
+    worker = FakeWorker(num_blocks=200)
+    async with (
+        serving_replica(worker, step_timeout_seconds=CEILING_SECONDS) as replica,
+        gateway_of(replica) as gateway,
+    ):
+        await gateway.add(1, prompt(9), sampling=sampling(20))
+        await gateway.finish(1)
+        worker.going.clear()
+        await gateway.add(2, prompt(40, 500), sampling=sampling(20))
+        asyncio.get_running_loop().call_later(3 * FLOOR_SECONDS, worker.going.set)
+        await gateway.finish(2)
+        assert (await replica.stats()).num_preemptions == 0
+
+
+async def test_the_time_of_a_step_begins_when_the_one_before_it_is_done() -> None:
+    worker = FakeWorker(num_blocks=200)
+    async with (
+        serving_replica(worker, step_timeout_seconds=CEILING_SECONDS) as replica,
+        gateway_of(replica) as gateway,
+    ):
+        await gateway.add(1, prompt(9), sampling=sampling(MANY))
+        await gateway.until_tokens(1, 20)
+        timeouts = {step.timeout_millis for step in worker.steps[-5:]}
+        assert timeouts == {1000 * FLOOR_SECONDS}
+        # Two steps are in flight; each is held up for less than its time.
+        for _ in range(2):
+            num_steps = len(worker.steps)
+            worker.going.clear()
+            asyncio.get_running_loop().call_later(0.8 * FLOOR_SECONDS, worker.going.set)
+            await replica.until(lambda _, before=num_steps: len(worker.steps) > before + 1)
+        await gateway.finish(1)
+        assert (await replica.stats()).num_preemptions == 0
+
+
+class HalfDeadPool(kvpool_pb2_grpc.KVPoolServicer):
+    """Ends each stream at once until `hangs_from`, a time of the event loop; then answers none."""
+
+    def __init__(self, hangs_from: float) -> None:
+        self._hangs_from = hangs_from
+        self.num_streams = 0
+
+    async def Transact(  # noqa: N802
+        self,
+        request_iterator: AsyncIterator[kvpool_pb2.TransactRequest],
+        context: grpc.aio.ServicerContext,  # type: ignore[type-arg]
+    ) -> AsyncIterator[kvpool_pb2.TransactResponse]:
+        self.num_streams += 1
+        if asyncio.get_running_loop().time() < self._hangs_from:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "half dead")
+        async for _ in request_iterator:
+            await asyncio.Event().wait()
+        yield kvpool_pb2.TransactResponse()
+
+
+async def test_the_time_of_a_transaction_ends_between_two_tries_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The time ends in the pause after the first try; a second try would meet a pool that hangs.
+    monkeypatch.setattr(pool_client, "RETRY_SECONDS", 1.0)
+    pool = HalfDeadPool(asyncio.get_running_loop().time() + 0.7)
+    server = GrpcServer()
+    server.add(kvpool_pb2_grpc.add_KVPoolServicer_to_server, pool, "stepwell.kvpool.v1.KVPool")
+    async with open_channel(await server.start("127.0.0.1:0")) as channel:
+        client = PoolClient(channel, "pool", timeout_seconds=0.7)
+        async with asyncio.timeout(10):
+            with pytest.raises(PoolLost, match=r"did not answer within 0\.7 s"):
+                await client.transact([])
+        client.close()
+        assert pool.num_streams == 1
+    await server.drain(0)
+
+
+async def test_an_alarm_that_comes_late_gives_what_waits_unread_a_second() -> None:
+    rang = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    alarm = Alarm(0.05, rang.set)
+    time.sleep(0.4)  # noqa: ASYNC251 - this process stands still
+    await asyncio.sleep(0.1)
+    assert not rang.is_set()
+    began = loop.time()
+    async with asyncio.timeout(10):
+        await rang.wait()
+    assert loop.time() - began > 0.5
+    alarm.cancel()
