@@ -80,7 +80,15 @@ class Gateway:
         )
         self._http = HttpServer(api.app)
         self._grpc = GrpcServer()
-        servicer = InferenceServicer(inference, self.fleet, self.gate, observer, keys)
+        servicer = InferenceServicer(
+            inference,
+            self.fleet,
+            self.gate,
+            observer,
+            metrics,
+            keys,
+            reader_timeout_seconds=settings.reader_timeout_seconds,
+        )
         self._grpc.add(gateway_pb2_grpc.add_InferenceServicer_to_server, servicer, SERVICE_NAME)
         self._tasks: list[asyncio.Task[None]] = []
 

@@ -59,6 +59,11 @@ class GatewaySettings:
         doc="a scheduler that sends nothing for so long hangs: its requests go elsewhere",
         check=at_least(0.1),
     )
+    reader_timeout_seconds: float = setting(
+        30.0,
+        doc="a client that takes nothing of its answer for so long is cut off",
+        check=at_least(0.1),
+    )
     drain_seconds: float = setting(
         7.0, doc="how long running requests may take to finish on SIGTERM", check=between(0, 3600)
     )

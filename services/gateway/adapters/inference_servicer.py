@@ -1,9 +1,10 @@
 """The gRPC service `Inference`: messages in, the core's words, messages out."""
 
 import asyncio
+import logging
 import secrets
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
 import grpc
@@ -19,12 +20,16 @@ from services.gateway.adapters.converters import (
     to_logprobs_proto,
 )
 from services.gateway.adapters.fleet import Fleet
+from services.gateway.adapters.metrics import Metrics
 from services.gateway.adapters.observation import Observer
+from services.gateway.adapters.reader_watch import ReaderCut
 from services.gateway.core.choice import Piece
 from services.gateway.core.gate import Gate
 from services.gateway.core.generation import Generation
 from services.gateway.core.inference import Inference
 from services.gateway.core.request import ClientRequest, Prompt
+
+logger = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -33,13 +38,23 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
     """Inference over the same core as HTTP."""
 
     def __init__(
-        self, inference: Inference, fleet: Fleet, gate: Gate, observer: Observer, keys: ApiKeys
+        self,
+        inference: Inference,
+        fleet: Fleet,
+        gate: Gate,
+        observer: Observer,
+        metrics: Metrics,
+        keys: ApiKeys,
+        *,
+        reader_timeout_seconds: float,
     ) -> None:
         self._inference = inference
         self._fleet = fleet
         self._gate = gate
         self._observer = observer
+        self._metrics = metrics
         self._keys = keys
+        self._reader_timeout = reader_timeout_seconds
 
     async def Generate(
         self, request: gateway_pb2.GenerateRequest, context: Context
@@ -48,18 +63,23 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
             metadata = self._enter(request.model, context)
         is_chat = request.WhichOneof("prompt") == "chat"
         operation = names.GENAI_OPERATION_CHAT if is_chat else names.GENAI_OPERATION_TEXT_COMPLETION
-        with (
-            self._observer.observing(operation, metadata.get("traceparent", "")) as observation,
-            self._gate.enter(),
-        ):
+        async with AsyncExitStack() as work:
+            observing = self._observer.observing(operation, metadata.get("traceparent", ""))
+            observation = work.enter_context(observing)
+            work.enter_context(self._gate.enter())
             client_request = await self._client_request(request)
             generation = self._inference.prepare(client_request, observation.traceparent)
             pieces = observation.watch(generation, self._inference.run(generation), stream=True)
-            async with aclosing(pieces) as source:  # type: ignore[type-var]
+            source = await work.enter_async_context(aclosing(pieces))  # type: ignore[type-var]
+            cut = ReaderCut(work, self._reader_timeout, self._reader_was_cut)
+            with cut.watch as reader:
                 async for news in source:
                     for piece in news:
                         if not piece.is_empty:
+                            reader.sending()
                             yield _to_response(piece, generation)
+                            reader.sent()
+                            cut.check()
 
     async def Tokenize(
         self, request: gateway_pb2.TokenizeRequest, context: Context
@@ -95,6 +115,10 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
             num_ready_replicas=num_ready,
         )
         return gateway_pb2.ListModelsResponse(models=[model])
+
+    def _reader_was_cut(self) -> None:
+        self._metrics.reader_cut("grpc")
+        logger.warning("a gRPC client stopped reading: its request is ended")
 
     def _enter(self, model: str, context: Context) -> dict[str, str]:
         """Metadata of the call, once its key and its model were checked."""

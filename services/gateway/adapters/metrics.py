@@ -51,6 +51,11 @@ class Metrics:
         self.e2e_latency = self._histogram(
             names.METRIC_E2E_REQUEST_LATENCY, "From arrival to the end.", _E2E_BUCKETS
         )
+        self._readers_cut = self._counter(
+            names.METRIC_GATEWAY_READERS_CUT,
+            "Requests ended since their client had stopped reading.",
+            "protocol",
+        )
         self.requests_in_flight = Gauge(
             names.METRIC_GATEWAY_REQUESTS_IN_FLIGHT,
             "Client requests being served.",
@@ -71,6 +76,10 @@ class Metrics:
     def refused(self, reason: str) -> None:
         """A request was refused, or failed before an engine took it. Nothing else counts it."""
         self._rejections.labels(model_name=self._model, reason=reason).inc()
+
+    def reader_cut(self, protocol: str) -> None:
+        """A request was ended since its client had stopped reading."""
+        self._readers_cut.labels(model_name=self._model, protocol=protocol).inc()
 
     def render(self) -> bytes:
         """All of them in Prometheus's text format."""

@@ -1,0 +1,88 @@
+"""Notices clients that have stopped reading."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
+from types import TracebackType
+from typing import Self
+
+from services.common.errors import Aborted
+
+
+class ReaderWatch:
+    """Calls `on_stalled` once, when a client takes nothing of what was sent for `timeout_seconds`.
+
+    Enter it for the time of the stream; call `sending` before a message and `sent` once it was
+    taken. That costs two assignments for each message: a timer looks at them now and then.
+    """
+
+    def __init__(self, timeout_seconds: float, on_stalled: Callable[[], None]) -> None:
+        self._timeout = timeout_seconds
+        self._on_stalled = on_stalled
+        self._loop = asyncio.get_running_loop()
+        self._sending_since: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> Self:
+        self._timer = self._loop.call_later(self._timeout, self._look)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        assert self._timer is not None
+        self._timer.cancel()
+
+    def sending(self) -> None:
+        """A message is given to the transport."""
+        self._sending_since = self._loop.time()
+
+    def sent(self) -> None:
+        """The transport took it."""
+        self._sending_since = None
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        since = now if self._sending_since is None else self._sending_since
+        if now - since >= self._timeout:
+            self._on_stalled()
+        else:
+            self._timer = self._loop.call_at(since + self._timeout, self._look)
+
+
+class ReaderCut:
+    """Ends the work behind a gRPC stream whose client has stopped reading.
+
+    `work` is closed with an error at once: sequences are aborted, the place at the gate is free.
+    The call itself cannot be ended while a message of it is not taken; if the client reads on, it
+    finds what was sent before and then the error, which `check` raises.
+    """
+
+    def __init__(
+        self, work: AsyncExitStack, timeout_seconds: float, on_cut: Callable[[], None]
+    ) -> None:
+        self.watch = ReaderWatch(timeout_seconds, self._cut)
+        self._timeout = timeout_seconds
+        self._work = work
+        self._on_cut = on_cut
+        self._error: Aborted | None = None
+        self._ending: asyncio.Task[None] | None = None
+
+    def check(self) -> None:
+        """Raises Aborted if the work was ended. To be called after each message."""
+        if self._error is not None:
+            raise self._error
+
+    def _cut(self) -> None:
+        self._on_cut()
+        self._error = Aborted(
+            f"the client took no message for {self._timeout:g} s", reason="READER_TOO_SLOW"
+        )
+        self._ending = asyncio.create_task(self._end(self._error))
+
+    async def _end(self, error: Aborted) -> None:
+        with suppress(Aborted):
+            await self._work.__aexit__(Aborted, error, None)
