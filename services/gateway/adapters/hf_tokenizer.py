@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +25,7 @@ _COUNTED_CHARACTERS_PER_TOKEN = 8
 _PIECE_CHARACTERS = 2**16
 _FILES = ("tokenizer.json", "tokenizer_config.json")
 _MAX_TEMPLATE_MESSAGE = 300
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 _SPACE_MARK = "▁"
 
 
@@ -42,11 +44,15 @@ class HfTokenizer:
         added = self._backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token for token, info in added.items() if info.special)
         decoder = self._backend.decoder
-        kind = json.loads(decoder.__getstate__())["type"] if decoder is not None else ""
-        self.is_byte_level = kind == "ByteLevel"
+        described = json.loads(decoder.__getstate__()) if decoder is not None else {"type": ""}
+        self.is_byte_level = described["type"] == "ByteLevel"
+        steps = [step["type"] for step in described.get("decoders", (described,))]
+        self.byte_values = _byte_values(self._backend) if "ByteFallback" in steps else {}
         self.eos_token_id: int | None = tokenizer.eos_token_id
         self.has_chat_template = tokenizer.chat_template is not None
         self._bytes = _token_bytes(self._backend, self.is_byte_level)
+        for token_id, byte in self.byte_values.items():
+            self._bytes[token_id] = bytes([byte])
         self.max_token_bytes = max(map(len, self._bytes))
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
 
@@ -81,6 +87,13 @@ class HfTokenizer:
             num_tokens += len(encoding)
             if num_tokens > 2 * max_tokens:
                 raise TextTooLong(max_tokens, is_exact=False)
+
+    async def token_starts(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        def work() -> list[int]:
+            [encoding] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
+            return _starts(encoding.offsets)
+
+        return await self._off_loop(len(text), work)
 
     async def render_chat(
         self,
@@ -137,6 +150,17 @@ class HfTokenizer:
         if size < _INLINE_CHARACTERS:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _starts(offsets: Sequence[tuple[int, int]]) -> list[int]:
+    """Where tokens start, given what part of the text each was made of: nothing for tokens that
+    were added to it, and without spaces at its ends where the tokenizer is set to trim them.
+    """
+    starts, end = [], 0
+    for first, last in offsets:
+        starts.append(min(first, end) if last > first else end)
+        end = max(end, last)
+    return starts
 
 
 def _template_refusal(error: Exception, *, continues: bool) -> InvalidArgument:
@@ -223,8 +247,16 @@ def _byte_level_bytes(token: str) -> bytes:
         return token.encode()
 
 
+def _byte_values(backend: Any) -> dict[int, int]:
+    """The tokens that SentencePiece writes as <0xE2>, each with its byte."""
+    vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=True)
+    return {
+        token_id: int(match[1], 16)
+        for token, token_id in vocabulary.items()
+        if (match := _BYTE_TOKEN.fullmatch(token)) is not None
+    }
+
+
 def _marked_bytes(token: str) -> bytes:
-    """SentencePiece's writing: a mark for a space, <0xE2> for a single byte."""
-    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-        return bytes.fromhex(token[3:5])
+    """SentencePiece's writing: a mark for a space."""
     return token.replace(_SPACE_MARK, " ").encode()

@@ -67,7 +67,6 @@ class Choice:
         self._final_ids = frozenset(sampling.stop_token_ids + sampling.eos_token_ids)
         self._stops = StopStrings(stops, include=self._include_stop) if request.stop else None
         self._wants_logprobs = sampling.logprobs is not None
-        self._num_characters = 0
 
     def accept(self, delta: Delta) -> Piece:
         """The piece that a delta makes. Must not be called again once `finish_reason` is set."""
@@ -118,9 +117,8 @@ class Choice:
         offsets: list[int] = []
         for count, token in enumerate(token_ids, start=1):
             self.num_output_tokens += 1
-            offsets.append(self._num_characters)
+            offsets.append(self._detokenizer.num_characters)
             text = "" if self._is_final(token) else self._detokenizer.feed((token,))
-            self._num_characters += len(text)
             if self._stops is None or self.num_output_tokens <= self._min_tokens:
                 shown.append(text)
                 continue

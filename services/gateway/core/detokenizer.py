@@ -1,13 +1,16 @@
 """Tokens to text as they come, never half a character.
 
-A token may end inside a character: its bytes are held back until the character is whole. Two ways,
-by what the tokenizer is:
+All pieces together are what the tokenizer's `decode` makes of all tokens at once, but for a
+character that is cut at the very end, which is dropped. A token may end inside a character: its
+bytes are held back until the character is whole. Two ways, by what the tokenizer is:
 
 * byte-level (GPT-2, Llama 3, Qwen): text is the concatenation of the tokens' bytes, so one
   incremental UTF-8 decoder does it, exactly and in constant time per token;
 * any other: decode a short window with and without the new tokens and take the difference, as
   text-generation-inference and vLLM do. The window starts a few tokens back, since a token's text
-  may depend on its neighbours.
+  may depend on its neighbours. Where single bytes are tokens (SentencePiece's byte fallback: Llama
+  2, Mistral, Gemma), `decode` makes text of a whole run of them: the characters if all of it is
+  UTF-8, and one replacement character a byte if not. So a run is held back to its end.
 """
 
 import codecs
@@ -21,11 +24,16 @@ _REPLACEMENT = "\ufffd"
 _MAX_TOKENS_OF_CHARACTER = 4
 _CONTEXT_TOKENS = 6
 _MAX_SILENT_TOKENS = 24
-_CONTINUATIONS = frozenset(bytes([byte]) for byte in range(0x80, 0xC0))
+_SPACE = 0x20
 
 
 class Detokenizer(Protocol):
     """Text of one sequence, piece by piece."""
+
+    @property
+    def num_characters(self) -> int:
+        """Characters of the text so far, whole ones that are held back included."""
+        ...
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """The characters that these tokens complete."""
@@ -39,7 +47,10 @@ class Detokenizer(Protocol):
 def new_detokenizer(
     tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool
 ) -> Detokenizer:
-    """A detokenizer for what follows the prompt."""
+    """A detokenizer for what follows the prompt.
+
+    A prompt of token ids may end inside a character, which the output then completes.
+    """
     if tokenizer.is_byte_level:
         return ByteDetokenizer(tokenizer, prompt_token_ids, skip_special_tokens)
     return WindowDetokenizer(tokenizer, prompt_token_ids, skip_special_tokens)
@@ -54,14 +65,17 @@ class ByteDetokenizer:
         self._bytes_of = tokenizer.token_bytes
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        # A prompt of token ids may end inside a character, which the output then completes.
+        self.num_characters = 0
         self.feed(prompt_token_ids[-_MAX_TOKENS_OF_CHARACTER:])
+        self.num_characters = 0
 
     def feed(self, token_ids: Sequence[int]) -> str:
         skipped, bytes_of = self._skipped, self._bytes_of
-        return self._decoder.decode(
+        text = self._decoder.decode(
             b"".join([bytes_of(token) for token in token_ids if token not in skipped])
         )
+        self.num_characters += len(text)
+        return text
 
     def flush(self) -> str:
         self._decoder.reset()
@@ -69,10 +83,11 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For every other tokenizer, through `decode` alone.
+    """For every other tokenizer.
 
-    `_window[:_read]` is the context: tokens whose text was given out, beginning and ending with a
-    whole character; `_window[_read:]` waits for its character to be whole.
+    `_window[:_read]` is the context: tokens whose text was given out, or the end of the prompt.
+    `_window[_read:]` has made no text yet. `_run` holds the bytes of the byte tokens that came
+    last; they are never part of the window, but for the last one of a run that has ended.
     """
 
     def __init__(
@@ -80,16 +95,34 @@ class WindowDetokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._window = list(prompt_token_ids[-_CONTEXT_TOKENS:])
-        while self._window and tokenizer.token_bytes(self._window[0])[:1] in _CONTINUATIONS:
-            del self._window[0]
-        # A prompt of token ids may end inside a character, which the output then completes.
-        self._read = len(self._window) - _num_open_tokens(tokenizer, self._window)
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._num_given_characters = 0
+        self._run = _ByteRun()
+        open_ids = _open_tokens(tokenizer, prompt_token_ids[-_MAX_TOKENS_OF_CHARACTER:])
+        closed = prompt_token_ids[: len(prompt_token_ids) - len(open_ids)]
+        self._window = list(closed[-_CONTEXT_TOKENS:])
+        self._read = len(self._window)
+        self.feed(open_ids)
+
+    @property
+    def num_characters(self) -> int:
+        return self._num_given_characters + self._run.num_whole_characters
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        return "".join([self._step(token) for token in token_ids])
+        text = "".join([self._step(token) for token in token_ids])
+        self._num_given_characters += len(text)
+        return text
 
     def _step(self, token_id: int) -> str:
+        if token_id in self._skipped or not self._tokenizer.token_name(token_id):
+            return ""  # `decode` passes over it, too: it does not even end a run
+        byte = self._tokenizer.byte_values.get(token_id)
+        if byte is not None:
+            self._run.append(token_id, byte)
+            return ""
+        return self._end_run() + self._plain_text(token_id)
+
+    def _plain_text(self, token_id: int) -> str:
         self._window.append(token_id)
         text = self._new_text()
         num_waiting = len(self._window) - self._read
@@ -97,18 +130,41 @@ class WindowDetokenizer:
             if num_waiting > _MAX_SILENT_TOKENS:
                 del self._window[self._read :]
             return ""
-        if text.endswith(_REPLACEMENT) and _num_open_tokens(self._tokenizer, self._window):
+        if self._may_be_cut(text) and num_waiting < _MAX_TOKENS_OF_CHARACTER:
             return ""
         # What was just given out is the next context.
         del self._window[: self._read]
         self._read = len(self._window)
         return text
 
+    def _may_be_cut(self, text: str) -> bool:
+        """Whether more tokens could make a character of the text's end."""
+        return not self._tokenizer.byte_values and text.endswith(_REPLACEMENT)
+
+    def _end_run(self) -> str:
+        """The text of the bytes that were held back. They are followed by another token."""
+        run, self._run = self._run, _ByteRun()
+        if not run.values:
+            return ""
+        text = run.text()
+        if run.values[0] == _SPACE and text[0] == " ":
+            # The tokenizer may drop a space that everything begins with.
+            before = self._decode(self._window)
+            if self._decode([*self._window, run.first_id]) == before:
+                text = text[1:]
+        self._window, self._read = [run.last_id], 1
+        return text
+
     def flush(self) -> str:
-        text = self._new_text()
-        if _num_open_tokens(self._tokenizer, self._window):
-            text = text.rstrip(_REPLACEMENT)
-        self._read = len(self._window)
+        if self._run.values:
+            self._run.drop_cut_character()
+            text = self._end_run()
+        else:
+            text = self._new_text()
+            if self._may_be_cut(text):
+                text = text.rstrip(_REPLACEMENT)
+            self._read = len(self._window)
+        self._num_given_characters += len(text)
         return text
 
     def _new_text(self) -> str:
@@ -119,14 +175,45 @@ class WindowDetokenizer:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
 
 
-def _num_open_tokens(tokenizer: Tokenizer, token_ids: Sequence[int]) -> int:
-    """How many of the last tokens belong to a character that is not whole yet."""
-    raw = b""
-    for count, token in enumerate(reversed(token_ids[-_MAX_TOKENS_OF_CHARACTER:]), start=1):
-        raw = tokenizer.token_bytes(token) + raw
-        if raw[:1] not in _CONTINUATIONS:
-            # 110xxxxx begins two bytes, 1110xxxx three, 11110xxx four.
-            lead = raw[0] if raw else 0
-            length = 1 + (lead >= 0xC0) + (lead >= 0xE0) + (lead >= 0xF0)
-            return count if len(raw) < length else 0
-    return 0
+class _ByteRun:
+    """Consecutive byte tokens."""
+
+    def __init__(self) -> None:
+        self.values = bytearray()
+        self.first_id = self.last_id = -1
+        self.num_whole_characters = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def append(self, token_id: int, byte: int) -> None:
+        """One more."""
+        if not self.values:
+            self.first_id = token_id
+        self.last_id = token_id
+        self.values.append(byte)
+        self.num_whole_characters += len(self._decoder.decode(bytes([byte])))
+
+    def text(self) -> str:
+        """What `decode` makes of them, all together."""
+        try:
+            return self.values.decode()
+        except UnicodeDecodeError:
+            return _REPLACEMENT * len(self.values)
+
+    def drop_cut_character(self) -> None:
+        """Removes the bytes at the end that begin a character and do not complete it."""
+        pending, _ = self._decoder.getstate()
+        del self.values[len(self.values) - len(pending) :]
+
+
+def _open_tokens(tokenizer: Tokenizer, token_ids: Sequence[int]) -> Sequence[int]:
+    """The last of these tokens, where they are bytes of a character that is not whole yet."""
+    run = _ByteRun()
+    for token in token_ids:
+        byte = tokenizer.byte_values.get(token)
+        if byte is None:
+            run = _ByteRun()
+        else:
+            run.append(token, byte)
+    num_bytes = len(run.values)
+    run.drop_cut_character()
+    return token_ids[len(token_ids) - num_bytes + len(run.values) :]

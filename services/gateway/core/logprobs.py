@@ -3,7 +3,6 @@
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 from services.gateway.core.tokens import TokenText
@@ -106,19 +105,20 @@ def completion_logprobs(
 
 
 def echoed_logprobs(
-    first_token: int, rows: LogprobRows | None, tokens: TokenText
+    first_token: int, rows: LogprobRows | None, offsets: Sequence[int], tokens: TokenText
 ) -> dict[str, list[Any]]:
-    """`logprobs` of an echoed prompt, whose first token has none."""
+    """`logprobs` of an echoed prompt, whose first token has none.
+
+    `offsets` says where each of its tokens starts.
+    """
     shaped = empty_completion_logprobs()
     shaped["tokens"].append(tokens.written(first_token))
     shaped["token_logprobs"].append(None)
     shaped["top_logprobs"].append(None)
-    shaped["text_offset"].append(0)
+    shaped["text_offset"].append(offsets[0])
     if rows is None:
         return shaped
-    lengths = [len(tokens.written(ids[0])) for ids, _, _ in rows.rows()]
-    offsets = list(accumulate(lengths, initial=len(tokens.written(first_token))))[:-1]
-    rest = completion_logprobs(rows, offsets, tokens)
+    rest = completion_logprobs(rows, offsets[1:], tokens)
     return {name: shaped[name] + rest[name] for name in shaped}
 
 

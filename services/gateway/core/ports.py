@@ -61,6 +61,13 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def byte_values(self) -> Mapping[int, int]:
+        """The byte of each token that stands for a single one and is text only together with the
+        byte tokens beside it (SentencePiece's byte fallback); empty for other tokenizers.
+        """
+        ...
+
+    @property
     def special_ids(self) -> frozenset[int]:
         """Tokens that are no text: end of sequence, roles, padding."""
         ...
@@ -84,6 +91,12 @@ class Tokenizer(Protocol):
         self, texts: Sequence[str], *, add_special_tokens: bool, max_tokens: int
     ) -> list[list[int]]:
         """Token ids of plain texts. Raises TextTooLong for a text of more than `max_tokens`."""
+        ...
+
+    async def token_starts(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Where in a text each of its tokens starts, in characters; one that holds a part of a
+        character starts where the character does.
+        """
         ...
 
     async def render_chat(

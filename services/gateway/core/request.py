@@ -36,13 +36,15 @@ class ModelLimits:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt as tokens; with its text where the client sent text and wants it back.
+    """A prompt as tokens; with its text, and where in it each token starts, in characters, where
+    the client wants it back.
 
     With `embeds` the tokens are placeholders.
     """
 
     token_ids: list[int]
     text: str | None = None
+    offsets: list[int] | None = None
     embeds: PromptEmbeds | None = None
 
 

@@ -2,8 +2,11 @@
 
 import json
 
-from tests.gateway.fake_scheduler import formula
-from tests.gateway.serving import Serving
+import pytest
+
+from tests.gateway.fake_scheduler import FakeScheduler, formula
+from tests.gateway.serving import Serving, serving
+from tests.gateway.tiny_tokenizer import SPECIAL, write_marked_tokenizer, write_tokenizer
 
 
 async def events(served: Serving, path: str, body: dict) -> list:
@@ -124,6 +127,93 @@ async def test_echo_alone_scores_a_prompt(served: Serving) -> None:
     assert body["usage"]["completion_tokens"] == 0
     (chunk,) = await events(served, "/v1/completions", ask)
     assert chunk["choices"][0] == choice
+
+
+TEXT = "the 世界 🙂 é world"
+
+
+@pytest.mark.parametrize("write", [write_tokenizer, write_marked_tokenizer])
+@pytest.mark.parametrize("as_tokens", [False, True])
+async def test_text_offsets_count_characters(tmp_path, write, as_tokens: bool) -> None:
+    """Of prompt and answer, whatever the bytes of a character are divided over."""
+    async with serving(write(tmp_path / "tiny"), FakeScheduler()) as served:
+        ids = served.tokens(TEXT)
+        served.scheduler.answer = ids
+        ask = {"prompt": ids if as_tokens else TEXT, "echo": True, "logprobs": 1}
+        body = {**ask, "max_tokens": len(ids)}
+        (choice,) = (await served.http.post("/v1/completions", json=body)).json()["choices"]
+        assert choice["text"].replace(" ", "") == (2 * TEXT).replace(" ", "")
+        offsets = choice["logprobs"]["text_offset"]
+        assert len(offsets) == 2 * len(ids)
+        expected = [whole_characters(served, ids[:end]) for end in range(len(ids))]
+        assert offsets[: len(ids)] == expected
+        for start, token in zip(offsets, 2 * ids, strict=True):
+            raw = served.tokenizer.token_bytes(token)
+            if raw.strip().isascii() and raw.strip():
+                assert choice["text"][start:].lstrip().startswith(raw.decode().strip())
+
+
+def whole_characters(served: Serving, ids: list[int]) -> int:
+    """How many characters the tokens complete."""
+    raw = b"".join(map(served.tokenizer.token_bytes, ids)).decode(errors="ignore")
+    return len(raw) if served.tokenizer.is_byte_level else len(raw.removeprefix(" "))
+
+
+async def test_the_tokens_of_a_character_start_where_it_does(served: Serving) -> None:
+    ids = served.tokens("a🙂b")
+    served.scheduler.answer = served.tokens("é!")
+    ask = {"prompt": ids, "echo": True, "logprobs": 0, "max_tokens": 3}
+    (choice,) = (await served.http.post("/v1/completions", json=ask)).json()["choices"]
+    assert choice["text"] == "a🙂bé!"
+    assert choice["logprobs"]["text_offset"] == [0, 1, 1, 1, 1, 2, 3, 3, 4]
+
+
+async def test_an_echo_leaves_half_a_character_to_the_answer(served: Serving) -> None:
+    ids = served.tokens("a🙂")
+    served.scheduler.answer = [*ids[3:], *served.tokens("b")]
+    ask = {"prompt": ids[:3], "echo": True, "logprobs": 0, "max_tokens": 3}
+    (choice,) = (await served.http.post("/v1/completions", json=ask)).json()["choices"]
+    assert choice["text"] == "a🙂b"
+    assert choice["logprobs"]["text_offset"] == [0, 1, 1, 1, 1, 2]
+
+
+async def test_tokens_that_are_added_to_a_prompt_take_no_text(tmp_path) -> None:
+    """Nor do spaces belong to the word before them where a tokenizer trims its offsets."""
+    model = write_tokenizer(tmp_path / "tiny")
+    path = model / "tokenizer.json"
+    described = json.loads(path.read_text())
+    described["post_processor"] = {
+        "type": "Sequence",
+        "processors": [
+            {
+                "type": "ByteLevel",
+                "add_prefix_space": False,
+                "trim_offsets": True,
+                "use_regex": True,
+            },
+            {
+                "type": "TemplateProcessing",
+                "single": [
+                    {"SpecialToken": {"id": "<|user|>", "type_id": 0}},
+                    {"Sequence": {"id": "A", "type_id": 0}},
+                    {"SpecialToken": {"id": "<|end|>", "type_id": 0}},
+                ],
+                "pair": [],
+                "special_tokens": {
+                    name: {"id": name, "ids": [number], "tokens": [name]}
+                    for number, name in enumerate(SPECIAL)
+                },
+            },
+        ],
+    }
+    path.write_text(json.dumps(described))
+    async with serving(model, FakeScheduler()) as served:
+        served.scheduler.answer = served.tokens("!")
+        ask = {"prompt": "the world", "echo": True, "logprobs": 0, "max_tokens": 1}
+        (choice,) = (await served.http.post("/v1/completions", json=ask)).json()["choices"]
+        assert choice["text"] == "the world!"
+        assert choice["logprobs"]["tokens"] == ["<|user|>", "the", " world", "<|end|>", "!"]
+        assert choice["logprobs"]["text_offset"] == [0, 0, 3, 9, 9]
 
 
 async def test_vllms_extras_arrive_at_the_scheduler(served: Serving) -> None:

@@ -14,6 +14,7 @@ from services.gateway.adapters.http.sampling import (
     to_sampling,
 )
 from services.gateway.core.choice import Piece
+from services.gateway.core.echo import echoed
 from services.gateway.core.generation import Answer
 from services.gateway.core.inference import Inference
 from services.gateway.core.logprobs import (
@@ -110,23 +111,32 @@ async def _text_prompts(
 ) -> tuple[Prompt, ...]:
     if not all(texts):
         raise InvalidArgument("prompt must not be empty", field="prompt")
-    token_ids = await inference.encode(
-        texts, add_special_tokens=body.add_special_tokens is not False
+    with_special = body.add_special_tokens is not False
+    token_ids = await inference.encode(texts, add_special_tokens=with_special)
+    if not body.echo:
+        return tuple(map(Prompt, token_ids))
+    return tuple(
+        [
+            Prompt(
+                ids,
+                text,
+                await inference.tokenizer.token_starts(text, add_special_tokens=with_special)
+                if body.logprobs is not None
+                else None,
+            )
+            for ids, text in zip(token_ids, texts, strict=True)
+        ]
     )
-    echoed = texts if body.echo else [None] * len(texts)
-    return tuple(map(Prompt, token_ids, echoed))
 
 
 async def _token_prompts(
     prompts: list[list[int]], body: CompletionBody, inference: Inference
 ) -> tuple[Prompt, ...]:
-    if not body.echo:
+    longest = max(map(len, prompts), default=0)
+    if not body.echo or longest >= inference.limits().capacity:  # which is refused soon
         return tuple(map(Prompt, prompts))
-    made = []
-    for token_ids in prompts:
-        made.append(Prompt(token_ids, await inference.detokenize(token_ids)))
-        await asyncio.sleep(0)  # short ones are turned into text on the event loop
-    return tuple(made)
+    tokenizer = inference.tokenizer
+    return tuple([Prompt(ids, *await asyncio.to_thread(echoed, tokenizer, ids)) for ids in prompts])
 
 
 class CompletionDialect(Dialect):
@@ -202,11 +212,12 @@ class CompletionDialect(Dialect):
         if rows is not None:
             shifted = [len(echo) + offset for offset in offsets]
             logprobs = completion_logprobs(rows, shifted, self.tokens)
-        if with_prompt and prompt.text is not None and self.request.sampling.logprobs is not None:
-            echoed = echoed_logprobs(prompt.token_ids[0], prompt_rows, self.tokens)
+        wants_logprobs = self.request.sampling.logprobs is not None
+        if with_prompt and prompt.offsets is not None and wants_logprobs:
+            before = echoed_logprobs(prompt.token_ids[0], prompt_rows, prompt.offsets, self.tokens)
             if logprobs is not None:
-                echoed = {name: echoed[name] + logprobs[name] for name in echoed}
-            logprobs = echoed
+                before = {name: before[name] + logprobs[name] for name in before}
+            logprobs = before
         shaped = {
             "index": index,
             "text": echo + text if with_prompt else text,
