@@ -68,13 +68,17 @@ class StepDraft:
             if num_drafts > 0:
                 self.draft_token_ids[request] = request.draft_token_ids[:num_drafts]
 
-    def revoke_from(self, request: Request) -> None:
-        """Takes back what was given to a request and to everyone after it."""
+    def revoke_from(self, request: Request) -> int:
+        """Takes back what was given to a request and to all after it; returns the tokens that the
+        request was given.
+        """
         index = self.requests.index(request)
+        num_tokens = self.num_tokens[index]
         self.budget += sum(self.num_tokens[index:])
         for revoked in self.requests[index:]:
             self._forget(revoked)
         del self.requests[index:], self.num_tokens[index:], self.starts[index:]
+        return num_tokens
 
     def revoke(self, request: Request) -> None:
         """Takes back what was given to a request, if anything."""

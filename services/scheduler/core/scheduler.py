@@ -173,18 +173,21 @@ class Scheduler:
     # Step 1: running requests
 
     async def _schedule_running(self, draft: StepDraft, traceparent: str) -> None:
-        index = 0
+        index, decided = 0, None
         while True:
-            growing = self._grant_running(draft, index)
+            growing = self._grant_running(draft, index, decided)
             asking = [] if draft.preemptions else self._candidates(draft)
             waking = self.running.waking()
             outcome = await self._memory.grow(draft, growing, waking, asking, traceparent)
             if outcome.stop is None:
                 return
-            index = self._make_room(draft, growing[outcome.stop.item_index])
+            index, decided = self._make_room(draft, growing[outcome.stop.item_index])
 
-    def _grant_running(self, draft: StepDraft, index: int) -> list[Request]:
+    def _grant_running(self, draft: StepDraft, index: int, decided: int | None) -> list[Request]:
         """Gives budget to the running requests from `index` on; returns those that need blocks.
+
+        `decided` are the tokens of the request at `index`, where a victim made room for them: the
+        budget that the victim gives back goes to the requests behind, as in vLLM.
 
         Most of them get one token, and most of those are asleep: they are not looked at.
         """
@@ -192,7 +195,8 @@ class Scheduler:
         growing: list[Request] = []
         enough = draft.budget >= len(running) - index
         for request in running.awake(index):
-            num_new = self._gap(draft, request)
+            num_new = self._gap(draft, request) if decided is None else decided
+            decided = None
             if num_new == 1 and enough:
                 draft.awake[request] = 1
             else:
@@ -235,15 +239,19 @@ class Scheduler:
         longest = self.config.max_model_len - 1 - computed
         return min(draft.cap(gap), longest) if gap > 1 or longest < 1 else 1
 
-    def _make_room(self, draft: StepDraft, request: Request) -> int:
-        """Preempts for `request`; returns the index from which to go on granting."""
-        draft.revoke_from(request)
+    def _make_room(self, draft: StepDraft, request: Request) -> tuple[int, int | None]:
+        """Preempts for `request`; returns the index from which to go on granting, and the tokens
+        that `request` was given, unless it is the victim itself.
+        """
+        decided = draft.revoke_from(request)
         victim = self._victim()
         index, place = self.running.place(request), self.running.place(victim)
         draft.revoke(victim)
         draft.preemptions.append(Preemption(victim, request, victim.num_computed_tokens))
         self._preempt(victim)
-        return index - 1 if place < index else index
+        if victim is request:
+            return index, None
+        return index - 1 if place < index else index, decided
 
     def _victim(self) -> Request:
         if self.config.policy is Policy.PRIORITY:

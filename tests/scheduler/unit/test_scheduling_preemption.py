@@ -66,7 +66,8 @@ async def test_priority_preempts_the_least_important_and_rolls_its_grant_back() 
     assert story.waiting == ["low"]
 
 
-async def test_the_budget_of_a_rolled_back_grant_goes_to_others() -> None:
+async def test_the_budget_of_a_rolled_back_grant_goes_to_the_requests_behind() -> None:
+    """As in vLLM, which fixes the number of a request's tokens before it allocates their slots."""
     story = Story(
         num_blocks=8,
         policy=Policy.PRIORITY,
@@ -81,7 +82,7 @@ async def test_the_budget_of_a_rolled_back_grant_goes_to_others() -> None:
     assert third.granted == {"low": 4, "high": 4}
     fourth = await story.step()
     assert fourth.preempted == ["low"]
-    assert fourth.granted == {"high": 8}, "all of the budget, though low had a grant before it"
+    assert fourth.granted == {"high": 7}, "the rest of the budget when low had a grant before it"
 
 
 async def test_among_equal_priorities_the_latest_arrival_goes() -> None:
