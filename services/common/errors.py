@@ -6,7 +6,7 @@
     ├── NotFound             no such model, pool or request
     ├── Unauthenticated      no key, or a wrong one
     ├── PayloadTooLarge      the body is larger than what is read
-    ├── ResourceExhausted    refused before queueing; says when to try again
+    ├── ResourceExhausted    refused before queueing, or evicted from the queue; says when to retry
     ├── FailedPrecondition   right at another time: fenced, out of sequence, in use
     ├── Aborted              taken over or given up after it was accepted
     ├── Unavailable          a part is away or draining; says when to try again
@@ -70,7 +70,9 @@ class PayloadTooLarge(StepwellError):
 
 
 class ResourceExhausted(StepwellError):
-    """Refused before it was queued; `retry_after_seconds` says when to try again."""
+    """Refused before it was queued, or evicted from the queue before it was scheduled;
+    `retry_after_seconds` says when to try again.
+    """
 
     reason = "RESOURCE_EXHAUSTED"
 

@@ -11,6 +11,7 @@ from stepwell.worker.v1 import worker_pb2, worker_pb2_grpc
 
 from services.common import names
 from services.common.block_hash import pack_token_ids, unpack_token_ids
+from services.common.errors import InternalError
 from services.common.server import GrpcServer
 from services.common.telemetry import Tracing
 from services.scheduler.adapters.replica import ReplicaShape
@@ -62,6 +63,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         )
         self.steps: list[worker_pb2.ExecuteRequest] = []
         self.nan_slots: frozenset[int] = frozenset()
+        self.poison: int | None = None
+        """A token of a new request that ends the stream."""
         self.going = asyncio.Event()
         self.going.set()
         self._tracing = tracing
@@ -100,6 +103,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         model = PagedModel(BLOCK_SIZE, self.description.max_num_seqs, groups=groups)
         async for step in request_iterator:
             self.steps.append(step)
+            if any(self.poison in unpack_token_ids(new.token_ids) for new in step.new_requests):
+                raise InternalError("the step failed")
             response = self._run(model, step)
             await self.going.wait()
             yield response

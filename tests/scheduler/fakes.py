@@ -60,6 +60,10 @@ class FakeExecutor:
         self.num_steps = 0
         self.breaks: frozenset[int] = frozenset()
         """Indexes of requests for which the next steps answer NaN."""
+        self.poison: frozenset[int] = frozenset()
+        """Tokens that break the workers in any step that computes them."""
+        self.broken_by: list[set[str]] = []
+        """The requests of each step that broke the workers."""
 
     @property
     def num_requests(self) -> int:
@@ -100,9 +104,15 @@ class FakeExecutor:
         if self._is_lost:
             raise ports.WorkersLost("the workers are away")
         self.num_steps += 1
+        if self.poison and not self.poison.isdisjoint(_computed_tokens(plan)):
+            self.broken_by.append({request.request_id for request in plan.requests})
+            answer: _Answer = asyncio.get_running_loop().create_future()
+            self._waiting.append((answer, StepOutput([])))
+            self.lose()
+            return answer
         broken = self.breaks & frozenset(range(len(plan.requests)))
         output = StepOutput(self._model.run_plan(plan).token_ids, nan_requests=broken)
-        answer: _Answer = asyncio.get_running_loop().create_future()
+        answer = asyncio.get_running_loop().create_future()
         self._waiting.append((answer, output))
         if not self._is_held:
             asyncio.get_running_loop().call_soon(self._answer_all)
@@ -111,6 +121,15 @@ class FakeExecutor:
     def _answer_all(self) -> None:
         if not self._is_held:
             self.let_go()
+
+
+def _computed_tokens(plan: StepPlan) -> set[int]:
+    starts, counts = plan.num_computed_tokens, plan.num_scheduled_tokens
+    return {
+        token
+        for request, start, count in zip(plan.requests, starts, counts, strict=True)
+        for token in request.token_ids[start : start + count]
+    }
 
 
 class FakeReplica:

@@ -140,6 +140,13 @@ class LogReplay:
         self.scheduler.forget_pool()
         self._pool.reopen()
 
+    async def _admit_only(self, entry: Field) -> None:
+        keys = entry["keys"]
+        if keys.value is None:
+            self.scheduler.admit_only(None)
+        else:
+            self.scheduler.admit_only([self._request(key) for key in keys.items()])
+
     async def _flush(self, entry: Field) -> None:
         await self._losing(entry, self.scheduler.flush)
 
@@ -174,6 +181,7 @@ _CALLS: dict[str, Any] = {
     "update_from_output": LogReplay._update_from_output,
     "preempt_all": LogReplay._preempt_all,
     "forget_pool": LogReplay._forget_pool,
+    "admit_only": LogReplay._admit_only,
     "flush": LogReplay._flush,
     "reset_prefix_cache": LogReplay._reset_prefix_cache,
     "end": None,

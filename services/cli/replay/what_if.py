@@ -157,7 +157,11 @@ class WhatIf:
         return request.num_tokens >= len(self._truth(request))
 
     def _is_aborted(self, request: Request) -> bool:
-        return self._history.requests[request.key].finish_reason is FinishReason.ABORT
+        return self._history.requests[request.key].finish_reason in _ENDS_FROM_OUTSIDE
+
+
+_ENDS_FROM_OUTSIDE = {FinishReason.ABORT, FinishReason.QUEUE_TIMEOUT, FinishReason.STEP_FAILED}
+"""Ends that do not follow from the tokens of a request."""
 
 
 def _harmless(request: Request) -> int:

@@ -148,8 +148,15 @@ def to_logprobs_proto(rows: LogprobRows | None) -> common_pb2.Logprobs | None:
 
 def from_finished(message: scheduler_pb2.Finished) -> Finish | errors.StepwellError:
     """How a sequence ended: well, or with what error."""
-    if message.reason == common_pb2.FINISH_REASON_NAN_IN_LOGITS:
-        return errors.InternalError(message.message, reason="NAN_IN_LOGITS")
+    match message.reason:
+        case common_pb2.FINISH_REASON_NAN_IN_LOGITS:
+            return errors.InternalError(message.message, reason="NAN_IN_LOGITS")
+        case common_pb2.FINISH_REASON_STEP_FAILED:
+            return errors.InternalError(message.message, reason="STEP_FAILED")
+        case common_pb2.FINISH_REASON_QUEUE_TIMEOUT:
+            return errors.ResourceExhausted(
+                message.message, reason="QUEUE_TIMEOUT", retry_after_seconds=1.0
+            )
     reason = _FINISH_REASONS.get(message.reason)
     if reason is None:
         return errors.InternalError(

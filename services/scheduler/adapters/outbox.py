@@ -19,8 +19,15 @@ _FINISH_REASONS = {
     FinishReason.ABORT: common_pb2.FINISH_REASON_ABORT,
     FinishReason.NAN_IN_LOGITS: common_pb2.FINISH_REASON_NAN_IN_LOGITS,
     FinishReason.REPETITION: common_pb2.FINISH_REASON_REPETITION,
+    FinishReason.STEP_FAILED: common_pb2.FINISH_REASON_STEP_FAILED,
+    FinishReason.QUEUE_TIMEOUT: common_pb2.FINISH_REASON_QUEUE_TIMEOUT,
 }
-_MESSAGES = {FinishReason.NAN_IN_LOGITS: "the model's logits held NaN: no token could be chosen"}
+_MESSAGES = {
+    FinishReason.NAN_IN_LOGITS: "the model's logits held NaN: no token could be chosen",
+    FinishReason.STEP_FAILED: "the workers were lost in every step of this request, "
+    "also in those with no other request",
+    FinishReason.QUEUE_TIMEOUT: "the request waited as long as it may and was not scheduled",
+}
 
 
 class Outbox:

@@ -24,6 +24,7 @@ _WAIT_REASONS = {
     WaitReason.BUDGET: scheduler_pb2.WAIT_REASON_BUDGET,
     WaitReason.MAX_SEQS: scheduler_pb2.WAIT_REASON_MAX_SEQS,
     WaitReason.NO_BLOCKS: scheduler_pb2.WAIT_REASON_NO_BLOCKS,
+    WaitReason.HELD_BACK: scheduler_pb2.WAIT_REASON_HELD_BACK,
     WaitReason.PAUSED: scheduler_pb2.WAIT_REASON_PAUSED,
 }
 

@@ -4,10 +4,11 @@ import asyncio
 import enum
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 
 from services.common.errors import FailedPrecondition, Unavailable
+from services.scheduler.core.fault_search import FaultSearch
 from services.scheduler.core.plan import StepOutput, StepPlan, StepUpdate
 from services.scheduler.core.ports import (
     Delivery,
@@ -18,10 +19,14 @@ from services.scheduler.core.ports import (
     StepObserver,
     WorkersLost,
 )
-from services.scheduler.core.request import Request
+from services.scheduler.core.request import FinishReason, Request
 from services.scheduler.core.scheduler import PauseMode, Scheduler
 
 logger = logging.getLogger(__name__)
+
+FIRST_BACKOFF_SECONDS = 0.1
+"""Wait before the second of several recoveries in a row; it doubles with each further one."""
+LAST_BACKOFF_SECONDS = 5.0
 
 
 class EngineState(enum.Enum):
@@ -58,18 +63,23 @@ class Engine:
         self._observer = observer
         self._readiness = readiness
         self._arrivals: list[Request] = []
-        self._aborts: list[Request] = []
+        self._ends: dict[Request, FinishReason] = {}
         self._in_flight: deque[tuple[StepPlan, asyncio.Future[StepOutput]]] = deque()
+        self._unsent: StepPlan | None = None
         self._undelivered: StepUpdate | None = None
         self._wake = asyncio.Event()
         self._turns = asyncio.Condition()
         self._num_holds = 0
+        self._lost: PoolLost | WorkersLost | None = None
+        self._num_losses = 0
+        self._search = FaultSearch()
+        self._trial: Sequence[Request] | None = None
         self._depth = 2 if scheduler.config.async_scheduling else 1
 
     @property
     def num_waiting(self) -> int:
         """Requests that have not been scheduled yet, or were preempted."""
-        return len(self.scheduler.waiting) + len(self._arrivals)
+        return self.scheduler.num_waiting + len(self._arrivals)
 
     @property
     def _is_paused(self) -> bool:
@@ -80,17 +90,24 @@ class Engine:
         self._arrivals.append(request)
         self._wake.set()
 
-    def abort(self, requests: Iterable[Request]) -> None:
-        """Ends requests in the next turn, wherever they stand; a step in flight is not held up."""
-        self._aborts += requests
+    def abort(self, requests: Iterable[Request], reason: FinishReason = FinishReason.ABORT) -> None:
+        """Ends requests in the next turn, wherever they stand; a step in flight is not held up.
+        QUEUE_TIMEOUT ends only those that have not been scheduled by then.
+        """
+        self._ends |= dict.fromkeys(requests, reason)
+        self._wake.set()
+
+    def lost(self, lost: PoolLost | WorkersLost) -> None:
+        """Notes that pool or workers are away, where no step in flight brings it to light."""
+        self._lost = lost
         self._wake.set()
 
     async def run(self) -> None:
         """Steps for ever. A lost pool or worker costs recomputation; anything else is a defect."""
         try:
             while True:
-                await self._until_work()
                 try:
+                    await self._until_work()
                     async with self._turns:
                         await self._turn()
                         self._turns.notify_all()
@@ -109,7 +126,7 @@ class Engine:
         async with self.standstill():
             self._take_in()
             if abort:
-                self._end([*self.scheduler.running, *self.scheduler.waiting])
+                self._end(dict.fromkeys(self.scheduler.requests, FinishReason.ABORT))
             with suppress(PoolLost):  # the next step finds out, and recovers
                 await self.scheduler.flush()
             if self.state is not EngineState.RECOVERING:
@@ -157,14 +174,16 @@ class Engine:
         """
         self._take_in()
         planned = False
-        if not (self._is_paused or self._num_holds) and self.scheduler.has_work:
+        if self._may_plan() and self.scheduler.has_work:
             traceparent = self._observer.begin()
             plan = await self.scheduler.schedule(traceparent)
             self._observer.planned(plan)
             planned = bool(plan.requests)
             if planned or plan.removed_slots:
+                self._unsent = plan
                 answer = await self._executor.submit(plan, traceparent)
                 self._in_flight.append((plan, answer))
+                self._unsent = None
         elif self._is_paused:
             await self.scheduler.flush()
         if self._in_flight and (len(self._in_flight) >= self._depth or not planned):
@@ -174,11 +193,14 @@ class Engine:
         """Takes in a step's tokens. They are delivered while the loop waits for somebody, the pool
         or the workers: whoever computes does not wait for that.
         """
-        plan, answer = self._in_flight.popleft()
+        plan, answer = self._in_flight[0]
         output = await answer
+        self._in_flight.popleft()
         self._take_in()
         self._deliver()
         update = self._undelivered = self.scheduler.update_from_output(plan, output)
+        if self._num_losses:
+            self._note_progress(plan)
         asyncio.get_running_loop().call_soon(self._deliver)
         self._observer.done(plan, update)
 
@@ -194,42 +216,108 @@ class Engine:
             for request in arrivals:
                 self.scheduler.add(request)
             self._observer.arrived(arrivals)
-        aborts, self._aborts = self._aborts, []
-        self._end(aborts)
+        if self._ends:
+            ends, self._ends = self._ends, {}
+            self._end(ends)
 
-    def _end(self, requests: Sequence[Request]) -> None:
-        alive = [request for request in dict.fromkeys(requests) if not request.is_finished]
+    def _end(self, ends: Mapping[Request, FinishReason]) -> None:
+        alive = [request for request, reason in ends.items() if _can_end(request, reason)]
         for request in alive:
-            self.scheduler.abort(request)
+            self.scheduler.abort(request, ends[request])
         if alive:
             self._deliver()
             self._delivery.deliver_ends(alive)
             self._observer.ended(alive)
 
     async def _until_work(self) -> None:
-        while not (self._arrivals or self._aborts or self._in_flight) and (
-            self._is_paused or self._num_holds or not self.scheduler.has_work
+        while not (self._arrivals or self._ends or self._in_flight) and (
+            self._is_paused or self._num_holds or not (self.scheduler.has_work or self._trial)
         ):
             self.state = EngineState.PAUSED if self._is_paused else EngineState.IDLE
             self._deliver()
+            if self._lost is not None:
+                raise self._lost
             self._wake.clear()
             await self._wake.wait()
         self.state = EngineState.RUNNING
 
     async def _recover(self, lost: Unavailable) -> None:
-        """Starts over with whoever is there, or comes back: requests keep their tokens."""
+        """Starts over with an empty pool and empty workers, as soon as both are there. Requests
+        keep their tokens; they come and end meanwhile as ever.
+        """
         logger.warning("%s; recovering", lost.message)
         self.state, self.state_reason = EngineState.RECOVERING, lost.message
         self._readiness.not_ready(lost.message)
         async with self._turns:
+            failed = [plan for plan, _ in self._in_flight]
             self._drop_steps()
+            preempted = self.scheduler.forget_pool()
+            self._observer.lost(preempted)
+            if isinstance(lost, WorkersLost):
+                self._blame([*failed, *filter(None, [self._unsent])])
+            else:
+                self._begin_trial()
+            self._unsent = None
             self._turns.notify_all()
-        preempted = self.scheduler.forget_pool()
-        self._observer.lost(preempted)
-        await self._replica.reopen()
+        self._lost = None
+        await self._reopen(backoff_seconds(self._num_losses))
+        self._num_losses += 1
         self.state_reason = ""
         self._readiness.ready()
         logger.info("recovered; %d requests are computed again", len(preempted))
+
+    async def _reopen(self, backoff_seconds: float) -> None:
+        """Waits for pool and workers, and takes in meanwhile what is said."""
+        reopening = asyncio.create_task(self._reopen_after(backoff_seconds), name="reopen")
+        reopening.add_done_callback(lambda _: self._wake.set())
+        try:
+            while not reopening.done():
+                self._wake.clear()
+                async with self._turns:
+                    self._take_in()
+                await self._wake.wait()
+            reopening.result()
+        finally:
+            reopening.cancel()
+
+    async def _reopen_after(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        await self._replica.reopen()
+
+    def _blame(self, failed: Sequence[StepPlan]) -> None:
+        """Notes which requests were in steps that broke the workers; ends one that always does."""
+        culprit = self._search.steps_failed(failed)
+        if culprit is not None:
+            logger.error("request %s is given up: its steps always fail", culprit.request_id)
+            self._num_losses = 0
+            self._end({culprit: FinishReason.STEP_FAILED})
+        self._begin_trial()
+
+    def _may_plan(self) -> bool:
+        """Whether a step may be planned. Where the search for a fault wants other requests to run,
+        that is once the steps in flight are done.
+        """
+        if self._search.is_active or self._trial is not None:
+            if self._search.trial() != self._trial and not self._in_flight:
+                self._observer.preempted(self.scheduler.preempt_all())
+                self._begin_trial()
+            if self._search.trial() != self._trial:
+                return False
+        return not (self._is_paused or self._num_holds)
+
+    def _begin_trial(self) -> None:
+        """Holds back what must not run beside the suspects whose turn it is; nothing runs now."""
+        trial = self._search.trial()
+        if trial != self._trial:
+            self._trial = trial
+            self.scheduler.admit_only(trial)
+
+    def _note_progress(self, plan: StepPlan) -> None:
+        """A step was done after a loss: once no request is suspected the loss is over."""
+        if self._search.is_active:
+            self._search.step_done(plan)
+        else:
+            self._num_losses = 0
 
     def _drop_steps(self) -> None:
         """Nobody waits for what is in flight any more, whatever it brings."""
@@ -238,3 +326,17 @@ class Engine:
                 answer.exception()
             answer.cancel()
         self._in_flight.clear()
+
+
+def _can_end(request: Request, reason: FinishReason) -> bool:
+    if reason is FinishReason.QUEUE_TIMEOUT and request.num_cached_tokens is not None:
+        return False  # it was scheduled meanwhile
+    return not request.is_finished
+
+
+def backoff_seconds(num_losses: int) -> float:
+    """Time to wait before a recovery, after so many in a row."""
+    if num_losses == 0:
+        return 0.0
+    doublings = min(num_losses - 1, 16)
+    return min(FIRST_BACKOFF_SECONDS * (1 << doublings), LAST_BACKOFF_SECONDS)

@@ -18,6 +18,8 @@ class WaitReason(Enum):
     """As many requests run as may."""
     NO_BLOCKS = "no_blocks"
     """It does not fit in the pool, or somebody who ran had just to give way."""
+    HELD_BACK = "held_back"
+    """A request is searched for whose steps always fail: few run at a time until it is found."""
     PAUSED = "paused"
     """An operator let no step be planned; no step that was planned has this for a reason."""
 

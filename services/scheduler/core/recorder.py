@@ -21,6 +21,7 @@ driven again: the idea of record and replay, at the one seam where nothing is le
                          (key, reason, stop token)
     preempt_all          preempted
     forget_pool          preempted
+    admit_only           keys: all other requests are held back; null: none
     flush                num_free_blocks
     reset_prefix_cache   done
     end                  nothing follows; a log without it was cut short
@@ -31,7 +32,7 @@ pause makes. A reset that preempts is preempt_all and reset_prefix_cache. VERSIO
 change after which an older log means something else.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from enum import Enum
@@ -63,8 +64,8 @@ def config_entry(config: SchedulerConfig) -> Entry:
 class RecordingScheduler(Scheduler):
     """A scheduler that tells `record` of every call, once it is done.
 
-    `add` and `abort` are told before they change anything. A call that the loss of the pool cut
-    short is told with `lost_after`: how many transactions the pool had answered in it.
+    `add`, `abort` and `admit_only` are told before they change anything. A call that the loss of
+    the pool cut short is told with `lost_after`: how many transactions the pool had answered in it.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class RecordingScheduler(Scheduler):
                 "wait_reason": plan.wait_reason and plan.wait_reason.value,
                 "removed_slots": list(plan.removed_slots),
                 "num_running": len(self.running),
-                "num_waiting": len(self.waiting),
+                "num_waiting": self.num_waiting,
                 "num_free_blocks": self.num_free_blocks,
             }
         )
@@ -169,6 +170,12 @@ class RecordingScheduler(Scheduler):
         victims = super().forget_pool()
         self._record({"call": "forget_pool", "preempted": _keys(victims)})
         return victims
+
+    def admit_only(self, requests: Collection[Request] | None) -> None:
+        alive = [request for request in requests or () if not request.is_finished]
+        keys = None if requests is None else sorted(request.key for request in alive)
+        self._record({"call": "admit_only", "keys": keys})
+        super().admit_only(requests)
 
     async def flush(self) -> None:
         with self._noting_loss("flush"):

@@ -28,6 +28,10 @@ class FinishReason(enum.Enum):
     """The model broke: no token could be chosen."""
     REPETITION = "repetition"
     """The output went round in circles."""
+    STEP_FAILED = "step_failed"
+    """The workers were lost in every step of the request, also where it was alone."""
+    QUEUE_TIMEOUT = "queue_timeout"
+    """It waited as long as it may without being scheduled."""
 
 
 @dataclass(slots=True, eq=False)

@@ -1,6 +1,6 @@
 """The policy: who gets how many tokens in a step, who waits, who makes room."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from enum import Enum
 from itertools import islice
 
@@ -48,12 +48,15 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, pool: KVPool) -> None:
         self.config = config
         self.waiting = make_queue(config.policy)
+        self.held_back: dict[Request, None] = {}
+        """Requests that must not be admitted now, in the order in which they were held back."""
         self.running = RunningRequests()
         self.num_preemptions = 0
         self.pause_mode: PauseMode | None = None
         self._memory = PoolMemory(config, pool)
         self._planner = AdmissionPlanner(config)
         self._caches_states = config.caches_states
+        self._only: Collection[Request] | None = None
         self._num_steps = 0
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._removed_slots: list[int] = []
@@ -64,6 +67,16 @@ class Scheduler:
         return bool(self.running or self.waiting or self._memory.has_news or self._removed_slots)
 
     @property
+    def num_waiting(self) -> int:
+        """Requests that do not run, those that are held back included."""
+        return len(self.waiting) + len(self.held_back)
+
+    @property
+    def requests(self) -> list[Request]:
+        """All requests that have not ended."""
+        return [*self.running, *self.waiting, *self.held_back]
+
+    @property
     def num_free_blocks(self) -> int:
         """Blocks that nobody held after the last transaction."""
         return self._memory.num_free_blocks
@@ -72,7 +85,10 @@ class Scheduler:
         """Queues a request that arrived."""
         longest = request.num_prompt_tokens + request.stop.max_tokens
         request.max_num_tokens = min(longest, self.config.max_model_len)
-        self.waiting.add(request)
+        if self._only is None:
+            self.waiting.add(request)
+        else:
+            self.held_back[request] = None
 
     def abort(self, request: Request, reason: FinishReason = FinishReason.ABORT) -> None:
         """Ends a request wherever it stands; one that has ended is left alone."""
@@ -80,10 +96,28 @@ class Scheduler:
             return
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
+        elif request in self.held_back:
+            del self.held_back[request]
         else:
             self.waiting.remove(request)
         request.finish(reason)
         self._give_back(request)
+
+    def admit_only(self, requests: Collection[Request] | None) -> None:
+        """Holds back all requests but these, those that arrive later too; None lets all be admitted
+        again. No request may run. They are queued in the order in which they arrived.
+        """
+        if self.running:
+            raise AssertionError("requests run that are to be held back")
+        queued = sorted([*self.waiting, *self.held_back], key=lambda request: request.key)
+        self._only = requests
+        self.waiting = make_queue(self.config.policy)
+        self.held_back.clear()
+        for request in queued:
+            if requests is None or request in requests:
+                self.waiting.add(request)
+            else:
+                self.held_back[request] = None
 
     def pause(self, mode: PauseMode) -> None:
         """Notes that no step is to be planned until `resume`. Whoever drives the steps heeds it,
@@ -296,7 +330,7 @@ class Scheduler:
                     return WaitReason.NO_BLOCKS
                 draft.hits[candidates[len(outcome.admitted)]] = outcome.stop.num_hit_tokens
         if not self.waiting:
-            return None
+            return WaitReason.HELD_BACK if self.held_back else None
         return WaitReason.BUDGET if draft.budget == 0 else WaitReason.MAX_SEQS
 
     def _candidates(self, draft: StepDraft) -> list[Request]:

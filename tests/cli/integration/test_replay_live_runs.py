@@ -79,6 +79,15 @@ async def lose_the_worker(replica: Replica, gateway: Gateway) -> None:
         await replica.worker.start()
 
 
+async def break_every_step_with_one_request(replica: Replica, gateway: Gateway) -> None:
+    replica.worker.poison = 777
+    await gateway.add(99, [*prompt(5), 777])
+    await gateway.finish(99)
+    finished = gateway.heard[99].finished
+    assert finished is not None
+    assert finished.reason == common_pb2.FINISH_REASON_STEP_FAILED
+
+
 async def make_no_sense_of_some(replica: Replica, gateway: Gateway) -> None:
     await gateway.until_tokens(0, 2)
     replica.worker.nan_slots = frozenset({2})
@@ -163,6 +172,7 @@ async def go_round_in_circles(_: Replica, gateway: Gateway) -> None:
     [
         (lose_the_pool, {"forget_pool"}),
         (lose_the_worker, {"forget_pool"}),
+        (break_every_step_with_one_request, {"forget_pool", "admit_only", "abort"}),
         (make_no_sense_of_some, {"update_from_output"}),
         (go_round_in_circles, {"update_from_output"}),
     ],

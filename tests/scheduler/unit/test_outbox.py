@@ -13,6 +13,12 @@ from services.scheduler.adapters.sessions import GatewaySession, Sessions
 from services.scheduler.core.plan import StepPlan, StepUpdate
 from services.scheduler.core.request import FinishReason, Request, StopConditions
 
+ENDS_WITH_A_STATUS = {
+    FinishReason.NAN_IN_LOGITS,
+    FinishReason.STEP_FAILED,
+    FinishReason.QUEUE_TIMEOUT,
+}
+
 
 def make_request(name: str = "a") -> Request:
     return Request(name, 1, [1, 2, 3], 3, StopConditions(10))
@@ -96,7 +102,7 @@ async def test_every_end_has_its_reason_on_the_wire(reason: FinishReason) -> Non
     (finished,) = outbox.take().finished
     name = common_pb2.FinishReason.Name(finished.reason)
     assert name == f"FINISH_REASON_{reason.name}"
-    assert bool(finished.message) == (reason is FinishReason.NAN_IN_LOGITS)
+    assert bool(finished.message) == (reason in ENDS_WITH_A_STATUS)
 
 
 async def test_news_go_to_whom_they_concern() -> None:

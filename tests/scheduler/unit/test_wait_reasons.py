@@ -17,7 +17,7 @@ from services.scheduler.core.plan import StepPlan, WaitReason
 from services.scheduler.core.request import Request
 from tests.scheduler.story import Story, prompt
 
-BUDGET, MAX_SEQS, NO_BLOCKS, PAUSED = WaitReason
+BUDGET, MAX_SEQS, NO_BLOCKS, HELD_BACK, PAUSED = WaitReason
 
 
 class Book:

@@ -1,0 +1,84 @@
+"""An engine among fakes, with requests by name."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.engine import Engine, EngineState
+from services.scheduler.core.request import Request, StopConditions
+from services.scheduler.core.scheduler import Scheduler
+from tests.scheduler.fakes import (
+    SECONDS,
+    FakeExecutor,
+    FakeReplica,
+    FragilePool,
+    Inbox,
+    ReadinessLog,
+    Watcher,
+)
+
+BLOCK_SIZE = 4
+
+
+class Bench:
+    """An engine among fakes."""
+
+    def __init__(self, *, num_blocks: int = 50, **config: Any) -> None:
+        limits: dict[str, Any] = {
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 32,
+            "max_model_len": 120,
+        }
+        self.pool = FragilePool(num_blocks, BLOCK_SIZE)
+        self.executor = FakeExecutor(BLOCK_SIZE, limits["max_num_seqs"])
+        self.replica = FakeReplica(self.pool, self.executor)
+        self.inbox = Inbox()
+        self.watcher = Watcher()
+        shape = SchedulerConfig(block_size=BLOCK_SIZE, num_blocks=num_blocks, **limits | config)
+        scheduler = Scheduler(shape, self.pool)
+        self.readiness = ReadinessLog()
+        self.engine = Engine(
+            scheduler, self.executor, self.replica, self.inbox, self.watcher, self.readiness
+        )
+        self._num_requests = 0
+        self._num_usable_blocks = num_blocks - 1
+
+    def add(self, name: str, token_ids: list[int], max_tokens: int = 8) -> Request:
+        self._num_requests += 1
+        stop = StopConditions(max_tokens)
+        request = Request(name, self._num_requests, list(token_ids), len(token_ids), stop)
+        self.engine.add(request)
+        return request
+
+    async def until_tokens(self, name: str, count: int) -> None:
+        await self.inbox.until(lambda: len(self.inbox.tokens.get(name, ())) >= count)
+
+    async def until_ended(self, *names: str) -> None:
+        await self.inbox.until(lambda: set(names) <= set(self.inbox.ended))
+
+    async def until_idle(self) -> None:
+        """Until nothing is to be done; nothing is left behind then."""
+        await eventually(lambda: self.engine.state is EngineState.IDLE)
+        assert self.pool.num_free_blocks == self._num_usable_blocks
+        assert self.executor.num_requests == 0
+        assert self.watcher.num_planned >= self.watcher.num_done
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    """Waits for a condition that the loop's next turns make true."""
+    async with asyncio.timeout(SECONDS):
+        while not condition():  # noqa: ASYNC110 - each turn of the loop may make it true
+            await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def running(bench: Bench) -> AsyncIterator[Bench]:
+    task = asyncio.create_task(bench.engine.run())
+    try:
+        yield bench
+        assert not task.done()
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
