@@ -115,7 +115,11 @@ async def _replay_log(path: Path, texts: Sequence[str], plot: Path | None) -> in
             return 1
     print(f"{path}: {log.header.model_name}, {summary(replay.statistics)}")
     if not replay.is_complete:
-        print("the log does not tell its end: the service was killed, or still writes it")
+        where = "" if log.cut_line is None else f", within line {log.cut_line}"
+        print(
+            f"the log ends early{where}, after {replay.history.num_plans:,} steps: the service was "
+            "killed, still writes it, or its disk was full"
+        )
     print("0 differences")
     run = replay.statistics
     if overrides:

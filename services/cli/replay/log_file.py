@@ -50,13 +50,19 @@ def is_step_log(path: Path) -> bool:
 class StepLogFile:
     """The header, then the entries, each parsed when its turn comes.
 
-    Whatever is wrong with the file raises CommandError with the line and the field.
+    A file may end within a line, or a compressed one within a frame: its writer was killed, still
+    writes it, or its disk was full. The entries before that place are all there is then. Anything
+    else that is wrong with the file raises CommandError with the line and the field.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.cut_line: int | None = None
+        """The line within which the file ends, once it was read to there."""
         self._lines = self._parsed_lines()
         first = next(self._lines, None)
+        if first is None and self.cut_line is not None:
+            raise self._damaged(1, "is cut off: there is no header")
         if first is None:
             raise CommandError(f"{path} line 1 is missing: there is no header")
         self.header_line = first
@@ -79,14 +85,16 @@ class StepLogFile:
 
     def _parsed_lines(self) -> Iterator[Line]:
         for number, text in self._raw_lines():
+            if not text.endswith(b"\n"):
+                self.cut_line = number
+                return
             try:
                 entry = Field(parse_json(text.decode()))
             except UnicodeDecodeError:
                 raise self._damaged(number, "is not UTF-8 text") from None
             except JSONDecodeError as error:
-                what = "is cut off" if not text.endswith(b"\n") else "is not JSON"
                 raise self._damaged(
-                    number, f"{what}: {error.msg} at column {error.colno}"
+                    number, f"is not JSON: {error.msg} at column {error.colno}"
                 ) from None
             except ValueError as error:
                 raise self._damaged(number, f"is not usable: {error}") from None

@@ -133,11 +133,13 @@ class LogReplay:
     async def _preempt_all(self, entry: Field) -> None:  # noqa: ARG002 - nothing goes in
         self.history.note_call("preempt_all")
         self.scheduler.preempt_all()
+        self.statistics.preempted()
 
     async def _forget_pool(self, entry: Field) -> None:  # noqa: ARG002 - nothing goes in
         self.history.note_call("forget_pool")
         self._in_flight.clear()
         self.scheduler.forget_pool()
+        self.statistics.preempted()
         self._pool.reopen()
 
     async def _admit_only(self, entry: Field) -> None:

@@ -7,7 +7,7 @@ generated, a *draft* when it is a guess, and *recomputed* when the position was 
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from services.scheduler.core.plan import StepPlan, StepUpdate, WaitReason
@@ -59,10 +59,13 @@ class RunStatistics:
         """Steps that requests were passed over in, added up, by what was in their way."""
         self._scheduler = scheduler
         self._made_at: dict[int, int] = {}
+        self._num_sampled_preemptions = 0
 
     @property
     def num_preemptions(self) -> int:
-        """Requests that gave way, and those that lost pool or workers."""
+        """How often a request that ran lost its blocks: for another's sake, since pool or workers
+        were lost, or by an operator. The samples hold as many.
+        """
         return self._scheduler.num_preemptions
 
     @property
@@ -110,9 +113,16 @@ class RunStatistics:
                 num_running=len(self._scheduler.running),
                 num_waiting=len(self._scheduler.waiting),
                 num_used_blocks=self.config.num_blocks - 1 - self._scheduler.num_free_blocks,
-                num_preemptions=len(plan.preemptions),
+                num_preemptions=self._unsampled_preemptions(),
             )
         )
+
+    def preempted(self) -> None:
+        """Requests were preempted outside of planning: that is counted with the step before."""
+        if self.samples:
+            last = self.samples[-1]
+            count = last.num_preemptions + self._unsampled_preemptions()
+            self.samples[-1] = replace(last, num_preemptions=count)
 
     def updated(self, update: StepUpdate) -> None:
         """A step's tokens came."""
@@ -122,6 +132,10 @@ class RunStatistics:
             account = self.accounts[news.request]
             if news.token_ids and account.first_token_steps is None:
                 account.first_token_steps = now + 1 - account.arrived
+
+    def _unsampled_preemptions(self) -> int:
+        before, self._num_sampled_preemptions = self._num_sampled_preemptions, self.num_preemptions
+        return self.num_preemptions - before
 
     def _split(self, plan: StepPlan) -> tuple[int, int, int, int]:
         recomputed = prefill = decode = num_drafts = 0

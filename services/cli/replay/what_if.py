@@ -107,11 +107,13 @@ class WhatIf:
                 self.scheduler.abort(request, event.reason)
         elif event == "preempt_all":
             self.scheduler.preempt_all()
+            self.statistics.preempted()
         elif event == "reset_prefix_cache":
             await self.scheduler.reset_prefix_cache()
         else:
             self._in_flight.clear()
             self.scheduler.forget_pool()
+            self.statistics.preempted()
             self._pool.reopen()
 
     def _arrive(self, arrival: Arrival, now: int) -> None:

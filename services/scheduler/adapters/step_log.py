@@ -111,7 +111,7 @@ def scheduler_with_log(
     if path is None:
         yield Scheduler(config, pool)
         return
-    log = StepLog(_create(path))
+    log = StepLog(create_log_file(path))
     try:
         log.write(header(config, shape, time.time_ns()))
         yield RecordingScheduler(config, pool, log.write)
@@ -146,7 +146,7 @@ def _groups(groups: Sequence[common_pb2.KVCacheGroup]) -> list[Entry]:
     ]
 
 
-def _create(path: Path) -> BinaryIO:
+def create_log_file(path: Path) -> BinaryIO:
     """A new file. One that is there already, from before a crash maybe, is left as it is: the next
     free of PATH, NAME.2.jsonl, NAME.3.jsonl, ... is taken.
     """
@@ -170,6 +170,33 @@ def _create(path: Path) -> BinaryIO:
     return compress(file) if compress else file
 
 
+class _CompressedFile:
+    """A file in which each write is a frame of its own, whole and with a checksum.
+
+    What has been written can be read up to its last frame while the file grows, and when the
+    process that wrote it was killed.
+    """
+
+    def __init__(self, file: BinaryIO, compress: Callable[[bytes], bytes]) -> None:
+        self._file = file
+        self._compress = compress
+
+    def __enter__(self) -> "_CompressedFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def write(self, content: bytes) -> int:
+        """Appends a frame."""
+        self._file.write(self._compress(content))
+        return len(content)
+
+    def flush(self) -> None:
+        """Hands what was written to the system."""
+        self._file.flush()
+
+
 def _compressor() -> Callable[[BinaryIO], BinaryIO]:
     try:
         import zstandard  # noqa: PLC0415 - an extra, for those who want it
@@ -177,6 +204,5 @@ def _compressor() -> Callable[[BinaryIO], BinaryIO]:
         raise InvalidArgument(
             "--step-log *.zst needs zstandard: pip install 'stepwell[zstd]'", field="step_log"
         ) from None
-    return lambda file: cast(
-        BinaryIO, zstandard.ZstdCompressor(write_checksum=True).stream_writer(file)
-    )
+    compress = zstandard.ZstdCompressor(write_checksum=True).compress
+    return lambda file: cast(BinaryIO, _CompressedFile(file, compress))

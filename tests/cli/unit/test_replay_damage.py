@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.cli.__main__ import main
+from services.cli.replay.log_file import StepLogFile
 from tests.cli.recorded_logs import crowded, record
 
 LOG = record(crowded(5)).text().encode()
@@ -107,19 +108,42 @@ def test_a_damaged_scenario(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_log_cut_within_a_line(
+def test_a_log_cut_within_a_line_is_replayed_up_to_there(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: str
 ) -> None:
-    """Every line before it is replayed; the sentence names the one that is not whole."""
+    """As a full disk or a kill leaves it."""
     lines = LOG.splitlines(keepends=True)
     number = KINDS[kind]
-    for keep in (1, len(lines[number]) // 2, len(lines[number]) - 2):
+    num_steps = sum(json.loads(line).get("call") == "schedule" for line in lines[:number])
+    for keep in (1, len(lines[number]) // 2, len(lines[number]) - 1):
         content = b"".join(lines[:number]) + lines[number][:keep]
         path = tmp_path / "steps.jsonl"
-        status, _, err = replay(capsys, path, content)
-        assert status == 1
-        assert err.startswith(f"stepwell replay: {path} line {number + 1} is cut off: ")
-        assert err.count("\n") == 1
+        status, out, err = replay(capsys, path, content)
+        if kind == "header":
+            assert status == 1
+            assert err == f"stepwell replay: {path} line 1 is cut off: there is no header\n"
+            continue
+        assert (status, err) == (0, "")
+        early = f"the log ends early, within line {number + 1}, after {num_steps} steps: "
+        assert early in out
+        assert out.endswith("0 differences\n")
+
+
+@settings(max_examples=30, deadline=None)
+@given(share=st.floats(0, 1))
+def test_a_compressed_log_is_replayed_up_to_where_it_was_cut(share: float) -> None:
+    """Each write is a frame, so that no more is lost than the last of them."""
+    lines = LOG.splitlines(keepends=True)
+    frames = [zstandard.compress(b"".join(lines[at : at + 5])) for at in range(0, len(lines), 5)]
+    content = b"".join(frames)
+    cut = len(frames[0]) + int(share * (len(content) - len(frames[0])))
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "steps.jsonl.zst"
+        path.write_bytes(content[:cut])
+        read = [line.entry.value for line in StepLogFile(path)]
+    num_whole = sum(len(b"".join(frames[:end])) <= cut for end in range(1, len(frames) + 1))
+    assert len(read) >= min(5 * num_whole, len(lines)) - 1
+    assert read == [json.loads(line) for line in lines[1 : len(read) + 1]]
 
 
 @pytest.mark.parametrize(

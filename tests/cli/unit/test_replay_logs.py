@@ -155,6 +155,10 @@ def test_whatever_happens_is_decided_again(
         replaying = LogReplay(Header("none", config))
         for entry in fragile.entries:
             assert await replaying.take(Field(json.loads(json.dumps(entry)))) == []
+        run = replaying.statistics
+        if run.samples:
+            # What a picture marks step by step is what its headline counts.
+            assert sum(sample.num_preemptions for sample in run.samples) == run.num_preemptions
 
     asyncio.run(again())
 

@@ -3,13 +3,15 @@
 import json
 import logging
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import zstandard
 
 from services.scheduler.adapters.replica import ReplicaShape
-from services.scheduler.adapters.step_log import StepLog, header
+from services.scheduler.adapters.step_log import StepLog, create_log_file, header
 from services.scheduler.core.config import Policy, SchedulerConfig
 from tests.scheduler.fake_worker import FakeWorker
 
@@ -69,6 +71,29 @@ def test_when_the_disk_is_too_slow_the_log_is_given_up_and_stays_whole(
         "the step log ends here: 100 bytes wait to be written"
     ]
     assert file.is_closed
+
+
+def test_a_compressed_log_can_be_read_while_it_is_written(tmp_path: Path) -> None:
+    """Every write is whole in the file: a service that is killed after it leaves all of it."""
+    path = tmp_path / "steps.jsonl.zst"
+    log = StepLog(create_log_file(path))
+    written: list[dict[str, int]] = []
+    for batch in range(3):
+        written += [{"step": 10 * batch + number} for number in range(10)]
+        for entry in written[-10:]:
+            log.write(entry)
+        deadline = time.monotonic() + 10
+        while len(told := lines(decompressed(path))) < len(written):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert told == written
+    log.close()
+    assert lines(decompressed(path)) == [*written, {"call": "end"}]
+
+
+def decompressed(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True).read()
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")
