@@ -46,6 +46,11 @@ class SamplingParams:
             or self.frequency_penalty != 0.0
         )
 
+    @property
+    def filters(self) -> bool:
+        """Whether tokens that are not banned may be kept from being drawn."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
     def validate(self, vocab_size: int) -> None:
         """Raise `InvalidArgument` for the first field that no model of this size can honour.
 

@@ -1,14 +1,15 @@
 """Sampling where the logits are, for rows that need no more than a temperature and filters.
 
-The stages and their order are the sampler's, and so is the one number that decides a draw; here
-they are passes over whole batches in torch. Sums are taken in another order than on the host: a
-draw that falls on the border of two tokens may differ.
+The stages and their order are the sampler's, and so are the numbers that decide a draw; here they
+are passes over whole batches in torch. Top-p sums weights in another order than on the host: a
+token on its border may be kept on one of them alone.
 """
 
 import numpy as np
 import torch
 
 from services.worker.device import Device
+from services.worker.sampling.device_race import race_on_device
 from services.worker.sampling.sampler import Draws
 
 UNUSABLE = -1
@@ -23,15 +24,17 @@ def sample_on_device(logits: torch.Tensor, draws: Draws, device: Device) -> torc
     drawing = np.flatnonzero(draws.temperatures > 0)
     if len(drawing):
         rows = device.upload(drawing)
-        parameters = np.stack(
-            (draws.temperatures, draws.top_k, draws.top_p, draws.min_p, draws.uniforms)
-        )[:, drawing]
-        temperature, *filters, uniform = device.upload(parameters).unsqueeze(-1)
+        states = draws.states[drawing].T.view(np.float64)
+        parameters = (draws.temperatures, draws.top_k, draws.top_p, draws.min_p)
+        uploaded = device.upload(np.vstack((np.stack(parameters)[:, drawing], states)))
+        temperature, *filters = uploaded[:4].unsqueeze(-1)
+        temperature, largest_drawn = temperature.float(), largest[rows]
         chosen = logits if len(drawing) == len(logits) else logits[rows]
-        weights = torch.exp((chosen - largest[rows]) / temperature.float())
         if _is_filtered(draws, drawing):
-            weights = _filtered(chosen, weights, *filters)
-        token_ids = best.index_copy(0, rows, _draw(weights, uniform))
+            weights = torch.exp((chosen - largest_drawn) / temperature)
+            chosen = _filtered(chosen, weights, *filters)
+        drawn = race_on_device(chosen, largest_drawn, temperature, uploaded[4:].view(torch.int64).T)
+        token_ids = best.index_copy(0, rows, drawn)
     return torch.where(largest.isfinite(), token_ids, UNUSABLE).squeeze(1)
 
 
@@ -47,7 +50,7 @@ def _filtered(
     top_p: torch.Tensor,
     min_p: torch.Tensor,
 ) -> torch.Tensor:
-    """The weights [R, V] with those of tokens that may not be drawn set to 0.
+    """The logits [R, V] with minus infinity for those of tokens that may not be drawn.
 
     Each filter keeps a prefix of the tokens by falling logit, among equals by rising id.
     """
@@ -60,13 +63,5 @@ def _filtered(
     sums = falling.cumsum(dim=-1, dtype=torch.float64)
     before = sums - falling
     falling = falling * ((top_p >= 1) | (before < top_p * sums[:, -1:]))
-    return torch.zeros_like(weights).scatter_(1, order, falling)
-
-
-def _draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """The index [R, 1] at which the sum of weights passes `uniform` [R, 1] of the whole."""
-    sums = weights.cumsum(dim=-1, dtype=torch.float64)
-    whole = sums[:, -1:].contiguous()
-    drawn = torch.searchsorted(sums, uniform * whole, right=True)
-    last = torch.searchsorted(sums, whole)
-    return torch.minimum(drawn, last)
+    kept = torch.zeros_like(weights).scatter_(1, order, falling) > 0
+    return logits.masked_fill(~kept, -torch.inf)

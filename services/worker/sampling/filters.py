@@ -1,4 +1,4 @@
-"""Which tokens may be drawn, and the draw.
+"""Which tokens may be drawn.
 
 All filters keep a prefix of one order: best first, that is by falling logit, and among equal
 logits by rising id. So ties never depend on a sorting algorithm, and top-k of 1 is greedy. Each
@@ -9,8 +9,6 @@ Weights are probabilities up to a factor, float32, the largest 1. They are summe
 """
 
 from __future__ import annotations
-
-from typing import Literal
 
 import numpy as np
 
@@ -58,19 +56,9 @@ def kept_token_ids(
         return None
     if params.top_p < 1:
         falling = np.sort(weights[kept])[::-1]
-        count = 1 + _index_at(falling, params.top_p * mass, side="left")
+        count = 1 + _index_at(falling, params.top_p * mass)
         kept = kept[best_token_ids(logits[kept], count)]
     return kept
-
-
-def draw(weights: Float32Array, uniform: float) -> int:
-    """The index at which the cumulative distribution passes `uniform`, in [0, 1).
-
-    One number decides, and the indexes keep their order: when logits change by rounding, the
-    borders between tokens move by as little, and the token is almost always the same. An index
-    without weight is never drawn.
-    """
-    return _index_at(weights, uniform * weights.sum(dtype=np.float64), side="right")
 
 
 def _nucleus_candidates(weights: Float32Array, top_p: float, mass: float) -> Int64Array:
@@ -78,22 +66,22 @@ def _nucleus_candidates(weights: Float32Array, top_p: float, mass: float) -> Int
     return np.flatnonzero(weights > (1 - top_p) * mass / (2 * len(weights)))
 
 
-def _index_at(weights: Float32Array, target: float, side: Literal["left", "right"]) -> int:
-    """The first index at which the sum of weights reaches ("left") or exceeds the target.
+def _index_at(weights: Float32Array, target: float) -> int:
+    """The first index at which the sum of weights reaches the target.
 
     Found among the sums of blocks, then inside one: a running sum over all is slow, each of its
     additions waits for the one before.
     """
     starts = np.arange(0, len(weights), _BLOCK)
     blocks = np.add.reduceat(weights, starts, dtype=np.float64).cumsum()
-    block = _position(blocks, target, side)
+    block = _position(blocks, target)
     before = blocks[block - 1] if block else 0.0
     start = block * _BLOCK
     inside = weights[start : start + _BLOCK].cumsum(dtype=np.float64)
-    return start + _position(inside, target - before, side)
+    return start + _position(inside, target - before)
 
 
-def _position(cumulative: Float64Array, target: float, side: Literal["left", "right"]) -> int:
+def _position(cumulative: Float64Array, target: float) -> int:
     """As `_index_at` over running sums; where rounding left no such index, the last that adds."""
     last = np.searchsorted(cumulative, cumulative[-1])
-    return int(min(last, np.searchsorted(cumulative, target, side=side)))
+    return int(min(last, np.searchsorted(cumulative, target)))

@@ -1,16 +1,16 @@
-"""Random numbers without state: a draw is a function of who asks and where.
+"""Random words without state: a function of a request's seed and a token's position.
 
 Philox4x32-10 (Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3",
 SC 2011): ten rounds of multiplications turn a 128-bit counter and a 64-bit key into 128 random
-bits. Any draw can be made without the ones before it, so ranks agree without talking, and a
-request that was preempted draws what it would have drawn.
+bits. Any word can be made without the ones before it, so ranks agree without exchanging any, and
+a request that was preempted draws what it would have drawn.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from services.worker.sampling.arrays import Float64Array, Int64Array, UInt32Array, UInt64Array
+from services.worker.sampling.arrays import Int64Array, UInt32Array, UInt64Array
 
 _ROUNDS = 10
 _MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)
@@ -31,8 +31,8 @@ def philox4x32(counter: UInt32Array, key: UInt32Array) -> UInt32Array:
     return np.stack((even[0], odd[0], even[1], odd[1]), axis=1).astype(np.uint32)
 
 
-def uniforms(seeds: UInt64Array, positions: Int64Array, stream: int) -> Float64Array:
-    """One number in [0, 1) for each (seed, position), 53 bits each, in the given stream.
+def random_states(seeds: UInt64Array, positions: Int64Array, stream: int) -> UInt64Array:
+    """Two random words for each (seed, position), [n, 2], in the given stream.
 
     The position is that of the token in its whole sequence. Streams are independent: each use of
     randomness at a position has its own.
@@ -41,8 +41,7 @@ def uniforms(seeds: UInt64Array, positions: Int64Array, stream: int) -> Float64A
     counter[:, :2] = _words(positions.astype(np.uint64))
     counter[:, 2] = stream
     random = philox4x32(counter, _words(seeds)).astype(np.uint64)
-    bits = (random[:, 1] << _WORD) | random[:, 0]
-    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return (random[:, 1::2] << _WORD) | random[:, ::2]
 
 
 def _words(values: UInt64Array) -> UInt32Array:

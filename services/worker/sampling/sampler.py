@@ -8,11 +8,18 @@ import numpy as np
 import torch
 
 from services.common.sampling import SamplingParams
-from services.worker.sampling.arrays import Float32Array, Float64Array, Int32Array, Int64Array
+from services.worker.sampling.arrays import (
+    Float32Array,
+    Float64Array,
+    Int32Array,
+    Int64Array,
+    UInt64Array,
+)
 from services.worker.sampling.edits import LogitEdit, logit_edits
-from services.worker.sampling.filters import draw, kept_token_ids
+from services.worker.sampling.filters import kept_token_ids
 from services.worker.sampling.logprobs import LogprobRows, logprob_rows, prompt_logprobs
-from services.worker.sampling.philox import uniforms
+from services.worker.sampling.philox import random_states
+from services.worker.sampling.race import Race
 
 __all__ = ["Draws", "LogprobRows", "Sampler", "SamplerOutput", "prompt_logprobs"]
 
@@ -31,14 +38,14 @@ class SamplerOutput:
 @dataclass(frozen=True, slots=True)
 class Draws:
     """What simple rows need to be sampled, parallel arrays [R]; `top_k` 0 and the others' neutral
-    values for filters that are not wanted. `uniforms` decide the draws, in [0, 1).
+    values for filters that are not wanted. `states` [R, 2] decide the draws; see race.py.
     """
 
     temperatures: Float64Array
     top_k: Float64Array
     top_p: Float64Array
     min_p: Float64Array
-    uniforms: Float64Array
+    states: UInt64Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +64,15 @@ class Sampler:
       2. edits: allowed tokens, bad words, min tokens, logit bias, penalties;
       3. temperature; 0 takes the best token, the lowest id among equals, and ends here;
       4. filters: min-p, top-k, top-p;
-      5. the draw, by one number that is a function of the request's seed and the position of
-         the token in its sequence.
+      5. the draw: a race of exponentials, each a function of the request's seed, the position of
+         the token in its sequence and the token's id (race.py).
 
     Nothing a row does depends on another row, bit for bit: a request samples the same tokens alone
     and in any batch, and after it was removed and added again with its output.
 
-    Greedy rows cost one pass over the batch. Any other row is taken by itself, through buffers of
-    one row: it pays only for what it asks, and where the vocabulary is large this costs the same
-    as passes over the whole batch, without their memory.
+    Greedy rows cost one pass over the batch. Any other row is taken by itself up to its filters:
+    it pays only for what it asks, and where the vocabulary is large this costs the same as passes
+    over the whole batch, without their memory. Races are run for several rows at a time.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
@@ -77,7 +84,7 @@ class Sampler:
         self._is_edited = np.zeros(max_num_seqs, dtype=np.bool_)
         self._wants_logprobs = np.zeros(max_num_seqs, dtype=np.bool_)
         self._filters = np.zeros((4, max_num_seqs), dtype=np.float64)
-        self._edited = np.empty(vocab_size, dtype=np.float32)
+        self._race = Race(max_num_seqs, vocab_size)
         self._weights = np.empty(vocab_size, dtype=np.float32)
 
     def add(
@@ -102,7 +109,7 @@ class Sampler:
         self._requests[slot] = _Request(params, temperature, edits)
         self._num_tokens[slot] = len(token_ids)
         self._seeds[slot] = params.seed
-        self._filters[:, slot] = params.temperature, params.top_k, params.top_p, params.min_p
+        self._filters[:, slot] = temperature, params.top_k, params.top_p, params.min_p
         self._is_plain[slot] = temperature == 0 and not edits
         self._is_edited[slot] = bool(edits)
         self._wants_logprobs[slot] = params.logprobs is not None
@@ -133,10 +140,10 @@ class Sampler:
 
         The token, which need not be known here, becomes part of the requests.
         """
-        numbers = uniforms(self._seeds[slots], self._num_tokens[slots], _SAMPLING_STREAM)
+        states = self._states(slots)
         self._num_tokens[slots] += 1
         temperatures, top_k, top_p, min_p = self._filters[:, slots]
-        return Draws(temperatures, top_k, top_p, min_p, numbers)
+        return Draws(temperatures, top_k, top_p, min_p, states)
 
     def sample(self, logits: torch.Tensor, slots: np.ndarray) -> SamplerOutput:
         """One token for each row of the logits float32 [R, V]; row i belongs to slots[i].
@@ -168,41 +175,46 @@ class Sampler:
         usable: np.ndarray,
     ) -> None:
         """The tokens of these rows, and whether there is one to take, in place."""
-        numbers = uniforms(self._seeds[slots], self._num_tokens[slots], _SAMPLING_STREAM)
-        for row in rows.tolist():
-            request = self._request(slots[row])
-            with np.errstate(all="ignore"):
-                token_id = self._choose(lines[row], request, numbers[row])
-            usable[row] = token_id is not None
-            token_ids[row] = token_id or 0
+        race, drawing = self._race, list[int]()
+        race.clear()
+        states = self._states(slots[rows])
+        with np.errstate(all="ignore"):
+            for row, own_states in zip(rows.tolist(), states, strict=True):
+                request = self._request(slots[row])
+                line = race.line
+                np.copyto(line, lines[row])
+                for edit in request.edits:
+                    edit.apply(line)
+                best = token_ids[row] = line.argmax()
+                largest = line[best]
+                usable[row] = np.isfinite(largest)
+                if request.temperature == 0 or not usable[row]:
+                    continue
+                self._filter(line, largest, request)
+                race.enter(largest, request.temperature, own_states)
+                drawing.append(row)
+                if len(drawing) == race.capacity:
+                    token_ids[drawing] = race.run()
+                    drawing.clear()
+            if drawing:
+                token_ids[drawing] = race.run()
 
-    def _choose(self, line: Float32Array, request: _Request, uniform: float) -> int | None:
-        """Stages 2 to 5 for one row; None when the edits left nothing to sample from."""
-        if request.edits:
-            np.copyto(self._edited, line)
-            line = self._edited
-            for edit in request.edits:
-                edit.apply(line)
-        best = int(line.argmax())
-        if not np.isfinite(line[best]):
-            return None
-        if request.temperature == 0:
-            return best
-        weights = self._weigh(line, line[best], request.temperature)
-        kept = kept_token_ids(line, weights, request.params)
-        if kept is None:
-            return draw(weights, uniform)
-        return int(kept[draw(weights[kept], uniform)])
-
-    def _weigh(
-        self, line: Float32Array, largest: np.float32, temperature: np.float32
-    ) -> Float32Array:
-        """The row's probabilities times a factor that makes the largest 1."""
+    def _filter(self, line: Float32Array, largest: np.float32, request: _Request) -> None:
+        """Bans, in place, the tokens of a row that its filters do not keep."""
+        if not request.params.filters:
+            return
         weights = self._weights
         np.subtract(line, largest, out=weights)
-        np.divide(weights, temperature, out=weights)
+        np.divide(weights, request.temperature, out=weights)
         np.exp(weights, out=weights)
-        return weights
+        kept = kept_token_ids(line, weights, request.params)
+        if kept is not None:
+            values = line[kept]
+            line.fill(-np.inf)
+            line[kept] = values
+
+    def _states(self, slots: np.ndarray) -> UInt64Array:
+        return random_states(self._seeds[slots], self._num_tokens[slots], _SAMPLING_STREAM)
 
     def _append(self, slots: np.ndarray, token_ids: Int64Array) -> None:
         self._num_tokens[slots] += 1

@@ -56,6 +56,20 @@ def test_many_draws_of_every_kind(ties: bool) -> None:
         assert sample(device, logits, slots) == host.sample(logits, slots).token_ids.tolist()
 
 
+def test_a_draw_is_the_hosts_in_a_vocabulary_of_many_blocks() -> None:
+    """With rows in which hardly a token is left, and more tokens than race at once."""
+    vocab_size, num_rows = 70_000, 130
+    host, device = Sampler(num_rows, vocab_size), Sampler(num_rows, vocab_size)
+    for sampler in (host, device):
+        for slot in range(num_rows):
+            params = SamplingParams(temperature=0.5 + slot / 20, seed=slot)
+            sampler.add(slot, params, np.arange(slot + 1), 1)
+    logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(9)) * 3
+    logits[:5, 7:] = -torch.inf
+    slots = np.arange(num_rows)
+    assert sample(device, logits, slots) == host.sample(logits, slots).token_ids.tolist()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_alone_and_in_some_rows_only(kind: SamplingParams) -> None:
     host, device = samplers([KINDS[0], kind, kind])

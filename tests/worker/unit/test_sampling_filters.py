@@ -1,6 +1,4 @@
-"""Filters and draw against transformers' processors and plain arithmetic."""
-
-from itertools import pairwise
+"""Filters against transformers' processors and plain arithmetic."""
 
 import numpy as np
 import pytest
@@ -14,7 +12,7 @@ from transformers.generation.logits_process import (
 )
 
 from services.common.sampling import SamplingParams
-from services.worker.sampling.filters import best_token_ids, draw, kept_token_ids
+from services.worker.sampling.filters import best_token_ids, kept_token_ids
 
 
 def random_logits(seed: int, vocab_size: int, spread: float) -> np.ndarray:
@@ -111,49 +109,3 @@ def test_best_tokens_are_those_a_stable_sort_puts_first(seed: int, count: int, l
     logits = np.random.default_rng(seed).integers(0, levels, 30).astype(np.float32)
     expected = np.argsort(-logits, kind="stable")[:count]
     np.testing.assert_array_equal(best_token_ids(logits, count), np.sort(expected))
-
-
-@settings(deadline=None, max_examples=150)
-@given(
-    seed=st.integers(0, 2**32),
-    size=st.sampled_from([1, 2, 255, 256, 257, 1000]),
-    holes=st.floats(0, 0.99),
-    uniform=st.floats(0, 1, exclude_max=True),
-)
-def test_the_draw_inverts_the_running_sum(
-    seed: int, size: int, holes: float, uniform: float
-) -> None:
-    generator = np.random.default_rng(seed)
-    weights = generator.random(size).astype(np.float32)
-    weights[generator.random(size) < holes] = 0
-    weights[generator.integers(size)] = 1
-    index = draw(weights, uniform)
-    assert weights[index] > 0
-    reached = weights.astype(np.float64).cumsum() / weights.sum(dtype=np.float64)
-    assert uniform <= reached[index] + 1e-12
-    assert uniform >= (reached[index - 1] if index else 0) - 1e-12
-
-
-def test_the_ends_of_the_distribution_are_drawn() -> None:
-    weights = np.array([0, 0.5, 0, 1, 0], dtype=np.float32)
-    assert draw(weights, 0.0) == 1
-    assert draw(weights, 1 - 2**-53) == 3
-
-
-def test_a_small_change_of_logits_rarely_changes_the_token() -> None:
-    """Rounding noise of 1e-6 moves borders by as much: 2,000 draws keep all or nearly all."""
-    logits = random_logits(5, 1000, 3.0)
-    noisy = logits + np.random.default_rng(6).uniform(-1e-6, 1e-6, 1000).astype(np.float32)
-    numbers = np.random.default_rng(7).random(2000)
-    changed = [
-        number
-        for number in numbers
-        if draw(weights_of(logits), number) != draw(weights_of(noisy), number)
-    ]
-    assert len(changed) <= 2
-
-
-def test_tokens_are_drawn_in_the_order_of_their_ids() -> None:
-    weights = weights_of(random_logits(8, 300, 2.0))
-    drawn = [draw(weights, number) for number in np.linspace(0, 0.9999, 500)]
-    assert all(first <= second for first, second in pairwise(drawn))

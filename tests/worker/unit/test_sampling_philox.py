@@ -1,9 +1,9 @@
-"""The counter-based generator against published vectors, and the numbers made from it."""
+"""The counter-based generator against published vectors, and the states made from it."""
 
 import numpy as np
 import pytest
 
-from services.worker.sampling.philox import philox4x32, uniforms
+from services.worker.sampling.philox import philox4x32, random_states
 
 # Rows "philox4x32 10" of kat_vectors in Random123, the authors' own implementation:
 # counter, key, expected words.
@@ -36,34 +36,33 @@ def test_published_vectors_one_at_a_time_and_together() -> None:
         np.testing.assert_array_equal(alone, expected[row : row + 1])
 
 
-def test_a_number_is_the_high_bits_of_the_first_two_words() -> None:
-    number = uniforms(np.zeros(1, dtype=np.uint64), np.zeros(1, dtype=np.int64), stream=0)
-    assert number[0] == (0xE169C58D6627E8D5 >> 11) / 2**53
+def test_the_words_of_a_state_are_the_generators_in_order() -> None:
+    states = random_states(np.zeros(1, dtype=np.uint64), np.zeros(1, dtype=np.int64), stream=0)
+    assert states.tolist() == [[0xE169C58D6627E8D5, 0x9B00DBD8BC57AC4C]]
 
 
 @pytest.mark.parametrize(
     ("seed", "position", "stream"), [(1, 0, 0), (2**63, 0, 0), (0, 1, 0), (0, 2**40, 0), (0, 0, 1)]
 )
-def test_seed_position_and_stream_each_change_the_number(
+def test_seed_position_and_stream_each_change_both_words(
     seed: int, position: int, stream: int
 ) -> None:
-    def number(seed: int, position: int, stream: int) -> float:
+    def state(seed: int, position: int, stream: int) -> np.ndarray:
         seeds, positions = np.array([seed], dtype=np.uint64), np.array([position], dtype=np.int64)
-        return float(uniforms(seeds, positions, stream)[0])
+        return random_states(seeds, positions, stream)[0]
 
-    assert number(seed, position, stream) != number(0, 0, 0)
+    assert (state(seed, position, stream) != state(0, 0, 0)).all()
 
 
 @pytest.mark.parametrize("varied", ["seed", "position"])
-def test_numbers_spread_evenly_over_neighbouring_seeds_and_positions(varied: str) -> None:
+def test_words_spread_evenly_over_neighbouring_seeds_and_positions(varied: str) -> None:
     count, bins = 64_000, 64
     rising, fixed = np.arange(count), np.full(count, 7)
     seeds, positions = (rising, fixed) if varied == "seed" else (fixed, rising)
-    numbers = uniforms(seeds.astype(np.uint64), positions.astype(np.int64), stream=0)
-    assert numbers.min() >= 0
-    assert numbers.max() < 1
-    found = np.bincount((numbers * bins).astype(int), minlength=bins)
-    expected = count / bins
-    chi_square = ((found - expected) ** 2 / expected).sum()
-    assert chi_square < 130  # 63 degrees of freedom: exceeded by chance once in a million
-    assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.02
+    states = random_states(seeds.astype(np.uint64), positions.astype(np.int64), stream=0)
+    for words in states.T:
+        found = np.bincount((words >> np.uint64(58)).astype(int), minlength=bins)
+        expected = count / bins
+        chi_square = ((found - expected) ** 2 / expected).sum()
+        assert chi_square < 130  # 63 degrees of freedom: exceeded by chance once in a million
+        assert abs(np.corrcoef(words[:-1], words[1:])[0, 1]) < 0.02

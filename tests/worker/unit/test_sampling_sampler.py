@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from services.common.sampling import SamplingParams
 from services.worker.sampling.sampler import Sampler
+from tests.worker.race_reference import exponential_of
 
 VOCAB_SIZE = 40
 
@@ -51,21 +52,6 @@ def model(token_ids: list[int]) -> np.ndarray:
 
 
 # --- The reference: one row, plain numbers, nothing shared with the sampler.
-
-
-def reference_uniform(seed: int, position: int) -> float:
-    c = [position & 0xFFFFFFFF, position >> 32, 0, 0]
-    k = [seed & 0xFFFFFFFF, seed >> 32]
-    for _ in range(10):
-        first, second = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
-        c = [
-            (second >> 32) ^ c[1] ^ k[0],
-            second & 0xFFFFFFFF,
-            (first >> 32) ^ c[3] ^ k[1],
-            first & 0xFFFFFFFF,
-        ]
-        k = [(k[0] + 0x9E3779B9) & 0xFFFFFFFF, (k[1] + 0xBB67AE85) & 0xFFFFFFFF]
-    return ((c[1] << 32 | c[0]) >> 11) / 2**53
 
 
 def reference_logits(params: SamplingParams, prompt: list[int], output: list[int]) -> list[float]:
@@ -114,14 +100,11 @@ def reference_token(params: SamplingParams, prompt: list[int], output: list[int]
             if mass > goal:
                 break
         kept = nucleus
-    number = reference_uniform(params.seed, len(prompt) + len(output))
-    target, reached = number * sum(weight[t] for t in kept), 0.0
-    for t in sorted(kept):
-        reached += weight[t]
-        assume(abs(reached - target) > 1e-5)
-        if reached > target:
-            return t
-    raise AssertionError("the draw fell off the end")
+    position = len(prompt) + len(output)
+    times = {t: exponential_of(params.seed, position, t) / weight[t] for t in kept}
+    first, *others = sorted(kept, key=lambda t: times[t])
+    assume(not others or times[others[0]] > times[first] * (1 + 1e-5))
+    return first
 
 
 # --- Stories.

@@ -1,0 +1,150 @@
+"""The draw: tokens race, and the winner is drawn.
+
+The time of a token is an exponential, which is a function of (seed, position, token id) alone,
+divided by the token's weight. The token with the smallest time is drawn: each as often as its
+probability says. (This is the Gumbel-max trick: the logarithm of a time, with its sign changed, is
+logit / temperature plus a Gumbel number.) The exponential of a token does not depend on other
+tokens. So a logit that changes by rounding changes the winner only where the two smallest times
+were as near to each other, and two models that give tokens similar probabilities, such as a draft
+model and its target, mostly draw the same.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from services.worker.sampling.arrays import Float32Array, Float64Array, Int64Array, UInt64Array
+from services.worker.sampling.noise import (
+    BLOCK_SIZE,
+    GAMMA,
+    LAST_SHIFT,
+    MIX,
+    NUM_LANES,
+    NUMBER_SHIFT,
+    NUMBER_UNIT,
+    SUPERBLOCK_SIZE,
+)
+
+_LINES_BYTES = 2**21
+_NUM_FIRST_BLOCKS = 24
+_LEAST_WEIGHT = np.float32(-1e6)
+"""No logarithm of a weight counts as less. With -46 a token cannot win: an exponential is at least
+2**-58 and at most 38. Equal ones, of all banned tokens, would make selecting among them slow.
+"""
+
+
+def words(states: UInt64Array, indexes: UInt64Array) -> UInt64Array:
+    """The words of states at indexes, which are broadcast."""
+    mixed = states + indexes * np.uint64(GAMMA)
+    for shift, factor in MIX:
+        mixed ^= mixed >> np.uint64(shift)
+        mixed *= np.uint64(factor)
+    mixed ^= mixed >> np.uint64(LAST_SHIFT)
+    return mixed
+
+
+def exponentials(random: UInt64Array) -> Float64Array:
+    """The exponentials that words stand for, finite and above 0."""
+    numbers = (random >> np.uint64(NUMBER_SHIFT)).astype(np.float64)
+    numbers += 0.5
+    numbers *= NUMBER_UNIT
+    np.log(numbers, out=numbers)
+    return np.negative(numbers, out=numbers)
+
+
+class Race:
+    """Draws tokens for up to `capacity` rows of logits at a time.
+
+    The logits of a row are written to `line`, and `enter` adds the row to the race; `run` draws a
+    token for each row and removes them all.
+
+      1. A block can at best be as fast as its largest logit with its smallest exponential.
+      2. The exponentials of all tokens of the fastest blocks are computed: one of these is ahead.
+      3. So are those of each further block that can at best be as fast as that token.
+
+    On average no more than 32 blocks reach the third step, whatever the distribution; most often
+    none does.
+    """
+
+    def __init__(self, max_num_rows: int, vocab_size: int) -> None:
+        width = -(-vocab_size // SUPERBLOCK_SIZE) * SUPERBLOCK_SIZE
+        self.capacity = max(1, min(max_num_rows, _LINES_BYTES // (4 * width)))
+        self._num_rows = 0
+        self._vocab_size = vocab_size
+        self._lines = np.full((self.capacity, width), -np.inf, dtype=np.float32)
+        self._largest = np.empty((self.capacity, 1), dtype=np.float32)
+        self._temperatures = np.empty((self.capacity, 1), dtype=np.float32)
+        self._states = np.empty((2, self.capacity, 1), dtype=np.uint64)
+        self._rows = np.arange(self.capacity)[:, None]
+        self._block_indexes = np.arange(width // BLOCK_SIZE, dtype=np.uint64)
+        by_place = np.arange(width).reshape(-1, BLOCK_SIZE, NUM_LANES).swapaxes(1, 2)
+        self._token_ids = by_place.reshape(-1, BLOCK_SIZE)
+
+    @property
+    def line(self) -> Float32Array:
+        """Where the logits of the next row belong, [V]; minus infinity bans a token."""
+        return self._lines[self._num_rows, : self._vocab_size]
+
+    def clear(self) -> None:
+        """Removes all rows."""
+        self._num_rows = 0
+
+    def enter(self, largest: np.float32, temperature: np.float32, states: UInt64Array) -> None:
+        """Adds the row in `line`: the largest of its logits, finite; its temperature, above 0;
+        and the states [2] of blocks and of tokens.
+        """
+        row = self._num_rows
+        self._largest[row] = largest
+        self._temperatures[row] = temperature
+        self._states[:, row, 0] = states
+        self._num_rows += 1
+
+    def run(self) -> Int64Array:
+        """A token for each row, in the order in which they entered; of equally fast tokens the one
+        with the lowest id. At least one row.
+        """
+        count = self._num_rows
+        self.clear()
+        rows, lines = self._rows[:count], self._lines[:count]
+        best = lines.reshape(count, -1, BLOCK_SIZE, NUM_LANES).max(axis=2).reshape(count, -1)
+        random = words(self._states[0, :count], self._block_indexes)
+        smallest = exponentials(random)
+        smallest /= BLOCK_SIZE
+        bounds = self._speeds(rows, best[:, :, None], smallest[:, :, None])[:, :, 0]
+        first = bounds.argpartition(-_NUM_FIRST_BLOCKS, axis=1)[:, -_NUM_FIRST_BLOCKS:]
+        speeds, token_ids = self._fastest(rows, first, random, smallest)
+        bounds[rows, first] = -np.inf
+        further = bounds >= speeds[:, None]
+        for row in np.flatnonzero(further.any(axis=1)).tolist():
+            blocks = np.flatnonzero(further[row])[None]
+            ((speed,), (token_id,)) = self._fastest(rows[row, None], blocks, random, smallest)
+            if (-speed, token_id) < (-speeds[row], token_ids[row]):
+                token_ids[row] = token_id
+        return token_ids
+
+    def _fastest(
+        self, rows: Int64Array, blocks: Int64Array, random: UInt64Array, smallest: Float64Array
+    ) -> tuple[Float64Array, Int64Array]:
+        """Of each of the rows [r, 1] the speed and the id of the fastest token in its blocks
+        [r, b]. `random` and `smallest`: the words and smallest exponentials of all blocks.
+        """
+        token_ids = self._token_ids[blocks]
+        places = (random[rows, blocks] & np.uint64(BLOCK_SIZE - 1)).astype(np.int64)
+        times = exponentials(words(self._states[1, rows], token_ids.astype(np.uint64)))
+        times[self._rows[: len(rows)], np.arange(blocks.shape[1]), places] = 0
+        times += smallest[rows, blocks][:, :, None]
+        speeds = self._speeds(rows, self._lines[rows[:, :, None], token_ids], times)
+        fastest = speeds.max(axis=(1, 2))
+        ids = np.where(speeds == fastest[:, None, None], token_ids, self._vocab_size)
+        return fastest, ids.min(axis=(1, 2))
+
+    def _speeds(
+        self, rows: Int64Array, logits: Float32Array, exponentials: Float64Array
+    ) -> Float64Array:
+        """The logarithms of times of tokens [r, b, n] in rows [r, 1], with their sign changed."""
+        weights = logits - self._largest[rows]
+        weights /= self._temperatures[rows]
+        np.maximum(weights, _LEAST_WEIGHT, out=weights)
+        speeds = -np.log(exponentials)
+        speeds += weights
+        return speeds
