@@ -20,6 +20,8 @@ class Seen:
     trace_id: int
     span_id: int
     parent: int | None
+    start_unix_nanos: int
+    end_unix_nanos: int
     links: tuple[int, ...] = ()
     """Span ids."""
     attributes: dict[str, Any] = field(default_factory=dict)
@@ -64,6 +66,8 @@ def seen(spans: Iterable[ReadableSpan]) -> list[Seen]:
             span.context.trace_id,
             span.context.span_id,
             span.parent.span_id if span.parent is not None else None,
+            span.start_time or 0,
+            span.end_time or 0,
             tuple(link.context.span_id for link in span.links),
             dict(span.attributes or {}),
             tuple(event.name for event in span.events),
@@ -79,6 +83,8 @@ def _from_wire(span: Any) -> Seen:
         int.from_bytes(span.trace_id, "big"),
         int.from_bytes(span.span_id, "big"),
         int.from_bytes(span.parent_span_id, "big") if span.parent_span_id else None,
+        span.start_time_unix_nano,
+        span.end_time_unix_nano,
         tuple(int.from_bytes(link.span_id, "big") for link in span.links),
         _attributes(span.attributes),
         tuple(event.name for event in span.events),

@@ -1,5 +1,6 @@
 """The door: what a request must be to be queued. Nothing that would fail below gets through."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ class Door:
     max_num_waiting: int
     num_waiting: Callable[[], int]
     next_key: Callable[[], int]
+    unix_nanos: Callable[[], int] = time.time_ns
 
     def let_in(self, message: scheduler_pb2.AddRequest) -> Request:
         """The request that a message asks for. Raises InvalidArgument, OutOfRange or
@@ -72,6 +74,7 @@ class Door:
             cache_salt=message.cache_salt if embeds is None else embeds.salted(message.cache_salt),
             prompt_embeds=embeds,
             traceparent=message.traceparent,
+            queued_unix_nanos=self.unix_nanos(),
             sampling=sampling,
             reads_prefix_cache=not sampling.HasField("prompt_logprobs"),
         )

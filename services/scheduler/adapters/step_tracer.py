@@ -158,8 +158,12 @@ class StepTracer:
         queued = self._child(
             names.SPAN_REQUEST_QUEUE,
             request,
-            {names.ATTR_REQUEST_ID: request.request_id},
-            start_unix_nanos=int(request.arrival_time * 1e9),
+            {
+                names.ATTR_REQUEST_ID: request.request_id,
+                # What it brought along from a replica that was lost.
+                names.ATTR_NUM_OUTPUT_TOKENS: request.num_output_tokens,
+            },
+            start_unix_nanos=request.queued_unix_nanos,
         )
         if request.finish_reason is not None:
             queued.set_attribute(names.ATTR_FINISH_REASON, request.finish_reason.value)

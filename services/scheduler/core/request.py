@@ -78,6 +78,10 @@ class Request:
     """Seconds on any clock that all requests of a replica share."""
     cache_salt: str = ""
     traceparent: str = ""
+    queued_unix_nanos: int = 0
+    """When this replica was given it, which for one that comes from a lost replica is long after
+    its arrival; carried through, for traces.
+    """
     sampling: object = None
     """How the worker samples; carried through."""
     prompt_embeds: PromptEmbeds | None = None

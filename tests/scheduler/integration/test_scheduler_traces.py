@@ -1,6 +1,7 @@
 """What a request and a step leave behind in traces, across scheduler, pool and worker."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import pytest_asyncio
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from services.common import names
+from services.common.block_hash import pack_token_ids
 from services.common.telemetry import configure_tracing
 from tests.scheduler.fake_worker import FakeWorker
 from tests.scheduler.scheduler_process import running_scheduler
@@ -124,6 +126,35 @@ async def test_pool_and_worker_are_children_of_the_step_seen_from_both_sides(
 async def test_what_is_not_sampled_leaves_no_span(traces: Traces) -> None:
     for name in (names.SPAN_REQUEST_QUEUE, names.SPAN_REQUEST_PREFILL, names.SPAN_POOL_ADMIT):
         assert len(traces.named(name)) == 1
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_what_comes_from_a_lost_scheduler_has_waited_since_it_came() -> None:
+    """The time before, in which it waited or decoded elsewhere, is none of this queue's."""
+    collector = SpanCollector()
+    try:
+        async with running_scheduler("--otlp-endpoint", collector.endpoint) as running:
+            gateway = Gateway(running.stub)
+            await gateway.open()
+            sent = time.time_ns()
+            await gateway.add(
+                1,
+                prompt(9),
+                traceparent=TRACEPARENT,
+                arrival_unix_nanos=sent - 60 * 10**9,
+                output_token_ids=pack_token_ids([5, 6]),
+            )
+            await gateway.finish(1)
+            await gateway.close()
+            running.scheduler.process.terminate()
+            assert await running.scheduler.wait() == 0
+    finally:
+        collector.close()
+    spans = Traces(collector.spans)
+    queue, prefill = spans.one(names.SPAN_REQUEST_QUEUE), spans.one(names.SPAN_REQUEST_PREFILL)
+    assert sent <= queue.start_unix_nanos <= queue.end_unix_nanos
+    assert prefill.start_unix_nanos >= queue.start_unix_nanos
+    assert queue.attributes[names.ATTR_NUM_OUTPUT_TOKENS] == 2
 
 
 @pytest.mark.asyncio(loop_scope="module")
