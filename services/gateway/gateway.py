@@ -8,6 +8,8 @@ import socket
 import time
 from dataclasses import dataclass
 
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 from stepwell.gateway.v1 import gateway_pb2_grpc
 
 from services.common.errors import StepwellError, Unavailable
@@ -18,6 +20,10 @@ from services.gateway.adapters.auth import ApiKeys
 from services.gateway.adapters.fleet import Fleet, FleetTimes
 from services.gateway.adapters.hf_tokenizer import HfTokenizer
 from services.gateway.adapters.http.app import HttpApi
+from services.gateway.adapters.http.body_budget import BodyBudget
+from services.gateway.adapters.http.connection_limits import ConnectionLimits
+from services.gateway.adapters.http.hosts import HostCheck, hosts_for
+from services.gateway.adapters.http.parse import BodyLimits
 from services.gateway.adapters.http.server import HttpServer
 from services.gateway.adapters.inference_servicer import InferenceServicer
 from services.gateway.adapters.metrics import Metrics
@@ -76,9 +82,21 @@ class Gateway:
             observer,
             metrics,
             keys,
-            max_body_bytes=settings.max_body_bytes,
+            body_limits=BodyLimits(
+                settings.max_body_bytes,
+                settings.max_items_per_request,
+                BodyBudget(settings.max_buffered_body_bytes, settings.http_body_timeout_seconds),
+            ),
         )
-        self._http = HttpServer(api.app)
+        connection_limits = ConnectionLimits(
+            max_connections=settings.max_connections,
+            max_header_bytes=settings.max_header_bytes,
+            max_body_bytes=settings.max_body_bytes,
+            header_timeout_seconds=settings.http_header_timeout_seconds,
+            body_timeout_seconds=settings.http_body_timeout_seconds,
+            keep_alive_seconds=settings.http_keep_alive_seconds,
+        )
+        self._http = HttpServer(_guarded(api.app, settings), connection_limits)
         self._grpc = GrpcServer()
         servicer = InferenceServicer(
             inference,
@@ -141,3 +159,16 @@ class Gateway:
             self.fleet.changed.clear()
             await self._grpc.set_ready(self.fleet.num_ready > 0 and self.gate.is_open)
             await self.fleet.changed.wait()
+
+
+def _guarded(app: ASGIApp, settings: GatewaySettings) -> ASGIApp:
+    """The application behind the checks of where a request comes from."""
+    if settings.allowed_origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=settings.allowed_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("X-Request-Id", "Retry-After"),
+        )
+    return HostCheck(app, hosts_for(settings.http_listen, settings.allowed_hosts))

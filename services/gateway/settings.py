@@ -44,6 +44,38 @@ class GatewaySettings:
     max_body_bytes: int = setting(
         4 * 2**20, doc="longest HTTP body that is read", check=at_least(1024)
     )
+    max_buffered_body_bytes: int = setting(
+        32 * 2**20,
+        doc="HTTP bodies above 64 KiB that are held at once, together; further ones wait",
+        check=at_least(2**20),
+    )
+    max_header_bytes: int = setting(
+        64 * 1024, doc="longest headers of an HTTP request", check=at_least(1024)
+    )
+    max_connections: int = setting(
+        4096,
+        doc="open HTTP connections, and as many of gRPC; idle ones make room for new ones",
+        check=at_least(1),
+    )
+    http_header_timeout_seconds: float = setting(
+        10.0, doc="how long the headers of an HTTP request may take", check=at_least(0.01)
+    )
+    http_body_timeout_seconds: float = setting(
+        30.0, doc="how long the body of an HTTP request may take", check=at_least(0.01)
+    )
+    http_keep_alive_seconds: float = setting(
+        65.0, doc="how long an HTTP connection stays open without a request", check=at_least(0.01)
+    )
+    allowed_hosts: tuple[str, ...] = setting(
+        (),
+        doc="names in Host that are answered to, or *; empty: localhost where http_listen is a "
+        "loopback address, else any. Addresses always are",
+    )
+    allowed_origins: tuple[str, ...] = setting(
+        (),
+        doc="origins of web pages that may read answers, such as https://chat.example, or *; "
+        "empty: none (CORS)",
+    )
     resubmit_timeout_seconds: float = setting(
         30.0,
         doc="how long a request waits for a replica when none is ready or its own was lost",

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 from typing import Any
 
 import openai
@@ -13,6 +14,7 @@ from stepwell.scheduler.v1 import scheduler_pb2
 from tests.gateway.fake_scheduler import FakeScheduler
 from tests.gateway.serving import Serving, serving
 
+JSON = {"Content-Type": "application/json"}
 CHAT = [{"role": "user", "content": "hi"}]
 SAID = {"role": "assistant", "content": "hello"}
 
@@ -236,7 +238,7 @@ async def test_bad_chats(served: Serving) -> None:
 )
 async def test_what_is_no_request_at_all(served: Serving, raw: bytes) -> None:
     for path in ("/v1/completions", "/tokenize", "/detokenize", "/v1/chat/completions"):
-        response = await served.http.post(path, content=raw)
+        response = await served.http.post(path, content=raw, headers=JSON)
         assert response.status_code == 400, response.text
         assert response.json()["error"]["message"]
     assert served.scheduler.adds == []
@@ -244,7 +246,7 @@ async def test_what_is_no_request_at_all(served: Serving, raw: bytes) -> None:
 
 async def test_numbers_that_are_none_name_their_field(served: Serving) -> None:
     raw = b'{"prompt": "a", "temperature": NaN}'
-    error = (await served.http.post("/v1/completions", content=raw)).json()["error"]
+    error = (await served.http.post("/v1/completions", content=raw, headers=JSON)).json()["error"]
     assert error["param"] == "temperature"
 
 
@@ -278,7 +280,7 @@ async def test_clients_know_an_error_of_length_by_its_words_and_its_code(served:
 
 async def test_a_body_of_10_mb_is_not_read(served: Serving) -> None:
     body = json.dumps({"prompt": "x" * 10_000_000}).encode()
-    response = await served.http.post("/v1/completions", content=body)
+    response = await served.http.post("/v1/completions", content=body, headers=JSON)
     assert response.status_code == 413
 
     async def pieces():
@@ -286,7 +288,7 @@ async def test_a_body_of_10_mb_is_not_read(served: Serving) -> None:
             yield body[start : start + 65_536]
 
     # Without a content-length, too.
-    response = await served.http.post("/v1/completions", content=pieces())
+    response = await served.http.post("/v1/completions", content=pieces(), headers=JSON)
     assert response.status_code == 413
     assert response.json()["error"]["type"] == "invalid_request_error"
     assert (await served.http.post("/v1/completions", json={"prompt": "the"})).status_code == 200
@@ -351,7 +353,8 @@ async def test_what_would_be_costly_is_refused_before_it_is_done(served: Serving
     costly: list[tuple[dict[str, Any], str | None]] = [
         ({"prompt": "x" * 3_000_000}, "prompt"),
         ({"prompt": ["the"] * 500_000}, "prompt"),
-        ({"prompt": [5] * 500_000 + ["x"]}, "prompt[500000]"),
+        ({"prompt": [5] * 100_000 + ["x"]}, "prompt[100000]"),
+        ({"prompt": [5] * 500_000}, "prompt"),
         ({"prompt": "a", "bad_words": ["the"] * 400_000}, "bad_words"),
         ({"prompt": "a", "stop": ["x"] * 500_000}, "stop"),
         ({"prompt": "a", "logit_bias": {str(n): "x" for n in range(200_000)}}, None),
@@ -369,9 +372,9 @@ async def test_a_text_of_far_too_many_tokens_is_not_tokenized_whole(served: Serv
     text = "".join(chr(33 + number % 90) for number in range(4500))
     answer = await served.http.post("/v1/completions", json={"prompt": text})
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"].startswith("prompt has more than 480 tokens")
+    assert "prompt has more than 480 tokens" in answer.json()["error"]["message"]
     answer = await served.http.post("/v1/completions", json={"prompt": text[:3000]})
-    assert answer.json()["error"]["message"].startswith("prompt has 3000 tokens")
+    assert re.search(r"prompt has \d{4} tokens", answer.json()["error"]["message"])
 
 
 async def test_bad_words_are_bounded_in_all(served: Serving):

@@ -12,6 +12,7 @@ from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common.block_hash import unpack_token_ids
 from tests.gateway.fake_scheduler import FakeScheduler, formula
+from tests.gateway.raw_http import post
 from tests.gateway.serving import Serving, serving, until
 from tests.gateway.streams import BODY, PROMPT, Stream, expected
 
@@ -166,15 +167,14 @@ async def test_a_client_that_goes_away_aborts(served: Serving, stream: bool, per
     body = json.dumps(BODY | {"stream": stream, "n": 2}).encode()
     host, port = served.base_url.removeprefix("http://").split(":")
     client = socket.create_connection((host, int(port)))
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-    client.sendall(head.encode() + body)
+    client.sendall(post("/v1/completions", body))
     await until(lambda: scheduler.num_running == 2 and not scheduler.permits)
     client.close()
     await until(lambda: scheduler.num_running == 0, 2)
     assert len(scheduler.aborts) == 2
     scheduler.run_freely()
     assert (await served.http.post("/v1/completions", json={"prompt": "a"})).status_code == 200
-    assert served.gateway.gate.inside == 0
+    await until(lambda: served.gateway.gate.inside == 0)
 
 
 async def test_500_clients_that_vanish_leave_nothing(served: Serving) -> None:
@@ -182,9 +182,7 @@ async def test_500_clients_that_vanish_leave_nothing(served: Serving) -> None:
     scheduler.permits = 0
     body = json.dumps(BODY | {"max_tokens": 400}).encode()
     host, port = served.base_url.removeprefix("http://").split(":")
-    request = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-    ).encode() + body
+    request = post("/v1/completions", body)
 
     async def connect() -> asyncio.StreamWriter:
         reader, writer = await asyncio.open_connection(host, int(port))
@@ -217,8 +215,7 @@ async def test_a_reader_that_stalls_costs_its_tokens_and_no_more(model: Path) ->
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect((host, int(port)))
         reader, writer = await asyncio.open_connection(sock=client, limit=1024)
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-        writer.write(head.encode() + body)
+        writer.write(post("/v1/completions", body))
         await until(lambda: scheduler.num_running == 1)
         scheduler.run_freely()
         await until(lambda: scheduler.num_running == 0, 60)

@@ -16,6 +16,7 @@ import pytest
 from services.common.errors import FailedPrecondition, Unavailable
 from services.gateway.adapters.hf_tokenizer import load_tokenizer
 from tests.gateway.fake_scheduler import FakeScheduler
+from tests.gateway.raw_http import post_head
 from tests.gateway.serving import serving, until
 
 ROOT = Path(__file__).parents[3]
@@ -88,8 +89,7 @@ async def test_a_request_that_never_ends_is_ended(model: Path) -> None:
             http_address = await asyncio.to_thread(serving_address, child)
             host, port = http_address.split(":")
             with socket.create_connection((host, int(port))) as unfinished:
-                head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"
-                unfinished.sendall(head)
+                unfinished.sendall(post_head("/v1/completions", 99) + b"{")
                 child.send_signal(signal.SIGTERM)
                 _, log = await asyncio.to_thread(child.communicate, None, 10)
             assert child.returncode == 0, log

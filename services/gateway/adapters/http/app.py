@@ -1,9 +1,9 @@
 """The HTTP side of the gateway: its routes."""
 
-import json
 import re
 import secrets
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
@@ -24,16 +24,16 @@ from services.gateway.adapters.http.bodies import (
 from services.gateway.adapters.http.chat import ChatDialect, chat_request, in_chat_words, render
 from services.gateway.adapters.http.completions import CompletionDialect, completion_request
 from services.gateway.adapters.http.dialect import Envelope
-from services.gateway.adapters.http.errors import error_response
+from services.gateway.adapters.http.errors import error_response, plain_error_response
+from services.gateway.adapters.http.json_pieces import JsonReply, LongList
 from services.gateway.adapters.http.openapi import describe_body
-from services.gateway.adapters.http.parse import read_body
+from services.gateway.adapters.http.parse import BodyLimits, read_body
 from services.gateway.adapters.http.reply import Exchange, GenerationReply
 from services.gateway.adapters.metrics import Metrics
 from services.gateway.adapters.observation import Observer
 from services.gateway.adapters.status import fleet_status
 from services.gateway.core.gate import Gate
 from services.gateway.core.inference import Inference
-from services.gateway.core.request import ClientRequest
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -50,7 +50,7 @@ class HttpApi:
         metrics: Metrics,
         keys: ApiKeys,
         *,
-        max_body_bytes: int,
+        body_limits: BodyLimits,
     ) -> None:
         self._inference = inference
         self._fleet = fleet
@@ -58,7 +58,7 @@ class HttpApi:
         self._observer = observer
         self._metrics = metrics
         self._keys = keys
-        self._max_body_bytes = max_body_bytes
+        self._body_limits = body_limits
         self._created = int(time.time())
         self.app = self._routes()
 
@@ -70,6 +70,7 @@ class HttpApi:
             telemetry={"tracing": False, "metrics": False, "logs": False},
         )
         locked = [Depends(self._authenticate)]
+        with_body = [*locked, Depends(_check_content)]
         for path, handler, body in (
             ("/v1/completions", self.completions, CompletionBody),
             ("/v1/chat/completions", self.chat_completions, ChatCompletionBody),
@@ -78,18 +79,24 @@ class HttpApi:
         ):
             extra = describe_body(body)
             app.add_api_route(
-                path, handler, methods=["POST"], openapi_extra=extra, dependencies=locked
+                path, handler, methods=["POST"], openapi_extra=extra, dependencies=with_body
             )
-        app.add_api_route("/v1/models", self.models, methods=["GET"], dependencies=locked)
-        app.add_api_route(
-            "/v1/models/{name:path}", self.model, methods=["GET"], dependencies=locked
+        reads: tuple[tuple[str, Callable[..., Awaitable[Response]], list[Any]], ...] = (
+            ("/v1/models", self.models, locked),
+            ("/v1/models/{name:path}", self.model, locked),
+            ("/status", self.status, locked),
+            ("/health", self.health, []),
+            ("/metrics", self.metrics, []),
         )
-        app.add_api_route("/status", self.status, methods=["GET"], dependencies=locked)
-        app.add_api_route("/health", self.health, methods=["GET"])
-        app.add_api_route("/metrics", self.metrics, methods=["GET"])
+        for path, read, keys in reads:
+            app.add_api_route(path, read, methods=["GET"], dependencies=keys)
+            app.add_api_route(
+                path, read, methods=["HEAD"], dependencies=keys, include_in_schema=False
+            )
         app.add_exception_handler(StepwellError, _stepwell_error)
         app.add_exception_handler(HTTPException, _http_exception)
         app.add_exception_handler(Exception, _defect)
+        app.openapi()  # made now, since it takes longer than a request may
         return app
 
     async def _authenticate(self, request: Request) -> None:
@@ -98,66 +105,68 @@ class HttpApi:
 
     async def completions(self, request: Request) -> Response:
         """Text completions."""
-        with self._observer.counting_refusals():
+
+        async def read() -> Exchange:
             body = await self._body(request, CompletionBody)
             name = _request_id("cmpl", body, request)
-        envelope = self._envelope(name, body)
-        return self._reply(
-            Exchange(
+            envelope = self._envelope(name, body)
+            return Exchange(
                 operation=names.GENAI_OPERATION_TEXT_COMPLETION,
                 traceparent=request.headers.get("traceparent", ""),
                 stream=bool(body.stream),
                 to_request=lambda: completion_request(body, self._inference, name),
                 to_dialect=lambda made: CompletionDialect(envelope, made, self._inference.tokens),
             )
-        )
+
+        return self._reply(read)
 
     async def chat_completions(self, request: Request) -> Response:
         """Chat completions."""
-        with self._observer.counting_refusals():
+
+        async def read() -> Exchange:
             body = await self._body(request, ChatCompletionBody)
             name = _request_id("chatcmpl", body, request)
-        envelope = self._envelope(name, body)
-
-        async def to_request() -> ClientRequest:
-            return await chat_request(body, self._inference, name)
-
-        return self._reply(
-            Exchange(
+            envelope = self._envelope(name, body)
+            return Exchange(
                 operation=names.GENAI_OPERATION_CHAT,
                 traceparent=request.headers.get("traceparent", ""),
                 stream=bool(body.stream),
-                to_request=to_request,
+                to_request=lambda: chat_request(body, self._inference, name),
                 to_dialect=lambda made: ChatDialect(envelope, made, self._inference.tokens),
                 in_client_words=lambda error: in_chat_words(error, body),
             )
-        )
+
+        return self._reply(read)
 
     async def tokenize(self, request: Request) -> Response:
         """Text or a conversation to token ids."""
-        body = await self._body(request, TokenizeBody)
+        with self._gate.enter():
+            return await self._tokenize(await self._body(request, TokenizeBody))
+
+    async def _tokenize(self, body: TokenizeBody) -> Response:
         if (body.prompt is None) == (body.messages is None):
             raise InvalidArgument("give either prompt or messages", field="prompt")
         _check_tokenize(body)
         is_text = body.prompt is not None
         text = body.prompt if body.prompt is not None else await render(body, self._inference)
         special = is_text if body.add_special_tokens is None else body.add_special_tokens
-        tokenizer = self._inference.tokenizer
+        token_name = self._inference.tokenizer.token_name
         token_ids = await self._inference.tokenize(text, add_special_tokens=special)
-        names = [tokenizer.token_name(t) for t in token_ids] if body.return_token_strs else None
-        return JSONResponse(
+        names = (token_name(token) for token in token_ids) if body.return_token_strs else None
+        return JsonReply(
             {
                 "count": len(token_ids),
                 "max_model_len": self._max_model_len(),
-                "tokens": token_ids,
-                "token_strs": names,
+                "tokens": LongList(token_ids),
+                "token_strs": None if names is None else LongList(names),
             }
         )
 
     async def detokenize(self, request: Request) -> Response:
         """Token ids to text."""
-        body = await self._body(request, DetokenizeBody)
-        text = await self._inference.detokenize(body.tokens)
+        with self._gate.enter():
+            body = await self._body(request, DetokenizeBody)
+            text = await self._inference.detokenize(body.tokens)
         return JSONResponse({"prompt": text})
 
     async def models(self) -> Response:
@@ -165,7 +174,9 @@ class HttpApi:
         return JSONResponse({"object": "list", "data": [self._model_card()]})
 
     async def model(self, name: str) -> Response:
-        """One model."""
+        """One model; without a name, all of them."""
+        if not name:
+            return await self.models()
         self._inference.check_model(name)
         return JSONResponse(self._model_card())
 
@@ -193,12 +204,12 @@ class HttpApi:
         return Response(self._metrics.render(), media_type=metrics.CONTENT_TYPE)
 
     async def _body(self, request: Request, model: type[Any]) -> Any:
-        body = await read_body(request, model, self._max_body_bytes)
+        body = await read_body(request, model, self._body_limits)
         self._inference.check_model(body.model)
         return body
 
-    def _reply(self, exchange: Exchange) -> Response:
-        return GenerationReply(exchange, self._inference, self._gate, self._observer)
+    def _reply(self, read: Callable[[], Awaitable[Exchange]]) -> Response:
+        return GenerationReply(read, self._inference, self._gate, self._observer)
 
     def _envelope(self, name: str, body: SamplingBody) -> Envelope:
         options = body.stream_options
@@ -233,6 +244,22 @@ def _request_id(prefix: str, body: SamplingBody, request: Request) -> str:
     return f"{prefix}-{name}"
 
 
+async def _check_content(request: Request) -> None:
+    """Refuses bodies that are not said to be JSON.
+
+    A page of another site may send any other kind without asking (a "simple" request); for JSON a
+    browser asks first, and is told no unless the site is one of the allowed origins.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise HTTPException(415, "the body must be sent with Content-Type: application/json")
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding != "identity":
+        raise HTTPException(
+            415, "the body must not be compressed", headers={"Accept-Encoding": "identity"}
+        )
+
+
 def _check_tokenize(body: TokenizeBody) -> None:
     if body.prompt is None:
         return
@@ -248,16 +275,10 @@ async def _stepwell_error(_request: Request, error: Exception) -> Response:
 
 async def _http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}"
-    body = {
-        "error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-    }
-    return Response(
-        json.dumps(body),
-        status_code=error.status_code,
-        headers=error.headers,
-        media_type="application/json",
-    )
+    message = f"{request.method} {request.url.path[:200]}: {error.detail}"
+    response = plain_error_response(error.status_code, message)
+    response.headers.update(error.headers or {})
+    return response
 
 
 async def _defect(_request: Request, _error: Exception) -> Response:

@@ -59,3 +59,16 @@ def _kind(error: errors.StepwellError) -> tuple[int, str]:
         if ancestor in KINDS:
             return KINDS[ancestor]
     return KINDS[errors.InternalError]
+
+
+def plain_error_response(status_code: int, message: str) -> Response:
+    """The answer to what was not understood far enough to be one of these errors."""
+    return Response(
+        plain_error_body(message), status_code=status_code, media_type="application/json"
+    )
+
+
+def plain_error_body(message: str) -> str:
+    """Its body."""
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+    return json.dumps({"error": error})

@@ -1,21 +1,40 @@
 """From the bytes of a body to a body object, or to an error that names the field."""
 
+import asyncio
+from dataclasses import dataclass
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from services.common.errors import InvalidArgument, PayloadTooLarge
+from services.gateway.adapters.http.body_budget import BodyBudget
+from services.gateway.adapters.http.json_meter import JsonMeter
 
 B = TypeVar("B", bound=BaseModel)
 
 # Listing a hundred thousand problems would take longer than serving a request.
 _MAX_PROBLEMS = 100
+# Of a client's name for a field, no more is sent back.
+_MAX_NAME = 100
 
 
-async def read_body(request: Request, model: type[B], max_bytes: int) -> B:
+@dataclass(frozen=True, slots=True)
+class BodyLimits:
+    """How long a body may be, how many values it may hold, and what all bodies may take."""
+
+    max_bytes: int
+    max_values: int
+    budget: BodyBudget
+
+
+async def read_body(request: Request, model: type[B], limits: BodyLimits) -> B:
     """Reads and checks the body. One that is too large is refused before it is buffered."""
-    return parse_body(await _read(request, max_bytes), model)
+    num_bytes = _declared_bytes(request, limits.max_bytes)
+    async with limits.budget.hold(num_bytes):
+        body = parse_body(await _read(request, limits), model)
+        await asyncio.sleep(0)  # what is done with it is another piece of work
+        return body
 
 
 def parse_body(raw: bytes, model: type[B]) -> B:
@@ -26,16 +45,25 @@ def parse_body(raw: bytes, model: type[B]) -> B:
         raise _refusal(error) from error
 
 
-async def _read(request: Request, max_bytes: int) -> bytes:
+def _declared_bytes(request: Request, max_bytes: int) -> int:
+    """The length that the client says, or the longest that may be where it says none."""
     declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > max_bytes:
+    if not declared.isdigit():
+        return max_bytes
+    if int(declared) > max_bytes:
         raise _too_large(max_bytes)
+    return int(declared)
+
+
+async def _read(request: Request, limits: BodyLimits) -> bytes:
     chunks, size = [], 0
+    meter = JsonMeter(limits.max_values)
     try:
         async for chunk in request.stream():
             size += len(chunk)
-            if size > max_bytes:
-                raise _too_large(max_bytes)
+            if size > limits.max_bytes:
+                raise _too_large(limits.max_bytes)
+            meter.feed(chunk)
             chunks.append(chunk)
     except ClientDisconnect as error:
         raise InvalidArgument("the body ended before it was complete") from error
@@ -77,7 +105,7 @@ def _path(location: tuple[int | str, ...]) -> str:
         if isinstance(part, int):
             path += f"[{part}]"
         elif place == 0:
-            path = part
+            path = part[:_MAX_NAME]
         elif not part.startswith("<"):
-            path += f".{part}"
+            path += f".{part[:_MAX_NAME]}"
     return path

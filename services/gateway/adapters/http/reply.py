@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 
 from starlette.responses import Response
@@ -50,21 +50,36 @@ class GenerationReply(Response):
     """
 
     def __init__(
-        self, exchange: Exchange, inference: Inference, gate: Gate, observer: Observer
+        self,
+        read: Callable[[], Awaitable[Exchange]],
+        inference: Inference,
+        gate: Gate,
+        observer: Observer,
     ) -> None:
+        """`read` reads the body; it is called once there is a place for the request."""
         super().__init__()
-        self._exchange = exchange
+        self._read = read
         self._inference = inference
         self._gate = gate
         self._observer = observer
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with ExitStack() as place:
+                with self._observer.counting_refusals():
+                    place.enter_context(self._gate.enter())
+                    exchange = await self._read()
+                await self._answer(exchange, scope, receive, send)
+        except StepwellError as error:
+            await error_response(error)(scope, receive, send)
+
+    async def _answer(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         async def tracked(message: Message) -> None:
             self._started = True
             await send(message)
 
-        work = asyncio.create_task(self._work(scope, receive, tracked))
+        work = asyncio.create_task(self._work(exchange, scope, receive, tracked))
         gone = asyncio.create_task(_disconnected(receive))
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -75,29 +90,25 @@ class GenerationReply(Response):
         if not work.cancelled():
             work.result()
 
-    async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = self._exchange
+    async def _work(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with (
-                self._observer.observing(exchange.operation, exchange.traceparent) as observation,
-                self._gate.enter(),
-            ):
-                await self._generate(observation, send)
+            with self._observer.observing(exchange.operation, exchange.traceparent) as observation:
+                await self._generate(exchange, observation, send)
         except StepwellError as error:
             await self._refuse(exchange.in_client_words(error), scope, receive, send)
         except Exception:
             logger.exception("defect while serving %s", exchange.operation)
             await self._refuse(InternalError("a defect here"), scope, receive, send)
 
-    async def _generate(self, observation: Observation, send: Send) -> None:
-        request = await self._exchange.to_request()
+    async def _generate(self, exchange: Exchange, observation: Observation, send: Send) -> None:
+        request = await exchange.to_request()
         generation = self._inference.prepare(request, observation.traceparent)
-        dialect = self._exchange.to_dialect(request)
+        dialect = exchange.to_dialect(request)
         pieces = observation.watch(
-            generation, self._inference.run(generation), stream=self._exchange.stream
+            generation, self._inference.run(generation), stream=exchange.stream
         )
         async with aclosing(pieces) as source:  # type: ignore[type-var]
-            if self._exchange.stream:
+            if exchange.stream:
                 await _stream(source, generation, dialect, send)
             else:
                 await _whole(source, generation, dialect, send)

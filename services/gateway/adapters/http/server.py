@@ -4,11 +4,16 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
+from functools import partial
+from typing import Any, cast
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from services.common.errors import Unavailable
+from services.gateway.adapters.http.connection import GuardedConnection
+from services.gateway.adapters.http.connection_limits import ConnectionLimits
+from services.gateway.adapters.http.doorway import Doorway
 
 _SEND_BUFFER_BYTES = 128 * 1024
 _BACKLOG = 2048
@@ -25,7 +30,8 @@ class _Quiet(uvicorn.Server):
 class HttpServer:
     """Serves an application on one address."""
 
-    def __init__(self, app: FastAPI) -> None:
+    def __init__(self, app: ASGIApp, limits: ConnectionLimits) -> None:
+        self.doorway = Doorway(limits)
         config = uvicorn.Config(
             app,
             lifespan="off",
@@ -34,7 +40,7 @@ class HttpServer:
             log_level="warning",
             server_header=False,
             proxy_headers=False,
-            http="httptools",
+            http=cast(Any, partial(GuardedConnection, doorway=self.doorway)),
             ws="none",
         )
         self._server = _Quiet(config)

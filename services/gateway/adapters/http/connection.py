@@ -1,0 +1,292 @@
+"""One HTTP connection: uvicorn's, with bounds on what a client may send and how slowly.
+
+uvicorn leaves headers unbounded in size and time, lets connections be silent for ever, parses
+whatever came in one go, and takes the end of a client's sending for the end of the client.
+"""
+
+import asyncio
+import enum
+from collections import deque
+from functools import partial
+from typing import Any
+
+import httptools
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
+
+from services.gateway.adapters.http.doorway import Doorway
+from services.gateway.adapters.http.errors import plain_error_body
+from services.gateway.adapters.http.until_close import answer_until_close
+
+MAX_HEADERS = 100
+MAX_PIPELINED = 8
+# So much is parsed before anything else happens on the event loop.
+_SLICE_BYTES = 16 * 1024
+# How long a client may take to read a refusal, and how much may come from it meanwhile.
+_FAREWELL_SECONDS, _FAREWELL_BYTES = 1.0, 2**20
+# How much of a body is passed over that was answered before it was whole.
+_IGNORED_BYTES = 64 * 2**20
+# How long a client may take to read the end of the last answer on a connection.
+_CLOSING_SECONDS = 30.0
+# When a client that has stopped sending is asked whether it is there: soon, then every second.
+_FIRST_PROBE_SECONDS, _PROBE_SECONDS = 0.05, 1.0
+
+
+class _Stage(enum.Enum):
+    """What is expected of the client next."""
+
+    REQUEST = "its first bytes"
+    HEADERS = "the rest of the headers"
+    BODY = "the rest of the body"
+    NOTHING = "nothing: its request is being answered"
+    END = "nothing: it was refused"
+
+
+class GuardedConnection(HttpToolsProtocol):
+    """Ends connections that send too much, too slowly or nothing.
+
+    What comes is parsed in slices, each in its own turn of the event loop. A client may stop
+    sending and wait for its answer; until the answer begins it is asked with `100 Continue`, which
+    any HTTP/1.1 client passes over, whether it is still there.
+    """
+
+    def __init__(self, *, doorway: Doorway, **uvicorn: Any) -> None:
+        super().__init__(**uvicorn)
+        self._doorway = doorway
+        self._stage = _Stage.REQUEST
+        self._timed_stage: _Stage | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._probe_timer: asyncio.TimerHandle | None = None
+        self._unread: deque[bytes] = deque()
+        self._num_header_bytes = 0
+        self._num_body_bytes = 0
+        self._refusal: tuple[int, str] | None = None
+
+    # The transport's side.
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.flow = _PiecewiseFlow(transport, self)
+        self.timeout_keep_alive = self._doorway.limits.keep_alive_seconds  # type: ignore[assignment]
+        if self._doorway.admit(self):
+            self._watch()
+        else:
+            self._stage = _Stage.END
+            transport.write(_refusal(503, "the server has too many connections"))
+            transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._doorway.forget(self)
+        self._unread.clear()
+        for timer in (self._timer, self._probe_timer, self.timeout_keep_alive_task):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._unread and len(data) <= _SLICE_BYTES:
+            self._parse(data)
+            return
+        is_first = not self._unread
+        self._unread.extend(
+            data[start : start + _SLICE_BYTES] for start in range(0, len(data), _SLICE_BYTES)
+        )
+        if is_first:
+            self.transport.pause_reading()
+            self.loop.call_soon(self.parse_on)
+
+    def parse_on(self) -> None:
+        """Parses the next slice of what came, unless the request is to be served first."""
+        if self.flow.read_paused or self.transport.is_closing():
+            return
+        if self._unread:
+            self._parse(self._unread.popleft())
+        if self.transport.is_closing() or self.flow.read_paused:
+            return
+        if self._unread:
+            self.loop.call_soon(self.parse_on)
+        else:
+            self.transport.resume_reading()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        if self._stage is not _Stage.NOTHING or self.cycle.response_started:
+            return False
+        self.cycle.keep_alive = False
+        self._probe(_FIRST_PROBE_SECONDS)
+        return True
+
+    def make_room(self) -> None:
+        """Ends the connection at once."""
+        self.transport.abort()
+
+    # The parser's side. What these raise ends the parsing.
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._stage = _Stage.HEADERS
+        self._num_header_bytes = self._num_body_bytes = 0
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._raise(429, "too many requests before the answer to the first")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        if len(self.headers) > MAX_HEADERS:
+            self._raise(431, f"there are more than {MAX_HEADERS} headers")
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self._stage = _Stage.BODY
+        self._doorway.is_served(self)
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        self._num_body_bytes += len(body)
+        # The application refuses a body that is too large; most clients send on before they look.
+        if self._num_body_bytes > self._doorway.limits.max_body_bytes + _IGNORED_BYTES:
+            self._doorway.cuts.note("went on sending a body that was refused")
+            self.transport.abort()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._stage = _Stage.NOTHING
+
+    # The application's side.
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        if cycle.scope["http_version"] == "1.0":
+            app = partial(answer_until_close, cycle, app)
+
+        def start() -> None:
+            if not cycle.disconnected:
+                HttpToolsProtocol._start_asgi_task(self, cycle, app)
+
+        self._doorway.begin(start)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._time(_CLOSING_SECONDS, self.transport.abort)
+        elif self.cycle.response_complete and self._stage is _Stage.NOTHING:
+            self._doorway.waits(self)
+
+    def timeout_keep_alive_handler(self) -> None:
+        self._stage = _Stage.END
+        super().timeout_keep_alive_handler()
+
+    # Bounds.
+
+    def _parse(self, data: bytes) -> None:
+        if self._stage is _Stage.END:
+            self._num_body_bytes += len(data)
+            if self._num_body_bytes > _FAREWELL_BYTES:
+                self.transport.abort()
+            return
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            # Its answer says nothing of an upgrade, and no request can follow.
+            self.cycle.keep_alive = False
+            self._stage = _Stage.NOTHING
+        except httptools.HttpParserError:
+            self._refuse(*(self._refusal or (400, "this is not HTTP/1.1")))
+            return
+        if self._stage is _Stage.HEADERS:
+            self._num_header_bytes += len(data)
+            if self._num_header_bytes > self._doorway.limits.max_header_bytes:
+                self._refuse(431, "the headers are too large")
+                return
+        is_answered = self.cycle is None or self.cycle.response_complete
+        if self._stage is _Stage.NOTHING and is_answered and not self.pipeline:
+            # The rest of a request that was refused before it was whole.
+            self._stage = self._timed_stage = _Stage.REQUEST
+            self._time(self._doorway.limits.keep_alive_seconds, self._too_slow)
+            self._doorway.waits(self)
+        self._watch()
+
+    def _raise(self, status: int, message: str) -> None:
+        self._refusal = (status, message)
+        raise ValueError(message)
+
+    def _watch(self) -> None:
+        """Sets the timer for what is expected next."""
+        if self._stage is self._timed_stage:
+            return
+        self._timed_stage = self._stage
+        limits = self._doorway.limits
+        match self._stage:
+            case _Stage.REQUEST | _Stage.HEADERS:
+                self._time(limits.header_timeout_seconds, self._too_slow)
+            case _Stage.BODY:
+                self._time(limits.body_timeout_seconds, self._too_slow)
+            case _Stage.NOTHING | _Stage.END:
+                self._time(None, self._too_slow)
+
+    def _time(self, seconds: float | None, then: Any) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if seconds is None else self.loop.call_later(seconds, then)
+
+    def _too_slow(self) -> None:
+        if self._stage is _Stage.REQUEST:
+            self._doorway.cuts.note("nothing was sent in time")
+            self._stage = _Stage.END
+            self.transport.close()
+        else:
+            self._refuse(408, f"{self._stage.value} did not come in time")
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Ends the connection, with an answer where none has begun."""
+        self._doorway.cuts.note(f"{status} {message}")
+        is_answered = self._stage is _Stage.BODY and self.cycle.response_complete
+        self._stage = self._timed_stage = _Stage.END
+        self._unread.clear()
+        self._num_body_bytes = 0
+        if is_answered:
+            self.transport.abort()
+            return
+        if self.cycle is not None and not self.cycle.response_complete:
+            if self.cycle.response_started or self.pipeline:
+                self.transport.abort()
+                return
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.transport.write(_refusal(status, message))
+        # Closing at once, with something unread, would tell the client of a reset before it has
+        # read the answer.
+        self.transport.write_eof()
+        self._time(_FAREWELL_SECONDS, self.transport.abort)
+
+    def _probe(self, seconds: float) -> None:
+        if self.transport.is_closing() or self.cycle.response_started:
+            return
+        if self.cycle.scope["http_version"] == "1.0":
+            return  # it knows no `100 Continue`
+        self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._probe_timer = self.loop.call_later(seconds, self._probe, _PROBE_SECONDS)
+
+
+class _PiecewiseFlow(FlowControl):
+    """Goes on with what came but was not parsed, before more is read."""
+
+    def __init__(self, transport: asyncio.Transport, connection: GuardedConnection) -> None:
+        super().__init__(transport)
+        self._connection = connection
+
+    def resume_reading(self) -> None:
+        if self.read_paused:
+            self.read_paused = False
+            self._connection.loop.call_soon(self._connection.parse_on)
+
+
+def _refusal(status: int, message: str) -> bytes:
+    body = plain_error_body(message).encode()
+    head = (
+        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        "connection: close\r\n\r\n"
+    )
+    return STATUS_LINE[status] + head.encode() + body

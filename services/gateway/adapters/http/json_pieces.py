@@ -1,0 +1,104 @@
+"""JSON in pieces: what is long is encoded a part at a time, and never held whole."""
+
+import asyncio
+import json
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+# So many items of a list are encoded at once, and about so many bytes sent.
+_ITEMS = 64
+_BYTES = 64 * 1024
+
+
+class LongList:
+    """A list that is encoded item by item, from items that may be made as they are asked for.
+
+    Items that hold long lists themselves are `nested`.
+    """
+
+    __slots__ = ("items", "nested")
+
+    def __init__(self, items: Iterable[Any], *, nested: bool = False) -> None:
+        self.items = items
+        self.nested = nested
+
+
+class HoldsLongList(Exception):
+    """A value is to be encoded in pieces."""
+
+
+def _refuse_long(value: object) -> object:
+    if isinstance(value, LongList):
+        raise HoldsLongList
+    raise TypeError(f"{type(value).__name__} is not JSON")
+
+
+# `json.dumps` with separators makes an encoder each time, and this is every token's path.
+to_json = json.JSONEncoder(separators=(",", ":"), default=_refuse_long).encode
+"""A value without long lists as JSON. Raises HoldsLongList."""
+
+
+def json_pieces(value: Any) -> Iterator[bytes]:
+    """A value as JSON, in pieces of about 64 KiB."""
+    parts: list[str] = []
+    size = 0
+    for part in _parts(value):
+        parts.append(part)
+        size += len(part)
+        if size >= _BYTES:
+            yield "".join(parts).encode()
+            parts, size = [], 0
+    yield "".join(parts).encode()
+
+
+def _parts(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        mark = "{"
+        for key, item in value.items():
+            yield f"{mark}{to_json(key)}:"
+            yield from _parts(item)
+            mark = ","
+        yield "{}" if mark == "{" else "}"
+    elif isinstance(value, LongList):
+        yield from _items(value)
+    else:
+        yield to_json(value)
+
+
+def _items(value: LongList) -> Iterator[str]:
+    items, mark = iter(value.items), "["
+    while group := list(islice(items, 1 if value.nested else _ITEMS)):
+        yield mark
+        if value.nested:
+            yield from _parts(group[0])
+        else:
+            yield to_json(group)[1:-1]
+        mark = ","
+    yield "[]" if mark == "[" else "]"
+
+
+class JsonReply(Response):
+    """An answer in JSON, in one piece where it is short, else in chunks as they are made.
+
+    The event loop turns between them.
+    """
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self._pieces = json_pieces(value)
+
+    async def __call__(self, _scope: Scope, _receive: Receive, send: Send) -> None:
+        headers = [(b"content-type", b"application/json")]
+        piece, following = next(self._pieces), next(self._pieces, None)
+        if following is None:
+            headers.append((b"content-length", str(len(piece)).encode()))
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        while following is not None:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await asyncio.sleep(0)
+            piece, following = following, next(self._pieces, None)
+        await send({"type": "http.response.body", "body": piece})
