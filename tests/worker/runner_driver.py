@@ -1,6 +1,6 @@
 """Drives a runner as a scheduler would: block tables, chunks, prefix hits, preemptions."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -9,7 +9,7 @@ import torch
 
 from services.common.prompt_embeds import PromptEmbeds
 from services.common.sampling import SamplingParams
-from services.worker.attention.interface import AttentionShape
+from services.worker.attention.interface import AttentionShape, PagedAttention
 from services.worker.core.batch import BatchLimits
 from services.worker.core.kv_groups import group_layers
 from services.worker.core.lockstep import Lockstep
@@ -22,7 +22,7 @@ from services.worker.kernels.select import KernelsSetting, select_kernels
 from services.worker.models.checkpoint import open_checkpoint
 from services.worker.models.config import DtypeSetting
 from services.worker.models.load import load_model
-from services.worker.models.model import LoadOptions
+from services.worker.models.model import LoadOptions, Model
 from services.worker.parallel.ranks import ALONE, Ranks
 from services.worker.sampling.logprobs import LogprobRows
 
@@ -47,9 +47,10 @@ def build_runner(
     kernels_setting: KernelsSetting = KernelsSetting.AUTO,
     ranks: Ranks = ALONE,
     lockstep: Lockstep | None = None,
+    around: Callable[[Model, PagedAttention], tuple[Model, PagedAttention]] | None = None,
 ) -> Runner:
     """A runner over the model in a directory, or one rank of it; one that `runs_ahead` keeps its
-    tokens there.
+    tokens there. `around` may wrap what it computes with.
     """
     kernels = select_kernels(kernels_setting, default_cache_directory(), lambda: None)
     checkpoint = open_checkpoint(directory)
@@ -74,8 +75,10 @@ def build_runner(
         windows=tuple(group.window for group in groups),
     )
     lookahead = Lookahead(CpuDevice(), max_num_seqs) if runs_ahead else None
-    attention = kernels.paged_attention(shape)
-    return Runner(loaded.model, attention, limits, lookahead=lookahead, lockstep=lockstep)
+    model, attention = loaded.model, kernels.paged_attention(shape)
+    if around is not None:
+        model, attention = around(model, attention)
+    return Runner(model, attention, limits, lookahead=lookahead, lockstep=lockstep)
 
 
 def appended(*grown: tuple[int, list[int]]) -> AppendedBlocks:
@@ -140,7 +143,7 @@ class Driver:
         self._keeps = keeps
         self.shared: set[int] = set()
         self._removed: list[int] = []
-        self._slots = list(range(16))
+        self._slots = list(range(runner.limits.max_num_seqs))
         self._step = 0
 
     def step(self, scheduled: Sequence[tuple[Request, int]]) -> StepOutput:

@@ -1,7 +1,8 @@
 """Paged attention in C++: see kernels/cpp/attention.cpp.
 
-Pages are token-major, [num_blocks, block_size, num_kv_heads, head_dim] per layer of a group. A
-step's layouts are handed over as they are; every layer is one call.
+Per layer of a group there are pages of keys and of values, each of block_size * num_kv_heads *
+head_dim elements; kernels/cpp/key_block.h says in which order. A step's layouts are handed over as
+they are; every layer is one call.
 """
 
 from collections.abc import Sequence
@@ -17,12 +18,22 @@ from services.worker.kernels.large_pages import LargePages
 from services.worker.kernels.native import AttentionLayer, Functions, Heads, Layout, Pages
 
 _BYTES_PER_THREAD = 2**22
-"""More than a thread's scratch and the parts of contexts that it is given come to."""
+"""More than a thread's scratch comes to."""
+
+_PART_KEYS = 512
+_MOST_ROWS = 128
+"""Of a task, or more. Both as in kernels/cpp."""
 
 
-def workspace_bytes() -> int:
-    """Upper estimate of what attention holds besides the cache."""
-    return _BYTES_PER_THREAD * torch.get_num_threads()
+def workspace_bytes(shape: AttentionShape, max_model_len: int) -> int:
+    """Upper estimate of what attention holds besides the cache: scratch, and sums over the parts of
+    contexts that are divided among threads, which are fewer than two for each thread.
+    """
+    threads = torch.get_num_threads()
+    widest = max(layer.head_dim for layer in shape.layers)
+    parts = 1 + max_model_len // _PART_KEYS
+    row_bytes = 4 * (widest + 64)
+    return threads * (_BYTES_PER_THREAD + 2 * parts * _MOST_ROWS * row_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,10 @@ logger = logging.getLogger(__name__)
 
 NAME = "stepwell_kernels"
 _SOURCES = Path(__file__).parent / "cpp"
-_FLAGS = ("-O3", "-march=native", "-std=gnu++20", "-fopenmp", "-fno-math-errno", "-w")
+_FLAGS = (
+    *("-O3", "-march=native", "-std=gnu++20", "-fopenmp", "-fno-math-errno", "-w"),
+    "-ffp-contract=off",  # see cpp/vector.h
+)
 _NEEDED_FEATURES = frozenset({"avx2", "fma"})
 _POLL_SECONDS = 0.2
 _TOLD_EVERY_SECONDS = 5.0

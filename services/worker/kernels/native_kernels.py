@@ -106,4 +106,4 @@ class NativeKernels:
         """See Kernels."""
         if shape.dtype not in self._functions:
             return self._torch.attention_bytes(shape, max_model_len)
-        return workspace_bytes()
+        return workspace_bytes(shape, max_model_len)

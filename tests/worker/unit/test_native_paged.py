@@ -136,6 +136,20 @@ def test_a_lone_long_context_is_cut_and_joined(native, case: Case) -> None:
         assert_equal_step(native, case, sequences.grow([count]), attentions)
 
 
+def test_scores_far_from_zero_are_capped_on_either_side(native) -> None:
+    case = Case(2, 2, 32, 16, half=0, softcap=1.0)
+    layout = Sequences([20], 16).grow([20])
+    query = torch.full((20, 2, 32), 30.0, dtype=native.dtype)
+    key = query.clone()
+    key[::3] *= -1
+    value = torch.randn(20, 2, 32).to(native.dtype)
+    actual, expected = (
+        attention.begin_step([layout])(0, query, key, value, None)
+        for attention in both(native, case, 3)
+    )
+    torch.testing.assert_close(actual, expected, atol=native.tolerance, rtol=native.tolerance)
+
+
 def test_what_an_earlier_owner_left_in_a_block_does_no_harm(native) -> None:
     torch.manual_seed(8)
     case = Case(4, 2, 32, 16, half=16)

@@ -5,10 +5,16 @@
 // heads that share it: its keys and values are read once for all of them. A task walks its keys in
 // blocks, with the running maximum and sum of Milakov and Gimelshein's online softmax, as in
 // FlashAttention (Dao et al.), to base 2; scores and sums are float32, weights are rounded to the
-// cache's type where they meet the values. Rows that see nothing of a block pass it by. A lone token
-// reads keys and values straight from the pages; chunks are worth packing them for.
+// cache's type where they meet the values. A lone token reads keys and values straight from the pages;
+// chunks are worth packing them for.
 //
-// Nothing beyond a sequence's end is read, so what lies there does not matter.
+// What a row computes is a function of its position alone, bit for bit: blocks and parts begin at
+// multiples of their sizes, a row takes the blocks in which it sees a key, adds products in order of
+// depth and values in order of position, and joins its parts in order. Keys that it does not see weigh
+// zero. Other rows of the task, the size of the chunk and the number of threads decide only who computes
+// it when.
+//
+// Nothing beyond a sequence's end, or before its window, counts, so what lies there does not matter.
 
 #include <algorithm>
 #include <cmath>
@@ -32,15 +38,15 @@ void rotate(const T* head, const T* cos, const T* sin, int half, int head_dim, T
   int i = 0;
   for (; i + LANES <= half; i += LANES) {
     const Vector a = load(head + i), b = load(head + half + i), c = load(cos + i), s = load(sin + i);
-    store(output + i, a * c - b * s);
-    store(output + half + i, b * c + a * s);
+    store(output + i, fused(a, c, -(b * s)));
+    store(output + half + i, fused(b, c, a * s));
   }
   if (i < half) {
     const int rest = half - i;
     const Vector a = load_first(head + i, rest), b = load_first(head + half + i, rest);
     const Vector c = load_first(cos + i, rest), s = load_first(sin + i, rest);
-    store_first(output + i, a * c - b * s, rest);
-    store_first(output + half + i, b * c + a * s, rest);
+    store_first(output + i, fused(a, c, -(b * s)), rest);
+    store_first(output + half + i, fused(b, c, a * s), rest);
   }
   std::memcpy(output + 2 * half, head + 2 * half, (head_dim - 2 * half) * sizeof(T));
 }
@@ -73,6 +79,53 @@ Scratch& scratch() {
   return own;
 }
 
+// The sums of some rows over a part of their keys, or over several: weighted values, `dim` elements of
+// each, sums of weights lane by lane, and maxima.
+struct Sums {
+  float* values;
+  float* weights;
+  float* maxima;
+  int dim;
+
+  Sums(float* place, int rows, int dim)
+      : values(place), weights(values + rows * dim), maxima(weights + rows * LANES), dim(dim) {}
+
+  // The same from row `row` on.
+  Sums from(int row) const {
+    Sums rest = *this;
+    rest.values += row * dim;
+    rest.weights += row * LANES;
+    rest.maxima += row;
+    return rest;
+  }
+
+  void clear(int rows) const {
+    std::fill(values, values + rows * dim, 0.0f);
+    std::fill(weights, weights + rows * LANES, 0.0f);
+    std::fill(maxima, maxima + rows, LOWEST);
+  }
+};
+
+// Adds the sums of rows over a further part, brought to their common maximum. Rows that saw nothing in
+// it stay as they are.
+void join(const Sums& sums, const Sums& part, int rows) {
+  for (int row = 0; row < rows; ++row) {
+    const Sums to = sums.from(row), from = part.from(row);
+    if (*from.maxima == LOWEST) continue;
+    const float maximum = std::max(*to.maxima, *from.maxima);
+    const bool is_first = *to.maxima == LOWEST;
+    const Vector kept = splat(is_first ? 0.0f : std::exp2(*to.maxima - maximum));
+    const Vector added = splat(std::exp2(*from.maxima - maximum));
+    const auto add = [&](float* place, const float* more) {
+      const Vector value = load(more);
+      store(place, is_first ? value : fused(load(place), kept, value * added));
+    };
+    for (int d = 0; d < to.dim; d += LANES) add(to.values + d, from.values + d);
+    add(to.weights, from.weights);
+    *to.maxima = maximum;
+  }
+}
+
 template <class T>
 class Attention {
  public:
@@ -86,6 +139,7 @@ class Attention {
         padded_dim_(plan.padded_dim),
         scale_((plan.layer.softcap > 0 ? plan.layer.softcap : plan.layer.scale) * LOG2_E),
         token_stride_(std::int64_t{plan.layer.num_kv_heads} * plan.layer.head_dim),
+        has_panels_(has_panels(pages.block_size)),
         plan_(plan) {}
 
   void run(std::atomic<int>& next, Team team) {
@@ -107,95 +161,144 @@ class Attention {
     if (plan_.joins.empty()) return;
     team.wait();
     const Range own = team.part(plan_.joins.size());
-    for (std::int64_t i = own.begin; i < own.end; ++i) merge(plan_.joins[i]);
+    for (std::int64_t i = own.begin; i < own.end; ++i) join_parts(plan_.joins[i]);
   }
 
  private:
   void store_token(std::int64_t token, int head) const {
     const int dim = layer_.head_dim;
-    const std::int64_t place = plan_.slots[token] * token_stride_ + head * dim;
+    const std::int64_t slot = plan_.slots[token];
+    const std::int64_t place = slot * token_stride_ + head * dim;
     const T* key = heads_.key + token * heads_.key_stride + head * dim;
-    rotate(key, heads_.cos + token * heads_.half, heads_.sin + token * heads_.half, heads_.half, dim,
-           pages_.keys + place);
+    const T* cos = heads_.cos + token * heads_.half;
+    const T* sin = heads_.sin + token * heads_.half;
+    if (has_panels_) {
+      static thread_local std::vector<T> rotated;
+      if (int(rotated.size()) < dim) rotated.resize(dim);
+      rotate(key, cos, sin, heads_.half, dim, rotated.data());
+      constexpr int DEPTH = Step<T>::DEPTH;
+      const int lane = int(slot % LANES);
+      T* cell = pages_.keys + (slot - lane) * token_stride_ + head * dim * LANES + lane * DEPTH;
+      for (int d = 0; d < dim; d += DEPTH) {
+        std::memcpy(cell + d * LANES, rotated.data() + d, DEPTH * sizeof(T));
+      }
+    } else {
+      rotate(key, cos, sin, heads_.half, dim, pages_.keys + place);
+    }
     const T* value = heads_.value + token * heads_.value_stride + head * dim;
     std::memcpy(pages_.values + place, value, dim * sizeof(T));
   }
 
-  // The block of keys of the task's first head from position `begin` on.
+  // The block of the task's keys that begins at position `begin`.
   void find(const AttentionTask& task, int begin, KeyBlock& found) const {
     const std::int32_t* table = layout_.blocks(task.request);
-    const std::int64_t head = std::int64_t{task.kv_head} * layer_.head_dim;
     found.begin = begin;
-    found.count = std::min(KEYS, task.key_end - begin);
-    int page = begin / pages_.block_size, in_page = begin % pages_.block_size;
+    found.first = std::max(task.key_begin - begin, 0);
+    found.end = std::min(KEYS, task.key_end - begin);
+    const int position = begin + found.first;
+    int page = position / pages_.block_size, in_page = position % pages_.block_size;
     std::int64_t offset = 0;
-    for (int i = 0; i < KEYS; ++i) {
-      if (i < found.count) {
-        offset = (std::int64_t{table[page]} * pages_.block_size + in_page) * token_stride_ + head;
+    for (int i = found.first; i < KEYS; ++i) {
+      if (i < found.end) {
+        const std::int64_t slot = std::int64_t{table[page]} * pages_.block_size + in_page;
+        offset = slot * token_stride_;
+        if (i == found.first || i % LANES == 0) {
+          found.panels[i / LANES] = (slot - slot % LANES) * token_stride_;
+        }
         if (++in_page == pages_.block_size) {
           in_page = 0;
           ++page;
         }
+      } else if (i % LANES == 0) {
+        found.panels[i / LANES] = found.panels[i / LANES - 1];
       }
       found.offsets[i] = offset;
     }
+    std::fill(found.offsets, found.offsets + found.first, found.offsets[found.first]);
+    const int panel = found.first / LANES;
+    std::fill(found.panels, found.panels + panel, found.panels[panel]);
   }
 
   // What the thread's next task, which `then` may be, reads first is fetched meanwhile.
   void attend(const AttentionTask& task, const AttentionTask* then) {
     const int rows = task.count * group_, all = task.heads * rows;
+    const std::int64_t size = plan_.sums_size(all);
     Scratch& room = scratch();
     room.reserve((all * padded_dim_ + rows * KEYS + KEYS * padded_dim_) * sizeof(T) +
-                 (rows * KEYS + all * (padded_dim_ + 1 + LANES)) * sizeof(float) + 1024);
+                 (rows * KEYS + 2 * size) * sizeof(float) + 1024);
     T* query = room.take<T>(all * padded_dim_);
     T* weights = room.take<T>(rows * KEYS);
     T* packed = room.take<T>(KEYS * padded_dim_);
     float* scores = room.take<float>(rows * KEYS);
-    float* total = room.take<float>(all * padded_dim_);
-    float* maxima = room.take<float>(all);
-    float* sums_of_weights = room.take<float>(all * LANES);
+    const bool is_part = task.partial >= 0;
+    const Sums sums(is_part ? plan_.partial.data() + task.partial : room.take<float>(size), all,
+                    padded_dim_);
+    const Sums further(room.take<float>(size), all, padded_dim_);
 
     for (int h = 0; h < task.heads; ++h) {
       if (!plan_.stores_first) store_token(layout_.query_starts[task.request], task.kv_head + h);
       take_queries(task, task.kv_head + h, query + h * rows * padded_dim_);
     }
-    std::fill(total, total + all * padded_dim_, 0.0f);
-    std::fill(maxima, maxima + all, LOWEST);
-    std::fill(sums_of_weights, sums_of_weights + all * LANES, 0.0f);
-    const bool alone = task.count == 1 && group_ <= MOST_LONE_HEADS;
-    if (found_ != &task) find(task, task.key_begin, block_);
-    for (int begin = task.key_begin; begin < task.key_end; begin += KEYS) {
-      find_next(task, begin + KEYS, then);
-      const Range seeing = rows_that_see(task, rows);
-      const int first = int(seeing.begin), count = int(seeing.end - seeing.begin);
-      for (int h = 0; h < task.heads; ++h) {
-        const T* own = query + h * rows * padded_dim_;
-        const Lines<T> keys{pages_.keys + h * layer_.head_dim, block_, ahead_};
-        const Lines<T> values{pages_.values + h * layer_.head_dim, block_, ahead_};
-        float* sums = total + (h * rows + first) * padded_dim_;
-        if (alone) {
-          score_alone(own, keys, scores);
-        } else {
-          keys.fetch_rest(0, layer_.head_dim);
-          pack_keys(keys, layer_.head_dim, packed);
-          score_rows(own + first * padded_dim_, padded_dim_, packed, count, layer_.head_dim, scores);
-        }
-        weigh(task, seeing, scores, weights, sums, maxima + h * rows + first,
-              sums_of_weights + (h * rows + first) * LANES);
-        if (alone) {
-          add_alone(weights, values, sums);
-        } else {
-          values.fetch_rest(0, layer_.head_dim);
-          pack_values(values, layer_.head_dim, packed);
-          add_rows(weights, packed, block_.count, count, layer_.head_dim, sums, padded_dim_);
-        }
+    sums.clear(all);
+    if (found_ != &task) find(task, first_block(task), block_);
+    for (int begin = first_block(task); begin < task.key_end;) {
+      const bool is_first = begin <= task.key_begin;
+      const int end = std::min(begin / PART_KEYS * PART_KEYS + PART_KEYS, task.key_end);
+      const Sums& own = is_first ? sums : further;
+      if (!is_first) own.clear(all);
+      for (; begin < end; begin += KEYS) {
+        find_next(task, begin + KEYS, then);
+        take_block(task, query, weights, packed, scores, own);
+        std::swap(block_, ahead_);
       }
-      std::swap(block_, ahead_);
+      if (!is_first) join(sums, own, all);
     }
     found_ = then;
+    if (is_part) return;
+    for (int h = 0; h < task.heads; ++h) put_rows(task, task.kv_head + h, rows, sums.from(h * rows));
+  }
+
+  static int first_block(const AttentionTask& task) { return task.key_begin / KEYS * KEYS; }
+
+  // Adds what a task's rows see of the block to their sums.
+  void take_block(const AttentionTask& task, const T* query, T* weights, T* packed, float* scores,
+                  const Sums& sums) const {
+    const int rows = task.count * group_, dim = layer_.head_dim;
+    const bool alone = task.count == 1 && group_ <= MOST_LONE_HEADS;
+    const Range seeing = rows_that_see(task, rows);
+    const int first = int(seeing.begin), count = int(seeing.end - seeing.begin);
     for (int h = 0; h < task.heads; ++h) {
-      finish(task, task.kv_head + h, rows, total + h * rows * padded_dim_, maxima + h * rows,
-             sums_of_weights + h * rows * LANES);
+      const int head = task.kv_head + h;
+      const T* own = query + h * rows * padded_dim_;
+      const Lines<T> values{pages_.values + head * dim, block_, ahead_};
+      const Sums to = sums.from(h * rows + first);
+      if (alone) {
+        score_alone(own, head, packed, scores);
+      } else {
+        pack_keys(head, packed);
+        score_rows(own + first * padded_dim_, padded_dim_, packed, count, dim, scores);
+      }
+      weigh(task, seeing, scores, weights, to);
+      if (alone) {
+        add_alone(weights, values, to.values);
+      } else {
+        values.fetch_rest(0, dim);
+        pack_values(values, dim, packed);
+        add_rows(weights, packed, block_.end, count, dim, to.values, padded_dim_);
+      }
+    }
+  }
+
+  // A head's keys of the block, packed.
+  void pack_keys(int head, T* packed) const {
+    const int dim = layer_.head_dim;
+    if (has_panels_) {
+      const T* keys = pages_.keys + head * dim * LANES;
+      pack_panels(panels_of(keys, block_, ahead_), block_.num_panels(), dim, packed);
+    } else {
+      const Lines<T> keys{pages_.keys + head * dim, block_, ahead_};
+      keys.fetch_rest(0, dim);
+      pack_lines(keys, dim, packed);
     }
   }
 
@@ -203,7 +306,7 @@ class Attention {
   Range rows_that_see(const AttentionTask& task, int rows) const {
     const int position = layout_.context(task.request) + task.first;
     const int first = (block_.begin - position) * group_;
-    const int end = block_.begin + block_.count + layer_.window - 1 - position;
+    const int end = block_.begin + block_.end + layer_.window - 1 - position;
     return {std::max(first, 0), layer_.window > 0 ? std::min(end * group_, rows) : rows};
   }
 
@@ -211,7 +314,7 @@ class Attention {
     if (begin < task.key_end) {
       find(task, begin, ahead_);
     } else if (then != nullptr) {
-      find(*then, then->key_begin, ahead_);
+      find(*then, first_block(*then), ahead_);
     } else {
       ahead_ = KeyBlock{};
     }
@@ -233,9 +336,14 @@ class Attention {
     }
   }
 
-  void score_alone(const T* query, const Lines<T>& keys, float* scores) const {
+  void score_alone(const T* query, int head, T* packed, float* scores) const {
+    const int dim = layer_.head_dim;
+    if (!has_panels_) pack_keys(head, packed);
+    const Panels<T> panels = has_panels_
+                                 ? panels_of(pages_.keys + head * dim * LANES, block_, ahead_)
+                                 : packed_panels(packed, dim);
     for_heads([&]<int HEADS>(int g) {
-      score_heads<T, HEADS>(query + g * padded_dim_, padded_dim_, keys, layer_.head_dim,
+      score_heads<T, HEADS>(query + g * padded_dim_, padded_dim_, panels, block_.num_panels(), dim,
                             scores + g * KEYS);
     });
   }
@@ -269,9 +377,10 @@ class Attention {
 
   // Scores of a block -> weights, and what came before scaled to the new maximum. Sums of weights
   // are kept lane by lane. All but `seeing` begins with the first row that sees the block.
-  void weigh(const AttentionTask& task, Range seeing, const float* scores, T* weights, float* total,
-             float* maxima, float* sums_of_weights) const {
-    const int begin = block_.begin, count = block_.count;
+  void weigh(const AttentionTask& task, Range seeing, const float* scores, T* weights,
+             const Sums& sums) const {
+    const int begin = block_.begin, count = block_.end;
+    float* maxima = sums.maxima;
     const int context = layout_.context(task.request) + task.first;
     for (int row = 0; row < int(seeing.end - seeing.begin); ++row) {
       const int position = context + int(seeing.begin + row) / group_;
@@ -299,17 +408,17 @@ class Attention {
         added += weight;
         store(weights + row * KEYS + v * LANES, weight);
       }
-      float* sums = sums_of_weights + row * LANES;
+      float* all = sums.weights + row * LANES;
       if (maximum > maxima[row]) {
         const float factor = std::exp2(maxima[row] - maximum);
         for (int d = 0; d < padded_dim_; d += LANES) {
-          float* place = total + row * padded_dim_ + d;
+          float* place = sums.values + row * padded_dim_ + d;
           store(place, load(place) * factor);
         }
-        store(sums, load(sums) * factor);
+        store(all, load(all) * factor);
         maxima[row] = maximum;
       }
-      store(sums, load(sums) + added);
+      store(all, load(all) + added);
     }
   }
 
@@ -320,56 +429,27 @@ class Attention {
     return scores * scale_;
   }
 
-  void finish(const AttentionTask& task, int kv_head, int rows, const float* total, const float* maxima,
-              float* sums_of_weights) {
-    for (int row = 0; row < rows; ++row) sums_of_weights[row] = sum(load(sums_of_weights + row * LANES));
-    if (task.part < 0) {
-      put_rows(task, kv_head, rows, total, sums_of_weights);
-      return;
+  // Joins the parts of one context, in the first one's place.
+  void join_parts(const AttentionJoin& parts) {
+    const int rows = parts.task.count * group_;
+    float* place = plan_.partial.data() + parts.task.partial;
+    const Sums sums(place, rows, padded_dim_);
+    for (int i = 1; i < parts.parts; ++i) {
+      join(sums, Sums(place + i * plan_.sums_size(rows), rows, padded_dim_), rows);
     }
-    float* part = plan_.partial.data() + task.part * plan_.partial_size;
-    std::copy(total, total + rows * padded_dim_, part);
-    std::copy(maxima, maxima + rows, part + rows * padded_dim_);
-    std::copy(sums_of_weights, sums_of_weights + rows, part + rows * (padded_dim_ + 1));
+    put_rows(parts.task, parts.task.kv_head, rows, sums);
   }
 
-  // Brings the parts of one context to their common maximum and adds them up, in the first.
-  void merge(const AttentionJoin& join) {
-    const int rows = join.task.count * group_;
-    float* total = plan_.partial.data() + join.task.part * plan_.partial_size;
-    float* maxima = total + rows * padded_dim_;
-    float* sums_of_weights = maxima + rows;
-    for (int i = 1; i < join.parts; ++i) {
-      const float* other = total + i * plan_.partial_size;
-      const float* other_maxima = other + rows * padded_dim_;
-      const float* other_sums = other_maxima + rows;
-      for (int row = 0; row < rows; ++row) {
-        const float maximum = std::max(maxima[row], other_maxima[row]);
-        if (maximum == LOWEST) continue;
-        const float own = std::exp2(maxima[row] - maximum);
-        const float added = std::exp2(other_maxima[row] - maximum);
-        for (int d = 0; d < padded_dim_; d += LANES) {
-          float* place = total + row * padded_dim_ + d;
-          store(place, load(place) * own + load(other + row * padded_dim_ + d) * added);
-        }
-        sums_of_weights[row] = sums_of_weights[row] * own + other_sums[row] * added;
-        maxima[row] = maximum;
-      }
-    }
-    put_rows(join.task, join.task.kv_head, rows, total, sums_of_weights);
-  }
-
-  void put_rows(const AttentionTask& task, int kv_head, int rows, const float* total,
-                const float* sums_of_weights) const {
+  void put_rows(const AttentionTask& task, int kv_head, int rows, const Sums& sums) const {
     const int dim = layer_.head_dim;
     const std::int64_t begin = layout_.query_starts[task.request] + task.first;
     for (int row = 0; row < rows; ++row) {
       const std::int64_t token = begin + row / group_;
       const std::int64_t head = std::int64_t{kv_head} * group_ + row % group_;
       T* target = output_ + (token * layer_.num_heads + head) * dim;
-      const float scale = 1.0f / sums_of_weights[row];
+      const float scale = 1.0f / sum(load(sums.weights + row * LANES));
       for (int d = 0; d < dim; d += LANES) {
-        const Vector value = load(total + row * padded_dim_ + d) * scale;
+        const Vector value = load(sums.values + row * padded_dim_ + d) * scale;
         store_first(target + d, value, dim - d);
       }
     }
@@ -384,6 +464,7 @@ class Attention {
   int padded_dim_;
   float scale_;  // Of scores, or of their capped ratio, to base 2.
   std::int64_t token_stride_;
+  bool has_panels_;
   AttentionPlan& plan_;
   KeyBlock block_;
   KeyBlock ahead_;

@@ -1,8 +1,9 @@
 // How a step's attention is cut into tasks.
 //
-// Where many requests decode, a task takes all key heads, since those of a token lie together.
-// Where there are fewer tasks than threads, long contexts are cut, and the parts joined by their
-// maxima and sums (Flash-Decoding).
+// Where many requests decode, a task takes all key heads, since those of a token lie together. A
+// context consists of parts, whose sums are joined in order (Flash-Decoding). Parts begin at multiples
+// of PART_KEYS, whether one task goes through all of them or, where there are fewer tasks than threads,
+// each is a task: what comes out is the same.
 
 #include <algorithm>
 
@@ -12,19 +13,22 @@
 namespace {
 
 constexpr int TASK_ROWS = 96;     // Most rows of a task: queries times query heads per key head.
-constexpr int SPLIT_KEYS = 512;   // Fewest keys of a part, where a context is cut.
 
-// Adds a task to a plan, in parts of whole blocks of keys.
-void add(AttentionPlan& plan, AttentionTask task, int parts, int& num_partial) {
-  if (parts == 1) {
+// Adds a task to a plan; if it `splits`, one for each part of its context.
+void add(AttentionPlan& plan, AttentionTask task, bool splits) {
+  const int begin = task.key_begin, end = task.key_end;
+  const int first = begin / PART_KEYS, parts = (end - 1) / PART_KEYS + 1 - first;
+  if (!splits || parts == 1) {
     plan.tasks.push_back(task);
     return;
   }
-  const int begin = task.key_begin, end = task.key_end, blocks = (end - begin + KEYS - 1) / KEYS;
+  const std::int64_t size = plan.sums_size(task.count * plan.group);
+  const std::int64_t partial = plan.partial.size();
+  plan.partial.resize(partial + parts * size);
   for (int i = 0; i < parts; ++i) {
-    task.key_begin = begin + blocks * i / parts * KEYS;
-    task.key_end = std::min(begin + blocks * (i + 1) / parts * KEYS, end);
-    task.part = num_partial++;
+    task.key_begin = std::max(begin, (first + i) * PART_KEYS);
+    task.key_end = std::min(end, (first + i + 1) * PART_KEYS);
+    task.partial = partial + i * size;
     if (i == 0) plan.joins.push_back({task, parts});
     plan.tasks.push_back(task);
   }
@@ -45,21 +49,19 @@ AttentionPlan::AttentionPlan(const AttentionLayer& layer, const Layout& layout, 
   for (int r = 0; r < layout.num_requests; ++r) {
     whole += (layout.new_tokens(r) + queries - 1) / queries * layer.num_kv_heads;
   }
-  const int most_parts = whole >= 2 * threads ? 1 : int((3 * threads + whole - 1) / whole);
+  const bool splits = threads > 1 && whole < 2 * threads;
   const int decode_heads = layout.num_requests >= 4 * threads ? layer.num_kv_heads : 1;
-  int num_partial = 0;
   for (int r = layout.num_requests - 1; r >= 0; --r) {
     const int count = layout.new_tokens(r), context = layout.context(r);
     for (int last = count; last > 0; last -= queries) {
       const int first = std::max(last - queries, 0);
       const int begin = layer.window > 0 ? std::max(context + first - layer.window + 1, 0) : 0;
       const int end = context + last;
-      const int parts = threads == 1 ? 1 : std::clamp((end - begin) / SPLIT_KEYS, 1, most_parts);
-      stores_first |= count > 1 || parts > 1;
       const int heads = count == 1 ? decode_heads : 1;
       for (int h = 0; h < layer.num_kv_heads; h += heads) {
-        add(*this, {r, h, heads, first, last - first, begin, end, -1}, parts, num_partial);
+        add(*this, {r, h, heads, first, last - first, begin, end, -1}, splits);
       }
+      stores_first |= count > 1 || !joins.empty();
     }
   }
   slots.reserve(layout.num_tokens());
@@ -69,8 +71,6 @@ AttentionPlan::AttentionPlan(const AttentionLayer& layer, const Layout& layout, 
       slots.push_back(block * block_size + position % block_size);
     }
   }
-  partial_size = std::int64_t{TASK_ROWS + group} * (padded_dim + 2);
-  partial.resize(num_partial * partial_size);
 }
 
 double attention_work(const AttentionLayer& layer, const Layout& layout) {

@@ -89,7 +89,7 @@ struct Heads {
   int half;
 };
 
-// Pages [num_blocks, block_size, num_kv_heads, head_dim].
+// Pages of values [num_blocks, block_size, num_kv_heads, head_dim]; for those of keys see key_block.h.
 template <class T>
 struct Pages {
   T* keys;
@@ -107,14 +107,17 @@ struct AttentionTask {
   int count;
   int key_begin;
   int key_end;
-  int part;  // Where the part's result goes; -1 for the only one.
+  std::int64_t partial;  // Where the sums of its one part go; -1: it is the whole of its context.
 };
 
-// The parts of one context, from `task.part` on.
+// The parts of one context, whose sums lie one after the other from `task.partial` on.
 struct AttentionJoin {
   AttentionTask task;
   int parts;
 };
+
+// Keys of a part of a context.
+constexpr int PART_KEYS = 512;
 
 // How a step's attention is cut, for all layers of a group that attend alike.
 struct AttentionPlan {
@@ -128,8 +131,10 @@ struct AttentionPlan {
   std::vector<std::int64_t> slots;  // Of each token: its block * block_size + its place there.
   std::vector<AttentionTask> tasks;
   std::vector<AttentionJoin> joins;
-  std::int64_t partial_size;  // Floats of a part's result.
   std::vector<float> partial;
+
+  // Floats of the sums of so many rows: weighted values, sums of weights lane by lane, maxima.
+  std::int64_t sums_size(int rows) const { return std::int64_t{rows} * (padded_dim + LANES + 1); }
 };
 
 double attention_work(const AttentionLayer& layer, const Layout& layout);

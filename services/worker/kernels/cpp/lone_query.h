@@ -1,5 +1,5 @@
 // Attention of one token's heads over a block of keys, straight from the pages: what is read once
-// is not worth packing.
+// is not worth packing. Products are added in the order in which packed_keys.h adds them.
 
 #pragma once
 
@@ -9,35 +9,61 @@
 // Most query heads that pass over the keys together; more would not fit into the registers.
 constexpr int LONE_HEADS = 4;
 
-// scores[head][key] = query[head] times each key; queries are `stride` apart and end in zeros.
-template <class T, int HEADS>
-void score_heads(const T* query, int stride, const Lines<T>& keys, int dim, float* scores) {
+// scores[head][key] = query[head] times each key of PANELS panels from `first` on, added up in order of
+// depth, as `multiply` does. Queries are `stride` apart.
+template <class T, int HEADS, int PANELS>
+void score_panels(const T* query, int stride, const Panels<T>& panels, int first, int dim,
+                  float* scores) {
   using S = Step<T>;
-  constexpr int STEP = LANES * S::DEPTH;
-  const int whole = dim / STEP * STEP;
-  for (int first = 0; first < keys.count(); first += LANES) {
-    Vector products[HEADS][LANES];
-    for (int i = 0; i < LANES; ++i) {
-      const T* key = keys[first + i];
-      keys.fetch_ahead(first + i, dim);
-      Vector own[HEADS] = {};
-      for (int d = 0; d < whole; d += STEP) {
-        const Vector part = S::panel(key + d);
-        for (int g = 0; g < HEADS; ++g) {
-          own[g] = S::multiply_add(own[g], S::panel(query + g * stride + d), part);
-        }
-      }
-      if (whole < dim) {
-        const Vector part = S::panel_part(key + whole, dim - whole);
-        for (int g = 0; g < HEADS; ++g) {
-          own[g] = S::multiply_add(own[g], S::panel(query + g * stride + whole), part);
-        }
-      }
-      for (int g = 0; g < HEADS; ++g) products[g][i] = own[g];
-    }
-    for (int g = 0; g < HEADS; ++g) store(scores + g * KEYS + first, sums(products[g]));
+  Vector total[HEADS][PANELS] = {};
+  const T* own[PANELS];
+  const T* ahead[PANELS];
+  for (int p = 0; p < PANELS; ++p) {
+    own[p] = panels.own[first + p];
+    ahead[p] = panels.ahead[first + p];
   }
-  keys.fetch_rest((keys.count() + LANES - 1) / LANES * LANES, dim);
+  for (int d = 0; d < dim; d += S::DEPTH) {
+    Vector keys[PANELS];
+#pragma GCC unroll 4
+    for (int p = 0; p < PANELS; ++p) {
+      keys[p] = S::panel(own[p]);
+      own[p] += panels.step;
+      __builtin_prefetch(ahead[p] + d * LANES, 0, 2);
+    }
+#pragma GCC unroll 4
+    for (int g = 0; g < HEADS; ++g) {
+      const Vector value = S::broadcast(query + g * stride + d);
+#pragma GCC unroll 4
+      for (int p = 0; p < PANELS; ++p) {
+        total[g][p] = S::multiply_add(total[g][p], value, keys[p]);
+      }
+    }
+  }
+  for (int g = 0; g < HEADS; ++g) {
+    for (int p = 0; p < PANELS; ++p) store(scores + g * KEYS + (first + p) * LANES, total[g][p]);
+  }
+}
+
+// The same for the first `count` panels.
+template <class T, int HEADS>
+void score_heads(const T* query, int stride, const Panels<T>& panels, int count, int dim,
+                 float* scores) {
+#ifdef __AVX512F__
+  constexpr int MOST = 4;  // As many at once as there are registers for.
+#else
+  constexpr int MOST = HEADS > 2 ? 1 : 4 / HEADS;
+#endif
+  int first = 0;
+  for (; first + MOST <= count; first += MOST) {
+    score_panels<T, HEADS, MOST>(query, stride, panels, first, dim, scores);
+  }
+  if constexpr (MOST > 2) {
+    if (first + 2 <= count) {
+      score_panels<T, HEADS, 2>(query, stride, panels, first, dim, scores);
+      first += 2;
+    }
+  }
+  if (first < count) score_panels<T, HEADS, 1>(query, stride, panels, first, dim, scores);
 }
 
 // total[head] += weights[head] times the values, of which there are `dim` elements, PANELS * WIDTH

@@ -24,10 +24,10 @@ void norm_row(const T* input, const T* update, T* sum_to, const float* weight, T
   }
   for (std::int64_t i = 0; i < whole; i += LANES) {
     const Vector value = load(row + i);
-    squares += value * value;
+    squares = fused(value, value, squares);
   }
   float total = sum(squares);
-  for (std::int64_t i = whole; i < width; ++i) total += to_float(row[i]) * to_float(row[i]);
+  for (std::int64_t i = whole; i < width; ++i) total = std::fma(to_float(row[i]), to_float(row[i]), total);
   const float scale = 1.0f / std::sqrt(total / float(width) + epsilon);
   for (std::int64_t i = 0; i < whole; i += LANES) {
     store(output + i, load(row + i) * scale * load(weight + i));

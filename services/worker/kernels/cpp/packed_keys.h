@@ -9,9 +9,9 @@
 
 inline int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-// Keys as panels of WIDTH columns, [dim / DEPTH, WIDTH, DEPTH] each.
+// Keys as panels of WIDTH columns, [dim / DEPTH, WIDTH, DEPTH] each, of keys that lie as values do.
 template <class T>
-void pack_keys(const Lines<T>& keys, int dim, T* packed) {
+void pack_lines(const Lines<T>& keys, int dim, T* packed) {
   using S = Step<T>;
   const int steps = dim / S::DEPTH;
   alignas(64) float lines[LANES * LANES], turned[LANES * LANES];
@@ -33,6 +33,30 @@ void pack_keys(const Lines<T>& keys, int dim, T* packed) {
       }
     }
   }
+}
+
+// The same of keys that lie in panels, `count` of them.
+template <class T>
+void pack_panels(const Panels<T>& panels, int count, int dim, T* packed) {
+  constexpr int SIZE = LANES * Step<T>::DEPTH;
+  for (int p = 0; p < count; ++p) {
+    T* target = packed + p / PANEL_VECTORS * WIDTH * dim + p % PANEL_VECTORS * SIZE;
+    for (int d = 0; d < dim; d += Step<T>::DEPTH) {
+      std::memcpy(target + d * WIDTH, panels.own[p] + d * LANES, SIZE * sizeof(T));
+      __builtin_prefetch(panels.ahead[p] + d * LANES, 0, 2);
+    }
+  }
+}
+
+// The panels of LANES columns that packed keys consist of.
+template <class T>
+Panels<T> packed_panels(const T* packed, int dim) {
+  Panels<T> found{.step = WIDTH * Step<T>::DEPTH};
+  for (int p = 0; p < BLOCK_PANELS; ++p) {
+    found.own[p] = packed + p / PANEL_VECTORS * WIDTH * dim + p % PANEL_VECTORS * LANES * Step<T>::DEPTH;
+    found.ahead[p] = found.own[p];
+  }
+  return found;
 }
 
 // scores[row][key] = query[row] times each key; queries are `stride` apart.

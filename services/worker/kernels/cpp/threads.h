@@ -177,10 +177,25 @@ inline int threads_for(double work, double enough = PARALLEL_WORK) {
   return work < enough ? 1 : omp_get_max_threads();
 }
 
+// Within it a thread rounds to nearest and flushes no small numbers to zero, however the process has
+// set it: threads of a team may have been started before their caller changed its own mode.
+class StandardRounding {
+ public:
+  StandardRounding() : before_(_mm_getcsr()) { _mm_setcsr(STANDARD); }
+  ~StandardRounding() { _mm_setcsr(before_); }
+  StandardRounding(const StandardRounding&) = delete;
+  StandardRounding& operator=(const StandardRounding&) = delete;
+
+ private:
+  static constexpr unsigned STANDARD = 0x1f80;
+  unsigned before_;
+};
+
 // Calls work(team) in each of so many threads.
 template <class Work>
 inline void in_team(int threads, Work&& work) {
   if (threads == 1) {
+    const StandardRounding rounding;
     work(Team{});
     return;
   }
@@ -191,6 +206,7 @@ inline void in_team(int threads, Work&& work) {
   {
     const int index = omp_get_thread_num();
     places.take(index);
+    const StandardRounding rounding;
     work(Team{index, omp_get_num_threads(), &barrier, shares.data()});
   }
   places.leave();

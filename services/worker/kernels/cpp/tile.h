@@ -30,7 +30,7 @@ struct Step<float> {
   static Vector broadcast(const float* a) { return splat(*a); }
   static Vector panel(const float* b) { return load(b); }
   static Vector panel_part(const float* b, int count) { return load_first(b, count); }
-  static Vector multiply_add(Vector total, Vector a, Vector b) { return total + a * b; }
+  static Vector multiply_add(Vector total, Vector a, Vector b) { return fused(a, b, total); }
   static void columns(const float* const (&rows)[1], int from, int count,
                       Vector (&result)[PANEL_VECTORS]) {
     for (int v = 0; v < PANEL_VECTORS; ++v) {

@@ -1,5 +1,9 @@
 // Vectors of sixteen floats, written in the compiler's vector extension, so that the same source
 // serves AVX-512 and AVX2; and the two element types that weights and caches are held in.
+//
+// The compiler fuses no multiplication with an addition by itself (-ffp-contract=off): it would decide
+// by what stands around an expression, and two copies of one loop could round differently. Where a
+// product and a sum are to be rounded once, `fused` says so.
 
 #pragma once
 
@@ -26,6 +30,29 @@ inline Vector load(const float* from) {
 }
 
 inline void store(float* to, Vector value) { std::memcpy(to, &value, sizeof value); }
+
+// a * b + c, rounded once.
+#ifdef __AVX512F__
+inline Vector fused(Vector a, Vector b, Vector c) {
+  return (Vector)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+}
+#else
+inline Vector fused(Vector a, Vector b, Vector c) {
+  const auto low = [](Vector x) {
+    return (__m256)__builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7);
+  };
+  const auto high = [](Vector x) {
+    return (__m256)__builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
+  };
+  return (Vector)__builtin_shufflevector(_mm256_fmadd_ps(low(a), low(b), low(c)),
+                                         _mm256_fmadd_ps(high(a), high(b), high(c)), 0, 1, 2, 3, 4,
+                                         5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+}
+#endif
+
+inline Vector fused(Vector a, float b, float c) { return fused(a, splat(b), splat(c)); }
+inline Vector fused(Vector a, Vector b, float c) { return fused(a, b, splat(c)); }
+inline Vector fused(Vector a, float b, Vector c) { return fused(a, splat(b), c); }
 
 inline float to_float(float value) { return value; }
 
@@ -127,28 +154,28 @@ inline float largest(Vector value) {
 #endif
 }
 
-// e^x within 2 units in the last place; next to 0 or 0 below -87, where normal floats end. The exponent is split into
-// an integer and a rest within half of it, for which a polynomial of degree six is enough (Cody and
-// Waite's reduction).
+// e^x within 2 units in the last place; next to 0 or 0 below -87, where normal floats end. The exponent
+// is split into an integer and a rest within half of it, for which a polynomial of degree six is enough
+// (Cody and Waite's reduction).
 inline Vector exponential(Vector x) {
 #ifdef __AVX512F__
   const __m512 clamped = _mm512_max_ps(_mm512_set1_ps(-110.0f), (__m512)x);  // NaN stays NaN.
   const Vector whole = (Vector)_mm512_roundscale_ps(
       _mm512_mul_ps(clamped, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
-  const Vector rest = ((Vector)clamped - whole * 0.693359375f) + whole * 2.12194440e-4f;
+  const Vector rest = fused(whole, 2.12194440e-4f, fused(whole, -0.693359375f, (Vector)clamped));
 #else
   const Vector magic = splat(12582912.0f);  // Adding it rounds to an integer.
   const Vector clamped = larger(x < 88.0f ? x : splat(88.0f), splat(-87.0f));
-  const Vector shifted = clamped * 1.44269504f + magic;
+  const Vector shifted = fused(clamped, 1.44269504f, magic);
   const Vector whole = shifted - magic;
-  const Vector rest = (clamped - whole * 0.693359375f) + whole * 2.12194440e-4f;
+  const Vector rest = fused(whole, 2.12194440e-4f, fused(whole, -0.693359375f, clamped));
 #endif
-  Vector series = rest * 1.3888889e-3f + 8.3333333e-3f;
-  series = series * rest + 4.1666667e-2f;
-  series = series * rest + 1.6666667e-1f;
-  series = series * rest + 0.5f;
-  series = series * rest + 1.0f;
-  series = series * rest + 1.0f;
+  Vector series = fused(rest, 1.3888889e-3f, 8.3333333e-3f);
+  series = fused(series, rest, 4.1666667e-2f);
+  series = fused(series, rest, 1.6666667e-1f);
+  series = fused(series, rest, 0.5f);
+  series = fused(series, rest, 1.0f);
+  series = fused(series, rest, 1.0f);
 #ifdef __AVX512F__
   return (Vector)_mm512_scalef_ps((__m512)series, (__m512)whole);
 #else
@@ -157,8 +184,8 @@ inline Vector exponential(Vector x) {
 #endif
 }
 
-// 2^x for x up to 0, within 2 units in the last place; next to 0 or 0 below -126. What is left above the next lower
-// integer is a polynomial's.
+// 2^x for x up to 0, within 2 units in the last place; next to 0 or 0 below -126. What is left above
+// the next lower integer is a polynomial's.
 inline Vector power_of_two(Vector x) {
 #ifdef __AVX512F__
   const Vector rest = (Vector)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);
@@ -168,11 +195,11 @@ inline Vector power_of_two(Vector x) {
   const Vector shifted = clamped - 0.5f + magic;
   const Vector rest = clamped - (shifted - magic);
 #endif
-  Vector series = rest * 1.86713009e-3f + 9.01703028e-3f;
-  series = series * rest + 5.57999131e-2f;
-  series = series * rest + 0.24016445f;
-  series = series * rest + 0.693151312f;
-  series = series * rest + 1.0f;
+  Vector series = fused(rest, 1.86713009e-3f, 9.01703028e-3f);
+  series = fused(series, rest, 5.57999131e-2f);
+  series = fused(series, rest, 0.24016445f);
+  series = fused(series, rest, 0.693151312f);
+  series = fused(series, rest, 1.0f);
 #ifdef __AVX512F__
   return (Vector)_mm512_scalef_ps((__m512)series, (__m512)x);
 #else
@@ -181,9 +208,11 @@ inline Vector power_of_two(Vector x) {
 #endif
 }
 
+// By powers of e below 1, which cannot overflow. NaN stays NaN.
 inline Vector hyperbolic_tangent(Vector x) {
-  const Vector power = exponential(x * -2.0f);
-  return (1.0f - power) / (1.0f + power);
+  const Vector power = exponential((x < 0.0f ? x : -x) * 2.0f);
+  const Vector size = (1.0f - power) / (1.0f + power);
+  return x < 0.0f ? -size : x == x ? size : x;
 }
 
 inline Vector silu(Vector x) { return x / (1.0f + exponential(-x)); }
@@ -191,28 +220,5 @@ inline Vector silu(Vector x) { return x / (1.0f + exponential(-x)); }
 // The approximation of x times the normal distribution function: (1 + tanh(y)) / 2 being the
 // logistic function of 2 y.
 inline Vector gelu_tanh(Vector x) {
-  return x / (1.0f + exponential(x * (x * x * -0.0713548163f - 1.5957691216f)));
-}
-
-// Sixteen vectors -> one, of which lane i is the sum of vector i.
-inline Vector sums(const Vector (&rows)[LANES]) {
-#ifdef __AVX512F__
-  __m512 pairs[8], quads[4];
-  for (int i = 0; i < 8; ++i) {
-    const __m512 a = (__m512)rows[2 * i], b = (__m512)rows[2 * i + 1];
-    pairs[i] = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
-  }
-  for (int i = 0; i < 4; ++i) {
-    const __m512d a = (__m512d)pairs[2 * i], b = (__m512d)pairs[2 * i + 1];
-    quads[i] = _mm512_add_ps((__m512)_mm512_unpacklo_pd(a, b), (__m512)_mm512_unpackhi_pd(a, b));
-  }
-  auto halves = [](__m512 a, __m512 b) {
-    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
-  };
-  return (Vector)halves(halves(quads[0], quads[1]), halves(quads[2], quads[3]));
-#else
-  Vector result;
-  for (int row = 0; row < LANES; ++row) result[row] = sum(rows[row]);
-  return result;
-#endif
+  return x / (1.0f + exponential(x * fused(x * x, -0.0713548163f, -1.5957691216f)));
 }

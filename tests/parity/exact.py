@@ -1,0 +1,189 @@
+"""Records the logits of every token that a runner computes, to compare them bit for bit.
+
+A sequence's reference is what it gets when it is computed alone, whole, in one step by one thread.
+In every other situation each of its tokens must get the same logits: in batches, cut into chunks,
+behind prefix hits, after preemptions, and in whatever blocks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from services.worker.attention.interface import (
+    Int32Array,
+    LayerAttention,
+    PagedAttention,
+    StepLayout,
+)
+from services.worker.core.runner import Runner
+from services.worker.kernels.select import KernelsSetting
+from services.worker.models.model import Model
+from tests.worker.runner_driver import Driver, Request, build_runner
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 4000
+MAX_NUM_SEQS = 64
+MAX_NUM_BATCHED_TOKENS = 4096
+
+
+class Recorder:
+    """A model and its attention in one, which keep the logits of all rows of the last step."""
+
+    def __init__(self) -> None:
+        self._rows_of: dict[int, torch.Tensor] = {}
+        self._layout: StepLayout | None = None
+
+    def around(self, model: Model, attention: PagedAttention) -> tuple[Model, PagedAttention]:
+        """Wraps both, for build_runner."""
+        self._model, self._attention = model, attention
+        return self, self
+
+    def logits_of(self, slot: int) -> torch.Tensor:
+        """Logits of the tokens of a slot that the last step computed, [n, vocab_size]."""
+        return self._rows_of[slot]
+
+    def begin_step(self, layouts: Sequence[StepLayout]) -> LayerAttention:
+        """See PagedAttention."""
+        self._layout = layouts[0]
+        return self._attention.begin_step(layouts)
+
+    def zero_blocks(self, block_ids: Int32Array) -> None:
+        """See PagedAttention."""
+        self._attention.zero_blocks(block_ids)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """See Model."""
+        return self._model.embed(token_ids)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See Model."""
+        return self._model.compute_logits(hidden)
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: LayerAttention,
+        embedded: torch.Tensor | None = None,
+        wanted: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See Model. The logits that are wanted come of the step itself, the others after it."""
+        hidden, logits = self._model.forward(token_ids, positions, attention, embedded, wanted)
+        whole = self._model.compute_logits(hidden)
+        if logits is not None:
+            assert_same_bits(logits, whole if wanted is None else whole[wanted], "wanted rows")
+        assert self._layout is not None
+        starts = self._layout.query_starts.tolist()
+        for number, slot in enumerate(self._layout.rows.tolist()):
+            self._rows_of[slot] = whole[starts[number] : starts[number + 1]]
+        return hidden, logits
+
+
+def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    """Float32 rows [n, vocab_size] that are equal in every bit."""
+    differing = (actual.view(torch.int32) != expected.view(torch.int32)).any(1)
+    assert not differing.any(), (
+        f"{what}: rows {differing.nonzero().flatten().tolist()} differ, by up to "
+        f"{(actual - expected).abs().max().item():.1e}"
+    )
+
+
+@dataclass
+class ExactModel:
+    """A runner over one model, and the references of the sequences that went through it."""
+
+    directory: Path
+    dtype: torch.dtype
+    kernels_setting: KernelsSetting
+    recorder: Recorder = field(default_factory=Recorder)
+    references: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.runner: Runner = build_runner(
+            self.directory,
+            block_size=BLOCK_SIZE,
+            num_blocks=NUM_BLOCKS,
+            max_num_seqs=MAX_NUM_SEQS,
+            max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+            dtype=self.dtype,
+            kernels_setting=self.kernels_setting,
+            around=self.recorder.around,
+        )
+
+    def serving(self, *, seed: int = 0, keeps: bool = False) -> "ExactServing":
+        """An empty cache, whose blocks are handed out in another order for each seed. `keeps`: see
+        Driver.
+        """
+        self.runner.reset()
+        return ExactServing(
+            self,
+            Driver(
+                self.runner, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, seed=seed, keeps=keeps
+            ),
+        )
+
+    def reference(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Logits of all tokens of a sequence that is computed alone in one step, by one thread."""
+        key = tuple(tokens)
+        if key not in self.references:
+            threads = torch.get_num_threads()
+            torch.set_num_threads(1)
+            request = Request(list(tokens), 1)
+            serving = self.serving()
+            serving.driver.step([(request, len(tokens))])
+            self.references[key] = self.recorder.logits_of(serving.slot_of(request)).clone()
+            torch.set_num_threads(threads)
+        return self.references[key]
+
+
+@dataclass
+class ExactServing:
+    """Computes requests step by step, and compares every row with its reference."""
+
+    model: ExactModel
+    driver: Driver
+
+    def step(self, scheduled: Sequence[tuple[Request, int]], what: str) -> None:
+        """Computes so many tokens of each request."""
+        begins = [request.num_computed for request, _ in scheduled]
+        self.driver.step(scheduled)
+        for begin, (request, count) in zip(begins, scheduled, strict=True):
+            expected = self.model.references[tuple(request.prompt)][begin : begin + count]
+            actual = self.model.recorder.logits_of(self.slot_of(request))
+            name = f"{what}: {len(request.prompt)} tokens, step from {begin} to {begin + count}"
+            assert_same_bits(actual, expected, name)
+
+    def run(self, requests: Sequence[Request], chunks: Sequence[int], what: str) -> None:
+        """Computes requests together to the ends of their prompts; request i takes chunks[i], or
+        starts over among the chunks when there are fewer.
+        """
+        while running := [request for request in requests if not request.finished]:
+            self.step(
+                [
+                    (request, min(chunk, len(request.prompt) - request.num_computed))
+                    for request, chunk in zip(requests, _cycled(chunks, len(requests)), strict=True)
+                    if not request.finished
+                ],
+                what,
+            )
+            for request in running:
+                if request.finished:
+                    self.driver.remove(request)
+
+    @staticmethod
+    def slot_of(request: Request) -> int:
+        """The slot of a request that is in the batch."""
+        assert request.slot is not None
+        return request.slot
+
+
+def drawn(length: int, seed: int, vocab_size: int) -> list[int]:
+    """A sequence of random tokens."""
+    return np.random.default_rng(seed).integers(3, vocab_size, length).tolist()  # type: ignore[no-any-return]
+
+
+def _cycled(chunks: Sequence[int], count: int) -> list[int]:
+    return [chunks[number % len(chunks)] for number in range(count)]
