@@ -88,11 +88,22 @@ _SCALARS = (
 
 
 def from_sampling_proto(message: common_pb2.SamplingParams) -> Sampling:
-    """The inverse of `to_sampling_proto`. Raises InvalidArgument for unequal logit-bias arrays."""
+    """A client's sampling parameters. Raises InvalidArgument for what cannot be meant, or would
+    be passed over: unequal logit-bias arrays, a token named twice in them, end-of-sequence tokens.
+    """
     if len(message.logit_bias_token_ids) != len(message.logit_bias_values):
         raise errors.InvalidArgument(
             "logit_bias_values must be as many as logit_bias_token_ids",
             field="sampling.logit_bias_values",
+        )
+    if len(set(message.logit_bias_token_ids)) != len(message.logit_bias_token_ids):
+        raise errors.InvalidArgument(
+            "logit_bias_token_ids names a token twice", field="sampling.logit_bias_token_ids"
+        )
+    if message.eos_token_ids:
+        raise errors.InvalidArgument(
+            "eos_token_ids are the model's; use stop_token_ids or ignore_eos",
+            field="sampling.eos_token_ids",
         )
     optional = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
     given = {

@@ -27,7 +27,7 @@ from services.gateway.core.choice import Piece
 from services.gateway.core.gate import Gate
 from services.gateway.core.generation import Generation
 from services.gateway.core.inference import Inference
-from services.gateway.core.request import ClientRequest, Prompt
+from services.gateway.core.request import CHAT_ROLES, ClientRequest, Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -169,6 +169,12 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
     async def _chat_tokens(self, chat: gateway_pb2.Chat) -> list[int]:
         if not chat.messages:
             raise InvalidArgument("messages must not be empty", field="chat.messages")
+        for number, turn in enumerate(chat.messages):
+            if turn.role not in CHAT_ROLES:
+                raise InvalidArgument(
+                    f"role must be one of {', '.join(CHAT_ROLES)}, not {turn.role[:40]!r}",
+                    field=f"chat.messages[{number}].role",
+                )
         tokenizer = self._inference.tokenizer
         text = await tokenizer.render_chat(
             [{"role": turn.role, "content": turn.content} for turn in chat.messages],

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 from services.common.errors import InvalidArgument, OutOfRange
 from services.common.prompt_embeds import PromptEmbeds
@@ -12,6 +13,8 @@ from services.gateway.core.seeds import answer_seed
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_LENGTH = 1024
 MAX_CACHE_SALT_BYTES = 256
+ChatRole = Literal["system", "developer", "user", "assistant"]
+CHAT_ROLES: tuple[str, ...] = get_args(ChatRole)
 CONTEXT_LENGTH_EXCEEDED = "CONTEXT_LENGTH_EXCEEDED"
 
 

@@ -17,6 +17,8 @@ from services.common.status import from_rpc_error
 from tests.gateway.fake_scheduler import FakeScheduler
 from tests.gateway.serving import Serving, serving, until
 
+HELLO = [{"role": "user", "content": "hello"}]
+
 
 async def generate(served: Serving, **fields: Any) -> list[gateway_pb2.GenerateResponse]:
     return [r async for r in served.stub.Generate(gateway_pb2.GenerateRequest(**fields))]
@@ -116,6 +118,46 @@ async def test_nan_in_the_logits_is_an_error_that_says_so(served: Serving) -> No
             "top_p",
         ),
         ({"chat": {}}, grpc.StatusCode.INVALID_ARGUMENT, "chat.messages"),
+        (
+            {"chat": {"messages": [*HELLO, {"role": "tool", "content": "x"}]}},
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "chat.messages[1].role",
+        ),
+        (
+            {"text": "a", "sampling": {"eos_token_ids": [5]}},
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "sampling.eos_token_ids",
+        ),
+        (
+            {
+                "text": "a",
+                "sampling": {"logit_bias_token_ids": [5, 5], "logit_bias_values": [1, 2]},
+            },
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "sampling.logit_bias_token_ids",
+        ),
+        (
+            {"text": "a", "sampling": {"bad_words": [{"ids": []}]}},
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "bad_words",
+        ),
+        (
+            {"text": "a", "sampling": {"min_tokens": 2**32 - 1}},
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "min_tokens",
+        ),
+        (
+            {"text": "a", "sampling": {"max_tokens": 2**32 - 1}},
+            grpc.StatusCode.OUT_OF_RANGE,
+            "max_tokens",
+        ),
+        (
+            {"text": "a", "sampling": {"logprobs": 2**32 - 1}},
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "logprobs",
+        ),
+        ({"text": "a", "n": 2**32 - 1}, grpc.StatusCode.INVALID_ARGUMENT, "n"),
+        ({"text": "a", "priority": -(2**31)}, grpc.StatusCode.INVALID_ARGUMENT, "priority"),
     ],
 )
 async def test_what_is_wrong_is_named(

@@ -1,6 +1,6 @@
 """The bodies of requests, field by field. Types are checked here, ranges in the core."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -15,6 +15,7 @@ from services.gateway.adapters.http.fields import (
     TokenIds,
     only,
 )
+from services.gateway.core.request import ChatRole
 
 _NO_TOOLS = "tools are not supported"
 _NO_FORMAT = "constrained output is not supported"
@@ -96,7 +97,7 @@ class CompletionBody(SamplingBody):
 class ChatMessage(Body):
     """One turn of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: ChatRole
     content: TextOrParts
     name: str | None = None
     # A turn of the assistant may be sent back as it came: here, or from a server or through a
