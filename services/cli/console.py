@@ -57,8 +57,8 @@ class Console:
         self, name: str, status: str, tail: Sequence[str], delay_seconds: float, num_deaths: int
     ) -> None:
         """A service died."""
-        times = f" ({num_deaths} times in a row)" if num_deaths > 1 else ""
-        self.warn(f"{name} died{times}: {status}; starting it again in {delay_seconds:.1f} s")
+        times = f", {num_deaths} times in a row" if num_deaths > 1 else ""
+        self.warn(f"{name} died: {status}{times}; starting it again in {delay_seconds:.1f} s")
         self.tail(name, tail)
 
     def tail(self, name: str, lines: Sequence[str]) -> None:

@@ -93,12 +93,12 @@ class Stack:
         statistics: dict[str, Any] = replica["stats"]
         return statistics
 
-    def kill(self, service: str) -> None:
-        """Ends one service as a crash would."""
-        os.kill(self.pids()[service], signal.SIGKILL)
+    def hit(self, service: str, signum: signal.Signals = signal.SIGKILL) -> None:
+        """Sends a signal to one service, by default to end it as a crash would."""
+        os.kill(self.pids()[service], signum)
 
     def wait_until_back(self, service: str, killed_pid: int, seconds: float = 60) -> None:
-        """Waits until a killed service runs again and the gateway has a replica."""
+        """Waits until a service that was hit runs again and the gateway has a replica."""
 
         def back() -> bool:
             return self.pids().get(service, killed_pid) != killed_pid and self.healthy()

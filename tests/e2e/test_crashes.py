@@ -1,6 +1,7 @@
-"""A service that is killed while it works costs time, never a token."""
+"""A service that is killed, or hangs, while it works costs time, never a token."""
 
 import asyncio
+import signal
 
 import pytest
 from transformers import PreTrainedModel
@@ -12,21 +13,26 @@ from tests.e2e.stack import Stack, wait_for
 from tests.e2e.tiny import embed, greedy
 
 NUM_TOKENS = 150
-KILL_AT = 30
+HIT_AT = 30
 
 
-async def answers(stack: Stack, model: PreTrainedModel, kill: str | None = None) -> list[Answer]:
-    """Two greedy and two seeded answers, and a greedy one to an embedded prompt; `kill` ends a
-    service once the first is on its way.
+async def answers(
+    stack: Stack,
+    model: PreTrainedModel,
+    victim: str | None = None,
+    signum: signal.Signals = signal.SIGKILL,
+) -> list[Answer]:
+    """Two greedy and two seeded answers, and a greedy one to an embedded prompt. The victim gets
+    its signal once the first is on its way.
     """
-    killed = False
+    hit = False
 
     def on_tokens(num_tokens: int) -> None:
-        nonlocal killed
-        if kill is not None and not killed and num_tokens >= KILL_AT:
+        nonlocal hit
+        if victim is not None and not hit and num_tokens >= HIT_AT:
             assert num_tokens < NUM_TOKENS
-            killed = True
-            stack.kill(kill)
+            hit = True
+            stack.hit(victim, signum)
 
     requests = [request(PROMPTS[i], NUM_TOKENS) for i in range(2)]
     requests += [
@@ -41,21 +47,24 @@ async def answers(stack: Stack, model: PreTrainedModel, kill: str | None = None)
         )
 
 
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize("service", ["worker", "kvpool", "scheduler"])
-async def test_streams_go_on_when_a_service_is_killed(
-    service: str, stack: Stack, tiny_model: TinyModel
+async def test_streams_go_on_when_a_service_is(
+    service: str, signum: signal.Signals, stack: Stack, tiny_model: TinyModel
 ) -> None:
     undisturbed = await answers(stack, tiny_model.model)
-    pid = stack.pids()[service]
+    pid, told = stack.pids()[service], len(stack.output)
 
-    disturbed = await answers(stack, tiny_model.model, kill=service)
+    disturbed = await answers(stack, tiny_model.model, service, signum)
 
     assert [a.token_ids for a in disturbed] == [a.token_ids for a in undisturbed]
     assert [a.text for a in disturbed] == [a.text for a in undisturbed]
     for i in (0, 4):
         assert disturbed[i].token_ids == greedy(tiny_model.model, PROMPTS[i], NUM_TOKENS)
     stack.wait_until_back(service, pid)
-    assert any(f"{service} died: killed by SIGKILL" in line for line in stack.output)
+    lines = "\n".join(stack.output[told:])
+    assert (f"{service} hangs: it was stopped" in lines) is (signum == signal.SIGSTOP)
+    assert f"{service} died: killed by SIGKILL" in lines
     status = stack.status()
     assert (status["num_running"], status["num_waiting"]) == (0, 0)
     assert status["num_free_blocks"] == status["num_usable_blocks"]
@@ -67,7 +76,7 @@ async def test_a_killed_gateway_comes_back_and_its_requests_are_aborted(
     pid = stack.pids()["gateway"]
 
     with pytest.raises(Exception):  # noqa: B017, PT011 - Whatever the transport calls it.
-        await answers(stack, tiny_model.model, kill="gateway")
+        await answers(stack, tiny_model.model, victim="gateway")
 
     wait_for(lambda: stack.pids().get("gateway", pid) != pid, 60)
     wait_for(lambda: _serves(stack), 60)

@@ -1,4 +1,4 @@
-"""Two ranks behind one scheduler: the same tokens, whoever is killed."""
+"""Two ranks behind one scheduler: the same tokens, whichever is killed or hangs."""
 
 import asyncio
 import os
@@ -15,7 +15,7 @@ from tests.e2e.stack import Stack, wait_for
 from tests.e2e.tiny import greedy
 
 NUM_TOKENS = 100
-KILL_AT = 20
+HIT_AT = 20
 
 
 @pytest.fixture(scope="module")
@@ -40,16 +40,18 @@ def pids_of_ranks(stack: Stack) -> dict[int, int]:
     return found
 
 
-async def answers(stack: Stack, kill: int | None = None) -> list[Answer]:
-    """Three answers; `kill` is a process that ends once the first of them is on its way."""
-    killed = False
+async def answers(
+    stack: Stack, victim: int | None = None, signum: signal.Signals = signal.SIGKILL
+) -> list[Answer]:
+    """Three answers; the victim, a process, gets its signal once the first is on its way."""
+    hit = False
 
     def on_tokens(num_tokens: int) -> None:
-        nonlocal killed
-        if kill is not None and not killed and num_tokens >= KILL_AT:
+        nonlocal hit
+        if victim is not None and not hit and num_tokens >= HIT_AT:
             assert num_tokens < NUM_TOKENS
-            killed = True
-            os.kill(kill, signal.SIGKILL)
+            hit = True
+            os.kill(victim, signum)
 
     requests = [request(PROMPTS[i], NUM_TOKENS) for i in range(2)]
     requests.append(request(PROMPTS[2], NUM_TOKENS, seed=2, temperature=1.0))
@@ -67,7 +69,7 @@ async def test_a_killed_rank_takes_its_group_down_and_streams_go_on(
     undisturbed = await answers(ranks)
     before, told = pids_of_ranks(ranks), len(ranks.output)
 
-    disturbed = await answers(ranks, kill=before[rank])
+    disturbed = await answers(ranks, before[rank])
 
     assert [a.token_ids for a in disturbed] == [a.token_ids for a in undisturbed]
     for answer, prompt in zip(disturbed[:2], PROMPTS, strict=False):
@@ -81,12 +83,25 @@ async def test_a_killed_rank_takes_its_group_down_and_streams_go_on(
     assert f"stepwell worker: rank {rank} is gone" in lines
 
 
+async def test_a_stopped_rank_is_killed_and_streams_go_on(ranks: Stack) -> None:
+    undisturbed = await answers(ranks)
+    before, told = pids_of_ranks(ranks), len(ranks.output)
+
+    disturbed = await answers(ranks, before[1], signal.SIGSTOP)
+
+    assert [a.token_ids for a in disturbed] == [a.token_ids for a in undisturbed]
+    assert not set(pids_of_ranks(ranks).values()) & set(before.values())
+    lines = "\n".join(ranks.output[told:])
+    assert "worker-1 hangs: it was stopped" in lines
+    assert "stepwell worker: rank 1 is gone" in lines
+
+
 @pytest.mark.parametrize("service", ["scheduler", "kvpool"])
 async def test_ranks_stay_in_step_when_their_streams_end(service: str, ranks: Stack) -> None:
     undisturbed = await answers(ranks)
     before = pids_of_ranks(ranks)
 
-    disturbed = await answers(ranks, kill=ranks.pids()[service])
+    disturbed = await answers(ranks, ranks.pids()[service])
 
     assert [a.token_ids for a in disturbed] == [a.token_ids for a in undisturbed]
     assert pids_of_ranks(ranks) == before
