@@ -17,6 +17,10 @@ _ANSWER_SECONDS = 30.0
 _STREAM_TIMEOUT = httpx.Timeout(_ANSWER_SECONDS, connect=_CONNECT_SECONDS, read=None)
 
 
+class ServerAway(CommandError):
+    """The server does not answer, or cannot now; it may later."""
+
+
 class Client:
     """One server. Every failure is a CommandError with one sentence for people.
 
@@ -80,10 +84,10 @@ class Client:
 
     def _failure(self, error: Exception) -> CommandError:
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-            return CommandError(f"nothing answers at {self._url}; is `stepwell up` running there?")
+            return ServerAway(f"nothing answers at {self._url}; is `stepwell up` running there?")
         if isinstance(error, httpx.TimeoutException):
-            return CommandError(f"{self._url} did not answer within {_ANSWER_SECONDS:.0f} s")
-        return CommandError(f"the connection to {self._url} broke: {error or type(error).__name__}")
+            return ServerAway(f"{self._url} did not answer within {_ANSWER_SECONDS:.0f} s")
+        return ServerAway(f"the connection to {self._url} broke: {error or type(error).__name__}")
 
 
 def events(lines: Iterable[str]) -> Iterator[str]:
@@ -116,7 +120,8 @@ def _refuse(response: httpx.Response) -> None:
         message = _message_of(response.json())
     except ValueError:
         message = None
-    raise CommandError(message or f"{response.url} answered {response.status_code}")
+    failure = ServerAway if response.is_server_error else CommandError
+    raise failure(message or f"{response.url} answered {response.status_code}")
 
 
 def _message_of(body: Any) -> str | None:

@@ -16,7 +16,7 @@ class LivenessPolicy:
     that a machine that is too slow is not given ever more to start. A child that is not ready yet
     may load something that takes all of its time, and gets `loading_seconds`. A process that the
     system shows as stopped cannot be merely slow: for it `stopped_seconds` are enough. Before its
-    first answer, to this or about its readiness, a child may be silent for any time.
+    first answer, here or about its readiness, a child may be silent for any time.
     """
 
     factor: float = 2.0
@@ -41,27 +41,26 @@ async def until_hung(
     assert child.spec.liveness is not None
     check = child.spec.liveness()
     usual = policy.silence_seconds(child.spec.silence_seconds, num_hangs)
-    silence = _Silence(policy.period_seconds)
-    answered = False
+    silence: _Silence | None = None
     try:
         while True:
             asking = asyncio.ensure_future(check.ask())
             try:
                 while not asking.done():
                     await asyncio.wait({asking}, timeout=policy.period_seconds)
-                    silence.grow()
-                    answered = answered or is_ready()
-                    if answered and (why := _too_long(child, silence, usual, is_ready(), policy)):
-                        return why
+                    if silence is None and is_ready():
+                        silence = _Silence(policy.period_seconds)
+                    if silence is not None:
+                        silence.grow()
+                        if why := _too_long(child, silence, usual, is_ready(), policy):
+                            return why
                 with suppress(NoAnswer):
                     if why := asking.result():
                         return why
-                    answered = True
-                    silence.end()
+                    silence = _Silence(policy.period_seconds)
             finally:
                 asking.cancel()
             await asyncio.sleep(policy.period_seconds)
-            silence.grow()
     finally:
         await check.close()
 
@@ -77,11 +76,11 @@ def _too_long(
 
 
 class _Silence:
-    """Seconds since the last answer, as far as this process ran in them."""
+    """Seconds since an answer, as far as this process ran in them."""
 
     def __init__(self, period_seconds: float) -> None:
         self.seconds = 0.0
-        self._longest_turn = 2 * period_seconds
+        self._longest_turn = 3 * period_seconds
         self._loop = asyncio.get_running_loop()
         self._looked = self._loop.time()
 
@@ -90,7 +89,3 @@ class _Silence:
         now = self._loop.time()
         self.seconds += min(now - self._looked, self._longest_turn)
         self._looked = now
-
-    def end(self) -> None:
-        """There was an answer."""
-        self.seconds = 0.0

@@ -11,7 +11,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from services.cli.arguments import Parser
-from services.cli.client import Client
+from services.cli.client import Client, ServerAway
 from services.cli.errors import CommandError
 from services.cli.fleet_view import ReplicaView, Sample, headline, replica_views
 
@@ -32,8 +32,7 @@ def main(argv: Sequence[str]) -> int:
         elif sys.stdout.isatty():
             _watch_in_terminal(client, arguments.interval_seconds)
         else:
-            for before, sample in _samples(client, arguments.interval_seconds):
-                _show(sample, before)
+            _watch(client, arguments.interval_seconds)
     return 0
 
 
@@ -41,13 +40,23 @@ def _take(client: Client) -> Sample:
     return Sample(client.get("/status"), time.monotonic())
 
 
-def _samples(client: Client, interval_seconds: float) -> Iterator[tuple[Sample | None, Sample]]:
-    """Each sample with the one before it, for ever."""
+def _samples(
+    client: Client, interval_seconds: float
+) -> Iterator[tuple[Sample | None, Sample | ServerAway]]:
+    """Each sample with the one before it, for ever. A server that was there and goes away is asked
+    again until it is back; meanwhile the reason takes the place of the sample.
+    """
     before = None
     while True:
-        sample = _take(client)
-        yield before, sample
-        before = sample
+        try:
+            sample = _take(client)
+        except ServerAway as error:
+            if before is None:
+                raise
+            yield None, error
+        else:
+            yield before, sample
+            before = sample
         time.sleep(interval_seconds)
 
 
@@ -58,10 +67,29 @@ def _show(sample: Sample, before: Sample | None) -> None:
         print(plain_text(sample, before), flush=True)
 
 
+def _watch(client: Client, interval_seconds: float) -> None:
+    is_away = False
+    for before, sample in _samples(client, interval_seconds):
+        if isinstance(sample, Sample):
+            _show(sample, before)
+        elif not is_away:  # once is enough for a log
+            print(_away(sample), flush=True)
+        is_away = not isinstance(sample, Sample)
+
+
 def _watch_in_terminal(client: Client, interval_seconds: float) -> None:
     with Live(auto_refresh=False) as live:
         for before, sample in _samples(client, interval_seconds):
-            live.update(_rendered(sample, before), refresh=True)
+            shown: RenderableType = (
+                _rendered(sample, before)
+                if isinstance(sample, Sample)
+                else f"[red]{escape(_away(sample))}[/red]"
+            )
+            live.update(shown, refresh=True)
+
+
+def _away(error: ServerAway) -> str:
+    return f"{error}; asking again"
 
 
 def plain_text(sample: Sample, before: Sample | None) -> str:

@@ -23,7 +23,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # A service that comes back is found again within a quarter of a second.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 250),
     # Without these a stream that is read slowly is given megabytes of buffer in this process.
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", 65_535),

@@ -5,7 +5,9 @@ in the W3C `traceparent` that travels in messages. An unsampled trace context is
 string, so that a service below spends one comparison on it.
 """
 
+import logging
 import re
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,6 +27,10 @@ _TRACEPARENT = re.compile(
     "-(?P<flags>[0-9a-f]{2})(?P<rest>-.*)?"
 )
 _SAMPLED = 1
+
+LAST_EXPORT_SECONDS = 0.5
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +96,19 @@ class Tracing:
         )
 
     def shutdown(self) -> None:
-        """Sends what is left. Blocks for at most a few seconds."""
-        if self.provider is not None:
-            self.provider.shutdown()
+        """Sends what is left. Blocks for LAST_EXPORT_SECONDS at most: spans that a collector does
+        not take by then are lost.
+        """
+        if self.provider is None:
+            return
+        # The SDK's own bounds are an export's ten seconds and a shutdown's thirty.
+        sending = threading.Thread(target=self.provider.shutdown, name="last export", daemon=True)
+        sending.start()
+        sending.join(LAST_EXPORT_SECONDS)
+        if sending.is_alive():
+            logger.warning(
+                "the collector did not take the last spans within %g s", LAST_EXPORT_SECONDS
+            )
 
 
 def configure_tracing(

@@ -1,6 +1,7 @@
 """Builds a worker from its settings: reads the model, sizes the cache, warms up."""
 
 import logging
+import time
 from collections.abc import Callable
 
 import torch
@@ -35,6 +36,7 @@ from services.worker.settings import WorkerSettings
 logger = logging.getLogger(__name__)
 
 _PROGRESS_STEPS = 10
+_QUIET_SECONDS = 2.0
 
 
 def build_engine(
@@ -97,7 +99,8 @@ def build_engine(
     sizing = _size_kv_cache(settings, platform, parts, groups)
     if group is not None:
         sizing = _least(sizing, group)
-    logger.info("KV cache: %s", sizing.explanation)
+    for line in sizing.explanation.split("; "):
+        logger.info("KV cache: %s", line)
     parts = parts.sized(sizing.num_blocks, sizing.max_model_len)
     runner = platform.runner(parts)
     platform.warm_up(runner, parts.limits, tell.of("warming up"))
@@ -206,17 +209,21 @@ def _size_kv_cache(
 
 
 class _Progress:
-    """Logs progress in tenths."""
+    """Logs progress in tenths, where it takes longer than a moment."""
 
     def __init__(self, checkpoint_reached: Callable[[], None]) -> None:
         self._checkpoint_reached = checkpoint_reached
 
     def of(self, what: str) -> Callable[[int, int], None]:
         """A listener that logs `what` with the share that is done."""
+        told = time.monotonic()
 
         def listener(done: int, total: int) -> None:
+            nonlocal told
             self._checkpoint_reached()
-            if done * _PROGRESS_STEPS // total > (done - 1) * _PROGRESS_STEPS // total:
+            is_tenth = done * _PROGRESS_STEPS // total > (done - 1) * _PROGRESS_STEPS // total
+            if is_tenth and time.monotonic() >= told + _QUIET_SECONDS:
+                told = time.monotonic()
                 logger.info("%s: %d%%", what, 100 * done // total)
 
         return listener

@@ -34,6 +34,7 @@ ANSWER_HEALTH = """
 import asyncio, signal, sys, time
 from services.common.server import GrpcServer
 async def main():
+    time.sleep(float(sys.argv[2]))
     server, loop, stop = GrpcServer(), asyncio.get_running_loop(), asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
     loop.add_signal_handler(
@@ -74,12 +75,16 @@ def server(name: str, directory: Path, stop_seconds: float = 0.0) -> ChildSpec:
     )
 
 
-def health_server(name: str, directory: Path, *, silence_seconds: float) -> ChildSpec:
-    """A child with a socket in the directory of a run, which is made again if it was removed."""
+def health_server(
+    name: str, directory: Path, *, silence_seconds: float, start_seconds: float = 0.0
+) -> ChildSpec:
+    """A child with a socket in the directory of a run, which is made again if it was removed. It
+    takes some time before it listens.
+    """
     address = f"unix:{directory / name}.sock"
     return ChildSpec(
         name=name,
-        command=(sys.executable, "-c", ANSWER_HEALTH, address),
+        command=(sys.executable, "-c", ANSWER_HEALTH, address, str(start_seconds)),
         environ=os.environ,
         until_ready=partial(until_ready, address),
         liveness=partial(Liveness, address),

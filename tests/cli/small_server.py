@@ -16,8 +16,8 @@ class SmallServer(ThreadingHTTPServer):
     `bodies` holds what was posted, `keys` the Authorization of each call.
     """
 
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(self, port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), _Handler)
         self.bodies: list[dict[str, Any]] = []
         self.hung_up = threading.Event()
         self.keys: list[str | None] = []
@@ -28,9 +28,9 @@ class SmallServer(ThreadingHTTPServer):
 
 
 @contextmanager
-def small_server() -> Iterator[SmallServer]:
+def small_server(port: int = 0) -> Iterator[SmallServer]:
     """Serves until the block ends."""
-    with SmallServer() as server:
+    with SmallServer(port) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         try:
@@ -48,7 +48,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.keys.append(self.headers["Authorization"])
-        self._answer(200, {"data": [{"id": "small"}]})
+        if self.path == "/status":
+            status = {"model": "small", "requests_in_flight": 0, "draining": False, "replicas": []}
+            self._answer(200, status)
+        else:
+            self._answer(200, {"data": [{"id": "small"}]})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

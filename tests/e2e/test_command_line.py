@@ -5,6 +5,8 @@ import sys
 
 from tests.e2e.stack import ROOT, Stack
 
+LONGEST_LINE = 170
+
 
 def stepwell(stack: Stack, command: str, *arguments: str, stdin: str = "") -> str:
     """What the command writes; it must succeed."""
@@ -18,6 +20,13 @@ def stepwell(stack: Stack, command: str, *arguments: str, stdin: str = "") -> st
     )
     assert (done.returncode, done.stderr) == (0, b"")
     return done.stdout.decode()
+
+
+def test_a_start_is_told_in_lines_that_can_be_read(stack: Stack) -> None:
+    ready = next(i for i, line in enumerate(stack.output) if line.startswith("ready: "))
+    lines = stack.output[:ready]
+    assert max(map(len, lines)) <= LONGEST_LINE
+    assert not [line for line in lines if "failed" in line or "No such file" in line]
 
 
 def test_a_completion_is_the_same_each_time(stack: Stack) -> None:

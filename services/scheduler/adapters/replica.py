@@ -15,7 +15,8 @@ from services.scheduler.adapters.worker_client import WorkerGroup
 logger = logging.getLogger(__name__)
 
 FIRST_RETRY_SECONDS = 0.05
-LAST_RETRY_SECONDS = 1.0
+LAST_RETRY_SECONDS = 0.25
+QUIET_SECONDS = 5.0
 
 _ATTENTION_TYPES = {
     common_pb2.ATTENTION_TYPE_FULL: AttentionType.FULL,
@@ -66,15 +67,19 @@ class ReplicaClient:
         self._shape: ReplicaShape | None = None
 
     async def open(self) -> ReplicaShape:
-        """Waits for pool and workers as long as it takes, and opens them as a new generation."""
+        """Waits for pool and workers as long as it takes, and opens them as a new generation. Says
+        what it waits for once that is longer than they usually take to start.
+        """
         delay, complaint = FIRST_RETRY_SECONDS, ""
+        loop = asyncio.get_running_loop()
+        quiet_until = loop.time() + QUIET_SECONDS
         while True:
             try:
                 return await self._try()
             except (FailedPrecondition, InvalidArgument):
                 raise
             except StepwellError as error:
-                if error.message != complaint:
+                if error.message != complaint and loop.time() >= quiet_until:
                     complaint = error.message
                     logger.info("waiting for pool and workers: %s", complaint)
                 await asyncio.sleep(delay)

@@ -220,3 +220,29 @@ def read_until(terminal: int, ending: str) -> str:
         assert ready, shown
         shown += os.read(terminal, 4096).decode()
     return shown
+
+
+def test_a_watched_status_goes_on_when_the_server_is_back() -> None:
+    with small_server() as first:
+        port = first.server_address[1]
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "services.cli", "status", "--watch"),
+                *("--interval-seconds", "0.05", "--url", first.url),
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == "small: 0 requests here\n"
+    try:
+        line = process.stdout.readline()
+        while line == "small: 0 requests here\n":
+            line = process.stdout.readline()
+        assert line.endswith("; asking again\n")
+        with small_server(port):
+            assert process.stdout.readline() == "small: 0 requests here\n"
+    finally:
+        process.kill()
+        process.communicate()

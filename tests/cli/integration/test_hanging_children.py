@@ -86,6 +86,19 @@ async def test_a_removed_directory_is_made_again_for_children_with_new_sockets(
     assert watched.directory.stat().st_mode & 0o777 == 0o700
 
 
+async def test_the_time_that_a_child_takes_to_start_is_no_silence() -> None:
+    with run_directory() as directory:
+        spec = health_server("slow", directory, silence_seconds=0.5, start_seconds=1.5)
+        journal = Journal()
+        supervisor = Supervisor([Stage((spec,), 2)], journal, QUICK, LIVENESS)
+        running = await started(supervisor)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(running), 2 * LIVENESS.period_seconds)
+        assert not journal.hangs
+        supervisor.stop.set()
+        await running
+
+
 async def test_time_in_which_the_supervisor_did_not_run_is_not_held_against_a_child(
     watched: Watched,
 ) -> None:

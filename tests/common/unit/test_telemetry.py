@@ -1,5 +1,8 @@
 """Trace contexts, spans, and that what is not sampled costs and leaves nothing."""
 
+import socket
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -119,3 +122,13 @@ def test_links_that_name_no_span_are_left_out() -> None:
     assert span.parent is None
     assert span.resource.attributes["service.name"] == "stepwell-scheduler"
     tracing.shutdown()
+
+
+def test_a_collector_that_hangs_does_not_hold_up_the_end() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        tracing = configure_tracing("scheduler", f"http://127.0.0.1:{port}", 1.0)
+        tracing.start("a span that is not taken").end()
+        began = time.monotonic()
+        tracing.shutdown()
+        assert time.monotonic() - began < 3
