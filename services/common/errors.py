@@ -10,6 +10,7 @@
     ├── FailedPrecondition   right at another time: fenced, out of sequence, in use
     ├── Aborted              taken over or given up after it was accepted
     ├── Unavailable          a part is away or draining; says when to try again
+    │   └── DeadlineExceeded no answer came in the time that the caller gave
     └── InternalError        a defect here
 
 A core subclasses the kind that fits and sets `reason`, the machine-readable name that travels in
@@ -93,6 +94,12 @@ class Unavailable(StepwellError):
     """A part that is needed is away or draining. `retry_after_seconds` says when to try again."""
 
     reason = "UNAVAILABLE"
+
+
+class DeadlineExceeded(Unavailable):
+    """The deadline that the caller set passed before the answer was complete."""
+
+    reason = "DEADLINE_EXCEEDED"
 
 
 class InternalError(StepwellError):

@@ -23,6 +23,7 @@ STATUS_OF: dict[type[errors.StepwellError], grpc.StatusCode] = {
     errors.PayloadTooLarge: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.ResourceExhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.FailedPrecondition: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.Aborted: grpc.StatusCode.ABORTED,
     errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
     errors.InternalError: grpc.StatusCode.INTERNAL,
@@ -30,7 +31,6 @@ STATUS_OF: dict[type[errors.StepwellError], grpc.StatusCode] = {
 
 _KIND_OF: dict[grpc.StatusCode, type[errors.StepwellError]] = {
     **{status: kind for kind, status in STATUS_OF.items() if kind is not errors.PayloadTooLarge},
-    grpc.StatusCode.DEADLINE_EXCEEDED: errors.Unavailable,
     grpc.StatusCode.CANCELLED: errors.Aborted,
 }
 

@@ -24,6 +24,10 @@ VOCAB_SIZE = 320
 # Tokens below are special in the tests' tokenizer.
 FIRST_ORDINARY = 4
 
+FULL = scheduler_pb2.Rejection(
+    code=8, reason="QUEUE_FULL", message="the queue is full", retry_after_millis=1500
+)
+
 
 @dataclass
 class Sequence:
@@ -52,6 +56,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
     tokens_per_step: int = 1
     rejection: scheduler_pb2.Rejection | None = None
     engine_error: str = ""
+    # Requests that it holds; further ones are refused.
+    max_requests: int | None = None
     num_cached_tokens: int = 0
     fingerprint: bytes = b"f" * 32
     tokenizer_fingerprint: bytes = b""
@@ -210,9 +216,12 @@ class _Session:
         if kind == "add":
             add = request.add
             self._scheduler.adds.append(add)
-            if self._scheduler.rejection is not None:
+            rejection = self._scheduler.rejection
+            if self._scheduler.num_running == self._scheduler.max_requests:
+                rejection = FULL
+            if rejection is not None:
                 rejected = scheduler_pb2.Rejection()
-                rejected.CopyFrom(self._scheduler.rejection)
+                rejected.CopyFrom(rejection)
                 rejected.handle = add.handle
                 self._rejected.append(rejected)
                 return

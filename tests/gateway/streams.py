@@ -13,14 +13,18 @@ BODY = {"prompt": PROMPT, "seed": 11, "max_tokens": 30, "stream": True, "return_
 class Stream:
     """A completion that is read as it comes."""
 
-    def __init__(self, served: Serving, body: dict | None = None) -> None:
+    def __init__(
+        self, served: Serving, body: dict | None = None, headers: dict | None = None
+    ) -> None:
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self.error: dict | None = None
-        self.task = asyncio.create_task(self._read(served, BODY | (body or {})))
+        self.task = asyncio.create_task(self._read(served, BODY | (body or {}), headers))
 
-    async def _read(self, served: Serving, body: dict) -> None:
-        async with served.http.stream("POST", "/v1/completions", json=body) as response:
+    async def _read(self, served: Serving, body: dict, headers: dict | None) -> None:
+        async with served.http.stream(
+            "POST", "/v1/completions", json=body, headers=headers
+        ) as response:
             if response.status_code != 200:
                 self.error = json.loads(await response.aread())["error"]
                 return

@@ -121,8 +121,11 @@ def from_sampling_proto(message: common_pb2.SamplingParams) -> Sampling:
     )
 
 
-def to_add_request(handle: int, inflight: Inflight) -> scheduler_pb2.AddRequest:
-    """A sequence with all that came of it, for a replica to begin or to go on with."""
+def to_add_request(handle: int, inflight: Inflight, now: float) -> scheduler_pb2.AddRequest:
+    """A sequence with all that came of it, for a replica to begin or to go on with.
+
+    `now` is on the clock of the request's deadline.
+    """
     request = inflight.request
     sampling = to_sampling_proto(request.sampling)
     if not inflight.wants_prompt_logprobs:
@@ -140,7 +143,15 @@ def to_add_request(handle: int, inflight: Inflight) -> scheduler_pb2.AddRequest:
         arrival_unix_nanos=request.arrival_unix_nanos,
         cache_salt=request.cache_salt,
         traceparent=request.traceparent,
+        timeout_millis=_timeout_millis(request.deadline, now),
     )
+
+
+def _timeout_millis(deadline: float | None, now: float) -> int:
+    """How long the client still waits; 0 stands for "it does not say"."""
+    if deadline is None:
+        return 0
+    return min(max(1, round(1000 * (deadline - now))), 2**32 - 1)
 
 
 def from_logprobs_proto(message: common_pb2.Logprobs) -> LogprobRows:

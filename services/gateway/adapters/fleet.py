@@ -121,6 +121,18 @@ class Fleet:
             raise _unavailable(self.why_not_ready())
         return limits
 
+    def check_room(self, deadline: float | None) -> None:
+        """Raises ResourceExhausted when every ready replica just refused a request like this."""
+        now = _loop_time()
+        ready = [replica for replica in self.replicas if replica.is_ready]
+        refusals = [replica.fullness.would_refuse(deadline, now) for replica in ready]
+        if refusals and (first := refusals[0]) is not None and None not in refusals:
+            raise ResourceExhausted(
+                first.message,
+                reason=first.error_reason,
+                retry_after_seconds=first.retry_after_seconds,
+            )
+
     def start(self, requests: Sequence[EngineRequest]) -> Mailbox:
         """Sends sequences; those of one prompt to one replica, where they share its blocks."""
         mailbox = Mailbox(requests, self._numbers, self._drop)

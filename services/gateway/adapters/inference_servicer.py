@@ -67,8 +67,10 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
             observing = self._observer.observing(operation, metadata.get("traceparent", ""))
             observation = work.enter_context(observing)
             work.enter_context(self._gate.enter())
+            deadline = _deadline(context)
+            self._inference.check_room(deadline)
             client_request = await self._client_request(request)
-            generation = self._inference.prepare(client_request, observation.traceparent)
+            generation = self._inference.prepare(client_request, observation.traceparent, deadline)
             pieces = observation.watch(generation, self._inference.run(generation), stream=True)
             source = await work.enter_async_context(aclosing(pieces))  # type: ignore[type-var]
             cut = ReaderCut(work, self._reader_timeout, self._reader_was_cut)
@@ -184,6 +186,12 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         )
         [token_ids] = await self._inference.encode([text], add_special_tokens=False)
         return token_ids
+
+
+def _deadline(context: Context) -> float | None:
+    """The call's deadline on the event loop's clock."""
+    remaining = context.time_remaining()
+    return None if remaining is None else asyncio.get_running_loop().time() + remaining
 
 
 def _to_response(piece: Piece, generation: Generation) -> gateway_pb2.GenerateResponse:

@@ -9,7 +9,7 @@ import grpc
 from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 from services.common.channel import open_channel
-from services.common.errors import StepwellError
+from services.common.errors import ResourceExhausted, StepwellError
 from services.gateway.adapters.converters import (
     from_finished,
     from_logprobs_proto,
@@ -17,6 +17,7 @@ from services.gateway.adapters.converters import (
     from_rejection,
     to_add_request,
 )
+from services.gateway.adapters.fullness import Fullness
 from services.gateway.adapters.inflight import Inflight
 from services.gateway.core.request import ModelLimits
 
@@ -59,6 +60,7 @@ class Replica:
         self.fingerprint = b""
         self.tokenizer_fingerprint = b""
         self.refusal = ""
+        self.fullness = Fullness()
         self._state = _NOT_SAID
         self._stalled_since: float | None = None
         self._why_away = "not connected yet"
@@ -112,7 +114,8 @@ class Replica:
         handle = self._free_handle()
         self._running[handle] = inflight
         inflight.sent(release=lambda: self._abort(handle))
-        self._post(scheduler_pb2.SessionRequest(add=to_add_request(handle, inflight)))
+        add = to_add_request(handle, inflight, asyncio.get_running_loop().time())
+        self._post(scheduler_pb2.SessionRequest(add=add))
 
     def take_back(self) -> list[Inflight]:
         """Aborts all sequences there and returns them, in order of arrival."""
@@ -212,6 +215,7 @@ class Replica:
 
     def _opened(self, opened: scheduler_pb2.SessionOpened) -> None:
         self.limits = from_opened(opened)
+        self.fullness.room_again()
         self.model_name = opened.model_name
         self.fingerprint = opened.fingerprint
         self.tokenizer_fingerprint = opened.tokenizer_fingerprint
@@ -253,6 +257,8 @@ class Replica:
     def _apply(self, deltas: scheduler_pb2.StepDeltas) -> None:
         running = self._running
         token_ids, start = list(deltas.token_ids), 0
+        if deltas.admitted:
+            self.fullness.room_again()
         for admitted in deltas.admitted:
             if (inflight := running.get(admitted.handle)) is not None:
                 inflight.admitted(admitted.num_cached_tokens)
@@ -268,7 +274,11 @@ class Replica:
                 _end(inflight, finished)
         for rejected in deltas.rejected:
             if (inflight := running.pop(rejected.handle, None)) is not None:
-                self._on_rejected(inflight, from_rejection(rejected), self)
+                error = from_rejection(rejected)
+                if isinstance(error, ResourceExhausted):
+                    now = asyncio.get_running_loop().time()
+                    self.fullness.refused(error, inflight.request.deadline, now)
+                self._on_rejected(inflight, error, self)
 
     def _abort(self, handle: int) -> None:
         if self._running.pop(handle, None) is None:

@@ -64,7 +64,16 @@ class Inference:
             return limits
         return replace(limits, eos_token_ids=(*limits.eos_token_ids, eos_token_id))
 
-    def prepare(self, request: ClientRequest, traceparent: str = "") -> Generation:
+    def check_room(self, deadline: float | None) -> None:
+        """Raises ResourceExhausted where the engine is known to refuse one more request.
+
+        To be asked before the prompt is tokenized: under overload most requests are refused.
+        """
+        self._engine.check_room(deadline)
+
+    def prepare(
+        self, request: ClientRequest, traceparent: str = "", deadline: float | None = None
+    ) -> Generation:
         """Checks a request. Raises what is wrong with it; nothing has been sent then."""
         limits = self.limits()
         check_request(request, limits)
@@ -75,6 +84,7 @@ class Inference:
             seed=self._draw_seed(),
             arrival_unix_nanos=self._unix_nanos(),
             traceparent=traceparent,
+            deadline=deadline,
         )
         return Generation(request, sequences, self.tokenizer)
 

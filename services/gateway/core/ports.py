@@ -31,11 +31,18 @@ class Engine(Protocol):
     """Every replica of the model, seen as one."""
 
     def limits(self) -> ModelLimits:
-        """What a request may be. Raises Unavailable while no replica is ready."""
+        """What a request may be. Raises Unavailable until a replica was ready once."""
+        ...
+
+    def check_room(self, deadline: float | None) -> None:
+        """Raises ResourceExhausted where a request with this deadline would be refused now.
+
+        It is a guess from what was refused just before; `start` is the last word.
+        """
         ...
 
     def start(self, requests: Sequence[EngineRequest]) -> Subscription:
-        """Sends sequences to a replica. Raises Unavailable, with nothing sent, when none is ready.
+        """Sends sequences to a replica; while none is ready they wait, in order of arrival.
 
         A sequence survives the loss of its replica: it is sent again with the tokens that came so
         far, and its news goes on without a lost or repeated token.

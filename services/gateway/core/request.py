@@ -93,6 +93,8 @@ class EngineRequest:
     arrival_unix_nanos: int
     traceparent: str
     prompt_embeds: PromptEmbeds | None = None
+    deadline: float | None = None
+    """When the client gives up, on the clock that the engine uses; None where it does not say."""
 
 
 def check_request(request: ClientRequest, limits: ModelLimits) -> None:
@@ -119,6 +121,7 @@ def to_engine_requests(
     seed: int,
     arrival_unix_nanos: int,
     traceparent: str,
+    deadline: float | None = None,
 ) -> list[EngineRequest]:
     """The sequences of a checked request, prompt by prompt.
 
@@ -145,6 +148,7 @@ def to_engine_requests(
                     cache_salt=request.cache_salt,
                     arrival_unix_nanos=arrival_unix_nanos,
                     traceparent=traceparent,
+                    deadline=deadline,
                 )
             )
     return sequences

@@ -152,7 +152,7 @@ async def test_a_deadline_that_passes_is_unavailable() -> None:
             await health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(), timeout=0.05, wait_for_ready=True
             )
-    assert type(from_rpc_error(failed.value)) is errors.Unavailable
+    assert isinstance(from_rpc_error(failed.value), errors.Unavailable)
     await server.stop(0)
 
 

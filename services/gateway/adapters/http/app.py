@@ -23,6 +23,7 @@ from services.gateway.adapters.http.bodies import (
 )
 from services.gateway.adapters.http.chat import ChatDialect, chat_request, in_chat_words, render
 from services.gateway.adapters.http.completions import CompletionDialect, completion_request
+from services.gateway.adapters.http.deadline import deadline_of
 from services.gateway.adapters.http.dialect import Envelope
 from services.gateway.adapters.http.errors import error_response, plain_error_response
 from services.gateway.adapters.http.json_pieces import JsonReply, LongList
@@ -107,12 +108,14 @@ class HttpApi:
         """Text completions."""
 
         async def read() -> Exchange:
+            deadline = self._deadline(request)
             body = await self._body(request, CompletionBody)
             name = _request_id("cmpl", body, request)
             envelope = self._envelope(name, body)
             return Exchange(
                 operation=names.GENAI_OPERATION_TEXT_COMPLETION,
                 traceparent=request.headers.get("traceparent", ""),
+                deadline=deadline,
                 stream=bool(body.stream),
                 to_request=lambda: completion_request(body, self._inference, name),
                 to_dialect=lambda made: CompletionDialect(envelope, made, self._inference.tokens),
@@ -124,12 +127,14 @@ class HttpApi:
         """Chat completions."""
 
         async def read() -> Exchange:
+            deadline = self._deadline(request)
             body = await self._body(request, ChatCompletionBody)
             name = _request_id("chatcmpl", body, request)
             envelope = self._envelope(name, body)
             return Exchange(
                 operation=names.GENAI_OPERATION_CHAT,
                 traceparent=request.headers.get("traceparent", ""),
+                deadline=deadline,
                 stream=bool(body.stream),
                 to_request=lambda: chat_request(body, self._inference, name),
                 to_dialect=lambda made: ChatDialect(envelope, made, self._inference.tokens),
@@ -202,6 +207,14 @@ class HttpApi:
         """Prometheus metrics."""
         self._metrics.replicas_ready.set(self._fleet.num_ready)
         return Response(self._metrics.render(), media_type=metrics.CONTENT_TYPE)
+
+    def _deadline(self, request: Request) -> float | None:
+        """When the client gives up. Raises ResourceExhausted, before the body is read, where the
+        request would be refused.
+        """
+        deadline = deadline_of(request.headers)
+        self._inference.check_room(deadline)
+        return deadline
 
     async def _body(self, request: Request, model: type[Any]) -> Any:
         body = await read_body(request, model, self._body_limits)

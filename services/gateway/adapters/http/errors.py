@@ -17,6 +17,7 @@ KINDS: dict[type[errors.StepwellError], tuple[int, str]] = {
     errors.PayloadTooLarge: (413, "invalid_request_error"),
     errors.ResourceExhausted: (429, "rate_limit_error"),
     errors.InternalError: (500, "server_error"),
+    errors.DeadlineExceeded: (504, "timeout_error"),
     errors.Aborted: (503, "service_unavailable_error"),
     errors.Unavailable: (503, "service_unavailable_error"),
 }

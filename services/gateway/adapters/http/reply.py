@@ -10,6 +10,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from services.common.errors import InternalError, StepwellError
+from services.gateway.adapters.http.deadline import until
 from services.gateway.adapters.http.dialect import Dialect, event
 from services.gateway.adapters.http.errors import error_body, error_response
 from services.gateway.adapters.observation import Observation, Observer
@@ -35,6 +36,7 @@ class Exchange:
 
     operation: str
     traceparent: str
+    deadline: float | None
     stream: bool
     to_request: Callable[[], Awaitable[ClientRequest]]
     to_dialect: Callable[[ClientRequest], Dialect]
@@ -93,7 +95,8 @@ class GenerationReply(Response):
     async def _work(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with self._observer.observing(exchange.operation, exchange.traceparent) as observation:
-                await self._generate(exchange, observation, send)
+                async with until(exchange.deadline):
+                    await self._generate(exchange, observation, send)
         except StepwellError as error:
             await self._refuse(exchange.in_client_words(error), scope, receive, send)
         except Exception:
@@ -102,7 +105,7 @@ class GenerationReply(Response):
 
     async def _generate(self, exchange: Exchange, observation: Observation, send: Send) -> None:
         request = await exchange.to_request()
-        generation = self._inference.prepare(request, observation.traceparent)
+        generation = self._inference.prepare(request, observation.traceparent, exchange.deadline)
         dialect = exchange.to_dialect(request)
         pieces = observation.watch(
             generation, self._inference.run(generation), stream=exchange.stream

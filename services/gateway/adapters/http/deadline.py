@@ -1,0 +1,45 @@
+"""The deadline of an HTTP request: the header X-Request-Timeout, in seconds."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+from services.common.errors import DeadlineExceeded, InvalidArgument
+
+HEADER = "X-Request-Timeout"
+MAX_SECONDS = 86_400.0
+
+
+def deadline_of(headers: Mapping[str, str]) -> float | None:
+    """When the client gives up, on the event loop's clock; None where it does not say.
+
+    Raises InvalidArgument for what is no number of seconds above 0, a day at most.
+    """
+    value = headers.get(HEADER.lower())
+    if value is None:
+        return None
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= MAX_SECONDS:
+        raise InvalidArgument(
+            f"{HEADER} must be a number of seconds above 0 and at most {MAX_SECONDS:.0f}",
+            field=HEADER,
+        )
+    return asyncio.get_running_loop().time() + seconds
+
+
+@asynccontextmanager
+async def until(deadline: float | None) -> AsyncIterator[None]:
+    """Cancels what runs inside at the deadline, and raises DeadlineExceeded then."""
+    alarm = asyncio.timeout_at(deadline)
+    try:
+        async with alarm:
+            yield
+    except TimeoutError as error:
+        if not alarm.expired():
+            raise
+        raise DeadlineExceeded(
+            f"the time that {HEADER} allows passed before the answer was complete"
+        ) from error
