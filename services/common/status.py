@@ -13,7 +13,14 @@ from grpc_status import rpc_status
 from services.common import errors
 
 DOMAIN = "stepwell"
-_SHORT = 60
+
+_CONNECTION_ENDS = (
+    ("ping timeout", "answers no ping"),
+    ("failed to connect", "is not there"),
+    ("Connection reset", "closed the connection"),
+    ("Socket closed", "closed the connection"),
+)
+"""Parts of what grpc says of a connection, and what that means."""
 
 STATUS_OF: dict[type[errors.StepwellError], grpc.StatusCode] = {
     errors.InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
@@ -95,12 +102,11 @@ def from_peer(peer: str, rpc_error: grpc.aio.AioRpcError) -> errors.StepwellErro
 
 
 def _connection_end(details: str) -> str:
-    """What became of a connection, by grpc's words."""
-    if "connect" in details.lower() and "reset" not in details.lower():
-        return "is not there"
-    if "ping timeout" in details or "keepalive" in details.lower():
-        return "answers no ping"
-    return f"closed the connection ({details})" if len(details) < _SHORT else "is gone"
+    """What became of a connection, by grpc's words, which are quoted where they say more."""
+    for words, meaning in _CONNECTION_ENDS:
+        if words in details:
+            return meaning
+    return f"is gone: {details}"
 
 
 def _pack(message: object) -> any_pb2.Any:

@@ -106,6 +106,7 @@ class PoolClient:
         self.close()
 
     async def _send(self, request: kvpool_pb2.TransactRequest) -> kvpool_pb2.TransactResponse:
+        told = ""
         while True:
             try:
                 return await self._try(request)
@@ -115,12 +116,14 @@ class PoolClient:
                 is_broken = isinstance(error, Unavailable) or _broke_under_a_write(rpc_error)
                 if not (self._is_late or is_broken):
                     raise _lost(error) from rpc_error
-                await self._pause_before_retry(request.sequence, error)
+                if error.message != told:
+                    told = error.message
+                    logger.warning("transaction %d is sent again: %s", request.sequence, told)
+                await self._pause_before_retry(error)
 
-    async def _pause_before_retry(self, sequence: int, error: StepwellError) -> None:
+    async def _pause_before_retry(self, error: StepwellError) -> None:
         """Raises PoolLost when the time is over, before the pause or after it."""
         if not self._is_late:
-            logger.warning("transaction %d: %s; sending it again", sequence, error)
             await asyncio.sleep(RETRY_SECONDS)
         if self._is_late:
             raise ports.PoolLost(

@@ -13,7 +13,13 @@ import services
 from services.common import errors
 from services.common.channel import open_channel
 from services.common.server import StatusInterceptor
-from services.common.status import STATUS_OF, from_rpc_error, status_code, to_rich_status
+from services.common.status import (
+    STATUS_OF,
+    from_peer,
+    from_rpc_error,
+    status_code,
+    to_rich_status,
+)
 from services.worker.core.errors import KVCacheTooSmall
 from services.worker.device import UnsuitableDevice
 from services.worker.kernels.errors import KernelsUnavailable
@@ -164,3 +170,24 @@ async def test_what_is_not_served_is_a_defect() -> None:
         error = await _call(health_pb2_grpc.HealthStub(channel), streaming=False)
     assert type(error) is errors.InternalError
     await server.stop(0)
+
+
+@pytest.mark.parametrize(
+    ("details", "sentence"),
+    [
+        (
+            "failed to connect to all addresses; last error: UNKNOWN: unix:/tmp/w.sock: connect: "
+            "No such file or directory (2)",
+            "the worker is not there",
+        ),
+        ("Stream removed (recvmsg:Connection reset by peer)", "the worker closed the connection"),
+        ("Stream removed (ping timeout)", "the worker answers no ping"),
+        ("TLS handshake failed", "the worker is gone: TLS handshake failed"),
+    ],
+)
+def test_what_grpc_says_of_a_connection_becomes_a_sentence(details: str, sentence: str) -> None:
+    metadata = grpc.aio.Metadata()
+    failed = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, metadata, metadata, details=details)
+    error = from_peer("the worker", failed)
+    assert type(error) is errors.Unavailable
+    assert error.message == sentence
