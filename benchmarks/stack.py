@@ -58,6 +58,10 @@ class Stack:
         """The process of each service."""
         return {name: process.pid for name, process in self._by_name().items()}
 
+    def logs(self) -> dict[str, str]:
+        """What each service has logged."""
+        return {name: self._log(name).read_text(errors="replace") for name in self._by_name()}
+
     async def __aenter__(self) -> "Stack":
         planned = stages(self._settings, self._addresses, environment())
         self._processes = [
