@@ -32,6 +32,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "policy": ("scheduler",),
     "enable_prefix_caching": ("scheduler",),
     "served_model_name": ("gateway", "worker"),
+    "generation_config": ("gateway",),
     "api_keys": ("gateway",),
     "otlp_endpoint": ("gateway", "scheduler", "kvpool", "worker"),
     "trace_sample_ratio": ("gateway", "scheduler", "kvpool", "worker"),

@@ -26,6 +26,11 @@ class UpSettings:
     served_model_name: str | None = setting(
         None, doc="name that clients use (default: the directory's)"
     )
+    generation_config: str | None = setting(
+        None,
+        doc="where default sampling parameters come from: auto, vllm, or a directory with a "
+        "generation_config.json",
+    )
     api_keys: tuple[str, ...] | None = setting(None, doc="keys that clients must show one of")
     dtype: str | None = setting(
         None, doc="data type of weights and KV cache: auto, float32, bfloat16"

@@ -18,6 +18,7 @@ from services.common.telemetry import Tracing
 from services.common.tokenizer_files import tokenizer_fingerprint
 from services.gateway.adapters.auth import ApiKeys
 from services.gateway.adapters.fleet import Fleet, FleetTimes
+from services.gateway.adapters.generation_config import read_sampling_defaults
 from services.gateway.adapters.hf_tokenizer import HfTokenizer
 from services.gateway.adapters.http.app import HttpApi
 from services.gateway.adapters.http.body_budget import BodyBudget
@@ -49,6 +50,7 @@ class Gateway:
     """One gateway process's worth of objects."""
 
     def __init__(self, settings: GatewaySettings, tokenizer: HfTokenizer, tracing: Tracing) -> None:
+        """Raises FailedPrecondition for a generation_config.json that is wrong."""
         self._settings = settings
         name = settings.model_name
         self.fleet = Fleet(
@@ -66,6 +68,7 @@ class Gateway:
             name,
             tokenizer,
             self.fleet,
+            defaults=read_sampling_defaults(settings.generation_config, settings.model),
             max_choices=settings.max_choices_per_request,
             max_items=settings.max_items_per_request,
             draw_seed=lambda: secrets.randbits(64),

@@ -21,6 +21,12 @@ class GatewaySettings:
     served_model_name: str = setting(
         "", doc="name by which clients ask for the model; empty: the directory's name"
     )
+    generation_config: str = setting(
+        "auto",
+        doc="where default sampling parameters come from: auto, the model's "
+        "generation_config.json; vllm, no file; or a directory with such a file, whose "
+        "max_new_tokens bounds every answer",
+    )
     schedulers: tuple[str, ...] = setting(
         ("127.0.0.1:9001",), doc="addresses of schedulers, comma-separated", check=_not_empty
     )

@@ -1,5 +1,7 @@
 """Between the core's words and the messages of the scheduler's contract."""
 
+from dataclasses import replace
+
 import grpc
 from stepwell.common.v1 import common_pb2
 from stepwell.scheduler.v1 import scheduler_pb2
@@ -87,9 +89,11 @@ _SCALARS = (
 )
 
 
-def from_sampling_proto(message: common_pb2.SamplingParams) -> Sampling:
-    """A client's sampling parameters. Raises InvalidArgument for what cannot be meant, or would
-    be passed over: unequal logit-bias arrays, a token named twice in them, end-of-sequence tokens.
+def from_sampling_proto(message: common_pb2.SamplingParams, defaults: Sampling) -> Sampling:
+    """A client's sampling parameters; what is left out is as in `defaults`.
+
+    Raises InvalidArgument for what cannot be meant, or would be passed over: unequal logit-bias
+    arrays, a token named twice in them, end-of-sequence tokens.
     """
     if len(message.logit_bias_token_ids) != len(message.logit_bias_values):
         raise errors.InvalidArgument(
@@ -111,7 +115,8 @@ def from_sampling_proto(message: common_pb2.SamplingParams) -> Sampling:
         for name in (*_SCALARS, *optional)
         if message.HasField(name)  # type: ignore[arg-type]
     }
-    return Sampling(
+    return replace(
+        defaults,
         logit_bias=dict(zip(message.logit_bias_token_ids, message.logit_bias_values, strict=True)),
         allowed_token_ids=tuple(message.allowed_token_ids),
         bad_words=tuple(tuple(word.ids) for word in message.bad_words),

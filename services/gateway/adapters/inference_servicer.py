@@ -137,7 +137,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         return ClientRequest(
             request_id=request.request_id or f"gen-{secrets.token_hex(12)}",
             prompts=(await self._prompt(request),),
-            sampling=from_sampling_proto(request.sampling),
+            sampling=from_sampling_proto(request.sampling, self._inference.default_sampling),
             n=request.n if request.HasField("n") else 1,
             stop=tuple(request.stop),
             include_stop_str_in_output=request.include_stop_str_in_output,

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from services.common.errors import InvalidArgument, NotFound, OutOfRange
 from services.gateway.core.choice import Piece
+from services.gateway.core.defaults import SamplingDefaults
 from services.gateway.core.generation import Generation
 from services.gateway.core.ports import Engine, TextTooLong, Tokenizer
 from services.gateway.core.request import (
@@ -27,6 +28,7 @@ class Inference:
         tokenizer: Tokenizer,
         engine: Engine,
         *,
+        defaults: SamplingDefaults,
         max_choices: int,
         max_items: int,
         draw_seed: Callable[[], int],
@@ -35,7 +37,9 @@ class Inference:
         self.model_name = model_name
         self.tokenizer = tokenizer
         self.tokens = TokenText(tokenizer)
+        self.default_sampling = defaults.sampling
         self.max_items = max_items
+        self._defaults = defaults
         self._engine = engine
         self._max_choices = max_choices
         self._draw_seed = draw_seed
@@ -76,6 +80,7 @@ class Inference:
     ) -> Generation:
         """Checks a request. Raises what is wrong with it; nothing has been sent then."""
         limits = self.limits()
+        request = self._defaults.bounded(request)
         check_request(request, limits)
         self.check_num_choices(len(request.prompts), request.n)
         sequences = to_engine_requests(

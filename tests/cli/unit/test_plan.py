@@ -25,6 +25,7 @@ SETTINGS: dict[str, type[Any]] = {
 
 EVERYTHING = {
     "served_model_name": "other",
+    "generation_config": "vllm",
     "api_keys": ("one", "two"),
     "device": "cpu",
     "dtype": "float32",

@@ -1,5 +1,7 @@
 """From a body's parameters to the core's, for both APIs."""
 
+from dataclasses import replace
+
 from services.common.errors import InvalidArgument
 from services.common.repetition import RepetitionDetection
 from services.gateway.adapters.http.bodies import RepetitionDetectionBody, SamplingBody
@@ -7,6 +9,8 @@ from services.gateway.core.inference import Inference
 from services.gateway.core.sampling import Sampling
 
 _MASK = 2**64 - 1
+# What vLLM's clients write for top_k when they want no limit.
+_EVERY_TOKEN = -1
 
 
 async def to_sampling(
@@ -17,7 +21,7 @@ async def to_sampling(
     logprobs: int | None,
     prompt_logprobs: int | None,
 ) -> Sampling:
-    """Sampling parameters of a body; what it does not say stays at its default."""
+    """Sampling parameters of a body; what it does not say is the server's default."""
     given = {
         name: value
         for name in (
@@ -31,8 +35,10 @@ async def to_sampling(
         )
         if (value := getattr(body, name)) is not None
     }
-    return Sampling(
-        top_k=_top_k(body.top_k),
+    if body.top_k is not None:
+        given["top_k"] = 0 if body.top_k == _EVERY_TOKEN else body.top_k
+    return replace(
+        inference.default_sampling,
         logit_bias=_logit_bias(body.logit_bias),
         allowed_token_ids=_allowed(body.allowed_token_ids),
         bad_words=await inference.bad_words(body.bad_words or ()),
@@ -64,11 +70,6 @@ def check_stream_options(body: SamplingBody) -> None:
             "prompt_logprobs cannot be streamed; leave out stream or prompt_logprobs",
             field="prompt_logprobs",
         )
-
-
-def _top_k(top_k: int | None) -> int:
-    """vLLM's clients write -1 for "all"."""
-    return 0 if top_k is None or top_k == -1 else top_k
 
 
 def _repetition(body: RepetitionDetectionBody | None) -> RepetitionDetection | None:

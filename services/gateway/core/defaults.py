@@ -1,0 +1,34 @@
+"""What holds where a client says nothing of how to sample."""
+
+from dataclasses import dataclass, field, replace
+
+from services.gateway.core.request import ClientRequest
+from services.gateway.core.sampling import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """Defaults of a server's requests, as a generation_config.json gives them.
+
+    * `sampling`: parameters that a client may leave out, each at its default.
+    * `max_tokens`: length of answers whose client, and whose API, names none; None: as many tokens
+      as fit.
+    * `most_tokens`: no answer gets longer, whatever its client asks; None: no bound.
+    """
+
+    sampling: Sampling = field(default_factory=Sampling)
+    max_tokens: int | None = None
+    most_tokens: int | None = None
+
+    def bounded(self, request: ClientRequest) -> ClientRequest:
+        """The request with the length that it gets."""
+        default = request.default_max_tokens
+        if default is None:
+            default = self.max_tokens
+        sampling = request.sampling
+        if self.most_tokens is not None:
+            default = self.most_tokens if default is None else min(default, self.most_tokens)
+            if sampling.max_tokens is not None:
+                most = min(sampling.max_tokens, self.most_tokens)
+                sampling = replace(sampling, max_tokens=most)
+        return replace(request, sampling=sampling, default_max_tokens=default)
