@@ -29,6 +29,7 @@ from services.cli.replay.inprocess_pool import InProcessPool
 from services.common.settings import parse_settings
 from services.gateway.adapters.hf_tokenizer import load_tokenizer
 from services.gateway.adapters.inflight import Inflight, Mailbox
+from services.gateway.core.defaults import SamplingDefaults
 from services.gateway.core.delta import Finish, FinishReason
 from services.gateway.core.inference import Inference
 from services.gateway.core.request import ClientRequest, EngineRequest, ModelLimits, Prompt
@@ -212,7 +213,9 @@ class InProcess:
             built.model_name,
             load_tokenizer(self._settings.model),
             local,
+            defaults=SamplingDefaults(),
             max_choices=1,
+            max_items=2**17,
             draw_seed=lambda: 0,
             unix_nanos=time.time_ns,
         )
