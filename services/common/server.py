@@ -1,7 +1,7 @@
 """A grpc.aio server as every service runs it: health, reflection, statuses, keepalive, drain."""
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from inspect import isasyncgenfunction
 from pathlib import Path
@@ -43,13 +43,20 @@ class GrpcServer:
     readiness under "ready" and under the name of each service.
 
     `max_concurrent_rpcs` bounds accepted calls, long streams included; further ones are refused
-    with RESOURCE_EXHAUSTED at once.
+    with RESOURCE_EXHAUSTED at once. `options` are channel arguments besides SERVER_OPTIONS or in
+    their place; handlers that `interceptors` return may raise our errors.
     """
 
-    def __init__(self, *, max_concurrent_rpcs: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        max_concurrent_rpcs: int | None = None,
+        options: Mapping[str, int] | None = None,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    ) -> None:
         self._server = grpc.aio.server(
-            interceptors=[StatusInterceptor()],
-            options=SERVER_OPTIONS,
+            interceptors=[StatusInterceptor(), *interceptors],
+            options=tuple((dict(SERVER_OPTIONS) | dict(options or {})).items()),
             maximum_concurrent_rpcs=max_concurrent_rpcs,
         )
         self._health = health.aio.HealthServicer()

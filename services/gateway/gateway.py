@@ -17,8 +17,10 @@ from services.common.server import GrpcServer
 from services.common.telemetry import Tracing
 from services.common.tokenizer_files import tokenizer_fingerprint
 from services.gateway.adapters.auth import ApiKeys
+from services.gateway.adapters.file_limit import connections_within_limit
 from services.gateway.adapters.fleet import Fleet, FleetTimes
 from services.gateway.adapters.generation_config import read_sampling_defaults
+from services.gateway.adapters.grpc_door import GrpcDoor
 from services.gateway.adapters.hf_tokenizer import HfTokenizer
 from services.gateway.adapters.http.app import HttpApi
 from services.gateway.adapters.http.body_budget import BodyBudget
@@ -26,7 +28,7 @@ from services.gateway.adapters.http.connection_limits import ConnectionLimits
 from services.gateway.adapters.http.hosts import HostCheck, hosts_for
 from services.gateway.adapters.http.parse import BodyLimits
 from services.gateway.adapters.http.server import HttpServer
-from services.gateway.adapters.inference_servicer import InferenceServicer
+from services.gateway.adapters.inference_servicer import REQUEST_TYPES, InferenceServicer
 from services.gateway.adapters.metrics import Metrics
 from services.gateway.adapters.observation import Observer
 from services.gateway.core.gate import Gate
@@ -36,6 +38,8 @@ from services.gateway.settings import GatewaySettings
 SERVICE_NAME = "stepwell.gateway.v1.Inference"
 # How long the last words to clients may take, once nothing runs any more.
 _GOODBYE_SECONDS = 1.0
+# Calls besides those that generate, such as health checks.
+_OTHER_RPCS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +95,9 @@ class Gateway:
                 BodyBudget(settings.max_buffered_body_bytes, settings.http_body_timeout_seconds),
             ),
         )
+        max_connections = connections_within_limit(settings.max_connections)
         connection_limits = ConnectionLimits(
-            max_connections=settings.max_connections,
+            max_connections=max_connections,
             max_header_bytes=settings.max_header_bytes,
             max_body_bytes=settings.max_body_bytes,
             header_timeout_seconds=settings.http_header_timeout_seconds,
@@ -100,14 +105,23 @@ class Gateway:
             keep_alive_seconds=settings.http_keep_alive_seconds,
         )
         self._http = HttpServer(_guarded(api.app, settings), connection_limits)
-        self._grpc = GrpcServer()
+        door = GrpcDoor(
+            keys,
+            REQUEST_TYPES,
+            max_items=settings.max_items_per_request,
+            message_timeout_seconds=settings.message_timeout_seconds,
+        )
+        self._grpc = GrpcServer(
+            max_concurrent_rpcs=settings.max_concurrent_requests + _OTHER_RPCS,
+            options=_public_grpc_options(settings, max_connections),
+            interceptors=(door,),
+        )
         servicer = InferenceServicer(
             inference,
             self.fleet,
             self.gate,
             observer,
             metrics,
-            keys,
             reader_timeout_seconds=settings.reader_timeout_seconds,
         )
         self._grpc.add(gateway_pb2_grpc.add_InferenceServicer_to_server, servicer, SERVICE_NAME)
@@ -175,3 +189,17 @@ def _guarded(app: ASGIApp, settings: GatewaySettings) -> ASGIApp:
             expose_headers=("X-Request-Id", "Retry-After"),
         )
     return HostCheck(app, hosts_for(settings.http_listen, settings.allowed_hosts))
+
+
+def _public_grpc_options(settings: GatewaySettings, max_connections: int) -> dict[str, int]:
+    """Channel arguments of a port that anybody may connect to."""
+    return {
+        "grpc.max_receive_message_length": settings.max_message_bytes,
+        "grpc.max_allowed_incoming_connections": max_connections,
+        # No connection needs more streams than there are places.
+        "grpc.max_concurrent_streams": settings.max_concurrent_requests,
+        "grpc.max_connection_idle_ms": int(1000 * settings.grpc_idle_timeout_seconds),
+        # From connecting to the first frame, and to the settings in it.
+        "grpc.server_handshake_timeout_ms": int(1000 * settings.message_timeout_seconds),
+        "grpc.http2.settings_timeout": int(1000 * settings.message_timeout_seconds),
+    }

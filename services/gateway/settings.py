@@ -72,6 +72,17 @@ class GatewaySettings:
     http_keep_alive_seconds: float = setting(
         65.0, doc="how long an HTTP connection stays open without a request", check=at_least(0.01)
     )
+    max_message_bytes: int = setting(
+        2 * 2**20, doc="longest message of a gRPC client", check=at_least(1024)
+    )
+    message_timeout_seconds: float = setting(
+        10.0,
+        doc="how long a gRPC client may take to send a message, or to begin a connection",
+        check=at_least(0.01),
+    )
+    grpc_idle_timeout_seconds: float = setting(
+        300.0, doc="how long a gRPC connection stays open without a call", check=at_least(0.1)
+    )
     allowed_hosts: tuple[str, ...] = setting(
         (),
         doc="names in Host that are answered to, or *; empty: localhost where http_listen is a "

@@ -31,6 +31,7 @@ class Serving:
     schedulers: list[FakeScheduler]
     http: httpx.AsyncClient
     base_url: str
+    grpc_address: str
     channel: grpc.aio.Channel
     tokenizer: Any
 
@@ -87,7 +88,7 @@ async def serving(
     base_url = f"http://{bound.http}"
     channel = open_channel(bound.grpc)
     async with httpx.AsyncClient(base_url=base_url, timeout=DEADLINE_SECONDS) as http:
-        serving = Serving(gateway, fakes, http, base_url, channel, tokenizer)
+        serving = Serving(gateway, fakes, http, base_url, bound.grpc, channel, tokenizer)
         try:
             await until(lambda: gateway.fleet.num_ready == num_wanted)
             yield serving

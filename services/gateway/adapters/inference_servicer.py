@@ -8,12 +8,12 @@ from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 from stepwell.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 
 from services.common import names
 from services.common.errors import InvalidArgument
 from services.common.prompt_embeds_messages import prompt_embeds_from_message
-from services.gateway.adapters.auth import ApiKeys
 from services.gateway.adapters.converters import (
     from_sampling_proto,
     to_finish_reason,
@@ -34,6 +34,14 @@ logger = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
+METHOD_PREFIX = "/stepwell.gateway.v1.Inference/"
+REQUEST_TYPES: dict[str, type[Message]] = {
+    f"{METHOD_PREFIX}{method.name}": getattr(gateway_pb2, method.input_type.name)
+    for method in gateway_pb2.DESCRIPTOR.services_by_name["Inference"].methods
+}
+"""The message of each method, by its full name."""
+
+
 class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
     """Inference over the same core as HTTP."""
 
@@ -44,7 +52,6 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         gate: Gate,
         observer: Observer,
         metrics: Metrics,
-        keys: ApiKeys,
         *,
         reader_timeout_seconds: float,
     ) -> None:
@@ -53,7 +60,6 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         self._gate = gate
         self._observer = observer
         self._metrics = metrics
-        self._keys = keys
         self._reader_timeout = reader_timeout_seconds
 
     async def Generate(
@@ -123,13 +129,12 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         logger.warning("a gRPC client stopped reading: its request is ended")
 
     def _enter(self, model: str, context: Context) -> dict[str, str]:
-        """Metadata of the call, once its key and its model were checked."""
+        """Metadata of the call, once its model was checked; its key was at the door."""
         metadata = {
             key: value
             for key, value in context.invocation_metadata() or ()
             if isinstance(value, str)
         }
-        self._keys.check(metadata.get("authorization", ""))
         self._inference.check_model(model)
         return metadata
 

@@ -1,0 +1,127 @@
+"""What comes before a gRPC request is read: its key, a bound on its size and its sender's time."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from services.common.errors import InvalidArgument, ResourceExhausted
+from services.gateway.adapters.auth import ApiKeys
+from services.gateway.adapters.message_readers import MessageReaders
+from services.gateway.adapters.proto_meter import check_message
+
+_HEALTH = "/grpc.health.v1.Health/"
+_MAX_STANDING_CALLS = 64
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class GrpcDoor(grpc.aio.ServerInterceptor):
+    """Lets calls in by their key, and reads their messages itself.
+
+    grpc would read and parse a request's message before any code of ours sees the call. Health
+    needs no key. Calls of other services that stay open, such as reflection, are bounded in number.
+    """
+
+    def __init__(
+        self,
+        keys: ApiKeys,
+        request_types: Mapping[str, type[Message]],
+        *,
+        max_items: int,
+        message_timeout_seconds: float,
+    ) -> None:
+        """`request_types` has the message of each method, by its full name."""
+        self._keys = keys
+        self._request_types = request_types
+        self._max_items = max_items
+        self._readers = MessageReaders(message_timeout_seconds)
+        self._num_standing = 0
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        method = handler_call_details.method
+        if handler is None or method == f"{_HEALTH}Check":
+            return handler
+        if method.startswith(_HEALTH):
+            return grpc.unary_stream_rpc_method_handler(
+                self._watch_health(handler),
+                handler.request_deserializer,
+                handler.response_serializer,
+            )
+        authorization = _authorization(handler_call_details)
+        if method in self._request_types:
+            serve = self._serve_message(handler, authorization, self._request_types[method])
+            deserializer = None
+        else:
+            serve = self._serve_standing(handler, authorization)
+            deserializer = handler.request_deserializer
+        return grpc.stream_stream_rpc_method_handler(
+            serve, deserializer, handler.response_serializer
+        )
+
+    def _serve_message(self, handler: Any, authorization: str, kind: type[Message]) -> Any:
+        async def serve(messages: AsyncIterator[bytes], context: Context) -> AsyncIterator[Any]:
+            self._keys.check(authorization)
+            request = self._parse(await self._readers.read(messages), kind)
+            if handler.unary_unary is not None:
+                yield await handler.unary_unary(request, context)
+                return
+            async with aclosing(handler.unary_stream(request, context)) as responses:
+                async for response in responses:
+                    yield response
+
+        return serve
+
+    def _watch_health(self, handler: Any) -> Any:
+        async def watch(request: Message, context: Context) -> None:
+            try:
+                with self._standing():
+                    await handler.unary_stream(request, context)
+            except ResourceExhausted as error:  # this handler is none that raises our errors
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, error.message)
+
+        return watch
+
+    def _serve_standing(self, handler: Any, authorization: str) -> Any:
+        async def serve(messages: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
+            self._keys.check(authorization)
+            with self._standing():
+                async with aclosing(handler.stream_stream(messages, context)) as responses:
+                    async for response in responses:
+                        yield response
+
+        return serve
+
+    def _parse(self, raw: bytes, kind: type[Message]) -> Message:
+        check_message(raw, kind, self._max_items)
+        try:
+            return kind.FromString(raw)
+        except DecodeError as error:
+            raise InvalidArgument(f"the message is no {kind.DESCRIPTOR.name}") from error
+
+    @contextmanager
+    def _standing(self) -> Iterator[None]:
+        if self._num_standing >= _MAX_STANDING_CALLS:
+            raise ResourceExhausted(
+                f"{_MAX_STANDING_CALLS} such calls are open; no more are served at once",
+                retry_after_seconds=1.0,
+            )
+        self._num_standing += 1
+        try:
+            yield
+        finally:
+            self._num_standing -= 1
+
+
+def _authorization(details: grpc.HandlerCallDetails) -> str:
+    """The header's value, with a character for each byte, as HTTP's headers are given."""
+    metadata = dict(details.invocation_metadata or ())
+    value = str(metadata.get("authorization", ""))
+    return value.encode("utf-8", errors="surrogateescape").decode("latin-1")

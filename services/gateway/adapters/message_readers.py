@@ -1,0 +1,53 @@
+"""Reads the request messages of a gRPC server, a few at a time: each may take as much memory as a
+message may be long, and the time that its sender takes."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from services.common.errors import Aborted, InvalidArgument
+
+_SLOTS = 16
+# A sender who keeps others waiting is given no more than this.
+_SECONDS_UNDER_PRESSURE = 1.0
+
+
+class MessageReaders:
+    """Slots for reading, given out in order."""
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self._timeout_seconds = timeout_seconds
+        self._slots = asyncio.Semaphore(_SLOTS)
+        # When each read that has a slot began, and its timeout; oldest first.
+        self._reads: deque[tuple[float, asyncio.Timeout]] = deque()
+
+    async def read(self, messages: AsyncIterator[bytes]) -> bytes:
+        """The first message. Raises Aborted when it does not come in time."""
+        try:
+            async with self._slot():
+                return await anext(aiter(messages))
+        except StopAsyncIteration:
+            raise InvalidArgument("there is no message") from None
+        except TimeoutError:
+            raise Aborted("the message did not come in time", reason="MESSAGE_TOO_SLOW") from None
+
+    @asynccontextmanager
+    async def _slot(self) -> AsyncIterator[None]:
+        if self._slots.locked():
+            self._hurry()
+        async with self._slots:
+            now = asyncio.get_running_loop().time()
+            async with asyncio.timeout(self._timeout_seconds) as timeout:
+                read = (now, timeout)
+                self._reads.append(read)
+                try:
+                    yield
+                finally:
+                    self._reads.remove(read)
+
+    def _hurry(self) -> None:
+        """Shortens the time of the reads that began long ago."""
+        now = asyncio.get_running_loop().time()
+        for began, timeout in self._reads:
+            timeout.reschedule(max(now, began + _SECONDS_UNDER_PRESSURE))
