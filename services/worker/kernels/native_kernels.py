@@ -2,7 +2,7 @@
 
 A weight is packed into panels that are read as sequential streams, whatever the number of rows, so
 that no rows are padded. Small work stays in the calling thread: see cpp/threads.h. The result of
-a row does not depend on the rows beside it.
+a row is the same bits whatever rows are beside it and however many threads compute them.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ from services.worker.attention.native_paged import NativePagedAttention, workspa
 from services.worker.kernels.interface import Activation, DecoderBlock, DecoderFrame, Linear, Stack
 from services.worker.kernels.large_pages import LargePages
 from services.worker.kernels.native import functions_by_dtype
-from services.worker.kernels.native_linear import NativeLinear
+from services.worker.kernels.native_linear import NativeLinear, OddLinear
 from services.worker.kernels.native_stack import stack_of
 from services.worker.kernels.torch_kernels import TorchKernels
 
@@ -38,20 +38,20 @@ class NativeKernels:
         return num_rows
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        """See Kernels. Panels are pairs deep: an odd weight is torch's."""
+        """See Kernels."""
         functions = self._functions.get(weight.dtype)
-        if functions is None or weight.shape[1] % 2:
+        if functions is None:
             return self._torch.linear(weight, bias)
-        return NativeLinear(functions, self._memory, weight, bias)
+        return _kind_for(weight)(functions, self._memory, weight, bias)
 
     def gated_linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation
     ) -> Linear:
         """See Kernels."""
         functions = self._functions.get(weight.dtype)
-        if functions is None or weight.shape[1] % 2:
+        if functions is None:
             return self._torch.gated_linear(weight, bias, activation)
-        return NativeLinear(functions, self._memory, weight, bias, activation)
+        return _kind_for(weight)(functions, self._memory, weight, bias, activation)
 
     def norm_weight(self, weight: torch.Tensor) -> torch.Tensor:
         """See Kernels. The library takes float32 with every data type."""
@@ -107,3 +107,8 @@ class NativeKernels:
         if shape.dtype not in self._functions:
             return self._torch.attention_bytes(shape, max_model_len)
         return workspace_bytes(shape, max_model_len)
+
+
+def _kind_for(weight: torch.Tensor) -> type[NativeLinear | OddLinear]:
+    is_odd = weight.dtype is torch.bfloat16 and weight.shape[1] % 2
+    return OddLinear if is_odd else NativeLinear

@@ -3,8 +3,9 @@
 import ctypes
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 
-from services.worker.kernels.interface import Activation
+from services.worker.kernels.interface import Activation, Linear
 from services.worker.kernels.large_pages import LargePages
 from services.worker.kernels.native import EPILOGUES, Functions, Projection
 
@@ -45,3 +46,33 @@ class NativeLinear:
         output = torch.empty((len(x), self.out_features), dtype=torch.float32)
         self._project_full(self._reference, x.data_ptr(), output.data_ptr(), len(x))
         return output
+
+
+class OddLinear:
+    """A Linear in bfloat16 of odd depth. Panels are pairs deep, so the weight and its inputs get
+    a column of zeros.
+    """
+
+    def __init__(
+        self,
+        functions: Functions,
+        memory: LargePages,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: Activation | None = None,
+    ) -> None:
+        self._even: Linear = NativeLinear(functions, memory, _padded(weight), bias, activation)
+        self.in_features = weight.shape[1]
+        self.out_features = self._even.out_features
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """See Linear."""
+        return self._even(_padded(x))
+
+    def full(self, x: torch.Tensor) -> torch.Tensor:
+        """See Linear."""
+        return self._even.full(_padded(x))
+
+
+def _padded(rows: torch.Tensor) -> torch.Tensor:
+    return F.pad(rows, (0, 1))

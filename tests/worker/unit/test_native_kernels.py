@@ -135,13 +135,40 @@ def test_a_caller_may_run_where_it_could_before(native) -> None:
         torch.set_num_threads(2)
 
 
-def test_an_odd_width_is_left_to_torch(native) -> None:
-    kernels = native.kernels
-    weight = drawn(native, 8, 5)
-    x = drawn(native, 4, 5)
-    assert_near(native, kernels.linear(weight, None)(x), F.linear(x.double(), weight.double()))
-    gate, up = F.linear(x.double(), weight.double()).chunk(2, dim=-1)
-    assert_near(native, kernels.gated_linear(weight, None, Activation.SILU)(x), F.silu(gate) * up)
+@pytest.mark.parametrize("activation", [None, *Activation])
+def test_an_odd_width(native, activation: Activation | None) -> None:
+    weight, bias = drawn(native, 8, 35, scale=0.2), drawn(native, 8)
+    x = drawn(native, 14, 35)
+    exact = F.linear(x.double(), weight.double(), bias.double())
+    if activation is None:
+        linear = native.kernels.linear(weight, bias)
+    else:
+        linear = native.kernels.gated_linear(weight, bias, activation)
+        gate, up = exact.chunk(2, dim=-1)
+        exact = ACTIVATIONS[activation](gate) * up
+    together = linear(x)
+    assert (linear.in_features, linear.out_features) == (35, together.shape[1])
+    assert_near(native, together, exact)
+    assert torch.equal(linear.full(x).to(native.dtype), together)
+    for row in range(14):
+        assert torch.equal(linear(x[row : row + 1]), together[row : row + 1])
+
+
+def test_small_numbers_are_kept_whatever_the_process_has_set(native) -> None:
+    """What is flushed to zero in one thread and not in another would depend on who computes it."""
+    linear = NativeLinear(
+        native.functions, LargePages(), drawn(native, 1000, 2048, scale=1e-21), None
+    )
+    x = drawn(native, 64, 2048, scale=1e-18)
+    expected = [linear.full(x[:rows]).view(torch.int32) for rows in (1, 64)]
+    assert torch.set_flush_denormal(True)
+    try:
+        actual = [linear.full(x[:rows]).view(torch.int32) for rows in (1, 64)]
+    finally:
+        torch.set_flush_denormal(False)
+    assert all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))
+    if native.dtype is torch.float32:  # of bfloat16 the instruction itself flushes
+        assert any(rows.any() for rows in expected)
 
 
 @pytest.mark.parametrize("width", [8, 16, 40, 577, 2048])

@@ -392,8 +392,7 @@ class Attention {
       for (int v = 0; v < KEYS / LANES; ++v) {
         values[v] = scaled(load(line + v * LANES));
         if (v * LANES < first || (v + 1) * LANES > last) {
-          const IntVector lane = IntVector{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + v * LANES;
-          values[v] = ((lane >= first) & (lane < last)) ? values[v] : splat(LOWEST);
+          values[v] = only(values[v], first - v * LANES, last - v * LANES, LOWEST);
         }
         most = larger(values[v], most);
       }

@@ -1,0 +1,105 @@
+"""A token's attention in C++ is the same bits however its sequence is cut into steps, by however
+many threads, beside whatever, and in pages of whatever size.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from services.worker.attention.interface import (
+    AttentionLayer,
+    AttentionShape,
+    Rotation,
+    StepLayout,
+)
+from services.worker.attention.native_paged import NativePagedAttention
+from services.worker.kernels.large_pages import LargePages
+
+LENGTH = 1100
+"""In three parts."""
+
+# Heads, heads of keys, head size, half of the rotated elements, window, softcap.
+CASES = {
+    "one query head of a key head": (2, 2, 48, 24, None, None),
+    "three, fewer pairs than a head has": (9, 3, 64, 16, None, None),
+    "many": (20, 1, 40, 20, None, 20.0),
+    "a short window": (4, 2, 64, 32, 33, None),
+    "a window longer than a part": (3, 1, 72, 36, 600, 3.0),
+    "heads of 128": (8, 1, 128, 64, None, None),
+    "heads of 10": (4, 2, 10, 5, 70, None),
+}
+WAYS = {
+    "chunks of 33": [33] * 33,
+    "in two, then token by token": [490, *[1] * 40, 460, *[1] * 60, 50],
+    "chunks that begin anywhere": [1, 7, 16, 63, 1, 64, 65, 300, 2, 5, 511, 1, 1, 1, 62],
+}
+
+
+class Inputs:
+    """What attention is given for every token of the sequence, and another's beside it."""
+
+    def __init__(self, case: str, dtype: torch.dtype) -> None:
+        heads, kv_heads, dim, half, window, softcap = CASES[case]
+        torch.manual_seed(12)
+        self.layer = AttentionLayer(heads, kv_heads, dim, dim**-0.5, window, softcap)
+        self.dtype = dtype
+        fused = 1.5 * torch.randn(LENGTH, heads + 2 * kv_heads, dim)
+        self.heads = fused.to(dtype).tensor_split((heads, heads + kv_heads), dim=1)
+        angles = torch.rand(LENGTH, half) * 6
+        self.rotation = (angles.cos().to(dtype), angles.sin().to(dtype))
+
+    def outputs(
+        self, native, counts: list[int], *, threads: int, block_size: int = 16, beside: int = 0
+    ) -> torch.Tensor:
+        """Of all tokens, in steps of so many, `beside` others that do the same."""
+        torch.set_num_threads(threads)
+        pages = -(-LENGTH // block_size)
+        num_blocks = 1 + (1 + beside) * pages
+        shape = AttentionShape((self.layer,), block_size, num_blocks, self.dtype)
+        attention = NativePagedAttention(native.functions, LargePages(), shape)
+        table = np.random.default_rng(beside).permutation(num_blocks - 1).astype(np.int32) + 1
+        found, begin, sequences = [], 0, 1 + beside
+        rest = LENGTH - sum(counts)
+        for count in [*counts, rest] if rest else counts:
+            end = begin + count
+            layout = StepLayout(
+                num_decodes=sequences if count == 1 else 0,
+                query_starts=np.arange(0, sequences * count + 1, count, dtype=np.int32),
+                seq_lens=np.full(sequences, end, np.int32),
+                rows=np.arange(sequences, dtype=np.int32),
+                tables=table.reshape(sequences, pages),
+                block_size=block_size,
+            )
+            given = [part[begin:end].repeat(sequences, 1, 1) for part in self.heads]
+            cos, sin = (part[begin:end].repeat(sequences, 1) for part in self.rotation)
+            outputs = attention.begin_step([layout])(0, *given, Rotation(cos, sin))
+            outputs = outputs.view(sequences, count, -1)
+            assert all(torch.equal(outputs[0], other) for other in outputs)
+            found.append(outputs[0])
+            begin = end
+        torch.set_num_threads(2)
+        return torch.cat(found)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_sequence_may_be_cut_anyhow(native, case: str) -> None:
+    inputs = Inputs(case, native.dtype)
+    whole = inputs.outputs(native, [], threads=1)
+    assert whole.isfinite().all()
+    for way, counts in WAYS.items():
+        for threads in (1, 2, 7):
+            assert torch.equal(inputs.outputs(native, counts, threads=threads), whole), way
+    for threads in (2, 7):
+        assert torch.equal(inputs.outputs(native, [], threads=threads), whole)
+    beside = inputs.outputs(native, WAYS["in two, then token by token"], threads=2, beside=9)
+    assert torch.equal(beside, whole)
+
+
+@pytest.mark.parametrize("case", list(CASES)[:4])
+@pytest.mark.parametrize("block_size", [1, 3, 32, 256])
+def test_pages_may_have_any_size(native, case: str, block_size: int) -> None:
+    inputs = Inputs(case, native.dtype)
+    whole = inputs.outputs(native, [], threads=1)
+    for counts in ([], WAYS["in two, then token by token"]):
+        others = inputs.outputs(native, counts, threads=2, block_size=block_size)
+        assert torch.equal(others, whole)
