@@ -103,8 +103,11 @@ class Gateway:
             header_timeout_seconds=settings.http_header_timeout_seconds,
             body_timeout_seconds=settings.http_body_timeout_seconds,
             keep_alive_seconds=settings.http_keep_alive_seconds,
+            reader_timeout_seconds=settings.reader_timeout_seconds,
         )
-        self._http = HttpServer(_guarded(api.app, settings), connection_limits)
+        self._http = HttpServer(
+            _guarded(api.app, settings), connection_limits, lambda: metrics.reader_cut("http")
+        )
         door = GrpcDoor(
             keys,
             REQUEST_TYPES,

@@ -1,6 +1,9 @@
 """Clients that stop reading: they are cut off after a bound, and others notice nothing."""
 
 import asyncio
+import json
+import socket
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,7 @@ import pytest
 from stepwell.gateway.v1 import gateway_pb2
 
 from tests.gateway.fake_scheduler import FakeScheduler
+from tests.gateway.raw_http import post
 from tests.gateway.serving import Serving, serving, until
 
 LONG = {"max_model_len": 400_000, "max_request_tokens": 400_000, "tokens_per_step": 500}
@@ -53,6 +57,69 @@ async def test_a_grpc_client_that_stops_reading_is_cut(model: Path) -> None:
             await asyncio.wait_for(read_on(call), 10)
         assert caught.value.code() == grpc.StatusCode.ABORTED
         assert "took no message for 0.5 s" in (caught.value.details() or "")
+
+
+async def until_cut(served: Serving, num_clients: int) -> None:
+    async with asyncio.timeout(20):
+        while num_cut(await metrics(served), "http") < num_clients:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+def slow_socket(served: Serving) -> socket.socket:
+    """A connection of a client that takes in little before it reads."""
+    host, port = served.base_url.removeprefix("http://").split(":")
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect((host, int(port)))
+    return client
+
+
+def ask(client: socket.socket, **body: Any) -> None:
+    asked = {"prompt": [5, 6, 7], "max_tokens": 300_000, "logprobs": 5, "stream": True} | body
+    client.sendall(post("/v1/completions", json.dumps(asked).encode()))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_http_client_that_stops_reading_is_cut(model: Path, stream: bool) -> None:
+    """An answer that was written whole holds no place; its connection is cut all the same."""
+    scheduler = FakeScheduler(**LONG)
+    async with serving(model, scheduler, reader_timeout_seconds=0.5) as served:
+        with slow_socket(served) as client:
+            ask(client, stream=stream, max_tokens=300_000 if stream else 20_000)
+            await until(lambda: served.gateway.gate.inside == 1)
+            await until(lambda: served.gateway.gate.inside == 0, 20)
+            await until(lambda: scheduler.num_running == 0)
+            await until_cut(served, 1)
+
+
+async def test_many_slow_readers_do_not_hurt_others(model: Path) -> None:
+    scheduler = FakeScheduler(permits=0, **LONG)
+    async with serving(model, scheduler, reader_timeout_seconds=1.0) as served:
+        with ExitStack() as clients:
+            for _ in range(20):
+                ask(clients.enter_context(slow_socket(served)))
+            other = asyncio.create_task(served.http.post("/v1/completions", json={"prompt": "a"}))
+            await until(lambda: scheduler.num_running == 21)
+            # More than the kernel holds of each answer.
+            scheduler.allow(8)
+            assert (await other).status_code == 200
+            await until(lambda: served.gateway.gate.inside == 0)
+            await until(lambda: scheduler.num_running == 0)
+            await until_cut(served, 20)
+
+
+async def test_a_slow_but_steady_http_reader_is_not_cut(model: Path) -> None:
+    scheduler = FakeScheduler(**LONG)
+    async with serving(model, scheduler, reader_timeout_seconds=0.5) as served:
+        reader, writer = await asyncio.open_connection(sock=slow_socket(served), limit=1024)
+        body = {"prompt": [5, 6, 7], "max_tokens": 5000, "logprobs": 5, "stream": True}
+        writer.write(post("/v1/completions", json.dumps(body).encode()))
+        answer = b""
+        while b"[DONE]" not in answer[-100:]:
+            answer += await reader.read(8192)
+            await asyncio.sleep(0.02)
+        writer.close()
+        assert num_cut(await metrics(served), "http") == 0
 
 
 async def test_a_slow_but_steady_grpc_reader_is_not_cut(model: Path) -> None:

@@ -20,6 +20,7 @@ from uvicorn.protocols.http.httptools_impl import (
 
 from services.gateway.adapters.http.doorway import Doorway
 from services.gateway.adapters.http.errors import plain_error_body
+from services.gateway.adapters.http.unread_answer import UnreadAnswer
 from services.gateway.adapters.http.until_close import answer_until_close
 
 MAX_HEADERS = 100
@@ -71,7 +72,11 @@ class GuardedConnection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow = _PiecewiseFlow(transport, self)
-        self.timeout_keep_alive = self._doorway.limits.keep_alive_seconds  # type: ignore[assignment]
+        limits = self._doorway.limits
+        self._unread_answer = UnreadAnswer(
+            transport, limits.reader_timeout_seconds, self._doorway.reader_was_cut
+        )
+        self.timeout_keep_alive = limits.keep_alive_seconds  # type: ignore[assignment]
         if self._doorway.admit(self):
             self._watch()
         else:
@@ -82,10 +87,19 @@ class GuardedConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._doorway.forget(self)
         self._unread.clear()
+        self._unread_answer.end()
         for timer in (self._timer, self._probe_timer, self.timeout_keep_alive_task):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread_answer.begin()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._unread_answer.end()
 
     def data_received(self, data: bytes) -> None:
         if not self._unread and len(data) <= _SLICE_BYTES:

@@ -13,3 +13,4 @@ class ConnectionLimits:
     header_timeout_seconds: float
     body_timeout_seconds: float
     keep_alive_seconds: float
+    reader_timeout_seconds: float

@@ -23,8 +23,10 @@ class Connection(Protocol):
 class Doorway:
     """Admits connections up to the limit, and lets their requests begin a few at a time."""
 
-    def __init__(self, limits: ConnectionLimits) -> None:
+    def __init__(self, limits: ConnectionLimits, on_reader_cut: Callable[[], None]) -> None:
+        """`on_reader_cut` is called for each client that was cut since it had stopped reading."""
         self.limits = limits
+        self._on_reader_cut = on_reader_cut
         self.cuts = Cuts("HTTP")
         self._connections: set[Connection] = set()
         # Connections without a request, longest waiting first.
@@ -44,6 +46,11 @@ class Doorway:
         self._connections.add(connection)
         self._waiting[connection] = None
         return True
+
+    def reader_was_cut(self) -> None:
+        """A connection is ended since its client had stopped reading."""
+        self.cuts.note("the client had stopped reading its answer")
+        self._on_reader_cut()
 
     def forget(self, connection: Connection) -> None:
         """The connection has ended. Idempotent."""

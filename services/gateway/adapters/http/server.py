@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, cast
 
@@ -30,8 +30,10 @@ class _Quiet(uvicorn.Server):
 class HttpServer:
     """Serves an application on one address."""
 
-    def __init__(self, app: ASGIApp, limits: ConnectionLimits) -> None:
-        self.doorway = Doorway(limits)
+    def __init__(
+        self, app: ASGIApp, limits: ConnectionLimits, on_reader_cut: Callable[[], None]
+    ) -> None:
+        self.doorway = Doorway(limits, on_reader_cut)
         config = uvicorn.Config(
             app,
             lifespan="off",
