@@ -67,7 +67,7 @@ async def test_deadlines_travel_to_the_scheduler(model: Path) -> None:
             headers = {"x-request-timeout": "20.5"}
             assert (await served.http.post(path, json=body, headers=headers)).is_success
         grpc_one, without, *http_ones = [add.timeout_millis for add in scheduler.adds]
-        assert 15_000 < grpc_one <= 20_000
+        assert 15_000 < grpc_one <= 22_000  # grpc rounds up what it sends
         assert without == 0
         assert all(15_000 < millis <= 20_500 for millis in http_ones)
 
