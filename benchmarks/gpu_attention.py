@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"xFormers {setup.xformers}, {platform.device.num_processors} multiprocessors")
     copy = copy_bandwidth()
     print(f"copy bandwidth: {copy / 1e9:.0f} GB/s, read and written together")
-    results = [tried(lambda name=name: parts[name](platform, copy), f"\n{name}") for name in chosen]
+    results = [tried(partial(parts[name], platform, copy), f"\n{name}") for name in chosen]
     return 0 if all(results) else 1
 
 
@@ -194,10 +194,10 @@ def splits(device: CudaDevice) -> bool:
         tables = device.upload(world.tables)
         bias = ops.padded_bias([1] * batch, [len(keys) for keys in world.keys], tables)
         query = torch.randn(batch, 32, 128, device=there, dtype=case.dtype)
-        pools = world.attention.pools(0)
-        whole = ops.attend(query, *pools, bias, 1)
+        keys, values = world.attention.pools(0)
+        whole = ops.attend(query, keys, values, bias, 1)
         for number in (2, 4, 8, 16, 32, 64):
-            difference = float((ops.attend(query, *pools, bias, number) - whole).abs().max())
+            difference = float((ops.attend(query, keys, values, bias, number) - whole).abs().max())
             good = difference < TOLERANCE[case.dtype]
             right &= good
             print(f"| {number} | {batch} | {difference:.1e} | {verdict(good)} |", flush=True)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -114,7 +114,7 @@ def our_rate(
 ) -> float:
     """Prints what decodes of a batch read a second; tokens a second, prompts included."""
     weights = sum(parameter.numel() for parameter in reference.parameters())
-    weights -= reference.get_input_embeddings().weight.numel()
+    weights -= cast(Any, reference).get_input_embeddings().weight.numel()
     head_dim = shape["hidden_size"] // shape["num_attention_heads"]
     per_token = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * head_dim
     prompts = random_prompts(batch, shape["vocab_size"])
@@ -240,7 +240,7 @@ def transformers_rate(reference: PreTrainedModel, prompts: np.ndarray) -> float:
     settings = GenerationConfig(
         max_new_tokens=OUTPUT, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
-    answers = reference.generate_batch(prompts.tolist(), generation_config=settings)
+    answers = cast(Any, reference).generate_batch(prompts.tolist(), generation_config=settings)
     spans = [answer.lifespan for answer in answers.values()]
     tokens = sum(len(answer.generated_tokens) for answer in answers.values())
     assert tokens == len(prompts) * OUTPUT, f"{tokens} tokens of {len(prompts)} requests"

@@ -6,6 +6,8 @@ and log-probabilities beside the host sampler's.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -21,7 +23,7 @@ from services.worker.sampling.sampler import Sampler
 NUM_EXPERTS, NUM_PICKED, HIDDEN_SIZE, WIDTH = 32, 4, 512, 256
 NUM_ROWS, VOCAB_SIZE = 48, 32000
 NUM_TOP = 20
-KINDS = (
+KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 1.0},
     {"temperature": 0.7, "top_k": 50},
@@ -45,7 +47,7 @@ def experts_difference(device: Device, dtype: torch.dtype) -> float:
         random(NUM_EXPERTS, HIDDEN_SIZE, WIDTH),
     )
     router = kernels.linear(random(NUM_EXPERTS, HIDDEN_SIZE) * 8, None)
-    picking = {"num_picked": NUM_PICKED, "normalized": True}
+    picking: dict[str, Any] = {"num_picked": NUM_PICKED, "normalized": True}
     grouped = GroupedExperts(router, gate_up, down, activation=Activation.SILU, **picking)
     apart = tuple(
         GatedMlp(kernels.gated_linear(into, None, Activation.SILU), kernels.linear(out, None))

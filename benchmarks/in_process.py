@@ -122,14 +122,18 @@ class LocalEngine:
         self.engine: Engine
         self._limits = limits
         self._keys = itertools.count(1)
+        self._numbers = itertools.count()
         self._waiting: dict[Request, Inflight] = {}
         self._requests: dict[Inflight, Request] = {}
 
     def limits(self) -> ModelLimits:
         return self._limits
 
+    def check_room(self, deadline: float | None) -> None:
+        pass
+
     def start(self, requests: Sequence[EngineRequest]) -> Mailbox:
-        mailbox = Mailbox(requests, self._drop)
+        mailbox = Mailbox(requests, self._numbers, self._drop)
         for inflight in mailbox.inflights:
             request = to_request(inflight.request, next(self._keys))
             self._waiting[request] = inflight

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from vllm import SamplingParams
@@ -112,7 +113,7 @@ def make_request(name: str, tokens: list[int]) -> Request:
     )
 
 
-def answer(scheduled: object, requests: dict[str, Request]) -> ModelRunnerOutput:
+def answer(scheduled: Any, requests: dict[str, Request]) -> ModelRunnerOutput:
     """One token for everybody whose prompt is computed."""
     names = list(scheduled.num_scheduled_tokens)
     tokens = [

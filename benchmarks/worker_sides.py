@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 _EXIT_SECONDS = 30.0
@@ -65,11 +66,11 @@ class EngineSide:
         ticks = sum(map(_ticks, _family(self._process.pid)))
         return ticks / os.sysconf("SC_CLK_TCK")
 
-    def _read(self) -> dict[str, object]:
+    def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("{"):
-                content: dict[str, object] = json.loads(line)
+                content: dict[str, Any] = json.loads(line)
                 return content
         raise SideEnded(f"{self.name} ended with {self._process.wait()}")
 
