@@ -21,6 +21,7 @@ from services.worker.attention.interface import (
 from services.worker.core.runner import Runner
 from services.worker.kernels.select import KernelsSetting
 from services.worker.models.model import Model
+from services.worker.parallel.ranks import ALONE, Ranks
 from tests.worker.runner_driver import Driver, Request, build_runner
 
 BLOCK_SIZE = 4
@@ -98,6 +99,7 @@ class ExactModel:
     directory: Path
     dtype: torch.dtype
     kernels_setting: KernelsSetting
+    ranks: Ranks = ALONE
     recorder: Recorder = field(default_factory=Recorder)
     references: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
 
@@ -110,6 +112,7 @@ class ExactModel:
             max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
             dtype=self.dtype,
             kernels_setting=self.kernels_setting,
+            ranks=self.ranks,
             around=self.recorder.around,
         )
 

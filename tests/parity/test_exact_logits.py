@@ -2,19 +2,25 @@
 computed with it, however its sequence is cut, cached or recomputed, by one thread or by two.
 """
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
+from services.common.sampling import SamplingParams
 from services.worker.kernels.select import KernelsSetting
 from tests.parity.exact import BLOCK_SIZE, ExactModel, drawn
 from tests.parity.models_table import rows
+from tests.parity.oracle import embedded_prompt
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model
+from tests.worker.rank_threads import RankThread, on_ranks
 from tests.worker.runner_driver import Request
 
 NATIVE_KINDS = sorted(kind for row in rows() if row.run_by == "native" for kind in row.kinds)
 CASES = [(KernelsSetting.NATIVE, kind) for kind in NATIVE_KINDS]
 WHOLE = 512
+COLUMNS = ("token_ids", "logprobs", "ranks")
 
 # Around the edges of blocks of keys, with windows of 16 to 24 and 200 behind some, and one of 210.
 LENGTHS = [1, 2, 5, 16, 17, 33, 63, 64, 65, 90, 130, 210]
@@ -88,3 +94,69 @@ def test_after_preemptions(model: ExactModel) -> None:
         for request in running:
             if request.finished or random.random() < 0.2:
                 serving.driver.remove(request)
+
+
+WIDE = {"hidden_size": 384, "intermediate_size": 1536}
+"""Enough work in most steps for two threads."""
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "mixtral", "qwen3"])
+def test_one_thread_or_two(tmp_path: Path, dtype: torch.dtype, kind: str) -> None:
+    changes = WIDE | ({"head_dim": 96} if kind == "qwen3" else {})
+    save_tiny_model(tmp_path, kind, dtype=dtype, **changes)
+    torch.set_num_threads(2)
+    model = ExactModel(tmp_path, dtype, KernelsSetting.NATIVE)
+    for tokens in SEQUENCES:
+        model.reference(tokens)
+    serving = model.serving(seed=5)
+    for request in requests()[6:10]:
+        serving.run([request], [WHOLE], "alone, two threads")
+    serving.run(requests(), [40, 9, 33, 16, 21, 50], "batch, two threads")
+    serving.run(requests()[3:8], [1], "token by token, two threads")
+
+
+@pytest.mark.parametrize("kind", ["llama_biases", "qwen3_moe"])
+def test_two_ranks(tmp_path: Path, dtype: torch.dtype, kind: str) -> None:
+    save_tiny_model(tmp_path, kind, dtype=dtype)
+    torch.set_num_threads(1)
+
+    def serve(rank: RankThread) -> None:
+        model = ExactModel(tmp_path, dtype, KernelsSetting.NATIVE, rank.group.ranks)
+        for tokens in SEQUENCES:
+            model.reference(tokens)
+        model.serving(seed=6).run(requests(), [40, 9, 33, 16, 21, 50], "batch on two ranks")
+        model.serving(seed=7).run(requests()[3:9], [1], "token by token on two ranks")
+
+    on_ranks(2, serve)
+
+
+def test_embedded_prompts_and_those_beside_them(model: ExactModel) -> None:
+    width = model.recorder.embed(torch.zeros(1, dtype=torch.int64)).shape[1]
+    rows = torch.randn((50, width), generator=torch.Generator().manual_seed(3))
+
+    def embedded() -> Request:
+        embeds = embedded_prompt(rows)
+        return Request([*embeds.placeholders, 9, 8, 7], 1, embeds=embeds)
+
+    alone = embedded()
+    serving = model.serving(seed=8)
+    serving.driver.step([(alone, 53)])
+    model.references[tuple(alone.prompt)] = model.recorder.logits_of(serving.slot_of(alone)).clone()
+    together = [embedded(), *requests()[3:9]]
+    model.serving(seed=9).run(together, [7, 16, 5], "beside an embedded prompt")
+
+
+def test_log_probabilities(model: ExactModel) -> None:
+    watched = SamplingParams(temperature=0, logprobs=3, prompt_logprobs=3)
+
+    def served(chunk: int, count: int) -> list[np.ndarray]:
+        driver = model.serving(seed=count).driver
+        request = Request(SEQUENCES[10], 4, watched)
+        driver.run([request, *(Request(tokens, 3) for tokens in SEQUENCES[:count])], chunk=chunk)
+        rows = [*request.prompt_rows, *request.sampled_rows]
+        return [np.concatenate([getattr(row, name) for row in rows]) for name in COLUMNS]
+
+    whole = served(WHOLE, 0)
+    for chunk, count in ((7, 0), (16, 5), (WHOLE, 12)):
+        for actual, expected in zip(served(chunk, count), whole, strict=True):
+            np.testing.assert_array_equal(actual, expected)
