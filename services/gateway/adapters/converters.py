@@ -14,6 +14,7 @@ from services.common.sampling_messages import repetition_from_message
 from services.gateway.adapters.inflight import Inflight
 from services.gateway.core.delta import Finish, FinishReason
 from services.gateway.core.logprobs import LogprobRows
+from services.gateway.core.no_token import NAN_IN_LOGITS
 from services.gateway.core.request import CONTEXT_LENGTH_EXCEEDED, ModelLimits
 from services.gateway.core.sampling import Sampling
 
@@ -177,7 +178,7 @@ def from_finished(message: scheduler_pb2.Finished) -> Finish | errors.StepwellEr
     """How a sequence ended: well, or with what error."""
     match message.reason:
         case common_pb2.FINISH_REASON_NAN_IN_LOGITS:
-            return errors.InternalError(message.message, reason="NAN_IN_LOGITS")
+            return errors.InternalError(message.message, reason=NAN_IN_LOGITS)
         case common_pb2.FINISH_REASON_STEP_FAILED:
             return errors.InternalError(message.message, reason="STEP_FAILED")
         case common_pb2.FINISH_REASON_QUEUE_TIMEOUT:

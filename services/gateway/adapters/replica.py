@@ -19,6 +19,7 @@ from services.gateway.adapters.converters import (
 )
 from services.gateway.adapters.fullness import Fullness
 from services.gateway.adapters.inflight import Inflight
+from services.gateway.core.no_token import NAN_IN_LOGITS, why_no_token
 from services.gateway.core.request import ModelLimits
 
 logger = logging.getLogger(__name__)
@@ -271,7 +272,7 @@ class Replica:
                 _add_logprobs(inflight, message)
         for finished in deltas.finished:
             if (inflight := running.pop(finished.handle, None)) is not None:
-                _end(inflight, finished)
+                _end(inflight, finished, self.limits)
         for rejected in deltas.rejected:
             if (inflight := running.pop(rejected.handle, None)) is not None:
                 error = from_rejection(rejected)
@@ -307,9 +308,12 @@ def _add_logprobs(inflight: Inflight, message: scheduler_pb2.RequestLogprobs) ->
         inflight.prompt_logprobs(from_logprobs_proto(message.prompt))
 
 
-def _end(inflight: Inflight, finished: scheduler_pb2.Finished) -> None:
+def _end(inflight: Inflight, finished: scheduler_pb2.Finished, limits: ModelLimits | None) -> None:
     end = from_finished(finished)
     if isinstance(end, StepwellError):
+        if limits is not None and end.error_reason == NAN_IN_LOGITS:
+            output, vocab_size = inflight.output_token_ids, limits.vocab_size
+            end = why_no_token(inflight.request, output, vocab_size) or end
         inflight.failed(end)
     else:
         inflight.finished(end)

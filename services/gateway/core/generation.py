@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 
-from services.common.errors import InvalidArgument, StepwellError
 from services.gateway.core.choice import Choice, Piece
 from services.gateway.core.delta import Delta
 from services.gateway.core.logprobs import LogprobRows, joined
@@ -84,22 +83,11 @@ class Generation:
     def _accept(self, index: int, delta: Delta, subscription: Subscription) -> Piece:
         self.was_taken |= delta.num_cached_tokens is not None or bool(delta.token_ids)
         if delta.error is not None:
-            raise self._explained(index, delta.error)
+            raise delta.error
         piece = self.choices[index].accept(delta)
         if piece.finish_reason is not None and delta.finish is None:
             subscription.abort(index)
         return piece
-
-    def _explained(self, index: int, error: StepwellError) -> StepwellError:
-        """The error; embeddings too large for the model's arithmetic are the client's."""
-        embedded = self.sequences[index].prompt_embeds is not None
-        if not (embedded and error.error_reason == "NAN_IN_LOGITS"):
-            return error
-        return InvalidArgument(
-            "prompt_embeds: the model's logits held NaN for these numbers",
-            field="prompt_embeds",
-            reason=error.error_reason,
-        )
 
     def usage(self) -> Usage:
         """Counts so far. Of n answers to a prompt the first tells what was cached."""

@@ -58,10 +58,10 @@ REFUSALS: dict[str, Callable[[Serving], Any]] = {
 async def test_a_refusal_is_counted_by_its_reason_and_as_nothing_else(
     served: Serving, reason: str, stream: bool
 ) -> None:
+    await complete(served, top_p=7, stream=stream)
     if reason == "queue_full":
         served.scheduler.rejection = FULL
     await REFUSALS[reason](served)
-    await complete(served, top_p=7, stream=stream)
     refused = f"vllm:admission_rejections_total {reason}"
     expected = {"vllm:admission_rejections_total invalid_argument": 1.0}
     expected[refused] = expected.get(refused, 0.0) + 1.0

@@ -1,0 +1,46 @@
+"""Why no token could be chosen, where it was the request and not the model."""
+
+from collections.abc import Sequence
+
+from services.common.errors import InvalidArgument
+from services.gateway.core.request import EngineRequest
+from services.gateway.core.sampling import Sampling
+
+NAN_IN_LOGITS = "NAN_IN_LOGITS"
+
+
+def why_no_token(
+    request: EngineRequest, output: Sequence[int], vocab_size: int
+) -> InvalidArgument | None:
+    """What is wrong with a request that has ended, after `output`, for want of a usable logit.
+
+    None where nothing is: then the model itself made NaN.
+    """
+    if request.prompt_embeds is not None:
+        return InvalidArgument(
+            "prompt_embeds: the model's logits held NaN for these numbers",
+            field="prompt_embeds",
+            reason=NAN_IN_LOGITS,
+        )
+    if _bans_every_token(request.sampling, output, vocab_size):
+        return InvalidArgument(
+            "bad_words, allowed_token_ids and min_tokens together leave no token to sample after "
+            f"{len(output)} tokens of this answer",
+            field="bad_words",
+        )
+    return None
+
+
+def _bans_every_token(sampling: Sampling, output: Sequence[int], vocab_size: int) -> bool:
+    """Whether all tokens that may come next are banned: they would complete a bad word, or end the
+    answer before its time.
+    """
+    recent = tuple(output[-max(map(len, sampling.bad_words), default=0) :])
+    banned = {
+        word[-1]
+        for word in sampling.bad_words
+        if len(word) == 1 or recent[1 - len(word) :] == word[:-1]
+    }
+    if len(output) < sampling.min_tokens:
+        banned.update(sampling.stop_token_ids, sampling.eos_token_ids)
+    return banned.issuperset(sampling.allowed_token_ids or range(vocab_size))

@@ -1,0 +1,34 @@
+"""Whether it was the request that left no token, worked out from what it bans."""
+
+from typing import Any
+
+import pytest
+
+from services.gateway.core.no_token import why_no_token
+from services.gateway.core.request import EngineRequest
+from services.gateway.core.sampling import Sampling
+
+VOCAB_SIZE = 4
+
+
+@pytest.mark.parametrize(
+    ("sampling", "output", "is_banned"),
+    [
+        ({}, [], False),
+        ({"allowed_token_ids": (1,), "bad_words": ((1, 1),)}, [], False),
+        ({"allowed_token_ids": (1,), "bad_words": ((1, 1),)}, [1], True),
+        ({"allowed_token_ids": (1,), "bad_words": ((1, 1),)}, [1, 2], False),
+        ({"allowed_token_ids": (1, 2), "bad_words": ((1, 1), (2, 1, 2))}, [2, 1], True),
+        ({"allowed_token_ids": (1, 2), "bad_words": ((1, 1), (2, 1, 2))}, [1, 1], False),
+        ({"bad_words": ((3, 0), (3, 1), (3, 2), (3, 3))}, [3], True),
+        ({"bad_words": ((3, 0), (3, 1), (3, 2))}, [3], False),
+        ({"bad_words": ((0, 1), (2,), (3,)), "min_tokens": 2, "eos_token_ids": (0,)}, [0], True),
+        ({"bad_words": ((0, 1), (2,), (3,)), "min_tokens": 1, "eos_token_ids": (0,)}, [0], False),
+    ],
+)
+def test_bans_are_added_up(sampling: dict[str, Any], output: list[int], is_banned: bool) -> None:
+    request = EngineRequest("r", [0], Sampling(**sampling), 0, "", 0, "")
+    refusal = why_no_token(request, output, VOCAB_SIZE)
+    assert (refusal is not None) == is_banned
+    if refusal is not None:
+        assert refusal.field == "bad_words"
