@@ -313,6 +313,11 @@ async def test_priority_where_there_is_none(model) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_refusal_of_the_scheduler_keeps_its_status(served: Serving, stream: bool) -> None:
     served.scheduler.rejection = scheduler_pb2.Rejection(
+        code=11, reason="TOO_LONG", field="prompt_token_ids", message="too long"
+    )
+    response = await served.http.post("/v1/completions", json={"prompt": "a", "stream": stream})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
+    served.scheduler.rejection = scheduler_pb2.Rejection(
         code=8, reason="QUEUE_FULL", message="the queue is full", retry_after_millis=2500
     )
     response = await served.http.post("/v1/completions", json={"prompt": "a", "stream": stream})
@@ -324,11 +329,6 @@ async def test_a_refusal_of_the_scheduler_keeps_its_status(served: Serving, stre
         "param": None,
         "code": "queue_full",
     }
-    served.scheduler.rejection = scheduler_pb2.Rejection(
-        code=11, reason="TOO_LONG", field="prompt_token_ids", message="too long"
-    )
-    response = await served.http.post("/v1/completions", json={"prompt": "a", "stream": stream})
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
 
 
 async def test_the_engine_may_give_up(served: Serving) -> None:
