@@ -220,6 +220,7 @@ class InProcess:
             defaults=SamplingDefaults(),
             max_choices=1,
             max_items=2**17,
+            max_logprobs=2**22,
             draw_seed=lambda: 0,
             unix_nanos=time.time_ns,
         )

@@ -75,6 +75,7 @@ class Gateway:
             defaults=read_sampling_defaults(settings.generation_config, settings.model),
             max_choices=settings.max_choices_per_request,
             max_items=settings.max_items_per_request,
+            max_logprobs=settings.max_logprobs_per_request,
             draw_seed=lambda: secrets.randbits(64),
             unix_nanos=time.time_ns,
         )

@@ -47,6 +47,11 @@ class GatewaySettings:
         "of them are read at once, at some 100 ns each",
         check=at_least(1024),
     )
+    max_logprobs_per_request: int = setting(
+        4 * 2**20,
+        doc="log-probabilities that an answer may hold that is not streamed, at 8 bytes each",
+        check=at_least(1024),
+    )
     max_body_bytes: int = setting(
         4 * 2**20, doc="longest HTTP body that is read", check=at_least(1024)
     )

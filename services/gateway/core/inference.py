@@ -31,6 +31,7 @@ class Inference:
         defaults: SamplingDefaults,
         max_choices: int,
         max_items: int,
+        max_logprobs: int,
         draw_seed: Callable[[], int],
         unix_nanos: Callable[[], int],
     ) -> None:
@@ -39,6 +40,7 @@ class Inference:
         self.tokens = TokenText(tokenizer)
         self.default_sampling = defaults.sampling
         self.max_items = max_items
+        self.max_logprobs = max_logprobs
         self._defaults = defaults
         self._engine = engine
         self._max_choices = max_choices
@@ -109,6 +111,20 @@ class Inference:
                 field="n" if n > 1 else "prompt",
             )
 
+    def check_num_logprobs(self, generation: Generation) -> None:
+        """Raises OutOfRange for more log-probabilities than are held until an answer is whole."""
+        count = sum(
+            (sequence.sampling.max_tokens or 0) * _width(sequence.sampling.logprobs)
+            + len(sequence.prompt_token_ids) * _width(sequence.sampling.prompt_logprobs)
+            for sequence in generation.sequences
+        )
+        if count > self.max_logprobs:
+            raise OutOfRange(
+                f"logprobs: the answers may have {count} log-probabilities, more than the "
+                f"{self.max_logprobs} of one request; stream, or lower max_tokens or n",
+                field="logprobs",
+            )
+
     def check_num_items(self, field: str, num_items: int) -> None:
         """Raises OutOfRange for more items than one request may hold."""
         if num_items > self.max_items:
@@ -176,3 +192,8 @@ class Inference:
             if spaced and plain and spaced[0] != plain[0] and len(spaced) == len(plain):
                 sequences.append(tuple(spaced))
         return tuple(sequences)
+
+
+def _width(num_logprobs: int | None) -> int:
+    """Log-probabilities of a position: those asked for, and its own token's."""
+    return 0 if num_logprobs is None else num_logprobs + 1

@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from services.gateway.core.tokens import TokenText
@@ -69,57 +70,68 @@ class LogprobRows:
             )
 
 
-def chat_logprobs(rows: LogprobRows, tokens: TokenText) -> list[dict[str, Any]]:
+# The four parallel lists of a completion's `logprobs`.
+TOKENS, TOKEN_LOGPROBS, TOP_LOGPROBS, TEXT_OFFSET = (
+    "tokens",
+    "token_logprobs",
+    "top_logprobs",
+    "text_offset",
+)
+
+
+def chat_logprobs(rows: LogprobRows, tokens: TokenText) -> Iterator[dict[str, Any]]:
     """`logprobs.content` of a chat answer: one entry per token."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         raw = tokens.raw(token_id)
         return {"token": tokens.written(token_id), "logprob": logprob, "bytes": list(raw)}
 
-    return [
-        {
+    for ids, probs, _ in rows.rows():
+        yield {
             **entry(ids[0], probs[0]),
             "top_logprobs": [entry(*best) for best in zip(ids[1:], probs[1:], strict=True)],
         }
-        for ids, probs, _ in rows.rows()
-    ]
 
 
 def completion_logprobs(
     rows: LogprobRows, offsets: Sequence[int], tokens: TokenText
-) -> dict[str, list[Any]]:
+) -> dict[str, Iterable[Any]]:
     """`logprobs` of a completion: four parallel lists.
 
     `offsets` says where the text of each token starts. The token itself is always among its top
     log-probabilities, which then are one more than asked for.
     """
-    shaped = empty_completion_logprobs()
-    for (ids, probs, _), offset in zip(rows.rows(), offsets, strict=True):
-        shaped["tokens"].append(tokens.written(ids[0]))
-        shaped["token_logprobs"].append(probs[0])
-        top = {tokens.written(token): prob for token, prob in zip(ids[1:], probs[1:], strict=True)}
-        top.setdefault(tokens.written(ids[0]), probs[0])
-        shaped["top_logprobs"].append(top)
-        shaped["text_offset"].append(offset)
-    return shaped
+
+    def top(ids: list[int], probs: list[float]) -> dict[str, float]:
+        best = {tokens.written(token): prob for token, prob in zip(ids[1:], probs[1:], strict=True)}
+        best.setdefault(tokens.written(ids[0]), probs[0])
+        return best
+
+    return {
+        TOKENS: (tokens.written(ids[0]) for ids, _, _ in rows.rows()),
+        TOKEN_LOGPROBS: (probs[0] for _, probs, _ in rows.rows()),
+        TOP_LOGPROBS: (top(ids, probs) for ids, probs, _ in rows.rows()),
+        TEXT_OFFSET: offsets,
+    }
 
 
 def echoed_logprobs(
     first_token: int, rows: LogprobRows | None, offsets: Sequence[int], tokens: TokenText
-) -> dict[str, list[Any]]:
+) -> dict[str, Iterable[Any]]:
     """`logprobs` of an echoed prompt, whose first token has none.
 
     `offsets` says where each of its tokens starts.
     """
-    shaped = empty_completion_logprobs()
-    shaped["tokens"].append(tokens.written(first_token))
-    shaped["token_logprobs"].append(None)
-    shaped["top_logprobs"].append(None)
-    shaped["text_offset"].append(offsets[0])
+    first: dict[str, list[Any]] = {
+        TOKENS: [tokens.written(first_token)],
+        TOKEN_LOGPROBS: [None],
+        TOP_LOGPROBS: [None],
+        TEXT_OFFSET: [offsets[0]],
+    }
     if rows is None:
-        return shaped
+        return {**first}
     rest = completion_logprobs(rows, offsets[1:], tokens)
-    return {name: shaped[name] + rest[name] for name in shaped}
+    return {name: chain(first[name], rest[name]) for name in first}
 
 
 def joined(rows: LogprobRows | None, more: LogprobRows | None) -> LogprobRows | None:
@@ -130,21 +142,15 @@ def joined(rows: LogprobRows | None, more: LogprobRows | None) -> LogprobRows | 
     return rows
 
 
-def empty_completion_logprobs() -> dict[str, list[Any]]:
-    """The four lists of a completion's `logprobs`, without a token."""
-    return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-
-
-def prompt_logprobs(rows: LogprobRows | None, tokens: TokenText) -> list[Any]:
+def prompt_logprobs(rows: LogprobRows | None, tokens: TokenText) -> Iterator[Any]:
     """vLLM's `prompt_logprobs`: per prompt token a map from token id to logprob, rank and text."""
-    shaped: list[Any] = [None]
+    yield None
     for ids, probs, rank in rows.rows() if rows is not None else ():
         entries = {}
         for place, (token, prob) in enumerate(zip(ids[1:], probs[1:], strict=True), start=1):
             entries[str(token)] = _ranked(prob, place, token, tokens)
         entries[str(ids[0])] = _ranked(probs[0], rank, ids[0], tokens)
-        shaped.append(entries)
-    return shaped
+        yield entries
 
 
 def _ranked(logprob: float, rank: int, token_id: int, tokens: TokenText) -> dict[str, Any]:

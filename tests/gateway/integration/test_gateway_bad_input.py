@@ -3,6 +3,7 @@
 import base64
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -382,3 +383,12 @@ async def test_bad_words_are_bounded_in_all(served: Serving):
     answer = await served.http.post("/v1/completions", json={"prompt": "a", "bad_words": words})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "bad_words"
+
+
+async def test_logprobs_of_an_answer_that_is_not_streamed_are_bounded(model: Path):
+    async with serving(model, FakeScheduler(), max_logprobs_per_request=2048) as served:
+        body = {"prompt": "a", "max_tokens": 100, "logprobs": 20, "n": 1}
+        assert (await served.http.post("/v1/completions", json=body)).status_code == 400
+        for change in ({"stream": True}, {"max_tokens": 90}):
+            answer = await served.http.post("/v1/completions", json=body | change)
+            assert answer.status_code == 200

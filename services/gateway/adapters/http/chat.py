@@ -7,6 +7,7 @@ from typing import Any
 from services.common.errors import InvalidArgument, StepwellError
 from services.gateway.adapters.http.bodies import ChatCompletionBody, ChatPrompt, TokenizeBody
 from services.gateway.adapters.http.dialect import Dialect, stop_reason
+from services.gateway.adapters.http.json_pieces import LongList, listed
 from services.gateway.adapters.http.sampling import (
     check_stream_options,
     stop_strings,
@@ -140,7 +141,7 @@ class ChatDialect(Dialect):
         for index in range(self.request.num_choices):
             choice = self._chunk(index, {"role": "assistant", "content": ""})
             if self.envelope.return_token_ids:
-                choice["prompt_token_ids"] = self.request.prompts[0].token_ids
+                choice["prompt_token_ids"] = self._prompt_token_ids()
             choices.append(choice)
         return choices
 
@@ -170,17 +171,23 @@ class ChatDialect(Dialect):
             "stop_reason": stop_reason(last),
         }
         if self.envelope.return_token_ids:
-            shaped["token_ids"] = answer.token_ids
+            shaped["token_ids"] = listed(answer.token_ids, len(answer.token_ids))
         return shaped
 
     def extras(self, answers: Sequence[Answer]) -> dict[str, Any]:
         extras: dict[str, Any] = {}
         if self.envelope.return_token_ids:
-            extras["prompt_token_ids"] = self.request.prompts[0].token_ids
+            extras["prompt_token_ids"] = self._prompt_token_ids()
         if self.envelope.return_prompt_logprobs:
             rows = answers[0].prompt_logprobs
-            extras["prompt_logprobs"] = prompt_logprobs(rows, self.tokens)
+            extras["prompt_logprobs"] = listed(
+                prompt_logprobs(rows, self.tokens), 1 + len(rows or ())
+            )
         return extras
+
+    def _prompt_token_ids(self) -> list[int] | LongList:
+        token_ids = self.request.prompts[0].token_ids
+        return listed(token_ids, len(token_ids))
 
     def _chunk(self, index: int, delta: dict[str, str]) -> dict[str, Any]:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
@@ -188,4 +195,4 @@ class ChatDialect(Dialect):
     def _logprobs(self, rows: LogprobRows | None) -> dict[str, Any] | None:
         if rows is None:
             return None
-        return {"content": chat_logprobs(rows, self.tokens), "refusal": None}
+        return {"content": listed(chat_logprobs(rows, self.tokens), len(rows)), "refusal": None}

@@ -1,13 +1,15 @@
 """/v1/completions: from its body to a request, from answers to its chunks."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any, cast
 
 from services.common.errors import InvalidArgument
 from services.gateway.adapters.http.bodies import CompletionBody
 from services.gateway.adapters.http.dialect import Dialect, stop_reason
 from services.gateway.adapters.http.embeds import read_prompt_embeds
+from services.gateway.adapters.http.json_pieces import listed
 from services.gateway.adapters.http.sampling import (
     check_stream_options,
     stop_strings,
@@ -191,7 +193,10 @@ class CompletionDialect(Dialect):
             with_prompt=True,
         )
         if self.envelope.return_prompt_logprobs:
-            shaped["prompt_logprobs"] = prompt_logprobs(answer.prompt_logprobs, self.tokens)
+            rows = answer.prompt_logprobs
+            shaped["prompt_logprobs"] = listed(
+                prompt_logprobs(rows, self.tokens), 1 + len(rows or ())
+            )
         return shaped
 
     def _choice(
@@ -208,7 +213,8 @@ class CompletionDialect(Dialect):
     ) -> dict[str, Any]:
         prompt = self.request.prompts[index // self.request.n]
         echo = prompt.text or ""
-        logprobs = None
+        logprobs: dict[str, Iterable[Any]] | None = None
+        num_rows = len(rows or ()) + len(prompt_rows or ())
         if rows is not None:
             shifted = [len(echo) + offset for offset in offsets]
             logprobs = completion_logprobs(rows, shifted, self.tokens)
@@ -216,16 +222,20 @@ class CompletionDialect(Dialect):
         if with_prompt and prompt.offsets is not None and wants_logprobs:
             before = echoed_logprobs(prompt.token_ids[0], prompt_rows, prompt.offsets, self.tokens)
             if logprobs is not None:
-                before = {name: before[name] + logprobs[name] for name in before}
+                before = {name: chain(before[name], logprobs[name]) for name in before}
             logprobs = before
         shaped = {
             "index": index,
             "text": echo + text if with_prompt else text,
-            "logprobs": logprobs,
+            "logprobs": None
+            if logprobs is None
+            else {name: listed(items, num_rows) for name, items in logprobs.items()},
             "finish_reason": last.finish_reason.value if last.finish_reason else None,
             "stop_reason": stop_reason(last),
         }
         if self.envelope.return_token_ids:
-            shaped["token_ids"] = token_ids
-            shaped["prompt_token_ids"] = prompt.token_ids if with_prompt else None
+            shaped["token_ids"] = listed(token_ids, len(token_ids))
+            shaped["prompt_token_ids"] = (
+                listed(prompt.token_ids, len(prompt.token_ids)) if with_prompt else None
+            )
         return shaped

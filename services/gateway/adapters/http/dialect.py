@@ -1,19 +1,21 @@
 """What completions and chat completions have in common on the way out."""
 
-import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from services.gateway.adapters.http.json_pieces import (
+    HoldsLongList,
+    LongList,
+    json_pieces,
+    to_json,
+)
 from services.gateway.core.choice import Piece
 from services.gateway.core.delta import FinishReason
 from services.gateway.core.generation import Answer, Usage
 from services.gateway.core.request import ClientRequest
 from services.gateway.core.tokens import TokenText
-
-# `json.dumps` with separators makes an encoder each time, and this is every token's path.
-_to_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class Dialect(ABC):
         self.envelope = envelope
         self.request = request
         self.tokens = tokens
-        head = _to_json(self._head(self.chunk_object)).encode()
+        head = to_json(self._head(self.chunk_object)).encode()
         tail = b'],"usage":null}\n\n' if envelope.include_usage else b"]}\n\n"
         self._frame_without_usage = b"data: " + head[:-1] + b',"choices":[', tail
 
@@ -60,20 +62,33 @@ class Dialect(ABC):
         """Further fields of the whole."""
         return {}
 
-    def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
-        """The body of an answer that is not streamed."""
-        body = {
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
+        """The body of an answer that is not streamed, whose choices are made when it is sent."""
+        choices = (self.choice(index, answer) for index, answer in enumerate(answers))
+        return {
             **self._head(self.whole_object),
-            "choices": [self.choice(index, answer) for index, answer in enumerate(answers)],
+            "choices": LongList(choices, nested=True),
             "usage": usage_body(usage),
             **self.extras(answers),
         }
-        return _to_json(body).encode()
 
-    def encode_chunks(self, choices: Sequence[dict[str, Any]], usage: Callable[[], Usage]) -> bytes:
-        """Server-sent events, one per choice. `usage` is asked where every chunk tells it."""
+    def encode_chunks(
+        self, choices: Sequence[dict[str, Any]], usage: Callable[[], Usage]
+    ) -> Iterator[bytes]:
+        """Server-sent events, one per choice, all in one piece unless they hold long lists.
+
+        `usage` is asked where every chunk tells it.
+        """
         head, tail = self._frame(usage)
-        return b"".join([head + _to_json(choice).encode() + tail for choice in choices])
+        events: list[bytes] = []
+        for choice in choices:
+            try:
+                events.append(head + to_json(choice).encode() + tail)
+            except HoldsLongList:
+                yield b"".join([*events, head])
+                yield from json_pieces(choice)
+                events = [tail]
+        yield b"".join(events)
 
     def closing(self, usage: Usage) -> bytes:
         """The last events: token counts where asked for, and the mark of the end."""
@@ -85,7 +100,7 @@ class Dialect(ABC):
     def _frame(self, usage: Callable[[], Usage]) -> tuple[bytes, bytes]:
         if not self.envelope.usage_in_every_chunk:
             return self._frame_without_usage
-        counts = _to_json(usage_body(usage())).encode()
+        counts = to_json(usage_body(usage())).encode()
         return self._frame_without_usage[0], b'],"usage":' + counts + b"}\n\n"
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -100,7 +115,7 @@ class Dialect(ABC):
 
 def event(body: object) -> bytes:
     """One server-sent event."""
-    return b"data: " + _to_json(body).encode() + b"\n\n"
+    return b"data: " + to_json(body).encode() + b"\n\n"
 
 
 def stop_reason(piece: Piece) -> str | int | None:

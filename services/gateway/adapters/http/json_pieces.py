@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 # So many items of a list are encoded at once, and about so many bytes sent.
-_ITEMS = 64
+_ITEMS = 32
 _BYTES = 64 * 1024
 
 
@@ -25,6 +25,11 @@ class LongList:
     def __init__(self, items: Iterable[Any], *, nested: bool = False) -> None:
         self.items = items
         self.nested = nested
+
+
+def listed(items: Iterable[Any], num_items: int) -> "list[Any] | LongList":
+    """The items as a list where they are few."""
+    return list(items) if num_items <= _ITEMS else LongList(items)
 
 
 class HoldsLongList(Exception):
@@ -81,24 +86,27 @@ def _items(value: LongList) -> Iterator[str]:
     yield "[]" if mark == "[" else "]"
 
 
-class JsonReply(Response):
-    """An answer in JSON, in one piece where it is short, else in chunks as they are made.
+async def send_json(value: Any, send: Send) -> None:
+    """An answer in one piece where it is short, else in chunks, between which the loop turns."""
+    pieces = json_pieces(value)
+    headers = [(b"content-type", b"application/json")]
+    piece, following = next(pieces), next(pieces, None)
+    if following is None:
+        headers.append((b"content-length", str(len(piece)).encode()))
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    while following is not None:
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await asyncio.sleep(0)
+        piece, following = following, next(pieces, None)
+    await send({"type": "http.response.body", "body": piece})
 
-    The event loop turns between them.
-    """
+
+class JsonReply(Response):
+    """An answer of a value that may hold long lists."""
 
     def __init__(self, value: Any) -> None:
         super().__init__()
-        self._pieces = json_pieces(value)
+        self._value = value
 
     async def __call__(self, _scope: Scope, _receive: Receive, send: Send) -> None:
-        headers = [(b"content-type", b"application/json")]
-        piece, following = next(self._pieces), next(self._pieces, None)
-        if following is None:
-            headers.append((b"content-length", str(len(piece)).encode()))
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        while following is not None:
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
-            await asyncio.sleep(0)
-            piece, following = following, next(self._pieces, None)
-        await send({"type": "http.response.body", "body": piece})
+        await send_json(self._value, send)

@@ -13,6 +13,7 @@ from services.common.errors import InternalError, StepwellError
 from services.gateway.adapters.http.deadline import until
 from services.gateway.adapters.http.dialect import Dialect, event
 from services.gateway.adapters.http.errors import error_body, error_response
+from services.gateway.adapters.http.json_pieces import send_json
 from services.gateway.adapters.observation import Observation, Observer
 from services.gateway.core.choice import Piece
 from services.gateway.core.gate import Gate
@@ -106,6 +107,8 @@ class GenerationReply(Response):
     async def _generate(self, exchange: Exchange, observation: Observation, send: Send) -> None:
         request = await exchange.to_request()
         generation = self._inference.prepare(request, observation.traceparent, exchange.deadline)
+        if not exchange.stream:
+            self._inference.check_num_logprobs(generation)
         dialect = exchange.to_dialect(request)
         pieces = observation.watch(
             generation, self._inference.run(generation), stream=exchange.stream
@@ -139,8 +142,10 @@ async def _stream(
             start = {"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS}
             await send(start)
         if choices:
-            events = dialect.encode_chunks(choices, generation.usage)
-            await send({"type": "http.response.body", "body": events, "more_body": True})
+            for number, events in enumerate(dialect.encode_chunks(choices, generation.usage)):
+                if number:
+                    await asyncio.sleep(0)
+                await send({"type": "http.response.body", "body": events, "more_body": True})
     last = dialect.closing(generation.usage())
     await send({"type": "http.response.body", "body": last})
 
@@ -152,13 +157,7 @@ async def _whole(
     async for news in pieces:
         for piece in news:
             answers[piece.index].add(piece)
-    body = dialect.whole(answers, generation.usage())
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-    ]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    await send_json(dialect.whole(answers, generation.usage()), send)
 
 
 async def _disconnected(receive: Receive) -> None:

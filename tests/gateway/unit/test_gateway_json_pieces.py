@@ -1,0 +1,57 @@
+"""Answers with long lists: the same JSON, and never whole in memory."""
+
+import json
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from services.gateway.adapters.hf_tokenizer import load_tokenizer
+from services.gateway.adapters.http.chat import ChatDialect
+from services.gateway.adapters.http.completions import CompletionDialect
+from services.gateway.adapters.http.dialect import Dialect, Envelope
+from services.gateway.adapters.http.json_pieces import HoldsLongList, LongList, json_pieces, to_json
+from services.gateway.core.choice import Piece
+from services.gateway.core.generation import Answer, Usage
+from services.gateway.core.logprobs import LogprobRows
+from services.gateway.core.request import ClientRequest, Prompt
+from services.gateway.core.sampling import Sampling
+from services.gateway.core.tokens import TokenText
+
+NUM_ANSWERS, NUM_TOKENS, WIDTH = 16, 250, 21
+
+
+def test_pieces_are_the_same_json():
+    value = {
+        "empty": LongList([]),
+        "none": {},
+        "nested": LongList(({"a": LongList(range(n))} for n in (0, 1, 500)), nested=True),
+        "plain": [1, "é", None],
+    }
+    nested = [{"a": list(range(n))} for n in (0, 1, 500)]
+    expected = {"empty": [], "none": {}, "nested": nested, "plain": [1, "é", None]}
+    assert json.loads(b"".join(json_pieces(value))) == expected
+    assert len(next(json_pieces(LongList(range(100_000))))) < 100_000
+    with pytest.raises(HoldsLongList):
+        to_json({"a": LongList([])})
+
+
+@pytest.mark.parametrize("kind", [ChatDialect, CompletionDialect])
+def test_many_logprobs_are_never_whole_in_memory(kind: type[Dialect], model: Path):
+    tokens = TokenText(load_tokenizer(model))
+    request = ClientRequest("r", (Prompt([5]),), Sampling(logprobs=WIDTH - 1), n=NUM_ANSWERS)
+    envelope = Envelope("r", 0, "tiny", False, False, False, False, False)
+    dialect = kind(envelope, request, tokens)
+    tracemalloc.start()
+    answers = [Answer() for _ in range(NUM_ANSWERS)]
+    for token in range(NUM_TOKENS):
+        for answer in answers:
+            cells = [(token + cell) % 300 for cell in range(WIDTH)]
+            rows = LogprobRows.of(WIDTH, cells, [-0.5] * WIDTH, [1])
+            answer.add(Piece(0, "a", [token], rows, [token]))
+    num_bytes = sum(map(len, json_pieces(dialect.whole(answers, Usage(1, 0, 1)))))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    # What it would take in objects is some 500 bytes for each of the 84,000.
+    assert num_bytes > 1_000_000
+    assert peak < 4_000_000
