@@ -134,6 +134,17 @@ class Statistics(Collector):
             counter = CounterMetricFamily(name, text, labels=list(labels))
             counter.add_metric(list(labels.values()), value)
             yield counter
+        recoveries = CounterMetricFamily(
+            names.METRIC_RECOVERIES,
+            "Generations that began anew since the pool or the workers were lost, or hung.",
+            labels=[*labels, "lost"],
+        )
+        for lost, count in (
+            ("pool", self._engine.num_pool_losses),
+            ("workers", self._engine.num_worker_losses),
+        ):
+            recoveries.add_metric([*labels.values(), lost], count)
+        yield recoveries
         waiting = GaugeMetricFamily(
             names.METRIC_NUM_REQUESTS_WAITING_BY_REASON,
             "Requests that wait, by what is in their way.",

@@ -71,6 +71,8 @@ class Engine:
         self._turns = asyncio.Condition()
         self._num_holds = 0
         self._lost: PoolLost | WorkersLost | None = None
+        self.num_pool_losses = 0
+        self.num_worker_losses = 0
         self._num_losses = 0
         self._search = FaultSearch()
         self._trial: Sequence[Request] | None = None
@@ -254,8 +256,10 @@ class Engine:
             preempted = self.scheduler.forget_pool()
             self._observer.lost(preempted)
             if isinstance(lost, WorkersLost):
+                self.num_worker_losses += 1
                 self._blame([*failed, *filter(None, [self._unsent])])
             else:
+                self.num_pool_losses += 1
                 self._begin_trial()
             self._unsent = None
             self._turns.notify_all()

@@ -3,10 +3,14 @@ with connections that are whole; what they bring afterwards is not taken.
 """
 
 import asyncio
+import signal
+import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import grpc
+import httpx
 import pytest
 from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
 from stepwell.scheduler.v1 import scheduler_pb2
@@ -21,6 +25,9 @@ from tests.scheduler.fake_worker import FakeWorker
 from tests.scheduler.paged_model import continuation
 from tests.scheduler.serving_replica import gateway_of, sampling, serving_replica
 from tests.scheduler.story import prompt
+from tests.tiny_models import save_tiny_model
+from tests.worker.worker_process import start as start_worker
+from tests.worker.worker_process import until_serving as until_worker_serving
 
 FLOOR_SECONDS = 0.5
 CEILING_SECONDS = 60.0
@@ -33,10 +40,11 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_client, "TRANSACTION_FLOOR_SECONDS", FLOOR_SECONDS)
 
 
-async def test_a_step_that_takes_far_longer_than_usual_is_given_up_on() -> None:
+async def test_a_step_that_takes_far_longer_than_usual_is_given_up_on(free_port: int) -> None:
     worker = FakeWorker(num_blocks=200)
+    settings = {"step_timeout_seconds": CEILING_SECONDS, "metrics_port": free_port}
     async with (
-        serving_replica(worker, step_timeout_seconds=CEILING_SECONDS) as replica,
+        serving_replica(worker, **settings) as replica,
         gateway_of(replica) as gateway,
     ):
         await gateway.add(1, prompt(9), sampling=sampling(MANY))
@@ -59,6 +67,9 @@ async def test_a_step_that_takes_far_longer_than_usual_is_given_up_on() -> None:
         await gateway.finish(1)
         assert gateway.heard[1].tokens == continuation(prompt(9), MANY)
         await replica.until_idle()
+        metrics = await asyncio.to_thread(httpx.get, f"http://127.0.0.1:{free_port}/metrics")
+        assert 'stepwell_recoveries_total{lost="workers",model_name="paged"} 1.0' in metrics.text
+        assert 'stepwell_recoveries_total{lost="pool",model_name="paged"} 0.0' in metrics.text
 
 
 async def test_the_first_step_of_a_size_may_take_its_time() -> None:
@@ -94,6 +105,58 @@ async def test_the_time_of_a_step_begins_when_the_one_before_it_is_done() -> Non
             await replica.until(lambda _, before=num_steps: len(worker.steps) > before + 1)
         await gateway.finish(1)
         assert (await replica.stats()).num_preemptions == 0
+
+
+class ProcessWorker:
+    """A worker in a process of its own, as no supervisor watches it."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> str:
+        address = f"unix:{self._directory}/worker.sock"
+        self.process = await start_worker(
+            *("--model", str(self._directory), "--address", address, "--num-blocks", "64")
+        )
+        await until_worker_serving(address)
+        return address
+
+    async def stop(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        await self.process.communicate()
+
+
+async def test_a_worker_that_was_stopped_and_goes_on_brings_nothing_stale(
+    short_directory: Path,
+) -> None:
+    save_tiny_model(short_directory, "llama")
+    worker = ProcessWorker(short_directory)
+    async with (
+        serving_replica(worker, step_timeout_seconds=CEILING_SECONDS) as replica,
+        gateway_of(replica) as gateway,
+    ):
+        assert worker.process is not None
+        request = {"sampling": sampling(MANY)}
+        await gateway.add(1, range(20, 40), **request)
+        await gateway.finish(1)
+        await gateway.add(2, range(20, 40), **request)
+        await gateway.until_tokens(2, 10)
+        worker.process.send_signal(signal.SIGSTOP)
+        await replica.until(lambda stats: stats.state == scheduler_pb2.ENGINE_STATE_RECOVERING)
+        worker.process.send_signal(signal.SIGCONT)
+        await gateway.finish(2)
+        assert len(gateway.heard[1].tokens) == MANY
+        assert gateway.heard[2].tokens == gateway.heard[1].tokens
+        await replica.until_idle()
+
+
+@pytest.fixture
+def short_directory() -> Iterator[Path]:
+    """One whose path fits a socket's address."""
+    with tempfile.TemporaryDirectory(prefix="sw") as directory:
+        yield Path(directory)
 
 
 class HalfDeadPool(kvpool_pb2_grpc.KVPoolServicer):
