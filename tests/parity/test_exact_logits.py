@@ -18,7 +18,10 @@ from tests.worker.rank_threads import RankThread, on_ranks
 from tests.worker.runner_driver import Request
 
 NATIVE_KINDS = sorted(kind for row in rows() if row.run_by == "native" for kind in row.kinds)
+TORCH_KINDS = [row.kinds[0] for row in rows() if row.run_by == "native"]
+TORCH_KINDS += ["mistral_window", "gpt_neox", "starcoder2"]
 CASES = [(KernelsSetting.NATIVE, kind) for kind in NATIVE_KINDS]
+CASES += [(KernelsSetting.TORCH, kind) for kind in TORCH_KINDS]
 WHOLE = 512
 COLUMNS = ("token_ids", "logprobs", "ranks")
 

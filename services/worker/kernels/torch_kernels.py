@@ -7,8 +7,9 @@ import torch.nn.functional as F  # noqa: N812
 
 from services.worker.attention.interface import AttentionShape, PagedAttention
 from services.worker.attention.torch_paged import TorchPagedAttention, workspace_bytes
+from services.worker.kernels.gating import GatedLinear
 from services.worker.kernels.interface import Activation, DecoderBlock, DecoderFrame, Linear, Stack
-from services.worker.kernels.packed_linear import GatedLinear, PackedLinear, padded_rows
+from services.worker.kernels.packed_linear import PackedLinear, padded_rows
 
 
 class TorchKernels:

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from services.worker.attention.interface import AttentionLayer
+from services.worker.kernels.interface import Kernels
 from services.worker.models.checkpoint import Checkpoint
 from services.worker.models.config import resolve_dtype
 from services.worker.models.errors import (
@@ -49,7 +50,11 @@ def read_foreign_config(directory: Path) -> PretrainedConfig:
 
 
 def load_foreign(
-    checkpoint: Checkpoint, options: LoadOptions, ranks: Ranks, meet: Callable[[], None]
+    checkpoint: Checkpoint,
+    options: LoadOptions,
+    kernels: Kernels,
+    ranks: Ranks,
+    meet: Callable[[], None],
 ) -> LoadedModel:
     """The decoder, or a rank's part of it, on the checkpoint's device, and how each of its layers
     attends. See load_model.
@@ -65,7 +70,7 @@ def load_foreign(
         model = _load(checkpoint, config, dtype, division)
         _check_model(model)
         meet()
-        decoder = ForeignDecoder(model)
+        decoder = ForeignDecoder(model, kernels.padded_rows)
         layers = _probe(decoder, model)
         _check_windows(config, layers)
         if division is not None and division.heads is not None:

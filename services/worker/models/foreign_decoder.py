@@ -5,9 +5,11 @@ The same division as vLLM's Transformers backend.
 """
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
@@ -24,9 +26,16 @@ _ROUNDED_TOLERANCE = 0.2
 
 
 class ForeignDecoder:
-    """See Model. The flattened batch goes through as one sequence with the positions of many."""
+    """See Model. The flattened batch goes through as one sequence with the positions of many.
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    `padded_rows`: see Kernels. The model's own products are torch's, whose rows depend on how many
+    there are as those do that kernels pad.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, padded_rows: Callable[[int], int] = lambda rows: rows
+    ) -> None:
+        self._padded_rows = padded_rows
         self._body: nn.Module = model.base_model
         self._embedding: nn.Module = model.get_input_embeddings()
         self._given = _GivenStates()
@@ -52,11 +61,15 @@ class ForeignDecoder:
         wanted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See Model."""
-        answer = from_cache(attention)
+        answer, num_tokens = from_cache(attention), len(token_ids)
+        padding = (0, self._padded_rows(num_tokens) - num_tokens)
+        positions = F.pad(positions, padding)
         if embedded is None:
-            hidden = self._forward(answer, positions, input_ids=token_ids[None])
+            hidden = self._forward(answer, positions, input_ids=F.pad(token_ids, padding)[None])
         else:
+            embedded = F.pad(embedded, (0, 0, *padding))
             hidden = self._forward(answer, positions, inputs_embeds=embedded[None])
+        hidden = hidden[:num_tokens]
         return hidden, wanted_logits(self, hidden, wanted)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -64,10 +77,12 @@ class ForeignDecoder:
 
         With whatever the model does to them after its projection.
         """
-        self._given.states = hidden[None]
-        dummy = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
+        num_rows = len(hidden)
+        padded = F.pad(hidden, (0, 0, 0, self._padded_rows(num_rows) - num_rows))
+        self._given.states = padded[None]
+        dummy = torch.zeros(1, len(padded), dtype=torch.int64, device=hidden.device)
         logits: torch.Tensor = self._head(input_ids=dummy, use_cache=False).logits
-        return logits[0].float()
+        return logits[0, :num_rows].float()
 
     def probe(self, model: PreTrainedModel) -> tuple[AttentionLayer, ...]:
         """How each layer attends. Raises Refused for a model that cannot be served like this.

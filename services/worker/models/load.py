@@ -68,7 +68,7 @@ def load_model(
         # Only here, since importing transformers takes seconds and a hundred megabytes.
         from services.worker.models.foreign import load_foreign  # noqa: PLC0415
 
-        loaded = load_foreign(checkpoint, options, ranks, meet)
+        loaded = load_foreign(checkpoint, options, kernels, ranks, meet)
         progress(1, 1)
     return replace(loaded, attention=_shortened(loaded.attention, loaded.max_model_len))
 

@@ -13,7 +13,8 @@ from services.worker.attention.interface import (
     StepLayout,
 )
 from services.worker.attention.rotary import rotate
-from services.worker.attention.torch_paged import TILE_QUERIES, TorchPagedAttention
+from services.worker.attention.torch_attend import MOST_ROWS
+from services.worker.attention.torch_paged import TorchPagedAttention
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 6, 2, 8
 PLAIN = AttentionLayer(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, scale=HEAD_DIM**-0.5)
@@ -110,7 +111,7 @@ def test_decodes_of_different_lengths_beside_chunks(block_size: int, layer: Atte
     # Decodes in rising order of length, then chunks after a past, one longer than a tile.
     order = [0, 1, 2, 4, 5, 3, 6]
     mixed = [sequences[index] for index in order]
-    run_step(attention, mixed, [1, 1, 1, 1, 9, TILE_QUERIES + 5, 2], block_size, layer)
+    run_step(attention, mixed, [1, 1, 1, 1, 9, MOST_ROWS + 5, 2], block_size, layer)
     # Decodes alone.
     mixed.sort(key=lambda sequence: len(sequence.keys))
     run_step(attention, mixed, [1] * 7, block_size, layer)
