@@ -11,12 +11,15 @@ from typing import Any
 
 import torch
 from transformers import (
+    AfmoeConfig,
     AutoModelForCausalLM,
     Cohere2Config,
     Gemma2Config,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
     GPTNeoXConfig,
     GraniteConfig,
+    JetMoeConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -148,12 +151,45 @@ TINY_MODELS: dict[str, TinyModel] = {
     # One layer that sees everything to five with a window: six groups of one layer each.
     "gemma3": TinyModel(Gemma3TextConfig, {**_GEMMA, "num_hidden_layers": 6, "sliding_window": 16}),
     # Without native code, run by transformers.
+    "afmoe": TinyModel(
+        AfmoeConfig,
+        {
+            **_WINDOW_PATTERN,
+            "num_hidden_layers": 4,
+            "sliding_window": 20,
+            "head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "num_dense_layers": 1,
+            "moe_intermediate_size": 32,
+        },
+    ),
     "cohere2": TinyModel(
         Cohere2Config,
         {"num_hidden_layers": 4, "sliding_window": 20, "logit_scale": 0.5, **_WINDOW_PATTERN},
     ),
     "gpt_neox": TinyModel(GPTNeoXConfig, {"initializer_range": 1.0}),
+    "gemma3n": TinyModel(
+        Gemma3nTextConfig,
+        {
+            **_WINDOW_PATTERN,
+            "num_hidden_layers": 4,
+            "sliding_window": 20,
+            "head_dim": 16,
+            "intermediate_size": [96, 64, 96, 96],
+            "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+            "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+            "laurel_rank": 4,
+            "altup_num_inputs": 2,
+        },
+    ),
     "granite": TinyModel(GraniteConfig, {"logits_scaling": 2.0, "residual_multiplier": 0.8}),
+    "jetmoe": TinyModel(
+        JetMoeConfig,
+        {"kv_channels": 12, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
     "olmo2": TinyModel(Olmo2Config, {"pad_token_id": 0}),
     "opt": TinyModel(
         OPTConfig,

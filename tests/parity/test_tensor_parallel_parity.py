@@ -12,6 +12,7 @@ import torch
 
 from services.common.sampling import SamplingParams
 from services.worker.core.lockstep import Lockstep
+from services.worker.models.errors import UnsupportedModel
 from tests.parity.oracle import assert_served, embedded_prompt
 from tests.tiny_models import TINY_MODELS, VOCAB_SIZE, save_tiny_model
 from tests.worker.rank_threads import RankThread, on_ranks
@@ -71,7 +72,31 @@ def serve(driver: Driver, hidden_size: int) -> dict[str, list[Request]]:
     }
 
 
-@pytest.mark.parametrize("kind", TINY_MODELS)
+UNDIVIDED = {
+    "afmoe": "in a way, packed_colwise, that is not known here",
+    "gemma3n": "compares gates with all others of their layer",
+    "jetmoe": "has no plan by which ranks could divide it",
+}
+
+
+@pytest.mark.parametrize("kind", UNDIVIDED)
+def test_what_ranks_cannot_divide_is_refused(kind: str, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, kind)
+
+    def work(thread: RankThread) -> None:
+        build_runner(
+            tmp_path,
+            block_size=BLOCK_SIZE,
+            num_blocks=NUM_BLOCKS,
+            ranks=thread.group.ranks,
+            lockstep=Lockstep(thread.group.ranks, 1, thread.group.watch.explain),
+        )
+
+    with pytest.raises(UnsupportedModel, match=UNDIVIDED[kind]):
+        on_ranks(2, work)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in TINY_MODELS if kind not in UNDIVIDED])
 def test_two_ranks_continue_as_transformers_does(kind: str, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     model = save_tiny_model(tmp_path, kind, shard_bytes=50_000)

@@ -65,12 +65,12 @@ class Checkpoint:
         """The safetensors files, in order."""
         return sorted({tensor.file for tensor in self.tensors.values()})
 
-    def check(self, expected: dict[str, tuple[int, ...]], ignored: frozenset[str]) -> None:
-        """Raises ModelTensorError unless the tensors are exactly `expected`, besides `ignored`."""
+    def check(self, expected: dict[str, tuple[int, ...]]) -> None:
+        """Raises ModelTensorError unless the tensors are exactly `expected`."""
         missing = sorted(expected.keys() - self.tensors.keys())
         if missing:
             raise ModelTensorError(self.source, f"{_named('tensor', missing)} missing")
-        extra = sorted(self.tensors.keys() - expected.keys() - ignored)
+        extra = sorted(self.tensors.keys() - expected.keys())
         if extra:
             unknown = [name for name in extra if not name.endswith("rotary_emb.inv_freq")]
             if unknown:

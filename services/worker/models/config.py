@@ -14,7 +14,7 @@ from services.worker.models.architecture import (
     Biases,
     Traits,
 )
-from services.worker.models.errors import ModelConfigError, UnsupportedModel
+from services.worker.models.errors import ModelConfigError, UnsupportedModel, quantized
 from services.worker.models.json_file import JsonReader, read_json_object
 from services.worker.models.layer_config import LayerConfig, read_layers
 from services.worker.models.rope import RopeConfig, read_rope_configs
@@ -223,7 +223,7 @@ def _check_features(reader: JsonReader, traits: Traits) -> None:
             f"{key} {activation!r} is not supported; supported is {traits.activation.value}",
         )
     if "quantization_config" in reader:
-        raise UnsupportedModel(reader.path, "quantization_config: quantized weights are not read")
+        raise quantized(reader.path, reader.raw("quantization_config"))
     if reader.raw("use_bidirectional_attention"):
         raise UnsupportedModel(
             reader.path, "use_bidirectional_attention: a decoder sees no later tokens"

@@ -42,6 +42,14 @@ class UnsupportedModel(ModelConfigError):
     reason = "MODEL_UNSUPPORTED"
 
 
+def quantized(path: Path, quantization_config: object) -> UnsupportedModel:
+    """The refusal of quantized weights, by the name of their method where there is one."""
+    told = quantization_config if isinstance(quantization_config, dict) else {}
+    method = told.get("quant_method")
+    how = f"weights quantized by {str(method)[:40]!r}" if method else "quantized weights"
+    return UnsupportedModel(path, f"quantization_config: {how} are not read")
+
+
 class ModelTensorError(ModelError):
     """The tensors are not those that config.json describes."""
 

@@ -19,15 +19,18 @@ from services.worker.models.config import resolve_dtype
 from services.worker.models.errors import (
     ModelConfigError,
     UnsupportedModel,
+    quantized,
 )
 from services.worker.models.foreign_checkpoint import load_part, load_whole, model_class, one_line
 from services.worker.models.foreign_decoder import ForeignDecoder
 from services.worker.models.foreign_division import Division
+from services.worker.models.json_file import read_json_object
 from services.worker.models.layer_config import FULL, SLIDING
 from services.worker.models.model import LoadedModel, LoadOptions, tell_loading
 from services.worker.models.probe import Refused
 from services.worker.parallel.ranks import Ranks
 
+_OTHER_INPUTS = ("vision_config", "audio_config")
 _SHIFTING_ROPES = frozenset({"dynamic", "longrope"})
 
 
@@ -86,7 +89,7 @@ def load_foreign(
         dtype=dtype,
         vocab_size=config.vocab_size,
         hidden_size=decoder.hidden_size,
-        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        intermediate_size=_intermediate_size(config),
         max_model_len=longest,
         eos_token_ids=_eos_token_ids(config, model),
         attention=layers,
@@ -104,6 +107,12 @@ def _max_model_len(config: PretrainedConfig, asked: int | None, path: Path) -> i
     return longest if asked is None else asked
 
 
+def _intermediate_size(config: PretrainedConfig) -> int:
+    """The widest MLP's; some configurations name one for each layer."""
+    told = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return max(told) if isinstance(told, list | tuple) else int(told)
+
+
 def _eos_token_ids(config: PretrainedConfig, model: PreTrainedModel) -> tuple[int, ...]:
     told = getattr(model.generation_config, "eos_token_id", None)
     found = config.eos_token_id if told is None else told
@@ -114,6 +123,13 @@ def _eos_token_ids(config: PretrainedConfig, model: PreTrainedModel) -> tuple[in
 
 def _check_config(config: PretrainedConfig, path: Path) -> None:
     names = config.architectures
+    for other in _OTHER_INPUTS:
+        if names and getattr(config, other, None) is not None:
+            raise UnsupportedModel(
+                path,
+                f"architecture {names[0]} takes more than text ({other}), and is not served; its "
+                "decoder may be, as a checkpoint of its own",
+            )
     if not names or model_class(config) is None:
         raise UnsupportedModel(
             path, f"architecture {(names or ['of no name'])[0]} is no decoder that can be served"
@@ -121,15 +137,22 @@ def _check_config(config: PretrainedConfig, path: Path) -> None:
     if config.is_encoder_decoder:
         raise UnsupportedModel(path, f"architecture {names[0]} has an encoder")
     if getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedModel(path, "quantization_config: quantized weights are not read")
+        raise quantized(path, read_json_object(path).get("quantization_config"))
     for index, name in enumerate(getattr(config, "layer_types", None) or []):
         if name not in (FULL, SLIDING):
             raise UnsupportedModel(path, f"layer {index} is of type {name!r}, which has no cache")
-    kind = str((getattr(config, "rope_parameters", None) or {}).get("rope_type"))
-    if kind in _SHIFTING_ROPES:
-        raise UnsupportedModel(
-            path, f"rope_type {kind!r} turns cached keys stale when a sequence grows"
-        )
+    for kind in _rope_types(config):
+        if kind in _SHIFTING_ROPES:
+            raise UnsupportedModel(
+                path, f"rope_type {kind!r} turns cached keys stale when a sequence grows"
+            )
+
+
+def _rope_types(config: PretrainedConfig) -> list[str]:
+    """The kinds of rotary embedding: one for all layers, or one for each type of layer."""
+    told = getattr(config, "rope_parameters", None) or {}
+    entries = [told, *(entry for entry in told.values() if isinstance(entry, dict))]
+    return [str(entry["rope_type"]) for entry in entries if entry.get("rope_type")]
 
 
 def _load(
@@ -149,8 +172,10 @@ def _load(
 def _check_model(model: PreTrainedModel) -> None:
     if getattr(model, "_is_stateful", False):
         raise Refused("carries a state from token to token")
+    if any("alibi" in name for name in dir(model.base_model)):
+        raise Refused("biases its attention by distance (ALiBi), which is not supported")
     if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
-        raise Refused("takes no positions")
+        raise Refused("takes no position_ids, without which requests cannot share a batch")
 
 
 @torch.inference_mode()

@@ -60,6 +60,8 @@ so the whole cache, to each rank, for the sake of its norms over all heads.
 
 def read_plan(model: PreTrainedModel) -> dict[str, Style]:
     """The layers to divide, by name. Raises Refused for a plan that cannot be followed."""
+    if any(getattr(model.config, "activation_sparsity_pattern", None) or ()):
+        raise Refused("compares gates with all others of their layer (activation_sparsity_pattern)")
     told = _OWN.get(model.config.model_type) or model.tp_plan or {}
     modules = [name for name, _ in model.named_modules()]
     known = {style.value: style for style in Style}

@@ -49,6 +49,13 @@ class JsonReader:
             raise self.error(key, f"must be a whole number of 1 or more, not {value!r}")
         return value
 
+    def count(self, key: str, default: int) -> int:
+        """A whole number of 0 or more."""
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise self.error(key, f"must be a whole number of 0 or more, not {value!r}")
+        return value
+
     def positive_float(self, key: str, default: float | None = None) -> float:
         """A finite number above 0."""
         value = self._get(key, default)

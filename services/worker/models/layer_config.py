@@ -77,7 +77,7 @@ def _sliding_layers(reader: JsonReader, traits: Traits, num_layers: int) -> list
             return [reader.boolean("use_sliding_window", False)] * num_layers
         case Windows.UPPER_IF_ENABLED:
             enabled = reader.boolean("use_sliding_window", False)
-            first = reader.positive_int("max_window_layers", 28) if enabled else num_layers
+            first = reader.count("max_window_layers", 28) if enabled else num_layers
             listed = _listed(reader, num_layers)
             if listed is not None and any(listed) and not enabled:
                 raise reader.error("layer_types", "slide, but use_sliding_window is not true")

@@ -1,5 +1,6 @@
 """From a model directory to a decoder in memory."""
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -22,6 +23,8 @@ from services.worker.models.layer_config import ExpertsConfig
 from services.worker.models.mlp import Experts, GatedMlp, GroupedExperts, Mlp, SummedMlp
 from services.worker.models.shard import Shard, of_width
 from services.worker.parallel.ranks import ALONE, GatheredLinear, Ranks, SummedLinear
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 """Called with the number of layers read and the number there are."""
@@ -83,7 +86,9 @@ def load_weights(
     shard = Shard(ranks.rank, ranks.size)
     stacked = any(name.endswith(STACKED_GATE_UP) for name in checkpoint.tensors)
     expected = expected_tensors(config, stacked_experts=stacked)
-    checkpoint.check(expected, ignored=frozenset({_HEAD}))
+    if config.tie_word_embeddings and _HEAD in checkpoint.tensors:
+        expected[_HEAD] = expected[_EMBEDDING]
+    checkpoint.check(expected)
     with checkpoint.open() as reader:
         layers = []
         for index in range(config.num_layers):
@@ -92,16 +97,31 @@ def load_weights(
             progress(index + 1, config.num_layers)
         embedding = reader.read(_EMBEDDING, dtype=dtype)
         rows = shard.of_head(config.vocab_size)
-        if config.tie_word_embeddings:
-            head = embedding[rows]
-        else:
-            head = reader.read_parts((_HEAD, (rows,)), dtype=dtype)
+        head = embedding[rows]
+        if _HEAD in expected:
+            head = _own_head(reader.read_parts((_HEAD, (rows,)), dtype=dtype), head, config)
         norm = _read_norm(reader, kernels, _NORM, dtype, config.norm_weight_offset)
     shard.log_read(reader.num_bytes, sum(checkpoint.tensors[name].num_bytes for name in expected))
     projection = kernels.linear(head, None)
     if len(head) < config.vocab_size:
         projection = GatheredLinear(projection, ranks)
     return DecoderWeights(embedding, tuple(layers), norm, projection)
+
+
+def _own_head(head: torch.Tensor, tied: torch.Tensor, config: ModelConfig) -> torch.Tensor:
+    """The checkpoint's head, or what it is tied to where the two are equal.
+
+    Where they differ the head holds, whatever config.json says: as in transformers.
+    """
+    if not config.tie_word_embeddings:
+        return head
+    if torch.equal(head, tied):
+        return tied
+    logger.warning(
+        "tie_word_embeddings is true, but %s differs from %s: it is used as it is",
+        *(_HEAD, _EMBEDDING),
+    )
+    return head
 
 
 def _summed(part: Linear, ranks: Ranks) -> Linear:

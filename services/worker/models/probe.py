@@ -86,7 +86,8 @@ class Probe:
             window=sliding_window,
             softcap=softcap,
         )
-        return _attend(query, key, value, self._layers[index]).transpose(1, 2)
+        attended = _attend(query, key, value, self._layers[index])
+        return attended.transpose(1, 2).contiguous()  # as from a cache: some models take views
 
 
 def _attend(

@@ -13,6 +13,8 @@ from transformers import (
     FalconConfig,
     GptOssConfig,
     MambaConfig,
+    MptConfig,
+    Olmo3Config,
     OlmoConfig,
     Phi3Config,
     PretrainedConfig,
@@ -55,7 +57,16 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0]
 REFUSED: dict[str, tuple[type[PretrainedConfig], dict[str, Any], str]] = {
     "an encoder": (T5Config, {}, "architecture T5ForConditionalGeneration is no decoder"),
     "a state": (MambaConfig, {}, "layer 0 is of type 'linear_attention', which has no cache"),
-    "no positions": (BloomConfig, {"n_layer": 2}, "BloomForCausalLM takes no positions"),
+    "no positions": (
+        BloomConfig,
+        {"n_layer": 2},
+        "BloomForCausalLM biases its attention by distance (ALiBi)",
+    ),
+    "ALiBi of MPT": (
+        MptConfig,
+        {"d_model": 16, "n_heads": 2, "n_layers": 2, "max_seq_len": 64},
+        "MptForCausalLM biases its attention by distance (ALiBi)",
+    ),
     "attention of its own": (
         FalconConfig,
         {},
@@ -66,6 +77,17 @@ REFUSED: dict[str, tuple[type[PretrainedConfig], dict[str, Any], str]] = {
     "long rope": (
         Phi3Config,
         {"rope_parameters": LONG, "original_max_position_embeddings": 32},
+        "rope_type 'longrope' turns cached keys stale",
+    ),
+    "long rope of some layers": (
+        Olmo3Config,
+        {
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                "full_attention": {**LONG, "rope_theta": 10000.0},
+            },
+            "original_max_position_embeddings": 32,
+        },
         "rope_type 'longrope' turns cached keys stale",
     ),
 }
@@ -100,6 +122,29 @@ def test_what_it_is(tmp_path: Path) -> None:
     assert (loaded.vocab_size, loaded.hidden_size, loaded.intermediate_size) == (40, 16, 16)
     assert loaded.eos_token_ids == (2,)
     assert {(x.num_heads, x.num_kv_heads, x.head_dim) for x in loaded.attention} == {(2, 2, 8)}
+
+
+def test_models_of_more_than_text_are_refused_as_such(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "gemma3")
+    edit_config(
+        tmp_path,
+        architectures=["Gemma3ForConditionalGeneration"],
+        model_type="gemma3",
+        text_config={"model_type": "gemma3_text"},
+        vision_config={"model_type": "siglip_vision_model"},
+    )
+    with pytest.raises(UnsupportedModel) as caught:
+        load(tmp_path)
+    assert "Gemma3ForConditionalGeneration takes more than text (vision_config)" in str(
+        caught.value
+    )
+
+
+def test_quantized_weights_are_refused_by_the_name_of_their_method(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "olmo2")
+    edit_config(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4})
+    with pytest.raises(UnsupportedModel, match="weights quantized by 'gptq' are not read"):
+        load(tmp_path)
 
 
 def test_windows_are_those_that_attention_is_told(tmp_path: Path) -> None:

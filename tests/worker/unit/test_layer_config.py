@@ -36,6 +36,7 @@ ENABLED = {"use_sliding_window": True, "sliding_window": 64, "layer_types": None
         ("qwen2", {"sliding_window": 64, "layer_types": None}, [None, None]),
         ("qwen2", {**ENABLED, "max_window_layers": 2}, [None, None]),
         ("qwen2", {**ENABLED, "max_window_layers": 1}, [None, 64]),
+        ("qwen2", {**ENABLED, "max_window_layers": 0}, [64, 64]),
         ("qwen3_moe_normalized", {"use_sliding_window": True, "sliding_window": 9}, [9, 9]),
         ("qwen3_moe_normalized", {"sliding_window": 9}, [None, None]),
         ("gemma2", {"layer_types": None}, [20, None, 20, None]),

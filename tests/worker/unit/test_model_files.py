@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from services.worker.kernels.torch_kernels import TorchKernels
 from services.worker.models.checkpoint import open_checkpoint
@@ -104,6 +105,10 @@ def test_unsupported_architecture(directory: Path) -> None:
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantization_config: quantized weights"),
         (
+            {"quantization_config": {"quant_method": "awq", "bits": 4}},
+            "quantization_config: weights quantized by 'awq' are not read",
+        ),
+        (
             {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}},
             "rope_type 'longrope' is not supported",
         ),
@@ -186,6 +191,24 @@ def test_extra_tensor(directory: Path) -> None:
     assert refusal(directory, ModelTensorError) == (
         "model.safetensors: tensor surplus is not part of this architecture"
     )
+
+
+@pytest.mark.parametrize("differs", [True, False])
+def test_a_head_beside_tied_embeddings_is_used_where_it_differs(
+    tmp_path: Path, differs: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_tiny_model(tmp_path, "llama_tied")
+    embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    head = embedding.flip(0).contiguous() if differs else embedding.clone()
+    change_tensors(tmp_path, lambda tensors: tensors.update({"lm_head.weight": head}))
+    options = LoadOptions(None, DtypeSetting.FLOAT32)
+    loaded = load_model(open_checkpoint(tmp_path), options, TorchKernels(), lambda *_: None)
+    token_ids = torch.tensor([[5, 9, 200]])
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
+    states = theirs.base_model(token_ids).last_hidden_state[0].detach()
+    expected = theirs(token_ids).logits[0].detach()
+    torch.testing.assert_close(loaded.model.compute_logits(states), expected, atol=1e-4, rtol=1e-4)
+    assert any("lm_head.weight differs" in told for told in caplog.messages) is differs
 
 
 def test_wrong_shape(directory: Path) -> None:
