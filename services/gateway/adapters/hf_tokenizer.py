@@ -88,12 +88,16 @@ class HfTokenizer:
             if num_tokens > 2 * max_tokens:
                 raise TextTooLong(max_tokens, is_exact=False)
 
-    async def token_starts(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        def work() -> list[int]:
-            [encoding] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
-            return _starts(encoding.offsets)
+    async def token_starts(
+        self, texts: Sequence[str], *, add_special_tokens: bool
+    ) -> list[list[int]]:
+        def work() -> list[list[int]]:
+            encodings = self._backend.encode_batch(
+                list(texts), add_special_tokens=add_special_tokens
+            )
+            return [_starts(encoding.offsets) for encoding in encodings]
 
-        return await self._off_loop(len(text), work)
+        return await self._off_loop(sum(map(len, texts)), work)
 
     async def render_chat(
         self,

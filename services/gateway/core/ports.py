@@ -100,9 +100,11 @@ class Tokenizer(Protocol):
         """Token ids of plain texts. Raises TextTooLong for a text of more than `max_tokens`."""
         ...
 
-    async def token_starts(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Where in a text each of its tokens starts, in characters; one that holds a part of a
-        character starts where the character does.
+    async def token_starts(
+        self, texts: Sequence[str], *, add_special_tokens: bool
+    ) -> list[list[int]]:
+        """Where in each text its tokens start, in characters; one that holds a part of a character
+        starts where the character does.
         """
         ...
 

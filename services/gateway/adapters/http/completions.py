@@ -117,18 +117,10 @@ async def _text_prompts(
     token_ids = await inference.encode(texts, add_special_tokens=with_special)
     if not body.echo:
         return tuple(map(Prompt, token_ids))
-    return tuple(
-        [
-            Prompt(
-                ids,
-                text,
-                await inference.tokenizer.token_starts(text, add_special_tokens=with_special)
-                if body.logprobs is not None
-                else None,
-            )
-            for ids, text in zip(token_ids, texts, strict=True)
-        ]
-    )
+    if body.logprobs is None:
+        return tuple(map(Prompt, token_ids, texts))
+    starts = await inference.tokenizer.token_starts(texts, add_special_tokens=with_special)
+    return tuple(map(Prompt, token_ids, texts, starts))
 
 
 async def _token_prompts(
