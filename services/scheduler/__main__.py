@@ -3,10 +3,12 @@
 import asyncio
 import itertools
 import logging
+import time
 import uuid
 from contextlib import suppress
 from dataclasses import replace
 
+from stepwell.common.v1 import common_pb2
 from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 from services.common.channel import open_channel
@@ -54,10 +56,12 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
     tracing = configure_tracing(SERVICE, settings.otlp_endpoint, settings.trace_sample_ratio)
     pool_channel = open_channel(settings.kvpool)
     worker_channels = [open_channel(address) for address in settings.workers]
-    pool = PoolClient(pool_channel, settings.replica, settings.pool_timeout_seconds)
+    owner = common_pb2.Owner(name=settings.replica, started_unix_nanos=time.time_ns())
+    pool = PoolClient(pool_channel, settings.replica, settings.pool_timeout_seconds, owner)
     workers = WorkerGroup(
         [Rank(*pair) for pair in zip(settings.workers, worker_channels, strict=True)],
         settings.step_timeout_seconds,
+        owner,
     )
     replica = ReplicaClient(pool, workers, enable_prefix_caching=settings.enable_prefix_caching)
     try:
@@ -75,6 +79,7 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
                 StepTracer(tracing, counts),
                 readiness,
             )
+            replica.watch(engine.lost)
             incarnation, model_name = uuid.uuid4().hex, shape.description.model_name
             statistics = Statistics(engine, sessions, counts, incarnation, model_name)
             door = Door(

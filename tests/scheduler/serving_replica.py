@@ -202,6 +202,8 @@ class Replica:
     pool: Pool
     workers: Sequence[Worker]
     pool_link: CuttableProxy
+    pool_address: str
+    worker_addresses: tuple[str, ...]
     stop: asyncio.Event
     serving: asyncio.Task[None]
 
@@ -263,7 +265,7 @@ async def serving_replica(
         channel = await stack.enter_async_context(open_channel(address))
         await until_serving(channel, task)
         stub = scheduler_pb2_grpc.SchedulerStub(channel)
-        yield Replica(address, stub, pool, ranks, link, stop, task)
+        yield Replica(address, stub, pool, ranks, link, link_address, tuple(addresses), stop, task)
 
 
 @asynccontextmanager

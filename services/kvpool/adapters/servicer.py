@@ -1,12 +1,14 @@
 """The contract KVPool over the pools of this process."""
 
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
 
 import grpc
 from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
 
+from services.common.lease import Holder, Lease
 from services.common.telemetry import Tracing
 from services.kvpool.adapters import converters
 from services.kvpool.adapters.event_feed import EventFeed
@@ -16,6 +18,11 @@ from services.kvpool.core.ids import PoolId
 from services.kvpool.core.pool_host import HostedPool, PoolHost
 from services.kvpool.core.ports import Directory
 
+LEASE_GRACE_SECONDS = 2.0
+"""For the scheduler that opened a pool, or whose stream of transactions ended, to open a stream,
+before the pool is free for others.
+"""
+
 Context = grpc.aio.ServicerContext[Any, Any]
 Host = PoolHost[kvpool_pb2.TransactResponse]
 
@@ -23,8 +30,17 @@ Host = PoolHost[kvpool_pb2.TransactResponse]
 class KVPoolServicer(kvpool_pb2_grpc.KVPoolServicer):
     """Converts: message, call of the core, message."""
 
-    def __init__(self, host: Host, directory: Directory, feed: EventFeed, tracing: Tracing) -> None:
+    def __init__(
+        self,
+        host: Host,
+        directory: Directory,
+        feed: EventFeed,
+        tracing: Tracing,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._host = host
+        self._clock = clock
+        self._leases: dict[PoolId, tuple[Lease, Holder]] = {}
         self._directory = directory
         self._feed = feed
         self._speakers = Speakers()
@@ -34,7 +50,15 @@ class KVPoolServicer(kvpool_pb2_grpc.KVPoolServicer):
         self, request: kvpool_pb2.OpenPoolRequest, _context: Context
     ) -> kvpool_pb2.OpenPoolResponse:
         """Begins a new life of a pool."""
-        hosted = self._host.open(PoolId(request.pool_id), converters.config_from_wire(request))
+        pool_id, holder = PoolId(request.pool_id), Holder.from_message(request.owner)
+        config = converters.config_from_wire(request)
+        lease, _ = self._leases.get(pool_id) or (self._new_lease(pool_id), holder)
+        lease.take(holder)
+        try:
+            hosted = self._host.open(pool_id, config)
+            self._leases[pool_id] = lease, holder
+        finally:
+            lease.release(holder)
         return kvpool_pb2.OpenPoolResponse(generation=hosted.generation)
 
     async def Transact(
@@ -42,15 +66,21 @@ class KVPoolServicer(kvpool_pb2_grpc.KVPoolServicer):
     ) -> AsyncIterator[kvpool_pb2.TransactResponse]:
         """Answers each transaction once, in order."""
         stream = TransactStream()
+        leases: dict[int, tuple[Lease, Holder]] = {}
         try:
             while (request := await stream.read(request_iterator)) is not None:
                 hosted = self._host.get(PoolId(request.pool_id))
                 answer = hosted.ledger.find(request.generation, request.sequence)
                 # Only who knows where the pool stands may speak for it.
                 self._speakers.speak(hosted.pool_id, stream)
+                if hosted.generation not in leases:
+                    lease, holder = leases[hosted.generation] = self._leases[hosted.pool_id]
+                    lease.take(holder)
                 yield self._apply(hosted, request) if answer is None else answer
         finally:
             self._speakers.leave(stream)
+            for lease, holder in leases.values():
+                lease.release(holder)
 
     async def MatchPrefix(
         self, request: kvpool_pb2.MatchPrefixRequest, _context: Context
@@ -79,6 +109,9 @@ class KVPoolServicer(kvpool_pb2_grpc.KVPoolServicer):
         """What one pool counts, or each."""
         pools = [self._host.get(PoolId(request.pool_id))] if request.pool_id else self._host.pools()
         return converters.stats_to_wire(pools)
+
+    def _new_lease(self, pool_id: PoolId) -> Lease:
+        return Lease(f"pool {pool_id!r}", LEASE_GRACE_SECONDS, self._clock)
 
     def _transact(
         self,

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import grpc
 from grpc_status import rpc_status
@@ -33,9 +33,20 @@ class PoolClient:
     transactions of as many operations took before, and `timeout_seconds` at most.
     """
 
-    def __init__(self, channel: grpc.aio.Channel, pool_id: str, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        pool_id: str,
+        timeout_seconds: float,
+        owner: common_pb2.Owner | None = None,
+    ) -> None:
+        self.on_lost: Callable[[ports.PoolLost], None] = lambda _: None
+        """Is told of a loss that no transaction brought to light."""
         self._stub = kvpool_pb2_grpc.KVPoolStub(channel)
         self._pool_id = pool_id
+        self._owner = owner
+        self._turns = asyncio.Lock()
+        self._probe: asyncio.Task[None] | None = None
         self._timeout_seconds = timeout_seconds
         self._generation = 0
         self._sequence = 0
@@ -53,7 +64,9 @@ class PoolClient:
         enable_prefix_caching: bool,
         drop_last_hit_block: bool,
     ) -> int:
-        """Begins a new generation of the pool and returns it. Raises StepwellError."""
+        """Begins a new generation of the pool and returns it, with a stream open. Raises
+        StepwellError.
+        """
         self.close()
         try:
             response = await self._stub.OpenPool(
@@ -64,16 +77,24 @@ class PoolClient:
                     enable_prefix_caching=enable_prefix_caching,
                     fingerprint=fingerprint,
                     drop_last_hit_block=drop_last_hit_block,
+                    owner=self._owner,
                 ),
                 timeout=self._timeout_seconds,
             )
         except grpc.aio.AioRpcError as error:
             raise from_peer("the kvpool", error) from error
         self._generation, self._sequence = response.generation, 0
+        await self.transact(())
         return self._generation
 
     async def transact(
         self, operations: Sequence[ports.Operation], traceparent: str = ""
+    ) -> ports.Outcome:
+        async with self._turns:
+            return await self._transact(operations, traceparent)
+
+    async def _transact(
+        self, operations: Sequence[ports.Operation], traceparent: str
     ) -> ports.Outcome:
         self._sequence += 1
         request = kvpool_pb2.TransactRequest(
@@ -97,13 +118,31 @@ class PoolClient:
 
     def close(self) -> None:
         """Ends the stream."""
-        if self._call is not None:
-            self._call.cancel()
+        if self._probe is not None:
+            self._probe.cancel()
+            self._probe = None
+        self._end_call()
+
+    def _end_call(self) -> None:
+        call, self._call = self._call, None
+        if call is not None:
+            call.cancel()
+
+    def _call_ended(self, call: object) -> None:
+        """A stream that ends between transactions may mean that the pool is gone: it is asked."""
+        if call is self._call and not self._turns.locked():
             self._call = None
+            self._probe = asyncio.create_task(self._ask(), name="ask the pool")
+
+    async def _ask(self) -> None:
+        try:
+            await self.transact(())
+        except ports.PoolLost as lost:
+            self.on_lost(lost)
 
     def _give_up(self) -> None:
         self._is_late = True
-        self.close()
+        self._end_call()
 
     async def _send(self, request: kvpool_pb2.TransactRequest) -> kvpool_pb2.TransactResponse:
         told = ""
@@ -112,7 +151,7 @@ class PoolClient:
                 return await self._try(request)
             except grpc.aio.AioRpcError as rpc_error:
                 error = from_peer("the kvpool", rpc_error)
-                self.close()
+                self._end_call()
                 is_broken = isinstance(error, Unavailable) or _broke_under_a_write(rpc_error)
                 if not (self._is_late or is_broken):
                     raise _lost(error) from rpc_error
@@ -131,7 +170,10 @@ class PoolClient:
             ) from error
 
     async def _try(self, request: kvpool_pb2.TransactRequest) -> kvpool_pb2.TransactResponse:
-        call = self._call = self._call or self._stub.Transact()
+        call = self._call
+        if call is None:
+            call = self._call = self._stub.Transact()
+            call.add_done_callback(self._call_ended)
         try:
             await call.write(request)
             response = await call.read()

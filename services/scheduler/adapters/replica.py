@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from stepwell.common.v1 import common_pb2
@@ -9,8 +10,10 @@ from stepwell.worker.v1 import worker_pb2
 
 from services.common.errors import FailedPrecondition, InvalidArgument, StepwellError
 from services.common.kv_cache_groups import AttentionType, GroupSpec
+from services.common.lease import Taken
 from services.scheduler.adapters.pool_client import PoolClient
 from services.scheduler.adapters.worker_client import WorkerGroup
+from services.scheduler.core.ports import PoolLost, WorkersLost
 
 logger = logging.getLogger(__name__)
 
@@ -76,14 +79,19 @@ class ReplicaClient:
         while True:
             try:
                 return await self._try()
-            except (FailedPrecondition, InvalidArgument):
-                raise
             except StepwellError as error:
+                if isinstance(error, FailedPrecondition | InvalidArgument) and not _is_taken(error):
+                    raise
                 if error.message != complaint and loop.time() >= quiet_until:
                     complaint = error.message
                     logger.info("waiting for pool and workers: %s", complaint)
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, LAST_RETRY_SECONDS)
+
+    def watch(self, on_lost: Callable[[PoolLost | WorkersLost], None]) -> None:
+        """Tells `on_lost` when pool or workers go away, also where nothing is asked of them."""
+        self._pool.on_lost = on_lost
+        self._workers.on_lost = on_lost
 
     async def reopen(self) -> None:
         await self.open()
@@ -116,6 +124,11 @@ class ReplicaClient:
             generation,
         )
         return shape
+
+
+def _is_taken(error: StepwellError) -> bool:
+    """Whether a pool or worker belongs to another scheduler: that may end."""
+    return error.error_reason == Taken.reason
 
 
 def _shape(ranks: list[worker_pb2.DescribeResponse]) -> ReplicaShape:

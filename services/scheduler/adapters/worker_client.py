@@ -4,9 +4,10 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import grpc
+from stepwell.common.v1 import common_pb2
 from stepwell.worker.v1 import worker_pb2, worker_pb2_grpc
 
 from services.common.status import from_peer
@@ -32,6 +33,8 @@ class Rank:
 
     def __init__(self, address: str, channel: grpc.aio.Channel) -> None:
         self.address = address
+        self.on_lost: Callable[[str], None] = lambda _: None
+        """Is told when the stream has ended otherwise than by `close`."""
         self._stub = worker_pb2_grpc.WorkerStub(channel)
         self._call: _ExecuteCall | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -81,7 +84,9 @@ class Rank:
         except grpc.aio.AioRpcError as error:
             why = from_peer("it", error).message
         self._call = None
-        self._fail(f"the worker at {self.address} was lost: {why}")
+        message = f"the worker at {self.address} was lost: {why}"
+        self._fail(message)
+        self.on_lost(message)
 
     def _fail(self, message: str) -> None:
         while self._waiting:
@@ -91,8 +96,16 @@ class Rank:
 class WorkerGroup:
     """An `Executor` over all ranks."""
 
-    def __init__(self, ranks: Sequence[Rank], step_timeout_seconds: float) -> None:
+    def __init__(
+        self, ranks: Sequence[Rank], step_timeout_seconds: float, owner: common_pb2.Owner
+    ) -> None:
+        self.on_lost: Callable[[WorkersLost], None] = lambda _: None
+        """Is told of a loss also where no step is in flight."""
         self._ranks = ranks
+        for rank in ranks:
+            rank.on_lost = self._rank_lost
+        self._owner = owner
+        self._is_open = False
         self._deadlines = Deadlines(STEP_FLOOR_SECONDS, step_timeout_seconds)
         self._steps = StepsInFlight([rank.address for rank in ranks], self._deadlines)
         self._incarnations: list[str] = []
@@ -117,15 +130,22 @@ class WorkerGroup:
         them that it is over, even if there is nothing to compute for long.
         """
         self._generation = generation
+        self._is_open = False
         for rank in self._ranks:
             rank.open()
-        request = worker_pb2.ExecuteRequest(generation=generation)
+        request = worker_pb2.ExecuteRequest(generation=generation, owner=self._owner)
         await (await self._send(request, 0, self._deadlines.ceiling_seconds))
+        self._is_open = True
 
     def close(self) -> None:
         """Ends every stream."""
         for rank in self._ranks:
             rank.close()
+
+    def _rank_lost(self, message: str) -> None:
+        if self._is_open:
+            self._is_open = False
+            self.on_lost(WorkersLost(message))
 
     async def submit(self, plan: StepPlan, traceparent: str = "") -> asyncio.Future[StepOutput]:
         request = to_execute_request(plan, self._generation, traceparent)

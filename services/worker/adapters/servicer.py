@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from math import inf
@@ -13,6 +13,7 @@ import grpc
 from stepwell.worker.v1 import worker_pb2, worker_pb2_grpc
 
 from services.common.errors import Aborted, StepwellError, Unavailable
+from services.common.lease import Holder, Lease
 from services.common.telemetry import Tracing
 from services.worker.adapters.compute import ComputeThread
 from services.worker.adapters.converters import (
@@ -29,15 +30,24 @@ from services.worker.core.step import StepInput, StepOutput
 MAX_STEPS_IN_FLIGHT = 4
 """Steps of a stream that are taken in before the oldest is answered; further ones wait outside."""
 
+LEASE_GRACE_SECONDS = 2.0
+"""For the scheduler whose stream ended to open another one; then the worker is free for others."""
+
 _Context = grpc.aio.ServicerContext[worker_pb2.ExecuteRequest, worker_pb2.ExecuteResponse]
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     """Answers UNAVAILABLE until `open`; then one stream at a time drives the engine."""
 
-    def __init__(self, compute: ComputeThread, tracing: Tracing) -> None:
+    def __init__(
+        self,
+        compute: ComputeThread,
+        tracing: Tracing,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._compute = compute
         self._tracing = tracing
+        self._lease = Lease("worker", LEASE_GRACE_SECONDS, clock)
         self._engine: Engine | None = None
         self._stream: _StepStream | None = None
 
@@ -65,17 +75,23 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         context: _Context,
     ) -> AsyncIterator[worker_pb2.ExecuteResponse]:
         """See the contract."""
-        engine = self._loaded()
+        self._loaded()
+        first = await anext(aiter(request_iterator), None)
+        if first is None:
+            return
+        engine, holder = self._loaded(), Holder.from_message(first.owner)
+        self._lease.take(holder)
         if self._stream is not None:
             self._stream.end(Aborted("a newer stream took the worker over"))
         tracer = StepTracer(self._tracing, engine.description.rank)
         stream = self._stream = _StepStream(engine.runner, self._compute, tracer)
         try:
-            async with aclosing(stream.responses(request_iterator)) as responses:
+            async with aclosing(stream.responses(first, request_iterator)) as responses:
                 async for response in responses:
                     yield response
         finally:
             stream.close()
+            self._lease.release(holder)
             if self._stream is stream:
                 self._stream = None
 
@@ -152,11 +168,13 @@ class _StepStream:
         self._tracer.close()
 
     async def responses(
-        self, requests: AsyncIterator[worker_pb2.ExecuteRequest]
+        self,
+        first: worker_pb2.ExecuteRequest,
+        others: AsyncIterator[worker_pb2.ExecuteRequest],
     ) -> AsyncGenerator[worker_pb2.ExecuteResponse, None]:
         """Runs steps as they come and answers them in order, taking in the next meanwhile."""
         await self._reset
-        taking_in = asyncio.ensure_future(self._take_in(requests))
+        taking_in = asyncio.ensure_future(self._take_in(first, others))
         taking_in.add_done_callback(self._wake)
         try:
             while not taking_in.done() or self._pending:
@@ -178,8 +196,13 @@ class _StepStream:
             for step in self._pending:
                 step.cancel()
 
-    async def _take_in(self, requests: AsyncIterator[worker_pb2.ExecuteRequest]) -> None:
-        async for message in requests:
+    async def _take_in(
+        self,
+        first: worker_pb2.ExecuteRequest,
+        others: AsyncIterator[worker_pb2.ExecuteRequest],
+    ) -> None:
+        self._pending.append(self._submit(first))
+        async for message in others:
             self._pending.append(self._submit(message))
             while len(self._pending) >= MAX_STEPS_IN_FLIGHT:
                 self._has_room.clear()

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 
 import pytest
 from stepwell.scheduler.v1 import scheduler_pb2
-from stepwell.worker.v1 import worker_pb2
 
 from services.common.errors import FailedPrecondition
 from tests.scheduler.fake_worker import FakeWorker
@@ -189,8 +188,10 @@ async def test_ranks_are_told_of_a_generation_before_there_is_work() -> None:
     async with serving_replica(*ranks) as replica:
         await replica.until(lambda _: all(rank.steps for rank in ranks))
         generation = (await replica.pool.stats()).generation
-    opening = worker_pb2.ExecuteRequest(generation=generation, timeout_millis=120_000)
-    assert [rank.steps for rank in ranks] == [[opening], [opening]]
+    (opening,) = ranks[0].steps
+    assert (opening.generation, opening.timeout_millis) == (generation, 120_000)
+    assert (opening.slots, opening.owner.name) == (b"", "replica-0")
+    assert ranks[1].steps == [opening]
 
 
 async def test_ranks_out_of_order_end_the_scheduler_with_a_sentence() -> None:

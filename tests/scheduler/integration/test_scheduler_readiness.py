@@ -62,6 +62,48 @@ async def test_a_replica_without_its_worker_is_not_ready_and_alive() -> None:
         assert gateway.heard[1].tokens == continuation(prompt(9), 100)
 
 
+async def test_an_idle_replica_notices_that_its_worker_is_away() -> None:
+    async with serving_replica() as replica, gateway_of(replica) as gateway:
+        await until_state(gateway, ready=True)
+        await replica.worker.stop()
+        await until_state(gateway, ready=False)
+        assert "the worker at" in gateway.states[-1].reason
+        await replica.worker.start()
+        await until_state(gateway, ready=True)
+        await gateway.add(1, prompt(9))
+        await gateway.finish(1)
+        assert gateway.heard[1].tokens == continuation(prompt(9), 8)
+
+
+async def test_an_idle_replica_notices_that_its_pool_is_away() -> None:
+    async with (
+        serving_replica(pool_timeout_seconds=0.5) as replica,
+        gateway_of(replica) as gateway,
+    ):
+        await until_state(gateway, ready=True)
+        await replica.pool.stop()
+        await until_state(gateway, ready=False)
+        assert "the kvpool" in gateway.states[-1].reason
+        await replica.pool.start()
+        await until_state(gateway, ready=True)
+
+
+async def test_an_idle_replica_whose_connection_to_the_pool_breaks_keeps_its_cache() -> None:
+    async with serving_replica() as replica, gateway_of(replica) as gateway:
+        await gateway.add(1, prompt(10))
+        await gateway.finish(1)
+        await replica.until_idle()
+        known = replica.pool_link.num_connections
+        replica.pool_link.cut()
+        async with asyncio.timeout(SECONDS):
+            while replica.pool_link.num_connections == known:  # noqa: ASYNC110 - another's state
+                await asyncio.sleep(0.01)
+        await gateway.add(2, prompt(10))
+        await gateway.finish(2)
+        assert gateway.heard[2].num_cached_tokens == 8
+        assert all(state.ready for state in gateway.states)
+
+
 async def test_a_replica_that_drains_says_so_and_finishes_what_it_has() -> None:
     async with (
         serving_replica(drain_seconds=SECONDS) as replica,

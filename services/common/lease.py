@@ -1,0 +1,80 @@
+"""What belongs to one scheduler at a time: a worker, a pool."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from stepwell.common.v1 import common_pb2
+
+from services.common.errors import FailedPrecondition
+
+
+class Taken(FailedPrecondition):
+    """It belongs to another scheduler, which the message names."""
+
+    reason = "TAKEN"
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A scheduler process."""
+
+    name: str
+    """Of its replica."""
+    started_unix_nanos: int
+
+    @classmethod
+    def from_message(cls, owner: common_pb2.Owner) -> "Holder":
+        """The process that a message names; one that says nothing has no name."""
+        return cls(owner.name, owner.started_unix_nanos)
+
+    def __str__(self) -> str:
+        if not self.name:
+            return "a scheduler that gave no name"
+        started = datetime.fromtimestamp(self.started_unix_nanos / 1e9, UTC)
+        return f"scheduler {self.name!r}, started at {started:%Y-%m-%d %H:%M:%S} UTC"
+
+
+class Lease:
+    """Lets one holder at a time have `what`, from `take` to the last `release` and for
+    `grace_seconds` after it, so that a holder that opens a stream again finds it free.
+
+    A holder of the same name that started later takes it over at once: it is the process that
+    replaces the first, whose connection may not have ended yet. The first is refused from then on,
+    so that two of them never take it from each other in turns. Leases with fencing are Gray and
+    Cheriton's (1989); here the generation of each step is the fence.
+    """
+
+    def __init__(self, what: str, grace_seconds: float, clock: Callable[[], float]) -> None:
+        self._what = what
+        self._grace_seconds = grace_seconds
+        self._clock = clock
+        self._holder: Holder | None = None
+        self._num_uses = 0
+        self._free_at = 0.0
+
+    def take(self, holder: Holder) -> None:
+        """Lets `holder` have it. Raises Taken."""
+        if holder != self._holder:
+            if not self._is_free() and not self._is_replaced_by(holder):
+                raise Taken(f"the {self._what} belongs to {self._holder}")
+            self._holder = holder
+            self._num_uses = 0
+        self._num_uses += 1
+
+    def release(self, holder: Holder) -> None:
+        """Ends one use; nothing happens if it belongs to another holder by now."""
+        if holder == self._holder:
+            self._num_uses -= 1
+            self._free_at = self._clock() + self._grace_seconds
+
+    def _is_free(self) -> bool:
+        return self._holder is None or (not self._num_uses and self._clock() >= self._free_at)
+
+    def _is_replaced_by(self, holder: Holder) -> bool:
+        before = self._holder
+        return (
+            before is not None
+            and holder.name == before.name
+            and holder.started_unix_nanos > before.started_unix_nanos
+        )

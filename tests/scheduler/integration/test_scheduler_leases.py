@@ -1,0 +1,113 @@
+"""A worker and a pool belong to one scheduler; a second one waits, and says for what."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from stepwell.scheduler.v1 import scheduler_pb2
+
+from services.scheduler.__main__ import serve
+from services.scheduler.settings import SchedulerSettings
+from services.worker.build import build_engine
+from services.worker.core.engine import Engine
+from services.worker.settings import WorkerSettings
+from tests.scheduler.serving_replica import (
+    SECONDS,
+    Gateway,
+    Replica,
+    gateway_of,
+    sampling,
+    serving_replica,
+)
+from tests.tiny_models import save_tiny_model
+from tests.worker.serving_worker import ServingWorker
+
+PROMPT = [5, 6, 7, 8]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    torch.set_num_threads(1)
+    directory = tmp_path_factory.mktemp("tiny") / "llama-tiny"
+    save_tiny_model(directory, "llama")
+    settings = WorkerSettings(model=directory, max_num_seqs=4, num_blocks=40)
+    return build_engine(settings, "incarnation", lambda: None)
+
+
+@asynccontextmanager
+async def another_scheduler(
+    replica: Replica, directory: Path, name: str
+) -> AsyncIterator[asyncio.Task[None]]:
+    """A second scheduler of the pool service and the worker of a replica."""
+    stop = asyncio.Event()
+    settings = SchedulerSettings(
+        kvpool=replica.pool_address,
+        workers=replica.worker_addresses,
+        address=f"unix:{directory / 'second'}",
+        replica=name,
+        drain_seconds=0.0,
+    )
+    serving = asyncio.create_task(serve(settings, stop))
+    try:
+        yield serving
+    finally:
+        stop.set()
+        await asyncio.wait({serving}, timeout=SECONDS)
+        serving.result()
+
+
+async def until_logged(caplog: pytest.LogCaptureFixture, text: str) -> None:
+    async with asyncio.timeout(SECONDS):
+        while text not in caplog.text:  # noqa: ASYNC110 - any task may log it
+            await asyncio.sleep(0.01)
+
+
+async def keep_busy(gateway: Gateway, handle: int) -> None:
+    """Has tokens come for the rest of a test."""
+    params = sampling(400, eos_token_ids=[])
+    await gateway.add(handle, PROMPT, sampling=params)
+    await gateway.until_tokens(handle, 3)
+
+
+@pytest.mark.parametrize(("name", "what"), [("replica-1", "worker"), ("replica-0", "pool")])
+async def test_two_schedulers_do_not_take_a_worker_from_each_other(
+    engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, what: str
+) -> None:
+    """The second has a pool of its own, or the first one's name; that one started later."""
+    caplog.set_level(logging.INFO)
+    async with (
+        serving_replica(ServingWorker(engine)) as replica,
+        gateway_of(replica) as gateway,
+    ):
+        await keep_busy(gateway, 1)
+        async with another_scheduler(replica, tmp_path, name):
+            if what == "worker":
+                await until_logged(caplog, "belongs to scheduler 'replica-0', started at")
+                tokens = len(gateway.heard[1].tokens)
+                await gateway.until_tokens(1, tokens + 3)
+                assert (await replica.stats()).num_preemptions == 0
+            else:
+                await until_logged(caplog, f"the {what} 'replica-0' belongs to scheduler")
+                stats = await replica.stats()
+                assert stats.state == scheduler_pb2.ENGINE_STATE_RECOVERING
+                assert not gateway.states[-1].ready
+                await until_logged(caplog, "serving on unix:")
+        assert caplog.text.count("; recovering") <= 1, "neither takes back what it lost"
+
+
+async def test_a_scheduler_that_waits_serves_when_the_first_has_gone(
+    engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with (
+        serving_replica(ServingWorker(engine)) as replica,
+        another_scheduler(replica, tmp_path, "replica-1"),
+    ):
+        await until_logged(caplog, "belongs to scheduler 'replica-0'")
+        replica.stop.set()
+        await asyncio.wait({replica.serving}, timeout=SECONDS)
+        await until_logged(caplog, f"serving on unix:{tmp_path}")
