@@ -21,6 +21,7 @@ from services.common.settings import load_settings
 from services.common.telemetry import configure_tracing
 from services.scheduler.adapters.door import Door
 from services.scheduler.adapters.pool_client import PoolClient
+from services.scheduler.adapters.queue_watch import QueueWatch
 from services.scheduler.adapters.readiness import ReplicaReadiness
 from services.scheduler.adapters.replica import ReplicaClient, ReplicaShape
 from services.scheduler.adapters.servicer import SchedulerServicer
@@ -33,6 +34,7 @@ from services.scheduler.adapters.worker_client import Rank, WorkerGroup
 from services.scheduler.core.capacity import max_request_tokens, why_states_cannot_be_served
 from services.scheduler.core.config import Policy, SchedulerConfig
 from services.scheduler.core.engine import Engine
+from services.scheduler.core.queue_estimate import QueueEstimate
 from services.scheduler.settings import SchedulerSettings
 
 SERVICE = "scheduler"
@@ -81,6 +83,8 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
             )
             replica.watch(engine.lost)
             incarnation, model_name = uuid.uuid4().hex, shape.description.model_name
+            estimate = QueueEstimate()
+            watch = QueueWatch(engine, sessions, estimate, time.monotonic)
             statistics = Statistics(engine, sessions, counts, incarnation, model_name)
             door = Door(
                 config=config,
@@ -89,12 +93,15 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
                 max_model_len=shape.description.max_model_len,
                 max_num_waiting=settings.max_num_waiting,
                 num_waiting=lambda: engine.num_waiting,
+                max_queue_seconds=settings.max_queue_seconds,
+                estimate=estimate,
+                clock=time.monotonic,
                 next_key=itertools.count(1).__next__,
             )
             opened = what_is_served(shape, config, incarnation)
             servicer = SchedulerServicer(engine, door, sessions, statistics, opened)
             with serving_metrics(statistics, settings.metrics_host, settings.metrics_port):
-                await _serve_engine(settings, server, engine, servicer, readiness, stop)
+                await _serve_engine(settings, server, engine, servicer, readiness, watch, stop)
     except Aborted:
         logger.info("told to stop before pool and workers were there")
     finally:
@@ -188,6 +195,7 @@ async def _serve_engine(
     engine: Engine,
     servicer: SchedulerServicer,
     readiness: ReplicaReadiness,
+    watch: QueueWatch,
     stop: asyncio.Event,
 ) -> None:
     """Runs the engine and its server together; a defect in the engine ends the process."""
@@ -200,7 +208,10 @@ async def _serve_engine(
     try:
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(engine.run(), name="engine")
-            announcing = tasks.create_task(readiness.run(), name="readiness")
+            beside = [
+                tasks.create_task(readiness.run(), name="readiness"),
+                tasks.create_task(watch.run(), name="queue watch"),
+            ]
             logger.info("serving on %s", address)
             await stop.wait()
             readiness.drain()
@@ -209,8 +220,8 @@ async def _serve_engine(
             with suppress(TimeoutError):
                 async with asyncio.timeout(LAST_STEP_SECONDS), engine.standstill():
                     logger.info("drained; no step is in flight")
-            announcing.cancel()
-            running.cancel()
+            for task in (*beside, running):
+                task.cancel()
     finally:
         await server.drain(0)  # when it was the engine that ended
 

@@ -36,6 +36,12 @@ class SchedulerSettings:
     max_num_waiting: int = setting(
         1024, doc="requests that may wait; further ones are refused", check=at_least(1)
     )
+    max_queue_seconds: float = setting(
+        60.0,
+        doc="time that a request may wait to be scheduled first; one that would wait longer is "
+        "refused; 0: no limit",
+        check=at_least(0),
+    )
     async_scheduling: bool = setting(
         True, doc="plan a step while the one before it runs: two steps in flight"
     )

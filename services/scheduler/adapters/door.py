@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from stepwell.scheduler.v1 import scheduler_pb2
 
@@ -12,6 +12,7 @@ from services.common.prompt_embeds import PromptEmbeds
 from services.common.prompt_embeds_messages import prompt_embeds_from_message
 from services.common.sampling_messages import repetition_from_message, sampling_from_message
 from services.scheduler.core.config import Policy, SchedulerConfig
+from services.scheduler.core.queue_estimate import QueueEstimate
 from services.scheduler.core.request import Request, StopConditions
 
 RETRY_AFTER_SECONDS = 1.0
@@ -29,6 +30,11 @@ class Door:
     num_waiting: Callable[[], int]
     next_key: Callable[[], int]
     unix_nanos: Callable[[], int] = time.time_ns
+    max_queue_seconds: float = 0.0
+    """Time that a request may wait to be scheduled first; 0: no limit."""
+    estimate: QueueEstimate = field(default_factory=QueueEstimate)
+    clock: Callable[[], float] = time.monotonic
+    """Seconds, by which a request has its `latest_start`."""
 
     def let_in(self, message: scheduler_pb2.AddRequest) -> Request:
         """The request that a message asks for. Raises InvalidArgument, OutOfRange or
@@ -40,6 +46,7 @@ class Door:
                 reason="QUEUE_FULL",
                 retry_after_seconds=RETRY_AFTER_SECONDS,
             )
+        latest_start = self._latest_start(message)
         embeds = self._embeds(message)
         prompt = (
             self._tokens(message.prompt_token_ids, "prompt_token_ids")
@@ -71,6 +78,7 @@ class Door:
             ),
             priority=message.priority,
             arrival_time=message.arrival_unix_nanos / 1e9,
+            latest_start=latest_start,
             cache_salt=message.cache_salt if embeds is None else embeds.salted(message.cache_salt),
             prompt_embeds=embeds,
             traceparent=message.traceparent,
@@ -78,6 +86,30 @@ class Door:
             sampling=sampling,
             reads_prefix_cache=not sampling.HasField("prompt_logprobs"),
         )
+
+    def _latest_start(self, message: scheduler_pb2.AddRequest) -> float | None:
+        """When the request must have been scheduled. Raises ResourceExhausted if that is sooner
+        than it probably would be.
+
+        A request that comes with output has run before: only its client's patience bounds it. Of
+        that time the part is kept in which a request usually runs, up to a half.
+        """
+        allowed: list[float] = []
+        if self.max_queue_seconds and not message.output_token_ids:
+            allowed.append(self.max_queue_seconds)
+        if message.timeout_millis:
+            timeout = message.timeout_millis / 1000
+            allowed.append(timeout - min(self.estimate.service_seconds, timeout / 2))
+        if not allowed:
+            return None
+        wait = self.estimate.wait_seconds(self.num_waiting())
+        if wait > min(allowed):
+            raise ResourceExhausted(
+                f"the request would wait for about {wait:.1f} s, and may for {min(allowed):.1f} s",
+                reason="QUEUE_TOO_LONG",
+                retry_after_seconds=max(RETRY_AFTER_SECONDS, wait - min(allowed)),
+            )
+        return self.clock() + min(allowed)
 
     def _embeds(self, message: scheduler_pb2.AddRequest) -> PromptEmbeds | None:
         if not message.HasField("prompt_embeds"):

@@ -71,7 +71,8 @@ class ReplicaClient:
 
     async def open(self) -> ReplicaShape:
         """Waits for pool and workers as long as it takes, and opens them as a new generation. Says
-        what it waits for once that is longer than they usually take to start.
+        what it waits for once that is longer than they usually take to start, or at once where
+        they belong to another scheduler.
         """
         delay, complaint = FIRST_RETRY_SECONDS, ""
         loop = asyncio.get_running_loop()
@@ -80,9 +81,10 @@ class ReplicaClient:
             try:
                 return await self._try()
             except StepwellError as error:
-                if isinstance(error, FailedPrecondition | InvalidArgument) and not _is_taken(error):
+                is_taken = error.error_reason == Taken.reason
+                if isinstance(error, FailedPrecondition | InvalidArgument) and not is_taken:
                     raise
-                if error.message != complaint and loop.time() >= quiet_until:
+                if error.message != complaint and (is_taken or loop.time() >= quiet_until):
                     complaint = error.message
                     logger.info("waiting for pool and workers: %s", complaint)
                 await asyncio.sleep(delay)
@@ -124,11 +126,6 @@ class ReplicaClient:
             generation,
         )
         return shape
-
-
-def _is_taken(error: StepwellError) -> bool:
-    """Whether a pool or worker belongs to another scheduler: that may end."""
-    return error.error_reason == Taken.reason
 
 
 def _shape(ranks: list[worker_pb2.DescribeResponse]) -> ReplicaShape:

@@ -62,6 +62,8 @@ class Sessions:
     def __init__(self) -> None:
         self.num_generated_tokens = 0
         self.num_finished = 0
+        self.num_completed = 0
+        """Of those that finished, requests that had been scheduled."""
         self.num_corrupted = 0
         """Of those that finished, requests whose logits held NaN."""
         self.state = scheduler_pb2.ReplicaState(ready=True)
@@ -138,6 +140,7 @@ class Sessions:
     def deliver_ends(self, requests: Sequence[Request]) -> None:
         self.num_finished += len(requests)
         for request in requests:
+            self.num_completed += request.num_cached_tokens is not None
             self.num_corrupted += request.finish_reason is FinishReason.NAN_IN_LOGITS
             owner = self._owners.pop(request, None)
             if owner is not None:

@@ -44,11 +44,11 @@ class Step:
             f"by the worker at {late}"
         )
 
-    def fail(self, message: str) -> None:
+    def fail(self, message: str, reason: str | None = None) -> None:
         """There will be no answer."""
         self._steps.forget(self)
         if not self.output.done():
-            self.output.set_exception(WorkersLost(message))
+            self.output.set_exception(WorkersLost(message, reason=reason))
             self.output.exception()  # an output that nothing waits for is no error
 
     def _resolve(self, response: worker_pb2.ExecuteResponse) -> None:

@@ -76,21 +76,22 @@ class Rank:
             raise WorkersLost(f"the worker at {self.address} went away") from error
 
     async def _read(self, call: _ExecuteCall) -> None:
-        why = "it ended the stream"
+        why, reason = "it ended the stream", None
         try:
             async for response in call:
                 if self._waiting:
                     self._waiting.popleft().answered(self.address, response)
         except grpc.aio.AioRpcError as error:
-            why = from_peer("it", error).message
+            failure = from_peer("it", error)
+            why, reason = failure.message, failure.error_reason
         self._call = None
         message = f"the worker at {self.address} was lost: {why}"
-        self._fail(message)
+        self._fail(message, reason)
         self.on_lost(message)
 
-    def _fail(self, message: str) -> None:
+    def _fail(self, message: str, reason: str | None = None) -> None:
         while self._waiting:
-            self._waiting.popleft().fail(message)
+            self._waiting.popleft().fail(message, reason)
 
 
 class WorkerGroup:

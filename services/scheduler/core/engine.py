@@ -70,6 +70,7 @@ class Engine:
         self._wake = asyncio.Event()
         self._turns = asyncio.Condition()
         self._num_holds = 0
+        self._awaits_answer = False
         self._lost: PoolLost | WorkersLost | None = None
         self.num_pool_losses = 0
         self.num_worker_losses = 0
@@ -93,11 +94,25 @@ class Engine:
         self._wake.set()
 
     def abort(self, requests: Iterable[Request], reason: FinishReason = FinishReason.ABORT) -> None:
-        """Ends requests in the next turn, wherever they stand; a step in flight is not held up.
-        QUEUE_TIMEOUT ends only those that have not been scheduled by then.
+        """Ends requests, wherever they stand: at once while the loop waits for a step's answer, and
+        otherwise before the next step is planned. A step in flight is not held up. QUEUE_TIMEOUT
+        ends only those that have not been scheduled by then.
         """
         self._ends |= dict.fromkeys(requests, reason)
-        self._wake.set()
+        if self._awaits_answer:
+            self._take_in()
+        else:
+            self._wake.set()
+
+    def unscheduled(self) -> list[Request]:
+        """Requests that wait and have not been scheduled yet."""
+        waiting = (self.scheduler.waiting, self.scheduler.held_back, self._arrivals)
+        return [
+            request
+            for requests in waiting
+            for request in requests
+            if request.num_cached_tokens is None
+        ]
 
     def lost(self, lost: PoolLost | WorkersLost) -> None:
         """Notes that pool or workers are away, where no step in flight brings it to light."""
@@ -196,7 +211,11 @@ class Engine:
         or the workers: whoever computes does not wait for that.
         """
         plan, answer = self._in_flight[0]
-        output = await answer
+        self._awaits_answer = True
+        try:
+            output = await answer
+        finally:
+            self._awaits_answer = False
         self._in_flight.popleft()
         self._take_in()
         self._deliver()

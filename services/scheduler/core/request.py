@@ -76,6 +76,10 @@ class Request:
     priority: int = 0
     arrival_time: float = 0.0
     """Seconds on any clock that all requests of a replica share."""
+    latest_start: float | None = None
+    """When it is of no use any more to schedule it for the first time, in seconds on the clock of
+    what watches the queue.
+    """
     cache_salt: str = ""
     traceparent: str = ""
     queued_unix_nanos: int = 0

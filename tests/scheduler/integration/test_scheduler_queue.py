@@ -1,0 +1,118 @@
+"""A bound on the time in the queue: refused before work, or ended before the first step."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from stepwell.common.v1 import common_pb2
+from stepwell.scheduler.v1 import scheduler_pb2
+
+from services.common.block_hash import pack_token_ids
+from services.common.errors import ResourceExhausted
+from services.common.status import STATUS_OF
+from tests.scheduler.fake_worker import FakeWorker
+from tests.scheduler.paged_model import continuation
+from tests.scheduler.serving_replica import (
+    SECONDS,
+    Gateway,
+    Replica,
+    gateway_of,
+    sampling,
+    serving_replica,
+)
+from tests.scheduler.story import prompt
+
+RESOURCE_EXHAUSTED = STATUS_OF[ResourceExhausted].value[0]
+QUEUE_TIMEOUT = common_pb2.FINISH_REASON_QUEUE_TIMEOUT
+
+
+@pytest.fixture
+async def replica() -> AsyncIterator[Replica]:
+    """One that runs two requests at a time, and lets others wait for half a second."""
+    worker = FakeWorker(max_num_seqs=2, num_blocks=200)
+    async with serving_replica(worker, max_queue_seconds=0.5) as replica:
+        yield replica
+
+
+@pytest.fixture
+async def gateway(replica: Replica) -> AsyncIterator[Gateway]:
+    async with gateway_of(replica) as gateway:
+        yield gateway
+
+
+def reason_of(gateway: Gateway, handle: int) -> int | None:
+    finished = gateway.heard[handle].finished
+    return finished.reason if finished is not None else None
+
+
+async def test_requests_that_wait_too_long_end_and_those_that_run_do_not(
+    replica: Replica, gateway: Gateway
+) -> None:
+    replica.worker.going.clear()
+    for handle in range(4):
+        await gateway.add(handle, prompt(5, 100 * handle))
+    await gateway.finish(2, 3)
+    assert [reason_of(gateway, handle) for handle in range(4)] == [None, None, *[QUEUE_TIMEOUT] * 2]
+    finished = gateway.heard[2].finished
+    assert finished is not None
+    assert finished.message == "the request waited as long as it may and was not scheduled"
+    replica.worker.going.set()
+    await gateway.finish(0, 1)
+    for handle in range(2):
+        assert gateway.heard[handle].tokens == continuation(prompt(5, 100 * handle), 8)
+    await replica.until_idle()
+
+
+async def test_the_time_of_a_request_ends_also_while_the_worker_is_away(
+    replica: Replica, gateway: Gateway
+) -> None:
+    await replica.worker.stop()
+    await replica.until(lambda stats: stats.state == scheduler_pb2.ENGINE_STATE_RECOVERING)
+    await gateway.add(1, prompt(5))
+    await gateway.finish(1)
+    assert reason_of(gateway, 1) == QUEUE_TIMEOUT
+
+
+async def test_a_request_that_came_with_output_is_bound_by_its_client_alone(
+    replica: Replica, gateway: Gateway
+) -> None:
+    said = continuation(prompt(5), 8)
+    replica.worker.going.clear()
+    for handle in range(3):
+        await gateway.add(handle, prompt(5, 100 * handle))
+    await gateway.add(3, prompt(5), output_token_ids=pack_token_ids(said[:2]))
+    await gateway.add(4, prompt(5), output_token_ids=pack_token_ids(said[:2]), timeout_millis=300)
+    await gateway.finish(2, 4)
+    assert reason_of(gateway, 4) == QUEUE_TIMEOUT
+    replica.worker.going.set()
+    await gateway.finish(0, 1, 3)
+    assert gateway.heard[3].tokens == said[2:]
+
+
+async def test_under_load_what_would_wait_too_long_is_refused_at_once(
+    replica: Replica, gateway: Gateway
+) -> None:
+    handles = iter(range(10_000))
+    added: list[int] = []
+    refused: scheduler_pb2.Rejection | None = None
+    async with asyncio.timeout(SECONDS):
+        while refused is None:
+            for _ in range(50):
+                handle = next(handles)
+                added.append(handle)
+                await gateway.add(handle, prompt(9, handle), sampling=sampling(40))
+            await asyncio.sleep(0.05)
+            refused = next(
+                (heard.rejected for heard in gateway.heard.values() if heard.rejected), None
+            )
+    assert (refused.code, refused.reason) == (RESOURCE_EXHAUSTED, "QUEUE_TOO_LONG")
+    assert refused.retry_after_millis >= 1000
+    assert refused.message.endswith("and may for 0.5 s")
+    await gateway.finish(*added)
+    complete = [heard for heard in gateway.heard.values() if len(heard.tokens) == 40]
+    assert complete, "and others are served"
+    await replica.until_idle()
+    patient = next(handles)
+    await gateway.add(patient, prompt(9), timeout_millis=1)
+    await gateway.finish(patient)
+    assert len(gateway.heard[patient].tokens) == 8, "where no request waits none is refused"
