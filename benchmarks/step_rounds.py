@@ -161,7 +161,7 @@ class _Meter:
         return {name: processor_seconds(pid) for name, pid in self._pids.items()}
 
 
-async def _resume_with(scheduler: scheduler_pb2_grpc.SchedulerAsyncStub, running: int) -> None:
+async def _resume_with(scheduler: "scheduler_pb2_grpc.SchedulerAsyncStub", running: int) -> None:
     """Lets the scheduler go on once so many requests wait."""
     num_waiting = 0
     while num_waiting < running:
