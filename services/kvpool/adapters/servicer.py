@@ -55,7 +55,7 @@ class KVPoolServicer(kvpool_pb2_grpc.KVPoolServicer):
         lease, _ = self._leases.get(pool_id) or (self._new_lease(pool_id), holder)
         lease.take(holder)
         try:
-            hosted = self._host.open(pool_id, config)
+            hosted = self._host.open(pool_id, config, request.seen_generation)
             self._leases[pool_id] = lease, holder
         finally:
             lease.release(holder)

@@ -13,6 +13,9 @@ from services.kvpool.core.ports import EventSink
 
 Answer = TypeVar("Answer")
 
+MAX_GENERATION = 2**62
+"""Microseconds since 1970 reach it in 146,000 years."""
+
 
 @dataclass(frozen=True, slots=True)
 class PoolLimits:
@@ -44,7 +47,8 @@ class PoolHost(Generic[Answer]):
     """Opens pools and passes their events on.
 
     `clock_micros` is wall-clock time in microseconds: generations start there, so that they grow
-    over restarts of the process without anything being stored.
+    over restarts of the process without anything being stored. Where the clock was set back in
+    between, they grow since each is greater than what the one who opens the pool has seen.
     """
 
     def __init__(
@@ -59,8 +63,11 @@ class PoolHost(Generic[Answer]):
         self._pools: dict[PoolId, HostedPool[Answer]] = {}
         self._last_generation = 0
 
-    def open(self, pool_id: PoolId, config: PoolConfig) -> HostedPool[Answer]:
-        """Begins a new life of a pool, whether there was one or not.
+    def open(
+        self, pool_id: PoolId, config: PoolConfig, seen_generation: int = 0
+    ) -> HostedPool[Answer]:
+        """Begins a new life of a pool, whether there was one or not, with a generation greater than
+        `seen_generation`.
 
         Raises InvalidPool, UnsupportedGroup or TooManyPools; the pool that was there then stays.
         """
@@ -74,8 +81,14 @@ class PoolHost(Generic[Answer]):
             )
         if pool_id not in self._pools and len(self._pools) >= self._limits.max_pools:
             raise TooManyPools(f"{len(self._pools)} pools are open, and no more may be")
+        if seen_generation >= MAX_GENERATION:
+            raise InvalidPool(
+                f"generation {seen_generation} is none: they are below {MAX_GENERATION}",
+                field="seen_generation",
+            )
         pool = KVPool(config)
-        self._last_generation = max(self._last_generation + 1, self._clock_micros())
+        seen = max(self._last_generation, seen_generation)
+        self._last_generation = max(seen + 1, self._clock_micros())
         hosted: HostedPool[Answer] = HostedPool(pool_id, self._last_generation, pool)
         self._pools[pool_id] = hosted
         for sink in self._sinks:

@@ -63,9 +63,10 @@ class PoolClient:
         *,
         enable_prefix_caching: bool,
         drop_last_hit_block: bool,
+        seen_generation: int = 0,
     ) -> int:
-        """Begins a new generation of the pool and returns it, with a stream open. Raises
-        StepwellError.
+        """Begins a new generation of the pool and returns it, with a stream open. It is greater
+        than `seen_generation` and than all before. Raises StepwellError.
         """
         self.close()
         try:
@@ -78,6 +79,7 @@ class PoolClient:
                     fingerprint=fingerprint,
                     drop_last_hit_block=drop_last_hit_block,
                     owner=self._owner,
+                    seen_generation=max(seen_generation, self._generation),
                 ),
                 timeout=self._timeout_seconds,
             )

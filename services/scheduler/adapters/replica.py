@@ -104,7 +104,8 @@ class ReplicaClient:
         self._pool.close()
 
     async def _try(self) -> ReplicaShape:
-        shape = _shape(await self._workers.describe())
+        ranks = await self._workers.describe()
+        shape = _shape(ranks)
         if self._shape is not None:
             _require_same(self._shape, shape)
             # The scheduler goes on counting the blocks that it was built for.
@@ -115,6 +116,7 @@ class ReplicaClient:
             shape.description.fingerprint,
             enable_prefix_caching=self._enable_prefix_caching,
             drop_last_hit_block=shape.description.drop_last_hit_block,
+            seen_generation=max(rank.seen_generation for rank in ranks),
         )
         await self._workers.open(generation)
         self._shape = shape

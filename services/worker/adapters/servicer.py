@@ -49,6 +49,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._tracing = tracing
         self._lease = Lease("worker", LEASE_GRACE_SECONDS, clock)
         self._engine: Engine | None = None
+        self._seen_generation = 0
         self._stream: _StepStream | None = None
 
     def open(self, engine: Engine) -> None:
@@ -67,7 +68,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         context: _Context,
     ) -> worker_pb2.DescribeResponse:
         """See the contract."""
-        return description_to_message(self._loaded().description)
+        message = description_to_message(self._loaded().description)
+        message.seen_generation = self._seen_generation
+        return message
 
     async def Execute(
         self,
@@ -81,6 +84,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             return
         engine, holder = self._loaded(), Holder.from_message(first.owner)
         self._lease.take(holder)
+        self._seen_generation = max(self._seen_generation, first.generation)
         if self._stream is not None:
             self._stream.end(Aborted("a newer stream took the worker over"))
         tracer = StepTracer(self._tracing, engine.description.rank)

@@ -3,6 +3,8 @@
 The ranks are sent the same bytes, but each over a stream of its own; when streams end, one may have
 begun a step that another never saw. So before each step the ranks say which one they are about to
 run. Steps of a newer generation win: a rank with an older one drops it, and the others wait for it.
+Newer is greater, also where a clock was set back: workers say which generation they saw last, and
+a pool begins none below it.
 
 Every so many steps a digest of what went in and of what came out travels with that, some steps
 later, when no device computes it any more. Sums over ranks are the same bits on each, and so must

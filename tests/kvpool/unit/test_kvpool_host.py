@@ -27,6 +27,13 @@ def test_generations_grow_over_a_restart_of_the_process():
     assert make_host(500).open("a", CONFIG).generation > make_host(400).open("a", CONFIG).generation
 
 
+def test_generations_grow_where_the_clock_was_set_back_before_a_restart():
+    assert make_host(100).open("a", CONFIG, 500).generation == 501
+    with pytest.raises(InvalidPool) as refused:
+        make_host(100).open("a", CONFIG, 2**62)
+    assert refused.value.field == "seen_generation"
+
+
 def test_a_refused_opening_leaves_the_pool_as_it_was():
     host = make_host(100)
     opened = host.open("a", CONFIG)

@@ -194,6 +194,19 @@ async def test_ranks_are_told_of_a_generation_before_there_is_work() -> None:
     assert ranks[1].steps == [opening]
 
 
+async def test_a_generation_is_greater_than_what_any_rank_has_seen() -> None:
+    """Else a rank that still has a step of that one would never meet the others."""
+    ranks = [FakeWorker(rank=rank, world_size=2) for rank in range(2)]
+    ranks[1].description.seen_generation = 2**60
+    async with serving_replica(*ranks) as replica:
+        assert (await replica.pool.stats()).generation == 2**60 + 1
+        ranks[1].description.seen_generation = 0
+        await replica.pool.stop()
+        await replica.pool.start()
+        await replica.until(lambda _: len(ranks[0].steps) == 2)
+    assert [step.generation for step in ranks[0].steps] == [2**60 + 1, 2**60 + 2]
+
+
 async def test_ranks_out_of_order_end_the_scheduler_with_a_sentence() -> None:
     ranks = [FakeWorker(rank=1 - index, world_size=2) for index in range(2)]
     with pytest.raises(FailedPrecondition, match="list all ranks, in order"):

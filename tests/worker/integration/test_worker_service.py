@@ -209,6 +209,20 @@ async def test_steps_in_flight_feed_on_what_the_worker_sampled(
     await ahead.finish()
 
 
+async def test_a_worker_says_which_generation_it_saw_last(
+    worker: worker_pb2_grpc.WorkerStub,
+) -> None:
+    async def seen() -> int:
+        return (await worker.Describe(worker_pb2.DescribeRequest())).seen_generation
+
+    before = await seen()
+    stream = Stream(worker)
+    await stream.send(step(0, generation=before + 70))
+    await stream.answer()
+    assert await seen() == before + 70
+    await stream.finish()
+
+
 async def test_a_newer_stream_takes_over_with_an_empty_batch(
     worker: worker_pb2_grpc.WorkerStub,
 ) -> None:
