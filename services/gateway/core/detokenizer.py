@@ -114,7 +114,7 @@ class WindowDetokenizer:
         return text
 
     def _step(self, token_id: int) -> str:
-        if token_id in self._skipped or not self._tokenizer.token_name(token_id):
+        if token_id in self._skipped or not self._tokenizer.token_bytes(token_id):
             return ""  # `decode` passes over it, too: it does not even end a run
         byte = self._tokenizer.byte_values.get(token_id)
         if byte is not None:
@@ -143,9 +143,9 @@ class WindowDetokenizer:
 
     def _end_run(self) -> str:
         """The text of the bytes that were held back. They are followed by another token."""
-        run, self._run = self._run, _ByteRun()
-        if not run.values:
+        if not self._run.values:
             return ""
+        run, self._run = self._run, _ByteRun()
         text = run.text()
         if run.values[0] == _SPACE and text[0] == " ":
             # The tokenizer may drop a space that everything begins with.
