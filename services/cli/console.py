@@ -50,8 +50,8 @@ class Console:
         tell(f"{name} is ready{again} after {seconds:.1f} s")
 
     def hung(self, name: str, reason: str) -> None:
-        """A service hangs."""
-        self.warn(f"{name} hangs: {reason}; killing it")
+        """A service hangs, or cannot be reached."""
+        self.warn(f"{name} is killed: {reason}")
 
     def died(
         self, name: str, status: str, tail: Sequence[str], delay_seconds: float, num_deaths: int

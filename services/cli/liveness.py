@@ -12,17 +12,17 @@ from services.cli.child import Child, NoAnswer
 class LivenessPolicy:
     """How long a child may be silent: seconds in which it answers no health check.
 
-    `factor` lengthens that with each hang in a row after the second, up to `longest_seconds`, so
-    that a machine that is too slow is not given ever more to start. A child that is not ready yet
-    may load something that takes all of its time, and gets `loading_seconds`. A process that the
-    system shows as stopped cannot be merely slow: for it `stopped_seconds` are enough. Before its
-    first answer, here or about its readiness, a child may be silent for any time.
+    `factor` lengthens that with each hang in a row after the second, up to `longest_seconds`: on a
+    machine that is too slow, killing and starting would add to its load. A child that is not ready
+    yet may load something that takes all of its time, and gets `loading_seconds`. A process that
+    the system shows as stopped cannot be merely slow: for it `stopped_share` of the time is enough.
+    Before its first answer, here or about its readiness, a child may be silent for any time.
     """
 
     factor: float = 2.0
     longest_seconds: float = 60.0
     loading_seconds: float = 60.0
-    stopped_seconds: float = 1.0
+    stopped_share: float = 0.5
     period_seconds: float = 0.2
 
     def silence_seconds(self, usual_seconds: float, num_hangs: int) -> float:
@@ -68,8 +68,8 @@ async def until_hung(
 def _too_long(
     child: Child, silence: "_Silence", usual: float, is_ready: bool, policy: LivenessPolicy
 ) -> str:
-    if child.is_stopped and silence.seconds >= min(policy.stopped_seconds, usual):
-        return f"it was stopped {silence.seconds:.1f} s ago"
+    if child.is_stopped and silence.seconds >= policy.stopped_share * usual:
+        return f"it was stopped, and has answered no health check for {silence.seconds:.1f} s"
     if silence.seconds >= (usual if is_ready else max(policy.loading_seconds, usual)):
         return f"it has answered no health check for {silence.seconds:.1f} s"
     return ""

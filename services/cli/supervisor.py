@@ -204,6 +204,8 @@ class Supervisor:
         finally:
             killing.cancel()
             (hung,) = await asyncio.gather(killing, return_exceptions=True)
+        if isinstance(hung, Exception):
+            raise hung
         if not self._was_ready[spec.name].is_set():
             raise StartFailed(spec.name, status, child.tail)
         return _End(status, hung=hung is True)

@@ -92,7 +92,7 @@ async def test_a_stopped_rank_is_killed_and_streams_go_on(ranks: Stack) -> None:
     assert [a.token_ids for a in disturbed] == [a.token_ids for a in undisturbed]
     assert not set(pids_of_ranks(ranks).values()) & set(before.values())
     lines = "\n".join(ranks.output[told:])
-    assert "worker-1 hangs: it was stopped" in lines
+    assert "worker-1 is killed: it was stopped" in lines
     assert "stepwell worker: rank 1 is gone" in lines
 
 

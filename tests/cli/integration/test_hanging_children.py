@@ -17,7 +17,7 @@ from tests.cli.children import Journal, health_server, started, until
 
 QUICK = RestartPolicy(first_delay_seconds=0.05, longest_delay_seconds=0.2)
 SILENCE_SECONDS = 2.0
-LIVENESS = LivenessPolicy(stopped_seconds=0.4, period_seconds=0.1)
+LIVENESS = LivenessPolicy(stopped_share=0.2, period_seconds=0.1)
 
 
 class Watched:

@@ -29,7 +29,7 @@ def test_every_line_says_whose_it_is() -> None:
         "up        |   last lines of worker: first",
         "up        |   last lines of worker: last",
         "up        | worker is ready again (restart 1) after 2.0 s",
-        "up        | worker hangs: it was stopped 1.1 s ago; killing it",
+        "up        | worker is killed: it was stopped 1.1 s ago",
         "up        | worker died: killed by SIGKILL, 2 times in a row; starting it again in 0.2 s",
     ]
 
