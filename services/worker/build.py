@@ -10,6 +10,7 @@ from services.common.tokenizer_files import tokenizer_fingerprint
 from services.worker.attention.interface import AttentionShape
 from services.worker.core.batch import BatchLimits
 from services.worker.core.engine import Engine, WorkerDescription
+from services.worker.core.errors import memory_for
 from services.worker.core.fingerprint import model_fingerprint
 from services.worker.core.kv_cache import (
     KVCacheDemand,
@@ -49,7 +50,7 @@ def build_engine(
     ranks.
 
     `checkpoint_reached` is called every now and then, and may raise to give up. Raises ModelError
-    for a directory that cannot be served, KVCacheTooSmall when there is not enough memory,
+    for a directory that cannot be served, KVCacheTooSmall or NotEnoughMemory for want of memory,
     GroupBroken when the ranks of the group do not fit together.
     """
     check_configuration(settings.model)
@@ -64,7 +65,9 @@ def build_engine(
         if group is not None:
             group.tell("loaded", "")
 
-    loaded = load_model(checkpoint, options, kernels, tell.of("loading layers"), ranks, meet)
+    weights = f"the weights ({checkpoint.num_bytes / 2**20:.0f} MiB in their files)"
+    with memory_for(weights, "use a machine with more, a smaller dtype, or more ranks"):
+        loaded = load_model(checkpoint, options, kernels, tell.of("loading layers"), ranks, meet)
     groups = group_layers([layer.window for layer in loaded.attention])
     fingerprint = model_fingerprint(
         checkpoint,
@@ -102,8 +105,10 @@ def build_engine(
     for line in sizing.explanation.split("; "):
         logger.info("KV cache: %s", line)
     parts = parts.sized(sizing.num_blocks, sizing.max_model_len)
-    runner = platform.runner(parts)
-    platform.warm_up(runner, parts.limits, tell.of("warming up"))
+    with memory_for("the KV cache", "lower num_blocks, kv_cache_memory_bytes or max_num_seqs"):
+        runner = platform.runner(parts)
+    with memory_for("a step", "lower max_num_batched_tokens, max_num_seqs or the KV cache"):
+        platform.warm_up(runner, parts.limits, tell.of("warming up"))
     return Engine(
         runner,
         WorkerDescription(

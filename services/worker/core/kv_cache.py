@@ -7,7 +7,7 @@ activations need; never more than the batch could use. The answer explains itsel
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from services.worker.core.errors import KVCacheTooSmall
+from services.worker.core.errors import KVCacheTooSmall, NotEnoughMemory
 from services.worker.core.kv_groups import LayerGroup, most_blocks
 
 _NULL_BLOCKS = 1
@@ -84,7 +84,8 @@ def size_kv_cache(demand: KVCacheDemand, memory: KVCacheMemory) -> KVCacheSizing
     """Finds the number of blocks.
 
     A length that was not asked for is lowered to what fits. Raises KVCacheTooSmall when one
-    sequence of the asked length, or of a single block, does not fit.
+    sequence of the asked length, or of a single block, does not fit, and NotEnoughMemory when more
+    is asked for than there is.
     """
     fitting, reason = _fitting_blocks(demand, memory)
     num_blocks = min(fitting, demand.most_blocks)
@@ -93,6 +94,7 @@ def size_kv_cache(demand: KVCacheDemand, memory: KVCacheMemory) -> KVCacheSizing
             f"what {demand.max_num_seqs} sequences of {demand.max_model_len} tokens can use; "
             f"{fitting} would fit in {reason}"
         )
+    _check_there_is(num_blocks * demand.bytes_per_block, reason, memory.free)
     capacity = demand.longest_within(num_blocks - _NULL_BLOCKS)
     length = demand.max_model_len
     if capacity < length:
@@ -126,6 +128,15 @@ def _fitting_blocks(demand: KVCacheDemand, memory: KVCacheMemory) -> tuple[int, 
         f"{_mib(size)}, which is {free.utilization:.0%} of {_mib(free.of_bytes)} {free.of_what}, "
         f"less {used}{_mib(free.activation_bytes)} for activations"
     )
+
+
+def _check_there_is(size: int, reason: str, free: FreeMemory) -> None:
+    there = max(free.of_bytes - free.used_bytes, 0)
+    if size > there:
+        raise NotEnoughMemory(
+            f"the KV cache needs {_mib(size)} ({reason}), and there is {_mib(there)}; lower "
+            "num_blocks, kv_cache_memory_bytes, max_num_seqs or max_model_len"
+        )
 
 
 def _mib(size: int) -> str:

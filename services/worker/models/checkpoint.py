@@ -61,6 +61,11 @@ class Checkpoint:
         return single if single.exists() else index
 
     @property
+    def num_bytes(self) -> int:
+        """The size of all tensors in the files."""
+        return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+    @property
     def files(self) -> list[Path]:
         """The safetensors files, in order."""
         return sorted({tensor.file for tensor in self.tensors.values()})

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from services.worker.attention.interface import AttentionLayer
+from services.worker.core.errors import is_out_of_memory
 from services.worker.kernels.interface import Kernels
 from services.worker.models.checkpoint import Checkpoint
 from services.worker.models.config import resolve_dtype
@@ -185,6 +186,8 @@ def _probe(decoder: ForeignDecoder, model: PreTrainedModel) -> tuple[AttentionLa
     except Refused:
         raise
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise Refused(f"fails on a batch of single tokens ({one_line(error)})") from error
 
 

@@ -14,6 +14,7 @@ import torch
 import transformers
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
+from services.worker.core.errors import is_out_of_memory
 from services.worker.models.checkpoint import CPU, Checkpoint, TensorReader
 from services.worker.models.errors import ModelError, ModelFileError, ModelTensorError
 from services.worker.models.foreign_attention import ATTENTION_NAME
@@ -49,8 +50,7 @@ def load_part(
         tensors = {name: _LazyTensor(reader, name, division.part_of) for name in checkpoint.tensors}
         divided = _divided(model_class(config), division)
         model = _load(divided, directory, config, dtype, None, state_dict=tensors)
-        whole = sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
-        division.shard.log_read(reader.num_bytes, whole)
+        division.shard.log_read(reader.num_bytes, checkpoint.num_bytes)
     if (directory / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(directory)
     return model
@@ -103,6 +103,8 @@ def _load(
     except (Refused, ModelError):
         raise
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
             raise Refused("does not attend through transformers' attention interface") from error
         raise ModelFileError(

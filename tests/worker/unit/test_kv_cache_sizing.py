@@ -3,10 +3,12 @@
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from services.worker.adapters.machine import available_memory_bytes
-from services.worker.core.errors import KVCacheTooSmall
+from services.worker.core.errors import KVCacheTooSmall, NotEnoughMemory, memory_for
 from services.worker.core.kv_cache import FreeMemory, KVCacheDemand, KVCacheMemory, size_kv_cache
 from services.worker.core.kv_groups import LayerGroup
 
@@ -86,6 +88,38 @@ def test_no_room_for_a_single_block() -> None:
         size_kv_cache(demand, replace(MEMORY, free=replace(FREE, activation_bytes=900 * MIB)))
 
 
+@pytest.mark.parametrize("asked", [{"num_blocks": 30}, {"kv_cache_memory_bytes": 30 * MIB}])
+def test_a_cache_that_is_larger_than_the_memory_is_refused(asked: dict[str, int]) -> None:
+    memory = replace(MEMORY, **asked, free=replace(FREE, of_bytes=30 * MIB, used_bytes=MIB))
+    with pytest.raises(NotEnoughMemory) as caught:
+        size_kv_cache(DEMAND, memory)
+    assert caught.value.message.startswith("the KV cache needs 30.0 MiB (")
+    assert caught.value.message.endswith(
+        "), and there is 29.0 MiB; lower num_blocks, kv_cache_memory_bytes, max_num_seqs or "
+        "max_model_len"
+    )
+
+
+def test_what_cannot_be_allocated_is_one_sentence() -> None:
+    def too_much_for_torch() -> object:
+        return torch.empty(2**60, dtype=torch.uint8)
+
+    def too_much_for_numpy() -> object:
+        return np.empty(2**60, dtype=np.uint8)
+
+    for allocate in (too_much_for_torch, too_much_for_numpy):
+        with (
+            pytest.raises(NotEnoughMemory) as caught,
+            memory_for("the KV cache", "lower num_blocks"),
+        ):
+            allocate()
+        assert caught.value.message == (
+            "there is not enough memory for the KV cache; lower num_blocks"
+        )
+    with pytest.raises(RuntimeError, match="sizes"), memory_for("a step", "lower max_num_seqs"):
+        torch.zeros(2).expand(3)
+
+
 HYBRID = (LayerGroup(None, (3,)), LayerGroup(33, (0,)), LayerGroup(33, (1,)))
 """Of 160 tokens the first group holds 10 blocks, the others 32 + 64 tokens and one block, 7."""
 
@@ -94,7 +128,8 @@ def test_a_window_holds_no_more_than_it_shows_and_a_step() -> None:
     demand = replace(DEMAND, groups=HYBRID)
     assert demand.blocks_of(160) == 10 + 7 + 7
     assert demand.blocks_of(40) == 3 + 3 + 3
-    assert size_kv_cache(demand, replace(MEMORY, num_blocks=500)).num_blocks == 4 * 24 + 1
+    memory = replace(MEMORY, num_blocks=500, free=replace(FREE, of_bytes=100 * MIB))
+    assert size_kv_cache(demand, memory).num_blocks == 4 * 24 + 1
 
 
 def test_a_length_is_lowered_to_what_all_groups_hold() -> None:
