@@ -178,7 +178,7 @@ TINY_MODELS: dict[str, TinyModel] = {
             "head_dim": 16,
             "intermediate_size": [96, 64, 96, 96],
             "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
-            "num_kv_shared_layers": 0,
+            "num_kv_shared_layers": 2,
             "hidden_size_per_layer_input": 8,
             "vocab_size_per_layer_input": VOCAB_SIZE,
             "laurel_rank": 4,
