@@ -83,7 +83,7 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
             )
             replica.watch(engine.lost)
             incarnation, model_name = uuid.uuid4().hex, shape.description.model_name
-            estimate = QueueEstimate()
+            estimate = QueueEstimate(config.max_running)
             watch = QueueWatch(engine, sessions, estimate, time.monotonic)
             statistics = Statistics(engine, sessions, counts, incarnation, model_name)
             door = Door(

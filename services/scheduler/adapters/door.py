@@ -32,7 +32,7 @@ class Door:
     unix_nanos: Callable[[], int] = time.time_ns
     max_queue_seconds: float = 0.0
     """Time that a request may wait to be scheduled first; 0: no limit."""
-    estimate: QueueEstimate = field(default_factory=QueueEstimate)
+    estimate: QueueEstimate = field(default_factory=lambda: QueueEstimate(1))
     clock: Callable[[], float] = time.monotonic
     """Seconds, by which a request has its `latest_start`."""
 
