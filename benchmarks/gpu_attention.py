@@ -10,6 +10,8 @@
 * model: a random model of 8 billion parameters, Llama 3.1's shape, in bfloat16: log-probabilities
   beside transformers', bytes that a decode step reads, and tokens a second beside transformers'
   continuous batching.
+* invariance: whether what --batch-invariant computes is the same bits in any company, and its
+  price: products beside cuBLAS's, decodes' attention beside that with split keys.
 
 Needs torch, numpy, xFormers and Triton (`stepwell[gpu]`), for the last part transformers; no other
 package, no contract and no service. What fails is told where it belongs, and the rest goes on.
@@ -47,11 +49,17 @@ CACHE_BYTES = 512 * 2**20
 BATCHES = (1, 16, 64, 256)
 CONTEXT, BLOCK_SIZE = 4096, 64
 LAYER = AttentionLayer(32, 8, 128, 128**-0.5)
+PRODUCTS = ((4096, 6144), (4096, 28672), (14336, 4096), (4096, 128256))
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the parts that the command line names. The status to exit with."""
-    parts = {"correctness": correctness, "attention": attention, "model": model}
+    parts = {
+        "correctness": correctness,
+        "attention": attention,
+        "invariance": invariance,
+        "model": model,
+    }
     parser = argparse.ArgumentParser(description="measures the worker on a GPU")
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(parts)} (default: all)")
     chosen = parser.parse_args(arguments).parts or list(parts)
@@ -227,7 +235,80 @@ def attention(_platform: CudaPlatform, copy: float) -> bool:
     return True
 
 
-def decodes(device: CudaDevice, batch: int, num_layers: int) -> Callable[[], torch.Tensor]:
+def invariance(platform: CudaPlatform, _copy: float) -> bool:
+    """Prints which rows of products and of attention differ with what is computed with them, and
+    the price of that none does; whether none does.
+    """
+    return all(
+        [
+            tried(lambda: invariant_products(platform.device), "| products"),
+            tried(lambda: invariant_attention(platform.device), "| attention"),
+            tried(invariance_price, "| price of attention"),
+        ]
+    )
+
+
+def invariant_products(device: CudaDevice) -> bool:
+    """Products by the weights of an 8-billion-parameter Llama."""
+    from benchmarks.invariance import ROWS, products_differ  # noqa: PLC0415
+    from services.worker.kernels.fixed_tiles import FixedTilesLinear  # noqa: PLC0415
+
+    print("\n| product | rows | µs | cuBLAS µs | price |\n| --- | ---: | ---: | ---: | ---: |")
+    right = True
+    for width, out in PRODUCTS:
+        differing = products_differ(device, torch.bfloat16, width, out)
+        right &= not differing
+        weight = torch.randn(out, width, device=device.torch_device).bfloat16()
+        linear = FixedTilesLinear(weight)
+        for count in ROWS:
+            rows = torch.randn(count, width, device=device.torch_device).bfloat16()
+            ours = seconds(partial(linear, rows))
+            theirs = seconds(partial(torch.nn.functional.linear, rows, weight))
+            figures = f"{ours * 1e6:.0f} | {theirs * 1e6:.0f} | {ours / theirs:.2f}"
+            print(f"| {width} x {out} | {count} | {figures} |", flush=True)
+        print(f"| {width} x {out} | differing: {differing} | | | {verdict(not differing)} |")
+    return right
+
+
+def invariant_attention(device: CudaDevice) -> bool:
+    """Prompts whole, in chunks and token by token, beside others."""
+    from benchmarks.invariance import InvariantWorld  # noqa: PLC0415
+
+    print("\n| attention | tokens that differ | |\n| --- | --- | --- |")
+    right = True
+    for case in cases():
+        if case.softcap is not None:
+            continue
+        world = InvariantWorld(case, device, [1, 37, 300, 1900])
+        cuts = [
+            [(1, 0, 20), (2, 0, 7), (3, 0, 1000)],
+            [(1, 20, 21), (2, 7, 8), (3, 1000, 1001)],
+            [(0, 0, 1), (1, 21, 37), (2, 8, 299), (3, 1001, 1899)],
+            [(2, 299, 300), (3, 1899, 1900)],
+        ]
+        differing = world.differing(cuts)
+        right &= not differing
+        print(f"| {named(case)} | {differing} | {verdict(not differing)} |", flush=True)
+    return right
+
+
+def invariance_price() -> bool:
+    """Decodes' attention with and without it."""
+    print(
+        "\n| batch | µs a layer | with --batch-invariant | price |\n| ---: | ---: | ---: | ---: |"
+    )
+    for batch in BATCHES:
+        plain, invariant = (
+            seconds(decodes(CudaDevice(), batch, 1, batch_invariant=mode)) for mode in (False, True)
+        )
+        figures = f"{plain * 1e6:.0f} | {invariant * 1e6:.0f} | {invariant / plain:.2f}"
+        print(f"| {batch} | {figures} |", flush=True)
+    return True
+
+
+def decodes(
+    device: CudaDevice, batch: int, num_layers: int, *, batch_invariant: bool = False
+) -> Callable[[], torch.Tensor]:
     """One decode of `batch` sequences through so many layers' attention, recorded."""
     from services.worker.attention.xformers_paged import XformersPagedAttention  # noqa: PLC0415
 
@@ -235,7 +316,8 @@ def decodes(device: CudaDevice, batch: int, num_layers: int) -> Callable[[], tor
     shape = AttentionShape(
         (LAYER,) * num_layers, BLOCK_SIZE, batch * width + 1, torch.bfloat16, device.torch_device
     )
-    step = XformersPagedAttention(shape, device, width).decode_step(batch)
+    attention = XformersPagedAttention(shape, device, width, batch_invariant=batch_invariant)
+    step = attention.decode_step(batch)
     blocks = 1 + np.random.default_rng(0).permutation(batch * width).astype(np.int32)
     tables = blocks.reshape(batch, width)
     step.set(

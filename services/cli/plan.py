@@ -20,6 +20,7 @@ from services.common.settings import env_prefix
 # Which services each setting belongs to, where it has the same name there.
 OWNERS: dict[str, tuple[str, ...]] = {
     "device": ("worker",),
+    "batch_invariant": ("worker",),
     "dtype": ("worker",),
     "gpu_memory_utilization": ("worker",),
     "num_threads": ("worker",),

@@ -47,6 +47,9 @@ class UpSettings:
         doc="threads that each worker computes with (default: its share of the cores)",
         check=at_least(1),
     )
+    batch_invariant: bool | None = setting(
+        None, doc="compute a request the same bit for bit in any batch; on the CPU always so"
+    )
     kv_cache_memory_bytes: int | None = setting(
         None, doc="memory of the KV cache", check=at_least(1)
     )

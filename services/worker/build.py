@@ -84,7 +84,7 @@ def build_engine(
         device=platform.torch_device,
         groups=tuple(group.layers for group in groups),
     )
-    platform.check(shape)
+    platform.check(shape, loaded)
     limits = BatchLimits(
         max_num_seqs=settings.max_num_seqs,
         max_model_len=loaded.max_model_len,
@@ -148,16 +148,25 @@ def _select_platform(
     if group is not None and (tries_cuda or settings.device is DeviceSetting.CUDA):
         select_cuda_device(group.local_ranks, group.membership.rank)
     if settings.device is DeviceSetting.CUDA:
-        return CudaPlatform(settings.gpu_memory_utilization)
+        return _cuda_platform(settings, group)
     if tries_cuda:
         try:
-            return CudaPlatform(settings.gpu_memory_utilization)
+            return _cuda_platform(settings, group)
         except UnsuitableDevice as error:
             logger.warning("computing on the CPU: %s", error.message)
     cache = settings.kernels_cache or default_cache_directory()
     kernels = select_kernels(settings.kernels, cache, checkpoint_reached)
     num_sharers = 1 if group is None else len(group.local_ranks)
     return CpuPlatform(kernels, settings.memory_utilization, num_sharers)
+
+
+def _cuda_platform(settings: WorkerSettings, group: Group | None) -> CudaPlatform:
+    if group is not None and settings.batch_invariant:
+        raise UnsuitableDevice(
+            "batch_invariant is for one GPU: NCCL chooses by the size of a sum how it is added up; "
+            "unset it, or set --tensor-parallel-size 1"
+        )
+    return CudaPlatform(settings.gpu_memory_utilization, batch_invariant=settings.batch_invariant)
 
 
 def _ranks(group: Group | None, platform: Platform) -> Ranks:

@@ -58,7 +58,7 @@ class Platform(Protocol):
         """The operations that the model is made of."""
         ...
 
-    def check(self, shape: AttentionShape) -> None:
+    def check(self, shape: AttentionShape, loaded: LoadedModel) -> None:
         """Raises UnsuitableDevice for a model that cannot be computed here."""
         ...
 
@@ -96,7 +96,7 @@ class CpuPlatform:
         """Those that were selected."""
         return self._kernels
 
-    def check(self, shape: AttentionShape) -> None:
+    def check(self, shape: AttentionShape, loaded: LoadedModel) -> None:
         """Every model can be computed."""
 
     def free_memory(self, parts: Parts) -> FreeMemory:

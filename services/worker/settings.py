@@ -27,6 +27,11 @@ class WorkerSettings:
         DeviceSetting.AUTO,
         doc="what to compute on; auto is cuda where the machine has what it takes, else cpu",
     )
+    batch_invariant: bool = setting(
+        False,
+        doc="compute a request the same, bit for bit, whatever is in the batch with it; on the CPU "
+        "that is always so, on CUDA it is slower",
+    )
     dtype: DtypeSetting = setting(
         DtypeSetting.AUTO,
         doc="data type of weights and KV cache; auto is the checkpoint's where the processor "

@@ -38,7 +38,11 @@ class Call(Protocol):
 class LayerKind:
     """Makes the calls for layers that attend alike.
 
-    `width`: blocks of the longest sequence, and so of every table.
+    `width`: blocks of the longest sequence, and so of every table. `batch_invariant`: a query is
+    computed the same whatever is in the step with it. Then keys are not split, for how many parts
+    are worth it depends on the number of lanes, and every lane of a kind has the same number of
+    queries, for the kernel's tiles depend on it: decodes fill theirs up, and with a window, where
+    a lane's first key decides at which keys tiles begin, each query is a lane.
     """
 
     def __init__(
@@ -48,8 +52,11 @@ class LayerKind:
         width: int,
         device: Device,
         split_k: Operator | None,
+        *,
+        batch_invariant: bool = False,
     ) -> None:
         self.layer = layer
+        self._batch_invariant = batch_invariant
         self._block_size = block_size
         self._width = width
         self._device = device
@@ -66,19 +73,22 @@ class LayerKind:
             self._width,
             self.layer.window,
             self._splits(num_lanes),
+            self._lane() if self._batch_invariant else 1,
         )
 
     def chunks(self, layout: StepLayout) -> Call:
         """The layout's chunks; the queries handed in are those behind its decodes."""
         first, window = layout.num_decodes, self.layer.window
         counts = np.diff(layout.query_starts[first:])
-        chunks = cut(counts, layout.seq_lens[first:], largest_lane(window))
+        chunks = cut(counts, layout.seq_lens[first:], self._lane())
         tables = self._device.upload(self._padded(layout.block_tables[first:]))
         tables = tables.index_select(0, self._device.upload(chunks.parents))
         splits = self._splits(len(chunks.ends))
         if window is None:
             return _ChunkCall(self._device, chunks, self._whole(chunks, tables, splits))
         shared = seen_by_all(chunks.ends, window)
+        if self._batch_invariant:
+            return _ChunkCall(self._device, chunks, self._through_window(shared, tables))
         partial = self._partial(chunks.size, shared, tables, splits)
         beyond = seen_by_some(chunks.ends, window, chunks.size)
         if not beyond.ends.any():
@@ -102,6 +112,13 @@ class LayerKind:
         bias = self._ops.padded_bias(num_queries, chunks.ends.tolist(), tables)
         return lambda query, keys, values: self._ops.attend(query, keys, values, bias, splits)
 
+    def _through_window(self, ranges: KeyRanges, tables: torch.Tensor) -> Call:
+        """Each lane has one query and sees its range."""
+        bias = self._ops.gappy_bias(
+            [1] * len(ranges.ends), ranges.starts.tolist(), ranges.lengths.tolist(), tables
+        )
+        return lambda query, keys, values: self._ops.attend(query, keys, values, bias, 1)
+
     def _partial(
         self, size: int, ranges: KeyRanges, tables: torch.Tensor, splits: int
     ) -> "Partial":
@@ -117,14 +134,24 @@ class LayerKind:
         """As wide as the longest sequence's table; what lies beyond a sequence is never read."""
         return np.pad(block_tables, ((0, 0), (0, self._width - block_tables.shape[1])))
 
+    def _lane(self) -> int:
+        """Queries of a chunk's lane."""
+        window = self.layer.window
+        return 1 if self._batch_invariant and window is not None else largest_lane(window)
+
     def _splits(self, num_lanes: int) -> int:
+        if self._batch_invariant:
+            return 1
         num_keys = self._width * self._block_size
         processors = self._device.num_processors
         return num_splits(num_lanes, self.layer.num_kv_heads, num_keys, processors)
 
 
 class DecodeCall:
-    """One query a lane, `num_lanes` of them; lengths and tables are replaced in place."""
+    """One query a lane, `num_lanes` of them; lengths and tables are replaced in place.
+
+    In the kernel a lane has `size` queries, of which the last is the one.
+    """
 
     def __init__(
         self,
@@ -134,18 +161,20 @@ class DecodeCall:
         width: int,
         window: int | None,
         splits: int,
+        size: int,
     ) -> None:
         self.num_lanes = num_lanes
+        self._size = size
         self._ops = ops
         self._device = device
         self._window = window
         self._splits = splits
         self._tables = torch.zeros(num_lanes, width, dtype=torch.int32, device=device.torch_device)
-        ones, ends = [1] * num_lanes, [1] * num_lanes
+        num_queries, ends = [size] * num_lanes, [1] * num_lanes
         if window is None:
-            self._bias = ops.padded_bias(ones, ends, self._tables)
+            self._bias = ops.padded_bias(num_queries, ends, self._tables)
         else:
-            self._bias = ops.gappy_bias(ones, [0] * num_lanes, ends, self._tables)
+            self._bias = ops.gappy_bias(num_queries, [0] * num_lanes, ends, self._tables)
 
     def set(self, seq_lens: Int32Array, block_tables: Int32Array) -> None:
         """The lengths of the first lanes, and their tables; the other lanes see nothing."""
@@ -166,7 +195,11 @@ class DecodeCall:
         num_queries = len(query)
         if num_queries < self.num_lanes:
             query = F.pad(query, (0, 0, 0, 0, 0, self.num_lanes - num_queries))
-        return self._ops.attend(query, keys, values, self._bias, self._splits)[:num_queries]
+        if self._size == 1:
+            return self._ops.attend(query, keys, values, self._bias, self._splits)[:num_queries]
+        filled = F.pad(query.unsqueeze(1), (0, 0, 0, 0, self._size - 1, 0)).flatten(0, 1)
+        attended = self._ops.attend(filled, keys, values, self._bias, self._splits)
+        return attended.view(-1, self._size, *query.shape[1:])[:num_queries, -1]
 
 
 Partial = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]

@@ -41,7 +41,7 @@ from services.worker.device import Device
 class XformersPagedAttention:
     """The KV cache of all layers on a device, and attention over it.
 
-    `split_k` None is xFormers' own operator, which runs on CUDA.
+    `split_k` None is xFormers' own operator, which runs on CUDA. `batch_invariant`: see LayerKind.
     """
 
     def __init__(
@@ -50,6 +50,8 @@ class XformersPagedAttention:
         device: Device,
         max_blocks_per_seq: int,
         split_k: Operator | None = None,
+        *,
+        batch_invariant: bool = False,
     ) -> None:
         self._shape = shape
         self._device = device
@@ -68,11 +70,22 @@ class XformersPagedAttention:
             Place(group, layer) for group, layer in zip(shape.group_of, shape.layers, strict=True)
         ]
         self._kinds = {
-            place: LayerKind(place.layer, shape.block_size, max_blocks_per_seq, device, split_k)
+            place: LayerKind(
+                place.layer,
+                shape.block_size,
+                max_blocks_per_seq,
+                device,
+                split_k,
+                batch_invariant=batch_invariant,
+            )
             for place in self._places
         }
-        self._has_flash = has_flash() and all(
-            layer.window is None and layer.head_dim in FLASH_HEAD_DIMS for layer in shape.layers
+        self._has_flash = (
+            not batch_invariant
+            and has_flash()
+            and all(
+                layer.window is None and layer.head_dim in FLASH_HEAD_DIMS for layer in shape.layers
+            )
         )
         self._decodes: dict[int, DecodeStep] = {}
 

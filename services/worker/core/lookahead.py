@@ -5,7 +5,7 @@ The next step takes what it needs from there: it is planned, laid out and queued
 runs. What is sampled on the host, because it needs more than a draw, is known here as ever.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -60,10 +60,15 @@ class PendingOutput:
 
 
 class Lookahead:
-    """The last token of each slot, on the device, where it was sampled there."""
+    """The last token of each slot, on the device, where it was sampled there.
 
-    def __init__(self, device: Device, max_num_seqs: int) -> None:
+    `by_row`: rows are sampled, and their log-probabilities computed, one after the other: on a GPU
+    the order in which a row is summed depends on how many there are.
+    """
+
+    def __init__(self, device: Device, max_num_seqs: int, *, by_row: bool = False) -> None:
         self._device = device
+        self._by_row = by_row
         self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device.torch_device)
         self._is_ahead = np.zeros(max_num_seqs, np.bool_)
 
@@ -113,10 +118,28 @@ class Lookahead:
         of the rows that want log-probabilities, how many of the most probable tokens.
         """
         slots = step.slots[sampling].astype(np.int64)
-        token_ids = sample_on_device(logits, draws, self._device)
+        token_ids = self._sampled(logits, draws)
         self._last_tokens.index_copy_(0, self._device.upload(slots), token_ids.clamp(min=0))
         self._is_ahead[slots] = True
         logprobs = None
         if num_logprobs:
-            logprobs = logprobs_on_device(logits, token_ids, num_logprobs, self._device)
+            logprobs = logprobs_on_device(
+                logits, token_ids, num_logprobs, self._device, by_row=self._by_row
+            )
         return PendingOutput(step, sampling, self._device.download(token_ids), logprobs)
+
+    def _sampled(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+        if not self._by_row or not draws.temperatures.any():
+            return sample_on_device(logits, draws, self._device)
+        arrays = {field.name: getattr(draws, field.name) for field in fields(draws)}
+        rows = [slice(row, row + 1) for row in range(len(logits))]
+        return torch.cat(
+            [
+                sample_on_device(
+                    logits[row],
+                    Draws(**{name: array[row] for name, array in arrays.items()}),
+                    self._device,
+                )
+                for row in rows
+            ]
+        )

@@ -116,6 +116,19 @@ def check_model(layers: tuple[AttentionLayer, ...], block_size: int, dtype: torc
             )
 
 
+def check_batch_invariant(layers: tuple[AttentionLayer, ...], *, is_native: bool) -> None:
+    """Raises UnsuitableDevice for what is not computed the same in every batch on CUDA."""
+    what = None
+    if not is_native:
+        what = "models that transformers runs, whose products are cuBLAS's"
+    elif not suits_xformers(layers):
+        what = "models that cap their scores, which are not computed by xFormers' kernel"
+    if what is not None:
+        raise UnsuitableDevice(
+            f"batch_invariant is not offered on CUDA for {what}; unset it, or set --device cpu"
+        )
+
+
 def load_xformers() -> None:
     """Imports xFormers with its CUDA library.
 

@@ -10,12 +10,19 @@ from services.worker.core.batch import BatchLimits
 from services.worker.core.kv_cache import FreeMemory
 from services.worker.core.prompt_shapes import every_shape, profiled_shapes, run_prompts
 from services.worker.core.runner import Runner
-from services.worker.cuda.checks import check_model, check_setup, find_setup, load_xformers
+from services.worker.cuda.checks import (
+    check_batch_invariant,
+    check_model,
+    check_setup,
+    find_setup,
+    load_xformers,
+)
 from services.worker.cuda.device import CudaDevice
 from services.worker.cuda.runner import runner_on, suits_xformers
-from services.worker.kernels.cuda_kernels import CudaKernels
+from services.worker.kernels.cuda_kernels import BatchInvariantKernels, CudaKernels
 from services.worker.kernels.interface import Kernels
 from services.worker.models.config import DtypeSetting
+from services.worker.models.model import LoadedModel
 from services.worker.platform import Parts
 
 _HOPPER = 9
@@ -24,15 +31,19 @@ _PROFILE_BLOCKS = 2
 
 
 class CudaPlatform:
-    """The current CUDA device. Raises UnsuitableDevice where the machine lacks something."""
+    """The current CUDA device. Raises UnsuitableDevice where the machine lacks something.
+
+    `batch_invariant`: a request is computed the same whatever is in its steps; see docs/cuda.md.
+    """
 
     default_block_size = 64
 
-    def __init__(self, gpu_memory_utilization: float) -> None:
+    def __init__(self, gpu_memory_utilization: float, *, batch_invariant: bool = False) -> None:
         check_setup(find_setup())
         load_xformers()
         self.device = CudaDevice()
         self._gpu_memory_utilization = gpu_memory_utilization
+        self._batch_invariant = batch_invariant
 
     @property
     def torch_device(self) -> torch.device:
@@ -47,16 +58,20 @@ class CudaPlatform:
         """See Platform. Only for Hopper torch has a grouped multiplication of which the host need
         not know where groups end.
         """
+        if self._batch_invariant:
+            return BatchInvariantKernels()
         major, _ = torch.cuda.get_device_capability()
         return CudaKernels(frozenset({torch.bfloat16}) if major == _HOPPER else frozenset())
 
-    def check(self, shape: AttentionShape) -> None:
+    def check(self, shape: AttentionShape, loaded: LoadedModel) -> None:
         """See Platform."""
         check_model(shape.layers, shape.block_size, shape.dtype)
+        if self._batch_invariant:
+            check_batch_invariant(shape.layers, is_native=loaded.is_native)
 
     def runner(self, parts: Parts) -> Runner:
         """See `runner_on`. With a CudaDevice of its own, since what it records ends with it."""
-        return runner_on(CudaDevice(), parts)
+        return runner_on(CudaDevice(), parts, batch_invariant=self._batch_invariant)
 
     def free_memory(self, parts: Parts) -> FreeMemory:
         """The GPU's, less what is in use and the most that torch takes for the largest steps.

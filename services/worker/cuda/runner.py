@@ -17,14 +17,21 @@ def suits_xformers(layers: Sequence[AttentionLayer]) -> bool:
     return all(layer.softcap is None for layer in layers)
 
 
-def runner_on(device: Device, parts: Parts, split_k: type[Any] | None = None) -> Runner:
+def runner_on(
+    device: Device,
+    parts: Parts,
+    split_k: type[Any] | None = None,
+    *,
+    batch_invariant: bool = False,
+) -> Runner:
     """A runner that runs ahead, and repeats recorded decodes where the model allows it.
 
     Attention is xFormers' where that suits every layer; else torch's, whose decodes depend on
-    values and are not recorded. `split_k`: see XformersPagedAttention.
+    values and are not recorded. `split_k`: see XformersPagedAttention. `batch_invariant`: what a
+    request gets does not depend on what is in its steps; xFormers' kernel must suit every layer.
     """
     shape, limits, model = parts.shape, parts.limits, parts.loaded.model
-    lookahead = Lookahead(device, limits.max_num_seqs)
+    lookahead = Lookahead(device, limits.max_num_seqs, by_row=batch_invariant)
     if not suits_xformers(shape.layers):
         plain = TorchPagedAttention(shape, device)
         return Runner(model, plain, limits, device, lookahead, lockstep=parts.lockstep)
@@ -32,6 +39,8 @@ def runner_on(device: Device, parts: Parts, split_k: type[Any] | None = None) ->
     # Only here: importing it imports xFormers, which a worker on the CPU does without.
     from services.worker.attention.xformers_paged import XformersPagedAttention  # noqa: PLC0415
 
-    attention = XformersPagedAttention(shape, device, limits.max_blocks_per_seq, split_k)
+    attention = XformersPagedAttention(
+        shape, device, limits.max_blocks_per_seq, split_k, batch_invariant=batch_invariant
+    )
     buckets = DecodeBuckets(model, attention, device) if parts.loaded.is_static else None
     return Runner(model, attention, limits, device, lookahead, buckets, parts.lockstep)

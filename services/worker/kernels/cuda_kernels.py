@@ -1,7 +1,11 @@
-"""The operations on a CUDA device: torch's own."""
+"""The operations on a CUDA device: torch's own, and in place of its products some that do not
+depend on what else is in the batch.
+"""
 
 import torch
 
+from services.worker.kernels.gating import GatedLinear
+from services.worker.kernels.interface import Activation, Linear
 from services.worker.kernels.torch_kernels import TorchKernels
 
 _ALIGNMENT = 16
@@ -23,3 +27,24 @@ class CudaKernels(TorchKernels):
     def groups_experts(self, dtype: torch.dtype, width: int) -> bool:
         """See Kernels. Rows must begin where the kernel can copy from."""
         return dtype in self._grouped and width * dtype.itemsize % _ALIGNMENT == 0
+
+
+class BatchInvariantKernels(CudaKernels):
+    """See Kernels. A row of a result is the same bit for bit whatever else is in the batch.
+
+    Torch's norms, gates and embeddings are so anyway. Experts are multiplied by one by one: torch's
+    grouped multiplication chooses its tiles by the number of rows.
+    """
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """See Kernels."""
+        # Only here: importing it imports Triton, which a worker on the CPU does without.
+        from services.worker.kernels.fixed_tiles import FixedTilesLinear  # noqa: PLC0415
+
+        return FixedTilesLinear(weight, bias)
+
+    def gated_linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation
+    ) -> Linear:
+        """See Kernels."""
+        return GatedLinear(self.linear(weight, bias), activation)

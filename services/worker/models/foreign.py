@@ -94,6 +94,7 @@ def load_foreign(
         max_model_len=longest,
         eos_token_ids=_eos_token_ids(config, model),
         attention=layers,
+        is_native=False,
     )
 
 

@@ -61,7 +61,8 @@ class LoadedModel:
     """A decoder in memory, and what the worker must know of it.
 
     `max_model_len` is the longest sequence to serve. `attention`: how each layer attends.
-    `rope_length`: see model_fingerprint. `is_static`: what it computes for a step depends on the
+    `is_native`: its layers are ours, not transformers'. `rope_length`: see model_fingerprint.
+    `is_static`: what it computes for a step depends on the
     number of tokens alone, never on values, so that a device can record it.
     """
 
@@ -76,6 +77,7 @@ class LoadedModel:
     attention: tuple[AttentionLayer, ...]
     rope_length: int = 0
     is_static: bool = False
+    is_native: bool = True
 
 
 @dataclass(frozen=True, slots=True)

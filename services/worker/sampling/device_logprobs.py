@@ -43,16 +43,32 @@ class PendingLogprobs:
 
 
 def logprobs_on_device(
-    logits: torch.Tensor, token_ids: torch.Tensor, num_top: dict[int, int], device: Device
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    num_top: dict[int, int],
+    device: Device,
+    *,
+    by_row: bool = False,
 ) -> PendingLogprobs:
     """Of the rows `num_top` of the logits float32 [R, V] and of the tokens sampled from them, int64
     [R]. At least one row; those without a usable distribution get numbers that mean nothing.
+
+    `by_row`: one after the other, so that the order of sums does not depend on how many there are.
     """
     if len(num_top) < len(logits):
         rows = device.upload(np.fromiter(num_top, np.int64))
         logits, token_ids = logits[rows], token_ids[rows]
+    most = max(num_top.values())
+    size = 1 if by_row else len(logits)
+    parts = zip(torch.split(logits, size), torch.split(token_ids, size), strict=True)
+    numbers = torch.cat([_numbers(*part, most) for part in parts])
+    return PendingLogprobs(num_top, device.download(numbers))
+
+
+def _numbers(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> torch.Tensor:
+    """See PendingLogprobs."""
     sampled = token_ids.clamp(min=0).unsqueeze(1)
-    ids = torch.cat((sampled, _best(logits, max(num_top.values()))), dim=1)
+    ids = torch.cat((sampled, _best(logits, num_top)), dim=1)
     largest = logits.amax(dim=1, keepdim=True)
     sums = torch.exp(logits - largest).sum(dim=1, keepdim=True, dtype=torch.float64)
     normalizers = (largest + sums.log()).float()
@@ -60,7 +76,7 @@ def logprobs_on_device(
     value, places = logits.gather(1, sampled), torch.arange(logits.shape[1], device=logits.device)
     better = (logits > value) | ((logits == value) & (places < sampled))
     ranks = 1 + better.sum(dim=1, keepdim=True)
-    return PendingLogprobs(num_top, device.download(torch.cat((ids, logprobs.double(), ranks), 1)))
+    return torch.cat((ids, logprobs.double(), ranks), 1)
 
 
 def _best(logits: torch.Tensor, count: int) -> torch.Tensor:

@@ -28,6 +28,7 @@ EVERYTHING = {
     "generation_config": "vllm",
     "api_keys": ("one", "two"),
     "device": "cpu",
+    "batch_invariant": True,
     "dtype": "float32",
     "gpu_memory_utilization": 0.5,
     "num_threads": 3,

@@ -17,7 +17,7 @@ from services.worker.core.batch import BatchLimits
 from services.worker.core.kv_groups import group_layers
 from services.worker.core.runner import Runner
 from services.worker.cuda.runner import runner_on
-from services.worker.kernels.cuda_kernels import CudaKernels
+from services.worker.kernels.cuda_kernels import BatchInvariantKernels, CudaKernels
 from services.worker.models.checkpoint import open_checkpoint
 from services.worker.models.config import DtypeSetting
 from services.worker.models.load import load_model
@@ -65,8 +65,9 @@ def save_experts(directory: Path) -> None:
     save_tiny_model(directory, "qwen3_moe")
 
 
-def runner_as_on_cuda(directory: Path) -> Runner:
-    kernels = CudaKernels(grouped=frozenset({torch.float32}))
+def runner_as_on_cuda(directory: Path, *, batch_invariant: bool = False) -> Runner:
+    grouped = CudaKernels(grouped=frozenset({torch.float32}))
+    kernels = BatchInvariantKernels() if batch_invariant else grouped
     options = LoadOptions(MAX_MODEL_LEN, DtypeSetting.FLOAT32)
     loaded = load_model(open_checkpoint(directory), options, kernels, lambda *_: None)
     groups = group_layers([layer.window for layer in loaded.attention])
@@ -87,13 +88,24 @@ def runner_as_on_cuda(directory: Path) -> Runner:
         windows=tuple(group.window for group in groups),
     )
     assert loaded.is_static
-    return runner_on(WideCpu(), Parts(loaded, kernels, shape, limits), AnywhereSplitK)
+    parts = Parts(loaded, kernels, shape, limits)
+    return runner_on(WideCpu(), parts, AnywhereSplitK, batch_invariant=batch_invariant)
 
 
-@pytest.mark.parametrize("save", [save_uniform, save_hybrid, save_capped, save_experts])
-def test_the_tokens_are_those_of_the_cpu(tmp_path: Path, save) -> None:
+@pytest.mark.parametrize(
+    ("save", "batch_invariant"),
+    [
+        (save_uniform, False),
+        (save_hybrid, False),
+        (save_capped, False),
+        (save_experts, False),
+        (save_hybrid, True),
+    ],
+)
+def test_the_tokens_are_those_of_the_cpu(tmp_path: Path, save, batch_invariant: bool) -> None:
     save(tmp_path)
-    plain, as_on_cuda = build_runner(tmp_path, num_blocks=NUM_BLOCKS), runner_as_on_cuda(tmp_path)
+    plain = build_runner(tmp_path, num_blocks=NUM_BLOCKS)
+    as_on_cuda = runner_as_on_cuda(tmp_path, batch_invariant=batch_invariant)
     steps = story((GREEDY, DRAWN, DRAWN, PENALISED), len(as_on_cuda.limits.windows))
     expected = run_plainly(plain, steps)
     outputs = run_two_in_flight(as_on_cuda, steps)

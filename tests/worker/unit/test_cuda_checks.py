@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from services.worker.attention.interface import AttentionLayer
-from services.worker.cuda.checks import CudaSetup, check_model, check_setup, find_setup
+from services.worker.cuda.checks import (
+    CudaSetup,
+    check_batch_invariant,
+    check_model,
+    check_setup,
+    find_setup,
+)
 from services.worker.device import UnsuitableDevice
 
 GOOD = CudaSetup(
@@ -91,6 +97,23 @@ def test_models_that_it_cannot(
 ) -> None:
     with pytest.raises(UnsuitableDevice, match=sentence):
         check_model((LAYER, layer), block_size, dtype)
+
+
+@pytest.mark.parametrize(
+    ("layer", "is_native", "what"),
+    [
+        (LAYER, False, "models that transformers runs"),
+        (replace(LAYER, softcap=50.0), True, "models that cap their scores"),
+    ],
+)
+def test_models_that_are_not_computed_the_same_in_every_batch(
+    layer: AttentionLayer, is_native: bool, what: str
+) -> None:
+    check_batch_invariant((LAYER, replace(LAYER, window=64)), is_native=True)
+    with pytest.raises(
+        UnsuitableDevice, match=f"batch_invariant is not offered on CUDA for {what}"
+    ):
+        check_batch_invariant((LAYER, layer), is_native=is_native)
 
 
 def test_this_machine_is_looked_at_without_importing_anything() -> None:

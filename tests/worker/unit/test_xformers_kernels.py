@@ -33,7 +33,9 @@ def run_apart(path: str, environment: dict[str, str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(SECONDS + 30)
-@pytest.mark.parametrize("name", ["test_paged_kernel.py", "test_cuda_path.py"])
+@pytest.mark.parametrize(
+    "name", ["test_paged_kernel.py", "test_cuda_path.py", "test_batch_invariant.py"]
+)
 def test_kernels_run_under_the_interpreter(name: str) -> None:
     run_apart(f"interpreted/{name}", {"TRITON_INTERPRET": "1"})
 
