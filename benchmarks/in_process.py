@@ -183,7 +183,7 @@ class InProcessClient:
             sampling=Sampling(temperature=0, max_tokens=num_tokens),
             ignore_eos=True,
         )
-        async for news in self._inference.run(self._inference.prepare(request)):
+        async for news in self._inference.run(await self._inference.prepare(request)):
             for piece in news:
                 if piece.token_ids:
                     yield len(piece.token_ids)

@@ -1,6 +1,7 @@
 """`python -m services.gateway`: the composition root."""
 
 import asyncio
+import gc
 import logging
 import os
 import sys
@@ -10,6 +11,7 @@ from services.common.logs import configure_logs
 from services.common.settings import load_settings
 from services.common.telemetry import configure_tracing
 from services.gateway.adapters.hf_tokenizer import load_tokenizer
+from services.gateway.adapters.memory import give_memory_back
 from services.gateway.gateway import Gateway
 from services.gateway.settings import GatewaySettings
 
@@ -18,8 +20,12 @@ logger = logging.getLogger(__name__)
 
 async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
     """Serves until `stop` is set, then drains."""
+    give_memory_back()
     tracing = configure_tracing("gateway", settings.otlp_endpoint, settings.trace_sample_ratio)
     gateway = Gateway(settings, load_tokenizer(settings.model), tracing)
+    # What was loaded stays: walking through all of it again and again would hold up the event loop.
+    gc.collect()
+    gc.freeze()
     addresses = await gateway.start()
     logger.info(
         "serving %s: HTTP on %s, gRPC on %s", settings.model_name, addresses.http, addresses.grpc

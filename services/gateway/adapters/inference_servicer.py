@@ -76,7 +76,9 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
             deadline = _deadline(context)
             self._inference.check_room(deadline)
             client_request = await self._client_request(request)
-            generation = self._inference.prepare(client_request, observation.traceparent, deadline)
+            generation = await self._inference.prepare(
+                client_request, observation.traceparent, deadline
+            )
             pieces = observation.watch(generation, self._inference.run(generation), stream=True)
             source = await work.enter_async_context(aclosing(pieces))  # type: ignore[type-var]
             cut = ReaderCut(work, self._reader_timeout, self._reader_was_cut)

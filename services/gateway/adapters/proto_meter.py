@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 
 from services.common.errors import OutOfRange
 
-MAX_FIELDS = 16_384
+MAX_FIELDS = 8_192
 _BYTES_OF_VARINT = 5
 
 

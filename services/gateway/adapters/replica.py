@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import grpc
 from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
@@ -33,6 +34,20 @@ _MAX_HANDLE = 2**32
 _FIRST_BACKOFF_SECONDS = 0.05
 _MAX_BACKOFF_SECONDS = 0.5
 _CHECKS_PER_TIMEOUT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Add:
+    """A sequence to be sent. Its message is made when it is written: those of one request may be
+    hundreds, each with the whole prompt."""
+
+    handle: int
+    inflight: Inflight
+
+    def message(self) -> scheduler_pb2.SessionRequest:
+        """The message."""
+        add = to_add_request(self.handle, self.inflight, asyncio.get_running_loop().time())
+        return scheduler_pb2.SessionRequest(add=add)
 
 
 class Replica:
@@ -75,7 +90,7 @@ class Replica:
         self._stub = scheduler_pb2_grpc.SchedulerStub(self._channel)
         self._running: dict[int, Inflight] = {}
         self._handles = itertools.count(1)
-        self._outbox: list[scheduler_pb2.SessionRequest] = []
+        self._outbox: list[scheduler_pb2.SessionRequest | _Add] = []
         self._has_mail = asyncio.Event()
 
     @property
@@ -115,8 +130,7 @@ class Replica:
         handle = self._free_handle()
         self._running[handle] = inflight
         inflight.sent(release=lambda: self._abort(handle))
-        add = to_add_request(handle, inflight, asyncio.get_running_loop().time())
-        self._post(scheduler_pb2.SessionRequest(add=add))
+        self._post(_Add(handle, inflight))
 
     def take_back(self) -> list[Inflight]:
         """Aborts all sequences there and returns them, in order of arrival."""
@@ -209,8 +223,8 @@ class Replica:
                 await self._has_mail.wait()
                 self._has_mail.clear()
                 outbox, self._outbox = self._outbox, []
-                for message in outbox:
-                    await call.write(message)
+                for mail in outbox:
+                    await call.write(mail.message() if isinstance(mail, _Add) else mail)
         except (grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
             return  # The reader sees the same end of the call, and its reason.
 
@@ -285,14 +299,14 @@ class Replica:
         if self._running.pop(handle, None) is None:
             return
         last = self._outbox[-1] if self._outbox else None
-        if last is not None and last.WhichOneof("message") == "abort":
+        if isinstance(last, scheduler_pb2.SessionRequest) and last.WhichOneof("message") == "abort":
             last.abort.handles.append(handle)
         else:
             abort = scheduler_pb2.AbortRequests(handles=[handle])
             self._post(scheduler_pb2.SessionRequest(abort=abort))
 
-    def _post(self, message: scheduler_pb2.SessionRequest) -> None:
-        self._outbox.append(message)
+    def _post(self, mail: "scheduler_pb2.SessionRequest | _Add") -> None:
+        self._outbox.append(mail)
         self._has_mail.set()
 
     def _free_handle(self) -> int:

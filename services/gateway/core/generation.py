@@ -12,7 +12,7 @@ from services.gateway.core.request import ClientRequest, EngineRequest
 from services.gateway.core.stop_strings import StopPatterns
 
 # So many tokens are turned into text before anything else happens on the event loop.
-TOKENS_AT_A_TIME = 256
+TOKENS_AT_A_TIME = 128
 
 
 @dataclass(frozen=True, slots=True)

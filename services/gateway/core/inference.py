@@ -1,5 +1,6 @@
 """The service behind every protocol: from a checked request to a running generation."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 
@@ -11,12 +12,15 @@ from services.gateway.core.ports import Engine, TextTooLong, Tokenizer
 from services.gateway.core.request import (
     ClientRequest,
     ModelLimits,
+    check_prompt,
     check_request,
     prompt_too_long,
     to_engine_requests,
 )
 from services.gateway.core.sampling import MAX_BAD_WORDS, MAX_BAD_WORDS_CHARACTERS
 from services.gateway.core.tokens import TokenText
+
+_TOKENS_CHECKED_AT_A_TIME = 65_536
 
 
 class Inference:
@@ -77,13 +81,23 @@ class Inference:
         """
         self._engine.check_room(deadline)
 
-    def prepare(
+    async def prepare(
         self, request: ClientRequest, traceparent: str = "", deadline: float | None = None
     ) -> Generation:
-        """Checks a request. Raises what is wrong with it; nothing has been sent then."""
+        """Checks a request. Raises what is wrong with it; nothing has been sent then.
+
+        The event loop turns while many tokens are checked.
+        """
         limits = self.limits()
         request = self._defaults.bounded(request)
         check_request(request, limits)
+        num_checked = 0
+        for prompt in request.prompts:
+            check_prompt(prompt, request.sampling, limits)
+            num_checked += len(prompt.token_ids)
+            if num_checked > _TOKENS_CHECKED_AT_A_TIME:
+                await asyncio.sleep(0)
+                num_checked = 0
         self.check_num_choices(len(request.prompts), request.n)
         sequences = to_engine_requests(
             request,

@@ -98,7 +98,7 @@ class EngineRequest:
 
 
 def check_request(request: ClientRequest, limits: ModelLimits) -> None:
-    """Raises InvalidArgument or OutOfRange that names what cannot be served. Changes nothing."""
+    """Raises InvalidArgument that names what cannot be served; prompts are looked at apart."""
     if request.n < 1:
         raise InvalidArgument(f"n must be at least 1, not {request.n}", field="n")
     if not request.prompts:
@@ -110,8 +110,6 @@ def check_request(request: ClientRequest, limits: ModelLimits) -> None:
             f"cache_salt may be {MAX_CACHE_SALT_BYTES} bytes long", field="cache_salt"
         )
     _check_priority(request.priority, limits)
-    for prompt in request.prompts:
-        _check_prompt(prompt, request.sampling, limits)
 
 
 def to_engine_requests(
@@ -163,7 +161,8 @@ def _max_tokens(request: ClientRequest, num_prompt_tokens: int, limits: ModelLim
     return room if request.default_max_tokens is None else min(room, request.default_max_tokens)
 
 
-def _check_prompt(prompt: Prompt, sampling: Sampling, limits: ModelLimits) -> None:
+def check_prompt(prompt: Prompt, sampling: Sampling, limits: ModelLimits) -> None:
+    """Raises InvalidArgument or OutOfRange for a prompt that cannot be served."""
     length = len(prompt.token_ids)
     if length == 0:
         raise InvalidArgument("prompt must not be empty: it has no tokens", field="prompt")

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 # So many items of a list are encoded at once, and about so many bytes sent.
 _ITEMS = 32
-_BYTES = 64 * 1024
+_BYTES = 16 * 1024
 
 
 class LongList:
@@ -48,7 +48,7 @@ to_json = json.JSONEncoder(separators=(",", ":"), default=_refuse_long).encode
 
 
 def json_pieces(value: Any) -> Iterator[bytes]:
-    """A value as JSON, in pieces of about 64 KiB."""
+    """A value as JSON, in pieces of about 16 KiB."""
     parts: list[str] = []
     size = 0
     for part in _parts(value):

@@ -106,7 +106,9 @@ class GenerationReply(Response):
 
     async def _generate(self, exchange: Exchange, observation: Observation, send: Send) -> None:
         request = await exchange.to_request()
-        generation = self._inference.prepare(request, observation.traceparent, exchange.deadline)
+        generation = await self._inference.prepare(
+            request, observation.traceparent, exchange.deadline
+        )
         if not exchange.stream:
             self._inference.check_num_logprobs(generation)
         dialect = exchange.to_dialect(request)

@@ -1,0 +1,293 @@
+"""Clients that mean harm, over HTTP and gRPC: what a hostility run and its short form send.
+
+Each kind is a function that makes one attack, drawn from a seed, and waits for what becomes of it
+for a bounded time. What the server answers does not matter here, as long as it is no 5xx but 503.
+"""
+
+import asyncio
+import base64
+import json
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import grpc
+from stepwell.common.v1.common_pb2 import SamplingParams, TokenIds
+from stepwell.gateway.v1 import gateway_pb2
+
+from services.common.channel import open_channel
+
+ANSWER_SECONDS = 5.0
+# What grpc's client says where its call was ended while it was still sending.
+_OWN_ERROR = "Internal error from Core"
+_CHAT, _TEXT = "/v1/chat/completions", "/v1/completions"
+_USER = {"role": "user", "content": "a"}
+
+
+@dataclass(slots=True)
+class Target:
+    """Whom to attack, with which key; and what was found."""
+
+    http: str
+    grpc: str
+    key: str = ""
+    defects: list[str] = field(default_factory=list)
+
+    def head(self, path: str, *headers: str) -> bytes:
+        """The head of a POST."""
+        lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
+        if self.key:
+            lines.append(f"Authorization: Bearer {self.key}")
+        return "".join(f"{line}\r\n" for line in (*lines, *headers, "")).encode()
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """Metadata of a gRPC call."""
+        return (("authorization", f"Bearer {self.key}"),) if self.key else ()
+
+
+Attack = Callable[[Target, Random], Awaitable[None]]
+
+
+def _bodies() -> dict[str, tuple[str, Callable[[], Any]]]:
+    """Bodies that are costly where they are looked at: the path of each, and what makes it."""
+    ids, text = list(range(5, 300)) * 400, {"prompt": "a", "max_tokens": 8}
+    return {
+        "one character": (_TEXT, lambda: {"prompt": "a" * 3_900_000}),
+        "spaces": (_TEXT, lambda: {"prompt": " " * 3_900_000}),
+        "words": (_CHAT, lambda: {"messages": [_USER | {"content": "hello " * 600_000}]}),
+        "many ids": (_TEXT, lambda: {"prompt": ids}),
+        "too many ids": (_TEXT, lambda: {"prompt": [7] * 1_000_000}),
+        "lists": (_TEXT, lambda: {"prompt": [[5]] * 16_000}),
+        "256 prompts": (_TEXT, lambda: {"prompt": ["a b " * 900] * 256}),
+        "256 short prompts": (_TEXT, lambda: text | {"prompt": ["a"] * 256}),
+        "messages": (_CHAT, lambda: {"messages": [_USER] * 8_000}),
+        "too many messages": (_CHAT, lambda: {"messages": [_USER] * 100_000}),
+        "parts": (
+            _CHAT,
+            lambda: {
+                "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 8_000}]
+            },
+        ),
+        "variables": (
+            _CHAT,
+            lambda: {"messages": [_USER], "chat_template_kwargs": {"x": [{"a": [1]}] * 5_000}},
+        ),
+        "many variables": (
+            _CHAT,
+            lambda: {"messages": [_USER], "chat_template_kwargs": {"x": [1] * 131_000}},
+        ),
+        "bad words": (_TEXT, lambda: text | {"bad_words": ["ab " * 5] * 1_024}),
+        "long bad words": (_TEXT, lambda: text | {"bad_words": ["x" * 3_000_000]}),
+        "stop strings": (
+            _TEXT,
+            lambda: text | {"stop": ["a" * 1_000 + str(n) for n in range(64)], "max_tokens": 400},
+        ),
+        "biases": (_TEXT, lambda: text | {"logit_bias": {str(n): 1 for n in range(4_096)}}),
+        "too many biases": (
+            _TEXT,
+            lambda: text | {"logit_bias": {str(n): 1 for n in range(10**5)}},
+        ),
+        "allowed": (_TEXT, lambda: text | {"allowed_token_ids": list(range(100_000))}),
+        "logprobs": (
+            _TEXT,
+            lambda: text | {"n": 64, "logprobs": 20, "max_tokens": 64, "echo": True},
+        ),
+        "unknown keys": (_TEXT, lambda: text | {f"k{n}": 1 for n in range(16_000)}),
+        "a long name": (_TEXT, lambda: text | {"model": "m" * 3_900_000}),
+        "a long key": (_TEXT, lambda: text | {"k" * 3_900_000: 1}),
+        "embeddings": (
+            _TEXT,
+            lambda: {"prompt_embeds": base64.b64encode(b"\xff" * 2_900_000).decode()},
+        ),
+        "tokenize": ("/tokenize", lambda: {"prompt": "a " * 65_000, "return_token_strs": True}),
+        "tokenize too much": ("/tokenize", lambda: {"prompt": "hello " * 600_000}),
+        "detokenize": ("/detokenize", lambda: {"tokens": ids}),
+    }
+
+
+BODIES = _bodies()
+
+
+def costly(name: str) -> tuple[str, dict[str, Any]]:
+    """The path and the body of that name. Chats, too, ask for a short answer."""
+    path, make = BODIES[name]
+    return path, make() | ({"max_tokens": 8} if path == _CHAT else {})
+
+
+async def costly_body(target: Target, draw: Random) -> None:
+    """A body that would take long."""
+    name = draw.choice(sorted(BODIES))
+    path, made = costly(name)
+    body = await asyncio.to_thread(lambda: json.dumps(made).encode())
+    await _exchange(target, target.head(path, f"Content-Length: {len(body)}") + body, name)
+
+
+async def streamed_body(target: Target, draw: Random) -> None:
+    """The same as a stream of events, of which little or nothing is read."""
+    path, made = costly(draw.choice(("256 short prompts", "logprobs", "stop strings")))
+    body = json.dumps(made | {"stream": True}).encode()
+    request = target.head(path, f"Content-Length: {len(body)}") + body
+    with _connection() as opened:
+        reader, writer = await opened(target)
+        writer.write(request)
+        with suppress(TimeoutError, OSError):
+            async with asyncio.timeout(draw.random()):
+                await reader.read(draw.randrange(1, 10_000))
+
+
+async def no_json(target: Target, draw: Random) -> None:
+    """Bytes that are no JSON, or hardly."""
+    raw = draw.choice(
+        (
+            b"[" * 1_000_000,
+            b'{"a":' * 300_000,
+            b'{"prompt": "' + b"\\u00e9" * 600_000 + b'"}',
+            b'{"seed": ' + b"9" * 3_000_000 + b"}",
+            b" " * 4_000_000,
+            draw.randbytes(100_000),
+        )
+    )
+    await _exchange(target, target.head(_TEXT, f"Content-Length: {len(raw)}") + raw, "no JSON")
+
+
+async def odd_http(target: Target, draw: Random) -> None:
+    """Requests that are none, or many, or too large."""
+    get = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+    raw = draw.choice(
+        (
+            draw.randbytes(10_000),
+            (get + b"\r\n") * 5_000,
+            get + b"".join(b"X%d: a\r\n" % n for n in range(10_000)),
+            get + b"X: " + b"a" * 5_000_000,
+            b"GET /" + b"a" * 1_000_000 + b" HTTP/1.1\r\n\r\n",
+            target.head(_TEXT, "Transfer-Encoding: chunked") + b"1\r\n \r\n" * 100_000,
+            target.head(_TEXT, f"Content-Length: {10**12}") + b" " * 1_000_000,
+        )
+    )
+    await _exchange(target, raw, "odd HTTP")
+
+
+async def slow_http(target: Target, draw: Random) -> None:
+    """Connections that say nothing, or begin and do not go on."""
+    with _connection() as opened:
+        streams = [await opened(target) for _ in range(20)]
+        for _, writer in streams:
+            writer.write(draw.choice((b"", b"GET / HT", target.head(_TEXT, "Content-Length: 9"))))
+        await asyncio.sleep(draw.random())
+
+
+async def grpc_message(target: Target, draw: Random) -> None:
+    """A gRPC message that would take long to parse or to serve."""
+    method, raw = draw.choice(
+        (
+            ("Generate", b"\x22\xc0\x84\x3d" + b"\x0a\x00" * 500_000),
+            ("Generate", b"\x3a\x00" * 900_000),
+            ("Generate", gateway_pb2.GenerateRequest(text="a" * 1_900_000).SerializeToString()),
+            (
+                "Generate",
+                gateway_pb2.GenerateRequest(
+                    text="a",
+                    n=64,
+                    stop=["a" * 1_000] * 64,
+                    sampling=SamplingParams(max_tokens=64, logprobs=20),
+                ).SerializeToString(),
+            ),
+            (
+                "Generate",
+                gateway_pb2.GenerateRequest(
+                    token_ids=TokenIds(ids=[5]),
+                    sampling=SamplingParams(bad_words=[TokenIds(ids=[1] * 60)] * 2_000),
+                ).SerializeToString(),
+            ),
+            ("Tokenize", gateway_pb2.TokenizeRequest(text=" " * 1_900_000).SerializeToString()),
+            (
+                "Detokenize",
+                gateway_pb2.DetokenizeRequest(token_ids=[1] * 1_900_000).SerializeToString(),
+            ),
+            (
+                "Detokenize",
+                gateway_pb2.DetokenizeRequest(token_ids=[70] * 130_000).SerializeToString(),
+            ),
+            ("Detokenize", draw.randbytes(100_000)),
+        )
+    )
+    await _call(target, method, [raw])
+
+
+async def slow_grpc(target: Target, draw: Random) -> None:
+    """Calls whose message does not come."""
+    await asyncio.gather(
+        *(_call(target, "Generate", None, seconds=draw.random()) for _ in range(20))
+    )
+
+
+ATTACKS: tuple[Attack, ...] = (
+    costly_body,
+    costly_body,
+    costly_body,
+    costly_body,
+    streamed_body,
+    no_json,
+    odd_http,
+    slow_http,
+    grpc_message,
+    grpc_message,
+    slow_grpc,
+)
+
+
+async def attack(target: Target, draw: Random) -> None:
+    """One attack of any kind."""
+    await draw.choice(ATTACKS)(target, draw)
+
+
+@contextmanager
+def _connection() -> Iterator[Callable[[Target], Awaitable[Any]]]:
+    writers: list[asyncio.StreamWriter] = []
+
+    async def opened(target: Target) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        host, port = target.http.rsplit(":", 1)
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writers.append(writer)
+        return reader, writer
+
+    try:
+        yield opened
+    finally:
+        for writer in writers:
+            writer.transport.abort()
+
+
+async def _exchange(target: Target, raw: bytes, what: str) -> None:
+    with _connection() as opened, suppress(OSError, TimeoutError, EOFError):
+        async with asyncio.timeout(ANSWER_SECONDS):
+            reader, writer = await opened(target)
+            for start in range(0, len(raw), 2**18):
+                writer.write(raw[start : start + 2**18])
+                await writer.drain()
+            status = (await reader.readline()).split(b" ")[1:2]
+            while await reader.read(2**16):
+                pass
+            if status and status[0] in (b"500", b"502"):
+                target.defects.append(f"{what}: {status[0].decode()}")
+
+
+async def _call(
+    target: Target, method: str, messages: list[bytes] | None, seconds: float = ANSWER_SECONDS
+) -> None:
+    async with open_channel(target.grpc) as channel:
+        call: Any = channel.stream_stream(f"/stepwell.gateway.v1.Inference/{method}")(
+            metadata=target.metadata(), timeout=seconds
+        )
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            for message in messages or ():
+                await call.write(message)
+            if messages is not None:
+                await call.done_writing()
+            async for _ in call:
+                pass
+        code, details = await call.code(), await call.details()
+        if code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN) and details != _OWN_ERROR:
+            target.defects.append(f"{method}: {code}: {details}")

@@ -1,0 +1,64 @@
+"""A gateway process that watches its own event loop: each line on standard input is answered with
+the longest pauses since the last one, as JSON.
+
+    python -m tests.gateway.watched_gateway FLAGS-OF-THE-GATEWAY
+"""
+
+import asyncio
+import json
+import os
+import sys
+import threading
+import time
+
+from services.common.lifecycle import run_service
+from services.common.logs import configure_logs
+from services.common.settings import load_settings
+from services.gateway.__main__ import serve
+from services.gateway.settings import GatewaySettings
+
+_TICK_SECONDS = 0.001
+
+
+class Watchdog:
+    """Turns with the loop, and takes the longest time between two turns.
+
+    `work` is processor time of the loop's own thread: what it did at a stretch. `pause` is elapsed
+    time in which the process was busy, whichever of its threads was: what a client may notice. A
+    machine that is busy with something else lengthens neither.
+    """
+
+    def __init__(self) -> None:
+        self.work = self.pause = 0.0
+
+    async def watch(self) -> None:
+        """Never returns."""
+        while True:
+            wall, process, thread = time.perf_counter(), time.process_time(), time.thread_time()
+            await asyncio.sleep(_TICK_SECONDS)
+            busy = time.process_time() - process
+            elapsed = time.perf_counter() - wall - _TICK_SECONDS
+            self.work = max(self.work, time.thread_time() - thread)
+            self.pause = max(self.pause, min(busy, elapsed))
+
+    def tell(self) -> None:
+        """Answers each line; runs in a thread. The process ends with its input."""
+        for _ in sys.stdin:
+            self.work, self.pause, told = 0.0, 0.0, {"work": self.work, "pause": self.pause}
+            print(json.dumps(told), flush=True)
+        os._exit(0)
+
+
+async def _serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
+    watchdog = Watchdog()
+    threading.Thread(target=watchdog.tell, daemon=True).start()
+    watching = asyncio.create_task(watchdog.watch())
+    await serve(settings, stop)
+    watching.cancel()
+
+
+if __name__ == "__main__":
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    gateway_settings = load_settings(GatewaySettings, "gateway")
+    configure_logs("gateway", gateway_settings.log_level, gateway_settings.log_format)
+    run_service("gateway", lambda stop: _serve(gateway_settings, stop))
