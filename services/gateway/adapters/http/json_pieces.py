@@ -11,6 +11,8 @@ from starlette.types import Receive, Scope, Send
 
 # So many items of a list are encoded at once, and about so many bytes sent.
 _ITEMS = 32
+# Lists up to here are no long ones: those of the tokens that come at a time are not.
+_SHORT = 128
 _BYTES = 16 * 1024
 
 
@@ -29,7 +31,7 @@ class LongList:
 
 def listed(items: Iterable[Any], num_items: int) -> "list[Any] | LongList":
     """The items as a list where they are few."""
-    return list(items) if num_items <= _ITEMS else LongList(items)
+    return list(items) if num_items <= _SHORT else LongList(items)
 
 
 class HoldsLongList(Exception):

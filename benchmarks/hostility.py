@@ -1,0 +1,124 @@
+"""Attacks the four services, and holds what a well-behaved client notices of it.
+
+    python -m benchmarks.hostility --minutes 10 [--model DIR] [--seed N] [--attackers N]
+
+A process of its own sends attacks of every kind (benchmarks/hostile_clients.py), HTTP and gRPC,
+drawn from the seed, at the lowest priority, so that its own computing takes little from the
+services. Meanwhile one client streams an answer after the other. The exit status is 1 if a pause in
+its streams is longer than the longest before the attacks by more than MOST_PAUSE_SECONDS, a process
+has grown by more than MOST_GROWTH_BYTES at the end, files are left open, or a server error was
+seen.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from random import Random
+
+import httpx
+import uvloop
+
+from benchmarks.hostile_clients import Target, attack
+from benchmarks.process_usage import usage_of
+from benchmarks.stack import Stack
+from services.cli.settings import UpSettings
+
+MOST_PAUSE_SECONDS, MOST_GROWTH_BYTES, MORE_FILES = 0.05, 50_000_000, 8
+CALM_SECONDS, SETTLE_SECONDS = 15.0, 40.0
+
+
+async def longest_pauses(http: str, model: str, seconds: float) -> list[float]:
+    """The pauses between events of streams, one after the other, longest last."""
+    pauses: list[float] = []
+    body = {"model": model, "prompt": "class Point:", "max_tokens": 128, "ignore_eos": True}
+    end = time.monotonic() + seconds
+    async with httpx.AsyncClient(base_url=f"http://{http}", timeout=60, trust_env=False) as client:
+        while time.monotonic() < end:
+            request = body | {"stream": True, "seed": 1}
+            async with client.stream("POST", "/v1/completions", json=request) as answer:
+                if answer.status_code != httpx.codes.OK:
+                    await asyncio.sleep(0.1)  # refused for want of a place
+                    continue
+                last: float | None = None
+                async for _ in answer.aiter_bytes():
+                    now = time.monotonic()
+                    if last is not None:
+                        pauses.append(now - last)
+                    last = now
+    return sorted(pauses)
+
+
+async def attack_for(target: Target, seconds: float, seed: int, num_attackers: int) -> list[str]:
+    """Attacks for so long; the defects that were seen."""
+    os.nice(19)
+    end = time.monotonic() + seconds
+
+    async def attacker(number: int) -> None:
+        draw = Random(f"{seed}/{number}")
+        while time.monotonic() < end:
+            await attack(target, draw)
+
+    await asyncio.gather(*map(attacker, range(num_attackers)))
+    return target.defects
+
+
+async def hostility(options: argparse.Namespace) -> bool:
+    """Runs it, prints what was found; whether all is well."""
+    seconds = 60 * options.minutes
+    settings = UpSettings(model=options.model, max_num_seqs=16, num_blocks=2000)
+    async with Stack(settings) as stack:
+        name = options.model.resolve().name
+        await longest_pauses(stack.http, name, CALM_SECONDS / 3)
+        before = {service: usage_of(pid) for service, pid in stack.pids().items()}
+        calm = await longest_pauses(stack.http, name, CALM_SECONDS)
+        attackers = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "benchmarks.hostility", "--attack", stack.http, stack.grpc),
+            *("--seed", str(options.seed), "--attackers", str(options.attackers)),
+            *("--minutes", str(options.minutes)),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        attacked = await longest_pauses(stack.http, name, seconds)
+        said, _ = await attackers.communicate()
+        defects = json.loads(said)
+        await asyncio.sleep(SETTLE_SECONDS)  # idle connections are ended after less
+        after = {service: usage_of(pid) for service, pid in stack.pids().items()}
+    pause = attacked[-1] - calm[-1]
+    print(f"pauses, ms: calm {_quantiles(calm)}; attacked {_quantiles(attacked)}")
+    good = pause <= MOST_PAUSE_SECONDS and not defects
+    for service, usage in after.items():
+        grown = usage.rss - before[service].rss
+        files = usage.num_files - before[service].num_files
+        print(f"{service}: {grown / 1e6:+.1f} MB, {files:+d} files")
+        good = good and grown <= MOST_GROWTH_BYTES and files <= MORE_FILES
+    print(f"server errors: {len(defects)} {defects[:5]}")
+    return good
+
+
+def _quantiles(pauses: list[float]) -> str:
+    at = [pauses[int(share * (len(pauses) - 1))] for share in (0.5, 0.99, 0.999, 1)]
+    return "p50 {:.1f}, p99 {:.1f}, p99.9 {:.1f}, longest {:.1f}".format(*(1000 * p for p in at))
+
+
+def main() -> None:
+    """Reads the options, runs."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", type=Path, default=Path("models/demo"))
+    parser.add_argument("--minutes", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--attackers", type=int, default=4)
+    parser.add_argument("--attack", nargs=2, metavar=("HTTP", "GRPC"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.attack is not None:
+        target = Target(*options.attack)
+        seconds = 60 * options.minutes
+        print(json.dumps(uvloop.run(attack_for(target, seconds, options.seed, options.attackers))))
+        return
+    sys.exit(0 if uvloop.run(hostility(options)) else 1)
+
+
+if __name__ == "__main__":
+    main()
