@@ -21,6 +21,7 @@ async def _replica_status(replica: Replica) -> dict[str, Any]:
     status: dict[str, Any] = {
         "address": replica.address,
         "model": replica.model_name,
+        "fingerprint": replica.fingerprint.hex()[:16],
         "ready": replica.is_ready,
         "reason": replica.reason,
         "unfinished_here": replica.num_unfinished,

@@ -243,6 +243,24 @@ async def test_a_client_that_has_stopped_sending_gets_its_answer(served: Serving
     assert (b"[DONE]" if stream else b'"finish_reason":"length"') in answer
 
 
+async def test_a_client_that_stops_sending_in_a_stream_gets_the_rest(served: Serving):
+    """Until it is gone, which is noticed though no token comes."""
+    scheduler = served.scheduler
+    body = json.dumps(BODY | {"stream": True, "max_tokens": 8}).encode()
+    for stays in (True, False):
+        scheduler.permits = 2
+        async with connected(served) as (reader, writer), asyncio.timeout(10):
+            writer.write(post("/v1/completions", body))
+            await reader.readuntil(b"data: {")
+            writer.write_eof()
+            await reader.readuntil(b"\n:\n\n")
+            if stays:
+                scheduler.run_freely()
+                assert b"data: [DONE]" in await reader.read()
+        await until(lambda: scheduler.num_running == 0, 5)
+    assert len(scheduler.aborts) == 1
+
+
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/models/tiny", "/health", "/metrics"])
 async def test_head_is_get_without_the_body(served: Serving, path: str):
     answer = await served.http.head(path)

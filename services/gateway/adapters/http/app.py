@@ -192,6 +192,7 @@ class HttpApi:
                 "model": self._inference.model_name,
                 "draining": not self._gate.is_open,
                 "requests_in_flight": self._gate.inside,
+                "sequences_without_replica": self._fleet.num_waiting,
                 "replicas": await fleet_status(self._fleet),
             }
         )

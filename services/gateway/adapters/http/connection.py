@@ -24,6 +24,8 @@ from services.gateway.adapters.http.unread_answer import UnreadAnswer
 from services.gateway.adapters.http.until_close import answer_until_close
 
 MAX_HEADERS = 100
+BETWEEN_EVENTS = "between_events"
+"""Key of the request's state, for answers that are events: whether the last one sent is whole."""
 MAX_PIPELINED = 8
 # So much is parsed before anything else happens on the event loop.
 _SLICE_BYTES = 16 * 1024
@@ -33,6 +35,8 @@ _FAREWELL_SECONDS, _FAREWELL_BYTES = 1.0, 2**20
 _IGNORED_BYTES = 64 * 2**20
 # How long a client may take to read the end of the last answer on a connection.
 _CLOSING_SECONDS = 30.0
+# An event stream's comment, as a chunk of its own.
+_COMMENT_CHUNK = b"3\r\n:\n\n\r\n"
 # When a client that has stopped sending is asked whether it is there: soon, then every second.
 _FIRST_PROBE_SECONDS, _PROBE_SECONDS = 0.05, 1.0
 
@@ -51,8 +55,8 @@ class GuardedConnection(HttpToolsProtocol):
     """Ends connections that send too much, too slowly or nothing.
 
     What comes is parsed in slices, each in its own turn of the event loop. A client may stop
-    sending and wait for its answer; until the answer begins it is asked with `100 Continue`, which
-    any HTTP/1.1 client passes over, whether it is still there.
+    sending and wait for its answer; until the answer begins it is asked with `100 Continue`, and in
+    a stream of events with a comment, whether it is still there. Any client passes over both.
     """
 
     def __init__(self, *, doorway: Doorway, **uvicorn: Any) -> None:
@@ -127,7 +131,7 @@ class GuardedConnection(HttpToolsProtocol):
             self.transport.resume_reading()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        if self._stage is not _Stage.NOTHING or self.cycle.response_started:
+        if self._stage is not _Stage.NOTHING or self.cycle.response_complete:
             return False
         self.cycle.keep_alive = False
         self._probe(_FIRST_PROBE_SECONDS)
@@ -276,11 +280,18 @@ class GuardedConnection(HttpToolsProtocol):
         self._time(_FAREWELL_SECONDS, self.transport.abort)
 
     def _probe(self, seconds: float) -> None:
-        if self.transport.is_closing() or self.cycle.response_started:
+        cycle = self.cycle
+        if self.transport.is_closing() or cycle.response_complete:
             return
-        if self.cycle.scope["http_version"] == "1.0":
-            return  # it knows no `100 Continue`
-        self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if cycle.scope["http_version"] == "1.0":
+            return  # it knows neither `100 Continue` nor chunks
+        if not cycle.response_started:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        elif cycle.chunked_encoding and BETWEEN_EVENTS in cycle.scope["state"]:
+            if cycle.scope["state"][BETWEEN_EVENTS] and not self.flow.write_paused:
+                self.transport.write(_COMMENT_CHUNK)
+        else:
+            return  # its answer is being written: that tells, too
         self._probe_timer = self.loop.call_later(seconds, self._probe, _PROBE_SECONDS)
 
 

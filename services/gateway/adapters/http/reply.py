@@ -5,11 +5,13 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from services.common.errors import InternalError, StepwellError
+from services.gateway.adapters.http.connection import BETWEEN_EVENTS
 from services.gateway.adapters.http.deadline import until
 from services.gateway.adapters.http.dialect import Dialect, event
 from services.gateway.adapters.http.errors import error_body, error_response
@@ -97,14 +99,16 @@ class GenerationReply(Response):
         try:
             with self._observer.observing(exchange.operation, exchange.traceparent) as observation:
                 async with until(exchange.deadline):
-                    await self._generate(exchange, observation, send)
+                    await self._generate(exchange, observation, scope["state"], send)
         except StepwellError as error:
             await self._refuse(exchange.in_client_words(error), scope, receive, send)
         except Exception:
             logger.exception("defect while serving %s", exchange.operation)
             await self._refuse(InternalError("a defect here"), scope, receive, send)
 
-    async def _generate(self, exchange: Exchange, observation: Observation, send: Send) -> None:
+    async def _generate(
+        self, exchange: Exchange, observation: Observation, state: dict[str, Any], send: Send
+    ) -> None:
         request = await exchange.to_request()
         generation = await self._inference.prepare(
             request, observation.traceparent, exchange.deadline
@@ -117,7 +121,7 @@ class GenerationReply(Response):
         )
         async with aclosing(pieces) as source:  # type: ignore[type-var]
             if exchange.stream:
-                await _stream(source, generation, dialect, send)
+                await _stream(source, generation, dialect, state, send)
             else:
                 await _whole(source, generation, dialect, send)
 
@@ -132,7 +136,11 @@ class GenerationReply(Response):
 
 
 async def _stream(
-    pieces: AsyncIterator[list[Piece]], generation: Generation, dialect: Dialect, send: Send
+    pieces: AsyncIterator[list[Piece]],
+    generation: Generation,
+    dialect: Dialect,
+    state: dict[str, Any],
+    send: Send,
 ) -> None:
     opened = False
     async for news in pieces:
@@ -144,10 +152,12 @@ async def _stream(
             start = {"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS}
             await send(start)
         if choices:
+            state[BETWEEN_EVENTS] = False
             for number, events in enumerate(dialect.encode_chunks(choices, generation.usage)):
                 if number:
                     await asyncio.sleep(0)
                 await send({"type": "http.response.body", "body": events, "more_body": True})
+            state[BETWEEN_EVENTS] = True
     last = dialect.closing(generation.usage())
     await send({"type": "http.response.body", "body": last})
 
