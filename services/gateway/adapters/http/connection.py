@@ -194,6 +194,7 @@ class GuardedConnection(HttpToolsProtocol):
     def timeout_keep_alive_handler(self) -> None:
         self._stage = _Stage.END
         super().timeout_keep_alive_handler()
+        self._time(_CLOSING_SECONDS, self.transport.abort)
 
     # Bounds.
 

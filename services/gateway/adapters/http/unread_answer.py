@@ -17,8 +17,8 @@ class UnreadAnswer:
     def __init__(
         self, transport: asyncio.Transport, timeout_seconds: float, on_cut: Callable[[], None]
     ) -> None:
-        # Whatever cannot be sent at once is reported, not only what fills the buffer.
-        transport.set_write_buffer_limits(high=0)
+        # An event that is about to be sent is not reported; more than a few are, until all is sent.
+        transport.set_write_buffer_limits(high=_LEAST_BYTES, low=0)
         self._transport = transport
         self._timeout = timeout_seconds
         self._on_cut = on_cut
@@ -27,7 +27,7 @@ class UnreadAnswer:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
-        """Something could not be sent at once."""
+        """More than a little waits to be sent."""
         self._num_unsent = self._transport.get_write_buffer_size()
         self._timer = self._loop.call_later(self._timeout, self._look)
 
