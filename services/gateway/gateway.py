@@ -27,6 +27,8 @@ from services.gateway.adapters.http.body_budget import BodyBudget
 from services.gateway.adapters.http.connection_limits import ConnectionLimits
 from services.gateway.adapters.http.hosts import HostCheck, hosts_for
 from services.gateway.adapters.http.parse import BodyLimits
+from services.gateway.adapters.http.request_ids import HEADER as REQUEST_ID_HEADER
+from services.gateway.adapters.http.request_ids import RequestIds
 from services.gateway.adapters.http.server import HttpServer
 from services.gateway.adapters.inference_servicer import REQUEST_TYPES, InferenceServicer
 from services.gateway.adapters.metrics import Metrics
@@ -183,16 +185,16 @@ class Gateway:
 
 
 def _guarded(app: ASGIApp, settings: GatewaySettings) -> ASGIApp:
-    """The application behind the checks of where a request comes from."""
+    """The application behind the checks of where a request comes from, with names for requests."""
     if settings.allowed_origins:
         app = CORSMiddleware(
             app,
             allow_origins=settings.allowed_origins,
             allow_methods=("GET", "POST"),
             allow_headers=("*",),
-            expose_headers=("X-Request-Id", "Retry-After"),
+            expose_headers=(REQUEST_ID_HEADER, "Retry-After"),
         )
-    return HostCheck(app, hosts_for(settings.http_listen, settings.allowed_hosts))
+    return RequestIds(HostCheck(app, hosts_for(settings.http_listen, settings.allowed_hosts)))
 
 
 def _public_grpc_options(settings: GatewaySettings, max_connections: int) -> dict[str, int]:

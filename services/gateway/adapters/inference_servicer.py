@@ -28,6 +28,7 @@ from services.gateway.core.gate import Gate
 from services.gateway.core.generation import Generation
 from services.gateway.core.inference import Inference
 from services.gateway.core.request import CHAT_ROLES, ClientRequest, Prompt
+from services.gateway.core.request_id import check_request_id
 
 logger = logging.getLogger(__name__)
 
@@ -141,6 +142,8 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         return metadata
 
     async def _client_request(self, request: gateway_pb2.GenerateRequest) -> ClientRequest:
+        if request.request_id:
+            check_request_id(request.request_id)
         return ClientRequest(
             request_id=request.request_id or f"gen-{secrets.token_hex(12)}",
             prompts=(await self._prompt(request),),

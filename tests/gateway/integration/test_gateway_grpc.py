@@ -117,6 +117,16 @@ async def test_nan_in_the_logits_is_an_error_that_says_so(served: Serving) -> No
             grpc.StatusCode.INVALID_ARGUMENT,
             "top_p",
         ),
+        (
+            {"text": "a", "request_id": "two words"},
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "request_id",
+        ),
+        (
+            {"text": "a", "request_id": "x" * 129},
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "request_id",
+        ),
         ({"chat": {}}, grpc.StatusCode.INVALID_ARGUMENT, "chat.messages"),
         (
             {"chat": {"messages": [*HELLO, {"role": "tool", "content": "x"}]}},

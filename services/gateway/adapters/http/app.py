@@ -1,7 +1,5 @@
 """The HTTP side of the gateway: its routes."""
 
-import re
-import secrets
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -35,8 +33,7 @@ from services.gateway.adapters.observation import Observer
 from services.gateway.adapters.status import fleet_status
 from services.gateway.core.gate import Gate
 from services.gateway.core.inference import Inference
-
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+from services.gateway.core.request_id import check_request_id
 
 
 class HttpApi:
@@ -250,12 +247,10 @@ class HttpApi:
 
 def _request_id(prefix: str, body: SamplingBody, request: Request) -> str:
     """The client's name for its request, from body or header, or a new one."""
-    name = body.request_id or request.headers.get("x-request-id", "")
-    if body.request_id and not _REQUEST_ID.fullmatch(name):
-        raise InvalidArgument("request_id must be printable ASCII", field="request_id")
-    if not _REQUEST_ID.fullmatch(name):
-        name = secrets.token_hex(12)
-    return f"{prefix}-{name}"
+    if body.request_id is not None:
+        check_request_id(body.request_id)
+        request.state.request_id = body.request_id
+    return f"{prefix}-{request.state.request_id}"
 
 
 async def _check_content(request: Request) -> None:
