@@ -16,3 +16,12 @@ def post_head(path: str, num_bytes: int, *headers: str, version: str = "1.1") ->
 def post(path: str, body: bytes, *headers: str, version: str = "1.1") -> bytes:
     """A whole POST of JSON."""
     return post_head(path, len(body), *headers, version=version) + body
+
+
+def unchunked(response: bytes) -> bytes:
+    """The body of a response as far as it came, without the frames it is sent in."""
+    body, rest = b"", response.partition(b"\r\n\r\n")[2]
+    while rest:
+        size, _, rest = rest.partition(b"\r\n")
+        body, rest = body + rest[: int(size, 16)], rest[int(size, 16) + 2 :]
+    return body

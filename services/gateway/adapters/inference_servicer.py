@@ -81,7 +81,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
                 client_request, observation.traceparent, deadline
             )
             pieces = observation.watch(generation, self._inference.run(generation), stream=True)
-            source = await work.enter_async_context(aclosing(pieces))  # type: ignore[type-var]
+            source = await work.enter_async_context(aclosing(pieces))
             cut = ReaderCut(work, self._reader_timeout, self._reader_was_cut)
             with cut.watch as reader:
                 async for news in source:

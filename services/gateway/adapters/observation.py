@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
@@ -37,13 +37,13 @@ class Observation:
         return traceparent_of(self._span)
 
     async def watch(
-        self, generation: Generation, pieces: AsyncIterator[list[Piece]], *, stream: bool
-    ) -> AsyncIterator[list[Piece]]:
+        self, generation: Generation, pieces: AsyncGenerator[list[Piece], None], *, stream: bool
+    ) -> AsyncGenerator[list[Piece], None]:
         """Passes the pieces on, and takes their times."""
         self._generation = generation
         if self._span.is_recording():
             self._span.set_attributes(_request_attributes(generation, stream))
-        async with aclosing(pieces) as source:  # type: ignore[type-var]
+        async with aclosing(pieces) as source:
             async for news in source:
                 now = time.perf_counter()
                 for piece in news:

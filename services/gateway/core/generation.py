@@ -1,7 +1,7 @@
 """The life of one client request: its sequences at the engine, its answers as they grow."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
 
 from services.gateway.core.choice import Choice, Piece
@@ -43,7 +43,7 @@ class Generation:
             for index, sequence in enumerate(sequences)
         ]
 
-    async def pieces(self, engine: Engine) -> AsyncIterator[list[Piece]]:
+    async def pieces(self, engine: Engine) -> AsyncGenerator[list[Piece], None]:
         """Runs the request; each item is what there is new, maybe nothing but "it left the queue".
 
         News of many tokens, as after a pause of the reader, come as several items, between which

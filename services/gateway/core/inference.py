@@ -1,7 +1,7 @@
 """The service behind every protocol: from a checked request to a running generation."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 
 from services.common.errors import InvalidArgument, NotFound, OutOfRange
@@ -109,7 +109,7 @@ class Inference:
         )
         return Generation(request, sequences, self.tokenizer)
 
-    def run(self, generation: Generation) -> AsyncIterator[list[Piece]]:
+    def run(self, generation: Generation) -> AsyncGenerator[list[Piece], None]:
         """The pieces of a prepared request, as they come."""
         return generation.pieces(self._engine)
 

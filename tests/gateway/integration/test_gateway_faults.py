@@ -12,7 +12,7 @@ from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common.block_hash import unpack_token_ids
 from tests.gateway.fake_scheduler import FakeScheduler, formula
-from tests.gateway.raw_http import post
+from tests.gateway.raw_http import post, unchunked
 from tests.gateway.serving import Serving, serving, until
 from tests.gateway.streams import BODY, PROMPT, Stream, expected
 
@@ -232,15 +232,6 @@ async def test_a_reader_that_stalls_costs_its_tokens_and_no_more(model: Path) ->
         writer.close()
         assert num_tokens == 30_000
         assert num_chunks < 500
-
-
-def unchunked(response: bytes) -> bytes:
-    """The body of a response as far as it came, without the frames it is sent in."""
-    body, rest = b"", response.partition(b"\r\n\r\n")[2]
-    while rest:
-        size, _, rest = rest.partition(b"\r\n")
-        body, rest = body + rest[: int(size, 16)], rest[int(size, 16) + 2 :]
-    return body
 
 
 async def test_a_cancelled_call_aborts(served: Serving) -> None:

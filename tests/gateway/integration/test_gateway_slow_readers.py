@@ -12,7 +12,7 @@ import pytest
 from stepwell.gateway.v1 import gateway_pb2
 
 from tests.gateway.fake_scheduler import FakeScheduler
-from tests.gateway.raw_http import post
+from tests.gateway.raw_http import post, unchunked
 from tests.gateway.serving import Serving, serving, until
 
 LONG = {"max_model_len": 400_000, "max_request_tokens": 400_000, "tokens_per_step": 500}
@@ -129,3 +129,32 @@ async def test_a_slow_but_steady_grpc_reader_is_not_cut(model: Path) -> None:
         request.sampling.max_tokens = 3000
         call = served.stub.Generate(request)
         assert len(await read_on(call)) == 3000
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_that_is_being_written_at_its_deadline_stays_in_one_piece(
+    model: Path, stream: bool
+) -> None:
+    """A whole answer is written to its end, a stream to the end of an event."""
+    scheduler = FakeScheduler(**LONG | {"tokens_per_step": 4000})
+    async with serving(model, scheduler) as served:
+        reader, writer = await asyncio.open_connection(sock=slow_socket(served), limit=1024)
+        body = {"prompt": [5, 6, 7], "max_tokens": 8000, "logprobs": 5, "stream": stream}
+        headers = ("X-Request-Timeout: 1", "Connection: close")
+        writer.write(post("/v1/completions", json.dumps(body).encode(), *headers))
+        await until(lambda: scheduler.num_running == 1)
+        await until(lambda: scheduler.num_running == 0)
+        await asyncio.sleep(1.0)
+        answer = b""
+        while piece := await reader.read(1 << 16):
+            answer += piece
+        writer.close()
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        text = unchunked(answer)
+        if stream:
+            events = [line[6:] for line in text.split(b"\n") if line.startswith(b"data: ")]
+            assert events.pop() == b"[DONE]"
+            assert all(json.loads(event) for event in events)
+        else:
+            [choice] = json.loads(text)["choices"]
+            assert len(choice["logprobs"]["tokens"]) == 8000

@@ -1,10 +1,13 @@
 """The deadline of an HTTP request: the header X-Request-Timeout, in seconds."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager
+from typing import TypeVar
 
 from services.common.errors import DeadlineExceeded, InvalidArgument
+
+T = TypeVar("T")
 
 HEADER = "X-Request-Timeout"
 MAX_SECONDS = 86_400.0
@@ -43,3 +46,19 @@ async def until(deadline: float | None) -> AsyncIterator[None]:
         raise DeadlineExceeded(
             f"the time that {HEADER} allows passed before the answer was complete"
         ) from error
+
+
+async def each_until(
+    deadline: float | None, items: AsyncGenerator[T, None]
+) -> AsyncGenerator[T, None]:
+    """The items, each of which must come before the deadline. What is done with one between them
+    is not cut off: an event that is being written is written whole.
+    """
+    async with aclosing(items):
+        while True:
+            async with until(deadline):
+                try:
+                    item = await anext(items)
+                except StopAsyncIteration:
+                    return
+            yield item

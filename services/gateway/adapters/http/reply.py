@@ -12,7 +12,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from services.common.errors import InternalError, StepwellError
 from services.gateway.adapters.http.connection import BETWEEN_EVENTS
-from services.gateway.adapters.http.deadline import until
+from services.gateway.adapters.http.deadline import each_until, until
 from services.gateway.adapters.http.dialect import Dialect, event
 from services.gateway.adapters.http.errors import error_body, error_response
 from services.gateway.adapters.http.json_pieces import send_json
@@ -98,8 +98,7 @@ class GenerationReply(Response):
     async def _work(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with self._observer.observing(exchange.operation, exchange.traceparent) as observation:
-                async with until(exchange.deadline):
-                    await self._generate(exchange, observation, scope["state"], send)
+                await self._generate(exchange, observation, scope["state"], send)
         except StepwellError as error:
             await self._refuse(exchange.in_client_words(error), scope, receive, send)
         except Exception:
@@ -109,17 +108,20 @@ class GenerationReply(Response):
     async def _generate(
         self, exchange: Exchange, observation: Observation, state: dict[str, Any], send: Send
     ) -> None:
-        request = await exchange.to_request()
-        generation = await self._inference.prepare(
-            request, observation.traceparent, exchange.deadline
-        )
+        async with until(exchange.deadline):
+            request = await exchange.to_request()
+            generation = await self._inference.prepare(
+                request, observation.traceparent, exchange.deadline
+            )
         if not exchange.stream:
             self._inference.check_num_logprobs(generation)
         dialect = exchange.to_dialect(request)
         pieces = observation.watch(
             generation, self._inference.run(generation), stream=exchange.stream
         )
-        async with aclosing(pieces) as source:  # type: ignore[type-var]
+        if exchange.deadline is not None:
+            pieces = each_until(exchange.deadline, pieces)
+        async with aclosing(pieces) as source:
             if exchange.stream:
                 await _stream(source, generation, dialect, state, send)
             else:
