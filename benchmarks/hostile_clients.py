@@ -62,17 +62,17 @@ def _bodies() -> dict[str, tuple[str, Callable[[], Any]]]:
         "lists": (_TEXT, lambda: {"prompt": [[5]] * 16_000}),
         "256 prompts": (_TEXT, lambda: {"prompt": ["a b " * 900] * 256}),
         "256 short prompts": (_TEXT, lambda: text | {"prompt": ["a"] * 256}),
-        "messages": (_CHAT, lambda: {"messages": [_USER] * 8_000}),
+        "messages": (_CHAT, lambda: {"messages": [_USER] * 4_900}),
         "too many messages": (_CHAT, lambda: {"messages": [_USER] * 100_000}),
         "parts": (
             _CHAT,
             lambda: {
-                "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 8_000}]
+                "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 4_900}]
             },
         ),
         "variables": (
             _CHAT,
-            lambda: {"messages": [_USER], "chat_template_kwargs": {"x": [{"a": [1]}] * 5_000}},
+            lambda: {"messages": [_USER], "chat_template_kwargs": {"x": [{"a": [1]}] * 4_900}},
         ),
         "many variables": (
             _CHAT,

@@ -76,8 +76,10 @@ class PagedWorld:
         """So many tokens of each sequence that earlier steps computed."""
         for sequence, length in enumerate(lengths):
             key, value = (self.random(length, self.case.num_kv_heads) for _ in range(2))
-            slots = self.device.upload(self._grow(sequence, key, value))
-            opened = () if suits_xformers([self.case.layer]) else (slots[:0],)
+            places = self._grow(sequence, key, value)
+            slots = self.device.upload(places)
+            blocks = self.device.upload(np.unique(places // self.case.block_size))
+            opened = () if suits_xformers([self.case.layer]) else (blocks,)
             self.attention.store(0, slots, *opened, key, value)
 
     def step(self, counts: list[int]) -> float:

@@ -20,12 +20,18 @@ from services.common.status import (
     status_code,
     to_rich_status,
 )
-from services.worker.core.errors import KVCacheTooSmall
+from services.worker.core.errors import KVCacheTooSmall, NotEnoughMemory
 from services.worker.device import UnsuitableDevice
 from services.worker.kernels.errors import KernelsUnavailable
 from services.worker.models.errors import ModelError
 
-ENDS_A_START = (ModelError, KVCacheTooSmall, KernelsUnavailable, UnsuitableDevice)
+ENDS_A_START = (
+    ModelError,
+    KVCacheTooSmall,
+    NotEnoughMemory,
+    KernelsUnavailable,
+    UnsuitableDevice,
+)
 """They end the worker before it serves anybody."""
 
 

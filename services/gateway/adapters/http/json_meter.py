@@ -2,8 +2,8 @@
 
 from services.common.errors import InvalidArgument
 
-MAX_KEYS = 16_384
-MAX_BRACKETS = 16_384
+MAX_KEYS = 10_000
+MAX_BRACKETS = 10_000
 _MAX_KEY_LENGTH = 64
 
 
