@@ -16,7 +16,7 @@ from services.gateway.core.delta import Finish, FinishReason
 from services.gateway.core.logprobs import LogprobRows
 from services.gateway.core.no_token import NAN_IN_LOGITS
 from services.gateway.core.request import CONTEXT_LENGTH_EXCEEDED, ModelLimits
-from services.gateway.core.sampling import Sampling
+from services.gateway.core.sampling import Sampling, check_bad_words
 
 _FINISH_REASONS = {
     common_pb2.FINISH_REASON_STOP: FinishReason.STOP,
@@ -110,6 +110,7 @@ def from_sampling_proto(message: common_pb2.SamplingParams, defaults: Sampling) 
             "eos_token_ids are the model's; use stop_token_ids or ignore_eos",
             field="sampling.eos_token_ids",
         )
+    check_bad_words([len(word.ids) for word in message.bad_words])  # before they are copied
     optional = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
     given = {
         name: getattr(message, name)

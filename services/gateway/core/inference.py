@@ -21,6 +21,7 @@ from services.gateway.core.sampling import MAX_BAD_WORDS, MAX_BAD_WORDS_CHARACTE
 from services.gateway.core.tokens import TokenText
 
 _TOKENS_CHECKED_AT_A_TIME = 65_536
+_ANSWERS_AT_A_TIME = 32
 
 
 class Inference:
@@ -99,6 +100,7 @@ class Inference:
                 await asyncio.sleep(0)
                 num_checked = 0
         self.check_num_choices(len(request.prompts), request.n)
+        await self._turn_for(len(request.prompts) * request.n)
         sequences = to_engine_requests(
             request,
             limits,
@@ -107,7 +109,16 @@ class Inference:
             traceparent=traceparent,
             deadline=deadline,
         )
-        return Generation(request, sequences, self.tokenizer)
+        await self._turn_for(len(sequences))
+        generation = Generation(request, sequences, self.tokenizer)
+        await self._turn_for(len(sequences))
+        return generation
+
+    @staticmethod
+    async def _turn_for(num_answers: int) -> None:
+        """Lets the event loop turn where the next piece of work is for many answers."""
+        if num_answers > _ANSWERS_AT_A_TIME:
+            await asyncio.sleep(0)
 
     def run(self, generation: Generation) -> AsyncGenerator[list[Piece], None]:
         """The pieces of a prepared request, as they come."""

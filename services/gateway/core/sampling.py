@@ -10,7 +10,7 @@ from services.common.sampling import SamplingParams
 MAX_LOGPROBS = 20
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORDS_CHARACTERS = 16_384
-MAX_BAD_WORDS_TOKENS = 65_536
+MAX_BAD_WORDS_TOKENS = 32_768
 MAX_ALLOWED_TOKEN_IDS = 16_384
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIASES = 4096
@@ -95,13 +95,21 @@ def _params(sampling: Sampling) -> SamplingParams:
     )
 
 
+def check_bad_words(sizes: Sequence[int]) -> None:
+    """Raises InvalidArgument for too many token sequences of these sizes, or too long ones."""
+    for size, most in ((len(sizes), 2 * MAX_BAD_WORDS), (sum(sizes), MAX_BAD_WORDS_TOKENS)):
+        if size > most:
+            raise InvalidArgument(
+                f"bad_words holds {size} entries; at most {most}", field="bad_words"
+            )
+
+
 def _check_sizes(sampling: Sampling) -> None:
     """Bounds what a request may cost before anything is done with it."""
+    check_bad_words([len(word) for word in sampling.bad_words])
     for name, size, most in (
         ("logit_bias", len(sampling.logit_bias), MAX_LOGIT_BIASES),
         ("stop_token_ids", len(sampling.stop_token_ids), MAX_STOP_TOKEN_IDS),
-        ("bad_words", len(sampling.bad_words), 2 * MAX_BAD_WORDS),
-        ("bad_words", sum(map(len, sampling.bad_words)), MAX_BAD_WORDS_TOKENS),
         ("allowed_token_ids", len(sampling.allowed_token_ids), MAX_ALLOWED_TOKEN_IDS),
     ):
         if size > most:

@@ -7,8 +7,9 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -112,6 +113,22 @@ def long_context() -> FakeScheduler:
     return FakeScheduler(max_model_len=131_072, max_request_tokens=131_072, answer=[70] * 1000)
 
 
+async def slow_twice(
+    gateway: WatchedGateway, send: Callable[[], Awaitable[None]]
+) -> dict[str, float]:
+    """The loop's pauses by what is sent, if they are too long also at a second try: at the first
+    the machine may have had its own reasons. Else nothing.
+    """
+    pauses: dict[str, float] = {}
+    for _ in range(2):
+        await gateway.pauses()
+        await send()
+        pauses = await gateway.pauses()
+        if pauses["work"] <= MOST_WORK and pauses["pause"] <= MOST_PAUSE:
+            return {}
+    return pauses
+
+
 @pytest.mark.timeout(180)
 async def test_no_body_holds_the_loop(model: Path):
     scheduler = long_context()
@@ -120,20 +137,22 @@ async def test_no_body_holds_the_loop(model: Path):
         with watched(model, address) as gateway:
             target = await ready(gateway)
             async with httpx.AsyncClient(base_url=f"http://{target.http}", timeout=20) as http:
-                for name in BODIES:
+
+                async def send(name: str) -> None:
                     path, body = costly(name)
-                    await gateway.pauses()
                     answer = await http.post(path, json=body)
                     assert answer.status_code < 500, (name, answer.text[:200])
-                    pauses = await gateway.pauses()
-                    if pauses["work"] > MOST_WORK or pauses["pause"] > MOST_PAUSE:
-                        slow[name] = pauses
-            for seed in range(12):
-                await gateway.pauses()
+
+                for name in BODIES:
+                    if found := await slow_twice(gateway, partial(send, name)):
+                        slow[name] = found
+
+            async def send_message(seed: int) -> None:
                 await grpc_message(target, Random(seed))
-                pauses = await gateway.pauses()
-                if pauses["work"] > MOST_WORK or pauses["pause"] > MOST_PAUSE:
-                    slow[f"message {seed}"] = pauses
+
+            for seed in range(12):
+                if found := await slow_twice(gateway, partial(send_message, seed)):
+                    slow[f"message {seed}"] = found
             assert target.defects == []
     assert slow == {}
 
