@@ -9,7 +9,7 @@ import base64
 import json
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -154,7 +154,9 @@ async def no_json(target: Target, draw: Random) -> None:
 
 async def odd_http(target: Target, draw: Random) -> None:
     """Requests that are none, or many, or too large."""
-    get = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+    get = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n"
+    if target.key:
+        get += f"Authorization: Bearer {target.key}\r\n".encode()
     raw = draw.choice(
         (
             draw.randbytes(10_000),
@@ -176,6 +178,15 @@ async def slow_http(target: Target, draw: Random) -> None:
         for _, writer in streams:
             writer.write(draw.choice((b"", b"GET / HT", target.head(_TEXT, "Content-Length: 9"))))
         await asyncio.sleep(draw.random())
+
+
+async def wrong_key(target: Target, draw: Random) -> None:
+    """Another attack with a key that the gateway does not know, or with none."""
+    kind = draw.choice((costly_body, streamed_body, no_json, odd_http, grpc_message))
+    keys = ["", "x", target.key + "x", "k" * 60_000]
+    if kind is not grpc_message:
+        keys.append("é" * 1_000)  # gRPC's metadata is ASCII
+    await kind(replace(target, key=draw.choice(keys)), draw)  # the list of defects is shared
 
 
 async def grpc_message(target: Target, draw: Random) -> None:
@@ -239,8 +250,9 @@ ATTACKS: tuple[Attack, ...] = (
 
 
 async def attack(target: Target, draw: Random) -> None:
-    """One attack of any kind."""
-    await draw.choice(ATTACKS)(target, draw)
+    """One attack of any kind; `wrong_key` only where a key is needed."""
+    attacks = (*ATTACKS, wrong_key) if target.key else ATTACKS
+    await draw.choice(attacks)(target, draw)
 
 
 @contextmanager

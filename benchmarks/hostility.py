@@ -1,6 +1,9 @@
 """Attacks the four services, and holds what a well-behaved client notices of it.
 
-    python -m benchmarks.hostility --minutes 10 [--model DIR] [--seed N] [--attackers N]
+    python -m benchmarks.hostility --minutes 10 [--key KEY] [--model DIR] [--seed N] [--attackers N]
+
+With --key the gateway asks for that key, and all clients send it; some attacks then come with a
+wrong key, or with none.
 
 A process of its own sends attacks of every kind (benchmarks/hostile_clients.py), HTTP and gRPC,
 drawn from the seed, at the lowest priority, so that its own computing takes little from the
@@ -29,20 +32,28 @@ from services.cli.settings import UpSettings
 
 MOST_PAUSE_SECONDS, MOST_GROWTH_BYTES, MORE_FILES = 0.05, 50_000_000, 8
 CALM_SECONDS, SETTLE_SECONDS = 15.0, 40.0
+REFUSED_FOR_LOAD = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE)
 
 
-async def longest_pauses(http: str, model: str, seconds: float) -> list[float]:
-    """The pauses between events of streams, one after the other, longest last."""
+async def longest_pauses(http: str, model: str, seconds: float, key: str = "") -> list[float]:
+    """The pauses between events of streams, one after the other, longest last.
+
+    Raises httpx.HTTPStatusError if a request is refused for another reason than load.
+    """
     pauses: list[float] = []
     body = {"model": model, "prompt": "class Point:", "max_tokens": 128, "ignore_eos": True}
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
     end = time.monotonic() + seconds
-    async with httpx.AsyncClient(base_url=f"http://{http}", timeout=60, trust_env=False) as client:
+    async with httpx.AsyncClient(
+        base_url=f"http://{http}", headers=headers, timeout=60, trust_env=False
+    ) as client:
         while time.monotonic() < end:
             request = body | {"stream": True, "seed": 1}
             async with client.stream("POST", "/v1/completions", json=request) as answer:
-                if answer.status_code != httpx.codes.OK:
-                    await asyncio.sleep(0.1)  # refused for want of a place
+                if answer.status_code in REFUSED_FOR_LOAD:
+                    await asyncio.sleep(0.1)
                     continue
+                answer.raise_for_status()
                 last: float | None = None
                 async for _ in answer.aiter_bytes():
                     now = time.monotonic()
@@ -69,19 +80,24 @@ async def attack_for(target: Target, seconds: float, seed: int, num_attackers: i
 async def hostility(options: argparse.Namespace) -> bool:
     """Runs it, prints what was found; whether all is well."""
     seconds = 60 * options.minutes
-    settings = UpSettings(model=options.model, max_num_seqs=16, num_blocks=2000)
+    settings = UpSettings(
+        model=options.model,
+        max_num_seqs=16,
+        num_blocks=2000,
+        api_keys=(options.key,) if options.key else None,
+    )
     async with Stack(settings) as stack:
         name = options.model.resolve().name
-        await longest_pauses(stack.http, name, CALM_SECONDS / 3)
+        await longest_pauses(stack.http, name, CALM_SECONDS / 3, options.key)
         before = {service: usage_of(pid) for service, pid in stack.pids().items()}
-        calm = await longest_pauses(stack.http, name, CALM_SECONDS)
+        calm = await longest_pauses(stack.http, name, CALM_SECONDS, options.key)
         attackers = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "benchmarks.hostility", "--attack", stack.http, stack.grpc),
             *("--seed", str(options.seed), "--attackers", str(options.attackers)),
-            *("--minutes", str(options.minutes)),
+            *("--minutes", str(options.minutes), "--key", options.key),
             stdout=asyncio.subprocess.PIPE,
         )
-        attacked = await longest_pauses(stack.http, name, seconds)
+        attacked = await longest_pauses(stack.http, name, seconds, options.key)
         said, _ = await attackers.communicate()
         defects = json.loads(said)
         await asyncio.sleep(SETTLE_SECONDS)  # idle connections are ended after less
@@ -110,10 +126,12 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--attackers", type=int, default=4)
+    parser.add_argument("--key", default="", help="API key of all clients (default: none needed)")
     parser.add_argument("--attack", nargs=2, metavar=("HTTP", "GRPC"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.attack is not None:
-        target = Target(*options.attack)
+        http, grpc = options.attack
+        target = Target(http, grpc, options.key)
         seconds = 60 * options.minutes
         print(json.dumps(uvloop.run(attack_for(target, seconds, options.seed, options.attackers))))
         return

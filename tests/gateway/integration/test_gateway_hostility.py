@@ -158,7 +158,7 @@ async def test_no_body_holds_the_loop(model: Path):
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("key", ["", "wrong"])
+@pytest.mark.parametrize("key", ["", "right", "wrong"])
 async def test_ten_seconds_of_hostility_leave_nothing(model: Path, key: str):
     scheduler = long_context()
     async with scheduler.running() as address:
