@@ -94,9 +94,6 @@ class RequestUpdate:
 
     request: Request
     token_ids: Sequence[int]
-    logprobs: object | None = None
-    num_computed_tokens: int = 0
-    """Where the step began for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +109,8 @@ class StepUpdate:
 
     def __iter__(self) -> Iterator[RequestUpdate]:
         ended = set(self.ended)
-        starts = self.plan.num_computed_tokens
         for index, (request, tokens) in enumerate(
             zip(self.plan.requests, self.token_ids, strict=True)
         ):
-            logprobs = self.logprobs.get(index)
-            if tokens or (tokens is not None and (logprobs is not None or request in ended)):
-                yield RequestUpdate(request, tokens, logprobs, starts[index])
+            if tokens or (tokens is not None and (index in self.logprobs or request in ended)):
+                yield RequestUpdate(request, tokens)

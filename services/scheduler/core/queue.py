@@ -18,9 +18,6 @@ class RequestQueue(Protocol):
     def put_back(self, request: Request) -> None:
         """Queues a request that was preempted: at the head, where the order leaves a choice."""
 
-    def pop(self) -> Request:
-        """Takes the head. Raises IndexError when nobody waits."""
-
     def remove(self, request: Request) -> None:
         """Takes a request out of the middle. Raises ValueError when it does not wait."""
 
@@ -45,9 +42,6 @@ class FCFSQueue:
 
     def put_back(self, request: Request) -> None:
         self._requests.appendleft(request)
-
-    def pop(self) -> Request:
-        return self._requests.popleft()
 
     def remove(self, request: Request) -> None:
         self._requests.remove(request)
@@ -77,9 +71,6 @@ class PriorityQueue:
         insort(self._requests, request, key=_rank)
 
     put_back = add
-
-    def pop(self) -> Request:
-        return self._requests.pop(0)
 
     def remove(self, request: Request) -> None:
         index = bisect_left(self._requests, _rank(request), key=_rank)
