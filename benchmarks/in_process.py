@@ -36,10 +36,10 @@ from services.gateway.core.request import ClientRequest, EngineRequest, ModelLim
 from services.gateway.core.sampling import Sampling
 from services.scheduler.__main__ import make_config
 from services.scheduler.adapters.replica import ReplicaShape
-from services.scheduler.core import plan as scheduler_plan
+from services.scheduler.core import output as scheduler_output
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.engine import Engine
-from services.scheduler.core.plan import RequestUpdate, StepPlan, StepUpdate
+from services.scheduler.core.engine_core import Engine
+from services.scheduler.core.output import RequestUpdate, StepPlan, StepUpdate
 from services.scheduler.core.ports import PoolLost
 from services.scheduler.core.request import Request
 from services.scheduler.core.scheduler import Scheduler
@@ -66,7 +66,7 @@ class RunnerExecutor:
         self,
         plan: StepPlan,
         traceparent: str = "",  # noqa: ARG002 - nothing is traced
-    ) -> asyncio.Future[scheduler_plan.StepOutput]:
+    ) -> asyncio.Future[scheduler_output.StepOutput]:
         step = to_step(plan)
         return self._compute.submit(lambda: to_output(self._runner.execute(step)))
 

@@ -28,7 +28,7 @@ from services.kvpool.core.block_pool import BlockPool
 from services.kvpool.core.ids import RequestNumber
 from services.kvpool.core.operations import Admission, Admit, Lookup, Release
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.plan import StepOutput, StepPlan
+from services.scheduler.core.output import StepOutput, StepPlan
 from services.scheduler.core.request import Request, StopConditions
 from services.scheduler.core.scheduler import Scheduler
 

@@ -26,8 +26,8 @@ from services.kvpool.adapters.telemetry import traced
 from services.scheduler.adapters.statistics import StepCounts
 from services.scheduler.adapters.step_tracer import StepTracer as SchedulerTracer
 from services.scheduler.adapters.traced_ports import TracedExecutor, TracedPool
-from services.scheduler.core import plan as scheduler_plan
-from services.scheduler.core.plan import RequestUpdate, StepPlan
+from services.scheduler.core import output as scheduler_output
+from services.scheduler.core.output import RequestUpdate, StepPlan
 from services.scheduler.core.ports import Operation, Outcome
 from services.scheduler.core.request import Request, StopConditions
 from services.worker.adapters.telemetry import StepTimes
@@ -56,11 +56,11 @@ class _IdleExecutor:
         self,
         plan: StepPlan,
         traceparent: str = "",  # noqa: ARG002
-    ) -> asyncio.Future[scheduler_plan.StepOutput]:
-        answer: asyncio.Future[scheduler_plan.StepOutput] = (
+    ) -> asyncio.Future[scheduler_output.StepOutput]:
+        answer: asyncio.Future[scheduler_output.StepOutput] = (
             asyncio.get_running_loop().create_future()
         )
-        answer.set_result(scheduler_plan.StepOutput([[0]] * len(plan.requests)))
+        answer.set_result(scheduler_output.StepOutput([[0]] * len(plan.requests)))
         return answer
 
 

@@ -19,11 +19,11 @@ from services.common.metrics import serving_metrics
 from services.common.server import GrpcServer
 from services.common.settings import load_settings
 from services.common.telemetry import configure_tracing
-from services.scheduler.adapters.door import Door
 from services.scheduler.adapters.pool_client import PoolClient
 from services.scheduler.adapters.queue_watch import QueueWatch
 from services.scheduler.adapters.readiness import ReplicaReadiness
 from services.scheduler.adapters.replica import ReplicaClient, ReplicaShape
+from services.scheduler.adapters.request_intake import Door
 from services.scheduler.adapters.servicer import SchedulerServicer
 from services.scheduler.adapters.sessions import Sessions
 from services.scheduler.adapters.statistics import Statistics, StepCounts
@@ -33,7 +33,7 @@ from services.scheduler.adapters.traced_ports import TracedExecutor, TracedPool
 from services.scheduler.adapters.worker_client import Rank, WorkerGroup
 from services.scheduler.core.capacity import max_request_tokens, why_states_cannot_be_served
 from services.scheduler.core.config import Policy, SchedulerConfig
-from services.scheduler.core.engine import Engine
+from services.scheduler.core.engine_core import Engine
 from services.scheduler.core.queue_estimate import QueueEstimate
 from services.scheduler.settings import SchedulerSettings
 

@@ -11,7 +11,7 @@ from services.cli.replay.inprocess_pool import InProcessPool
 from services.common.kv_cache_groups import AttentionType, GroupSpec
 from services.scheduler.adapters.worker_messages import to_execute_request, to_step_output
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.plan import StepOutput, StepPlan
+from services.scheduler.core.output import StepOutput, StepPlan
 from services.scheduler.core.request import Request, StopConditions
 from services.scheduler.core.scheduler import Scheduler
 from services.worker.adapters.converters import output_to_message, step_from_message

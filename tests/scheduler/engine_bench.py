@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.engine import Engine, EngineState
+from services.scheduler.core.engine_core import Engine, EngineState
 from services.scheduler.core.request import Request, StopConditions
 from services.scheduler.core.scheduler import Scheduler
 from tests.scheduler.fakes import (

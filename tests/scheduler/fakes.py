@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.scheduler.core import ports
-from services.scheduler.core.plan import RequestUpdate, StepOutput, StepPlan, StepUpdate
+from services.scheduler.core.output import RequestUpdate, StepOutput, StepPlan, StepUpdate
 from services.scheduler.core.request import Request
 from tests.scheduler.paged_model import PagedModel
 

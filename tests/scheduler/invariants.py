@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from services.common.kv_cache_groups import AttentionType
 from services.kvpool.core.ids import NULL_BLOCK, RequestNumber
 from services.scheduler.core.config import Policy
-from services.scheduler.core.plan import StepPlan
+from services.scheduler.core.output import StepPlan
 from services.scheduler.core.request import Request
 from tests.scheduler.story import Story
 

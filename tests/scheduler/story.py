@@ -9,7 +9,7 @@ from services.cli.replay.inprocess_pool import InProcessPool
 from services.common.repetition import RepetitionDetection
 from services.kvpool.core.kv_pool import KVPool as PoolCore
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.plan import StepOutput, StepPlan
+from services.scheduler.core.output import StepOutput, StepPlan
 from services.scheduler.core.ports import KVPool
 from services.scheduler.core.request import Request, StopConditions
 from services.scheduler.core.scheduler import Scheduler

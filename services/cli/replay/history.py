@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from services.cli.replay.fields import Field
 from services.common.errors import InvalidArgument
 from services.common.repetition import RepetitionDetection
-from services.scheduler.core.plan import StepUpdate
+from services.scheduler.core.output import StepUpdate
 from services.scheduler.core.request import FinishReason, Request, StopConditions
 
 

@@ -11,7 +11,7 @@ from services.cli.replay.log_file import Header
 from services.cli.replay.statistics import RunStatistics
 from services.scheduler.core import ports
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.plan import StepOutput, StepPlan
+from services.scheduler.core.output import StepOutput, StepPlan
 from services.scheduler.core.recorder import Entry, RecordingScheduler
 from services.scheduler.core.request import FinishReason, Request
 from services.scheduler.core.scheduler import PauseMode

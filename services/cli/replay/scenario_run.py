@@ -11,7 +11,7 @@ from services.cli.replay.inprocess_pool import InProcessPool
 from services.cli.replay.scenario import Abort, Arrival, Scenario
 from services.cli.replay.stand_in import continuation, proposals
 from services.kvpool.core.kv_pool import KVPool
-from services.scheduler.core.plan import StepOutput, StepPlan
+from services.scheduler.core.output import StepOutput, StepPlan
 from services.scheduler.core.request import Request, StopConditions
 from services.scheduler.core.scheduler import Scheduler
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from services.scheduler.core.plan import StepPlan, StepUpdate, WaitReason
+from services.scheduler.core.output import StepPlan, StepUpdate, WaitReason
 from services.scheduler.core.request import Request
 from services.scheduler.core.scheduler import Scheduler
 

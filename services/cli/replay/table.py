@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from services.cli.replay.statistics import RunStatistics, middle, percentile
-from services.scheduler.core.plan import WaitReason
+from services.scheduler.core.output import WaitReason
 
 Measure = Callable[[RunStatistics], float | None]
 

@@ -18,7 +18,7 @@ from services.cli.replay.statistics import RunStatistics
 from services.common.errors import StepwellError
 from services.scheduler.core.capacity import max_request_tokens, why_states_cannot_be_served
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.plan import StepOutput, StepPlan
+from services.scheduler.core.output import StepOutput, StepPlan
 from services.scheduler.core.request import FinishReason, Request
 from services.scheduler.core.scheduler import Scheduler
 

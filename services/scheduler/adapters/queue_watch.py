@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 from services.scheduler.adapters.sessions import Sessions
-from services.scheduler.core.engine import Engine, EngineState
+from services.scheduler.core.engine_core import Engine, EngineState
 from services.scheduler.core.queue_estimate import QueueEstimate
 from services.scheduler.core.request import FinishReason
 

@@ -10,10 +10,10 @@ import grpc
 from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 from services.common.errors import InvalidArgument, StepwellError, Unavailable
-from services.scheduler.adapters.door import Door
+from services.scheduler.adapters.request_intake import Door
 from services.scheduler.adapters.sessions import GatewaySession, Sessions
 from services.scheduler.adapters.statistics import Statistics
-from services.scheduler.core.engine import Engine
+from services.scheduler.core.engine_core import Engine
 from services.scheduler.core.request import Request
 
 logger = logging.getLogger(__name__)

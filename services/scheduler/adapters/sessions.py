@@ -10,7 +10,7 @@ from stepwell.worker.v1 import worker_pb2
 from services.common.errors import StepwellError
 from services.common.status import status_code
 from services.scheduler.adapters.outbox import Outbox
-from services.scheduler.core.plan import StepUpdate
+from services.scheduler.core.output import StepUpdate
 from services.scheduler.core.request import FinishReason, Request
 
 

@@ -10,8 +10,8 @@ from stepwell.scheduler.v1 import scheduler_pb2
 from services.common import names
 from services.scheduler.adapters.sessions import Sessions
 from services.scheduler.adapters.wait_reasons import WaitReasons
-from services.scheduler.core.engine import Engine, EngineState
-from services.scheduler.core.plan import WaitReason
+from services.scheduler.core.engine_core import Engine, EngineState
+from services.scheduler.core.output import WaitReason
 
 _STATES = {
     EngineState.IDLE: scheduler_pb2.ENGINE_STATE_IDLE,

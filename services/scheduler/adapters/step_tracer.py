@@ -17,7 +17,7 @@ from services.common import names
 from services.common.telemetry import Attributes, Tracing, parse_traceparent, traceparent_of
 from services.scheduler.adapters.statistics import StepCounts
 from services.scheduler.adapters.wait_reasons import Waiting
-from services.scheduler.core.plan import RequestUpdate, StepPlan
+from services.scheduler.core.output import RequestUpdate, StepPlan
 from services.scheduler.core.request import Request
 
 

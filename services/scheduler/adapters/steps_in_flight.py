@@ -9,7 +9,7 @@ from stepwell.worker.v1 import worker_pb2
 from services.scheduler.adapters.alarm import Alarm
 from services.scheduler.adapters.worker_messages import to_step_output
 from services.scheduler.core.deadlines import Deadlines
-from services.scheduler.core.plan import StepOutput
+from services.scheduler.core.output import StepOutput
 from services.scheduler.core.ports import WorkersLost
 
 

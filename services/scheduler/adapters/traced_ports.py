@@ -8,7 +8,7 @@ from opentelemetry.trace import Span, SpanKind
 
 from services.common import names
 from services.common.telemetry import Tracing, traceparent_of
-from services.scheduler.core.plan import StepOutput, StepPlan
+from services.scheduler.core.output import StepOutput, StepPlan
 from services.scheduler.core.ports import Executor, KVPool, Operation, Outcome
 
 

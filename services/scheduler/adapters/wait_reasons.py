@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from services.scheduler.core.plan import WaitReason
+from services.scheduler.core.output import WaitReason
 
 MAX_CHANGES = 64
 """Changes of the reason that are remembered, the newest ones."""

@@ -14,7 +14,7 @@ from services.common.status import from_peer
 from services.scheduler.adapters.steps_in_flight import Step, StepsInFlight
 from services.scheduler.adapters.worker_messages import to_execute_request
 from services.scheduler.core.deadlines import Deadlines
-from services.scheduler.core.plan import StepOutput, StepPlan
+from services.scheduler.core.output import StepOutput, StepPlan
 from services.scheduler.core.ports import WorkersLost
 
 logger = logging.getLogger(__name__)

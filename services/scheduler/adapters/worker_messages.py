@@ -9,7 +9,7 @@ from stepwell.worker.v1 import worker_pb2
 
 from services.common.block_hash import pack_token_ids, unpack_token_ids
 from services.common.prompt_embeds_messages import prompt_embeds_to_message
-from services.scheduler.core.plan import StepOutput, StepPlan
+from services.scheduler.core.output import StepOutput, StepPlan
 from services.scheduler.core.ports import BlockTables
 from services.scheduler.core.request import Request
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from services.common.block_hash import BlockHash
 from services.scheduler.core.chunks import aligned_chunk
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.draft import StepDraft
-from services.scheduler.core.plan import WaitReason
+from services.scheduler.core.output import WaitReason
 from services.scheduler.core.ports import Admission
 from services.scheduler.core.request import Request, RequestStatus
+from services.scheduler.core.step_builder import StepDraft
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from services.scheduler.core.plan import StepPlan
+from services.scheduler.core.output import StepPlan
 from services.scheduler.core.request import Request
 
 MAX_FAILURES_ALONE = 2

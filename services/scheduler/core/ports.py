@@ -11,7 +11,7 @@ from typing import Protocol
 
 from services.common.block_hash import BlockHash
 from services.common.errors import Unavailable
-from services.scheduler.core.plan import RequestUpdate, StepOutput, StepPlan, StepUpdate
+from services.scheduler.core.output import RequestUpdate, StepOutput, StepPlan, StepUpdate
 from services.scheduler.core.request import Request
 
 BlockTables = tuple[list[int], ...]

@@ -40,7 +40,7 @@ from typing import Any
 
 from services.common.repetition import RepetitionDetection
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.plan import StepOutput, StepPlan, StepUpdate
+from services.scheduler.core.output import StepOutput, StepPlan, StepUpdate
 from services.scheduler.core.ports import BlockTables, KVPool, Operation, Outcome, PoolLost
 from services.scheduler.core.request import FinishReason, Request
 from services.scheduler.core.scheduler import PauseMode, Scheduler

@@ -7,9 +7,8 @@ from itertools import islice
 from services.scheduler.core.admission import AdmissionPlanner
 from services.scheduler.core.chunks import aligned_chunk
 from services.scheduler.core.config import Policy, SchedulerConfig
-from services.scheduler.core.draft import StepDraft
-from services.scheduler.core.memory import PoolMemory
-from services.scheduler.core.plan import (
+from services.scheduler.core.kv_cache_manager import PoolMemory
+from services.scheduler.core.output import (
     Preemption,
     StepOutput,
     StepPlan,
@@ -22,9 +21,10 @@ from services.scheduler.core.ports import (
     KVPool,
     StopReason,
 )
-from services.scheduler.core.queue import make_queue
 from services.scheduler.core.request import STANDING, FinishReason, Request, RequestStatus
-from services.scheduler.core.running import RunningRequests
+from services.scheduler.core.request_queue import make_queue
+from services.scheduler.core.running_requests import RunningRequests
+from services.scheduler.core.step_builder import StepDraft
 
 
 class PauseMode(Enum):

@@ -28,7 +28,7 @@ from services.cli.replay.statistics import RunStatistics
 from services.cli.replay.what_if import WhatIf, changed_config
 from services.common.repetition import RepetitionDetection
 from services.scheduler.core.config import Policy, SchedulerConfig
-from services.scheduler.core.plan import StepOutput, StepPlan, WaitReason
+from services.scheduler.core.output import StepOutput, StepPlan, WaitReason
 from services.scheduler.core.ports import PoolLost
 from services.scheduler.core.recorder import Entry, RecordingScheduler
 from services.scheduler.core.request import Request, StopConditions

@@ -4,9 +4,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from services.scheduler.core.engine import backoff_seconds
+from services.scheduler.core.engine_core import backoff_seconds
 from services.scheduler.core.fault_search import FaultSearch
-from services.scheduler.core.plan import StepPlan
+from services.scheduler.core.output import StepPlan
 from services.scheduler.core.request import FinishReason, Request, StopConditions
 from tests.scheduler.engine_bench import Bench, eventually, running
 from tests.scheduler.paged_model import continuation

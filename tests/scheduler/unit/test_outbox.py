@@ -10,7 +10,7 @@ from stepwell.worker.v1 import worker_pb2
 from services.common.errors import InvalidArgument, ResourceExhausted
 from services.scheduler.adapters.outbox import Outbox
 from services.scheduler.adapters.sessions import GatewaySession, Sessions
-from services.scheduler.core.plan import StepPlan, StepUpdate
+from services.scheduler.core.output import StepPlan, StepUpdate
 from services.scheduler.core.request import FinishReason, Request, StopConditions
 
 ENDS_WITH_A_STATUS = {

@@ -3,7 +3,7 @@
 import pytest
 
 from services.scheduler.core.request import Request, StopConditions
-from services.scheduler.core.running import RunningRequests
+from services.scheduler.core.running_requests import RunningRequests
 from tests.scheduler.story import Story, names, prompt
 
 

@@ -14,7 +14,7 @@ from services.kvpool.core.kv_pool import KVPool, PoolConfig
 from services.scheduler.adapters.pool_messages import to_message, to_outcome
 from services.scheduler.adapters.worker_messages import to_execute_request, to_step_output
 from services.scheduler.core import ports
-from services.scheduler.core.plan import StepPlan
+from services.scheduler.core.output import StepPlan
 from services.scheduler.core.request import Request, StopConditions
 from tests.scheduler.story import Story, prompt
 

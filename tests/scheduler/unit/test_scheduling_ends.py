@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from services.common.repetition import RepetitionDetection
-from services.scheduler.core.plan import StepOutput
+from services.scheduler.core.output import StepOutput
 from services.scheduler.core.request import FinishReason, Request, StopConditions
 from tests.scheduler.paged_model import continuation, next_token
 from tests.scheduler.story import Story, prompt

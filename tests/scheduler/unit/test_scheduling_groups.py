@@ -10,7 +10,7 @@ from services.kvpool.core.ids import RequestNumber
 from services.scheduler.core import ports
 from services.scheduler.core.capacity import max_request_tokens, why_states_cannot_be_served
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.plan import StepOutput, WaitReason
+from services.scheduler.core.output import StepOutput, WaitReason
 from tests.scheduler.paged_model import continuation
 from tests.scheduler.story import BLOCK_SIZE, Story, prompt
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.scheduler.core import ports
 from services.scheduler.core.config import Policy
-from services.scheduler.core.plan import StepPlan
+from services.scheduler.core.output import StepPlan
 from services.scheduler.core.request import FinishReason, Request
 from tests.scheduler.invariants import Before, check_step
 from tests.scheduler.paged_model import continuation

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from services.common.block_hash import BlockHash
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.draft import StepDraft
-from services.scheduler.core.pending import PendingOperations
+from services.scheduler.core.pending_operations import PendingOperations
 from services.scheduler.core.ports import (
     Admission,
     Admit,
@@ -22,6 +21,7 @@ from services.scheduler.core.ports import (
     ResetPrefixCache,
 )
 from services.scheduler.core.request import Request
+from services.scheduler.core.step_builder import StepDraft
 
 _Filling = tuple[int, int, Request]
 """Whose turn, how many known tokens are computed after the step, and who."""

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, suppress
 
 from services.common.errors import FailedPrecondition, Unavailable
 from services.scheduler.core.fault_search import FaultSearch
-from services.scheduler.core.plan import StepOutput, StepPlan, StepUpdate
+from services.scheduler.core.output import StepOutput, StepPlan, StepUpdate
 from services.scheduler.core.ports import (
     Delivery,
     Executor,

@@ -12,7 +12,7 @@ from services.common.block_hash import pack_token_ids
 from services.common.errors import InvalidArgument, OutOfRange, ResourceExhausted
 from services.common.prompt_embeds import EmbedsDtype, PromptEmbeds
 from services.common.repetition import RepetitionDetection
-from services.scheduler.adapters.door import Door
+from services.scheduler.adapters.request_intake import Door
 from services.scheduler.core.config import Policy, SchedulerConfig
 
 VOCAB_SIZE = 100
