@@ -8,8 +8,7 @@ import numpy as np
 from services.common.sampling import SamplingParams
 from services.gateway.core.request import EngineRequest
 from services.gateway.core.sampling import Sampling
-from services.scheduler.core import output as scheduler_output
-from services.scheduler.core.output import StepPlan
+from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.ports import BlockTables
 from services.scheduler.core.request import Request, StopConditions
 from services.worker.core.step import AppendedBlocks, Int32Array, NewRequest, StepInput, StepOutput
@@ -48,7 +47,7 @@ def _to_params(sampling: Sampling) -> SamplingParams:
     )
 
 
-def to_step(plan: StepPlan) -> StepInput:
+def to_step(plan: SchedulerOutput) -> StepInput:
     """The worker's step for the scheduler's plan."""
     return StepInput(
         generation=_GENERATION,
@@ -88,14 +87,14 @@ def _appended(blocks: Mapping[Request, BlockTables]) -> tuple[AppendedBlocks, ..
     )
 
 
-def to_output(output: StepOutput) -> scheduler_output.StepOutput:
+def to_output(output: StepOutput) -> ModelRunnerOutput:
     """The scheduler's output for the worker's."""
     token_ids: list[list[int]] = []
     flat, start = output.token_ids.tolist(), 0
     for count in output.num_tokens.tolist():
         token_ids.append(flat[start : start + count])
         start += count
-    return scheduler_output.StepOutput(token_ids, nan_requests=frozenset(output.nan_requests))
+    return ModelRunnerOutput(token_ids, nan_requests=frozenset(output.nan_requests))
 
 
 def _ints(values: Sequence[int | None]) -> Int32Array:

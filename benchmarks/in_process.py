@@ -36,10 +36,14 @@ from services.gateway.core.request import ClientRequest, EngineRequest, ModelLim
 from services.gateway.core.sampling import Sampling
 from services.scheduler.__main__ import make_config
 from services.scheduler.adapters.replica import ReplicaShape
-from services.scheduler.core import output as scheduler_output
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.engine_core import Engine
-from services.scheduler.core.output import RequestUpdate, StepPlan, StepUpdate
+from services.scheduler.core.engine_core import EngineCore
+from services.scheduler.core.output import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    ModelRunnerOutput,
+    SchedulerOutput,
+)
 from services.scheduler.core.ports import PoolLost
 from services.scheduler.core.request import Request
 from services.scheduler.core.scheduler import Scheduler
@@ -64,9 +68,9 @@ class RunnerExecutor:
 
     async def submit(
         self,
-        plan: StepPlan,
+        plan: SchedulerOutput,
         traceparent: str = "",  # noqa: ARG002 - nothing is traced
-    ) -> asyncio.Future[scheduler_output.StepOutput]:
+    ) -> asyncio.Future[ModelRunnerOutput]:
         step = to_step(plan)
         return self._compute.submit(lambda: to_output(self._runner.execute(step)))
 
@@ -93,10 +97,10 @@ class Unobserved:
     def begin(self) -> str:
         return ""
 
-    def planned(self, plan: StepPlan) -> None:
+    def planned(self, plan: SchedulerOutput) -> None:
         pass
 
-    def done(self, plan: StepPlan, updates: Iterable[RequestUpdate]) -> None:
+    def done(self, plan: SchedulerOutput, updates: Iterable[EngineCoreOutput]) -> None:
         pass
 
     def ended(self, requests: Sequence[Request]) -> None:
@@ -119,7 +123,7 @@ class LocalEngine:
     """The gateway's `Engine` and the scheduler's `Delivery` at once: news by function calls."""
 
     def __init__(self, limits: ModelLimits) -> None:
-        self.engine: Engine
+        self.engine: EngineCore
         self._limits = limits
         self._keys = itertools.count(1)
         self._numbers = itertools.count()
@@ -141,7 +145,7 @@ class LocalEngine:
             self.engine.add(request)
         return mailbox
 
-    def deliver(self, update: StepUpdate) -> None:
+    def deliver(self, update: EngineCoreOutputs) -> None:
         for request in update.plan.new:
             if request in self._waiting:
                 self._waiting[request].admitted(request.num_cached_tokens or 0)
@@ -205,7 +209,7 @@ class InProcess:
         config = make_config(SchedulerSettings(kvpool="", workers=()), shape)
         local = LocalEngine(_limits(built, config))
         pool = InProcessPool(built.num_blocks, built.block_size, groups=config.groups)
-        local.engine = Engine(
+        local.engine = EngineCore(
             Scheduler(config, pool),
             RunnerExecutor(worker.runner, self._compute),
             OneReplica(),

@@ -28,7 +28,7 @@ from services.kvpool.core.block_pool import BlockPool
 from services.kvpool.core.ids import RequestNumber
 from services.kvpool.core.operations import Admission, Admit, Lookup, Release
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.output import StepOutput, StepPlan
+from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.request import Request, StopConditions
 from services.scheduler.core.scheduler import Scheduler
 
@@ -115,12 +115,12 @@ async def _step_micros(num_running: int, *, async_scheduling: bool) -> float:
     scheduler = Scheduler(config, InProcessPool(num_blocks, BLOCK_SIZE))
     for number in range(num_running):
         scheduler.add(_request(number, CONTEXT - 8 + number % BLOCK_SIZE))
-    while scheduler.waiting or any(request.is_in_prefill for request in scheduler.running):
+    while scheduler.waiting or any(request.is_prefill_chunk for request in scheduler.running):
         plan = await scheduler.schedule()
         scheduler.update_from_output(plan, _sampled(plan))
-    everybody = StepOutput([[5]] * num_running)
+    everybody = ModelRunnerOutput([[5]] * num_running)
     taken: list[int] = []
-    ahead: StepPlan | None = None
+    ahead: SchedulerOutput | None = None
     for _ in range(STEPS):
         begun = time.thread_time_ns()
         plan = await scheduler.schedule()
@@ -142,8 +142,8 @@ def _request(number: int, num_tokens: int) -> Request:
     )
 
 
-def _sampled(plan: StepPlan) -> StepOutput:
-    return StepOutput([[] if request.is_in_prefill else [5] for request in plan.requests])
+def _sampled(plan: SchedulerOutput) -> ModelRunnerOutput:
+    return ModelRunnerOutput([[] if request.is_prefill_chunk else [5] for request in plan.requests])
 
 
 def _prefix_micros() -> Figures:

@@ -26,8 +26,7 @@ from services.kvpool.adapters.telemetry import traced
 from services.scheduler.adapters.statistics import StepCounts
 from services.scheduler.adapters.step_tracer import StepTracer as SchedulerTracer
 from services.scheduler.adapters.traced_ports import TracedExecutor, TracedPool
-from services.scheduler.core import output as scheduler_output
-from services.scheduler.core.output import RequestUpdate, StepPlan
+from services.scheduler.core.output import EngineCoreOutput, ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.ports import Operation, Outcome
 from services.scheduler.core.request import Request, StopConditions
 from services.worker.adapters.telemetry import StepTimes
@@ -54,13 +53,11 @@ class _IdlePool:
 class _IdleExecutor:
     async def submit(
         self,
-        plan: StepPlan,
+        plan: SchedulerOutput,
         traceparent: str = "",  # noqa: ARG002
-    ) -> asyncio.Future[scheduler_output.StepOutput]:
-        answer: asyncio.Future[scheduler_output.StepOutput] = (
-            asyncio.get_running_loop().create_future()
-        )
-        answer.set_result(scheduler_output.StepOutput([[0]] * len(plan.requests)))
+    ) -> asyncio.Future[ModelRunnerOutput]:
+        answer: asyncio.Future[ModelRunnerOutput] = asyncio.get_running_loop().create_future()
+        answer.set_result(ModelRunnerOutput([[0]] * len(plan.requests)))
         return answer
 
 
@@ -70,16 +67,16 @@ def scheduler_steps(tracing: Tracing, traceparents: Sequence[str]) -> Step:
     pool = TracedPool(_IdlePool(), tracing)
     executor = TracedExecutor(_IdleExecutor(), tracing)
     requests = [_request(number, text) for number, text in enumerate(traceparents)]
-    updates = [RequestUpdate(request, [0]) for request in requests]
+    updates = [EngineCoreOutput(request, [0]) for request in requests]
     ones = [1] * len(requests)
     tracer.begin()
-    tracer.planned(StepPlan(-1, requests, ones, ones, new=requests))
-    tracer.done(StepPlan(-1), updates)
+    tracer.planned(SchedulerOutput(-1, requests, ones, ones, new=requests))
+    tracer.done(SchedulerOutput(-1), updates)
 
     async def step(number: int) -> None:
         traceparent = tracer.begin()
         await pool.transact([], traceparent)
-        plan = StepPlan(number, requests, ones, ones)
+        plan = SchedulerOutput(number, requests, ones, ones)
         tracer.planned(plan)
         await (await executor.submit(plan, traceparent))
         tracer.done(plan, updates)

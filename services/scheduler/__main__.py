@@ -31,9 +31,9 @@ from services.scheduler.adapters.step_log import scheduler_with_log
 from services.scheduler.adapters.step_tracer import StepTracer
 from services.scheduler.adapters.traced_ports import TracedExecutor, TracedPool
 from services.scheduler.adapters.worker_client import Rank, WorkerGroup
-from services.scheduler.core.capacity import max_request_tokens, why_states_cannot_be_served
+from services.scheduler.core.capacity import max_request_tokens, state_space_conflict
 from services.scheduler.core.config import Policy, SchedulerConfig
-from services.scheduler.core.engine_core import Engine
+from services.scheduler.core.engine_core import EngineCore
 from services.scheduler.core.queue_estimate import QueueEstimate
 from services.scheduler.settings import SchedulerSettings
 
@@ -73,7 +73,7 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
         with scheduler_with_log(settings.step_log, config, pool_port, shape) as scheduler:
             counts, sessions, server = StepCounts(), Sessions(), GrpcServer()
             readiness = ReplicaReadiness(sessions, server.set_ready)
-            engine = Engine(
+            engine = EngineCore(
                 scheduler,
                 TracedExecutor(workers, tracing),
                 replica,
@@ -145,7 +145,7 @@ def make_config(settings: SchedulerSettings, shape: ReplicaShape) -> SchedulerCo
             f"{shape.num_blocks} blocks, one of them the null block, do not hold a single token in "
             f"each of {len(config.groups)} groups of layers: give the worker's KV cache more memory"
         )
-    if conflict := why_states_cannot_be_served(config):
+    if conflict := state_space_conflict(config):
         raise FailedPrecondition(conflict)
     if not config.enable_chunked_prefill and config.token_budget < config.max_model_len:
         raise FailedPrecondition(
@@ -192,7 +192,7 @@ async def _unless_stopped(replica: ReplicaClient, stop: asyncio.Event) -> Replic
 async def _serve_engine(
     settings: SchedulerSettings,
     server: GrpcServer,
-    engine: Engine,
+    engine: EngineCore,
     servicer: SchedulerServicer,
     readiness: ReplicaReadiness,
     watch: QueueWatch,

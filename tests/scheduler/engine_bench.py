@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.engine_core import Engine, EngineState
+from services.scheduler.core.engine_core import EngineCore, EngineState
 from services.scheduler.core.request import Request, StopConditions
 from services.scheduler.core.scheduler import Scheduler
 from tests.scheduler.fakes import (
@@ -39,7 +39,7 @@ class Bench:
         shape = SchedulerConfig(block_size=BLOCK_SIZE, num_blocks=num_blocks, **limits | config)
         scheduler = Scheduler(shape, self.pool)
         self.readiness = ReadinessLog()
-        self.engine = Engine(
+        self.engine = EngineCore(
             scheduler, self.executor, self.replica, self.inbox, self.watcher, self.readiness
         )
         self._num_requests = 0

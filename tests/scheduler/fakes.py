@@ -8,13 +8,18 @@ from collections.abc import Callable, Iterable, Sequence
 
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.scheduler.core import ports
-from services.scheduler.core.output import RequestUpdate, StepOutput, StepPlan, StepUpdate
+from services.scheduler.core.output import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    ModelRunnerOutput,
+    SchedulerOutput,
+)
 from services.scheduler.core.request import Request
 from tests.scheduler.paged_model import PagedModel
 
 SECONDS = 30.0
 
-_Answer = asyncio.Future[StepOutput]
+_Answer = asyncio.Future[ModelRunnerOutput]
 
 
 class FragilePool:
@@ -54,7 +59,7 @@ class FakeExecutor:
     def __init__(self, block_size: int, num_slots: int) -> None:
         self._shape = block_size, num_slots
         self._model = PagedModel(*self._shape)
-        self._waiting: deque[tuple[_Answer, StepOutput]] = deque()
+        self._waiting: deque[tuple[_Answer, ModelRunnerOutput]] = deque()
         self._is_lost = False
         self._is_held = False
         self.num_steps = 0
@@ -100,18 +105,18 @@ class FakeExecutor:
         self._model = PagedModel(*self._shape)
         self._is_lost = self._is_held = False
 
-    async def submit(self, plan: StepPlan, traceparent: str = "") -> _Answer:  # noqa: ARG002
+    async def submit(self, plan: SchedulerOutput, traceparent: str = "") -> _Answer:  # noqa: ARG002
         if self._is_lost:
             raise ports.WorkersLost("the workers are away")
         self.num_steps += 1
         if self.poison and not self.poison.isdisjoint(_computed_tokens(plan)):
             self.broken_by.append({request.request_id for request in plan.requests})
             answer: _Answer = asyncio.get_running_loop().create_future()
-            self._waiting.append((answer, StepOutput([])))
+            self._waiting.append((answer, ModelRunnerOutput([])))
             self.lose()
             return answer
         broken = self.breaks & frozenset(range(len(plan.requests)))
-        output = StepOutput(self._model.run_plan(plan).token_ids, nan_requests=broken)
+        output = ModelRunnerOutput(self._model.run_plan(plan).token_ids, nan_requests=broken)
         answer = asyncio.get_running_loop().create_future()
         self._waiting.append((answer, output))
         if not self._is_held:
@@ -123,7 +128,7 @@ class FakeExecutor:
             self.let_go()
 
 
-def _computed_tokens(plan: StepPlan) -> set[int]:
+def _computed_tokens(plan: SchedulerOutput) -> set[int]:
     starts, counts = plan.num_computed_tokens, plan.num_scheduled_tokens
     return {
         token
@@ -157,7 +162,7 @@ class Inbox:
         self.ended: list[str] = []
         self._news = asyncio.Event()
 
-    def deliver(self, update: StepUpdate) -> None:
+    def deliver(self, update: EngineCoreOutputs) -> None:
         for news in update:
             name = news.request.request_id
             assert name not in self.ended, f"{name} has ended already"
@@ -212,12 +217,12 @@ class Watcher:
         self._has_begun = True
         return ""
 
-    def planned(self, plan: StepPlan) -> None:
+    def planned(self, plan: SchedulerOutput) -> None:
         self._has_begun = False
         self.num_planned += 1
         self.preempted_ids += [request.request_id for request in plan.preempted]
 
-    def done(self, plan: StepPlan, updates: Iterable[RequestUpdate]) -> None:  # noqa: ARG002
+    def done(self, plan: SchedulerOutput, updates: Iterable[EngineCoreOutput]) -> None:  # noqa: ARG002
         self.num_done += 1
 
     def ended(self, requests: Sequence[Request]) -> None:

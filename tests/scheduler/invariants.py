@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from services.common.kv_cache_groups import AttentionType
 from services.kvpool.core.ids import NULL_BLOCK, RequestNumber
 from services.scheduler.core.config import Policy
-from services.scheduler.core.output import StepPlan
+from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.request import Request
 from tests.scheduler.story import Story
 
@@ -28,7 +28,7 @@ class Before:
         return cls(list(story.scheduler.running), list(story.scheduler.waiting))
 
 
-def check_step(story: Story, before: Before, plan: StepPlan) -> None:
+def check_step(story: Story, before: Before, plan: SchedulerOutput) -> None:
     """All of them."""
     check_budget(story, plan)
     check_places(story)
@@ -40,7 +40,7 @@ def check_step(story: Story, before: Before, plan: StepPlan) -> None:
     check_who_runs_is_served(story, before, plan)
 
 
-def check_budget(story: Story, plan: StepPlan) -> None:
+def check_budget(story: Story, plan: SchedulerOutput) -> None:
     """A step hands out what it has, in whole tokens."""
     assert plan.num_tokens <= _budget(story)
     assert all(count > 0 for count in plan.num_scheduled_tokens)
@@ -94,7 +94,7 @@ def check_queue_order(story: Story) -> None:
     assert claims == sorted(claims)
 
 
-def check_nobody_passes_the_head(before: Before, plan: StepPlan) -> None:
+def check_nobody_passes_the_head(before: Before, plan: SchedulerOutput) -> None:
     """Who is admitted leaves from the head of the queue, and not while others give way."""
     admitted = list(plan.block_tables)
     assert admitted == before.waiting[: len(admitted)]
@@ -102,7 +102,7 @@ def check_nobody_passes_the_head(before: Before, plan: StepPlan) -> None:
     assert not (admitted and plan.preempted)
 
 
-def check_the_head_waits_for_a_reason(story: Story, plan: StepPlan) -> None:
+def check_the_head_waits_for_a_reason(story: Story, plan: SchedulerOutput) -> None:
     """With a place, tokens and blocks for it, the head of the queue runs."""
     config, running = story.config, story.scheduler.running
     head = next(iter(story.scheduler.waiting), None)
@@ -117,7 +117,7 @@ def check_the_head_waits_for_a_reason(story: Story, plan: StepPlan) -> None:
     assert story.pool.core.num_free_blocks < blocks + watermark, head.request_id
 
 
-def check_who_runs_is_served(story: Story, before: Before, plan: StepPlan) -> None:
+def check_who_runs_is_served(story: Story, before: Before, plan: SchedulerOutput) -> None:
     """The first in order gets tokens in every step, and everyone while there are any. Whoever has
     the best claim never gives way: so each of them ends, and after them the head of the queue.
     """

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from services.common.kv_cache_groups import GroupSpec
-from services.scheduler.core.output import StepOutput, StepPlan
+from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.request import Request
 from tests.scheduler.paged_cache import PagedCache, Tables
 
@@ -128,7 +128,7 @@ class PagedModel:
             return num_computed
         return min(num_computed, len(self._rows[slot].token_ids) - 1)
 
-    def run_plan(self, plan: StepPlan) -> StepOutput:
+    def run_plan(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Runs a step of the scheduler core."""
         entering = [
             NewRow(_slot(request), request.token_ids, tables, request.cache_salt)
@@ -143,8 +143,8 @@ class PagedModel:
         ]
         token_ids = self.run(plan.removed_slots, entering, appended, work, plan.block_ids_to_zero)
         if not self._num_speculative_tokens:
-            return StepOutput(token_ids)
-        return StepOutput(
+            return ModelRunnerOutput(token_ids)
+        return ModelRunnerOutput(
             token_ids,
             draft_token_ids=[
                 proposals(self._rows[item.slot].token_ids, self._num_speculative_tokens)

@@ -9,7 +9,7 @@ from services.cli.replay.inprocess_pool import InProcessPool
 from services.common.repetition import RepetitionDetection
 from services.kvpool.core.kv_pool import KVPool as PoolCore
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.output import StepOutput, StepPlan
+from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.ports import KVPool
 from services.scheduler.core.request import Request, StopConditions
 from services.scheduler.core.scheduler import Scheduler
@@ -75,7 +75,7 @@ class Story:
         self.scheduler = Scheduler(self.config, through(self.pool))
         self.model = self._new_model()
         self._num_requests = 0
-        self._in_flight: deque[tuple[StepPlan, StepOutput]] = deque()
+        self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
 
     def add(
         self,
@@ -104,7 +104,7 @@ class Story:
         self.scheduler.add(request)
         return request
 
-    async def step(self, meanwhile: Callable[[StepPlan], None] = lambda _: None) -> Told:
+    async def step(self, meanwhile: Callable[[SchedulerOutput], None] = lambda _: None) -> Told:
         """Plans a step and runs it; the pool is in order after each of them.
 
         The tokens that are taken in are its own, or with asynchronous scheduling those of the step
@@ -138,7 +138,7 @@ class Story:
             tokens=tokens,
         )
 
-    def take_in(self, plan: StepPlan, output: StepOutput) -> dict[str, list[int]]:
+    def take_in(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> dict[str, list[int]]:
         """Takes in what came of a plan; returns the tokens of those that sampled or ended."""
         updates = self.scheduler.update_from_output(plan, output)
         return {update.request.request_id: list(update.token_ids) for update in updates}

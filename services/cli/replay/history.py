@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from services.cli.replay.fields import Field
 from services.common.errors import InvalidArgument
 from services.common.repetition import RepetitionDetection
-from services.scheduler.core.output import StepUpdate
+from services.scheduler.core.output import EngineCoreOutputs
 from services.scheduler.core.request import FinishReason, Request, StopConditions
 
 
@@ -79,7 +79,7 @@ class History:
         self.num_plans += 1
         self._follows_plan = True
 
-    def note_update(self, update: StepUpdate) -> None:
+    def note_update(self, update: EngineCoreOutputs) -> None:
         """The tokens of a step came, and were taken in."""
         self._follows_plan = False
         if not update.plan.draft_token_ids:

@@ -11,7 +11,7 @@ from services.cli.replay.log_file import Header
 from services.cli.replay.statistics import RunStatistics
 from services.scheduler.core import ports
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.output import StepOutput, StepPlan
+from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.recorder import Entry, RecordingScheduler
 from services.scheduler.core.request import FinishReason, Request
 from services.scheduler.core.scheduler import PauseMode
@@ -71,7 +71,7 @@ class LogReplay:
         self.history = History()
         self.is_complete = False
         """Whether the log told its end."""
-        self._in_flight: dict[int, StepPlan] = {}
+        self._in_flight: dict[int, SchedulerOutput] = {}
 
     async def take(self, entry: Field) -> list[Difference]:
         """Does what an entry says was done; returns in what it came out otherwise.
@@ -190,7 +190,7 @@ _CALLS: dict[str, Any] = {
 }
 
 
-def _read_output(entry: Field, num_requests: int) -> StepOutput:
+def _read_output(entry: Field, num_requests: int) -> ModelRunnerOutput:
     tokens, drafts = entry["token_ids"], entry["draft_token_ids"]
     token_ids = [item.integers() for item in tokens.items()]
     if len(token_ids) != num_requests:
@@ -199,7 +199,9 @@ def _read_output(entry: Field, num_requests: int) -> StepOutput:
     if len(draft_token_ids) not in (0, num_requests):
         raise drafts.wrong(f"must list drafts of {num_requests} requests, or nothing")
     nan = entry["nan_requests"].integers(0, num_requests - 1)
-    return StepOutput(token_ids, draft_token_ids=draft_token_ids, nan_requests=frozenset(nan))
+    return ModelRunnerOutput(
+        token_ids, draft_token_ids=draft_token_ids, nan_requests=frozenset(nan)
+    )
 
 
 def _compare(step: int, logged: Entry, replayed: Entry) -> list[Difference]:

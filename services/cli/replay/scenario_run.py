@@ -11,7 +11,7 @@ from services.cli.replay.inprocess_pool import InProcessPool
 from services.cli.replay.scenario import Abort, Arrival, Scenario
 from services.cli.replay.stand_in import continuation, proposals
 from services.kvpool.core.kv_pool import KVPool
-from services.scheduler.core.output import StepOutput, StepPlan
+from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.request import Request, StopConditions
 from services.scheduler.core.scheduler import Scheduler
 
@@ -40,7 +40,7 @@ class ScenarioRun:
         self._requests: dict[str, Request] = {}
         self._results: dict[str, Record] = {}
         self._finished_since_plan: list[str] = []
-        self._in_flight: deque[tuple[int, StepPlan]] = deque()
+        self._in_flight: deque[tuple[int, SchedulerOutput]] = deque()
         self._held_by_worker: dict[Request, list[int]] = {}
         self._depth = 2 if scenario.config.async_scheduling else 1
 
@@ -198,7 +198,7 @@ class ScenarioRun:
                 self._note_end(request, step)
         record["update_of"], record["outputs"] = planned_in, outputs
 
-    def _answer(self, plan: StepPlan) -> StepOutput:
+    def _answer(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """What a worker would say that has seen all steps before this one."""
         tokens, drafts = [], []
         count = self._scenario.config.num_speculative_tokens
@@ -210,9 +210,9 @@ class ScenarioRun:
             held += sampled
             tokens.append(sampled)
             drafts.append(proposals(held, count) if count and sampled else [])
-        return StepOutput(tokens, draft_token_ids=drafts if count else ())
+        return ModelRunnerOutput(tokens, draft_token_ids=drafts if count else ())
 
-    def _sampled(self, plan: StepPlan, index: int, held: list[int]) -> list[int]:
+    def _sampled(self, plan: SchedulerOutput, index: int, held: list[int]) -> list[int]:
         """Accepted drafts and one token more; none when the prompt is not computed to its end."""
         request = plan.requests[index]
         drafts = plan.draft_token_ids.get(request, [])
@@ -227,7 +227,7 @@ class ScenarioRun:
             accepted += 1
         return truth[: accepted + 1]
 
-    def _record_plan(self, plan: StepPlan, record: Record, step: int) -> None:
+    def _record_plan(self, plan: SchedulerOutput, record: Record, step: int) -> None:
         ids = [request.request_id for request in plan.requests]
         record["scheduled"] = [
             list(pair) for pair in zip(ids, plan.num_scheduled_tokens, strict=True)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from services.scheduler.core.output import StepPlan, StepUpdate, WaitReason
+from services.scheduler.core.output import EngineCoreOutputs, SchedulerOutput, WaitReason
 from services.scheduler.core.request import Request
 from services.scheduler.core.scheduler import Scheduler
 
@@ -94,7 +94,7 @@ class RunStatistics:
         """A request came when `now` steps had been planned."""
         self.accounts[request] = RequestAccount(now, request.num_tokens)
 
-    def planned(self, plan: StepPlan, now: int) -> None:
+    def planned(self, plan: SchedulerOutput, now: int) -> None:
         """Step `now` was planned."""
         self._made_at[plan.step] = now
         for request in plan.new:
@@ -124,7 +124,7 @@ class RunStatistics:
             count = last.num_preemptions + self._unsampled_preemptions()
             self.samples[-1] = replace(last, num_preemptions=count)
 
-    def updated(self, update: StepUpdate) -> None:
+    def updated(self, update: EngineCoreOutputs) -> None:
         """A step's tokens came."""
         now = self._made_at.pop(update.plan.step)
         for news in update:
@@ -137,7 +137,7 @@ class RunStatistics:
         before, self._num_sampled_preemptions = self._num_sampled_preemptions, self.num_preemptions
         return self.num_preemptions - before
 
-    def _split(self, plan: StepPlan) -> tuple[int, int, int, int]:
+    def _split(self, plan: SchedulerOutput) -> tuple[int, int, int, int]:
         recomputed = prefill = decode = num_drafts = 0
         for request, start, scheduled in zip(
             plan.requests, plan.num_computed_tokens, plan.num_scheduled_tokens, strict=True

@@ -16,9 +16,9 @@ from services.cli.replay.history import Abort, Arrival, Event, History, new_requ
 from services.cli.replay.log_replay import MortalPool
 from services.cli.replay.statistics import RunStatistics
 from services.common.errors import StepwellError
-from services.scheduler.core.capacity import max_request_tokens, why_states_cannot_be_served
+from services.scheduler.core.capacity import max_request_tokens, state_space_conflict
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.output import StepOutput, StepPlan
+from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.request import FinishReason, Request
 from services.scheduler.core.scheduler import Scheduler
 
@@ -37,7 +37,7 @@ def changed_config(config: SchedulerConfig, overrides: dict[str, Any]) -> Schedu
     groups = tuple(replace(group, block_size=changed.block_size) for group in changed.groups)
     changed = replace(changed, groups=groups)
     changed = replace(changed, max_model_len=max_request_tokens(changed))
-    if conflict := why_states_cannot_be_served(changed):
+    if conflict := state_space_conflict(changed):
         raise CommandError(conflict)
     if not changed.enable_chunked_prefill and changed.token_budget < changed.max_model_len:
         raise CommandError(
@@ -65,7 +65,7 @@ class WhatIf:
         self.scheduler = Scheduler(config, self._pool)
         self.statistics = RunStatistics(self.scheduler)
         self._requests: dict[int, Request] = {}
-        self._in_flight: deque[StepPlan] = deque()
+        self._in_flight: deque[SchedulerOutput] = deque()
         self._depth = 2 if config.async_scheduling else 1
         self._now = 0
 
@@ -125,10 +125,10 @@ class WhatIf:
         self.statistics.arrived(request, now)
         self.scheduler.add(request)
 
-    def _update(self, plan: StepPlan) -> None:
+    def _update(self, plan: SchedulerOutput) -> None:
         drafts = [-1] * self.scheduler.config.num_speculative_tokens
         tokens = [self._tokens(plan, index) for index in range(len(plan.requests))]
-        output = StepOutput(
+        output = ModelRunnerOutput(
             tokens, draft_token_ids=[drafts if said else [] for said in tokens] if drafts else ()
         )
         self.statistics.updated(self.scheduler.update_from_output(plan, output))
@@ -140,7 +140,7 @@ class WhatIf:
             ):
                 self.scheduler.abort(request)
 
-    def _tokens(self, plan: StepPlan, index: int) -> list[int]:
+    def _tokens(self, plan: SchedulerOutput, index: int) -> list[int]:
         """What the workers say of a request: nothing before its tokens are computed to the end."""
         request = plan.requests[index]
         num_drafts = len(plan.draft_token_ids.get(request, ()))

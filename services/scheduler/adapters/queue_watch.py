@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 from services.scheduler.adapters.sessions import Sessions
-from services.scheduler.core.engine_core import Engine, EngineState
+from services.scheduler.core.engine_core import EngineCore, EngineState
 from services.scheduler.core.queue_estimate import QueueEstimate
 from services.scheduler.core.request import FinishReason
 
@@ -18,7 +18,7 @@ class QueueWatch:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineCore,
         sessions: Sessions,
         estimate: QueueEstimate,
         clock: Callable[[], float],

@@ -13,7 +13,7 @@ from services.common.errors import InvalidArgument, StepwellError, Unavailable
 from services.scheduler.adapters.request_intake import Door
 from services.scheduler.adapters.sessions import GatewaySession, Sessions
 from services.scheduler.adapters.statistics import Statistics
-from services.scheduler.core.engine_core import Engine
+from services.scheduler.core.engine_core import EngineCore
 from services.scheduler.core.request import Request
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineCore,
         door: Door,
         sessions: Sessions,
         statistics: Statistics,

@@ -10,7 +10,7 @@ from stepwell.worker.v1 import worker_pb2
 from services.common.errors import StepwellError
 from services.common.status import status_code
 from services.scheduler.adapters.outbox import Outbox
-from services.scheduler.core.output import StepUpdate
+from services.scheduler.core.output import EngineCoreOutputs
 from services.scheduler.core.request import FinishReason, Request
 
 
@@ -113,7 +113,7 @@ class Sessions:
         wanted = set(request_ids)
         return [request for request in self._owners if request.request_id in wanted]
 
-    def deliver(self, update: StepUpdate) -> None:
+    def deliver(self, update: EngineCoreOutputs) -> None:
         plan, token_ids = update.plan, update.token_ids
         self.num_generated_tokens += sum(map(len, filter(None, token_ids)))
         for request in plan.new:

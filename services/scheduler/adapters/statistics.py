@@ -10,7 +10,7 @@ from stepwell.scheduler.v1 import scheduler_pb2
 from services.common import names
 from services.scheduler.adapters.sessions import Sessions
 from services.scheduler.adapters.wait_reasons import WaitReasons
-from services.scheduler.core.engine_core import Engine, EngineState
+from services.scheduler.core.engine_core import EngineCore, EngineState
 from services.scheduler.core.output import WaitReason
 
 _STATES = {
@@ -55,7 +55,7 @@ class Statistics(Collector):
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineCore,
         sessions: Sessions,
         counts: StepCounts,
         incarnation: str,

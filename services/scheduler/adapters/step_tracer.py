@@ -17,7 +17,7 @@ from services.common import names
 from services.common.telemetry import Attributes, Tracing, parse_traceparent, traceparent_of
 from services.scheduler.adapters.statistics import StepCounts
 from services.scheduler.adapters.wait_reasons import Waiting
-from services.scheduler.core.output import RequestUpdate, StepPlan
+from services.scheduler.core.output import EngineCoreOutput, SchedulerOutput
 from services.scheduler.core.request import Request
 
 
@@ -59,7 +59,7 @@ class StepTracer:
         self._begun = _StepTrace(self._tracing.start(names.SPAN_STEP), self._clock())
         return traceparent_of(self._begun.span)
 
-    def planned(self, plan: StepPlan) -> None:
+    def planned(self, plan: SchedulerOutput) -> None:
         step, self._begun = self._begun, None
         if step is None:
             raise AssertionError("a step was planned that had not begun")
@@ -71,7 +71,7 @@ class StepTracer:
         else:
             step.span.end()
 
-    def done(self, plan: StepPlan, updates: Iterable[RequestUpdate]) -> None:
+    def done(self, plan: SchedulerOutput, updates: Iterable[EngineCoreOutput]) -> None:
         step = self._steps.pop(plan.step)
         now = self._clock()
         self._counts.step_nanos.append(now - max(step.begun_nanos, self._last_done_nanos))
@@ -110,7 +110,7 @@ class StepTracer:
             step.span.end()
         self.preempted(preempted)
 
-    def _count(self, plan: StepPlan) -> None:
+    def _count(self, plan: SchedulerOutput) -> None:
         counts = self._counts
         counts.num_steps += 1
         counts.num_scheduled_tokens += plan.num_tokens
@@ -122,7 +122,7 @@ class StepTracer:
             cached = request.num_cached_tokens or 0  # of output that it came with, too
             counts.num_cached_tokens += min(cached, request.num_prompt_tokens)
 
-    def _trace_plan(self, plan: StepPlan, span: Span) -> None:
+    def _trace_plan(self, plan: SchedulerOutput, span: Span) -> None:
         for request in plan.new:
             if request in self._waiting:
                 self._leave_queue(request)

@@ -9,7 +9,7 @@ from stepwell.worker.v1 import worker_pb2
 from services.scheduler.adapters.alarm import Alarm
 from services.scheduler.adapters.worker_messages import to_step_output
 from services.scheduler.core.deadlines import Deadlines
-from services.scheduler.core.output import StepOutput
+from services.scheduler.core.output import ModelRunnerOutput
 from services.scheduler.core.ports import WorkersLost
 
 
@@ -24,7 +24,7 @@ class Step:
         self.number = number
         self.size = size
         self.allowed_seconds = allowed_seconds
-        self.output: asyncio.Future[StepOutput] = asyncio.get_running_loop().create_future()
+        self.output: asyncio.Future[ModelRunnerOutput] = asyncio.get_running_loop().create_future()
         self._steps = steps
         self._missing = set(steps.ranks)
 

@@ -8,7 +8,7 @@ from opentelemetry.trace import Span, SpanKind
 
 from services.common import names
 from services.common.telemetry import Tracing, traceparent_of
-from services.scheduler.core.output import StepOutput, StepPlan
+from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.ports import Executor, KVPool, Operation, Outcome
 
 
@@ -43,7 +43,9 @@ class TracedExecutor:
         self._executor = executor
         self._tracing = tracing
 
-    async def submit(self, plan: StepPlan, traceparent: str = "") -> asyncio.Future[StepOutput]:
+    async def submit(
+        self, plan: SchedulerOutput, traceparent: str = ""
+    ) -> asyncio.Future[ModelRunnerOutput]:
         if not traceparent:
             return await self._executor.submit(plan)
         span = self._tracing.child(
@@ -61,7 +63,7 @@ class TracedExecutor:
         return asyncio.create_task(_answered(span, answer))
 
 
-async def _answered(span: Span, answer: Awaitable[StepOutput]) -> StepOutput:
+async def _answered(span: Span, answer: Awaitable[ModelRunnerOutput]) -> ModelRunnerOutput:
     with _ended(span):
         return await answer
 

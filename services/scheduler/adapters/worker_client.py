@@ -14,7 +14,7 @@ from services.common.status import from_peer
 from services.scheduler.adapters.steps_in_flight import Step, StepsInFlight
 from services.scheduler.adapters.worker_messages import to_execute_request
 from services.scheduler.core.deadlines import Deadlines
-from services.scheduler.core.output import StepOutput, StepPlan
+from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.ports import WorkersLost
 
 logger = logging.getLogger(__name__)
@@ -148,14 +148,16 @@ class WorkerGroup:
             self._is_open = False
             self.on_lost(WorkersLost(message))
 
-    async def submit(self, plan: StepPlan, traceparent: str = "") -> asyncio.Future[StepOutput]:
+    async def submit(
+        self, plan: SchedulerOutput, traceparent: str = ""
+    ) -> asyncio.Future[ModelRunnerOutput]:
         request = to_execute_request(plan, self._generation, traceparent)
         num_tokens = sum(plan.num_scheduled_tokens)
         return await self._send(request, num_tokens, self._steps.allowed_seconds(num_tokens))
 
     async def _send(
         self, request: worker_pb2.ExecuteRequest, num_tokens: int, allowed_seconds: float
-    ) -> asyncio.Future[StepOutput]:
+    ) -> asyncio.Future[ModelRunnerOutput]:
         request.timeout_millis = math.ceil(1000 * allowed_seconds)
         step = self._steps.add(request.step, num_tokens, allowed_seconds)
         for rank in self._ranks:

@@ -9,13 +9,13 @@ from stepwell.worker.v1 import worker_pb2
 
 from services.common.block_hash import pack_token_ids, unpack_token_ids
 from services.common.prompt_embeds_messages import prompt_embeds_to_message
-from services.scheduler.core.output import StepOutput, StepPlan
+from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.ports import BlockTables
 from services.scheduler.core.request import Request
 
 
 def to_execute_request(
-    plan: StepPlan, generation: int, traceparent: str
+    plan: SchedulerOutput, generation: int, traceparent: str
 ) -> worker_pb2.ExecuteRequest:
     """The step as a difference to the workers' batch."""
     return worker_pb2.ExecuteRequest(
@@ -32,9 +32,9 @@ def to_execute_request(
     )
 
 
-def to_step_output(response: worker_pb2.ExecuteResponse) -> StepOutput:
+def to_step_output(response: worker_pb2.ExecuteResponse) -> ModelRunnerOutput:
     """What came of the step."""
-    return StepOutput(
+    return ModelRunnerOutput(
         _sampled(unpack_token_ids(response.token_ids), unpack_token_ids(response.num_tokens)),
         logprobs={item.index: item for item in response.logprobs},
         nan_requests=frozenset(unpack_token_ids(response.nan_requests)),
@@ -56,7 +56,7 @@ def _slots(requests: Iterable[Request]) -> list[int]:
     return cast(list[int], slots)
 
 
-def _new_requests(plan: StepPlan) -> list[worker_pb2.NewRequest]:
+def _new_requests(plan: SchedulerOutput) -> list[worker_pb2.NewRequest]:
     if not plan.block_tables:
         return []
     computed = dict(zip(plan.requests, plan.num_computed_tokens, strict=True))

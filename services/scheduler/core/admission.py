@@ -9,7 +9,7 @@ from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.output import WaitReason
 from services.scheduler.core.ports import Admission
 from services.scheduler.core.request import Request, RequestStatus
-from services.scheduler.core.step_builder import StepDraft
+from services.scheduler.core.step_builder import StepBuilder
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class AdmissionPlanner:
 
     def plan(
         self,
-        draft: StepDraft,
+        draft: StepBuilder,
         candidates: Sequence[Request],
         *,
         num_running: int,
@@ -75,7 +75,7 @@ class AdmissionPlanner:
             blocks -= 1
         return blocks * size
 
-    def _padding(self, draft: StepDraft, request: Request, hit: int, end: int) -> int:
+    def _padding(self, draft: StepBuilder, request: Request, hit: int, end: int) -> int:
         """Empty drafts beside a request that has one token to compute.
 
         A step of decoding requests with drafts then has one shape. No use in a step that runs a

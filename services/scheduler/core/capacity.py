@@ -24,7 +24,7 @@ def max_request_tokens(config: SchedulerConfig) -> int:
     return bisect_right(lengths, config.num_blocks - 1, key=num_held_blocks) - 1
 
 
-def why_states_cannot_be_served(config: SchedulerConfig) -> str | None:
+def state_space_conflict(config: SchedulerConfig) -> str | None:
     """What in a configuration is at odds with state-space layers, in one sentence, if anything."""
     if not any(group.attention_type is AttentionType.STATE_SPACE for group in config.groups):
         return None

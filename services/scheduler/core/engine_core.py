@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, suppress
 
 from services.common.errors import FailedPrecondition, Unavailable
 from services.scheduler.core.fault_search import FaultSearch
-from services.scheduler.core.output import StepOutput, StepPlan, StepUpdate
+from services.scheduler.core.output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.ports import (
     Delivery,
     Executor,
@@ -38,7 +38,7 @@ class EngineState(enum.Enum):
     RECOVERING = "recovering"
 
 
-class Engine:
+class EngineCore:
     """Drives one scheduler: requests in, steps out to the workers, tokens back to who waits.
 
     Everything that changes the scheduler happens in the turns of `run`, one after another; the
@@ -64,9 +64,9 @@ class Engine:
         self._readiness = readiness
         self._arrivals: list[Request] = []
         self._ends: dict[Request, FinishReason] = {}
-        self._in_flight: deque[tuple[StepPlan, asyncio.Future[StepOutput]]] = deque()
-        self._unsent: StepPlan | None = None
-        self._undelivered: StepUpdate | None = None
+        self._in_flight: deque[tuple[SchedulerOutput, asyncio.Future[ModelRunnerOutput]]] = deque()
+        self._unsent: SchedulerOutput | None = None
+        self._undelivered: EngineCoreOutputs | None = None
         self._wake = asyncio.Event()
         self._turns = asyncio.Condition()
         self._num_holds = 0
@@ -307,7 +307,7 @@ class Engine:
         await asyncio.sleep(seconds)
         await self._replica.reopen()
 
-    def _blame(self, failed: Sequence[StepPlan]) -> None:
+    def _blame(self, failed: Sequence[SchedulerOutput]) -> None:
         """Notes which requests were in steps that broke the workers; ends one that always does."""
         culprit = self._search.steps_failed(failed)
         if culprit is not None:
@@ -335,7 +335,7 @@ class Engine:
             self._trial = trial
             self.scheduler.admit_only(trial)
 
-    def _note_progress(self, plan: StepPlan) -> None:
+    def _note_progress(self, plan: SchedulerOutput) -> None:
         """A step was done after a loss: once no request is suspected the loss is over."""
         if self._search.is_active:
             self._search.step_done(plan)

@@ -4,7 +4,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from services.scheduler.core.output import StepPlan
+from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.request import Request
 
 MAX_FAILURES_ALONE = 2
@@ -64,7 +64,7 @@ class FaultSearch:
                 self._split_first()
         return None
 
-    def step_done(self, plan: StepPlan) -> None:
+    def step_done(self, plan: SchedulerOutput) -> None:
         """A step came back: clears the suspects in it that are past the failed one."""
         steps = zip(plan.requests, plan.num_computed_tokens, plan.num_scheduled_tokens, strict=True)
         for request, start, num_tokens in steps:
@@ -72,7 +72,7 @@ class FaultSearch:
             if goal is not None and start + num_tokens >= goal:
                 self._clear(request)
 
-    def steps_failed(self, plans: Iterable[StepPlan]) -> Request | None:
+    def steps_failed(self, plans: Iterable[SchedulerOutput]) -> Request | None:
         """Steps were lost with the workers; returns the request that is to be given up, if one is.
 
         Which of several steps in flight broke the workers is not known: all of their requests
@@ -102,7 +102,7 @@ class FaultSearch:
         self._clear(suspect)
         return suspect
 
-    def _failed(self, plans: Iterable[StepPlan]) -> dict[Request, int]:
+    def _failed(self, plans: Iterable[SchedulerOutput]) -> dict[Request, int]:
         failed: dict[Request, int] = {}
         for plan in plans:
             starts, counts = plan.num_computed_tokens, plan.num_scheduled_tokens

@@ -21,13 +21,13 @@ from services.scheduler.core.ports import (
     ResetPrefixCache,
 )
 from services.scheduler.core.request import Request
-from services.scheduler.core.step_builder import StepDraft
+from services.scheduler.core.step_builder import StepBuilder
 
 _Filling = tuple[int, int, Request]
 """Whose turn, how many known tokens are computed after the step, and who."""
 
 
-class PoolMemory:
+class KVCacheManager:
     """Block tables of requests, as far as the scheduler must know of them: how long they are, and
     how much of them is published.
     """
@@ -57,7 +57,7 @@ class PoolMemory:
 
     async def grow(
         self,
-        draft: StepDraft,
+        draft: StepBuilder,
         growing: Sequence[Request],
         waking: Iterable[Request],
         asking: Sequence[Request],
@@ -89,7 +89,9 @@ class PoolMemory:
             self._note_hits(draft, asking, outcome)
         return outcome
 
-    async def look_up(self, draft: StepDraft, asking: Sequence[Request], traceparent: str) -> None:
+    async def look_up(
+        self, draft: StepBuilder, asking: Sequence[Request], traceparent: str
+    ) -> None:
         """Asks how much of each prompt is cached."""
         outcome = await self._transact(self._look_up(draft, asking), traceparent)
         self._note_hits(draft, asking, outcome)
@@ -135,7 +137,7 @@ class PoolMemory:
         self._block_ids_to_zero.clear()
         self.num_free_blocks = self._config.num_blocks - 1
 
-    def _grow(self, draft: StepDraft, growing: Sequence[Request]) -> Grow:
+    def _grow(self, draft: StepBuilder, growing: Sequence[Request]) -> Grow:
         """What is computed for sure are known tokens, whatever drafts a step in flight guesses at.
         Windows move on to there and no further: they do not move back when drafts are rejected.
         """
@@ -143,7 +145,7 @@ class PoolMemory:
         ends = [request.origin + draft.awake[request] for request in growing]
         return Grow([request.key for request in growing], computed, list(map(self.num_slots, ends)))
 
-    def _filling(self, draft: StepDraft, waking: Iterable[Request]) -> list[_Filling]:
+    def _filling(self, draft: StepBuilder, waking: Iterable[Request]) -> list[_Filling]:
         """Requests of which the step fills blocks, in the order in which they run."""
         if not self._config.enable_prefix_caching:
             return []
@@ -168,7 +170,7 @@ class PoolMemory:
             [self._unsent_hashes(request) for _, _, request in filling],
         )
 
-    def _look_up(self, draft: StepDraft, asking: Sequence[Request]) -> list[Operation]:
+    def _look_up(self, draft: StepBuilder, asking: Sequence[Request]) -> list[Operation]:
         if not self._config.enable_prefix_caching:
             draft.hits.update(dict.fromkeys(asking, 0))
             return []
@@ -182,7 +184,7 @@ class PoolMemory:
             )
         ]
 
-    def _note_hits(self, draft: StepDraft, asking: Sequence[Request], outcome: Outcome) -> None:
+    def _note_hits(self, draft: StepBuilder, asking: Sequence[Request], outcome: Outcome) -> None:
         for request, hit in zip(asking, outcome.hits, strict=False):
             draft.hits[request] = hit
             request.num_hashes_sent = len(request.block_hashes)

@@ -36,7 +36,7 @@ class Preemption:
 
 
 @dataclass(slots=True)
-class StepPlan:
+class SchedulerOutput:
     """One engine step, decided. The first three lists are parallel, in scheduling order."""
 
     step: int
@@ -75,7 +75,7 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class StepOutput:
+class ModelRunnerOutput:
     """What the workers answered. `token_ids` is parallel to the plan's requests."""
 
     token_ids: Sequence[Sequence[int]]
@@ -89,7 +89,7 @@ class StepOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestUpdate:
+class EngineCoreOutput:
     """News of one request."""
 
     request: Request
@@ -97,20 +97,20 @@ class RequestUpdate:
 
 
 @dataclass(frozen=True, slots=True)
-class StepUpdate:
+class EngineCoreOutputs:
     """News of a step. Iterates over the requests that have some, in scheduling order."""
 
-    plan: StepPlan
+    plan: SchedulerOutput
     token_ids: Sequence[Sequence[int] | None]
     """New tokens, parallel to the plan's requests; None for those that had ended before."""
     logprobs: Mapping[int, object]
     ended: Sequence[Request]
     """Requests that the step brought to their end."""
 
-    def __iter__(self) -> Iterator[RequestUpdate]:
+    def __iter__(self) -> Iterator[EngineCoreOutput]:
         ended = set(self.ended)
         for index, (request, tokens) in enumerate(
             zip(self.plan.requests, self.token_ids, strict=True)
         ):
             if tokens or (tokens is not None and (index in self.logprobs or request in ended)):
-                yield RequestUpdate(request, tokens)
+                yield EngineCoreOutput(request, tokens)

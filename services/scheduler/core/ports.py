@@ -11,7 +11,12 @@ from typing import Protocol
 
 from services.common.block_hash import BlockHash
 from services.common.errors import Unavailable
-from services.scheduler.core.output import RequestUpdate, StepOutput, StepPlan, StepUpdate
+from services.scheduler.core.output import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    ModelRunnerOutput,
+    SchedulerOutput,
+)
 from services.scheduler.core.request import Request
 
 BlockTables = tuple[list[int], ...]
@@ -147,7 +152,9 @@ class KVPool(Protocol):
 class Executor(Protocol):
     """The workers of one replica, as one."""
 
-    async def submit(self, plan: StepPlan, traceparent: str = "") -> Future[StepOutput]:
+    async def submit(
+        self, plan: SchedulerOutput, traceparent: str = ""
+    ) -> Future[ModelRunnerOutput]:
         """Sends a step to every rank; what it returns resolves when the step is done. It may be
         cancelled by whoever needs it no more.
 
@@ -178,7 +185,7 @@ class Readiness(Protocol):
 class Delivery(Protocol):
     """The way back to those who wait for tokens."""
 
-    def deliver(self, update: StepUpdate) -> None:
+    def deliver(self, update: EngineCoreOutputs) -> None:
         """Passes on the new tokens and the ends that a step brought. Never blocks."""
 
     def deliver_ends(self, requests: Sequence[Request]) -> None:
@@ -194,10 +201,10 @@ class StepObserver(Protocol):
     def begin(self) -> str:
         """A step is about to be planned; returns its trace context, "" when it is not traced."""
 
-    def planned(self, plan: StepPlan) -> None:
+    def planned(self, plan: SchedulerOutput) -> None:
         """The step is decided and about to be sent."""
 
-    def done(self, plan: StepPlan, updates: Iterable[RequestUpdate]) -> None:
+    def done(self, plan: SchedulerOutput, updates: Iterable[EngineCoreOutput]) -> None:
         """The step's tokens are in."""
 
     def ended(self, requests: Sequence[Request]) -> None:

@@ -40,7 +40,7 @@ from typing import Any
 
 from services.common.repetition import RepetitionDetection
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.output import StepOutput, StepPlan, StepUpdate
+from services.scheduler.core.output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.ports import BlockTables, KVPool, Operation, Outcome, PoolLost
 from services.scheduler.core.request import FinishReason, Request
 from services.scheduler.core.scheduler import PauseMode, Scheduler
@@ -109,7 +109,7 @@ class RecordingScheduler(Scheduler):
         self._record({"call": "resume"})
         super().resume()
 
-    async def schedule(self, traceparent: str = "") -> StepPlan:
+    async def schedule(self, traceparent: str = "") -> SchedulerOutput:
         with self._noting_loss("schedule"):
             plan = await super().schedule(traceparent)
         self._record(
@@ -140,7 +140,9 @@ class RecordingScheduler(Scheduler):
         )
         return plan
 
-    def update_from_output(self, plan: StepPlan, output: StepOutput) -> StepUpdate:
+    def update_from_output(
+        self, plan: SchedulerOutput, output: ModelRunnerOutput
+    ) -> EngineCoreOutputs:
         update = super().update_from_output(plan, output)
         self._record(
             {

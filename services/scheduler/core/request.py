@@ -112,7 +112,7 @@ class Request:
     """Its place in the order of admissions."""
     max_num_tokens: int = 0
     """Tokens, prompt and output, at which it ends for its length; set when it is queued."""
-    is_in_prefill: bool = False
+    is_prefill_chunk: bool = False
     """Whether the last step left tokens to compute before one can be sampled."""
     draft_token_ids: list[int] = field(default_factory=list)
     """Guesses at the tokens after the last one, -1 where only the workers know them."""
@@ -178,13 +178,13 @@ class Request:
         It does not run any more. Tokens of steps in flight may still come.
         """
         self.draft_token_ids = []
-        self.is_in_prefill = False
+        self.is_prefill_chunk = False
         self.origin = self.num_slots = 0
         self.num_hashes_sent = self.num_committed_blocks = 0
         self.known_to_pool = False
         self.slot = None
 
-    def append_output(self, token_ids: Sequence[int]) -> Sequence[int]:
+    def append_output_token_ids(self, token_ids: Sequence[int]) -> Sequence[int]:
         """Takes sampled tokens up to one that ends the request; returns those taken.
 
         Checked in vLLM's order: end of sequence, stop tokens, length, then repetition. The sampler

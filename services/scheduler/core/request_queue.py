@@ -26,12 +26,12 @@ class RequestQueue(Protocol):
     def __len__(self) -> int: ...
 
 
-def make_queue(policy: Policy) -> RequestQueue:
+def create_request_queue(policy: Policy) -> RequestQueue:
     """The queue that a policy wants."""
-    return PriorityQueue() if policy is Policy.PRIORITY else FCFSQueue()
+    return PriorityRequestQueue() if policy is Policy.PRIORITY else FCFSRequestQueue()
 
 
-class FCFSQueue:
+class FCFSRequestQueue:
     """First come, first served; the last one preempted is the first to come back."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ def _rank(request: Request) -> tuple[int, float, str]:
     return request.priority, request.arrival_time, request.request_id
 
 
-class PriorityQueue:
+class PriorityRequestQueue:
     """Smallest (priority, arrival time, id) first, preempted or not.
 
     A sorted list: bisection finds a place, and moving pointers is cheaper than comparing in Python

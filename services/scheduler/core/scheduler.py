@@ -7,12 +7,12 @@ from itertools import islice
 from services.scheduler.core.admission import AdmissionPlanner
 from services.scheduler.core.chunks import aligned_chunk
 from services.scheduler.core.config import Policy, SchedulerConfig
-from services.scheduler.core.kv_cache_manager import PoolMemory
+from services.scheduler.core.kv_cache_manager import KVCacheManager
 from services.scheduler.core.output import (
+    EngineCoreOutputs,
+    ModelRunnerOutput,
     Preemption,
-    StepOutput,
-    StepPlan,
-    StepUpdate,
+    SchedulerOutput,
     WaitReason,
 )
 from services.scheduler.core.ports import (
@@ -22,9 +22,9 @@ from services.scheduler.core.ports import (
     StopReason,
 )
 from services.scheduler.core.request import STANDING, FinishReason, Request, RequestStatus
-from services.scheduler.core.request_queue import make_queue
+from services.scheduler.core.request_queue import create_request_queue
 from services.scheduler.core.running_requests import RunningRequests
-from services.scheduler.core.step_builder import StepDraft
+from services.scheduler.core.step_builder import StepBuilder
 
 
 class PauseMode(Enum):
@@ -47,13 +47,13 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig, pool: KVPool) -> None:
         self.config = config
-        self.waiting = make_queue(config.policy)
+        self.waiting = create_request_queue(config.policy)
         self.held_back: dict[Request, None] = {}
         """Requests that must not be admitted now, in the order in which they were held back."""
         self.running = RunningRequests()
         self.num_preemptions = 0
         self.pause_mode: PauseMode | None = None
-        self._memory = PoolMemory(config, pool)
+        self._memory = KVCacheManager(config, pool)
         self._planner = AdmissionPlanner(config)
         self._caches_states = config.caches_states
         self._only: Collection[Request] | None = None
@@ -111,7 +111,7 @@ class Scheduler:
             raise AssertionError("requests run that are to be held back")
         queued = sorted([*self.waiting, *self.held_back], key=lambda request: request.key)
         self._only = requests
-        self.waiting = make_queue(self.config.policy)
+        self.waiting = create_request_queue(self.config.policy)
         self.held_back.clear()
         for request in queued:
             if requests is None or request in requests:
@@ -129,7 +129,7 @@ class Scheduler:
         """Notes that steps are planned again."""
         self.pause_mode = None
 
-    async def schedule(self, traceparent: str = "") -> StepPlan:
+    async def schedule(self, traceparent: str = "") -> SchedulerOutput:
         """Plans one step and reserves its memory.
 
         There is no prefill and no decode. Each request has tokens, and a count of those that are
@@ -149,7 +149,9 @@ class Scheduler:
             wait_reason = await self._schedule_waiting(draft, traceparent)
         return self._close(draft, wait_reason)
 
-    def update_from_output(self, plan: StepPlan, output: StepOutput) -> StepUpdate:
+    def update_from_output(
+        self, plan: SchedulerOutput, output: ModelRunnerOutput
+    ) -> EngineCoreOutputs:
         """Takes in what the workers sampled; ends requests that are done.
 
         Requests that ended while the step ran are passed over; one that was preempted meanwhile
@@ -178,7 +180,7 @@ class Scheduler:
                 if request.finish_reason is not None:
                     ended.append(request)
         self._remove(ended)
-        return StepUpdate(plan, taken, output.logprobs, ended)
+        return EngineCoreOutputs(plan, taken, output.logprobs, ended)
 
     def preempt_all(self) -> list[Request]:
         """Sends every running request back to the queue, in an order that keeps theirs."""
@@ -206,7 +208,7 @@ class Scheduler:
 
     # Step 1: running requests
 
-    async def _schedule_running(self, draft: StepDraft, traceparent: str) -> None:
+    async def _schedule_running(self, draft: StepBuilder, traceparent: str) -> None:
         index, decided = 0, None
         while True:
             growing = self._grant_running(draft, index, decided)
@@ -217,7 +219,7 @@ class Scheduler:
                 return
             index, decided = self._make_room(draft, growing[outcome.stop.item_index])
 
-    def _grant_running(self, draft: StepDraft, index: int, decided: int | None) -> list[Request]:
+    def _grant_running(self, draft: StepBuilder, index: int, decided: int | None) -> list[Request]:
         """Gives budget to the running requests from `index` on; returns those that need blocks.
 
         `decided` are the tokens of the request at `index`, where a victim made room for them: the
@@ -249,7 +251,7 @@ class Scheduler:
         self._grant_each(draft, index, len(running))
         return growing
 
-    def _grant_each(self, draft: StepDraft, begin: int, end: int) -> None:
+    def _grant_each(self, draft: StepBuilder, begin: int, end: int) -> None:
         """Gives one token to each of the running requests between two places, as far as the budget
         goes; the others cannot sleep through this step.
         """
@@ -259,7 +261,7 @@ class Scheduler:
             for request in self.running.between(last, end):
                 self.running.rouse(request)
 
-    def _gap(self, draft: StepDraft, request: Request) -> int:
+    def _gap(self, draft: StepBuilder, request: Request) -> int:
         """Tokens that a running request lacks and may be given in one step."""
         computed, known = request.origin, len(request.token_ids)
         gap = known - computed
@@ -273,7 +275,7 @@ class Scheduler:
         longest = self.config.max_model_len - 1 - computed
         return min(draft.cap(gap), longest) if gap > 1 or longest < 1 else 1
 
-    def _make_room(self, draft: StepDraft, request: Request) -> tuple[int, int | None]:
+    def _make_room(self, draft: StepBuilder, request: Request) -> tuple[int, int | None]:
         """Preempts for `request`; returns the index from which to go on granting, and the tokens
         that `request` was given, unless it is the victim itself.
         """
@@ -308,7 +310,7 @@ class Scheduler:
 
     # Step 2: waiting requests
 
-    async def _schedule_waiting(self, draft: StepDraft, traceparent: str) -> WaitReason | None:
+    async def _schedule_waiting(self, draft: StepBuilder, traceparent: str) -> WaitReason | None:
         """Admits from the head of the queue; returns why it stopped before the queue was empty."""
         while candidates := self._candidates(draft):
             if asking := [request for request in candidates if request not in draft.hits]:
@@ -333,7 +335,7 @@ class Scheduler:
             return WaitReason.HELD_BACK if self.held_back else None
         return WaitReason.BUDGET if draft.budget == 0 else WaitReason.MAX_SEQS
 
-    def _candidates(self, draft: StepDraft) -> list[Request]:
+    def _candidates(self, draft: StepBuilder) -> list[Request]:
         """The head of the queue, as far as places and budget could reach."""
         if not self.waiting:
             return []
@@ -341,7 +343,7 @@ class Scheduler:
         return list(islice(self.waiting, max(0, min(places, draft.budget, LOOKUP_BATCH))))
 
     def _admit(
-        self, draft: StepDraft, request: Request, admission: Admission, blocks: BlockTables
+        self, draft: StepBuilder, request: Request, admission: Admission, blocks: BlockTables
     ) -> None:
         self.waiting.remove(request)
         self.running.append(request)
@@ -365,18 +367,18 @@ class Scheduler:
 
     # Both steps
 
-    def _new_draft(self) -> StepDraft:
+    def _new_draft(self) -> StepBuilder:
         config, alive = self.config, len(self.running) + len(self.waiting)
         threshold = config.long_prefill_token_threshold
         if config.long_prefill_token_threshold_adaptive and alive:
             threshold = max(threshold, config.max_num_batched_tokens // alive)
         if threshold and self._caches_states:
             threshold = max(threshold, config.block_size)
-        return StepDraft(budget=config.token_budget, threshold=threshold if alive > 1 else 0)
+        return StepBuilder(budget=config.token_budget, threshold=threshold if alive > 1 else 0)
 
-    def _close(self, draft: StepDraft, wait_reason: WaitReason | None) -> StepPlan:
+    def _close(self, draft: StepBuilder, wait_reason: WaitReason | None) -> SchedulerOutput:
         """Turns the draft into a plan; from here on its tokens count as computed."""
-        plan = StepPlan(
+        plan = SchedulerOutput(
             step=self._num_steps,
             requests=draft.requests,
             num_scheduled_tokens=draft.num_tokens,
@@ -396,11 +398,11 @@ class Scheduler:
         self.running.clock.now += 1
         for request, num_new in draft.awake.items():
             request.origin = computed = request.origin + num_new
-            request.is_in_prefill = computed < len(request.token_ids)
+            request.is_prefill_chunk = computed < len(request.token_ids)
             if self.config.num_speculative_tokens:
                 request.draft_token_ids = self._placeholder_drafts(request)
             elif (
-                not request.is_in_prefill
+                not request.is_prefill_chunk
                 and (num_steps := self._stride_end(request) - computed) > 0
             ):
                 self.running.sleep(request, num_steps)
@@ -408,7 +410,7 @@ class Scheduler:
 
     def _placeholder_drafts(self, request: Request) -> list[int]:
         """Drafts that the workers will make in the step and keep to themselves."""
-        if not self.config.async_scheduling or request.is_in_prefill:
+        if not self.config.async_scheduling or request.is_prefill_chunk:
             return []
         return [-1] * self.config.num_speculative_tokens
 
@@ -427,10 +429,12 @@ class Scheduler:
 
     # After a step
 
-    def _append(self, plan: StepPlan, output: StepOutput, index: int) -> Sequence[int]:
+    def _append(
+        self, plan: SchedulerOutput, output: ModelRunnerOutput, index: int
+    ) -> Sequence[int]:
         """Appends the tokens of a request; returns those up to its end, if it ended."""
         request = plan.requests[index]
-        kept = request.append_output(output.token_ids[index])
+        kept = request.append_output_token_ids(output.token_ids[index])
         drafts = plan.draft_token_ids.get(request)
         if drafts and request.num_computed_tokens:
             # Drafts that were rejected, or came after the end, were never computed.

@@ -10,7 +10,7 @@ from services.scheduler.core.request import Request
 
 
 @dataclass(slots=True)
-class StepDraft:
+class StepBuilder:
     """The token budget of one step and who got what of it, in scheduling order."""
 
     budget: int
@@ -42,7 +42,7 @@ class StepDraft:
     @property
     def runs_prefill(self) -> bool:
         """Whether the step computes a further chunk of somebody's prompt."""
-        return any(request.is_in_prefill for request in self.awake)
+        return any(request.is_prefill_chunk for request in self.awake)
 
     def cap(self, gap: int) -> int:
         """How many of `gap` missing tokens the threshold lets one request have."""

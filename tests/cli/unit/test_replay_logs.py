@@ -28,7 +28,7 @@ from services.cli.replay.statistics import RunStatistics
 from services.cli.replay.what_if import WhatIf, changed_config
 from services.common.repetition import RepetitionDetection
 from services.scheduler.core.config import Policy, SchedulerConfig
-from services.scheduler.core.output import StepOutput, StepPlan, WaitReason
+from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput, WaitReason
 from services.scheduler.core.ports import PoolLost
 from services.scheduler.core.recorder import Entry, RecordingScheduler
 from services.scheduler.core.request import Request, StopConditions
@@ -55,7 +55,7 @@ class Fragile:
         self._pool = MortalPool(config)
         self._scheduler = RecordingScheduler(config, self._pool, self.entries.append)
         self._losses = losses
-        self._in_flight: deque[StepPlan] = deque()
+        self._in_flight: deque[SchedulerOutput] = deque()
         self._depth = 2 if config.async_scheduling else 1
 
     async def run(self, requests: list[Request], resets: set[int]) -> None:
@@ -91,10 +91,10 @@ class Fragile:
     def _update(self) -> None:
         plan = self._in_flight.popleft()
         tokens = [said(plan, index) for index in range(len(plan.requests))]
-        self._scheduler.update_from_output(plan, StepOutput(tokens))
+        self._scheduler.update_from_output(plan, ModelRunnerOutput(tokens))
 
 
-def said(plan: StepPlan, index: int) -> list[int]:
+def said(plan: SchedulerOutput, index: int) -> list[int]:
     request = plan.requests[index]
     end = plan.num_computed_tokens[index] + plan.num_scheduled_tokens[index]
     return [next_token(request.token_ids)] if end >= request.num_tokens else []

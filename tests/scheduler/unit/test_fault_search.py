@@ -6,7 +6,7 @@ import pytest
 
 from services.scheduler.core.engine_core import backoff_seconds
 from services.scheduler.core.fault_search import FaultSearch
-from services.scheduler.core.output import StepPlan
+from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.request import FinishReason, Request, StopConditions
 from tests.scheduler.engine_bench import Bench, eventually, running
 from tests.scheduler.paged_model import continuation
@@ -26,9 +26,9 @@ def make_requests(*names: str) -> list[Request]:
     return [Request(name, key, [1] * 10, 10, StopConditions(10)) for key, name in enumerate(names)]
 
 
-def plan(requests: list[Request], num_tokens: int = 10) -> StepPlan:
+def plan(requests: list[Request], num_tokens: int = 10) -> SchedulerOutput:
     count = len(requests)
-    return StepPlan(
+    return SchedulerOutput(
         step=1,
         requests=requests,
         num_scheduled_tokens=[num_tokens] * count,

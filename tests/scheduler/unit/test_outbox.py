@@ -10,7 +10,7 @@ from stepwell.worker.v1 import worker_pb2
 from services.common.errors import InvalidArgument, ResourceExhausted
 from services.scheduler.adapters.outbox import Outbox
 from services.scheduler.adapters.sessions import GatewaySession, Sessions
-from services.scheduler.core.output import StepPlan, StepUpdate
+from services.scheduler.core.output import EngineCoreOutputs, SchedulerOutput
 from services.scheduler.core.request import FinishReason, Request, StopConditions
 
 ENDS_WITH_A_STATUS = {
@@ -38,14 +38,14 @@ def update(
     logprobs: worker_pb2.RequestLogprobs | None = None,
     start: int = 0,
     is_first: bool = False,
-) -> StepUpdate:
+) -> EngineCoreOutputs:
     """What a step brought; `logprobs` are those of its first request."""
     new = requests if is_first else []
     starts = [start] * len(requests)
-    plan = StepPlan(step=step, requests=requests, num_computed_tokens=starts, new=new)
+    plan = SchedulerOutput(step=step, requests=requests, num_computed_tokens=starts, new=new)
     rows = {} if logprobs is None else {0: logprobs}
     ended = [request for request in requests if request.is_finished]
-    return StepUpdate(plan, token_ids, rows, ended)
+    return EngineCoreOutputs(plan, token_ids, rows, ended)
 
 
 async def test_steps_that_nobody_took_are_told_together() -> None:

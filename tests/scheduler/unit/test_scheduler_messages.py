@@ -14,7 +14,7 @@ from services.kvpool.core.kv_pool import KVPool, PoolConfig
 from services.scheduler.adapters.pool_messages import to_message, to_outcome
 from services.scheduler.adapters.worker_messages import to_execute_request, to_step_output
 from services.scheduler.core import ports
-from services.scheduler.core.output import StepPlan
+from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.request import Request, StopConditions
 from tests.scheduler.story import Story, prompt
 
@@ -145,7 +145,7 @@ def request_in_slot(slot: int, token_ids: list[int]) -> Request:
 
 def test_a_step_is_a_difference_to_the_workers_batch() -> None:
     new, old = request_in_slot(2, [10, 11, 12]), request_in_slot(5, [20])
-    plan = StepPlan(
+    plan = SchedulerOutput(
         step=9,
         requests=[old, new],
         num_scheduled_tokens=[1, 3],
@@ -176,7 +176,7 @@ def test_a_decoding_request_costs_twelve_bytes() -> None:
     def step(count: int) -> int:
         requests = [request_in_slot(slot, [1]) for slot in range(count)]
         ones = [1] * count
-        plan = StepPlan(1, requests, ones, ones)
+        plan = SchedulerOutput(1, requests, ones, ones)
         return len(to_execute_request(plan, 1, "").SerializeToString())
 
     assert (step(100) - step(50)) / 50 <= 12.5

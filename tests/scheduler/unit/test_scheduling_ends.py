@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from services.common.repetition import RepetitionDetection
-from services.scheduler.core.output import StepOutput
+from services.scheduler.core.output import ModelRunnerOutput
 from services.scheduler.core.request import FinishReason, Request, StopConditions
 from tests.scheduler.paged_model import continuation, next_token
 from tests.scheduler.story import Story, prompt
@@ -110,7 +110,7 @@ async def test_repetition_comes_last_and_not_before_min_tokens(
 def test_of_several_tokens_those_after_the_repetition_are_left_out() -> None:
     stop = StopConditions(100, repetition=RepetitionDetection(2, 2, 2))
     request = Request("a", 1, [5, 6, 5, 6], 2, stop, max_num_tokens=100)
-    assert request.append_output([7, 5, 6, 5, 6, 7]) == [7, 5, 6, 5, 6]
+    assert request.append_output_token_ids([7, 5, 6, 5, 6, 7]) == [7, 5, 6, 5, 6]
     assert request.finish_reason is FinishReason.REPETITION
 
 
@@ -201,7 +201,7 @@ async def test_nan_ends_one_request_and_leaves_the_others() -> None:
     whole = story.add("b", prompt(5, 500), max_tokens=2)
     plan = await story.scheduler.schedule()
     output = story.model.run_plan(plan)
-    broken_output = StepOutput(output.token_ids, nan_requests=frozenset({0}))
+    broken_output = ModelRunnerOutput(output.token_ids, nan_requests=frozenset({0}))
     assert story.take_in(plan, broken_output)["a"] == []
     assert (broken.finish_reason, broken.num_output_tokens) == (FinishReason.NAN_IN_LOGITS, 0)
     await story.run()

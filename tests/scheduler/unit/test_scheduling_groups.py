@@ -8,9 +8,9 @@ from services.cli.replay.inprocess_pool import InProcessPool
 from services.common.kv_cache_groups import AttentionType, GroupSpec
 from services.kvpool.core.ids import RequestNumber
 from services.scheduler.core import ports
-from services.scheduler.core.capacity import max_request_tokens, why_states_cannot_be_served
+from services.scheduler.core.capacity import max_request_tokens, state_space_conflict
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.output import StepOutput, WaitReason
+from services.scheduler.core.output import ModelRunnerOutput, WaitReason
 from tests.scheduler.paged_model import continuation
 from tests.scheduler.story import BLOCK_SIZE, Story, prompt
 
@@ -89,14 +89,14 @@ async def test_a_window_does_not_move_over_drafts_that_a_step_in_flight_may_reje
     first = await story.scheduler.schedule()
     assert (first.num_computed_tokens, first.num_scheduled_tokens) == ([8], [4])
     assert heard[0].grown == [([8], [12])]
-    story.scheduler.update_from_output(prefill, StepOutput([[500]]))
+    story.scheduler.update_from_output(prefill, ModelRunnerOutput([[500]]))
     # Nine tokens are known, and twelve counted as computed: three of them may be rejected.
     second = await story.scheduler.schedule()
     assert (second.num_computed_tokens, second.num_scheduled_tokens) == ([12], [4])
     assert heard[0].grown[1:] == [([9], [16])]
     # Query 12 would see tokens 7 to 12, but query 9 sees token 4, which lies in block 2.
     assert tables(story, 1) == ((0, 2, 3, 4),)
-    story.scheduler.update_from_output(first, StepOutput([[501]]))
+    story.scheduler.update_from_output(first, ModelRunnerOutput([[501]]))
     third = await story.scheduler.schedule()
     assert third.num_computed_tokens == [13]
     assert heard[0].grown[2:] == [([10], [17])]
@@ -281,16 +281,16 @@ async def test_the_longest_request_runs_to_its_end(groups: tuple[GroupSpec, ...]
 
 
 def test_what_states_cannot_be_served_with_is_said_in_a_sentence() -> None:
-    assert why_states_cannot_be_served(config(FULL)) is None
-    assert why_states_cannot_be_served(config(FULL, STATE)) is None
-    whole = why_states_cannot_be_served(config(STATE, enable_chunked_prefill=False))
+    assert state_space_conflict(config(FULL)) is None
+    assert state_space_conflict(config(FULL, STATE)) is None
+    whole = state_space_conflict(config(STATE, enable_chunked_prefill=False))
     assert whole is not None
     assert "enable chunked prefill" in whole
-    small = why_states_cannot_be_served(config(STATE, max_num_batched_tokens=3))
+    small = state_space_conflict(config(STATE, max_num_batched_tokens=3))
     assert small is not None
     assert "a step of 3 tokens does not reach the end of a block of 4" in small
     uncached = config(STATE, max_num_batched_tokens=3, enable_prefix_caching=False)
-    assert why_states_cannot_be_served(uncached) is None
-    drafts = why_states_cannot_be_served(config(FULL, STATE, num_speculative_tokens=2))
+    assert state_space_conflict(uncached) is None
+    drafts = state_space_conflict(config(FULL, STATE, num_speculative_tokens=2))
     assert drafts is not None
     assert "take back a draft" in drafts

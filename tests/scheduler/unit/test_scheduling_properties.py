@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.scheduler.core import ports
 from services.scheduler.core.config import Policy
-from services.scheduler.core.output import StepPlan
+from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.request import FinishReason, Request
 from tests.scheduler.invariants import Before, check_step
 from tests.scheduler.paged_model import continuation
@@ -110,7 +110,7 @@ class Life:
             return
         before = Before.of(self.story)
 
-        def planned(plan: StepPlan) -> None:
+        def planned(plan: SchedulerOutput) -> None:
             check_step(self.story, before, plan)
             self.happened["drafts"] += sum(map(len, plan.draft_token_ids.values()))
             self._abort(step, mid_step=True)

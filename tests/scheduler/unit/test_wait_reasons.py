@@ -13,7 +13,7 @@ from services.common.telemetry import configure_tracing
 from services.scheduler.adapters.statistics import StepCounts
 from services.scheduler.adapters.step_tracer import StepTracer
 from services.scheduler.adapters.wait_reasons import MAX_CHANGES, ReasonChange, WaitReasons
-from services.scheduler.core.output import StepPlan, WaitReason
+from services.scheduler.core.output import SchedulerOutput, WaitReason
 from services.scheduler.core.request import Request
 from tests.scheduler.story import Story, prompt
 
@@ -185,7 +185,7 @@ class TracedStory(Story):
         self.tracer.arrived([request])
         return request
 
-    async def watched_step(self) -> StepPlan:
+    async def watched_step(self) -> SchedulerOutput:
         self.tracer.begin()
         plan = await self.scheduler.schedule()
         self.tracer.planned(plan)
