@@ -1,5 +1,6 @@
 """The `stepwell` command: finds the subcommand and turns its errors into one sentence."""
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -7,6 +8,7 @@ from importlib.metadata import version
 from io import TextIOWrapper
 
 from services.cli.errors import CommandError
+from services.common.grpc_core import silence_grpc
 
 COMMANDS = {
     "up": "start all four services and serve a model",
@@ -56,6 +58,8 @@ def _run(name: str, arguments: Sequence[str]) -> int:
         # Python lets broken text through in some locales, and breaks when it is sent.
         if isinstance(sys.stdin, TextIOWrapper):
             sys.stdin.reconfigure(errors="strict")
+        # Read when grpc is imported. `up` loses connections whenever it restarts a service.
+        silence_grpc(os.environ)
         # A command's libraries are loaded only when it runs: --help answers at once.
         status: int = import_module(f"services.cli.{name}").main(arguments)
     except CommandError as error:

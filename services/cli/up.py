@@ -30,10 +30,6 @@ _PROMPT = "def read_lines(path):"
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
-    # Lost connections are part of a restart: gRPC's C core must not spill them on the terminal.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    # Its channels are of no use to children, which become other programs at once.
-    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     settings = load_settings(UpSettings, "up", argv, prog="stepwell up")
     _check_model(settings.model)
     http_port = claim_port(settings.host, settings.http_port, "--http-port")

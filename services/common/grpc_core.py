@@ -1,19 +1,28 @@
-"""What grpc's native core is told before it is loaded."""
+"""Environment variables that grpc's native core reads once, when grpc is first imported."""
 
 from collections.abc import MutableMapping
 
 EXPERIMENTS = "GRPC_EXPERIMENTS"
 OLDER_POLLER = "-event_engine_client,-event_engine_listener"
+FORK_SUPPORT = "GRPC_ENABLE_FORK_SUPPORT"
+VERBOSITY = "GRPC_VERBOSITY"
 
 
 def tune_grpc(environ: MutableMapping[str, str]) -> None:
-    """Lets grpc read and write sockets in the threads that wait for them, not in its own.
+    """Chooses grpc's older poller, and no support for forks, where the environment does not.
 
-    Its event engine takes each message across one thread more on either side. With the older poller
-    a message and its answer on a stream between two processes (grpcio 1.85.1, 2 kB, a unix socket)
-    take 0.6 of the time, and of the processor time on both sides. Whoever sets GRPC_EXPERIMENTS
-    decides otherwise. A later grpc that knows these names no more says so in one line and goes on.
+    With its event engine grpc passes each message through one more thread on either side. With the
+    older poller a message and its answer on a stream between two processes (grpcio 1.85.1, 2 kB, a
+    unix socket) take 0.6 of the time, and of the processor time on both sides. A later grpc that no
+    longer has these experiments logs one line and goes on.
 
-    grpc reads the variable when it is first imported: nothing is changed by what comes later.
+    Processes that are started here run another program at once and use no channel of their parent;
+    with fork support grpc logs a line for each of them.
     """
     environ.setdefault(EXPERIMENTS, OLDER_POLLER)
+    environ.setdefault(FORK_SUPPORT, "0")
+
+
+def silence_grpc(environ: MutableMapping[str, str]) -> None:
+    """Turns off the log of grpc's core, in a process that expects to lose connections."""
+    environ.setdefault(VERBOSITY, "NONE")
