@@ -11,7 +11,7 @@ from services.cli.replay.inprocess_pool import InProcessPool
 from services.common.kv_cache_groups import AttentionType, GroupSpec
 from services.scheduler.adapters.worker_messages import to_execute_request, to_step_output
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.output import SchedulerOutput, StepOutput
+from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.request import Request, StopConditions
 from services.scheduler.core.scheduler import Scheduler
 from services.worker.adapters.converters import output_to_message, step_from_message
@@ -65,7 +65,7 @@ async def generate(
     ]
     for request in requests[:8]:
         scheduler.add(request)
-    in_flight: deque[tuple[SchedulerOutput, StepOutput]] = deque()
+    in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
     late, num_steps = requests[8:], 0
     while scheduler.has_work or in_flight or late:
         if num_steps == 3:
@@ -97,7 +97,7 @@ def pool_groups(runner: Runner) -> list[GroupSpec]:
     ]
 
 
-def execute(runner: Runner, plan: SchedulerOutput) -> StepOutput:
+def execute(runner: Runner, plan: SchedulerOutput) -> ModelRunnerOutput:
     """Runs a step as the worker would that gets it over the wire."""
     step = step_from_message(to_execute_request(plan, generation=1, traceparent=""))
     return to_step_output(output_to_message(runner.execute(step), queue_nanos=0, execute_nanos=0))
