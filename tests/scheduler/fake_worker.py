@@ -62,7 +62,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             world_size=world_size,
         )
         self.steps: list[worker_pb2.ExecuteRequest] = []
-        self.nan_slots: frozenset[int] = frozenset()
+        self.nan_rows: frozenset[int] = frozenset()
         self.poison: int | None = None
         """A token of a new request that ends the stream."""
         self.going = asyncio.Event()
@@ -112,7 +112,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     def _run(
         self, model: PagedModel, step: worker_pb2.ExecuteRequest
     ) -> worker_pb2.ExecuteResponse:
-        slots = unpack_token_ids(step.slots)
+        rows = unpack_token_ids(step.slots)
         tokens = model.run(
             unpack_token_ids(step.removed_slots),
             [_row(request) for request in step.new_requests],
@@ -120,7 +120,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             [
                 Work(*numbers)
                 for numbers in zip(
-                    slots,
+                    rows,
                     unpack_token_ids(step.num_scheduled_tokens),
                     unpack_token_ids(step.num_computed_tokens),
                     strict=True,
@@ -138,7 +138,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             num_tokens=pack_token_ids(list(map(len, tokens))),
             token_ids=pack_token_ids([token for ids in tokens for token in ids]),
             nan_requests=pack_token_ids(
-                [index for index, slot in enumerate(slots) if slot in self.nan_slots]
+                [index for index, row in enumerate(rows) if row in self.nan_rows]
             ),
         )
 
@@ -156,7 +156,7 @@ def _appended(step: worker_pb2.ExecuteRequest) -> dict[int, list[list[int]]]:
     for group in step.appended_blocks:
         blocks, start = unpack_token_ids(group.block_ids), 0
         counts = unpack_token_ids(group.num_blocks)
-        for slot, count in zip(unpack_token_ids(group.slots), counts, strict=True):
-            appended.setdefault(slot, []).append(blocks[start : start + count])
+        for row, count in zip(unpack_token_ids(group.slots), counts, strict=True):
+            appended.setdefault(row, []).append(blocks[start : start + count])
             start += count
     return appended

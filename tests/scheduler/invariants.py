@@ -73,8 +73,8 @@ def check_one_owner_of_writable_blocks(story: Story) -> None:
     )
     holders[NULL_BLOCK] = 1  # it stands where nothing is written
     for request in running:
-        assert request.slot is not None
-        written_next = story.model.next_position(request.slot, request.num_computed_tokens)
+        assert request.row is not None
+        written_next = story.model.next_position(request.row, request.num_computed_tokens)
         for table in _tables(story, request):
             writable = table[written_next // size :]
             assert all(holders[block] == 1 for block in writable), request.request_id

@@ -45,7 +45,7 @@ def proposals(token_ids: Sequence[int], num_tokens: int) -> list[int]:
 class NewRow:
     """A request that enters the batch."""
 
-    slot: int
+    row_index: int
     token_ids: Sequence[int]
     tables: Tables
     salt: str = ""
@@ -55,7 +55,7 @@ class NewRow:
 class Work:
     """What a request has a step compute; drafts are the last of the scheduled tokens."""
 
-    slot: int
+    row_index: int
     num_scheduled: int
     num_computed: int
     drafts: Sequence[int] = ()
@@ -104,11 +104,11 @@ class PagedModel:
     def __init__(
         self,
         block_size: int,
-        num_slots: int,
+        num_rows: int,
         num_speculative_tokens: int = 0,
         groups: Sequence[GroupSpec] = (),
     ) -> None:
-        self._num_slots = num_slots
+        self._num_rows = num_rows
         self._num_speculative_tokens = num_speculative_tokens
         self._rows: dict[int, _Row] = {}
         self._cache = PagedCache(block_size, groups)
@@ -118,7 +118,7 @@ class PagedModel:
         """Requests in the batch."""
         return len(self._rows)
 
-    def next_position(self, slot: int, num_computed: int) -> int:
+    def next_position(self, row_index: int, num_computed: int) -> int:
         """Where a row is written next.
 
         A step planned while the one before it runs counts the drafts of that one as right. The row
@@ -126,28 +126,28 @@ class PagedModel:
         """
         if not self._num_speculative_tokens:
             return num_computed
-        return min(num_computed, len(self._rows[slot].token_ids) - 1)
+        return min(num_computed, len(self._rows[row_index].token_ids) - 1)
 
     def run_plan(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Runs a step of the scheduler core."""
         entering = [
-            NewRow(_slot(request), request.token_ids, tables, request.cache_salt)
+            NewRow(_row_of(request), request.token_ids, tables, request.cache_salt)
             for request, tables in plan.block_tables.items()
         ]
-        appended = {_slot(request): tables for request, tables in plan.appended_blocks.items()}
+        appended = {_row_of(request): tables for request, tables in plan.appended_blocks.items()}
         work = [
-            Work(_slot(request), scheduled, computed, plan.draft_token_ids.get(request, ()))
+            Work(_row_of(request), scheduled, computed, plan.draft_token_ids.get(request, ()))
             for request, scheduled, computed in zip(
                 plan.requests, plan.num_scheduled_tokens, plan.num_computed_tokens, strict=True
             )
         ]
-        token_ids = self.run(plan.removed_slots, entering, appended, work, plan.block_ids_to_zero)
+        token_ids = self.run(plan.removed_rows, entering, appended, work, plan.block_ids_to_zero)
         if not self._num_speculative_tokens:
             return ModelRunnerOutput(token_ids)
         return ModelRunnerOutput(
             token_ids,
             draft_token_ids=[
-                proposals(self._rows[item.slot].token_ids, self._num_speculative_tokens)
+                proposals(self._rows[item.row_index].token_ids, self._num_speculative_tokens)
                 if sampled
                 else []
                 for item, sampled in zip(work, token_ids, strict=True)
@@ -165,19 +165,19 @@ class PagedModel:
         """Runs a step; returns the sampled tokens of each request: none inside a prompt, and with
         drafts those that were right and one more.
         """
-        for slot in removed:
-            assert self._rows.pop(slot, None) is not None, f"slot {slot} was empty"
+        for row_index in removed:
+            assert self._rows.pop(row_index, None) is not None, f"row {row_index} was empty"
         entered = set()
         for new in entering:
-            assert 0 <= new.slot < self._num_slots
-            assert new.slot not in self._rows, f"slot {new.slot} was taken"
-            self._rows[new.slot] = _Row(new)
-            entered.add(new.slot)
-        for slot, grown in appended.items():
-            for table, blocks in zip(self._rows[slot].tables, grown, strict=True):
+            assert 0 <= new.row_index < self._num_rows
+            assert new.row_index not in self._rows, f"row {new.row_index} was taken"
+            self._rows[new.row_index] = _Row(new)
+            entered.add(new.row_index)
+        for row_index, grown in appended.items():
+            for table, blocks in zip(self._rows[row_index].tables, grown, strict=True):
                 table.extend(blocks)
         self._cache.zero(zeroed)
-        passes = [self._begin(item, item.slot in entered) for item in work]
+        passes = [self._begin(item, item.row_index in entered) for item in work]
         for running in passes:
             self._write(running)
         return [self._sample(running) for running in passes]
@@ -186,10 +186,10 @@ class PagedModel:
         """Drafts of -1 stand for those that the model made itself, of one that has just entered for
         nothing at all: they pad the step.
         """
-        row, drafts = self._rows[work.slot], work.drafts
+        row, drafts = self._rows[work.row_index], work.drafts
         if -1 in drafts and not has_just_entered:
             drafts = proposals(row.token_ids, len(drafts))
-        start = self.next_position(work.slot, work.num_computed)
+        start = self.next_position(work.row_index, work.num_computed)
         digests = [*row.digests, *row.digests_of(drafts)] if drafts else row.digests
         return _Pass(row, start, start + work.num_scheduled, drafts, digests)
 
@@ -212,6 +212,6 @@ class PagedModel:
         return sampled
 
 
-def _slot(request: Request) -> int:
-    assert request.slot is not None, f"{request.request_id} is planned without a slot"
-    return request.slot
+def _row_of(request: Request) -> int:
+    assert request.row is not None, f"{request.request_id} is planned without a row"
+    return request.row

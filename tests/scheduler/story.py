@@ -114,7 +114,7 @@ class Story:
         plan = await self.scheduler.schedule()
         round_trips = self.pool.num_transactions - before
         self.pool.core.check()
-        if plan.requests or plan.removed_slots:
+        if plan.requests or plan.removed_rows:
             self._in_flight.append((plan, self.model.run_plan(plan)))
         meanwhile(plan)
         depth = 2 if self.config.async_scheduling else 1

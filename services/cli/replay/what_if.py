@@ -85,7 +85,7 @@ class WhatIf:
         if self.scheduler.has_work:
             plan = await self.scheduler.schedule()
             self.statistics.planned(plan, self._now)
-            if plan.requests or plan.removed_slots:
+            if plan.requests or plan.removed_rows:
                 self._in_flight.append(plan)
         for event in moment.before_update if moment else ():
             await self._happen(event, self._now + 1)

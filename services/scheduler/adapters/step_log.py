@@ -1,6 +1,6 @@
 """The step log: one JSON object a line, of what the scheduler was told and what it decided.
 
-    {"schema": "stepwell.step_log", "version": 1, "config": {...}, "pool": {...}, ...}
+    {"schema": "stepwell.step_log", "version": 3, "config": {...}, "pool": {...}, ...}
     {"call": "add", "key": 1, "id": "...", "tokens": [...], ...}
     {"call": "schedule", "step": 0, "keys": [1], "num_scheduled_tokens": [64], ...}
     {"call": "update_from_output", "step": 0, "token_ids": [[17]], ...}

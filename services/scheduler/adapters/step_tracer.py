@@ -66,7 +66,7 @@ class StepTracer:
         if self._tracing.enabled:
             self._trace_plan(plan, step.span)
         self._count(plan)
-        if plan.requests or plan.removed_slots:
+        if plan.requests or plan.removed_rows:
             self._steps[plan.step] = step
         else:
             step.span.end()

@@ -21,9 +21,9 @@ def to_execute_request(
     return worker_pb2.ExecuteRequest(
         generation=generation,
         step=plan.step,
-        removed_slots=pack_token_ids(plan.removed_slots),
+        removed_slots=pack_token_ids(plan.removed_rows),
         new_requests=_new_requests(plan),
-        slots=pack_token_ids(_slots(plan.requests)),
+        slots=pack_token_ids(_rows(plan.requests)),
         num_scheduled_tokens=pack_token_ids(plan.num_scheduled_tokens),
         num_computed_tokens=pack_token_ids(plan.num_computed_tokens),
         appended_blocks=_appended(plan.appended_blocks),
@@ -49,11 +49,11 @@ def _sampled(flat: list[int], counts: list[int]) -> list[Sequence[int]]:
     return [flat[end - count : end] for end, count in zip(ends, counts, strict=True)]
 
 
-def _slots(requests: Iterable[Request]) -> list[int]:
-    slots = [request.slot for request in requests]
-    if None in slots:
-        raise AssertionError("a request is planned without a slot")
-    return cast(list[int], slots)
+def _rows(requests: Iterable[Request]) -> list[int]:
+    rows = [request.row for request in requests]
+    if None in rows:
+        raise AssertionError("a request is planned without a row")
+    return cast(list[int], rows)
 
 
 def _new_requests(plan: SchedulerOutput) -> list[worker_pb2.NewRequest]:
@@ -73,7 +73,7 @@ def _new_request(
         raise AssertionError(f"{request.request_id} came without sampling parameters")
     embeds = request.prompt_embeds
     return worker_pb2.NewRequest(
-        slot=_slots([request])[0],
+        slot=_rows([request])[0],
         token_ids=pack_token_ids(request.token_ids),
         num_prompt_tokens=request.num_prompt_tokens,
         sampling=request.sampling,
@@ -87,10 +87,10 @@ def _new_request(
 def _appended(blocks: Mapping[Request, BlockTables]) -> list[worker_pb2.AppendedBlocks]:
     if not blocks:
         return []
-    slots = pack_token_ids(_slots(blocks))
+    rows = pack_token_ids(_rows(blocks))
     return [
         worker_pb2.AppendedBlocks(
-            slots=slots,
+            slots=rows,
             num_blocks=pack_token_ids([len(ids) for ids in of_group]),
             block_ids=pack_token_ids([block for ids in of_group for block in ids]),
         )

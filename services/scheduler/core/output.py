@@ -58,8 +58,8 @@ class SchedulerOutput:
     """In the order in which they happened."""
     wait_reason: WaitReason | None = None
     """Why each request that still waits was not scheduled; None when nobody waits."""
-    removed_slots: list[int] = field(default_factory=list)
-    """Places in the workers' batch that were given up since the last plan."""
+    removed_rows: list[int] = field(default_factory=list)
+    """Rows of the workers' batch that were freed since the last plan."""
     block_ids_to_zero: list[int] = field(default_factory=list)
     """Blocks that the workers clear before the step."""
 

@@ -15,7 +15,7 @@ driven again: the idea of record and replay, at the one seam where nothing is le
                          num_computed_tokens before the step, new, resumed, preemptions (victim,
                          cause, tokens lost), block_tables and appended_blocks and draft_token_ids
                          by key, wait_reason (why none of those that wait was scheduled),
-                         removed_slots; then num_running, num_waiting and num_free_blocks
+                         removed_rows; then num_running, num_waiting and num_free_blocks
     update_from_output   step, and parallel to its keys token_ids and draft_token_ids; nan_requests
                          and not_taken (what was taken instead; null: nothing) by index; ended
                          (key, reason, stop token)
@@ -46,7 +46,7 @@ from services.scheduler.core.request import FinishReason, Request
 from services.scheduler.core.scheduler import PauseMode, Scheduler
 
 SCHEMA = "stepwell.step_log"
-VERSION = 2
+VERSION = 3
 
 Entry = dict[str, Any]
 """Made of what JSON knows, and equal to itself after a turn through JSON."""
@@ -132,7 +132,7 @@ class RecordingScheduler(Scheduler):
                     for request, drafts in plan.draft_token_ids.items()
                 },
                 "wait_reason": plan.wait_reason and plan.wait_reason.value,
-                "removed_slots": list(plan.removed_slots),
+                "removed_rows": list(plan.removed_rows),
                 "num_running": len(self.running),
                 "num_waiting": self.num_waiting,
                 "num_free_blocks": self.num_free_blocks,

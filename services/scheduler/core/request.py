@@ -118,8 +118,8 @@ class Request:
     """Guesses at the tokens after the last one, -1 where only the workers know them."""
     num_slots: int = 0
     """Tokens that its block table can hold."""
-    slot: int | None = None
-    """Its place in the workers' batch while it runs."""
+    row: int | None = None
+    """Its row in the workers' batch while it runs."""
     num_cached_tokens: int | None = None
     """Prefix hit when it was first scheduled; None before."""
     num_preemptions: int = 0
@@ -182,7 +182,7 @@ class Request:
         self.origin = self.num_slots = 0
         self.num_hashes_sent = self.num_committed_blocks = 0
         self.known_to_pool = False
-        self.slot = None
+        self.row = None
 
     def append_output_token_ids(self, token_ids: Sequence[int]) -> Sequence[int]:
         """Takes sampled tokens up to one that ends the request; returns those taken.

@@ -58,13 +58,13 @@ class Scheduler:
         self._caches_states = config.caches_states
         self._only: Collection[Request] | None = None
         self._num_steps = 0
-        self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
-        self._removed_slots: list[int] = []
+        self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
+        self._removed_rows: list[int] = []
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything: requests, or news for pool and workers."""
-        return bool(self.running or self.waiting or self._memory.has_news or self._removed_slots)
+        return bool(self.running or self.waiting or self._memory.has_news or self._removed_rows)
 
     @property
     def num_waiting(self) -> int:
@@ -195,7 +195,7 @@ class Scheduler:
         for request in self.waiting:
             request.forget_blocks()
         self._memory.forget()
-        self._removed_slots.clear()
+        self._removed_rows.clear()
         return victims
 
     async def flush(self) -> None:
@@ -351,7 +351,7 @@ class Scheduler:
         hit, num_new = admission.num_hit_tokens, admission.num_new_tokens
         num_committed_blocks = admission.num_commit_tokens // size
         request.status = RequestStatus.RUNNING
-        request.slot = self._free_slots.pop()
+        request.row = self._free_rows.pop()
         request.origin = hit
         request.num_slots = len(blocks[0]) * size
         request.num_committed_blocks = num_committed_blocks
@@ -390,11 +390,11 @@ class Scheduler:
             resumed=draft.resumed,
             preemptions=draft.preemptions,
             wait_reason=wait_reason,
-            removed_slots=self._removed_slots,
+            removed_rows=self._removed_rows,
             block_ids_to_zero=self._memory.take_block_ids_to_zero(),
         )
         self._num_steps += 1
-        self._removed_slots = []
+        self._removed_rows = []
         self.running.clock.now += 1
         for request, num_new in draft.awake.items():
             request.origin = computed = request.origin + num_new
@@ -441,7 +441,7 @@ class Scheduler:
             request.origin -= len(drafts) + 1 - len(kept)
         if output.draft_token_ids and not self.config.async_scheduling:
             request.draft_token_ids = list(output.draft_token_ids[index])
-        if request.slot is not None:
+        if request.row is not None:
             self._memory.publish_known(request)
         return kept
 
@@ -450,14 +450,14 @@ class Scheduler:
         flight when it was preempted.
         """
         for request in ended:
-            queue = self.waiting if request.slot is None else self.running
+            queue = self.waiting if request.row is None else self.running
             queue.remove(request)
             self._give_back(request)
 
     def _give_back(self, request: Request) -> None:
-        """Frees what a request holds: its blocks with the next transaction, its slot with it."""
+        """Frees what a request holds: its blocks with the next transaction, its row with it."""
         self._memory.release(request)
-        if request.slot is not None:
-            self._free_slots.append(request.slot)
-            self._removed_slots.append(request.slot)
+        if request.row is not None:
+            self._free_rows.append(request.row)
+            self._removed_rows.append(request.row)
         request.forget_blocks()

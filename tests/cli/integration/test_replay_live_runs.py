@@ -92,9 +92,9 @@ async def break_every_step_with_one_request(replica: Replica, gateway: Gateway) 
 
 async def make_no_sense_of_some(replica: Replica, gateway: Gateway) -> None:
     await gateway.until_tokens(0, 2)
-    replica.worker.nan_slots = frozenset({2})
+    replica.worker.nan_rows = frozenset({2})
     await gateway.until_tokens(0, 5)
-    replica.worker.nan_slots = frozenset()
+    replica.worker.nan_rows = frozenset()
 
 
 async def reset_and_pause(replica: Replica, gateway: Gateway) -> None:

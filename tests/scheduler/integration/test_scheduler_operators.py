@@ -276,7 +276,7 @@ async def test_metrics_tell_why_requests_wait_and_which_were_corrupted(free_port
             f"vllm:num_requests_waiting_by_reason{labels} 2.0"
             in (await client.get("/metrics")).text
         )
-        replica.worker.nan_slots = frozenset({0})
+        replica.worker.nan_rows = frozenset({0})
         replica.worker.going.set()
         await gateway.finish(1, 2, 3)
         await replica.until_idle()

@@ -195,7 +195,7 @@ async def test_a_session_begins_with_open_and_opens_once(replica: Replica) -> No
 async def test_broken_logits_end_a_request_with_an_error(
     replica: Replica, gateway: Gateway
 ) -> None:
-    replica.worker.nan_slots = frozenset({0})
+    replica.worker.nan_rows = frozenset({0})
     await gateway.add(1, prompt(5))
     await gateway.finish(1)
     finished = gateway.heard[1].finished
@@ -203,7 +203,7 @@ async def test_broken_logits_end_a_request_with_an_error(
     assert finished.reason == common_pb2.FINISH_REASON_NAN_IN_LOGITS
     assert finished.message == "the model's logits held NaN: no token could be chosen"
     assert gateway.heard[1].tokens == []
-    replica.worker.nan_slots = frozenset()
+    replica.worker.nan_rows = frozenset()
     await replica.until_idle()
 
 

@@ -128,23 +128,23 @@ async def test_a_busy_replica_hears_the_same_in_process_and_in_bytes() -> None:
     assert story.scheduler.num_preemptions > 0
 
 
-def request_in_slot(slot: int, token_ids: list[int]) -> Request:
-    sampling = common_pb2.SamplingParams(seed=slot, temperature=0)
+def request_in_row(row: int, token_ids: list[int]) -> Request:
+    sampling = common_pb2.SamplingParams(seed=row, temperature=0)
     request = Request(
-        f"r{slot}",
-        slot,
+        f"r{row}",
+        row,
         token_ids,
         len(token_ids) - 1,
         StopConditions(9),
         sampling=sampling,
-        traceparent=f"trace-{slot}",
+        traceparent=f"trace-{row}",
     )
-    request.slot = slot
+    request.row = row
     return request
 
 
 def test_a_step_is_a_difference_to_the_workers_batch() -> None:
-    new, old = request_in_slot(2, [10, 11, 12]), request_in_slot(5, [20])
+    new, old = request_in_row(2, [10, 11, 12]), request_in_row(5, [20])
     plan = SchedulerOutput(
         step=9,
         requests=[old, new],
@@ -152,7 +152,7 @@ def test_a_step_is_a_difference_to_the_workers_batch() -> None:
         num_computed_tokens=[7, 0],
         block_tables={new: ([1, 2], [3, 4])},
         appended_blocks={old: ([6], [7, 8])},
-        removed_slots=[1, 2],
+        removed_rows=[1, 2],
     )
     message = to_execute_request(plan, 4, "trace")
     assert (message.generation, message.step, message.traceparent) == (4, 9, "trace")
@@ -174,7 +174,7 @@ def test_a_step_is_a_difference_to_the_workers_batch() -> None:
 
 def test_a_decoding_request_costs_twelve_bytes() -> None:
     def step(count: int) -> int:
-        requests = [request_in_slot(slot, [1]) for slot in range(count)]
+        requests = [request_in_row(row, [1]) for row in range(count)]
         ones = [1] * count
         plan = SchedulerOutput(1, requests, ones, ones)
         return len(to_execute_request(plan, 1, "").SerializeToString())

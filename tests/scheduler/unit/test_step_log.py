@@ -120,7 +120,7 @@ def test_the_header_tells_all_that_a_replay_needs() -> None:
     shape = ReplicaShape(FakeWorker().description, 64)
     first = header(config, shape, started_unix_nanos=17)
     assert json.loads(json.dumps(first)) == first
-    assert (first["schema"], first["version"]) == ("stepwell.step_log", 2)
+    assert (first["schema"], first["version"]) == ("stepwell.step_log", 3)
     assert (first["fingerprint"], first["started_unix_nanos"]) == ("01ff", 17)
     assert first["config"]["policy"] == "priority"
     assert "fingerprint" not in first["config"]

@@ -190,7 +190,7 @@ class TracedStory(Story):
         plan = await self.scheduler.schedule()
         self.tracer.planned(plan)
         update = self.scheduler.update_from_output(plan, self.model.run_plan(plan))
-        if plan.requests or plan.removed_slots:
+        if plan.requests or plan.removed_rows:
             self.tracer.done(plan, update)
         return plan
 
