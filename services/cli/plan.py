@@ -11,10 +11,10 @@ from typing import Any
 
 from services.cli.child import ChildSpec
 from services.cli.health import Liveness, until_ready
-from services.cli.ports import join_host_port
 from services.cli.run_directory import make_again
 from services.cli.settings import UpSettings
 from services.cli.supervisor import Stage
+from services.common.addresses import join_host_port
 from services.common.settings import env_prefix
 
 # Which services each setting belongs to, where it has the same name there.
@@ -85,8 +85,8 @@ def stages(settings: UpSettings, addresses: Addresses, environ: Mapping[str, str
     wiring: dict[str, dict[str, Any]] = {
         "gateway": {
             "model": settings.model,
-            "http_listen": join_host_port(addresses.host, addresses.http_port),
-            "grpc_listen": join_host_port(addresses.host, addresses.grpc_port),
+            "http_address": join_host_port(addresses.host, addresses.http_port),
+            "address": join_host_port(addresses.host, addresses.grpc_port),
             "schedulers": (addresses.socket("scheduler"),),
             "drain_seconds": _GATEWAY_DRAIN_SECONDS,
         },

@@ -6,11 +6,6 @@ import socket
 from services.cli.errors import CommandError
 
 
-def join_host_port(host: str, port: int) -> str:
-    """`host:port` as URLs and gRPC write it; an IPv6 address gets its brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 def claim_port(host: str, port: int, flag: str) -> int:
     """The port itself if a server could listen there, or a free one for port 0.
 

@@ -1,4 +1,16 @@
-"""The life of a service process: start, serve until told to stop, drain, exit 0."""
+"""The life of a service process: read settings, serve until SIGTERM, drain, exit 0.
+
+Every service is composed in its `__main__.py`, in one shape:
+
+    def main() -> None:
+        run_service(SERVICE, ThingSettings, serve)
+
+    async def serve(settings: ThingSettings, stop: asyncio.Event) -> None:
+        with service_tracing(SERVICE, settings) as tracing:
+            ...  # build the parts, listen on settings.address, wait for stop, drain
+
+What tests start inside their own process, on free ports, is `serve` or a class in the same file.
+"""
 
 import asyncio
 import logging
@@ -6,43 +18,53 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import uvloop
 
 from services.common.errors import StepwellError
-from services.common.settings import exit_with
+from services.common.logs import configure_logs
+from services.common.service_settings import ServiceSettings
+from services.common.settings import SettingError, exit_with, load_settings
 
 logger = logging.getLogger(__name__)
 
+S = TypeVar("S", bound=ServiceSettings)
 
-def run_service(service: str, serve: Callable[[asyncio.Event], Awaitable[None]]) -> NoReturn:
-    """Runs `serve(stop)` to its end; SIGTERM and SIGINT set `stop`, for it to drain and return.
 
-    A StepwellError that `serve` raises, at start or later, ends the process with its one sentence
-    and exit status 1. Once all is drained the process ends at once: taking an interpreter with
-    large libraries apart takes seconds in which an impatient supervisor would kill it.
+def run_service(
+    service: str, settings_class: type[S], serve: Callable[[S, asyncio.Event], Awaitable[None]]
+) -> NoReturn:
+    """Reads the settings, configures logs, and runs `serve(settings, stop)` to its end.
+
+    SIGTERM and SIGINT set `stop`; `serve` then drains and returns, and the process exits with 0. A
+    StepwellError that `serve` raises, at start or later, ends the process with its one sentence and
+    exit status 1, a SettingError with status 2. Once `serve` has returned, the process ends without
+    taking the interpreter apart: with large libraries that takes seconds.
     """
+    settings = load_settings(settings_class, service)
+    configure_logs(service, settings.log_level, settings.log_format)
 
     async def main() -> None:
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, _request_stop, stop, signum)
-        await serve(stop)
+        await serve(settings, stop)
 
-    failure: StepwellError | None = None
+    failure: StepwellError | SettingError | None = None
     try:
         uvloop.run(main())
-    except* StepwellError as group:
+    except* (StepwellError, SettingError) as group:
         failure = _first(group)
     if failure is not None:  # what is raised inside except* would come out in a group of its own
-        exit_with(f"stepwell {service}: {failure}", status=1)
+        status = 2 if isinstance(failure, SettingError) else 1
+        exit_with(f"stepwell {service}: {failure}", status)
     _end(0)
 
 
 def end_at_once(sentence: str, status: int = 1) -> NoReturn:
-    """Ends the process with one sentence on standard error, whatever its threads wait for."""
+    """Ends the process with one sentence on standard error, even while threads are blocked."""
     print(sentence, file=sys.stderr)
     _end(status)
 
@@ -59,6 +81,8 @@ def _request_stop(stop: asyncio.Event, signum: int) -> None:
     stop.set()
 
 
-def _first(group: BaseExceptionGroup[StepwellError]) -> StepwellError:
+def _first(
+    group: BaseExceptionGroup[StepwellError | SettingError],
+) -> StepwellError | SettingError:
     error = group.exceptions[0]
     return _first(error) if isinstance(error, BaseExceptionGroup) else error

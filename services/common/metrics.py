@@ -1,4 +1,4 @@
-"""Prometheus metrics of a service, read from its own counts when they are asked for."""
+"""Prometheus metrics of a service, read from its counts at each scrape."""
 
 import logging
 import socket
@@ -11,13 +11,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
 
+from services.common.addresses import join_host_port, split_host_port
 from services.common.errors import Unavailable
 
 logger = logging.getLogger(__name__)
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""The one format that is served, whatever a scraper would rather have. In OpenMetrics and in
-version 1.0.0 of the text format the client library writes `vllm_` for `vllm:`."""
+"""The one format that is served, whatever a scraper asks for. In OpenMetrics and in version 1.0.0
+of the text format the client library writes `vllm_` for `vllm:`.
+"""
 _CONNECTION_SECONDS = 10.0
 
 
@@ -27,23 +29,24 @@ def render(registry: CollectorRegistry) -> bytes:
 
 
 @contextmanager
-def serving_metrics(collector: Collector, host: str, port: int | None) -> Iterator[None]:
-    """Serves a collector over HTTP, from a thread of its own; not at all without a port.
+def serving_metrics(collector: Collector, address: str | None) -> Iterator[None]:
+    """Serves a collector over HTTP on host:port, from a thread of its own; not at all for None.
 
-    Raises Unavailable when the port is taken.
+    Raises Unavailable when the address cannot be bound.
     """
-    if port is None:
+    if address is None:
         yield
         return
+    host, port = split_host_port(address)
     registry = CollectorRegistry()
     registry.register(collector)
     try:
         server = _MetricsServer(host, port, registry)
     except OSError as error:
-        raise Unavailable(f"cannot serve metrics on {host}:{port}: {error.strerror}") from error
+        raise Unavailable(f"cannot serve metrics on {address}: {error.strerror}") from error
     thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
     thread.start()
-    logger.info("serving metrics", extra={"address": f"{host}:{server.server_port}"})
+    logger.info("serving metrics", extra={"address": join_host_port(host, server.server_port)})
     try:
         yield
     finally:
@@ -82,4 +85,4 @@ class _MetricsHandler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Says nothing: a scrape is no news."""
+        """Logs nothing for a scrape."""

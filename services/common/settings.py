@@ -40,6 +40,11 @@ def setting(default: Any = dataclasses.MISSING, *, doc: str, check: Check | None
     return dataclasses.field(default=default, metadata={"doc": doc, "check": check})
 
 
+def with_default(base: type[IsDataclass], name: str, default: Any) -> Any:
+    """The field `name` of `base`, with another default, for a class that extends it."""
+    return dataclasses.field(default=default, metadata=base.__dataclass_fields__[name].metadata)
+
+
 def at_least(low: float) -> Check:
     """A check: the number is `low` or more. NaN is not."""
     return lambda value: None if value >= low else f"must be at least {low:g}"

@@ -1,14 +1,15 @@
 """Tracing: OTLP when an endpoint is set, nothing at all when none is.
 
-Sampling is parent-based: whoever starts a trace decides by ratio, everyone below follows the flag
-in the W3C `traceparent` that travels in messages. An unsampled trace context is sent as the empty
-string, so that a service below spends one comparison on it.
+Sampling is parent-based: the service where a trace begins decides by ratio, and the services below
+follow the flag in the W3C `traceparent` that travels in messages. An unsampled trace context is
+sent as the empty string, so that a service below spends one comparison on it.
 """
 
 import logging
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from opentelemetry import context as otel_context
@@ -18,6 +19,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor, SpanExporter
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import INVALID_SPAN, Link, Span, SpanContext, SpanKind, TraceFlags
+
+from services.common.service_settings import ServiceSettings
 
 Attributes = Mapping[str, str | int | float | bool | Sequence[str]]
 
@@ -135,6 +138,16 @@ def configure_tracing(
     else:
         provider.add_span_processor(BatchSpanProcessor(_otlp_exporter(endpoint)))
     return Tracing(provider.get_tracer("stepwell"), provider)
+
+
+@contextmanager
+def service_tracing(service: str, settings: ServiceSettings) -> Iterator[Tracing]:
+    """Tracing as the settings ask for it. At the end, what is left is sent."""
+    tracing = configure_tracing(service, settings.otlp_endpoint, settings.trace_sample_ratio)
+    try:
+        yield tracing
+    finally:
+        tracing.shutdown()
 
 
 def traceparent_of(span: Span) -> str:

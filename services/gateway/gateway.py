@@ -139,8 +139,8 @@ class Gateway:
         Raises Unavailable, and listens nowhere, when an address cannot be bound.
         """
         try:
-            http_address = await self._http.start(self._settings.http_listen)
-            grpc_address = await self._grpc.start(self._settings.grpc_listen)
+            http_address = await self._http.start(self._settings.http_address)
+            grpc_address = await self._grpc.start(self._settings.address)
         except StepwellError:
             await asyncio.gather(self._grpc.drain(0), self._http.stop(0))
             raise
@@ -194,7 +194,7 @@ def _guarded(app: ASGIApp, settings: GatewaySettings) -> ASGIApp:
             allow_headers=("*",),
             expose_headers=(REQUEST_ID_HEADER, "Retry-After"),
         )
-    return RequestIds(HostCheck(app, hosts_for(settings.http_listen, settings.allowed_hosts)))
+    return RequestIds(HostCheck(app, hosts_for(settings.http_address, settings.allowed_hosts)))
 
 
 def _public_grpc_options(settings: GatewaySettings, max_connections: int) -> dict[str, int]:

@@ -3,16 +3,19 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.common.logs import LogFormat, LogLevel
-from services.common.settings import at_least, between, existing_directory, setting
+from services.common.addresses import is_host_port
+from services.common.service_settings import ServiceSettings
+from services.common.settings import (
+    at_least,
+    existing_directory,
+    not_empty,
+    setting,
+    with_default,
+)
 
 
-def _not_empty(value: tuple[str, ...]) -> str | None:
-    return None if value else "must name at least one address"
-
-
-@dataclass(frozen=True, slots=True)
-class GatewaySettings:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewaySettings(ServiceSettings):
     """The edge: OpenAI-compatible HTTP and gRPC in front of one or more schedulers."""
 
     model: Path = setting(
@@ -28,12 +31,17 @@ class GatewaySettings:
         "max_new_tokens bounds every answer",
     )
     schedulers: tuple[str, ...] = setting(
-        ("127.0.0.1:9001",), doc="addresses of schedulers, comma-separated", check=_not_empty
+        ("127.0.0.1:9001",), doc="addresses of schedulers, comma-separated", check=not_empty
     )
-    http_listen: str = setting("0.0.0.0:8000", doc="host:port of the HTTP server")
-    grpc_listen: str = setting("0.0.0.0:9000", doc="host:port or unix:PATH of the gRPC server")
+    address: str = with_default(ServiceSettings, "address", "0.0.0.0:9000")
+    http_address: str = setting(
+        "0.0.0.0:8000",
+        doc="where HTTP listens: host:port, with port 0 for a free one",
+        check=is_host_port,
+    )
+    drain_seconds: float = with_default(ServiceSettings, "drain_seconds", 7.0)
     api_keys: tuple[str, ...] = setting(
-        (), doc="keys that clients must show one of, comma-separated; empty: everybody is let in"
+        (), doc="keys that clients must show one of, comma-separated; empty: no key is asked for"
     )
     max_concurrent_requests: int = setting(
         1024, doc="client requests served at once; further ones get 429", check=at_least(1)
@@ -90,7 +98,7 @@ class GatewaySettings:
     )
     allowed_hosts: tuple[str, ...] = setting(
         (),
-        doc="names in Host that are answered to, or *; empty: localhost where http_listen is a "
+        doc="names in Host that are answered to, or *; empty: localhost where http_address is a "
         "loopback address, else any. Addresses always are",
     )
     allowed_origins: tuple[str, ...] = setting(
@@ -118,17 +126,6 @@ class GatewaySettings:
         doc="a client that takes nothing of its answer for so long is cut off",
         check=at_least(0.1),
     )
-    drain_seconds: float = setting(
-        7.0, doc="how long running requests may take to finish on SIGTERM", check=between(0, 3600)
-    )
-    otlp_endpoint: str = setting(
-        "", doc="OTLP/gRPC endpoint for traces, such as http://localhost:4317; empty: no tracing"
-    )
-    trace_sample_ratio: float = setting(
-        1.0, doc="share of requests without a traceparent that are traced", check=between(0, 1)
-    )
-    log_level: LogLevel = setting(LogLevel.INFO, doc="least severe level that is logged")
-    log_format: LogFormat = setting(LogFormat.TEXT, doc="text for people or json for machines")
 
     @property
     def model_name(self) -> str:

@@ -1,4 +1,4 @@
-"""The pool service: `python -m services.kvpool`."""
+"""The pool service, `python -m services.kvpool`: its composition root."""
 
 import asyncio
 import logging
@@ -7,11 +7,9 @@ import time
 from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
 
 from services.common.lifecycle import run_service
-from services.common.logs import configure_logs
 from services.common.metrics import serving_metrics
 from services.common.server import GrpcServer
-from services.common.settings import load_settings
-from services.common.telemetry import Tracing, configure_tracing
+from services.common.telemetry import Tracing, service_tracing
 from services.kvpool.adapters.event_feed import EventFeed
 from services.kvpool.adapters.memory_directory import MemoryDirectory
 from services.kvpool.adapters.metrics import PoolCollector
@@ -20,27 +18,28 @@ from services.kvpool.core.pool_host import PoolHost, PoolLimits
 from services.kvpool.settings import KVPoolSettings
 
 SERVICE = "kvpool"
+RPCS_PER_POOL = 16
+"""Calls served at once, long streams included, for each pool that may be open: the stream of its
+scheduler, watchers, and some short ones.
+"""
 
 logger = logging.getLogger(__name__)
 
 
 def main() -> None:
-    """Reads the settings and serves until told to stop."""
-    settings = load_settings(KVPoolSettings, SERVICE)
-    configure_logs(SERVICE, settings.log_level, settings.log_format)
-    run_service(SERVICE, lambda stop: serve(settings, stop))
+    """Serves until SIGTERM."""
+    run_service(SERVICE, KVPoolSettings, serve)
 
 
 async def serve(settings: KVPoolSettings, stop: asyncio.Event) -> None:
-    """Serves until `stop` is set, then drains. Raises Unavailable when an address is taken."""
-    tracing = configure_tracing(SERVICE, settings.otlp_endpoint, settings.trace_sample_ratio)
-    service = PoolService(settings, tracing)
-    with serving_metrics(PoolCollector(service.host), settings.metrics_host, settings.metrics_port):
-        address = await service.start()
-        logger.info("serving", extra={"address": address})
-        await stop.wait()
-        await service.drain()
-    tracing.shutdown()
+    """Serves until `stop` is set, then drains. Raises Unavailable if an address is taken."""
+    with service_tracing(SERVICE, settings) as tracing:
+        service = PoolService(settings, tracing)
+        with serving_metrics(PoolCollector(service.host), settings.metrics_address):
+            address = await service.start()
+            logger.info("serving", extra={"address": address})
+            await stop.wait()
+            await service.drain()
     logger.info("drained")
 
 
@@ -56,7 +55,7 @@ class PoolService:
             (self._directory, self._feed),
             lambda: time.time_ns() // 1_000,
         )
-        self._server = GrpcServer(max_concurrent_rpcs=settings.max_concurrent_rpcs)
+        self._server = GrpcServer(max_concurrent_rpcs=RPCS_PER_POOL * settings.max_pools)
         self._server.add(
             kvpool_pb2_grpc.add_KVPoolServicer_to_server,
             KVPoolServicer(self.host, self._directory, self._feed, tracing),
@@ -64,13 +63,15 @@ class PoolService:
         )
 
     async def start(self) -> str:
-        """Serves; returns the address that was bound. Raises Unavailable when it is taken."""
+        """Serves; returns the address that was bound. Raises Unavailable if it is taken."""
         address = await self._server.start(self._settings.address)
         await self._server.set_ready(True)
         return address
 
     async def drain(self) -> None:
-        """Ends watchers at once, gives whoever speaks for a pool the grace to finish."""
+        """Ends the streams of watchers at once, and other calls after the drain time; drops the
+        pools' hashes from the directory.
+        """
         self._feed.close()
         await self._server.drain(self._settings.drain_seconds)
         for hosted in self.host.pools():

@@ -1,4 +1,4 @@
-"""The scheduler service: `python -m services.scheduler`."""
+"""The scheduler service, `python -m services.scheduler`: its composition root."""
 
 import asyncio
 import itertools
@@ -14,11 +14,9 @@ from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.common.channel import open_channel
 from services.common.errors import Aborted, FailedPrecondition
 from services.common.lifecycle import run_service
-from services.common.logs import configure_logs
 from services.common.metrics import serving_metrics
 from services.common.server import GrpcServer
-from services.common.settings import load_settings
-from services.common.telemetry import configure_tracing
+from services.common.telemetry import Tracing, service_tracing
 from services.scheduler.adapters.pool_client import PoolClient
 from services.scheduler.adapters.queue_watch import QueueWatch
 from services.scheduler.adapters.readiness import ReplicaReadiness
@@ -47,15 +45,18 @@ logger = logging.getLogger(__name__)
 
 
 def main() -> None:
-    """Reads the settings and serves until told to stop."""
-    settings = load_settings(SchedulerSettings, SERVICE)
-    configure_logs(SERVICE, settings.log_level, settings.log_format)
-    run_service(SERVICE, lambda stop: serve(settings, stop))
+    """Serves until SIGTERM."""
+    run_service(SERVICE, SchedulerSettings, serve)
 
 
 async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
+    """Serves until `stop` is set, then drains."""
+    with service_tracing(SERVICE, settings) as tracing:
+        await _serve(settings, tracing, stop)
+
+
+async def _serve(settings: SchedulerSettings, tracing: Tracing, stop: asyncio.Event) -> None:
     """Builds the service once pool and workers are there, serves until `stop`, and drains."""
-    tracing = configure_tracing(SERVICE, settings.otlp_endpoint, settings.trace_sample_ratio)
     pool_channel = open_channel(settings.kvpool)
     worker_channels = [open_channel(address) for address in settings.workers]
     owner = common_pb2.Owner(name=settings.replica, started_unix_nanos=time.time_ns())
@@ -100,7 +101,7 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
             )
             opened = what_is_served(shape, config, incarnation)
             servicer = SchedulerServicer(engine, door, sessions, statistics, opened)
-            with serving_metrics(statistics, settings.metrics_host, settings.metrics_port):
+            with serving_metrics(statistics, settings.metrics_address):
                 await _serve_engine(settings, server, engine, servicer, readiness, watch, stop)
     except Aborted:
         logger.info("told to stop before pool and workers were there")
@@ -108,7 +109,6 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
         replica.close()
         for channel in (pool_channel, *worker_channels):
             await channel.close()
-        tracing.shutdown()
 
 
 def make_config(settings: SchedulerSettings, shape: ReplicaShape) -> SchedulerConfig:

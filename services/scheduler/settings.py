@@ -3,30 +3,30 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.common.logs import LogFormat, LogLevel
-from services.common.settings import at_least, between, not_empty, setting
+from services.common.addresses import is_host_port
+from services.common.service_settings import ServiceSettings
+from services.common.settings import at_least, between, not_empty, setting, with_default
 from services.scheduler.core.config import Policy
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerSettings:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerSettings(ServiceSettings):
     """One replica's scheduler: queues, token budget, policy, engine loop."""
 
     kvpool: str = setting(doc="address of the kvpool: host:port or unix:PATH")
     workers: tuple[str, ...] = setting(
         doc="addresses of all ranks of the worker, in rank order", check=not_empty
     )
-    address: str = setting(
-        "127.0.0.1:9001", doc="where to listen: host:port, port 0 for a free one, or unix:PATH"
-    )
-    metrics_host: str = setting("127.0.0.1", doc="address of the Prometheus metrics")
-    metrics_port: int | None = setting(
+    address: str = with_default(ServiceSettings, "address", "127.0.0.1:9001")
+    metrics_address: str | None = setting(
         None,
-        doc="port of the Prometheus metrics, 0 for a free one; none are served without it",
-        check=between(0, 65_535),
+        doc="host:port of the Prometheus metrics (default: none are served)",
+        check=is_host_port,
     )
     replica: str = setting("replica-0", doc="name of this replica, and of its pool")
-    policy: Policy = setting(Policy.FCFS, doc="who waits first and who is preempted")
+    policy: Policy = setting(
+        Policy.FCFS, doc="the order of admission, and which request is preempted"
+    )
     max_num_seqs: int | None = setting(
         None, doc="requests that may run at once (default: the worker's)", check=at_least(1)
     )
@@ -58,7 +58,7 @@ class SchedulerSettings:
         False, doc="raise that threshold to an even share of the step where it is more"
     )
     scheduler_reserve_full_isl: bool = setting(
-        True, doc="admit only who could now have blocks for the whole sequence"
+        True, doc="admit a request only if there are free blocks for its whole sequence"
     )
     watermark: float = setting(
         0.0,
@@ -71,17 +71,8 @@ class SchedulerSettings:
     pool_timeout_seconds: float = setting(
         5.0, doc="a transaction that takes longer means that the pool is lost", check=at_least(0.1)
     )
-    drain_seconds: float = setting(
-        5.0, doc="time for running requests to end after SIGTERM", check=at_least(0)
-    )
     step_log: Path | None = setting(
         None,
         doc="file for a log of every step, prompts included, for `stepwell replay`; "
         "compressed where its name ends in .zst",
     )
-    otlp_endpoint: str = setting("", doc="OTLP/gRPC endpoint for traces; empty: no traces")
-    trace_sample_ratio: float = setting(
-        1.0, doc="share of engine steps to trace", check=between(0, 1)
-    )
-    log_level: LogLevel = setting(LogLevel.INFO, doc="least severe level that is logged")
-    log_format: LogFormat = setting(LogFormat.TEXT, doc="how log lines look")

@@ -15,10 +15,8 @@ from stepwell.worker.v1 import worker_pb2_grpc
 
 from services.common.errors import Aborted, StepwellError
 from services.common.lifecycle import end_at_once, run_service
-from services.common.logs import configure_logs
 from services.common.server import GrpcServer
-from services.common.settings import SettingError, exit_with, load_settings
-from services.common.telemetry import configure_tracing
+from services.common.telemetry import Tracing, service_tracing
 from services.worker.adapters.compute import ComputeThread
 from services.worker.adapters.liveness import follow_liveness
 from services.worker.adapters.processors import usable_processors
@@ -32,7 +30,8 @@ from services.worker.parallel.group import Group, Timeouts
 from services.worker.parallel.membership import Membership, find_membership
 from services.worker.settings import WorkerSettings
 
-SERVICE = "stepwell.worker.v1.Worker"
+SERVICE = "worker"
+GRPC_SERVICE = "stepwell.worker.v1.Worker"
 
 _FAREWELL_SECONDS = 0.2
 """Time for a stream to end with its reason when the group is broken, and for a step that waits for
@@ -42,17 +41,25 @@ a rank that has left to go with the process.
 logger = logging.getLogger("services.worker")
 
 
-async def serve(settings: WorkerSettings, membership: Membership, stop: asyncio.Event) -> None:
+async def serve(settings: WorkerSettings, stop: asyncio.Event) -> None:
+    """Serves until `stop` is set, then drains. Raises SettingError for a rank without a group."""
+    membership = find_membership(settings, os.environ)
+    with service_tracing(SERVICE, settings) as tracing:
+        await _serve(settings, membership, tracing, stop)
+
+
+async def _serve(
+    settings: WorkerSettings, membership: Membership, tracing: Tracing, stop: asyncio.Event
+) -> None:
     """Serves until `stop`. The port is bound first, so that a taken one is known at once.
 
     As a rank of a group that breaks it ends the process at once, since the thread that computes may
     be waiting for a peer that is gone.
     """
-    tracing = configure_tracing("worker", settings.otlp_endpoint, settings.trace_sample_ratio)
     compute = ComputeThread()
     servicer = WorkerServicer(compute, tracing)
     server = GrpcServer()
-    server.add(worker_pb2_grpc.add_WorkerServicer_to_server, servicer, SERVICE)
+    server.add(worker_pb2_grpc.add_WorkerServicer_to_server, servicer, GRPC_SERVICE)
     place = _Place(membership, asyncio.get_running_loop().create_future())
     watching = asyncio.create_task(follow_liveness(compute, server.set_live), name="liveness")
     try:
@@ -72,7 +79,6 @@ async def serve(settings: WorkerSettings, membership: Membership, stop: asyncio.
         watching.cancel()
         place.leave()
         compute.close(_FAREWELL_SECONDS if membership.size > 1 else None)
-        tracing.shutdown()
 
 
 class _Place:
@@ -163,11 +169,5 @@ async def _load(
 
 
 def main() -> None:
-    """Reads settings from flags and environment, and runs until SIGTERM."""
-    settings = load_settings(WorkerSettings, "worker")
-    try:
-        membership = find_membership(settings, os.environ)
-    except SettingError as error:
-        exit_with(f"stepwell worker: {error}")
-    configure_logs("worker", settings.log_level, settings.log_format)
-    run_service("worker", lambda stop: serve(settings, membership, stop))
+    """Serves until SIGTERM."""
+    run_service(SERVICE, WorkerSettings, serve)

@@ -3,23 +3,28 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.common.logs import LogFormat, LogLevel
-from services.common.settings import at_least, between, existing_directory, setting
+from services.common.service_settings import ServiceSettings
+from services.common.settings import (
+    at_least,
+    between,
+    existing_directory,
+    setting,
+    with_default,
+)
 from services.worker.device import DeviceSetting
 from services.worker.kernels.select import KernelsSetting
 from services.worker.models.config import DtypeSetting
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerSettings:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings(ServiceSettings):
     """Runs one model: weights, KV cache, attention and sampling."""
 
     model: Path = setting(
         doc="directory of the model, in Hugging Face format", check=existing_directory
     )
-    address: str = setting(
-        "127.0.0.1:9003", doc="address to listen on, host:port or unix:PATH; port 0 for a free one"
-    )
+    address: str = with_default(ServiceSettings, "address", "127.0.0.1:9003")
+    drain_seconds: float = with_default(ServiceSettings, "drain_seconds", 1.0)
     served_model_name: str | None = setting(
         None, doc="name of the model (default: the directory's)"
     )
@@ -111,16 +116,3 @@ class WorkerSettings:
         doc="every so many steps the ranks compare what they computed; 1 for each step",
         check=at_least(1),
     )
-    otlp_endpoint: str = setting(
-        "", doc="where traces go, an OTLP/gRPC URL such as http://127.0.0.1:4317; empty for nowhere"
-    )
-    trace_sample_ratio: float = setting(
-        1.0,
-        doc="share of traces beginning here that are recorded; others follow whoever began them",
-        check=between(0, 1),
-    )
-    drain_seconds: float = setting(
-        1.0, doc="time that running calls get at the end", check=between(0, 600)
-    )
-    log_level: LogLevel = setting(LogLevel.INFO, doc="what is logged")
-    log_format: LogFormat = setting(LogFormat.TEXT, doc="how a log line looks")

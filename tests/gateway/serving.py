@@ -70,8 +70,8 @@ async def serving(
     values = {
         "model": model,
         "schedulers": addresses,
-        "http_listen": "127.0.0.1:0",
-        "grpc_listen": "127.0.0.1:0",
+        "http_address": "127.0.0.1:0",
+        "address": "127.0.0.1:0",
         "drain_seconds": 1.0,
     } | settings
     num_wanted = len(fakes) if num_ready is None else num_ready

@@ -12,8 +12,6 @@ import threading
 import time
 
 from services.common.lifecycle import run_service
-from services.common.logs import configure_logs
-from services.common.settings import load_settings
 from services.gateway.__main__ import serve
 from services.gateway.settings import GatewaySettings
 
@@ -59,6 +57,4 @@ async def _serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
 
 if __name__ == "__main__":
     sys.modules["torch"] = None  # type: ignore[assignment]
-    gateway_settings = load_settings(GatewaySettings, "gateway")
-    configure_logs("gateway", gateway_settings.log_level, gateway_settings.log_format)
-    run_service("gateway", lambda stop: _serve(gateway_settings, stop))
+    run_service("gateway", GatewaySettings, _serve)

@@ -7,7 +7,7 @@ from services.common.telemetry import configure_tracing
 from services.worker.adapters.compute import ComputeThread
 from services.worker.adapters.servicer import WorkerServicer
 from services.worker.core.engine import Engine
-from services.worker.process import SERVICE
+from services.worker.process import GRPC_SERVICE
 
 
 class ServingWorker:
@@ -18,7 +18,7 @@ class ServingWorker:
         self._compute = ComputeThread()
         self._servicer = WorkerServicer(self._compute, configure_tracing("worker", "", 1.0))
         self._server = GrpcServer()
-        self._server.add(worker_pb2_grpc.add_WorkerServicer_to_server, self._servicer, SERVICE)
+        self._server.add(worker_pb2_grpc.add_WorkerServicer_to_server, self._servicer, GRPC_SERVICE)
 
     async def start(self) -> str:
         """Serves at a free port; returns the address."""

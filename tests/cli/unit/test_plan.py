@@ -73,7 +73,7 @@ def test_every_setting_reaches_its_owners(tmp_path: Path) -> None:
 def test_the_services_find_each_other(tmp_path: Path) -> None:
     services = received(tmp_path, {})
     gateway, scheduler = services["gateway"], services["scheduler"]
-    assert (gateway.http_listen, gateway.grpc_listen) == ("[::1]:8000", "[::1]:9000")
+    assert (gateway.http_address, gateway.address) == ("[::1]:8000", "[::1]:9000")
     assert gateway.schedulers == (scheduler.address,) == ("unix:/run/stepwell/scheduler.sock",)
     assert scheduler.kvpool == services["kvpool"].address == "unix:/run/stepwell/kvpool.sock"
     assert scheduler.workers == (services["worker"].address,)

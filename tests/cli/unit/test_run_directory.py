@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from services.cli.ports import claim_port, join_host_port
+from services.cli.ports import claim_port
 from services.cli.run_directory import run_directory
 
 
@@ -39,8 +39,3 @@ with run_directory() as path:
 
 def test_port_zero_is_a_free_one() -> None:
     assert claim_port("127.0.0.1", 0, "--http-port") > 0
-
-
-def test_an_address_of_six_gets_brackets() -> None:
-    assert join_host_port("::1", 80) == "[::1]:80"
-    assert join_host_port("localhost", 80) == "localhost:80"

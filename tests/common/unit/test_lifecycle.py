@@ -12,6 +12,8 @@ HEAD = """
 import asyncio
 from services.common.errors import FailedPrecondition
 from services.common.lifecycle import run_service
+from services.common.service_settings import ServiceSettings
+from services.common.settings import SettingError
 
 async def fail(after):
     await asyncio.sleep(after)
@@ -19,9 +21,12 @@ async def fail(after):
 """
 
 
-def start(body: str) -> subprocess.Popen[str]:
+def start(body: str, *, log_level: str = "error") -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", HEAD + body],
+        [
+            *(sys.executable, "-c", HEAD + body),
+            *("--address", "127.0.0.1:0", "--log-level", log_level),
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -38,13 +43,13 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_asks_to_stop_and_the_service_ends_in_its_own_time(signum: int) -> None:
     process = start("""
-async def serve(stop):
+async def serve(settings, stop):
     print("serving", flush=True)
     await stop.wait()
     await asyncio.sleep(0.05)
     print("drained", flush=True)
 
-run_service("thing", serve)
+run_service("thing", ServiceSettings, serve)
 """)
     assert process.stdout is not None
     assert process.stdout.readline() == "serving\n"
@@ -55,24 +60,24 @@ run_service("thing", serve)
 @pytest.mark.parametrize(
     "body",
     [
-        "run_service('thing', lambda stop: fail(0))",
+        "run_service('thing', ServiceSettings, lambda settings, stop: fail(0))",
         """
-async def serve(stop):
+async def serve(settings, stop):
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(fail(0.01))
         await stop.wait()
 
-run_service("thing", serve)
+run_service("thing", ServiceSettings, serve)
 """,
         """
-async def serve(stop):
+async def serve(settings, stop):
     async with asyncio.TaskGroup() as outer:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(fail(0.01))
             tasks.create_task(fail(0.01))
             await stop.wait()
 
-run_service("thing", serve)
+run_service("thing", ServiceSettings, serve)
 """,
     ],
     ids=["at the start", "in a task", "in several tasks"],
@@ -81,13 +86,39 @@ def test_an_error_ends_it_with_its_sentence(body: str) -> None:
     assert ended(start(body)) == (1, "", "stepwell thing: the model changed\n")
 
 
+def test_a_setting_that_proves_wrong_while_the_service_is_built_ends_it_like_any_bad_setting() -> (
+    None
+):
+    body = """
+async def serve(settings, stop):
+    raise SettingError("--rank is 3, but --tensor-parallel-size is 2")
+
+run_service("thing", ServiceSettings, serve)
+"""
+    sentence = "stepwell thing: --rank is 3, but --tensor-parallel-size is 2\n"
+    assert ended(start(body)) == (2, "", sentence)
+
+
+def test_settings_are_read_and_logs_configured_before_it_serves() -> None:
+    body = """
+async def serve(settings, stop):
+    import logging
+    logging.getLogger("thing").info("listening on %s", settings.address)
+
+run_service("thing", ServiceSettings, serve)
+"""
+    status, _, errors = ended(start(body, log_level="info"))
+    assert status == 0
+    assert errors.endswith(" info    thing: listening on 127.0.0.1:0\n")
+
+
 def test_a_defect_ends_it_with_a_traceback() -> None:
     status, _, errors = ended(
         start("""
-async def serve(stop):
+async def serve(settings, stop):
     raise KeyError("odd")
 
-run_service("thing", serve)
+run_service("thing", ServiceSettings, serve)
 """)
     )
     assert status == 1

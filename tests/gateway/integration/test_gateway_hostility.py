@@ -83,7 +83,7 @@ class WatchedGateway:
 
 @contextmanager
 def watched(model: Path, scheduler: str, *flags: str) -> Iterator[WatchedGateway]:
-    listen = ("--http-listen", "127.0.0.1:0", "--grpc-listen", "127.0.0.1:0")
+    listen = ("--http-address", "127.0.0.1:0", "--address", "127.0.0.1:0")
     gateway = WatchedGateway("--model", str(model), "--schedulers", scheduler, *listen, *flags)
     try:
         yield gateway

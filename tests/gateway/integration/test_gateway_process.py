@@ -59,7 +59,7 @@ def line_with(child: subprocess.Popen[str], text: str) -> str:
 
 
 def flags(model: Path, scheduler_address: str) -> list[str]:
-    listen = ["--http-listen", "127.0.0.1:0", "--grpc-listen", "127.0.0.1:0"]
+    listen = ["--http-address", "127.0.0.1:0", "--address", "127.0.0.1:0"]
     return ["--model", str(model), "--schedulers", scheduler_address, *listen]
 
 
@@ -99,7 +99,7 @@ async def test_a_request_that_never_ends_is_ended(model: Path) -> None:
 def test_a_taken_port_is_one_sentence(model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        ended = run("--model", str(model), "--http-listen", "127.0.0.1:0", "--grpc-listen", address)
+        ended = run("--model", str(model), "--http-address", "127.0.0.1:0", "--address", address)
     assert ended.returncode == 1
     assert f"stepwell gateway: cannot listen on {address}" in ended.stderr
     assert "Traceback" not in ended.stderr
@@ -109,7 +109,7 @@ async def test_a_taken_http_port_leaves_nothing_open(model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(Unavailable, match=r"cannot listen on .* for HTTP"):
-            async with serving(model, FakeScheduler(), http_listen=address):
+            async with serving(model, FakeScheduler(), http_address=address):
                 raise AssertionError
 
 

@@ -52,7 +52,7 @@ async def test_a_speaker_that_does_not_end_is_ended():
 
 
 async def test_metrics_are_served_in_vllms_names():
-    async with pool_process("--metrics-port", "0") as (_, addresses):
+    async with pool_process("--metrics-address", "127.0.0.1:0") as (_, addresses):
         async with open_channel(addresses["serving"]) as channel:
             speaker = await opened_speaker(channel, num_blocks=11)
             await speaker.transact(wire.admit(wire.admission(1, 9, path="ab")))
@@ -66,7 +66,7 @@ async def test_metrics_are_served_in_vllms_names():
 
 
 async def test_metrics_tell_how_long_blocks_live_lie_idle_and_wait_for_their_reuse():
-    async with pool_process("--metrics-port", "0") as (_, addresses):
+    async with pool_process("--metrics-address", "127.0.0.1:0") as (_, addresses):
         async with open_channel(addresses["serving"]) as channel:
             speaker = await opened_speaker(channel, num_blocks=4)
             await speaker.transact(wire.admit(wire.admission(1, 12, path="abc")))  # 1

@@ -42,7 +42,10 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_a_step_that_takes_far_longer_than_usual_is_given_up_on(free_port: int) -> None:
     worker = FakeWorker(num_blocks=200)
-    settings = {"step_timeout_seconds": CEILING_SECONDS, "metrics_port": free_port}
+    settings = {
+        "step_timeout_seconds": CEILING_SECONDS,
+        "metrics_address": f"127.0.0.1:{free_port}",
+    }
     async with (
         serving_replica(worker, **settings) as replica,
         gateway_of(replica) as gateway,

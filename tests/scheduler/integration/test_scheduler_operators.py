@@ -242,7 +242,7 @@ async def test_priority_is_honoured_where_it_is_the_policy() -> None:
 
 async def test_metrics_are_read_over_http(free_port: int) -> None:
     async with (
-        serving_replica(metrics_port=free_port) as replica,
+        serving_replica(metrics_address=f"127.0.0.1:{free_port}") as replica,
         gateway_of(replica) as gateway,
         httpx.AsyncClient() as client,
     ):
@@ -259,7 +259,7 @@ async def test_metrics_are_read_over_http(free_port: int) -> None:
 async def test_metrics_tell_why_requests_wait_and_which_were_corrupted(free_port: int) -> None:
     labels = '{model_name="paged",reason="max_seqs"}'
     async with (
-        serving_replica(metrics_port=free_port, max_num_seqs=1) as replica,
+        serving_replica(metrics_address=f"127.0.0.1:{free_port}", max_num_seqs=1) as replica,
         gateway_of(replica) as gateway,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{free_port}") as client,
     ):

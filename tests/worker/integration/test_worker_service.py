@@ -28,7 +28,7 @@ from services.worker.core.engine import Engine
 from services.worker.core.lookahead import PendingOutput
 from services.worker.core.runner import Runner
 from services.worker.core.step import StepInput, StepOutput
-from services.worker.process import SERVICE
+from services.worker.process import GRPC_SERVICE
 from services.worker.settings import WorkerSettings
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model
 
@@ -100,7 +100,7 @@ async def servicer(exporter: InMemorySpanExporter) -> AsyncIterator[WorkerServic
 @pytest.fixture
 async def channel(servicer: WorkerServicer) -> AsyncIterator[grpc.aio.Channel]:
     server = GrpcServer()
-    server.add(worker_pb2_grpc.add_WorkerServicer_to_server, servicer, SERVICE)
+    server.add(worker_pb2_grpc.add_WorkerServicer_to_server, servicer, GRPC_SERVICE)
     address = await server.start("127.0.0.1:0")
     async with open_channel(address) as channel:
         yield channel
@@ -179,7 +179,7 @@ async def test_unavailable_until_the_model_is_loaded(
 ) -> None:
     worker = worker_pb2_grpc.WorkerStub(channel)
     health = health_pb2_grpc.HealthStub(channel)
-    state = await health.Check(health_pb2.HealthCheckRequest(service=SERVICE))
+    state = await health.Check(health_pb2.HealthCheckRequest(service=GRPC_SERVICE))
     assert state.status == health_pb2.HealthCheckResponse.NOT_SERVING
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await worker.Describe(worker_pb2.DescribeRequest(), timeout=DEADLINE_SECONDS)
@@ -399,7 +399,7 @@ async def test_a_step_beyond_its_time_makes_the_worker_one_that_is_not_live(
 ) -> None:
     held, compute, server = HeldRunner(engine.runner), ComputeThread(), GrpcServer()
     servicer = WorkerServicer(compute, configure_tracing("worker", "", 1.0))
-    server.add(worker_pb2_grpc.add_WorkerServicer_to_server, servicer, SERVICE)
+    server.add(worker_pb2_grpc.add_WorkerServicer_to_server, servicer, GRPC_SERVICE)
     servicer.open(replace(engine, runner=cast(Runner, held)))
     following = asyncio.create_task(follow_liveness(compute, server.set_live))
     async with open_channel(await server.start("127.0.0.1:0")) as channel:
