@@ -32,7 +32,6 @@ from services.scheduler.adapters.worker_client import Rank, WorkerGroup
 from services.scheduler.core.capacity import max_request_tokens, state_space_conflict
 from services.scheduler.core.config import Policy, SchedulerConfig
 from services.scheduler.core.engine_core import EngineCore
-from services.scheduler.core.queue_estimate import QueueEstimate
 from services.scheduler.settings import SchedulerSettings
 
 SERVICE = "scheduler"
@@ -84,18 +83,21 @@ async def _serve(settings: SchedulerSettings, tracing: Tracing, stop: asyncio.Ev
             )
             replica.watch(engine.lost)
             incarnation, model_name = uuid.uuid4().hex, shape.description.model_name
-            estimate = QueueEstimate(config.max_running)
-            watch = QueueWatch(engine, sessions, estimate, time.monotonic)
+            watch = QueueWatch(
+                engine,
+                sessions,
+                counts,
+                max_num_waiting=settings.max_num_waiting,
+                max_queue_seconds=settings.max_queue_seconds,
+                clock=time.monotonic,
+            )
             statistics = Statistics(engine, sessions, counts, incarnation, model_name)
             door = Door(
                 config=config,
                 vocab_size=shape.description.vocab_size,
                 hidden_size=shape.description.hidden_size,
                 max_model_len=shape.description.max_model_len,
-                max_num_waiting=settings.max_num_waiting,
-                num_waiting=lambda: engine.num_waiting,
-                max_queue_seconds=settings.max_queue_seconds,
-                estimate=estimate,
+                queue=watch.state,
                 clock=time.monotonic,
                 next_key=itertools.count(1).__next__,
             )

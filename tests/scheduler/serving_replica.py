@@ -65,6 +65,7 @@ class Gateway:
         self.call = stub.Session()
         self.opened: scheduler_pb2.SessionOpened | None = None
         self.states: list[scheduler_pb2.ReplicaState] = []
+        self.queues: list[scheduler_pb2.QueueState] = []
         self.heard: dict[int, Heard] = {}
         self.error: Exception | None = None
         self._news = asyncio.Event()
@@ -126,6 +127,8 @@ class Gateway:
                     case "state":
                         assert self.opened is not None, "opened comes first"
                         self.states.append(response.state)
+                    case "queue":
+                        self.queues.append(response.queue)
                     case "deltas":
                         self._take(response.deltas)
                 self._news.set()

@@ -47,6 +47,7 @@ class Outbox:
         self._deltas = scheduler_pb2.StepDeltas()
         self._is_empty = True
         self._state: scheduler_pb2.ReplicaState | None = None
+        self._queue: scheduler_pb2.QueueState | None = None
         self._waking = asyncio.Event()
 
     def admitted(self, handle: int, num_cached_tokens: int) -> None:
@@ -98,6 +99,11 @@ class Outbox:
         self._state = state
         self._waking.set()
 
+    def queue(self, state: scheduler_pb2.QueueState) -> None:
+        """How long the queue is; replaces a state that was not taken."""
+        self._queue = state
+        self._waking.set()
+
     def flush(self) -> None:
         """Lets the reader have what was collected."""
         if not self._is_empty:
@@ -109,7 +115,7 @@ class Outbox:
         self._waking.set()
 
     async def wait(self) -> None:
-        """Until there are news or a state, or `wake` was called since the last were taken."""
+        """Until there are news or states, or `wake` was called since the last were taken."""
         await self._waking.wait()
         self._waking.clear()
 
@@ -117,6 +123,11 @@ class Outbox:
         """The newest state, unless it was taken."""
         state, self._state = self._state, None
         return state
+
+    def take_queue(self) -> scheduler_pb2.QueueState | None:
+        """The newest state of the queue, unless it was taken."""
+        queue, self._queue = self._queue, None
+        return queue
 
     def take(self) -> scheduler_pb2.StepDeltas:
         """All news there are."""

@@ -1,11 +1,13 @@
-"""Ends requests that waited too long, and measures how fast the queue moves."""
+"""Measures how fast the queue moves, tells gateways, and ends requests that waited too long."""
 
 import asyncio
 from collections.abc import Callable
 
+from services.common.queue_state import QueueState
 from services.scheduler.adapters.sessions import Sessions
+from services.scheduler.adapters.statistics import StepCounts
 from services.scheduler.core.engine_core import EngineCore, EngineState
-from services.scheduler.core.queue_estimate import QueueEstimate
+from services.scheduler.core.queue_estimate import QueueEstimate, expected_tokens
 from services.scheduler.core.request import FinishReason
 
 PERIOD_SECONDS = 0.1
@@ -20,13 +22,30 @@ class QueueWatch:
         self,
         engine: EngineCore,
         sessions: Sessions,
-        estimate: QueueEstimate,
+        counts: StepCounts,
+        *,
+        max_num_waiting: int,
+        max_queue_seconds: float,
         clock: Callable[[], float],
     ) -> None:
         self._engine = engine
         self._sessions = sessions
-        self._estimate = estimate
+        self._counts = counts
+        self._max_num_waiting = max_num_waiting
+        self._max_queue_seconds = max_queue_seconds
         self._clock = clock
+        self._estimate = QueueEstimate(engine.scheduler.config.max_running)
+        self._is_queue_announced = False
+
+    def state(self) -> QueueState:
+        """The queue as it is now."""
+        return QueueState(
+            num_waiting=self._engine.num_waiting,
+            max_num_waiting=self._max_num_waiting,
+            max_queue_seconds=self._max_queue_seconds,
+            seconds_per_request=self._estimate.seconds_per_request,
+            service_seconds=self._estimate.service_seconds,
+        )
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -35,15 +54,12 @@ class QueueWatch:
             self.look()
 
     def look(self) -> None:
-        """Takes a sample, and ends the requests whose time to be scheduled has passed."""
+        """Takes a sample, ends the requests whose time to be scheduled has passed, and sends the
+        queue's state to the gateways while requests wait.
+        """
         now = self._clock()
         if self._engine.state is EngineState.RUNNING:
-            self._estimate.sample(
-                now,
-                num_running=len(self._engine.scheduler.running),
-                num_waiting=self._engine.num_waiting,
-                num_completed=self._sessions.num_completed,
-            )
+            self._sample(now)
         else:
             self._estimate.stand_still()
         late = [
@@ -53,3 +69,27 @@ class QueueWatch:
         ]
         if late:
             self._engine.abort(late, FinishReason.QUEUE_TIMEOUT)
+        state = self.state()
+        if state.num_waiting or self._is_queue_announced:
+            self._is_queue_announced = bool(state.num_waiting)
+            self._sessions.announce_queue(state)
+
+    def _sample(self, now: float) -> None:
+        running = self._engine.scheduler.running
+        expected = 0.0
+        if self._estimate.counts_tokens and running:
+            expected = sum(
+                expected_tokens(
+                    request.num_prompt_tokens, request.num_output_tokens, request.max_num_tokens
+                )
+                - (request.num_cached_tokens or 0)
+                for request in running
+            ) / len(running)
+        self._estimate.sample(
+            now,
+            num_running=len(running),
+            num_waiting=self._engine.num_waiting,
+            num_completed=self._sessions.num_completed,
+            num_tokens=self._counts.num_scheduled_tokens,
+            tokens_per_request=max(1.0, expected),
+        )

@@ -2,20 +2,18 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common.block_hash import unpack_token_ids
-from services.common.errors import InvalidArgument, OutOfRange, ResourceExhausted
+from services.common.errors import InvalidArgument, OutOfRange
 from services.common.prompt_embeds import PromptEmbeds
 from services.common.prompt_embeds_messages import prompt_embeds_from_message
+from services.common.queue_state import QueueState
 from services.common.sampling_messages import repetition_from_message, sampling_from_message
 from services.scheduler.core.config import Policy, SchedulerConfig
-from services.scheduler.core.queue_estimate import QueueEstimate
 from services.scheduler.core.request import Request, StopConditions
-
-RETRY_AFTER_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +24,9 @@ class Door:
     vocab_size: int
     hidden_size: int
     max_model_len: int
-    max_num_waiting: int
-    num_waiting: Callable[[], int]
+    queue: Callable[[], QueueState]
     next_key: Callable[[], int]
     unix_nanos: Callable[[], int] = time.time_ns
-    max_queue_seconds: float = 0.0
-    """Time that a request may wait to be scheduled first; 0: no limit."""
-    estimate: QueueEstimate = field(default_factory=lambda: QueueEstimate(1))
     clock: Callable[[], float] = time.monotonic
     """Seconds, by which a request has its `latest_start`."""
 
@@ -40,12 +34,6 @@ class Door:
         """The request that a message asks for. Raises InvalidArgument, OutOfRange or
         ResourceExhausted, each of which names what is at fault.
         """
-        if self.num_waiting() >= self.max_num_waiting:
-            raise ResourceExhausted(
-                f"{self.max_num_waiting} requests wait already",
-                reason="QUEUE_FULL",
-                retry_after_seconds=RETRY_AFTER_SECONDS,
-            )
         latest_start = self._latest_start(message)
         embeds = self._embeds(message)
         prompt = (
@@ -88,28 +76,16 @@ class Door:
         )
 
     def _latest_start(self, message: scheduler_pb2.AddRequest) -> float | None:
-        """When the request must have been scheduled. Raises ResourceExhausted if that is sooner
-        than it probably would be.
-
-        A request that comes with output has run before: only its client's patience bounds it. Of
-        that time the part is kept in which a request usually runs, up to a half.
+        """When the request must have been scheduled; None: whenever that is. Raises
+        ResourceExhausted if the queue is full, or that is sooner than it probably would be.
         """
-        allowed: list[float] = []
-        if self.max_queue_seconds and not message.output_token_ids:
-            allowed.append(self.max_queue_seconds)
-        if message.timeout_millis:
-            timeout = message.timeout_millis / 1000
-            allowed.append(timeout - min(self.estimate.service_seconds, timeout / 2))
-        if not allowed:
-            return None
-        wait = self.estimate.wait_seconds(self.num_waiting())
-        if wait > min(allowed):
-            raise ResourceExhausted(
-                f"the request would wait for about {wait:.1f} s, and may for {min(allowed):.1f} s",
-                reason="QUEUE_TOO_LONG",
-                retry_after_seconds=max(RETRY_AFTER_SECONDS, wait - min(allowed)),
-            )
-        return self.clock() + min(allowed)
+        queue, has_output = self.queue(), bool(message.output_token_ids)
+        timeout = message.timeout_millis / 1000 if message.timeout_millis else None
+        refusal = queue.refusal(timeout, has_output=has_output)
+        if refusal is not None:
+            raise refusal
+        longest = queue.longest_wait(timeout, has_output=has_output)
+        return None if longest is None else self.clock() + longest
 
     def _embeds(self, message: scheduler_pb2.AddRequest) -> PromptEmbeds | None:
         if not message.HasField("prompt_embeds"):

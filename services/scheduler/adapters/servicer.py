@@ -149,6 +149,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         while True:
             if (state := outbox.take_state()) is not None:
                 yield scheduler_pb2.SessionResponse(state=state)
+            elif (queue := outbox.take_queue()) is not None:
+                yield scheduler_pb2.SessionResponse(queue=queue)
             elif outbox.has_news:
                 yield scheduler_pb2.SessionResponse(deltas=outbox.take())
             elif reader.done() or (self._is_draining and not session.requests):

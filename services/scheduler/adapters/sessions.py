@@ -8,6 +8,8 @@ from stepwell.scheduler.v1 import scheduler_pb2
 from stepwell.worker.v1 import worker_pb2
 
 from services.common.errors import StepwellError
+from services.common.queue_state import QueueState
+from services.common.queue_state_proto import queue_state_to_proto
 from services.common.status import status_code
 from services.scheduler.adapters.outbox import Outbox
 from services.scheduler.core.output import EngineCoreOutputs
@@ -97,6 +99,12 @@ class Sessions:
         self.state = state
         for session in self._sessions:
             session.outbox.state(state)
+
+    def announce_queue(self, state: QueueState) -> None:
+        """Tells every session how long the queue is."""
+        message = queue_state_to_proto(state)
+        for session in self._sessions:
+            session.outbox.queue(message)
 
     def wake(self) -> None:
         """Lets every session look whether it should end."""

@@ -1,9 +1,11 @@
-"""How long a request that arrives now would wait, from how fast requests ended before."""
+"""How fast the queue moves, from what the replica has done lately."""
 
 from collections import deque
 
 MIN_COMPLETIONS = 8
-"""Fewer say too little: then nothing is estimated."""
+"""Fewer say too little of the rate at which requests end."""
+MIN_BUSY_SECONDS = 0.5
+"""Before that long nothing is estimated from tokens: the first steps take longer."""
 WINDOW_COMPLETIONS = 64
 """Completions that the rate is taken from, the newest ones."""
 MARGIN = 1.4
@@ -14,7 +16,10 @@ early refusal.
 
 class QueueEstimate:
     """The rate at which requests leave a replica that is full, and what follows from it by Little's
-    law: the time to wait behind so many, and the time that a request runs.
+    law: by how much each request that waits delays those behind it, and the time that one runs.
+
+    Until enough requests have ended, the rate is that of computed tokens divided by the tokens that
+    a request is expected to take.
 
     Time in which no request waits counts by the share of `max_running` that run: else the rate
     would be that of arrivals, and say nothing of what the replica can do.
@@ -25,22 +30,37 @@ class QueueEstimate:
         self._busy_seconds = 0.0
         self._running_seconds = 0.0
         """Sum over requests of the time that they ran."""
+        self._num_tokens = 0
+        """Computed in the busy seconds."""
+        self._tokens_per_request = 0.0
         self._marks: deque[tuple[float, float, int]] = deque([(0.0, 0.0, 0)])
         """Busy seconds, running seconds and completions at each sample that saw some."""
         self._num_completed = 0
-        self._last: tuple[float, int] | None = None
+        self._last: tuple[float, int, int] | None = None
 
     def sample(
-        self, now_seconds: float, *, num_running: int, num_waiting: int, num_completed: int
+        self,
+        now_seconds: float,
+        *,
+        num_running: int,
+        num_waiting: int,
+        num_completed: int,
+        num_tokens: int = 0,
+        tokens_per_request: float = 0.0,
     ) -> None:
-        """Takes in how things stand; `num_completed` are all requests that ended after running."""
-        last, self._last = self._last, (now_seconds, num_completed)
+        """Takes in how things stand. `num_completed` are all requests that ended after running and
+        `num_tokens` all tokens that were computed; `tokens_per_request` is what one of those that
+        run is expected to take in all. The last two are of use while `counts_tokens`.
+        """
+        last, self._last = self._last, (now_seconds, num_completed, num_tokens)
         if last is None or not num_running:
             return
         passed, completed = now_seconds - last[0], num_completed - last[1]
         share = 1.0 if num_waiting else min(1.0, num_running / self._max_running)
         self._busy_seconds += share * passed
         self._running_seconds += passed * num_running
+        self._num_tokens += num_tokens - last[2]
+        self._tokens_per_request = tokens_per_request
         if completed:
             self._num_completed += completed
             self._marks.append((self._busy_seconds, self._running_seconds, self._num_completed))
@@ -51,23 +71,42 @@ class QueueEstimate:
         """No request can run now: the time until the next sample does not count."""
         self._last = None
 
-    def wait_seconds(self, num_waiting: int) -> float:
-        """Time until so many requests that wait have been scheduled, 0 where that is not known."""
-        seconds, _, completed = self._window()
-        if completed < MIN_COMPLETIONS:
-            return 0.0
-        return MARGIN * num_waiting * seconds / completed
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether too few requests have ended to tell their rate."""
+        return self._num_completed < MIN_COMPLETIONS
+
+    @property
+    def seconds_per_request(self) -> float:
+        """Time by which each request that waits delays those behind it, 0 while not known."""
+        busy_seconds, _, num_completed = self._window()
+        return MARGIN * busy_seconds / num_completed if num_completed else 0.0
 
     @property
     def service_seconds(self) -> float:
-        """Time from a request's admission to its end, 0 where that is not known."""
-        _, running_seconds, completed = self._window()
-        return MARGIN * running_seconds / completed if completed >= MIN_COMPLETIONS else 0.0
+        """Time from a request's admission to its end, 0 while not known."""
+        _, running_seconds, num_completed = self._window()
+        return MARGIN * running_seconds / num_completed if num_completed else 0.0
 
-    def _window(self) -> tuple[float, float, int]:
+    def _window(self) -> tuple[float, float, float]:
+        """Busy and running seconds, and how many requests were done in them; 0 where unknown."""
+        if self.counts_tokens:
+            if self._busy_seconds < MIN_BUSY_SECONDS or not self._tokens_per_request:
+                return 0.0, 0.0, 0.0
+            num_requests = self._num_tokens / self._tokens_per_request
+            return self._busy_seconds, self._running_seconds, num_requests
         busy, running, completed = self._marks[0]
         return (
             self._busy_seconds - busy,
             self._running_seconds - running,
             self._num_completed - completed,
         )
+
+
+def expected_tokens(num_prompt_tokens: int, num_output_tokens: int, max_num_tokens: int) -> int:
+    """Tokens that a request that runs is expected to take in all, prompt and output.
+
+    Its answer becomes twice as long as it is now: nothing is known of an answer but that it has not
+    ended yet, and Lindy's law says that then as much is to be expected again (Eliazar, 2017).
+    """
+    return min(num_prompt_tokens + 2 * num_output_tokens, max_num_tokens)

@@ -116,3 +116,17 @@ async def test_under_load_what_would_wait_too_long_is_refused_at_once(
     await gateway.add(patient, prompt(9), timeout_millis=1)
     await gateway.finish(patient)
     assert len(gateway.heard[patient].tokens) == 8, "where no request waits none is refused"
+
+
+async def test_gateways_hear_how_long_the_queue_is_before_any_request_has_ended() -> None:
+    worker = FakeWorker(max_num_seqs=2, num_blocks=2000, max_model_len=3000)
+    async with serving_replica(worker) as replica, gateway_of(replica) as gateway:
+        for handle in range(8):
+            await gateway.add(handle, prompt(9, handle), sampling=sampling(2900))
+        await gateway.until(lambda: any(queue.seconds_per_request for queue in gateway.queues))
+        assert not any(heard.finished for heard in gateway.heard.values())
+        queue = gateway.queues[-1]
+        assert (queue.num_waiting, queue.max_num_waiting, queue.max_queue_seconds) == (6, 1024, 60)
+        assert queue.service_seconds > queue.seconds_per_request, "two run at a time"
+        await gateway.abort(*range(8))
+        await gateway.until(lambda: gateway.queues[-1].num_waiting == 0)

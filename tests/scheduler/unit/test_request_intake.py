@@ -11,6 +11,7 @@ from stepwell.scheduler.v1 import scheduler_pb2
 from services.common.block_hash import pack_token_ids
 from services.common.errors import InvalidArgument, OutOfRange, ResourceExhausted
 from services.common.prompt_embeds import EmbedsDtype, PromptEmbeds
+from services.common.queue_state import QueueState
 from services.common.repetition import RepetitionDetection
 from services.scheduler.adapters.request_intake import Door
 from services.scheduler.core.config import Policy, SchedulerConfig
@@ -29,9 +30,8 @@ def make_door(*, policy: Policy = Policy.FCFS, num_waiting: int = 0, cache: int 
         num_blocks=11,
         policy=policy,
     )
-    return Door(
-        config, VOCAB_SIZE, HIDDEN_SIZE, 50, 3, lambda: num_waiting, itertools.count(1).__next__
-    )
+    queue = QueueState(num_waiting=num_waiting, max_num_waiting=3, max_queue_seconds=0.0)
+    return Door(config, VOCAB_SIZE, HIDDEN_SIZE, 50, lambda: queue, itertools.count(1).__next__)
 
 
 def message(**fields: Any) -> scheduler_pb2.AddRequest:

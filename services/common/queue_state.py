@@ -1,0 +1,59 @@
+"""A replica's queue, and whether it takes one more request."""
+
+from dataclasses import dataclass
+
+from services.common.errors import ResourceExhausted
+
+RETRY_AFTER_SECONDS = 1.0
+"""Shortest time after which a refused client should try again."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueState:
+    """How long a replica's queue is and how fast it moves.
+
+    The scheduler decides by it which requests to queue. A gateway decides by a copy, so that most
+    of the requests that a full replica refuses cost no more than the gateway's answer.
+    """
+
+    num_waiting: int
+    max_num_waiting: int
+    max_queue_seconds: float
+    """Longest time that a request without output may wait to be scheduled; 0: no limit."""
+    seconds_per_request: float = 0.0
+    """By so much each request that waits delays those behind it; 0: not known."""
+    service_seconds: float = 0.0
+    """Time from a request's admission to its end; 0: not known."""
+
+    def longest_wait(self, timeout_seconds: float | None, *, has_output: bool) -> float | None:
+        """Time that a request may wait to be scheduled; None: as long as it takes.
+
+        A request with output has run before: only its client's timeout bounds it. Of the timeout
+        the time that a request usually runs is set aside, up to a half.
+        """
+        bounds: list[float] = []
+        if self.max_queue_seconds and not has_output:
+            bounds.append(self.max_queue_seconds)
+        if timeout_seconds is not None:
+            bounds.append(timeout_seconds - min(self.service_seconds, timeout_seconds / 2))
+        return min(bounds, default=None)
+
+    def refusal(
+        self, timeout_seconds: float | None, *, has_output: bool = False
+    ) -> ResourceExhausted | None:
+        """Why a request is refused that comes now; None if it is taken."""
+        if self.num_waiting >= self.max_num_waiting:
+            return ResourceExhausted(
+                f"{self.max_num_waiting} requests wait already",
+                reason="QUEUE_FULL",
+                retry_after_seconds=RETRY_AFTER_SECONDS,
+            )
+        longest = self.longest_wait(timeout_seconds, has_output=has_output)
+        wait = self.num_waiting * self.seconds_per_request
+        if longest is None or wait <= longest:
+            return None
+        return ResourceExhausted(
+            f"the request would wait for about {wait:.1f} s, and may for {longest:.1f} s",
+            reason="QUEUE_TOO_LONG",
+            retry_after_seconds=max(RETRY_AFTER_SECONDS, wait - longest),
+        )
