@@ -31,12 +31,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from services.worker.attention.interface import AttentionLayer, AttentionShape, StepLayout
-from services.worker.cuda.checks import find_setup
-from services.worker.cuda.device import CudaDevice
-from services.worker.cuda.platform import CudaPlatform
-from services.worker.device import UnsuitableDevice
-from services.worker.kernels.interface import Kernels
+from services.worker.backends.attention import AttentionLayer, AttentionShape, StepLayout
+from services.worker.backends.cuda.device import CudaDevice
+from services.worker.backends.device import UnsuitableDevice
+from services.worker.backends.kernels import Kernels
+from services.worker.platforms.cuda import CudaPlatform
+from services.worker.platforms.cuda_setup import find_setup
 
 if TYPE_CHECKING:
     from benchmarks.paged_world import Case
@@ -190,7 +190,7 @@ def cases() -> Iterator[Case]:
 def splits(device: CudaDevice) -> bool:
     """Every number of splits, at batches beyond which the kernel that joins them changes."""
     from benchmarks.paged_world import Case, PagedWorld  # noqa: PLC0415
-    from services.worker.attention.xformers_ops import PagedOps  # noqa: PLC0415
+    from services.worker.backends.cuda.xformers_ops import PagedOps  # noqa: PLC0415
 
     print("\n| splits | batch | largest difference to one split | |\n| ---: | ---: | ---: | --- |")
     right = True
@@ -251,7 +251,7 @@ def invariance(platform: CudaPlatform, _copy: float) -> bool:
 def invariant_products(device: CudaDevice) -> bool:
     """Products by the weights of an 8-billion-parameter Llama."""
     from benchmarks.invariance import ROWS, products_differ  # noqa: PLC0415
-    from services.worker.kernels.fixed_tiles import FixedTilesLinear  # noqa: PLC0415
+    from services.worker.backends.cuda.fixed_tiles import FixedTilesLinear  # noqa: PLC0415
 
     print("\n| product | rows | µs | cuBLAS µs | price |\n| --- | ---: | ---: | ---: | ---: |")
     right = True
@@ -310,7 +310,7 @@ def decodes(
     device: CudaDevice, batch: int, num_layers: int, *, batch_invariant: bool = False
 ) -> Callable[[], torch.Tensor]:
     """One decode of `batch` sequences through so many layers' attention, recorded."""
-    from services.worker.attention.xformers_paged import XformersPagedAttention  # noqa: PLC0415
+    from services.worker.backends.cuda.paged_attention import XformersPagedAttention  # noqa: PLC0415
 
     width = CONTEXT // BLOCK_SIZE
     shape = AttentionShape(

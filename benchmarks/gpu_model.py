@@ -21,18 +21,18 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 from benchmarks.gpu_parity import largest_difference
 from services.common.sampling import SamplingParams
-from services.worker.attention.interface import AttentionShape
+from services.worker.backends.attention import AttentionShape
+from services.worker.backends.cuda.kernels import CudaKernels
 from services.worker.core.batch import BatchLimits
 from services.worker.core.lookahead import PendingOutput
 from services.worker.core.runner import Runner
 from services.worker.core.step import NewRequest, StepInput
-from services.worker.cuda.platform import CudaPlatform
-from services.worker.kernels.cuda_kernels import CudaKernels
 from services.worker.models.config import read_model_config
 from services.worker.models.decoder import Decoder
 from services.worker.models.loader import load_weights
 from services.worker.models.model import LoadedModel
-from services.worker.platform import Parts
+from services.worker.platforms.cuda import CudaPlatform
+from services.worker.platforms.interface import Parts
 
 TOLERANCE = 0.25
 """Of a log-probability, in bfloat16; those of other tokens differ by several."""

@@ -50,12 +50,12 @@ from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.settings import SchedulerSettings
 from services.worker.adapters.compute import ComputeThread
 from services.worker.adapters.converters import description_to_message
-from services.worker.adapters.processors import usable_processors
 from services.worker.build import build_engine
 from services.worker.core.engine import Engine as WorkerEngine
 from services.worker.core.engine import WorkerDescription
 from services.worker.core.runner import Runner
-from services.worker.core.threads import choose_threads
+from services.worker.platforms.processors import usable_processors
+from services.worker.platforms.threads import choose_threads
 from services.worker.settings import WorkerSettings
 
 

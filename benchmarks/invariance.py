@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from benchmarks.paged_world import Case
-from services.worker.attention.interface import AttentionShape, StepLayout
-from services.worker.attention.xformers_paged import XformersPagedAttention
-from services.worker.device import Device
+from services.worker.backends.attention import AttentionShape, StepLayout
+from services.worker.backends.cuda.paged_attention import XformersPagedAttention
+from services.worker.backends.device import Device
 
 Part = tuple[int, int, int]
 """Of a sequence, the tokens [begin, end) that a step computes."""
@@ -22,7 +22,7 @@ def products_differ(
     device: Device, dtype: torch.dtype, width: int, out: int, *, bias: bool = False
 ) -> list[int]:
     """The numbers of rows whose products are not those of the largest number."""
-    from services.worker.kernels.fixed_tiles import FixedTilesLinear  # noqa: PLC0415
+    from services.worker.backends.cuda.fixed_tiles import FixedTilesLinear  # noqa: PLC0415
 
     def numbers(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=device.torch_device).to(dtype)

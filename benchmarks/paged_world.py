@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.worker.attention.interface import AttentionLayer, AttentionShape, StepLayout
-from services.worker.attention.torch_paged import TorchPagedAttention
-from services.worker.attention.xformers_paged import XformersPagedAttention
-from services.worker.cuda.runner import suits_xformers
-from services.worker.device import Device
+from services.worker.backends.attention import AttentionLayer, AttentionShape, StepLayout
+from services.worker.backends.cuda.paged_attention import XformersPagedAttention
+from services.worker.backends.device import Device
+from services.worker.backends.torch.paged_attention import TorchPagedAttention
+from services.worker.platforms.cuda_runner import suits_xformers
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,13 @@ from collections.abc import Callable
 import torch
 
 from services.common.tokenizer_files import tokenizer_fingerprint
-from services.worker.attention.interface import AttentionShape
+from services.worker.backends.attention import AttentionShape
+from services.worker.backends.device import DeviceSetting, UnsuitableDevice
+from services.worker.backends.kernels import Kernels
+from services.worker.backends.native.compiled import default_cache_directory
+from services.worker.backends.out_of_memory import memory_for
 from services.worker.core.batch import BatchLimits
 from services.worker.core.engine import Engine, WorkerDescription
-from services.worker.core.errors import memory_for
 from services.worker.core.fingerprint import model_fingerprint
 from services.worker.core.kv_cache import (
     KVCacheDemand,
@@ -20,18 +23,16 @@ from services.worker.core.kv_cache import (
 )
 from services.worker.core.kv_groups import LayerGroup, group_layers
 from services.worker.core.lockstep import Lockstep
-from services.worker.cuda.platform import CudaPlatform
-from services.worker.device import DeviceSetting, UnsuitableDevice
-from services.worker.kernels.compiled import default_cache_directory
-from services.worker.kernels.interface import Kernels
-from services.worker.kernels.select import select_kernels
 from services.worker.models.checkpoint import open_checkpoint
 from services.worker.models.config import DtypeSetting
 from services.worker.models.load import check_configuration, load_model
 from services.worker.models.model import LoadedModel, LoadOptions
 from services.worker.parallel.group import Group, select_cuda_device
 from services.worker.parallel.ranks import ALONE, Ranks
-from services.worker.platform import CpuPlatform, Parts, Platform
+from services.worker.platforms.cpu import CpuPlatform
+from services.worker.platforms.cpu_kernels import select_kernels
+from services.worker.platforms.cuda import CudaPlatform
+from services.worker.platforms.interface import Parts, Platform
 from services.worker.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)

@@ -19,15 +19,15 @@ from services.common.server import GrpcServer
 from services.common.telemetry import Tracing, service_tracing
 from services.worker.adapters.compute import ComputeThread
 from services.worker.adapters.liveness import follow_liveness
-from services.worker.adapters.processors import usable_processors
 from services.worker.adapters.servicer import WorkerServicer
 from services.worker.build import build_engine
 from services.worker.core.engine import Engine
-from services.worker.core.threads import choose_threads
 from services.worker.models.load import check_configuration
 from services.worker.parallel.errors import GroupBroken
 from services.worker.parallel.group import Group, Timeouts
 from services.worker.parallel.membership import Membership, find_membership
+from services.worker.platforms.processors import usable_processors
+from services.worker.platforms.threads import choose_threads
 from services.worker.settings import WorkerSettings
 
 SERVICE = "worker"

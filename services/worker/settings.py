@@ -11,9 +11,9 @@ from services.common.settings import (
     setting,
     with_default,
 )
-from services.worker.device import DeviceSetting
-from services.worker.kernels.select import KernelsSetting
+from services.worker.backends.device import DeviceSetting
 from services.worker.models.config import DtypeSetting
+from services.worker.platforms.cpu_kernels import KernelsSetting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

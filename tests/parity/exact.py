@@ -12,16 +12,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from services.worker.attention.interface import (
+from services.worker.backends.attention import (
     Int32Array,
     LayerAttention,
     PagedAttention,
     StepLayout,
 )
 from services.worker.core.runner import Runner
-from services.worker.kernels.select import KernelsSetting
 from services.worker.models.model import Model
 from services.worker.parallel.ranks import ALONE, Ranks
+from services.worker.platforms.cpu_kernels import KernelsSetting
 from tests.worker.runner_driver import Driver, Request, build_runner
 
 BLOCK_SIZE = 4

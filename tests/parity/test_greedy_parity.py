@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from services.worker.kernels.select import KernelsSetting
+from services.worker.platforms.cpu_kernels import KernelsSetting
 from tests.tiny_models import (
     MAX_POSITION_EMBEDDINGS,
     ONE_OF_EACH,

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from services.common.sampling import SamplingParams
 from services.worker.core.lockstep import Lockstep
 from services.worker.core.runner import Runner
-from services.worker.kernels.select import KernelsSetting
+from services.worker.platforms.cpu_kernels import KernelsSetting
 from tests.parity.oracle import assert_served, embedded_prompt
 from tests.parity.random_serving import Happened, RandomServing
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model

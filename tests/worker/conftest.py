@@ -5,9 +5,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from services.worker.kernels.compiled import NotCompiled, default_cache_directory, load_compiled
-from services.worker.kernels.native import Functions, functions_by_dtype
-from services.worker.kernels.native_kernels import NativeKernels
+from services.worker.backends.native.compiled import (
+    NotCompiled,
+    default_cache_directory,
+    load_compiled,
+)
+from services.worker.backends.native.kernels import NativeKernels
+from services.worker.backends.native.library import Functions, functions_by_dtype
 
 
 @dataclass(frozen=True)

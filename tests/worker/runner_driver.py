@@ -9,21 +9,21 @@ import torch
 
 from services.common.prompt_embeds import PromptEmbeds
 from services.common.sampling import SamplingParams
-from services.worker.attention.interface import AttentionShape, PagedAttention
+from services.worker.backends.attention import AttentionShape, PagedAttention
+from services.worker.backends.device import CpuDevice
+from services.worker.backends.native.compiled import default_cache_directory
 from services.worker.core.batch import BatchLimits
 from services.worker.core.kv_groups import group_layers
 from services.worker.core.lockstep import Lockstep
 from services.worker.core.lookahead import Lookahead
 from services.worker.core.runner import Runner
 from services.worker.core.step import AppendedBlocks, NewRequest, StepInput, StepOutput
-from services.worker.device import CpuDevice
-from services.worker.kernels.compiled import default_cache_directory
-from services.worker.kernels.select import KernelsSetting, select_kernels
 from services.worker.models.checkpoint import open_checkpoint
 from services.worker.models.config import DtypeSetting
 from services.worker.models.load import load_model
 from services.worker.models.model import LoadOptions, Model
 from services.worker.parallel.ranks import ALONE, Ranks
+from services.worker.platforms.cpu_kernels import KernelsSetting, select_kernels
 from services.worker.sampling.logprobs import LogprobRows
 
 GREEDY = SamplingParams(temperature=0)

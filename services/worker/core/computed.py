@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from services.worker.attention.interface import Int32Array, Int64Array
+from services.worker.backends.attention import Int32Array, Int64Array
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from typing import Protocol
 
 import torch
 
-from services.worker.attention.interface import Int64Array, LayerAttention, StepLayout
-from services.worker.device import Device
+from services.worker.backends.attention import Int64Array, LayerAttention, StepLayout
+from services.worker.backends.device import Device
 from services.worker.models.model import Model
 
 

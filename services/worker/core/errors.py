@@ -3,13 +3,8 @@
 InvalidArgument
 └── InvalidStep          a step contradicts the batch or the limits
 StepwellError
-├── KVCacheTooSmall      the memory set aside cannot hold one sequence
-└── NotEnoughMemory      the machine has less memory than something needs
+└── KVCacheTooSmall      the memory set aside cannot hold one sequence
 """
-
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from services.common.errors import InvalidArgument, StepwellError
 
@@ -24,32 +19,3 @@ class KVCacheTooSmall(StepwellError):
     """The memory set aside for keys and values cannot hold one sequence of the asked length."""
 
     reason = "KV_CACHE_TOO_SMALL"
-
-
-class NotEnoughMemory(StepwellError):
-    """The machine, or the device, has less memory than weights, cache or a step need."""
-
-    reason = "NOT_ENOUGH_MEMORY"
-
-
-_OUT_OF_MEMORY = re.compile(
-    "out of memory|can(no|')t allocate memory|not enough memory", re.IGNORECASE
-)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether Python, torch on the CPU, or torch on CUDA could not allocate."""
-    if isinstance(error, MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and bool(_OUT_OF_MEMORY.search(str(error)))
-
-
-@contextmanager
-def memory_for(what: str, remedy: str) -> Iterator[None]:
-    """Within it, what cannot be allocated raises NotEnoughMemory: for what, and what helps."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise NotEnoughMemory(f"there is not enough memory for {what}; {remedy}") from error

@@ -7,7 +7,8 @@ activations need; never more than the batch could use. The answer explains itsel
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from services.worker.core.errors import KVCacheTooSmall, NotEnoughMemory
+from services.worker.backends.out_of_memory import NotEnoughMemory
+from services.worker.core.errors import KVCacheTooSmall
 from services.worker.core.kv_groups import LayerGroup, most_blocks
 
 _NULL_BLOCKS = 1

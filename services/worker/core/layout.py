@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.worker.attention.interface import Int32Array, Int64Array, StepLayout
+from services.worker.backends.attention import Int32Array, Int64Array, StepLayout
 from services.worker.core.batch import PersistentBatch
 from services.worker.core.step import StepInput
 

@@ -16,7 +16,8 @@ model gives it: the rate of rejection sampling (Leviathan et al.) for drafts tha
 import numpy as np
 import torch
 
-from services.worker.attention.interface import PagedAttention
+from services.worker.backends.attention import PagedAttention
+from services.worker.backends.device import CpuDevice, Device
 from services.worker.core.batch import BatchLimits, PersistentBatch
 from services.worker.core.computed import Computed, SamplingRows, StepRows
 from services.worker.core.decode_buckets import DecodeBuckets, is_decodes_alone
@@ -26,7 +27,6 @@ from services.worker.core.lockstep import Lockstep
 from services.worker.core.lookahead import Lookahead, PendingOutput
 from services.worker.core.sampled import Sampled, joined
 from services.worker.core.step import Int32Array, StepInput, StepOutput
-from services.worker.device import CpuDevice, Device
 from services.worker.models.model import Model, wanted_rows
 from services.worker.sampling.sampler import LogprobRows, Sampler, prompt_logprobs
 

@@ -8,7 +8,7 @@ follows from it stands in ModelConfig, and the layers know only that.
 import enum
 from dataclasses import dataclass, replace
 
-from services.worker.kernels.interface import Activation
+from services.worker.backends.kernels import Activation
 
 
 class Architecture(enum.Enum):

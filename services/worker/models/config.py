@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from services.worker.attention.interface import AttentionLayer
-from services.worker.kernels.interface import Activation
+from services.worker.backends.attention import AttentionLayer
+from services.worker.backends.kernels import Activation
 from services.worker.models.architecture import (
     TRAITS,
     Architecture,

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from services.worker.attention.interface import LayerAttention, Rotation
-from services.worker.kernels.interface import (
+from services.worker.backends.attention import LayerAttention, Rotation
+from services.worker.backends.kernels import (
     DecoderBlock,
     DecoderFrame,
     Kernels,

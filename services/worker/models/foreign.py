@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from services.worker.attention.interface import AttentionLayer
-from services.worker.core.errors import is_out_of_memory
-from services.worker.kernels.interface import Kernels
+from services.worker.backends.attention import AttentionLayer
+from services.worker.backends.kernels import Kernels
+from services.worker.backends.out_of_memory import is_out_of_memory
 from services.worker.models.checkpoint import Checkpoint
 from services.worker.models.config import resolve_dtype
 from services.worker.models.errors import (

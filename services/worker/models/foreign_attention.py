@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from services.worker.attention.interface import LayerAttention
+from services.worker.backends.attention import LayerAttention
 
 ATTENTION_NAME = "stepwell"
 

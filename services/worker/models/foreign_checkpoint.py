@@ -14,7 +14,7 @@ import torch
 import transformers
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from services.worker.core.errors import is_out_of_memory
+from services.worker.backends.out_of_memory import is_out_of_memory
 from services.worker.models.checkpoint import CPU, Checkpoint, TensorReader
 from services.worker.models.errors import ModelError, ModelFileError, ModelTensorError
 from services.worker.models.foreign_attention import ATTENTION_NAME

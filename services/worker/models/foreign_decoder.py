@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from services.worker.attention.interface import AttentionLayer, LayerAttention
+from services.worker.backends.attention import AttentionLayer, LayerAttention
 from services.worker.models.foreign_attention import ATTENTION_NAME, Answer, answering, from_cache
 from services.worker.models.model import wanted_logits
 from services.worker.models.probe import Probe, Refused

@@ -5,8 +5,8 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from services.worker.attention.interface import AttentionLayer
-from services.worker.kernels.interface import Kernels
+from services.worker.backends.attention import AttentionLayer
+from services.worker.backends.kernels import Kernels
 from services.worker.models.architecture import Architecture
 from services.worker.models.checkpoint import Checkpoint
 from services.worker.models.config import (

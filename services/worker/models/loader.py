@@ -7,7 +7,7 @@ from itertools import chain
 
 import torch
 
-from services.worker.kernels.interface import Kernels, Linear
+from services.worker.backends.kernels import Kernels, Linear
 from services.worker.models.checkpoint import WHOLE, Checkpoint, TensorReader
 from services.worker.models.config import ModelConfig
 from services.worker.models.decoder import DecoderWeights, LayerWeights

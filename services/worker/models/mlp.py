@@ -6,8 +6,8 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from services.worker.kernels.gating import gated
-from services.worker.kernels.interface import Activation, Kernels, Linear
+from services.worker.backends.kernels import Activation, Kernels, Linear
+from services.worker.backends.torch.gating import gated
 from services.worker.parallel.ranks import Ranks
 
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from services.worker.attention.interface import AttentionLayer, LayerAttention
+from services.worker.backends.attention import AttentionLayer, LayerAttention
 from services.worker.models.config import DtypeSetting
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from services.worker.attention.interface import AttentionLayer
+from services.worker.backends.attention import AttentionLayer
 
 _HARMLESS = frozenset(
     {

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from services.worker.kernels.interface import Linear
+from services.worker.backends.kernels import Linear
 
 
 class Ranks(Protocol):

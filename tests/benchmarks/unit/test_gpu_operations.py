@@ -3,7 +3,7 @@
 import torch
 
 from benchmarks.gpu_operations import experts_difference, sampling_differences
-from services.worker.device import CpuDevice
+from services.worker.backends.device import CpuDevice
 
 
 def test_operations_of_a_device_are_those_of_the_host() -> None:

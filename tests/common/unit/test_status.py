@@ -20,10 +20,11 @@ from services.common.status import (
     status_code,
     to_rich_status,
 )
-from services.worker.core.errors import KVCacheTooSmall, NotEnoughMemory
-from services.worker.device import UnsuitableDevice
-from services.worker.kernels.errors import KernelsUnavailable
+from services.worker.backends.device import UnsuitableDevice
+from services.worker.backends.out_of_memory import NotEnoughMemory
+from services.worker.core.errors import KVCacheTooSmall
 from services.worker.models.errors import ModelError
+from services.worker.platforms.cpu_kernels import KernelsUnavailable
 
 ENDS_A_START = (
     ModelError,

@@ -11,9 +11,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from services.worker.attention.interface import AttentionLayer, AttentionShape, StepLayout
-from services.worker.attention.xformers_paged import XformersPagedAttention
-from services.worker.device import CpuDevice
+from services.worker.backends.attention import AttentionLayer, AttentionShape, StepLayout
+from services.worker.backends.cuda.paged_attention import XformersPagedAttention
+from services.worker.backends.device import CpuDevice
 from tests.worker.interpreted.interpreted_ops import AnywhereSplitK
 
 MAX_MODEL_LEN = 1024

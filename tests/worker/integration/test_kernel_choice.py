@@ -10,16 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.kernels.compiled import (
+from services.worker.backends.native.cached_library import KeptLibrary
+from services.worker.backends.native.compiled import (
     NotCompiled,
     default_cache_directory,
     load_compiled,
 )
-from services.worker.kernels.errors import KernelsUnavailable
-from services.worker.kernels.kept_library import KeptLibrary
-from services.worker.kernels.native_kernels import NativeKernels
-from services.worker.kernels.select import KernelsSetting, select_kernels
-from services.worker.kernels.torch_kernels import TorchKernels
+from services.worker.backends.native.kernels import NativeKernels
+from services.worker.backends.torch.kernels import TorchKernels
+from services.worker.platforms.cpu_kernels import KernelsSetting, KernelsUnavailable, select_kernels
 
 ROOT = Path(__file__).parents[3]
 
@@ -155,7 +154,7 @@ def test_a_disk_that_is_full_keeps_nothing_half(tmp_path: Path) -> None:
 def test_processes_that_start_at_once_compile_once(tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; "
-        "from services.worker.kernels.compiled import load_compiled; "
+        "from services.worker.backends.native.compiled import load_compiled; "
         "print(load_compiled(Path(sys.argv[1]), lambda: None).panel_width())"
     )
     starts = [

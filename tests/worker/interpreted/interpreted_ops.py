@@ -3,7 +3,7 @@
 import torch
 from xformers.ops.fmha import triton_splitk
 
-from services.worker.device import CpuDevice
+from services.worker.backends.device import CpuDevice
 
 
 class AnywhereSplitK(triton_splitk.FwOp):

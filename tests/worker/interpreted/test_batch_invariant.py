@@ -5,8 +5,8 @@ import torch
 
 from benchmarks.invariance import InvariantWorld, products_differ
 from benchmarks.paged_world import Case
-from services.worker.device import CpuDevice
-from services.worker.kernels.fixed_tiles import FixedTilesLinear
+from services.worker.backends.cuda.fixed_tiles import FixedTilesLinear
+from services.worker.backends.device import CpuDevice
 from tests.worker.interpreted.interpreted_ops import AnywhereSplitK, WideCpu
 
 

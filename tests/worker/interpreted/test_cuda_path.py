@@ -12,17 +12,17 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
 from benchmarks.gpu_parity import largest_difference
-from services.worker.attention.interface import AttentionShape
+from services.worker.backends.attention import AttentionShape
+from services.worker.backends.cuda.kernels import BatchInvariantKernels, CudaKernels
 from services.worker.core.batch import BatchLimits
 from services.worker.core.kv_groups import group_layers
 from services.worker.core.runner import Runner
-from services.worker.cuda.runner import runner_on
-from services.worker.kernels.cuda_kernels import BatchInvariantKernels, CudaKernels
 from services.worker.models.checkpoint import open_checkpoint
 from services.worker.models.config import DtypeSetting
 from services.worker.models.load import load_model
 from services.worker.models.model import LoadOptions
-from services.worker.platform import Parts
+from services.worker.platforms.cuda_runner import runner_on
+from services.worker.platforms.interface import Parts
 from tests.tiny_models import save_tiny_model
 from tests.worker.interpreted.interpreted_ops import AnywhereSplitK, WideCpu
 from tests.worker.runner_driver import GREEDY, MAX_MODEL_LEN, build_runner

@@ -5,15 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from services.worker.attention.interface import AttentionLayer
-from services.worker.cuda.checks import (
+from services.worker.backends.attention import AttentionLayer
+from services.worker.backends.device import UnsuitableDevice
+from services.worker.platforms.cuda_setup import (
     CudaSetup,
     check_batch_invariant,
     check_model,
     check_setup,
     find_setup,
 )
-from services.worker.device import UnsuitableDevice
 
 GOOD = CudaSetup(
     device_name="NVIDIA H200",

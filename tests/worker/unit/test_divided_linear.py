@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from services.worker.kernels.interface import Linear
-from services.worker.kernels.torch_kernels import TorchKernels
+from services.worker.backends.kernels import Linear
+from services.worker.backends.torch.kernels import TorchKernels
 from services.worker.parallel.ranks import GatheredLinear, SummedLinear
 from tests.worker.rank_threads import RankThread, on_ranks
 

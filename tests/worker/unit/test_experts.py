@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.worker.kernels.cuda_kernels import CudaKernels
-from services.worker.kernels.interface import Kernels
-from services.worker.kernels.torch_kernels import TorchKernels
+from services.worker.backends.cuda.kernels import CudaKernels
+from services.worker.backends.kernels import Kernels
+from services.worker.backends.torch.kernels import TorchKernels
 from services.worker.models.checkpoint import open_checkpoint
 from services.worker.models.config import read_model_config
 from services.worker.models.decoder import DecoderWeights

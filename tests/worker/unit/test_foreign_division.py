@@ -25,8 +25,8 @@ from transformers import (
     Starcoder2Config,
 )
 
-from services.worker.attention.interface import AttentionLayer
-from services.worker.kernels.torch_kernels import TorchKernels
+from services.worker.backends.attention import AttentionLayer
+from services.worker.backends.torch.kernels import TorchKernels
 from services.worker.models.checkpoint import Checkpoint, TensorReader, open_checkpoint
 from services.worker.models.config import DtypeSetting
 from services.worker.models.errors import UnsupportedModel

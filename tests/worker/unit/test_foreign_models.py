@@ -21,7 +21,7 @@ from transformers import (
     T5Config,
 )
 
-from services.worker.kernels.torch_kernels import TorchKernels
+from services.worker.backends.torch.kernels import TorchKernels
 from services.worker.models.checkpoint import open_checkpoint
 from services.worker.models.config import DtypeSetting
 from services.worker.models.errors import ModelError, ModelTensorError, UnsupportedModel

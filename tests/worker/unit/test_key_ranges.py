@@ -3,7 +3,14 @@
 import numpy as np
 import pytest
 
-from services.worker.attention.key_ranges import BLOCK, GRANULE, KeyRange, Run, key_ranges, runs
+from services.worker.backends.torch.key_ranges import (
+    BLOCK,
+    GRANULE,
+    KeyRange,
+    Run,
+    key_ranges,
+    runs,
+)
 
 
 def test_a_query_meets_the_same_keys_however_its_chunk_is_cut() -> None:

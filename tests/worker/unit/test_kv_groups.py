@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from services.worker.attention.interface import AttentionLayer, AttentionShape
+from services.worker.backends.attention import AttentionLayer, AttentionShape
 from services.worker.core.kv_groups import LayerGroup, group_layers
 
 

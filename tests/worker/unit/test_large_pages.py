@@ -4,7 +4,7 @@ import gc
 
 import torch
 
-from services.worker.kernels.large_pages import LargePages
+from services.worker.backends.native.large_pages import LargePages
 
 
 def test_pieces_do_not_touch_each_other() -> None:

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.attention.interface import (
+from services.worker.backends.attention import (
     AttentionLayer,
     AttentionShape,
     Rotation,
     StepLayout,
 )
-from services.worker.attention.native_paged import NativePagedAttention
-from services.worker.kernels.large_pages import LargePages
+from services.worker.backends.native.large_pages import LargePages
+from services.worker.backends.native.paged_attention import NativePagedAttention
 
 LENGTH = 1100
 """In three parts."""

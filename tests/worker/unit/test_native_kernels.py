@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from services.worker.kernels.interface import Activation
-from services.worker.kernels.large_pages import LargePages
-from services.worker.kernels.native_linear import NativeLinear
+from services.worker.backends.kernels import Activation
+from services.worker.backends.native.large_pages import LargePages
+from services.worker.backends.native.linear import NativeLinear
 
 
 def drawn(native, *shape: int, scale: float = 1.0) -> torch.Tensor:

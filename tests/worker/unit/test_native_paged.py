@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.attention.interface import (
+from services.worker.backends.attention import (
     AttentionLayer,
     AttentionShape,
     PagedAttention,
     Rotation,
     StepLayout,
 )
-from services.worker.attention.native_paged import NativePagedAttention
-from services.worker.attention.torch_paged import TorchPagedAttention
-from services.worker.kernels.large_pages import LargePages
+from services.worker.backends.native.large_pages import LargePages
+from services.worker.backends.native.paged_attention import NativePagedAttention
+from services.worker.backends.torch.paged_attention import TorchPagedAttention
 
 
 @dataclass(frozen=True)

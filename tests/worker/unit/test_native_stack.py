@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks.random_model import Shape, write_model
-from services.worker.kernels.select import KernelsSetting
+from services.worker.platforms.cpu_kernels import KernelsSetting
 from tests.worker.runner_driver import Driver, Request, build_runner
 
 # Large enough for a decode to be worth two threads.

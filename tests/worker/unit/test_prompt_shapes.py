@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from services.worker.core.batch import BatchLimits
-from services.worker.core.prompt_shapes import (
+from services.worker.platforms.prompt_shapes import (
     PromptShape,
     every_shape,
     profiled_shapes,

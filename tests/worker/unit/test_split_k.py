@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.worker.attention.split_k import num_splits
+from services.worker.backends.cuda.split_k import num_splits
 
 
 @pytest.mark.parametrize(

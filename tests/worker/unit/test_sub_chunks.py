@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.attention.sub_chunks import (
+from services.worker.backends.cuda.sub_chunks import (
     MOST_QUERIES,
     bucket,
     cut,

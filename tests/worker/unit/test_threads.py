@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.adapters.processors import usable_processors
-from services.worker.core.threads import Processors, ThreadChoice, choose_threads
+from services.worker.platforms.processors import usable_processors
+from services.worker.platforms.threads import Processors, ThreadChoice, choose_threads
 
 
 @pytest.mark.parametrize(

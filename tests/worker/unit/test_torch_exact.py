@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.attention.interface import AttentionLayer, AttentionShape, StepLayout
-from services.worker.attention.torch_attend import row_multiple
-from services.worker.attention.torch_paged import TorchPagedAttention
-from services.worker.kernels.interface import Activation
-from services.worker.kernels.packed_linear import in_tiles, rows_agree
-from services.worker.kernels.torch_kernels import TorchKernels
+from services.worker.backends.attention import AttentionLayer, AttentionShape, StepLayout
+from services.worker.backends.kernels import Activation
+from services.worker.backends.torch.attend import row_multiple
+from services.worker.backends.torch.kernels import TorchKernels
+from services.worker.backends.torch.packed_linear import in_tiles, rows_agree
+from services.worker.backends.torch.paged_attention import TorchPagedAttention
 
 DTYPES = [torch.float32, torch.bfloat16]
 KERNELS = TorchKernels()

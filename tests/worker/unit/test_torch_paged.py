@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.attention.interface import (
+from services.worker.backends.attention import (
     AttentionLayer,
     AttentionShape,
     Rotation,
     StepLayout,
 )
-from services.worker.attention.rotary import rotate
-from services.worker.attention.torch_attend import MOST_ROWS
-from services.worker.attention.torch_paged import TorchPagedAttention
+from services.worker.backends.torch.attend import MOST_ROWS
+from services.worker.backends.torch.paged_attention import TorchPagedAttention
+from services.worker.backends.torch.rotary import rotate
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 6, 2, 8
 PLAIN = AttentionLayer(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, scale=HEAD_DIM**-0.5)

@@ -1,0 +1,1 @@
+"""What computes a model: the interfaces, and a package for each way of computing."""

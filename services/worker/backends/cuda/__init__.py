@@ -1,0 +1,1 @@
+"""CUDA: xFormers, Triton, CUDA graphs, and sampling on the device."""

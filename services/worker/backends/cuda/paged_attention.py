@@ -1,0 +1,248 @@
+"""Paged attention through xFormers, for CUDA.
+
+Per layer of a KV-cache group the cache is one pool of keys and one of values, [num_blocks *
+block_size, num_kv_heads, head_dim]; a slot of the layout is a row. New keys and values are written
+first, so that a call reads all it needs through the block tables. Then, once for each kind of
+layer in a group:
+
+* Decodes are one call with one query a lane. Its shape is part of the kernel, so lanes are
+  rounded up to a power of two with lanes of no keys, and tables are as wide as the longest
+  sequence. The inputs of a call of one size lie in the same memory at every step: what was
+  recorded once can run again with other lengths and tables.
+* Chunks are cut into lanes of 16 queries (`sub_chunks`), one call for all of them; or, where
+  FlashAttention 3 is present, they are one call of that, uncut.
+* A sliding window is a range of keys per lane. In a lane of several queries the range is that of
+  the last one; what earlier queries see besides is a second call with a lane for each, and the two
+  are joined by their normalizers.
+
+Split-K: Dao et al., "Flash-Decoding for long-context inference".
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from services.worker.backends.attention import (
+    AttentionLayer,
+    AttentionShape,
+    Int32Array,
+    Rotation,
+    StepLayout,
+)
+from services.worker.backends.cuda.sub_chunks import bucket
+from services.worker.backends.cuda.xformers_calls import Call, DecodeCall, LayerKind
+from services.worker.backends.cuda.xformers_ops import FLASH_HEAD_DIMS, Operator, has_flash
+from services.worker.backends.device import Device
+from services.worker.backends.torch.rotary import rotate
+
+
+class XformersPagedAttention:
+    """The KV cache of all layers on a device, and attention over it.
+
+    `split_k` None is xFormers' own operator, which runs on CUDA. `batch_invariant`: see LayerKind.
+    """
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        device: Device,
+        max_blocks_per_seq: int,
+        split_k: Operator | None = None,
+        *,
+        batch_invariant: bool = False,
+    ) -> None:
+        self._shape = shape
+        self._device = device
+        rows = shape.num_blocks * shape.block_size
+        largest = max(shape.layer_groups, key=len)
+        self._pools = [
+            torch.zeros(
+                (2, rows, layer.num_kv_heads, layer.head_dim),
+                dtype=shape.dtype,
+                device=device.torch_device,
+            )
+            for layer in (shape.layers[index] for index in largest)
+        ]
+        self._pages_of = shape.pages_of
+        self._places = [
+            Place(group, layer) for group, layer in zip(shape.group_of, shape.layers, strict=True)
+        ]
+        self._kinds = {
+            place: LayerKind(
+                place.layer,
+                shape.block_size,
+                max_blocks_per_seq,
+                device,
+                split_k,
+                batch_invariant=batch_invariant,
+            )
+            for place in self._places
+        }
+        self._has_flash = (
+            not batch_invariant
+            and has_flash()
+            and all(
+                layer.window is None and layer.head_dim in FLASH_HEAD_DIMS for layer in shape.layers
+            )
+        )
+        self._decodes: dict[int, DecodeStep] = {}
+
+    def begin_step(self, layouts: Sequence[StepLayout]) -> "XformersStep":
+        """See PagedAttention."""
+        num_tokens, num_decodes = layouts[0].num_tokens, layouts[0].num_decodes
+        calls: list[dict[Place, Call]] = []
+        counts: list[int] = []
+        if num_decodes:
+            decodes = self.decode_step(num_decodes)
+            decodes.set_lanes(layouts)
+            counts.append(num_decodes)
+            calls.append(dict(decodes.calls))
+        if num_decodes < len(layouts[0].seq_lens):
+            counts.append(num_tokens - num_decodes)
+            calls.append(
+                {
+                    at: kind.flash(layouts[at.group])
+                    if self._has_flash
+                    else kind.chunks(layouts[at.group])
+                    for at, kind in self._kinds.items()
+                }
+            )
+        slots = [self._device.upload(layout.slot_mapping) for layout in layouts]
+        return XformersStep(self, slots, counts, calls)
+
+    def zero_blocks(self, block_ids: Int32Array) -> None:
+        """See PagedAttention."""
+        cleared = self._device.upload(block_ids.astype(np.int64))
+        for pool in self._pools:
+            blocks = pool.view(2, self._shape.num_blocks, self._shape.block_size, *pool.shape[2:])
+            blocks.index_fill_(1, cleared, 0)
+
+    def decode_step(self, num_decodes: int) -> "DecodeStep":
+        """A step for so many decodes or fewer, rounded up; the same object each time."""
+        num_lanes = bucket(num_decodes)
+        if num_lanes not in self._decodes:
+            calls = {at: kind.decodes(num_lanes) for at, kind in self._kinds.items()}
+            num_groups = len(self._shape.layer_groups)
+            self._decodes[num_lanes] = DecodeStep(self, self._device, num_lanes, num_groups, calls)
+        return self._decodes[num_lanes]
+
+    def place(self, layer: int) -> "Place":
+        """The group of a layer, and what attention does in it."""
+        return self._places[layer]
+
+    def store(
+        self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes keys and values [n, num_kv_heads, head_dim] to cache slots [n]; the pools."""
+        keys, values = self.pools(layer)
+        keys.index_copy_(0, slots, key)
+        values.index_copy_(0, slots, value)
+        return keys, values
+
+    def pools(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer, [num_blocks * block_size, num_kv_heads, head_dim] each."""
+        keys, values = self._pools[self._pages_of[layer]].unbind(0)
+        return keys, values
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Layers of one group that attend alike."""
+
+    group: int
+    layer: AttentionLayer
+
+
+class XformersStep:
+    """One step over an XformersPagedAttention: calls over `counts` tokens each, in their order.
+
+    `slots` by group.
+    """
+
+    def __init__(
+        self,
+        cache: XformersPagedAttention,
+        slots: list[torch.Tensor],
+        counts: list[int],
+        calls: list[dict[Place, Call]],
+    ) -> None:
+        self._cache = cache
+        self._slots = slots
+        self._counts = counts
+        self._calls = calls
+
+    def __call__(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rotation: Rotation | None,
+    ) -> torch.Tensor:
+        """See LayerAttention."""
+        if rotation is not None:
+            query, key = rotate(query, rotation), rotate(key, rotation)
+        place = self._cache.place(layer)
+        slots = self._slots[place.group]
+        num_tokens = len(slots)
+        pools = self._cache.store(layer, slots, key[:num_tokens], value[:num_tokens])
+        parts, first = [], 0
+        for count, calls in zip(self._counts, self._calls, strict=True):
+            parts.append(calls[place](query[first : first + count], *pools))
+            first += count
+        if len(query) > num_tokens:
+            parts.append(torch.zeros_like(query[num_tokens:]))
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
+
+
+class DecodeStep:
+    """A step of `num_lanes` decodes whose inputs lie in memory that stays the same.
+
+    `set` replaces them; a call reads them, and so does one that was recorded. Lanes without a
+    request write to slot 0, which belongs to nobody.
+    """
+
+    def __init__(
+        self,
+        cache: XformersPagedAttention,
+        device: Device,
+        num_lanes: int,
+        num_groups: int,
+        calls: dict[Place, DecodeCall],
+    ) -> None:
+        self.num_lanes = num_lanes
+        self.calls = calls
+        self._device = device
+        self._slots = [
+            torch.zeros(num_lanes, dtype=torch.int64, device=device.torch_device)
+            for _ in range(num_groups)
+        ]
+        self._step = XformersStep(cache, self._slots, [num_lanes], [dict(calls)])
+
+    def set(self, layouts: Sequence[StepLayout]) -> None:
+        """Takes over layouts of decodes alone, `num_lanes` at most."""
+        self.set_lanes(layouts)
+        for own, layout in zip(self._slots, layouts, strict=True):
+            own[layout.num_decodes :].zero_()
+            slots = self._device.upload(layout.slot_mapping)
+            own[: layout.num_decodes].copy_(slots, non_blocking=True)
+
+    def set_lanes(self, layouts: Sequence[StepLayout]) -> None:
+        """Takes over the lengths and tables of the layouts' decodes; their slots stay apart."""
+        num_decodes = layouts[0].num_decodes
+        for at, call in self.calls.items():
+            layout = layouts[at.group]
+            call.set(layout.seq_lens[:num_decodes], layout.block_tables[:num_decodes])
+
+    def __call__(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rotation: Rotation | None,
+    ) -> torch.Tensor:
+        """See LayerAttention; for `num_lanes` tokens."""
+        return self._step(layer, query, key, value, rotation)

@@ -1,0 +1,67 @@
+"""Sampling where the logits are, for rows that need no more than a temperature and filters.
+
+The stages and their order are the sampler's, and so are the numbers that decide a draw; here they
+are passes over whole batches in torch. Top-p sums weights in another order than on the host: a
+token on its border may be kept on one of them alone.
+"""
+
+import numpy as np
+import torch
+
+from services.worker.backends.cuda.race import race_on_device
+from services.worker.backends.device import Device
+from services.worker.sampling.sampler import Draws
+
+UNUSABLE = -1
+"""In place of a token where NaN or infinity leaves nothing to sample from."""
+
+
+def sample_on_device(logits: torch.Tensor, draws: Draws, device: Device) -> torch.Tensor:
+    """One token, int64 [R], for each row of the logits float32 [R, V]; UNUSABLE for some."""
+    best = logits.argmax(dim=-1, keepdim=True)
+    largest = logits.gather(1, best)
+    token_ids = best
+    drawing = np.flatnonzero(draws.temperatures > 0)
+    if len(drawing):
+        rows = device.upload(drawing)
+        states = draws.states[drawing].T.view(np.float64)
+        parameters = (draws.temperatures, draws.top_k, draws.top_p, draws.min_p)
+        uploaded = device.upload(np.vstack((np.stack(parameters)[:, drawing], states)))
+        temperature, *filters = uploaded[:4].unsqueeze(-1)
+        temperature, largest_drawn = temperature.float(), largest[rows]
+        chosen = logits if len(drawing) == len(logits) else logits[rows]
+        if _is_filtered(draws, drawing):
+            weights = torch.exp((chosen - largest_drawn) / temperature)
+            chosen = _filtered(chosen, weights, *filters)
+        drawn = race_on_device(chosen, largest_drawn, temperature, uploaded[4:].view(torch.int64).T)
+        token_ids = best.index_copy(0, rows, drawn)
+    return torch.where(largest.isfinite(), token_ids, UNUSABLE).squeeze(1)
+
+
+def _is_filtered(draws: Draws, rows: np.ndarray) -> bool:
+    wanted = (draws.top_k > 0) | (draws.top_p < 1) | (draws.min_p > 0)
+    return bool(wanted[rows].any())
+
+
+def _filtered(
+    logits: torch.Tensor,
+    weights: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+) -> torch.Tensor:
+    """The logits [R, V] with minus infinity for those of tokens that may not be drawn.
+
+    Each filter keeps a prefix of the tokens by falling logit, among equals by rising id.
+    """
+    vocab_size = logits.shape[1]
+    order = logits.sort(dim=-1, descending=True, stable=True).indices
+    falling = weights.gather(1, order)
+    limit = torch.where(top_k > 0, top_k, vocab_size)
+    limit = torch.minimum(limit, (weights >= min_p).sum(dim=-1, keepdim=True))
+    falling = falling * (torch.arange(vocab_size, device=logits.device) < limit)
+    sums = falling.cumsum(dim=-1, dtype=torch.float64)
+    before = sums - falling
+    falling = falling * ((top_p >= 1) | (before < top_p * sums[:, -1:]))
+    kept = torch.zeros_like(weights).scatter_(1, order, falling) > 0
+    return logits.masked_fill(~kept, -torch.inf)

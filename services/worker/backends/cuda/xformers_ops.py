@@ -1,0 +1,157 @@
+"""The one place that knows xFormers: its biases and operators, in the words of this package.
+
+Operators are always named: xFormers' own choice refuses or mistakes what serving needs. Nothing
+else imports it, so that its successor, which has the same classes, is an import away.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from xformers.ops import fmha
+from xformers.ops.fmha import attn_bias, common, flash3, triton_splitk
+
+from services.worker.backends.attention import AttentionLayer
+
+Bias = Any
+"""What an xFormers call sees of which key; built once a step, for all layers."""
+
+Operator = type[Any]
+
+FLASH_HEAD_DIMS = (64, 128, 256)
+"""Sizes of a head that both the split-K kernel and FlashAttention 3 have."""
+
+_LARGEST_TILE = 64
+_TILE_ELEMENTS = 16384
+"""Numbers in a tile of keys: with one of values it fits the 99 KiB that some GPUs share."""
+
+
+def built_with_cuda() -> bool:
+    """Whether xFormers found its CUDA library; if not, it refuses every tensor on CUDA."""
+    return bool(common._built_with_cuda)
+
+
+def has_flash() -> bool:
+    """Whether FlashAttention 3 is there: its library, and a GPU that it is made for."""
+    operator: Operator = flash3.FwOp
+    oldest = operator.CUDA_MINIMUM_COMPUTE_CAPABILITY
+    newest = operator.CUDA_MAXIMUM_COMPUTE_CAPABILITY
+    if not operator.is_available():
+        return False
+    return bool(oldest <= torch.cuda.get_device_capability() <= newest)
+
+
+class PagedOps:
+    """Attention calls over pools of pages, as one kind of layer attends.
+
+    A pool is [num_blocks * block_size, num_kv_heads, head_dim]. `split_k` is the split-K operator:
+    a test may bring one that runs elsewhere than on CUDA.
+    """
+
+    def __init__(
+        self, layer: AttentionLayer, block_size: int, split_k: Operator = triton_splitk.FwOp
+    ) -> None:
+        self._layer = layer
+        self._block_size = block_size
+        self._split_k = split_k
+
+    def padded_bias(
+        self, num_queries: Sequence[int], ends: Sequence[int], block_tables: torch.Tensor
+    ) -> Bias:
+        """Lane i: its last `num_queries[i]` tokens see the keys [0, ends[i]), causally.
+
+        `block_tables` int32 [num_lanes, width], on the device where the call will be.
+        """
+        kind = attn_bias.PagedBlockDiagonalCausalWithOffsetPaddedKeysMask
+        return kind.from_seqlens(
+            num_queries, ends, block_tables, self._block_size, device=block_tables.device
+        )
+
+    def gappy_bias(
+        self,
+        num_queries: Sequence[int],
+        starts: Sequence[int],
+        lengths: Sequence[int],
+        block_tables: torch.Tensor,
+    ) -> Bias:
+        """As `padded_bias`, over the keys [starts[i], starts[i] + lengths[i]).
+
+        Put together by hand: the class's own `from_seqlens` cannot be called, and the way by
+        `make_paged` numbers the keys of all lanes through, beyond 32 bits.
+        """
+        device = block_tables.device
+        ranges = attn_bias._GappySeqInfo.from_seqlens_gappy(
+            [*starts, 0], lengths, True, device=device
+        )
+        return attn_bias.PagedBlockDiagonalCausalWithOffsetGappyKeysMask(
+            attn_bias._SeqLenInfo.from_seqlens(num_queries, device=device),
+            ranges,
+            block_tables,
+            self._block_size,
+        )
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        bias: Bias,
+        num_splits: int,
+    ) -> torch.Tensor:
+        """Queries [n, num_heads, head_dim] of all lanes -> [n, num_heads, head_dim]."""
+        output: torch.Tensor = fmha.memory_efficient_attention_forward(
+            *self._grouped(query, keys, values),
+            attn_bias=bias,
+            scale=self._layer.scale,
+            op=self._operator(num_splits),
+        )
+        return output.reshape(query.shape)
+
+    def attend_partly(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        bias: Bias,
+        num_splits: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `attend`, in float32, and the logarithms of the normalizers [n, num_heads]."""
+        output, normalizers = fmha.memory_efficient_attention_partial(
+            *self._grouped(query, keys, values),
+            attn_bias=bias,
+            scale=self._layer.scale,
+            op=self._operator(num_splits),
+            output_dtype=torch.float32,
+        )
+        normalizers = normalizers[0].flatten(0, 1).transpose(0, 1)
+        return output.reshape(query.shape), normalizers.to(torch.float32)
+
+    def flash(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: Bias
+    ) -> torch.Tensor:
+        """As `attend`, by FlashAttention 3; lanes may have any number of queries."""
+        output: torch.Tensor = fmha.memory_efficient_attention_forward(
+            *self._grouped(query, keys, values),
+            attn_bias=bias,
+            scale=self._layer.scale,
+            op=flash3.FwOp,
+        )
+        return output.reshape(query.shape)
+
+    def _operator(self, num_splits: int) -> Operator:
+        """The kernel reads tiles of keys that must divide a page."""
+        tile = min(_LARGEST_TILE, self._block_size, _TILE_ELEMENTS // self._layer.head_dim)
+        operator: Operator = self._split_k.get_operator(num_splits, block_n=tile)
+        return operator
+
+    def _grouped(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """With the query heads of a key head beside each other; key heads repeat by stride 0."""
+        groups, head_dim = self._layer.num_kv_heads, self._layer.head_dim
+        repeats = self._layer.num_heads // groups
+        keys, values = (
+            pool.view(1, -1, groups, 1, head_dim).expand(-1, -1, -1, repeats, -1)
+            for pool in (keys, values)
+        )
+        return query.view(1, -1, groups, repeats, head_dim), keys, values

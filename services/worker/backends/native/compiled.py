@@ -1,0 +1,231 @@
+"""The compiled kernels: built for this processor when first needed, and kept.
+
+What is kept is found by a hash of the sources, the flags, the processor's features, the compiler
+and torch's version, so that a directory may be shared by different machines.
+Processes that start at once wait for the one that compiles; one that is killed meanwhile leaves
+nothing half done. Where nothing can be kept each process compiles for itself.
+"""
+
+import ctypes
+import errno
+import fcntl
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from hashlib import sha256
+from pathlib import Path
+from typing import TextIO
+
+import torch
+
+from services.worker.backends.native.cached_library import KeptLibrary
+
+logger = logging.getLogger(__name__)
+
+NAME = "stepwell_kernels"
+_SOURCES = Path(__file__).parent / "cpp"
+_FLAGS = (
+    *("-O3", "-march=native", "-std=gnu++20", "-fopenmp", "-fno-math-errno", "-w"),
+    "-ffp-contract=off",  # see cpp/vector.h
+)
+_NEEDED_FEATURES = frozenset({"avx2", "fma"})
+_POLL_SECONDS = 0.2
+_TOLD_EVERY_SECONDS = 5.0
+
+
+class NotCompiled(Exception):
+    """There are no compiled kernels here; the message, a clause, says why."""
+
+
+def default_cache_directory() -> Path:
+    """$XDG_CACHE_HOME/stepwell, by default ~/.cache/stepwell."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "stepwell"
+
+
+def load_compiled(cache: Path, checkpoint_reached: Callable[[], None]) -> ctypes.CDLL:
+    """The library, compiled first where the cache lacks it. Raises NotCompiled.
+
+    `checkpoint_reached` is called several times a second meanwhile, and may raise to give up.
+    """
+    features = processor_features()
+    if not features >= _NEEDED_FEATURES:
+        raise NotCompiled("the processor has no AVX2")
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    directory = cache / f"kernels-{_key(features, compiler)}"
+    kept = KeptLibrary(directory, NAME)
+    try:
+        library = kept.load()
+        if library is None:
+            _check_tools(compiler)
+            library = _compile_once(kept, directory.with_suffix(".lock"), checkpoint_reached)
+    except OSError as error:
+        raise NotCompiled(f"the compiled kernels cannot be made or loaded: {error}") from error
+    return library
+
+
+def processor_features() -> frozenset[str]:
+    """Instruction sets, in Linux's names; empty where they are unknown or not x86's."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return frozenset()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    flags = next((line for line in lines if line.startswith("flags")), "")
+    return frozenset(flags.partition(":")[2].split())
+
+
+def _key(features: frozenset[str], compiler: str | None) -> str:
+    digest = sha256()
+    for path in sorted(_SOURCES.iterdir()):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    digest.update(repr((_FLAGS, sorted(features), compiler, torch.__version__)).encode())
+    return digest.hexdigest()[:16]
+
+
+def _check_tools(compiler: str | None) -> None:
+    if compiler is None:
+        raise NotCompiled("there is no C++ compiler")
+    if shutil.which("ninja", path=_search_path()) is None:
+        raise NotCompiled("there is no ninja, which torch builds extensions with")
+
+
+def _search_path() -> str:
+    """The PATH, and before it where this interpreter's own programs are."""
+    return os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
+
+
+def _compile_once(
+    kept: KeptLibrary, lock: Path, checkpoint_reached: Callable[[], None]
+) -> ctypes.CDLL:
+    """The library that another process compiled meanwhile, or this one now."""
+    with ExitStack() as scope:
+        try:
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            scope.enter_context(_locked(lock, checkpoint_reached))
+        except OSError as error:
+            _tell_not_kept(lock.parent, error)
+            return _compile(None, checkpoint_reached)
+        library = kept.load()
+        if library is None:
+            if kept.is_there:
+                logger.warning("the kept kernels are damaged or unfinished")
+            library = _compile(kept, checkpoint_reached)
+        return library
+
+
+@contextmanager
+def _locked(path: Path, checkpoint_reached: Callable[[], None]) -> Iterator[None]:
+    """Holds a lock that ends with the process."""
+    with path.open("w") as file:
+        tell = _Patience("waiting for another process to compile kernels")
+        while not _try_lock(file):
+            checkpoint_reached()
+            tell.passes()
+            time.sleep(_POLL_SECONDS)
+        yield
+
+
+def _try_lock(file: TextIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+class _Patience:
+    """Logs now and then what is waited for."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._begun = self._told = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._begun
+
+    def passes(self) -> None:
+        if time.monotonic() - self._told >= _TOLD_EVERY_SECONDS:
+            self._told = time.monotonic()
+            logger.info("%s: %.0f s", self._what, self.seconds)
+
+
+def _compile(kept: KeptLibrary | None, checkpoint_reached: Callable[[], None]) -> ctypes.CDLL:
+    """Compiles aside, and keeps the result where that can be done."""
+    once = "" if kept is None else ", once"
+    logger.info("compiling kernels for this processor%s", once)
+    with tempfile.TemporaryDirectory(prefix="stepwell-", ignore_cleanup_errors=True) as aside:
+        failures: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                _run_build(Path(aside))
+            except BaseException as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=work, name="compile", daemon=True)
+        tell = _Patience("compiling kernels")
+        thread.start()
+        while thread.is_alive():
+            thread.join(_POLL_SECONDS)
+            checkpoint_reached()
+            tell.passes()
+        if failures:
+            raise NotCompiled(f"compiling failed: {_reason(failures[0])}") from failures[0]
+        logger.info("compiled kernels in %.1f s", tell.seconds)
+        made = Path(aside) / f"{NAME}.so"
+        return (kept and _keep(kept, made)) or ctypes.CDLL(str(made))
+
+
+def _keep(kept: KeptLibrary, made: Path) -> ctypes.CDLL | None:
+    try:
+        kept.put(made)
+    except OSError as error:
+        _tell_not_kept(kept.directory, error)
+        return None
+    return kept.load()
+
+
+def _tell_not_kept(directory: Path, error: OSError) -> None:
+    logger.warning("compiled kernels cannot be kept in %s: %s", directory, error.strerror)
+
+
+def _run_build(directory: Path) -> None:
+    """torch's loader for extensions, in a process of its own: it reads the PATH and the compiler
+    from the environment, and what goes wrong in it stays there.
+    """
+    program = (
+        "import sys; from torch.utils.cpp_extension import load; load(sys.argv[1], "
+        "sys.argv[4:], extra_cflags=sys.argv[3].split(), extra_ldflags=['-fopenmp'], "
+        "build_directory=sys.argv[2], is_python_module=False)"
+    )
+    sources = sorted(str(path) for path in _SOURCES.glob("*.cpp"))
+    subprocess.run(
+        [sys.executable, "-c", program, NAME, str(directory), " ".join(_FLAGS), *sources],
+        env=os.environ | {"PATH": _search_path()},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+
+
+def _reason(error: BaseException) -> str:
+    """The line of a compiler's output that says what is wrong."""
+    if not isinstance(error, subprocess.CalledProcessError):
+        return str(error)
+    lines = [line.strip() for line in f"{error.stdout}\n{error.stderr}".split("\n") if line]
+    for telling in (os.strerror(errno.ENOSPC), "error:"):
+        found = [line for line in lines if telling in line]
+        if found:
+            return found[0]
+    return (lines[-1:] or ["no reason given"])[0]

@@ -1,0 +1,136 @@
+"""Paged attention in C++: see cpp/attention.cpp.
+
+Per layer of a group there are pages of keys and of values, each of block_size * num_kv_heads *
+head_dim elements; cpp/key_block.h says in which order. A step's layouts are handed over as
+they are; every layer is one call.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from services.worker.backends import attention
+from services.worker.backends.attention import AttentionShape, Int32Array, Rotation, StepLayout
+from services.worker.backends.native.large_pages import LargePages
+from services.worker.backends.native.library import AttentionLayer, Functions, Heads, Layout, Pages
+
+_BYTES_PER_THREAD = 2**22
+"""More than a thread's scratch comes to."""
+
+_PART_KEYS = 512
+_MOST_ROWS = 128
+"""Of a task, or more. Both as in cpp."""
+
+
+def workspace_bytes(shape: AttentionShape, max_model_len: int) -> int:
+    """Upper estimate of what attention holds besides the cache: scratch, and sums over the parts of
+    contexts that are divided among threads, which are fewer than two for each thread.
+    """
+    threads = torch.get_num_threads()
+    widest = max(layer.head_dim for layer in shape.layers)
+    parts = 1 + max_model_len // _PART_KEYS
+    row_bytes = 4 * (widest + 64)
+    return threads * (_BYTES_PER_THREAD + 2 * parts * _MOST_ROWS * row_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLayer:
+    """How a layer attends, its pages, and the KV-cache group whose layout it goes by."""
+
+    layer: AttentionLayer
+    pages: Pages
+    group: int
+
+
+class NativePagedAttention:
+    """The KV cache of all layers, and attention over it."""
+
+    def __init__(self, functions: Functions, memory: LargePages, shape: AttentionShape) -> None:
+        self._functions = functions
+        largest = (shape.layers[layer] for layer in max(shape.layer_groups, key=len))
+        self._pages = [
+            memory.take(
+                (2, shape.num_blocks, shape.block_size, layer.num_kv_heads, layer.head_dim),
+                shape.dtype,
+            )
+            for layer in largest
+        ]
+        pages = [
+            Pages(keys.data_ptr(), values.data_ptr(), shape.block_size)
+            for keys, values in self._pages
+        ]
+        self._layers = [
+            NativeLayer(_native(layer), pages[page], group)
+            for layer, page, group in zip(shape.layers, shape.pages_of, shape.group_of, strict=True)
+        ]
+
+    def begin_step(self, layouts: Sequence[StepLayout]) -> "NativePagedStep":
+        """See PagedAttention."""
+        return NativePagedStep(self._functions.attend, self._layers, layouts)
+
+    def zero_blocks(self, block_ids: Int32Array) -> None:
+        """See PagedAttention."""
+        cleared = torch.from_numpy(block_ids.astype(np.int64))
+        for pages in self._pages:
+            pages.index_fill_(1, cleared, 0)
+
+
+class NativePagedStep:
+    """One step over a NativePagedAttention."""
+
+    def __init__(
+        self, attend: Any, layers: Sequence[NativeLayer], layouts: Sequence[StepLayout]
+    ) -> None:
+        self._attend = attend
+        self.layers = layers
+        self._num_tokens = layouts[0].num_tokens
+        self._arrays = layouts
+        self.layouts = (Layout * len(layouts))(
+            *(
+                Layout(
+                    len(layout.seq_lens),
+                    layout.query_starts.ctypes.data,
+                    layout.seq_lens.ctypes.data,
+                    layout.rows.ctypes.data,
+                    layout.tables.ctypes.data,
+                    layout.tables.strides[0] // layout.tables.itemsize,
+                )
+                for layout in layouts
+            )
+        )
+
+    def __call__(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rotation: Rotation | None,
+    ) -> torch.Tensor:
+        """See LayerAttention."""
+        output = torch.empty(query.shape, dtype=query.dtype)
+        output[self._num_tokens :].zero_()
+        heads = Heads(
+            *(query.data_ptr(), key.data_ptr(), value.data_ptr()),
+            *(query.stride(0), key.stride(0), value.stride(0)),
+        )
+        if rotation is not None:
+            heads.cos, heads.sin = rotation.cos.data_ptr(), rotation.sin.data_ptr()
+            heads.half = rotation.cos.shape[-1]
+        own = self.layers[layer]
+        self._attend(own.layer, self.layouts[own.group], heads, own.pages, output.data_ptr())
+        return output.flatten(1)
+
+
+def _native(layer: attention.AttentionLayer) -> AttentionLayer:
+    return AttentionLayer(
+        layer.num_heads,
+        layer.num_kv_heads,
+        layer.head_dim,
+        layer.scale,
+        layer.window or 0,
+        layer.softcap or 0,
+    )

@@ -1,0 +1,70 @@
+"""Gates of an MLP: what goes through an activation and multiplies the values beside it."""
+
+import functools
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from services.worker.backends.kernels import Activation, Linear
+
+_GELU_SCALE = math.sqrt(2 / math.pi)
+_GELU_CUBIC = 0.044715
+
+_ALL_TRIED_BYTES = 2
+_OF_TORCH: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    Activation.SILU: F.silu,
+    Activation.GELU_TANH: functools.partial(F.gelu, approximate="tanh"),
+}
+
+
+class GatedLinear:
+    """A projection, and its gates applied to its values."""
+
+    def __init__(self, projection: Linear, activation: Activation) -> None:
+        self._projection = projection
+        self._activation = activation
+        self.in_features = projection.in_features
+        self.out_features = projection.out_features // 2
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """See Linear."""
+        return gated(self._projection(x), self._activation)
+
+    def full(self, x: torch.Tensor) -> torch.Tensor:
+        """See Linear; the library rounds."""
+        return self(x).float()
+
+
+def gated(product: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """Gates [n, d] beside the values [n, d] that they gate -> activation(gate) * value.
+
+    Out of operations of which torch computes every element alike: its own SiLU and GELU take
+    another exponential for the last elements of a thread's share than for those before. Where
+    that makes no difference in the data type, they are taken.
+    """
+    gate, value = product.chunk(2, dim=-1)
+    if product.device.type != "cpu" or _is_uniform(activation, product.dtype):
+        return _OF_TORCH[activation](gate).mul_(value)
+    gate, value = gate.float(), value.float()
+    match activation:
+        case Activation.SILU:
+            activated = gate / torch.neg(gate).exp_().add_(1)
+        case Activation.GELU_TANH:
+            inner = torch.mul(gate, gate).mul_(gate).mul_(_GELU_CUBIC).add_(gate)
+            activated = inner.mul_(_GELU_SCALE).tanh_().add_(1).mul_(gate).mul_(0.5)
+    return activated.mul_(value).to(product.dtype)
+
+
+@functools.cache
+def _is_uniform(activation: Activation, dtype: torch.dtype) -> bool:
+    """Whether torch's own operation gives an element the same wherever it lies: tried with all
+    numbers of the data type, together, and each for itself as are those at the end of a share.
+    """
+    if dtype.itemsize != _ALL_TRIED_BYTES:
+        return False
+    numbers = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(dtype)
+    apart = numbers.repeat_interleave(2)[::2]
+    together, alone = (_OF_TORCH[activation](x) for x in (numbers, apart))
+    return torch.equal(together.nan_to_num(), alone.nan_to_num())

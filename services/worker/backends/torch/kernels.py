@@ -1,0 +1,66 @@
+"""The operations in plain torch, on every device; the twins that native kernels are held to."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from services.worker.backends.attention import AttentionShape, PagedAttention
+from services.worker.backends.kernels import Activation, DecoderBlock, DecoderFrame, Linear, Stack
+from services.worker.backends.torch.gating import GatedLinear
+from services.worker.backends.torch.packed_linear import PackedLinear, padded_rows
+from services.worker.backends.torch.paged_attention import TorchPagedAttention, workspace_bytes
+
+
+class TorchKernels:
+    """See Kernels."""
+
+    def padded_rows(self, num_rows: int) -> int:
+        """See Kernels."""
+        return padded_rows(num_rows)
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """See Kernels."""
+        return PackedLinear(weight, bias)
+
+    def gated_linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation
+    ) -> Linear:
+        """See Kernels."""
+        return GatedLinear(PackedLinear(weight, bias), activation)
+
+    def groups_experts(self, dtype: torch.dtype, width: int) -> bool:  # noqa: ARG002
+        """See Kernels."""
+        return False
+
+    def norm_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        """See Kernels."""
+        return weight
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        """See Kernels. Of two data types torch would warn that it has no fused operation."""
+        if x.dtype is weight.dtype:
+            return F.rms_norm(x, weight.shape, weight, epsilon)
+        return F.rms_norm(x.to(weight.dtype), weight.shape, weight, epsilon).to(x.dtype)
+
+    def add_rms_norm(
+        self, residual: torch.Tensor, update: torch.Tensor, weight: torch.Tensor, epsilon: float
+    ) -> torch.Tensor:
+        """See Kernels."""
+        return self.rms_norm(residual.add_(update), weight, epsilon)
+
+    def stack(
+        self,
+        blocks: Sequence[DecoderBlock],  # noqa: ARG002
+        frame: DecoderFrame,  # noqa: ARG002
+    ) -> Stack | None:
+        """None: layers are run operation by operation."""
+        return None
+
+    def paged_attention(self, shape: AttentionShape) -> PagedAttention:
+        """See Kernels."""
+        return TorchPagedAttention(shape)
+
+    def attention_bytes(self, shape: AttentionShape, max_model_len: int) -> int:
+        """See Kernels."""
+        return workspace_bytes(shape, max_model_len)

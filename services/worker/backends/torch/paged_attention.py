@@ -1,0 +1,278 @@
+"""Paged attention in plain torch operations, made for the CPU; on CUDA for what xFormers lacks.
+
+Pages are token-major, [num_blocks, block_size, num_kv_heads, head_dim] per layer of a group, so
+that gathering a sequence's pages gives its keys in order, and one strided view of them feeds the
+attention kernel. New keys are written first, and read from the pages like all others.
+
+On the CPU a query's result is the same bit for bit whatever else is in the step, however its
+prompt is cut, and wherever its pages lie: over which keys it is attended to, and in which blocks,
+is a function of its position (key_ranges.py), and the number of rows of a call is one for which
+the libraries below give the same rows (torch_attend.py).
+
+* Decodes of similar length form a group: one gather into a workspace kept between calls, one
+  attention call, the query heads that share a key head folded into the query's length.
+* A chunk is attended to sequence by sequence, in runs of queries that meet the same keys; the key
+  heads are repeated by a stride of zero, not by copies.
+
+Where all layers of a KV-cache group have a window, only the pages that it shows are gathered: what
+lies before may be anybody's by now.
+
+Paging: Kwon et al., PagedAttention.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from services.worker.backends.attention import (
+    AttentionLayer,
+    AttentionShape,
+    Int32Array,
+    Rotation,
+    StepLayout,
+)
+from services.worker.backends.device import CpuDevice, Device
+from services.worker.backends.torch.attend import MOST_ROWS, attend, row_multiple
+from services.worker.backends.torch.key_ranges import BLOCK
+from services.worker.backends.torch.rotary import rotate
+from services.worker.backends.torch.step_cutter import Chunk, DecodeGroup, StepCutter, score_mask
+
+MAX_GROUP_TOKENS = 16384
+"""Keys of one group of decodes, padding included, unless a single sequence is longer."""
+
+
+def workspace_bytes(shape: AttentionShape, max_model_len: int) -> int:
+    """Upper estimate of what attention holds besides the cache: gathered pages and masks."""
+    widest = max(layer.num_kv_heads * layer.head_dim for layer in shape.layers)
+    per_token = 2 * widest + MOST_ROWS * len({layer.window for layer in shape.layers})
+    return 2 * max(MAX_GROUP_TOKENS, max_model_len + BLOCK) * per_token * shape.dtype.itemsize
+
+
+class TorchPagedAttention:
+    """The KV cache of all layers, and attention over it. Nothing waits for the device."""
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        device: Device | None = None,
+        max_group_tokens: int = MAX_GROUP_TOKENS,
+    ) -> None:
+        self._shape = shape
+        self._device = device or CpuDevice()
+        self._cutter = StepCutter(shape, self._device, max_group_tokens)
+        self._pages_of = shape.pages_of
+        self._windows = [_windows(shape, group) for group in shape.layer_groups]
+        self._row_multiples = [self._row_multiple(layer) for layer in shape.layers]
+        self._page_elements = max(
+            shape.block_size * layer.num_kv_heads * layer.head_dim for layer in shape.layers
+        )
+        largest = max(shape.layer_groups, key=len)
+        self._keys = [_allocate(shape, shape.layers[layer]) for layer in largest]
+        self._values = [_allocate(shape, shape.layers[layer]) for layer in largest]
+        self._workspace = torch.empty(2, 0, dtype=shape.dtype, device=shape.device)
+        self._run_masks: dict[int | None, torch.Tensor] = {}
+        self._mask_width = 0
+
+    def begin_step(self, layouts: Sequence[StepLayout]) -> "TorchPagedStep":
+        """See PagedAttention."""
+        steps = [
+            self._begin_group(layout, windows)
+            for layout, windows in zip(layouts, self._windows, strict=True)
+        ]
+        return TorchPagedStep(self, [steps[group] for group in self._shape.group_of])
+
+    def _begin_group(self, layout: StepLayout, windows: set[int | None]) -> "_GroupStep":
+        groups = self._cutter.decodes(layout, windows)
+        chunks = self._cutter.chunks(layout, windows)
+        blocks = [len(group.block_ids) for group in groups]
+        blocks += [len(chunk.block_ids) for chunk in chunks]
+        self._reserve_workspace(max(blocks, default=0))
+        self._reserve_masks(max((run.keys.length for c in chunks for run in c.runs), default=0))
+        slots = self._device.upload(layout.slot_mapping)
+        return _GroupStep(slots, self._opened_blocks(layout), groups, chunks)
+
+    def zero_blocks(self, block_ids: Int32Array) -> None:
+        """See PagedAttention."""
+        cleared = self._device.upload(block_ids.astype(np.int64))
+        for pages in (*self._keys, *self._values):
+            pages.index_fill_(0, cleared, 0)
+
+    def store(
+        self,
+        layer: int,
+        slots: torch.Tensor,
+        opened_blocks: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> None:
+        """Writes keys and values [n, num_kv_heads, head_dim] to cache slots [n]."""
+        for pages, heads in ((self._keys, key), (self._values, value)):
+            own = pages[self._pages_of[layer]]
+            if len(opened_blocks):
+                own.index_fill_(0, opened_blocks, 0)
+            own.flatten(0, 1).index_copy_(0, slots, heads)
+
+    def attend_group(self, layer: int, query: torch.Tensor, group: DecodeGroup) -> torch.Tensor:
+        """Queries [n, num_heads, head_dim], one per sequence -> [n, num_heads * head_dim]."""
+        spec, rows = self._shape.layers[layer], group.end - group.begin
+        keys, values = (
+            pages.view(rows, -1, spec.num_kv_heads, spec.head_dim)
+            .narrow(1, group.offset, group.length)
+            .transpose(1, 2)
+            for pages in self._gather(layer, group.block_ids)
+        )
+        query = query.reshape(rows, spec.num_kv_heads, -1, spec.head_dim)
+        mask = group.masks[spec.window]
+        output = attend(self._filled_up(layer, query), keys, values, mask, spec)
+        return output[:, :, : query.shape[2]].reshape(rows, -1)
+
+    def attend_chunk(
+        self, layer: int, query: torch.Tensor, chunk: Chunk, output: torch.Tensor
+    ) -> None:
+        """One request's queries [n, num_heads, head_dim]; writes `output`, of the same shape."""
+        spec = self._shape.layers[layer]
+        keys, values = (
+            _repeated(pages.flatten(0, 1), spec) for pages in self._gather(layer, chunk.block_ids)
+        )
+        for run in chunk.runs:
+            seen = slice(run.keys.start - chunk.start, run.keys.end - chunk.start)
+            own = _grouped(query[run.begin : run.end], spec)
+            rows = self._filled_up(layer, own)
+            ahead = chunk.context + run.begin - run.keys.start
+            mask = self._run_mask(spec.window, rows.shape[2], ahead, run.keys.length)
+            attended = attend(rows, keys[:, :, seen], values[:, :, seen], mask, spec)
+            _grouped(output[run.begin : run.end], spec).copy_(attended[:, :, : own.shape[2]])
+
+    def _row_multiple(self, layer: AttentionLayer) -> int:
+        is_on_cpu = self._shape.device.type == "cpu"
+        return row_multiple(layer, self._shape.dtype) if is_on_cpu else 1
+
+    def _filled_up(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+        """Queries [.., n, head_dim] with rows behind them up to a number that attention takes."""
+        missing = -query.shape[-2] % self._row_multiples[layer]
+        return F.pad(query, (0, 0, 0, missing)) if missing else query
+
+    def _gather(self, layer: int, block_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pages of keys and values in the workspace, [len(block_ids), block_size, ...] each."""
+        all_keys, all_values = (x[self._pages_of[layer]] for x in (self._keys, self._values))
+        shape = (len(block_ids), *all_keys.shape[1:])
+        keys, values = (room[: math.prod(shape)].view(shape) for room in self._workspace)
+        torch.index_select(all_keys, 0, block_ids, out=keys)
+        torch.index_select(all_values, 0, block_ids, out=values)
+        return keys, values
+
+    def _run_mask(
+        self, window: int | None, num_queries: int, ahead: int, num_keys: int
+    ) -> torch.Tensor:
+        """0 where a query sees a key, else -inf; the first query's own key is behind `ahead` others
+        of the keys. A part of one mask made for all runs.
+        """
+        first = self._mask_width - ahead
+        return self._run_masks[window][:num_queries, first : first + num_keys]
+
+    def _reserve_masks(self, length: int) -> None:
+        """Makes masks for runs that meet so many keys: of the first query the own key lies in the
+        middle.
+        """
+        if self._mask_width >= length:
+            return
+        middle = self._mask_width = max(length, 2 * self._mask_width)
+        for window in set().union(*self._windows):
+            size, there = (MOST_ROWS, 2 * middle), self._shape.device
+            seen = torch.ones(size, dtype=torch.bool, device=there).tril_(middle)
+            if window is not None:
+                seen.triu_(middle - window + 1)
+            self._run_masks[window] = score_mask(~seen, self._shape.dtype)
+
+    def _reserve_workspace(self, num_blocks: int) -> None:
+        held, needed = self._workspace.shape[1], num_blocks * self._page_elements
+        if held < needed:
+            self._workspace = self._workspace.new_empty(2, max(needed, 2 * held))
+
+    def _opened_blocks(self, layout: StepLayout) -> torch.Tensor:
+        """Blocks that the step begins and does not fill.
+
+        They are cleared: a mask hides what an earlier owner left in them, but not if that is NaN,
+        and one request's NaN must not reach another.
+        """
+        size = self._shape.block_size
+        last = (layout.seq_lens - 1) // size
+        computed = layout.seq_lens - np.diff(layout.query_starts)
+        opened = np.flatnonzero((last * size >= computed) & (layout.seq_lens % size != 0))
+        return self._device.upload(layout.block_tables[opened, last[opened]].astype(np.int64))
+
+
+def _windows(shape: AttentionShape, group: Sequence[int]) -> set[int | None]:
+    return {shape.layers[layer].window for layer in group}
+
+
+def _allocate(shape: AttentionShape, layer: AttentionLayer) -> torch.Tensor:
+    """Pages that take memory once they are written. Only the null block, which stands for padding,
+    must hold numbers from the start.
+    """
+    pages = (shape.num_blocks, shape.block_size, layer.num_kv_heads, layer.head_dim)
+    allocated = torch.empty(pages, dtype=shape.dtype, device=shape.device)
+    allocated[0].zero_()
+    return allocated
+
+
+def _grouped(heads: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+    """[n, num_heads, head_dim] as [num_kv_heads, heads per kv head, n, head_dim], a view."""
+    grouped = heads.view(len(heads), layer.num_kv_heads, -1, layer.head_dim)
+    return grouped.permute(1, 2, 0, 3)
+
+
+def _repeated(heads: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+    """[n, num_kv_heads, head_dim] as [num_kv_heads, heads per kv head, n, head_dim], a view."""
+    repeats = layer.num_heads // layer.num_kv_heads
+    return heads.permute(1, 0, 2).unsqueeze(1).expand(-1, repeats, -1, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupStep:
+    """One step in one KV-cache group: where it writes, and what it attends to."""
+
+    slots: torch.Tensor
+    opened_blocks: torch.Tensor
+    decodes: list[DecodeGroup]
+    chunks: list[Chunk]
+
+
+class TorchPagedStep:
+    """One step over a TorchPagedAttention; `steps` by layer."""
+
+    def __init__(self, cache: TorchPagedAttention, steps: list[_GroupStep]) -> None:
+        self._cache = cache
+        self._steps = steps
+
+    def __call__(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rotation: Rotation | None,
+    ) -> torch.Tensor:
+        """See LayerAttention."""
+        step = self._steps[layer]
+        if rotation is not None:
+            query, key = rotate(query, rotation), rotate(key, rotation)
+        padded, count = len(query), len(step.slots)
+        query, key, value = query[:count], key[:count], value[:count]
+        self._cache.store(layer, step.slots, step.opened_blocks, key, value)
+        if len(step.decodes) == 1 and not step.chunks and padded == count:
+            return self._cache.attend_group(layer, query, step.decodes[0])
+        output = query.new_empty(padded, *query.shape[1:])
+        output[count:].zero_()
+        for group in step.decodes:
+            rows = slice(group.begin, group.end)
+            attended = self._cache.attend_group(layer, query[rows], group)
+            output[rows].view(attended.shape).copy_(attended)
+        for chunk in step.chunks:
+            rows = slice(chunk.begin, chunk.begin + chunk.runs[-1].end)
+            self._cache.attend_chunk(layer, query[rows], chunk, output[rows])
+        return output.flatten(1)

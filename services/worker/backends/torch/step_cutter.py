@@ -1,0 +1,151 @@
+"""How a step is cut into the calls of torch's paged attention: index arithmetic, and masks."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from services.worker.backends.attention import (
+    AttentionShape,
+    Int32Array,
+    Int64Array,
+    StepLayout,
+)
+from services.worker.backends.device import Device
+from services.worker.backends.torch.attend import MOST_ROWS
+from services.worker.backends.torch.key_ranges import BLOCK, Run, key_ranges, runs
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGroup:
+    """Decodes attended to together: rows [begin, end), over `length` keys each.
+
+    `block_ids` of all keys, sequence by sequence; the first of a sequence's blocks begins `offset`
+    tokens before its keys do. `masks` by a layer's window.
+    """
+
+    begin: int
+    end: int
+    length: int
+    offset: int
+    block_ids: torch.Tensor
+    masks: dict[int | None, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One request's tokens, from `begin` of the step on, after `context` earlier ones, in `runs`.
+
+    `block_ids` of all keys that they meet; the first block begins at token `start`.
+    """
+
+    begin: int
+    context: int
+    runs: list[Run]
+    start: int
+    block_ids: torch.Tensor
+
+
+class StepCutter:
+    """Cuts steps over one cache. `max_group_tokens`: keys of a group of decodes at once."""
+
+    def __init__(self, shape: AttentionShape, device: Device, max_group_tokens: int) -> None:
+        self._shape = shape
+        self._device = device
+        self._max_group_tokens = max_group_tokens
+        self._has_softcap = any(layer.softcap is not None for layer in shape.layers)
+
+    def decodes(self, layout: StepLayout, windows: set[int | None]) -> list[DecodeGroup]:
+        """Cuts the decodes where one is over twice as long as the group's shortest.
+
+        Ranges of keys that end in another kind of block cannot be one call. Capped scores are
+        computed over whole ranges, which then must be equally long.
+        """
+        num_decodes = layout.num_decodes
+        widest = _widest(windows)
+        starts, lengths = key_ranges(layout.seq_lens[:num_decodes] - 1, widest)
+        offsets = starts % self._shape.block_size
+        groups, begin = [], 0
+        for end in range(1, num_decodes + 1):
+            if end < num_decodes and (
+                offsets[end] == offsets[begin]
+                and self._goes_with(int(lengths[begin]), int(lengths[end]))
+                and lengths[begin : end + 1].max() * (end + 1 - begin) <= self._max_group_tokens
+            ):
+                continue
+            groups.append(self._decode_group(layout, begin, end, windows))
+            begin = end
+        return groups
+
+    def _goes_with(self, shorter: int, longer: int) -> bool:
+        if shorter == longer:
+            return True
+        return not self._has_softcap and shorter >= BLOCK and BLOCK <= longer <= 2 * shorter
+
+    def _decode_group(
+        self, layout: StepLayout, begin: int, end: int, windows: set[int | None]
+    ) -> DecodeGroup:
+        size, seq_lens = self._shape.block_size, layout.seq_lens[begin:end, None]
+        starts, lengths = key_ranges(seq_lens - 1, _widest(windows))
+        length, offset = int(lengths.max()), int(starts[0, 0]) % size
+        columns = starts // size + np.arange(-(-(offset + length) // size))
+        ids = self._block_ids(layout.block_tables[begin:end], columns, seq_lens, seq_lens, windows)
+        positions = starts + np.arange(length)
+        masks = {window: self._decode_mask(positions, seq_lens, window) for window in windows}
+        return DecodeGroup(begin, end, length, offset, ids, masks)
+
+    def _block_ids(
+        self,
+        tables: Int32Array,
+        columns: Int64Array,
+        first_lens: Int32Array,
+        seq_lens: Int32Array,
+        windows: set[int | None],
+    ) -> torch.Tensor:
+        """Blocks in these columns [n, any] of sequences' tables; the null block for those that a
+        sequence of `seq_lens` [n, 1] tokens does not have, or whose tokens its queries, the first
+        of which is the last token of `first_lens` [n, 1], do not see.
+        """
+        size, widest = self._shape.block_size, _widest(windows)
+        hidden = columns * size >= seq_lens
+        if widest is not None:
+            hidden |= (columns + 1) * size <= first_lens - widest
+        ids = np.take_along_axis(tables, np.where(hidden, 0, columns), axis=1)
+        return self._device.upload(np.where(hidden, 0, ids).reshape(-1))
+
+    def _decode_mask(
+        self, positions: Int64Array, lengths: Int32Array, window: int | None
+    ) -> torch.Tensor:
+        """What sequences of these lengths [n, 1] do not see of these positions [n, keys]."""
+        hidden = positions >= lengths
+        if window is not None:
+            hidden |= positions < lengths - window
+        return score_mask(self._device.upload(hidden), self._shape.dtype)[:, None, None, :]
+
+    def chunks(self, layout: StepLayout, windows: set[int | None]) -> list[Chunk]:
+        """The chunks, each with the runs of its queries."""
+        size, widest = self._shape.block_size, _widest(windows)
+        chunks = []
+        for row in range(layout.num_decodes, len(layout.seq_lens)):
+            begin, end = (int(start) for start in layout.query_starts[row : row + 2])
+            seq_lens = layout.seq_lens[row : row + 1, None]
+            context = int(seq_lens[0, 0]) - (end - begin)
+            parts = runs(context, end - begin, widest, MOST_ROWS)
+            last = max(run.keys.end for run in parts)
+            columns = np.arange(parts[0].keys.start // size, -(-last // size))[None]
+            first_lens = seq_lens - (end - begin) + 1
+            tables = layout.block_tables[row : row + 1]
+            ids = self._block_ids(tables, columns, first_lens, seq_lens, windows)
+            chunks.append(Chunk(begin, context, parts, int(columns[0, 0]) * size, ids))
+        return chunks
+
+
+def score_mask(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What is added to scores: -inf where a key is hidden, else 0."""
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+    return mask.masked_fill_(hidden, -torch.inf)
+
+
+def _widest(windows: set[int | None]) -> int | None:
+    """None where one of the windows is none."""
+    return None if None in windows else max(window for window in windows if window is not None)

@@ -1,1 +1,0 @@
-"""The operations that a decoder is made of: an interface, and what implements it."""

@@ -1,0 +1,65 @@
+"""A worker on the CPU."""
+
+from collections.abc import Callable
+
+from services.worker.backends.attention import CPU, AttentionShape
+from services.worker.backends.kernels import Kernels
+from services.worker.core.batch import BatchLimits
+from services.worker.core.kv_cache import FreeMemory, estimate_activation_bytes
+from services.worker.core.runner import Runner
+from services.worker.models.config import DtypeSetting
+from services.worker.models.model import LoadedModel
+from services.worker.platforms.interface import Parts
+from services.worker.platforms.memory import available_memory_bytes
+from services.worker.platforms.warm_up import warm_up
+
+
+class CpuPlatform:
+    """The processors of this machine. `num_sharers`: workers that share its memory."""
+
+    torch_device = CPU
+    default_block_size = 16
+
+    def __init__(self, kernels: Kernels, memory_utilization: float, num_sharers: int = 1) -> None:
+        self._kernels = kernels
+        self._memory_utilization = memory_utilization
+        self._num_sharers = num_sharers
+
+    def dtype(self, asked: DtypeSetting) -> DtypeSetting:
+        """As asked for."""
+        return asked
+
+    def kernels(self) -> Kernels:
+        """Those that were selected."""
+        return self._kernels
+
+    def check(self, shape: AttentionShape, loaded: LoadedModel) -> None:
+        """Every model can be computed."""
+
+    def free_memory(self, parts: Parts) -> FreeMemory:
+        """What the machine has available, less an estimate."""
+        loaded, limits = parts.loaded, parts.limits
+        return FreeMemory(
+            of_bytes=available_memory_bytes() // self._num_sharers,
+            utilization=self._memory_utilization,
+            activation_bytes=estimate_activation_bytes(
+                max_num_batched_tokens=limits.max_num_batched_tokens,
+                max_num_seqs=limits.max_num_seqs,
+                hidden_size=loaded.hidden_size,
+                intermediate_size=loaded.intermediate_size,
+                vocab_size=loaded.vocab_size,
+                attention_bytes=parts.kernels.attention_bytes(parts.shape, loaded.max_model_len),
+                itemsize=loaded.dtype.itemsize,
+            ),
+        )
+
+    def runner(self, parts: Parts) -> Runner:
+        """See Platform."""
+        attention = parts.kernels.paged_attention(parts.shape)
+        return Runner(parts.loaded.model, attention, parts.limits, lockstep=parts.lockstep)
+
+    def warm_up(
+        self, runner: Runner, limits: BatchLimits, progress: Callable[[int, int], None]
+    ) -> None:
+        """A prompt, a chunk and a decode."""
+        warm_up(runner, limits, progress)

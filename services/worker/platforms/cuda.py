@@ -1,0 +1,119 @@
+"""A worker on CUDA: what it is built of, and how much memory it may use."""
+
+import gc
+from collections.abc import Callable
+
+import torch
+
+from services.worker.backends.attention import AttentionShape
+from services.worker.backends.cuda.device import CudaDevice
+from services.worker.backends.cuda.kernels import BatchInvariantKernels, CudaKernels
+from services.worker.backends.kernels import Kernels
+from services.worker.core.batch import BatchLimits
+from services.worker.core.kv_cache import FreeMemory
+from services.worker.core.runner import Runner
+from services.worker.models.config import DtypeSetting
+from services.worker.models.model import LoadedModel
+from services.worker.platforms.cuda_runner import runner_on, suits_xformers
+from services.worker.platforms.cuda_setup import (
+    check_batch_invariant,
+    check_model,
+    check_setup,
+    find_setup,
+    load_xformers,
+)
+from services.worker.platforms.interface import Parts
+from services.worker.platforms.prompt_shapes import every_shape, profiled_shapes, run_prompts
+
+_HOPPER = 9
+_PROFILE_BLOCKS = 2
+"""The null block, and one for all keys and values of a profiled step."""
+
+
+class CudaPlatform:
+    """The current CUDA device. Raises UnsuitableDevice where the machine lacks something.
+
+    `batch_invariant`: a request is computed the same whatever is in its steps; see docs/cuda.md.
+    """
+
+    default_block_size = 64
+
+    def __init__(self, gpu_memory_utilization: float, *, batch_invariant: bool = False) -> None:
+        check_setup(find_setup())
+        load_xformers()
+        self.device = CudaDevice()
+        self._gpu_memory_utilization = gpu_memory_utilization
+        self._batch_invariant = batch_invariant
+
+    @property
+    def torch_device(self) -> torch.device:
+        """See Platform."""
+        return self.device.torch_device
+
+    def dtype(self, asked: DtypeSetting) -> DtypeSetting:
+        """What every GPU that suits computes in, where nobody asks for another."""
+        return DtypeSetting.BFLOAT16 if asked is DtypeSetting.AUTO else asked
+
+    def kernels(self) -> Kernels:
+        """See Platform. Only for Hopper torch has a grouped multiplication of which the host need
+        not know where groups end.
+        """
+        if self._batch_invariant:
+            return BatchInvariantKernels()
+        major, _ = torch.cuda.get_device_capability()
+        return CudaKernels(frozenset({torch.bfloat16}) if major == _HOPPER else frozenset())
+
+    def check(self, shape: AttentionShape, loaded: LoadedModel) -> None:
+        """See Platform."""
+        check_model(shape.layers, shape.block_size, shape.dtype)
+        if self._batch_invariant:
+            check_batch_invariant(shape.layers, is_native=loaded.is_native)
+
+    def runner(self, parts: Parts) -> Runner:
+        """See `runner_on`. With a CudaDevice of its own, since what it records ends with it."""
+        return runner_on(CudaDevice(), parts, batch_invariant=self._batch_invariant)
+
+    def free_memory(self, parts: Parts) -> FreeMemory:
+        """The GPU's, less what is in use and the most that torch takes for the largest steps.
+
+        The steps run for real, over a cache of one block that all their tokens share. What torch
+        takes is more than what tensors hold at any time: memory of recorded programs is for nothing
+        else, even while none of them runs.
+        """
+        _release()
+        held = torch.cuda.memory_reserved()
+        torch.cuda.reset_peak_memory_stats()
+        small = parts.sized(_PROFILE_BLOCKS, parts.limits.max_model_len)
+        runner = self.runner(small)
+        for shape in profiled_shapes(small.limits):
+            run_prompts(runner, small.limits, shape)
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_reserved() - held
+        if not suits_xformers(parts.shape.layers):  # its workspace grows with what a step sees
+            peak += parts.kernels.attention_bytes(parts.shape, parts.limits.max_model_len)
+        del runner
+        _release()
+        free, total = torch.cuda.mem_get_info()
+        return FreeMemory(
+            of_bytes=total,
+            utilization=self._gpu_memory_utilization,
+            activation_bytes=peak,
+            used_bytes=total - free,
+            of_what="of the GPU",
+        )
+
+    def warm_up(
+        self, runner: Runner, limits: BatchLimits, progress: Callable[[int, int], None]
+    ) -> None:
+        """Compiles every kernel that steps need, and records every program of decodes."""
+        shapes = every_shape(limits)
+        for number, shape in enumerate(shapes):
+            run_prompts(runner, limits, shape)
+            progress(number + 1, len(shapes))
+
+
+def _release() -> None:
+    """Gives unused memory back to the device, so that it counts as free."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()

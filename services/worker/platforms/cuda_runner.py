@@ -1,0 +1,46 @@
+"""The one place that chooses how attention is computed on CUDA, and with it what is recorded."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from services.worker.backends.attention import AttentionLayer
+from services.worker.backends.device import Device
+from services.worker.backends.torch.paged_attention import TorchPagedAttention
+from services.worker.core.decode_buckets import DecodeBuckets
+from services.worker.core.lookahead import Lookahead
+from services.worker.core.runner import Runner
+from services.worker.platforms.interface import Parts
+
+
+def suits_xformers(layers: Sequence[AttentionLayer]) -> bool:
+    """Whether xFormers' kernel computes what the layers ask for: it has no cap on scores."""
+    return all(layer.softcap is None for layer in layers)
+
+
+def runner_on(
+    device: Device,
+    parts: Parts,
+    split_k: type[Any] | None = None,
+    *,
+    batch_invariant: bool = False,
+) -> Runner:
+    """A runner that runs ahead, and repeats recorded decodes where the model allows it.
+
+    Attention is xFormers' where that suits every layer; else torch's, whose decodes depend on
+    values and are not recorded. `split_k`: see XformersPagedAttention. `batch_invariant`: what a
+    request gets does not depend on what is in its steps; xFormers' kernel must suit every layer.
+    """
+    shape, limits, model = parts.shape, parts.limits, parts.loaded.model
+    lookahead = Lookahead(device, limits.max_num_seqs, by_row=batch_invariant)
+    if not suits_xformers(shape.layers):
+        plain = TorchPagedAttention(shape, device)
+        return Runner(model, plain, limits, device, lookahead, lockstep=parts.lockstep)
+
+    # Only here: importing it imports xFormers, which a worker on the CPU does without.
+    from services.worker.backends.cuda.paged_attention import XformersPagedAttention  # noqa: PLC0415
+
+    attention = XformersPagedAttention(
+        shape, device, limits.max_blocks_per_seq, split_k, batch_invariant=batch_invariant
+    )
+    buckets = DecodeBuckets(model, attention, device) if parts.loaded.is_static else None
+    return Runner(model, attention, limits, device, lookahead, buckets, parts.lockstep)

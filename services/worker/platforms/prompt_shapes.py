@@ -1,0 +1,96 @@
+"""Steps of given shapes, for what must be run or measured before anybody asks for it."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from services.common.sampling import SamplingParams
+from services.worker.backends.cuda.sub_chunks import MOST_QUERIES, bucket
+from services.worker.core.batch import BatchLimits
+from services.worker.core.runner import Runner
+from services.worker.core.step import NewRequest, StepInput
+
+_SAMPLING = SamplingParams(temperature=1, top_p=0.9)
+"""What takes the most work of those that are sampled on a device."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptShape:
+    """A step of so many new requests, each of so many tokens behind `num_computed` others."""
+
+    num_requests: int
+    num_tokens: int
+    num_computed: int = 0
+
+
+def profiled_shapes(limits: BatchLimits) -> list[PromptShape]:
+    """Steps that between them take the most memory: those of decodes, which a device may record,
+    then the one with the most tokens, sampled in most rows.
+    """
+    tokens = limits.max_num_batched_tokens
+    num_requests = max(min(limits.max_num_seqs, tokens // 2), 1)
+    each = min(tokens // num_requests, limits.max_model_len)
+    decodes = _decodes(limits)
+    return decodes if each < 2 else [*decodes, PromptShape(num_requests, each)]
+
+
+def every_shape(limits: BatchLimits) -> list[PromptShape]:
+    """Steps that between them need every kernel that is compiled for a number of lanes.
+
+    The largest come first: what a device records of later ones fits into their memory. Chunks
+    follow as many tokens as the widest window sees, if there is one: what is seen of those takes
+    kernels of its own.
+    """
+    buckets = _powers_of_two(bucket(limits.max_num_batched_tokens))
+    chunks = [_chunks(num_lanes, limits) for num_lanes in buckets]
+    return [*_decodes(limits), *(shape for shape in chunks if shape is not None)]
+
+
+def run_prompts(runner: Runner, limits: BatchLimits, shape: PromptShape) -> None:
+    """Runs one step over an empty batch, and empties it. All its tokens share block 1."""
+    length = shape.num_computed + shape.num_tokens
+    table = np.ones(-(-length // limits.block_size), np.int32)
+    tables = (table,) * len(limits.windows)
+    count = shape.num_requests
+    runner.execute(
+        StepInput(
+            generation=0,
+            step=0,
+            slots=np.arange(count, dtype=np.int32),
+            num_scheduled_tokens=np.full(count, shape.num_tokens, np.int32),
+            num_computed_tokens=np.full(count, shape.num_computed, np.int32),
+            new_requests=tuple(
+                NewRequest(slot, np.zeros(length, np.int32), length, _SAMPLING, tables)
+                for slot in range(count)
+            ),
+        )
+    )
+    runner.reset()
+
+
+def _decodes(limits: BatchLimits) -> list[PromptShape]:
+    """A step of decodes for every power of two of them, falling."""
+    most = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+    return [PromptShape(min(count, most), 1) for count in _powers_of_two(bucket(most))]
+
+
+def _powers_of_two(most: int) -> list[int]:
+    """Those up to `most`, falling."""
+    return [1 << exponent for exponent in reversed(range(most.bit_length()))]
+
+
+def _chunks(most_lanes: int, limits: BatchLimits) -> PromptShape | None:
+    """Chunks that are cut into `most_lanes` lanes or over half as many; None where no step is.
+
+    Short ones make many lanes of few tokens.
+    """
+    fewest_lanes = most_lanes // 2 + 1
+    for lanes_each in range(1, fewest_lanes + 1):
+        num_requests = -(-fewest_lanes // lanes_each)
+        fewest = max(MOST_QUERIES * (lanes_each - 1) + 1, 2)
+        within_step = limits.max_num_batched_tokens // num_requests
+        most = min(MOST_QUERIES * lanes_each, within_step, limits.max_model_len)
+        if num_requests <= limits.max_num_seqs and fewest <= most:
+            widest = max((window for window in limits.windows if window is not None), default=0)
+            return PromptShape(num_requests, most, min(widest, limits.max_model_len - most))
+    return None

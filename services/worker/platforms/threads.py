@@ -1,0 +1,75 @@
+"""How many threads a worker computes with on the CPU: the rule, and what was measured for it.
+
+Measured on two processors that run all four services, a model of 135 million parameters, 8 and 32
+requests at once, in tokens per second to those with two threads that are free to move and sleep
+while they wait:
+
+* one thread reaches 0.70 and 0.60, though nothing then disturbs the other services: of few
+  processors none is given away. Beside a neighbour that keeps one of the two busy both choices give
+  the same.
+* A team waits for its last thread, so whoever takes a processor away now and then slows all of it,
+  while one thread of n less costs 1/n. From ENOUGH_TO_SPARE processors on that is the smaller loss.
+  Idle siblings of the cores in use serve the others as well, and then nothing is set apart.
+* A team that needs all processors keeps a thread on each (native/cpp/threads.h). Otherwise,
+  on a virtual machine, a prompt of 512 tokens after half a second of idleness takes up to twice as
+  long.
+* Two threads on one core have one core's arithmetic and one core's cache: cores are counted.
+"""
+
+from dataclasses import dataclass
+
+ENOUGH_TO_SPARE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Processors:
+    """What a process may use: processors that it may run on, the cores that they are on, and the
+    processor time that it gets in a second, in seconds; None for no limit.
+    """
+
+    num_allowed: int
+    num_cores: int
+    quota: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadChoice:
+    """How many, and why, as a clause for the log."""
+
+    num_threads: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.num_threads} thread{'s' if self.num_threads > 1 else ''} ({self.reason})"
+
+
+def choose_threads(
+    processors: Processors, num_sharers: int = 1, asked: int | None = None
+) -> ThreadChoice:
+    """The threads of one of `num_sharers` workers on these processors; at least one.
+
+    A quota is rounded down: threads that use it up before its period ends all stand still for the
+    rest of it, the one that answers the scheduler among them.
+    """
+    cores, reasons = _cores(processors)
+    if cores >= ENOUGH_TO_SPARE and processors.num_allowed == processors.num_cores:
+        cores -= 1
+        reasons.append("one left to other services")
+    if num_sharers > 1:
+        cores //= num_sharers
+        reasons.append(f"shared by {num_sharers} workers")
+    chosen = ThreadChoice(max(cores, 1), ", ".join(reasons))
+    if asked is None:
+        return chosen
+    return ThreadChoice(asked, f"as asked for; by default {chosen.num_threads}: {chosen.reason}")
+
+
+def _cores(processors: Processors) -> tuple[int, list[str]]:
+    """Cores that can be kept busy, and what they were counted from."""
+    cores, allowed = processors.num_cores, processors.num_allowed
+    text = f"{cores} core{'s' if cores > 1 else ''}"
+    reasons = [text if cores == allowed else f"{allowed} processors on {text}"]
+    if processors.quota is not None and processors.quota < cores:
+        cores = int(processors.quota)
+        reasons.append(f"a quota of {processors.quota:g}")
+    return cores, reasons
