@@ -13,6 +13,8 @@ from typing import Any
 
 import httpx
 
+from tests.plain_http import http_get
+
 ROOT = Path(__file__).parents[2]
 SERVICES = ("gateway", "scheduler", "kvpool", "worker")
 _READY = re.compile(r"ready: (\S+) at (http://\S+) \(gRPC at (\S+)\)")
@@ -89,7 +91,7 @@ class Stack:
 
     def status(self) -> dict[str, Any]:
         """The statistics of the one replica."""
-        (replica,) = httpx.get(f"{self.url}/status").json()["replicas"]
+        (replica,) = http_get(f"{self.url}/status").json()["replicas"]
         statistics: dict[str, Any] = replica["stats"]
         return statistics
 
@@ -107,7 +109,7 @@ class Stack:
 
     def healthy(self) -> bool:
         """Whether the gateway can serve."""
-        return httpx.get(f"{self.url}/health").status_code == httpx.codes.OK
+        return http_get(f"{self.url}/health").status_code == httpx.codes.OK
 
     def terminate(self) -> None:
         """Asks it to stop."""

@@ -15,6 +15,7 @@ from tests.e2e.inference import connect, embedded_request, generate
 from tests.e2e.prompts import PROMPTS, random_tokens
 from tests.e2e.stack import Stack
 from tests.e2e.tiny import embed, greedy
+from tests.plain_http import async_http_client
 
 NUM_TOKENS = 24
 
@@ -35,7 +36,7 @@ def body(files: str | list[str], **changes: Any) -> dict[str, Any]:
 
 
 async def complete(stack: Stack, wanted: dict[str, Any]) -> httpx.Response:
-    async with httpx.AsyncClient(base_url=stack.url, timeout=60) as client:
+    async with async_http_client(base_url=stack.url, timeout=60) as client:
         return await client.post("/v1/completions", json=wanted)
 
 

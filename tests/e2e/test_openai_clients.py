@@ -12,7 +12,10 @@ from tests.e2e.stack import Stack
 
 @pytest.fixture
 def client(stack: Stack) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{stack.url}/v1", api_key="unused", max_retries=0) as client:
+    http = openai.DefaultHttpxClient(verify=False)
+    with openai.OpenAI(
+        base_url=f"{stack.url}/v1", api_key="unused", max_retries=0, http_client=http
+    ) as client:
         yield client
 
 

@@ -8,6 +8,7 @@ import httpx
 from tests.e2e.inference import connect, generate, request
 from tests.e2e.prompts import PROMPTS, random_tokens
 from tests.e2e.stack import Stack, wait_for
+from tests.plain_http import async_http_client
 
 WAVE = 50
 NUM_WARM_UP_WAVES = 3
@@ -27,7 +28,7 @@ async def wave(stack: Stack, number: int) -> None:
             "stream": True,
         }
         async with (
-            httpx.AsyncClient(timeout=60) as http,
+            async_http_client(timeout=60) as http,
             http.stream("POST", f"{stack.url}/v1/completions", json=body) as response,
         ):
             assert response.status_code == httpx.codes.OK

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 import httpx
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from stepwell.gateway.v1 import gateway_pb2_grpc
 
 from services.common.channel import open_channel
@@ -19,6 +19,7 @@ from services.gateway.adapters.hf_tokenizer import load_tokenizer
 from services.gateway.gateway import Gateway
 from services.gateway.settings import GatewaySettings
 from tests.gateway.fake_scheduler import FakeScheduler
+from tests.plain_http import async_http_client
 
 DEADLINE_SECONDS = 30.0
 
@@ -44,9 +45,12 @@ class Serving:
         return gateway_pb2_grpc.InferenceStub(self.channel)
 
     def openai(self, **options: Any) -> AsyncOpenAI:
-        return AsyncOpenAI(
-            base_url=f"{self.base_url}/v1", **({"api_key": "none", "max_retries": 0} | options)
-        )
+        defaults = {
+            "api_key": "none",
+            "max_retries": 0,
+            "http_client": DefaultAsyncHttpxClient(verify=False),
+        }
+        return AsyncOpenAI(base_url=f"{self.base_url}/v1", **defaults | options)
 
     def tokens(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer._backend.encode(text, add_special_tokens=False).ids
@@ -87,7 +91,7 @@ async def serving(
         raise
     base_url = f"http://{bound.http}"
     channel = open_channel(bound.grpc)
-    async with httpx.AsyncClient(base_url=base_url, timeout=DEADLINE_SECONDS) as http:
+    async with async_http_client(base_url=base_url, timeout=DEADLINE_SECONDS) as http:
         serving = Serving(gateway, fakes, http, base_url, bound.grpc, channel, tokenizer)
         try:
             await until(lambda: gateway.fleet.num_ready == num_wanted)

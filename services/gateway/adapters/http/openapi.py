@@ -1,12 +1,14 @@
 """Describes request bodies to OpenAPI: they are parsed by hand, to name what is wrong in them."""
 
+from functools import cache
 from typing import Any
 
 from pydantic import BaseModel
 
 
+@cache
 def describe_body(model: type[BaseModel]) -> dict[str, Any]:
-    """OpenAPI's `requestBody` for a body class, complete in itself."""
+    """OpenAPI's `requestBody` for a body class, complete in itself, which nothing may change."""
     schema = model.model_json_schema()
     definitions = schema.pop("$defs", {})
     content = {"application/json": {"schema": _inlined(schema, definitions)}}
