@@ -5,11 +5,12 @@ from dataclasses import fields
 
 import numpy as np
 
+from services.common.ids import RequestKey
+from services.common.pool_operations import BlockTables
 from services.common.sampling import SamplingParams
 from services.gateway.core.request import EngineRequest
 from services.gateway.core.sampling import Sampling
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
-from services.scheduler.core.ports import BlockTables
 from services.scheduler.core.request import Request, StopConditions
 from services.worker.core.step import AppendedBlocks, Int32Array, NewRequest, StepInput, StepOutput
 
@@ -26,7 +27,7 @@ def to_request(asked: EngineRequest, key: int) -> Request:
         raise AssertionError("the gateway sets max_tokens")
     return Request(
         request_id=asked.request_id,
-        key=key,
+        key=RequestKey(key),
         token_ids=list(asked.prompt_token_ids),
         num_prompt_tokens=len(asked.prompt_token_ids),
         stop=StopConditions(

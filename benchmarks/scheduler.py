@@ -24,9 +24,9 @@ from pathlib import Path
 from benchmarks.report import machine, machine_text
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.common.block_hash import BlockHash, hash_full_blocks
+from services.common.ids import RequestKey
+from services.common.pool_operations import Admission, Admit, Lookup, Release
 from services.kvpool.core.block_pool import BlockPool
-from services.kvpool.core.ids import RequestNumber
-from services.kvpool.core.operations import Admission, Admit, Lookup, Release
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.request import Request, StopConditions
@@ -135,7 +135,7 @@ def _request(number: int, num_tokens: int) -> Request:
     tokens = [(number * 7919 + position) % 30_000 for position in range(num_tokens)]
     return Request(
         request_id=str(number),
-        key=number + 1,
+        key=RequestKey(number + 1),
         token_ids=tokens,
         num_prompt_tokens=num_tokens,
         stop=StopConditions(100_000, frozenset([2])),
@@ -163,7 +163,7 @@ def _full_hit_micros(tokens: list[int]) -> float:
     pool.transact([_admit(1, 0, hashes)])
     taken: list[int] = []
     for number in range(2, 2 + REPEATS):
-        request = RequestNumber(number)
+        request = RequestKey(number)
         begun = time.thread_time_ns()
         pool.transact([Lookup([request], [PROMPT - 1], [hashes])])
         pool.transact([_admit(number, hit, ())])
@@ -176,7 +176,7 @@ def _admit(number: int, hit: int, hashes: Sequence[BlockHash]) -> Admit:
     return Admit(
         [
             Admission(
-                request=RequestNumber(number),
+                request=RequestKey(number),
                 max_hit_tokens=PROMPT - 1,
                 num_hit_tokens=hit,
                 num_slots=PROMPT,

@@ -20,6 +20,8 @@ from opentelemetry.sdk.trace.sampling import Decision
 from stepwell.kvpool.v1 import kvpool_pb2
 from stepwell.worker.v1 import worker_pb2
 
+from services.common.ids import RequestKey
+from services.common.pool_operations import Operation, Outcome
 from services.common.sampling import SamplingParams
 from services.common.telemetry import Tracing, configure_tracing
 from services.kvpool.adapters.telemetry import traced
@@ -27,7 +29,6 @@ from services.scheduler.adapters.statistics import StepCounts
 from services.scheduler.adapters.step_tracer import StepTracer as SchedulerTracer
 from services.scheduler.adapters.traced_ports import TracedExecutor, TracedPool
 from services.scheduler.core.output import EngineCoreOutput, ModelRunnerOutput, SchedulerOutput
-from services.scheduler.core.ports import Operation, Outcome
 from services.scheduler.core.request import Request, StopConditions
 from services.worker.adapters.telemetry import StepTimes
 from services.worker.adapters.telemetry import StepTracer as WorkerTracer
@@ -145,7 +146,7 @@ async def measure(
 def _request(number: int, traceparent: str) -> Request:
     return Request(
         request_id=str(number),
-        key=number,
+        key=RequestKey(number),
         token_ids=[0],
         num_prompt_tokens=1,
         stop=StopConditions(1),

@@ -15,12 +15,12 @@ from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
 from services.cli.replay.scenario import read_scenario
 from services.cli.replay.scenario_run import ScenarioRun, run_scenario
 from services.common.channel import open_channel
+from services.common.ids import PoolId
 from services.common.server import GrpcServer
 from services.common.telemetry import configure_tracing
 from services.kvpool.adapters.event_feed import EventFeed
 from services.kvpool.adapters.memory_directory import MemoryDirectory
 from services.kvpool.adapters.servicer import KVPoolServicer
-from services.kvpool.core.ids import PoolId
 from services.kvpool.core.pool_host import PoolHost, PoolLimits
 from services.scheduler.adapters.pool_client import PoolClient
 from services.scheduler.core.scheduler import Scheduler

@@ -8,7 +8,7 @@ Which blocks a request needs is read off the tokens that its next query sees.
 from collections.abc import Sequence
 
 from services.common.kv_cache_groups import AttentionType, GroupSpec
-from services.kvpool.core.operations import (
+from services.common.pool_operations import (
     Admission,
     Admit,
     Commit,
@@ -21,7 +21,7 @@ from services.kvpool.core.operations import (
 )
 
 Answer = list[object]
-Misfit = tuple[int, int, StopReason, int | None]
+Misfit = tuple[int, int, StopReason, int]
 
 
 NULL = 0
@@ -60,7 +60,7 @@ class NaivePool:
                         self._settle(request, computed[item])
                         new = self._grow(request, slots[item])
                         if new is None:
-                            return answers, (index, item, StopReason.NO_BLOCKS, None)
+                            return answers, (index, item, StopReason.NO_BLOCKS, 0)
                         answers[-1].append(new)
                 case Commit(requests, tokens, hashes):
                     for request, num_tokens, new in zip(requests, tokens, hashes, strict=True):
@@ -201,7 +201,7 @@ class NaivePool:
             self._lacking(group, len(hits), admission.num_reserve_slots), max(0, most - live)
         )
 
-    def _admit(self, admission: Admission) -> tuple[StopReason, int | None] | None:
+    def _admit(self, admission: Admission) -> tuple[StopReason, int] | None:
         chain = self.chains.get(admission.request, []) + list(admission.new_hashes)
         depth = self._depth(chain, admission.max_hit_tokens)
         if depth * self._block_size != admission.num_hit_tokens:
@@ -218,7 +218,7 @@ class NaivePool:
         needed = max(sum(now), sum(later))
         needed += sum(block in self.free for table in hits for block in table)
         if needed + admission.num_watermark_blocks > len(self.free):
-            return StopReason.NO_BLOCKS, None
+            return StopReason.NO_BLOCKS, 0
         self.free = [block for block in self.free if not any(block in table for table in hits)]
         self.tables[admission.request] = hits
         self._grow(admission.request, admission.num_slots)

@@ -5,8 +5,7 @@ from hashlib import sha256
 
 from services.common.block_hash import BlockHash
 from services.common.kv_cache_groups import AttentionType, GroupSpec
-from services.kvpool.core.kv_pool import KVPool, PoolConfig
-from services.kvpool.core.operations import (
+from services.common.pool_operations import (
     Admission,
     Admit,
     AdmitResult,
@@ -17,6 +16,7 @@ from services.kvpool.core.operations import (
     LookupResult,
     Release,
 )
+from services.kvpool.core.kv_pool import KVPool, PoolConfig
 
 BLOCK_SIZE = 4
 

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from services.cli.replay.inprocess_pool import InProcessPool
+from services.common.pool_operations import Operation, Outcome
 from services.scheduler.core import ports
 from services.scheduler.core.output import (
     EngineCoreOutput,
@@ -44,9 +45,7 @@ class FragilePool:
         self.inner = InProcessPool(*self._shape)
         self._is_lost = False
 
-    async def transact(
-        self, operations: Sequence[ports.Operation], traceparent: str = ""
-    ) -> ports.Outcome:
+    async def transact(self, operations: Sequence[Operation], traceparent: str = "") -> Outcome:
         await asyncio.sleep(0)
         if self._is_lost:
             raise ports.PoolLost("the pool is away")

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from services.common.ids import NULL_BLOCK, RequestKey
 from services.common.kv_cache_groups import AttentionType
-from services.kvpool.core.ids import NULL_BLOCK, RequestNumber
 from services.scheduler.core.config import Policy
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.request import Request
@@ -169,4 +169,4 @@ def _caches_states(story: Story) -> bool:
 
 
 def _tables(story: Story, request: Request) -> tuple[tuple[int, ...], ...]:
-    return story.pool.core.block_tables(RequestNumber(request.key))
+    return story.pool.core.block_tables(RequestKey(request.key))

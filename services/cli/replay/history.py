@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from services.cli.replay.fields import Field
 from services.common.errors import InvalidArgument
+from services.common.ids import RequestKey
 from services.common.repetition import RepetitionDetection
 from services.scheduler.core.output import EngineCoreOutputs
 from services.scheduler.core.request import FinishReason, Request, StopConditions
@@ -99,7 +100,7 @@ def new_request(arrival: Arrival) -> Request:
     """The request as it was when it was added."""
     return Request(
         request_id=arrival.request_id,
-        key=arrival.key,
+        key=RequestKey(arrival.key),
         token_ids=list(arrival.token_ids),
         num_prompt_tokens=arrival.num_prompt_tokens,
         stop=arrival.stop,

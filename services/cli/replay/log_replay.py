@@ -9,6 +9,7 @@ from services.cli.replay.history import History, new_request, read_arrival
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.cli.replay.log_file import Header
 from services.cli.replay.statistics import RunStatistics
+from services.common.pool_operations import Operation, Outcome
 from services.scheduler.core import ports
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
@@ -39,9 +40,7 @@ class MortalPool:
             drop_last_hit_block=self._config.drop_last_hit_block,
         )
 
-    async def transact(
-        self, operations: Sequence[ports.Operation], traceparent: str = ""
-    ) -> ports.Outcome:
+    async def transact(self, operations: Sequence[Operation], traceparent: str = "") -> Outcome:
         """See `ports.KVPool`."""
         if self.num_answers_left is not None:
             if self.num_answers_left == 0:

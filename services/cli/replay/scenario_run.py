@@ -10,6 +10,7 @@ from typing import Any
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.cli.replay.scenario import Abort, Arrival, Scenario
 from services.cli.replay.stand_in import continuation, proposals
+from services.common.ids import RequestKey
 from services.kvpool.core.kv_pool import KVPool
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.request import Request, StopConditions
@@ -121,7 +122,7 @@ class ScenarioRun:
             return
         request = Request(
             request_id=request_id,
-            key=len(self._requests) + 1,
+            key=RequestKey(len(self._requests) + 1),
             token_ids=list(prompt),
             num_prompt_tokens=len(prompt),
             stop=StopConditions(arrival.max_tokens, arrival.eos_token_ids, arrival.stop_token_ids),

@@ -4,10 +4,10 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 
+from services.common.ids import PoolId
 from services.common.kv_cache_groups import GroupSpec
 from services.kvpool.core.errors import Draining
 from services.kvpool.core.events import AllBlocksCleared, EventBatch
-from services.kvpool.core.ids import PoolId
 
 Snapshot = Callable[[], EventBatch]
 

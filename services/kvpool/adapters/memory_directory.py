@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from services.common.block_hash import BlockHash
+from services.common.ids import PoolId
 from services.common.kv_cache_groups import AttentionType, GroupSpec
 from services.kvpool.core.events import (
     AllBlocksCleared,
@@ -14,7 +15,6 @@ from services.kvpool.core.events import (
     Event,
     EventBatch,
 )
-from services.kvpool.core.ids import PoolId
 from services.kvpool.core.ports import PoolMatch
 
 

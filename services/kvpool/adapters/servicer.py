@@ -8,13 +8,18 @@ from typing import Any
 import grpc
 from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
 
+from services.common.ids import PoolId
 from services.common.lease import Holder, Lease
+from services.common.pool_operations_proto import (
+    block_hashes_from_proto,
+    operations_from_proto,
+    outcome_to_proto,
+)
 from services.common.telemetry import Tracing
 from services.kvpool.adapters import converters
 from services.kvpool.adapters.event_feed import EventFeed
 from services.kvpool.adapters.telemetry import traced
 from services.kvpool.adapters.transact_stream import Speakers, TransactStream
-from services.kvpool.core.ids import PoolId
 from services.kvpool.core.pool_host import HostedPool, PoolHost
 from services.kvpool.core.ports import Directory
 
@@ -51,7 +56,7 @@ class KVPoolServicer(kvpool_pb2_grpc.KVPoolServicer):
     ) -> kvpool_pb2.OpenPoolResponse:
         """Begins a new life of a pool."""
         pool_id, holder = PoolId(request.pool_id), Holder.from_message(request.owner)
-        config = converters.config_from_wire(request)
+        config = converters.pool_config_from_proto(request)
         lease, _ = self._leases.get(pool_id) or (self._new_lease(pool_id), holder)
         lease.take(holder)
         try:
@@ -86,8 +91,8 @@ class KVPoolServicer(kvpool_pb2_grpc.KVPoolServicer):
         self, request: kvpool_pb2.MatchPrefixRequest, _context: Context
     ) -> kvpool_pb2.MatchPrefixResponse:
         """How deep a chain is cached in each pool."""
-        hashes = converters.split_hashes(request.hashes, "hashes")
-        return converters.matches_to_wire(await self._directory.match(hashes))
+        hashes = block_hashes_from_proto(request.hashes, "hashes")
+        return converters.pool_matches_to_proto(await self._directory.match(hashes))
 
     async def WatchEvents(
         self, request: kvpool_pb2.WatchEventsRequest, _context: Context
@@ -101,14 +106,14 @@ class KVPoolServicer(kvpool_pb2_grpc.KVPoolServicer):
         watching = self._feed.watch(pool_id, lambda: self._host.get(pool_id).snapshot())
         async with aclosing(watching) as batches:
             async for batch in batches:
-                yield converters.batch_to_wire(batch)
+                yield converters.event_batch_to_proto(batch)
 
     async def GetStats(
         self, request: kvpool_pb2.GetStatsRequest, _context: Context
     ) -> kvpool_pb2.GetStatsResponse:
         """What one pool counts, or each."""
         pools = [self._host.get(PoolId(request.pool_id))] if request.pool_id else self._host.pools()
-        return converters.stats_to_wire(pools)
+        return converters.pool_stats_to_proto(pools)
 
     def _new_lease(self, pool_id: PoolId) -> Lease:
         return Lease(f"pool {pool_id!r}", LEASE_GRACE_SECONDS, self._clock)
@@ -118,8 +123,8 @@ class KVPoolServicer(kvpool_pb2_grpc.KVPoolServicer):
         hosted: HostedPool[kvpool_pb2.TransactResponse],
         request: kvpool_pb2.TransactRequest,
     ) -> kvpool_pb2.TransactResponse:
-        outcome = hosted.pool.transact(converters.operations_from_wire(request.operations))
-        answer = converters.outcome_to_wire(outcome, hosted.generation, request.sequence)
+        outcome = hosted.pool.transact(operations_from_proto(request.operations))
+        answer = outcome_to_proto(outcome, hosted.generation, request.sequence)
         hosted.ledger.record(request.sequence, answer)
         self._host.publish_events(hosted)
         return answer

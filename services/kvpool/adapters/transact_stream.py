@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import TypeVar
 
+from services.common.ids import PoolId
 from services.kvpool.core.errors import TakenOver
-from services.kvpool.core.ids import PoolId
 
 Message = TypeVar("Message")
 

@@ -7,7 +7,7 @@ engine step or so: the pool has no clock, and a run that is played again gives t
 
 from collections.abc import Sequence
 
-from services.kvpool.core.ids import BlockId
+from services.common.ids import BlockId
 
 
 class BlockAges:

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile, zip_longest
 
 from services.common.block_hash import BlockHash
+from services.common.ids import NULL_BLOCK, BlockId
 from services.kvpool.core.block_ages import BlockAges
 from services.kvpool.core.events import BlocksStored, Event, EventLog
 from services.kvpool.core.free_queue import FreeQueue
-from services.kvpool.core.ids import NULL_BLOCK, BlockId
 from services.kvpool.core.prefix_index import PrefixIndex
 
 

@@ -8,12 +8,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from services.common.block_hash import BlockHash
+from services.common.ids import BlockId
 from services.common.kv_cache_groups import AttentionType, GroupSpec
 from services.kvpool.core.block_pool import BlockPool
 from services.kvpool.core.errors import UnsupportedGroup
 from services.kvpool.core.full_attention import FullAttentionManager
 from services.kvpool.core.group_manager import BlockTable, GroupManager
-from services.kvpool.core.ids import BlockId
 from services.kvpool.core.local_attention import LocalAttentionManager
 from services.kvpool.core.state_space import StateSpaceManager
 

@@ -1,6 +1,6 @@
 """What the pool refuses.
 
-InvalidArgument       InvalidPool, UnsupportedGroup, MalformedTransaction
+InvalidArgument       InvalidPool, UnsupportedGroup; MalformedTransaction (services.common)
 NotFound              PoolNotFound
 ResourceExhausted     TooManyPools
 FailedPrecondition    RequestNotAdmitted, RequestAlreadyAdmitted, StaleGeneration, OutOfSequence
@@ -28,12 +28,6 @@ class UnsupportedGroup(InvalidArgument):
     """The attention of a group is of a kind that this pool does not serve."""
 
     reason = "UNSUPPORTED_GROUP"
-
-
-class MalformedTransaction(InvalidArgument):
-    """An operation is wrong whatever the state of the pool; nothing of the transaction is done."""
-
-    reason = "MALFORMED_TRANSACTION"
 
 
 class PoolNotFound(NotFound):

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
-from services.kvpool.core.ids import BlockId
+from services.common.ids import BlockId
 
 
 class FreeQueue:

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from services.common.block_hash import BlockHash
+from services.common.ids import BlockId
 from services.kvpool.core.group_manager import BlockTable, GroupManager
-from services.kvpool.core.ids import BlockId
 
 
 class FullAttentionManager(GroupManager):

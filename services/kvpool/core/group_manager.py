@@ -16,9 +16,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from services.common.block_hash import BlockHash
+from services.common.ids import NULL_BLOCK, BlockId
 from services.common.kv_cache_groups import GroupSpec
 from services.kvpool.core.block_pool import BlockPool
-from services.kvpool.core.ids import NULL_BLOCK, BlockId
 
 
 @dataclass(slots=True)

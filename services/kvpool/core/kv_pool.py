@@ -5,13 +5,9 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from services.common.block_hash import BlockHash
+from services.common.ids import BlockId, RequestKey
 from services.common.kv_cache_groups import AttentionType, GroupSpec
-from services.kvpool.core.block_pool import BlockPool
-from services.kvpool.core.coordinator import Tables, create_coordinator
-from services.kvpool.core.errors import InvalidPool
-from services.kvpool.core.events import BlocksStored, Event
-from services.kvpool.core.ids import BlockId, RequestNumber
-from services.kvpool.core.operations import (
+from services.common.pool_operations import (
     Admission,
     Admit,
     AdmitResult,
@@ -30,6 +26,10 @@ from services.kvpool.core.operations import (
     Stop,
     StopReason,
 )
+from services.kvpool.core.block_pool import BlockPool
+from services.kvpool.core.coordinator import Tables, create_coordinator
+from services.kvpool.core.errors import InvalidPool
+from services.kvpool.core.events import BlocksStored, Event
 from services.kvpool.core.stats import PoolStats
 from services.kvpool.core.validation import TransactionValidator
 from services.kvpool.core.zeroing import block_ids_to_zero
@@ -72,8 +72,8 @@ class KVPool:
         self._holds_states = any(
             spec.attention_type is AttentionType.STATE_SPACE for spec in config.groups
         )
-        self._chains: dict[RequestNumber, list[BlockHash]] = {}
-        self._tables: dict[RequestNumber, Tables] = {}
+        self._chains: dict[RequestKey, list[BlockHash]] = {}
+        self._tables: dict[RequestKey, Tables] = {}
         self._num_query_tokens = 0
         self._num_hit_tokens = 0
 
@@ -93,7 +93,7 @@ class KVPool:
             results.append(result)
             if stop is not None:
                 break
-        outcome = Outcome(tuple(results), stop, self._blocks.num_free_blocks)
+        outcome = Outcome(self._blocks.num_free_blocks, tuple(results), stop)
         if self._holds_states:
             to_zero = block_ids_to_zero(operations, results, self._block_size)
             return replace(outcome, block_ids_to_zero=to_zero)
@@ -113,7 +113,7 @@ class KVPool:
         """The free queue, the next block to be given out first."""
         return self._blocks.free_block_ids()
 
-    def block_tables(self, request: RequestNumber) -> tuple[tuple[BlockId, ...], ...]:
+    def block_tables(self, request: RequestKey) -> tuple[tuple[BlockId, ...], ...]:
         """The blocks of a request in each group; empty tables when it holds none."""
         tables = self._tables.get(request)
         if tables is None:
@@ -305,7 +305,7 @@ class KVPool:
 
     def _publish(
         self,
-        requests: Sequence[RequestNumber],
+        requests: Sequence[RequestKey],
         num_tokens: Sequence[int],
         new_hashes: Sequence[Sequence[BlockHash]],
     ) -> None:

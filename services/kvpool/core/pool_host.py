@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from services.common.ids import PoolId
 from services.kvpool.core.errors import InvalidPool, PoolNotFound, TooManyPools
 from services.kvpool.core.events import EventBatch
-from services.kvpool.core.ids import PoolId
 from services.kvpool.core.kv_pool import KVPool, PoolConfig
 from services.kvpool.core.ledger import TransactionLedger
 from services.kvpool.core.ports import EventSink

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from services.common.block_hash import BlockHash
+from services.common.ids import PoolId
 from services.common.kv_cache_groups import GroupSpec
 from services.kvpool.core.events import EventBatch
-from services.kvpool.core.ids import PoolId
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from contextlib import suppress
 from itertools import islice
 
 from services.common.block_hash import BlockHash
-from services.kvpool.core.ids import BlockId
+from services.common.ids import BlockId
 
 
 class PrefixIndex:

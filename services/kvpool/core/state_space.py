@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 
 from services.common.block_hash import BlockHash
+from services.common.ids import NULL_BLOCK, BlockId
 from services.kvpool.core.group_manager import BlockTable, Filling, GroupManager
-from services.kvpool.core.ids import NULL_BLOCK, BlockId
 
 
 class StateSpaceManager(GroupManager):

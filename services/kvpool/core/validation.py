@@ -3,21 +3,18 @@
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
-from services.kvpool.core.errors import (
-    MalformedTransaction,
-    RequestAlreadyAdmitted,
-    RequestNotAdmitted,
-)
-from services.kvpool.core.ids import RequestNumber
-from services.kvpool.core.operations import (
+from services.common.ids import RequestKey
+from services.common.pool_operations import (
     Admission,
     Admit,
     Commit,
     Grow,
     Lookup,
+    MalformedTransaction,
     Operation,
     Release,
 )
+from services.kvpool.core.errors import RequestAlreadyAdmitted, RequestNotAdmitted
 
 
 class TransactionValidator:
@@ -27,10 +24,10 @@ class TransactionValidator:
     meets no surprise. The pool itself is not touched.
     """
 
-    def __init__(self, admitted: AbstractSet[RequestNumber]) -> None:
+    def __init__(self, admitted: AbstractSet[RequestKey]) -> None:
         self._admitted = admitted
-        self._arrived: set[RequestNumber] = set()
-        self._departed: set[RequestNumber] = set()
+        self._arrived: set[RequestKey] = set()
+        self._departed: set[RequestKey] = set()
 
     def validate(self, operations: Sequence[Operation]) -> None:
         """Raises MalformedTransaction, RequestNotAdmitted or RequestAlreadyAdmitted."""
@@ -82,7 +79,7 @@ class TransactionValidator:
             )
         self._arrived.add(admission.request)
 
-    def _require_admitted(self, requests: Sequence[RequestNumber], where: str) -> None:
+    def _require_admitted(self, requests: Sequence[RequestKey], where: str) -> None:
         admitted, arrived, departed = self._admitted, self._arrived, self._departed
         if not departed and admitted >= set(requests):
             return
@@ -92,7 +89,7 @@ class TransactionValidator:
                     f"request {request} holds no blocks", field=f"{where}.requests[{item}]"
                 )
 
-    def _require_waiting(self, request: RequestNumber, field: str) -> None:
+    def _require_waiting(self, request: RequestKey, field: str) -> None:
         if request in self._arrived or (
             request in self._admitted and request not in self._departed
         ):

@@ -8,8 +8,8 @@ layers old keys and values lie there, which are finite and masked. (vLLM: new_bl
 
 from collections.abc import Sequence
 
-from services.kvpool.core.ids import NULL_BLOCK, BlockId
-from services.kvpool.core.operations import (
+from services.common.ids import NULL_BLOCK, BlockId
+from services.common.pool_operations import (
     Admit,
     AdmitResult,
     GroupBlocks,

@@ -10,8 +10,9 @@ from stepwell.common.v1 import common_pb2
 from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
 
 from services.common.errors import StepwellError, Unavailable
+from services.common.pool_operations import Operation, Outcome
+from services.common.pool_operations_proto import operation_to_proto, outcome_from_proto
 from services.common.status import from_peer
-from services.scheduler.adapters import pool_messages
 from services.scheduler.adapters.alarm import Alarm
 from services.scheduler.core import ports
 from services.scheduler.core.deadlines import Deadlines
@@ -89,21 +90,17 @@ class PoolClient:
         await self.transact(())
         return self._generation
 
-    async def transact(
-        self, operations: Sequence[ports.Operation], traceparent: str = ""
-    ) -> ports.Outcome:
+    async def transact(self, operations: Sequence[Operation], traceparent: str = "") -> Outcome:
         async with self._turns:
             return await self._transact(operations, traceparent)
 
-    async def _transact(
-        self, operations: Sequence[ports.Operation], traceparent: str
-    ) -> ports.Outcome:
+    async def _transact(self, operations: Sequence[Operation], traceparent: str) -> Outcome:
         self._sequence += 1
         request = kvpool_pb2.TransactRequest(
             pool_id=self._pool_id,
             generation=self._generation,
             sequence=self._sequence,
-            operations=[pool_messages.to_message(operation) for operation in operations],
+            operations=[operation_to_proto(operation) for operation in operations],
             traceparent=traceparent,
         )
         loop = asyncio.get_running_loop()
@@ -112,7 +109,7 @@ class PoolClient:
         self._is_late = False
         alarm = Alarm(self._allowed_seconds, self._give_up)
         try:
-            outcome = pool_messages.to_outcome(await self._send(request))
+            outcome = outcome_from_proto(await self._send(request))
         finally:
             alarm.cancel()
         self._deadlines.took(len(operations), loop.time() - began)

@@ -8,6 +8,7 @@ from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common.block_hash import unpack_token_ids
 from services.common.errors import InvalidArgument, OutOfRange
+from services.common.ids import RequestKey
 from services.common.prompt_embeds import PromptEmbeds
 from services.common.prompt_embeds_messages import prompt_embeds_from_message
 from services.common.queue_state import QueueState
@@ -54,7 +55,7 @@ class Door:
         sampling = message.sampling
         return Request(
             request_id=message.request_id,
-            key=self.next_key(),
+            key=RequestKey(self.next_key()),
             token_ids=prompt + output,
             num_prompt_tokens=len(prompt),
             stop=StopConditions(

@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from opentelemetry.trace import Span, SpanKind
 
 from services.common import names
+from services.common.pool_operations import Operation, Outcome
 from services.common.telemetry import Tracing, traceparent_of
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
-from services.scheduler.core.ports import Executor, KVPool, Operation, Outcome
+from services.scheduler.core.ports import Executor, KVPool
 
 
 class TracedPool:

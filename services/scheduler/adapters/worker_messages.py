@@ -8,9 +8,9 @@ from stepwell.common.v1 import common_pb2
 from stepwell.worker.v1 import worker_pb2
 
 from services.common.block_hash import pack_token_ids, unpack_token_ids
+from services.common.pool_operations import BlockTables
 from services.common.prompt_embeds_messages import prompt_embeds_to_message
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
-from services.scheduler.core.ports import BlockTables
 from services.scheduler.core.request import Request
 
 

@@ -4,12 +4,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.common.block_hash import BlockHash
+from services.common.pool_operations import Admission
 from services.scheduler.core.chunks import aligned_chunk
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.output import WaitReason
-from services.scheduler.core.ports import Admission
 from services.scheduler.core.request import Request, RequestStatus
 from services.scheduler.core.step_builder import StepBuilder
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedAdmission:
+    """One admission of a step: the terms for the pool, and what it takes of the step's budget."""
+
+    terms: Admission
+    num_new_tokens: int
+    """Tokens that its first step computes, drafts left out. Those up to `num_commit_tokens` can be
+    found by other requests at once, the rest when a Commit publishes them.
+    """
+    num_drafts: int
+    """Empty drafts that pad its first step; the slots of the terms include them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +38,7 @@ class AdmissionPlanner:
         *,
         num_running: int,
         num_free_blocks: int,
-    ) -> tuple[list[Admission], WaitReason | None]:
+    ) -> tuple[list[PlannedAdmission], WaitReason | None]:
         """Terms for the candidates, in order, as far as the budget seems to reach; and what is in
         the way of the first one that gets none.
 
@@ -37,7 +50,7 @@ class AdmissionPlanner:
         size, budget = self.config.block_size, draft.budget
         published = set(draft.published)
         caches_states = self.config.caches_states
-        admissions: list[Admission] = []
+        admissions: list[PlannedAdmission] = []
         for request in candidates:
             if budget == 0:
                 return admissions, WaitReason.BUDGET
@@ -55,14 +68,14 @@ class AdmissionPlanner:
             if end + num_drafts - hit > budget:
                 return admissions, WaitReason.BUDGET
             budget -= end + num_drafts - hit
-            admission = self._terms(
+            terms = self._terms(
                 request, hit, end, num_drafts, joins=bool(num_running or admissions)
             )
-            if not admissions and self._blocks_needed(admission) > num_free_blocks:
+            if not admissions and self._blocks_needed(terms) > num_free_blocks:
                 return admissions, WaitReason.NO_BLOCKS
             if not caches_states:
                 published.update(request.block_hashes[hit // size : end // size])
-            admissions.append(admission)
+            admissions.append(PlannedAdmission(terms, end - hit, num_drafts))
         return admissions, None
 
     def _hit(self, request: Request, hit: int, published: set[BlockHash]) -> int:
@@ -96,21 +109,19 @@ class AdmissionPlanner:
         slots = end + num_drafts + self.config.num_lookahead_tokens
         slots = min(slots, self.config.max_model_len)
         return Admission(
-            key=request.key,
+            request=request.key,
             max_hit_tokens=request.max_hit_tokens,
             num_hit_tokens=hit,
             num_slots=slots,
             num_commit_tokens=end,
-            num_new_tokens=end - hit,
             num_reserve_slots=max(reserve, slots),
             num_watermark_blocks=self.config.num_watermark_blocks if joins else 0,
-            num_drafts=num_drafts,
             traceparent=request.traceparent,
             resumed=request.status is RequestStatus.PREEMPTED,
         )
 
-    def _blocks_needed(self, admission: Admission) -> int:
-        """Blocks that the admission needs at least: windows and states may need next to none."""
+    def _blocks_needed(self, terms: Admission) -> int:
+        """Blocks that an admission needs at least: windows and states may need next to none."""
         size = self.config.block_size
-        blocks = -(-admission.num_reserve_slots // size) - admission.num_hit_tokens // size
-        return blocks * self.config.num_full_groups + admission.num_watermark_blocks
+        blocks = -(-terms.num_reserve_slots // size) - terms.num_hit_tokens // size
+        return blocks * self.config.num_full_groups + terms.num_watermark_blocks

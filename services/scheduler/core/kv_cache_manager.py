@@ -7,19 +7,20 @@ what is to be told with the next transaction, whatever that is about, waits here
 from collections.abc import Iterable, Sequence
 
 from services.common.block_hash import BlockHash
-from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.pending_operations import PendingOperations
-from services.scheduler.core.ports import (
+from services.common.ids import BlockId
+from services.common.pool_operations import (
     Admission,
     Admit,
     Commit,
     Grow,
-    KVPool,
     Lookup,
     Operation,
     Outcome,
     ResetPrefixCache,
 )
+from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.pending_operations import PendingOperations
+from services.scheduler.core.ports import KVPool
 from services.scheduler.core.request import Request
 from services.scheduler.core.step_builder import StepBuilder
 
@@ -37,7 +38,7 @@ class KVCacheManager:
         self._config = config
         self._pool = pool
         self._pending = PendingOperations()
-        self._block_ids_to_zero: list[int] = []
+        self._block_ids_to_zero: list[BlockId] = []
         self._num_lookahead_tokens = config.num_lookahead_tokens
         self._longest = config.max_model_len
 
@@ -109,7 +110,7 @@ class KVCacheManager:
         outcome = await self._transact([*self._pending.take(), ResetPrefixCache()], "")
         return outcome.reset_done
 
-    def take_block_ids_to_zero(self) -> list[int]:
+    def take_block_ids_to_zero(self) -> list[BlockId]:
         """Blocks that were handed out since the last call and must be cleared before their use."""
         block_ids, self._block_ids_to_zero = self._block_ids_to_zero, []
         return block_ids

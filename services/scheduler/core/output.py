@@ -4,6 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from services.common.ids import BlockId
+from services.common.pool_operations import BlockTables
 from services.scheduler.core.request import Request
 
 
@@ -44,9 +46,9 @@ class SchedulerOutput:
     num_scheduled_tokens: list[int] = field(default_factory=list)
     num_computed_tokens: list[int] = field(default_factory=list)
     """Where each one starts, prefix hit included."""
-    block_tables: dict[Request, tuple[list[int], ...]] = field(default_factory=dict)
+    block_tables: dict[Request, BlockTables] = field(default_factory=dict)
     """Full tables of those admitted in this step."""
-    appended_blocks: dict[Request, tuple[list[int], ...]] = field(default_factory=dict)
+    appended_blocks: dict[Request, BlockTables] = field(default_factory=dict)
     """New blocks of those that ran before."""
     draft_token_ids: dict[Request, list[int]] = field(default_factory=dict)
     """Drafts at the end of a request's scheduled tokens, to be verified."""
@@ -60,7 +62,7 @@ class SchedulerOutput:
     """Why each request that still waits was not scheduled; None when nobody waits."""
     removed_rows: list[int] = field(default_factory=list)
     """Rows of the workers' batch that were freed since the last plan."""
-    block_ids_to_zero: list[int] = field(default_factory=list)
+    block_ids_to_zero: list[BlockId] = field(default_factory=list)
     """Blocks that the workers clear before the step."""
 
     @property

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from services.common.block_hash import BlockHash
-from services.scheduler.core.ports import Commit, Operation, Release
+from services.common.ids import RequestKey
+from services.common.pool_operations import Commit, Operation, Release
 
 
 class PendingOperations:
@@ -12,18 +13,18 @@ class PendingOperations:
     """
 
     def __init__(self) -> None:
-        self._commits: dict[int, tuple[int, list[BlockHash]]] = {}
-        self._releases: list[int] = []
+        self._commits: dict[RequestKey, tuple[int, list[BlockHash]]] = {}
+        self._releases: list[RequestKey] = []
 
     def __bool__(self) -> bool:
         return bool(self._commits or self._releases)
 
-    def commit(self, key: int, num_tokens: int, new_hashes: Sequence[BlockHash]) -> None:
+    def commit(self, key: RequestKey, num_tokens: int, new_hashes: Sequence[BlockHash]) -> None:
         """Publishes the full blocks of a request below `num_tokens`."""
         _, earlier = self._commits.get(key, (0, []))
         self._commits[key] = num_tokens, [*earlier, *new_hashes]
 
-    def release(self, key: int) -> None:
+    def release(self, key: RequestKey) -> None:
         """Gives back what the pool holds of a request."""
         self._releases.append(key)
 

@@ -38,10 +38,11 @@ from dataclasses import fields
 from enum import Enum
 from typing import Any
 
+from services.common.pool_operations import BlockTables, Operation, Outcome
 from services.common.repetition import RepetitionDetection
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
-from services.scheduler.core.ports import BlockTables, KVPool, Operation, Outcome, PoolLost
+from services.scheduler.core.ports import KVPool, PoolLost
 from services.scheduler.core.request import FinishReason, Request
 from services.scheduler.core.scheduler import PauseMode, Scheduler
 

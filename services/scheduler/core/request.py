@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.common.block_hash import BlockHash, hash_full_blocks
+from services.common.ids import RequestKey
 from services.common.prompt_embeds import PromptEmbeds
 from services.common.repetition import RepetitionDetection
 
@@ -67,8 +68,8 @@ class Request:
     """One sequence. Equal only to itself."""
 
     request_id: str
-    key: int
-    """Its number towards the pool, never used twice in the life of a scheduler."""
+    key: RequestKey
+    """Identifies it to the pool; not used twice in the life of a scheduler."""
     token_ids: list[int]
     """Prompt, then output; grows as tokens are sampled."""
     num_prompt_tokens: int

@@ -4,7 +4,8 @@ from collections.abc import Collection, Sequence
 from enum import Enum
 from itertools import islice
 
-from services.scheduler.core.admission import AdmissionPlanner
+from services.common.pool_operations import BlockTables, StopReason
+from services.scheduler.core.admission import AdmissionPlanner, PlannedAdmission
 from services.scheduler.core.chunks import aligned_chunk
 from services.scheduler.core.config import Policy, SchedulerConfig
 from services.scheduler.core.kv_cache_manager import KVCacheManager
@@ -15,12 +16,7 @@ from services.scheduler.core.output import (
     SchedulerOutput,
     WaitReason,
 )
-from services.scheduler.core.ports import (
-    Admission,
-    BlockTables,
-    KVPool,
-    StopReason,
-)
+from services.scheduler.core.ports import KVPool
 from services.scheduler.core.request import STANDING, FinishReason, Request, RequestStatus
 from services.scheduler.core.request_queue import create_request_queue
 from services.scheduler.core.running_requests import RunningRequests
@@ -315,22 +311,22 @@ class Scheduler:
         while candidates := self._candidates(draft):
             if asking := [request for request in candidates if request not in draft.hits]:
                 await self._memory.look_up(draft, asking, traceparent)
-            admissions, blocked = self._planner.plan(
+            planned, blocked = self._planner.plan(
                 draft,
                 candidates,
                 num_running=len(self.running),
                 num_free_blocks=self.num_free_blocks,
             )
-            if not admissions:
+            if not planned:
                 return blocked
-            outcome = await self._memory.admit(admissions, traceparent)
-            admitted = zip(candidates, admissions, outcome.admitted, strict=False)
-            for request, admission, blocks in admitted:
-                self._admit(draft, request, admission, blocks)
+            outcome = await self._memory.admit([item.terms for item in planned], traceparent)
+            admitted = outcome.admitted
+            for request, item, blocks in zip(candidates, planned, admitted, strict=False):
+                self._admit(draft, request, item, blocks)
             if outcome.stop is not None:
                 if outcome.stop.reason is StopReason.NO_BLOCKS:
                     return WaitReason.NO_BLOCKS
-                draft.hits[candidates[len(outcome.admitted)]] = outcome.stop.num_hit_tokens
+                draft.hits[candidates[len(admitted)]] = outcome.stop.num_hit_tokens
         if not self.waiting:
             return WaitReason.HELD_BACK if self.held_back else None
         return WaitReason.BUDGET if draft.budget == 0 else WaitReason.MAX_SEQS
@@ -343,13 +339,13 @@ class Scheduler:
         return list(islice(self.waiting, max(0, min(places, draft.budget, LOOKUP_BATCH))))
 
     def _admit(
-        self, draft: StepBuilder, request: Request, admission: Admission, blocks: BlockTables
+        self, draft: StepBuilder, request: Request, admission: PlannedAdmission, blocks: BlockTables
     ) -> None:
         self.waiting.remove(request)
         self.running.append(request)
         size = self.config.block_size
-        hit, num_new = admission.num_hit_tokens, admission.num_new_tokens
-        num_committed_blocks = admission.num_commit_tokens // size
+        terms = admission.terms
+        hit, num_committed_blocks = terms.num_hit_tokens, terms.num_commit_tokens // size
         request.status = RequestStatus.RUNNING
         request.row = self._free_rows.pop()
         request.origin = hit
@@ -359,11 +355,11 @@ class Scheduler:
         if request.num_cached_tokens is None:
             request.num_cached_tokens = hit
         request.draft_token_ids = [-1] * admission.num_drafts
-        draft.grant(request, num_new + admission.num_drafts)
+        draft.grant(request, admission.num_new_tokens + admission.num_drafts)
         draft.tables[request] = blocks
         if not self._caches_states:
             draft.published.update(request.block_hashes[hit // size : num_committed_blocks])
-        (draft.resumed if admission.resumed else draft.new).append(request)
+        (draft.resumed if terms.resumed else draft.new).append(request)
 
     # Both steps
 

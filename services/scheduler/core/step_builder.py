@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.common.block_hash import BlockHash
+from services.common.pool_operations import BlockTables
 from services.scheduler.core.output import Preemption
-from services.scheduler.core.ports import BlockTables
 from services.scheduler.core.request import Request
 
 

@@ -1,6 +1,6 @@
 """Who gets which block and when it can be found, by examples with four tokens in a block."""
 
-from services.kvpool.core.operations import Admit, ResetPrefixCache, Stop, StopReason
+from services.common.pool_operations import Admit, ResetPrefixCache, Stop, StopReason
 from tests.kvpool.worked_examples import (
     admission,
     admit,

@@ -1,7 +1,7 @@
 """Events: what entered and left the index, in order, and never a hash that did neither."""
 
+from services.common.pool_operations import Admit, Grow, Release, ResetPrefixCache
 from services.kvpool.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored
-from services.kvpool.core.operations import Admit, Grow, Release, ResetPrefixCache
 from tests.kvpool.worked_examples import admission, admit, hashes, make_pool, release
 
 

@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 from services.common.kv_cache_groups import AttentionType, GroupSpec
-from services.kvpool.core.kv_pool import KVPool, PoolConfig
-from services.kvpool.core.operations import (
+from services.common.pool_operations import (
     Admit,
     Grow,
     Operation,
@@ -12,6 +11,7 @@ from services.kvpool.core.operations import (
     Stop,
     StopReason,
 )
+from services.kvpool.core.kv_pool import KVPool, PoolConfig
 from tests.kvpool.worked_examples import (
     BLOCK_SIZE,
     admission,

@@ -15,10 +15,7 @@ from hypothesis.stateful import (
 )
 
 from services.common.kv_cache_groups import AttentionType, GroupSpec
-from services.kvpool.core.errors import MalformedTransaction
-from services.kvpool.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored
-from services.kvpool.core.kv_pool import KVPool, PoolConfig
-from services.kvpool.core.operations import (
+from services.common.pool_operations import (
     Admission,
     Admit,
     AdmitResult,
@@ -28,12 +25,15 @@ from services.kvpool.core.operations import (
     GrowResult,
     Lookup,
     LookupResult,
+    MalformedTransaction,
     Operation,
     OperationResult,
     Release,
     ResetPrefixCache,
     ResetPrefixCacheResult,
 )
+from services.kvpool.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored
+from services.kvpool.core.kv_pool import KVPool, PoolConfig
 from tests.kvpool.naive_pool import NaivePool
 from tests.kvpool.worked_examples import hashes
 

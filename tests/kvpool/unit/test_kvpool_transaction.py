@@ -3,24 +3,24 @@
 import pytest
 
 from services.common.kv_cache_groups import AttentionType, GroupSpec
-from services.kvpool.core.errors import (
-    InvalidPool,
-    MalformedTransaction,
-    RequestAlreadyAdmitted,
-    RequestNotAdmitted,
-    UnsupportedGroup,
-)
-from services.kvpool.core.kv_pool import KVPool, PoolConfig
-from services.kvpool.core.operations import (
+from services.common.pool_operations import (
     Admission,
     Admit,
     Commit,
     Grow,
     Lookup,
+    MalformedTransaction,
     Release,
     Stop,
     StopReason,
 )
+from services.kvpool.core.errors import (
+    InvalidPool,
+    RequestAlreadyAdmitted,
+    RequestNotAdmitted,
+    UnsupportedGroup,
+)
+from services.kvpool.core.kv_pool import KVPool, PoolConfig
 from tests.kvpool.worked_examples import admission, admit, hashes, make_pool
 
 FULL = GroupSpec(AttentionType.FULL, 4)

@@ -9,11 +9,27 @@ from stepwell.worker.v1 import worker_pb2
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.common.block_hash import BlockHash, pack_token_ids, unpack_token_ids
 from services.common.kv_cache_groups import AttentionType, GroupSpec
-from services.kvpool.adapters.converters import operations_from_wire, outcome_to_wire
+from services.common.pool_operations import (
+    Admission,
+    Admit,
+    Commit,
+    Grow,
+    Lookup,
+    Operation,
+    Outcome,
+    Release,
+    ResetPrefixCache,
+    Stop,
+    StopReason,
+)
+from services.common.pool_operations_proto import (
+    operation_to_proto,
+    operations_from_proto,
+    outcome_from_proto,
+    outcome_to_proto,
+)
 from services.kvpool.core.kv_pool import KVPool, PoolConfig
-from services.scheduler.adapters.pool_messages import to_message, to_outcome
 from services.scheduler.adapters.worker_messages import to_execute_request, to_step_output
-from services.scheduler.core import ports
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.request import Request, StopConditions
 from tests.scheduler.story import Story, prompt
@@ -21,13 +37,13 @@ from tests.scheduler.story import Story, prompt
 HASHES = [BlockHash(bytes([number]) * 32) for number in range(4)]
 
 
-def over_the_wire(core: KVPool, *operations: ports.Operation) -> ports.Outcome:
+def over_the_wire(core: KVPool, *operations: Operation) -> Outcome:
     """A transaction as the pool gets it and the scheduler is answered, by way of bytes."""
-    asked = kvpool_pb2.TransactRequest(operations=map(to_message, operations))
+    asked = kvpool_pb2.TransactRequest(operations=map(operation_to_proto, operations))
     received = kvpool_pb2.TransactRequest.FromString(asked.SerializeToString())
-    outcome = core.transact(operations_from_wire(received.operations))
-    answer = outcome_to_wire(outcome, 7, 1)
-    return to_outcome(kvpool_pb2.TransactResponse.FromString(answer.SerializeToString()))
+    outcome = core.transact(operations_from_proto(received.operations))
+    answer = outcome_to_proto(outcome, 7, 1)
+    return outcome_from_proto(kvpool_pb2.TransactResponse.FromString(answer.SerializeToString()))
 
 
 def make_core(num_blocks: int, num_groups: int = 1) -> KVPool:
@@ -35,7 +51,7 @@ def make_core(num_blocks: int, num_groups: int = 1) -> KVPool:
     return KVPool(PoolConfig(num_blocks=num_blocks, groups=groups))
 
 
-def admission(key: int, num_tokens: int, **fields: int) -> ports.Admission:
+def admission(key: int, num_tokens: int, **fields: int) -> Admission:
     terms = {
         "max_hit_tokens": num_tokens - 1,
         "num_hit_tokens": 0,
@@ -44,38 +60,38 @@ def admission(key: int, num_tokens: int, **fields: int) -> ports.Admission:
         "num_reserve_slots": num_tokens,
         "num_watermark_blocks": 0,
     }
-    return ports.Admission(key=key, **terms | fields)
+    return Admission(request=key, **terms | fields)
 
 
 def test_one_story_of_a_pool_told_in_messages() -> None:
     core = make_core(8)
-    asked = over_the_wire(core, ports.Lookup([1, 2], [8, 3], [HASHES[:2], HASHES[:1]]))
+    asked = over_the_wire(core, Lookup([1, 2], [8, 3], [HASHES[:2], HASHES[:1]]))
     assert (asked.hits, asked.num_free_blocks) == ([0, 0], 7)
-    first = over_the_wire(core, ports.Admit([admission(1, 9), admission(2, 4, num_hit_tokens=0)]))
+    first = over_the_wire(core, Admit([admission(1, 9), admission(2, 4, num_hit_tokens=0)]))
     assert first.admitted == [([1, 2, 3],), ([4],)]
     assert first.stop is None
-    grown = over_the_wire(core, ports.Grow([1, 2], [9, 4], [12, 9]))
+    grown = over_the_wire(core, Grow([1, 2], [9, 4], [12, 9]))
     assert (grown.grown, grown.num_free_blocks) == ([([],), ([5, 6],)], 1)
-    stopped = over_the_wire(core, ports.Grow([2, 1], [9, 9], [10, 24]))
-    assert stopped.stop == ports.Stop(0, 1, ports.StopReason.NO_BLOCKS)
+    stopped = over_the_wire(core, Grow([2, 1], [9, 9], [10, 24]))
+    assert stopped.stop == Stop(0, 1, StopReason.NO_BLOCKS)
     assert stopped.grown == [([],)]
     committed = over_the_wire(
         core,
-        ports.Commit([1], [12], [HASHES[2:3]]),
-        ports.Release([2]),
-        ports.Lookup([3], [11], [HASHES[:3]]),
+        Commit([1], [12], [HASHES[2:3]]),
+        Release([2]),
+        Lookup([3], [11], [HASHES[:3]]),
     )
     assert (committed.hits, committed.num_free_blocks) == ([8], 4)
-    changed = over_the_wire(core, ports.Admit([admission(3, 12)]))
-    assert changed.stop == ports.Stop(0, 0, ports.StopReason.HIT_CHANGED, 8)
-    assert not over_the_wire(core, ports.ResetPrefixCache()).reset_done
-    assert over_the_wire(core, ports.Release([1, 3]), ports.ResetPrefixCache()).reset_done
+    changed = over_the_wire(core, Admit([admission(3, 12)]))
+    assert changed.stop == Stop(0, 0, StopReason.HIT_CHANGED, 8)
+    assert not over_the_wire(core, ResetPrefixCache()).reset_done
+    assert over_the_wire(core, Release([1, 3]), ResetPrefixCache()).reset_done
     core.check()
 
 
 def test_an_admission_travels_whole() -> None:
-    item = ports.Admission(1, 2, 3, 4, 5, 6, 7, traceparent="00-a-b-01", resumed=True)
-    assert to_message(ports.Admit([item])).admit.admissions[0] == kvpool_pb2.Admission(
+    item = Admission(1, 2, 3, 4, 5, 6, 7, traceparent="00-a-b-01", resumed=True)
+    assert operation_to_proto(Admit([item])).admit.admissions[0] == kvpool_pb2.Admission(
         request=1,
         max_hit_tokens=2,
         num_hit_tokens=3,
@@ -90,8 +106,8 @@ def test_an_admission_travels_whole() -> None:
 
 def test_tables_of_several_groups_are_told_apart() -> None:
     core = make_core(10, num_groups=2)
-    over_the_wire(core, ports.Lookup([1, 2], [8, 3], [HASHES[:2], []]))
-    outcome = over_the_wire(core, ports.Admit([admission(1, 5), admission(2, 3)]))
+    over_the_wire(core, Lookup([1, 2], [8, 3], [HASHES[:2], []]))
+    outcome = over_the_wire(core, Admit([admission(1, 5), admission(2, 3)]))
     assert outcome.admitted == [([1, 2], [3, 4]), ([5], [6])]
 
 
@@ -102,9 +118,7 @@ class WirePool:
         self._core = core
         self._twin = twin
 
-    async def transact(
-        self, operations: list[ports.Operation], traceparent: str = ""
-    ) -> ports.Outcome:
+    async def transact(self, operations: list[Operation], traceparent: str = "") -> Outcome:
         expected = await self._twin.transact(operations, traceparent)
         outcome = over_the_wire(self._core, *operations)
         assert outcome == expected

@@ -5,12 +5,13 @@ from collections.abc import Sequence
 import pytest
 
 from services.cli.replay.inprocess_pool import InProcessPool
+from services.common.ids import RequestKey
 from services.common.kv_cache_groups import AttentionType, GroupSpec
-from services.kvpool.core.ids import RequestNumber
-from services.scheduler.core import ports
+from services.common.pool_operations import Grow, Operation, Outcome
 from services.scheduler.core.capacity import max_request_tokens, state_space_conflict
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.output import ModelRunnerOutput, WaitReason
+from services.scheduler.core.ports import KVPool
 from tests.scheduler.paged_model import continuation
 from tests.scheduler.story import BLOCK_SIZE, Story, prompt
 
@@ -22,19 +23,17 @@ STATE = GroupSpec(AttentionType.STATE_SPACE, BLOCK_SIZE)
 
 def tables(story: Story, key: int) -> tuple[tuple[int, ...], ...]:
     """The pool's tables of the request that was added as number `key`."""
-    return story.pool.core.block_tables(RequestNumber(key))
+    return story.pool.core.block_tables(RequestKey(key))
 
 
 class Overheard:
     """A `KVPool` that keeps what it is asked."""
 
     def __init__(self, pool: InProcessPool) -> None:
-        self.operations: list[ports.Operation] = []
+        self.operations: list[Operation] = []
         self._pool = pool
 
-    async def transact(
-        self, operations: Sequence[ports.Operation], traceparent: str = ""
-    ) -> ports.Outcome:
+    async def transact(self, operations: Sequence[Operation], traceparent: str = "") -> Outcome:
         self.operations += operations
         return await self._pool.transact(operations, traceparent)
 
@@ -44,7 +43,7 @@ class Overheard:
         return [
             (list(operation.num_computed_tokens), list(operation.num_slots))
             for operation in self.operations
-            if isinstance(operation, ports.Grow)
+            if isinstance(operation, Grow)
         ]
 
 
@@ -75,7 +74,7 @@ async def test_a_long_prompt_runs_through_a_window_in_a_pool_that_could_not_hold
 async def test_a_window_does_not_move_over_drafts_that_a_step_in_flight_may_reject() -> None:
     heard: list[Overheard] = []
 
-    def overhear(pool: InProcessPool) -> ports.KVPool:
+    def overhear(pool: InProcessPool) -> KVPool:
         heard.append(Overheard(pool))
         return heard[0]
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from services.cli.replay.inprocess_pool import InProcessPool
+from services.common.pool_operations import Operation, Outcome
 from services.scheduler.core import ports
 from services.scheduler.core.config import Policy
 from services.scheduler.core.output import SchedulerOutput
@@ -40,9 +41,7 @@ class MortalPool:
         """There is a new one."""
         self._transactions_left = None
 
-    async def transact(
-        self, operations: Sequence[ports.Operation], traceparent: str = ""
-    ) -> ports.Outcome:
+    async def transact(self, operations: Sequence[Operation], traceparent: str = "") -> Outcome:
         if self._transactions_left is not None:
             if self._transactions_left == 0:
                 raise ports.PoolLost("the pool is away")

@@ -1,0 +1,15 @@
+"""Ids that scheduler and kvpool exchange."""
+
+from typing import NewType
+
+# Index of a block in the KV tensors.
+BlockId = NewType("BlockId", int)
+
+# Chosen by the scheduler for each request; not used twice in a generation of the pool.
+RequestKey = NewType("RequestKey", int)
+
+# Name of a pool, usually that of its replica.
+PoolId = NewType("PoolId", str)
+
+# Is never allocated. Fills entries of a block table that are not read.
+NULL_BLOCK = BlockId(0)

@@ -1,0 +1,231 @@
+"""The operations of a pool transaction and their outcome, as scheduler and kvpool both use them.
+
+An operation covers a batch of requests in parallel sequences, as on the wire
+(`pool_operations_proto.py`). stepwell.kvpool.v1 specifies every field.
+"""
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.common.block_hash import BlockHash
+from services.common.errors import InvalidArgument
+from services.common.ids import BlockId, RequestKey
+
+BlockTables = tuple[list[BlockId], ...]
+"""Block ids of one request, one list for each KV-cache group."""
+
+
+class MalformedTransaction(InvalidArgument):
+    """An operation is invalid in any state of the pool; nothing of the transaction is done."""
+
+    reason = "MALFORMED_TRANSACTION"
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Frees all blocks of the requests and removes them from the pool. Always fits.
+
+    Requests that the pool does not know are skipped.
+    """
+
+    requests: Sequence[RequestKey]
+
+
+@dataclass(frozen=True, slots=True)
+class Grow:
+    """Extends block tables to `num_slots` token slots each. Each request gets all or none.
+
+    A table with that many slots stays as it is. `num_computed_tokens` are stored when the step
+    begins, and will stay: blocks that no later query sees are freed first, and stay free even if
+    the request then does not fit.
+    """
+
+    requests: Sequence[RequestKey]
+    num_computed_tokens: Sequence[int]
+    num_slots: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Publishes the blocks that lie wholly below `num_tokens`. Always fits.
+
+    `new_hashes` continue what the pool has of each request's chain.
+    """
+
+    requests: Sequence[RequestKey]
+    num_tokens: Sequence[int]
+    new_hashes: Sequence[Sequence[BlockHash]]
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """Asks for the longest cached prefix of waiting requests, in whole blocks. Always fits.
+
+    No block is held. The pool keeps the hashes until the request is released.
+    """
+
+    requests: Sequence[RequestKey]
+    max_hit_tokens: Sequence[int]
+    new_hashes: Sequence[Sequence[BlockHash]]
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """The conditions on which one waiting request gets its blocks.
+
+    It fits if the prefix hit still is `num_hit_tokens`, and if `num_reserve_slots` token slots,
+    hits included, could be had with `num_watermark_blocks` left free. Then the table holds
+    `num_slots`, and the blocks wholly below `num_commit_tokens` are published. A `resumed` request
+    is left out of the hit statistics. `traceparent` is the request's trace context, "" if it is
+    not sampled.
+    """
+
+    request: RequestKey
+    max_hit_tokens: int
+    num_hit_tokens: int
+    num_slots: int
+    num_commit_tokens: int
+    num_reserve_slots: int
+    num_watermark_blocks: int = 0
+    new_hashes: Sequence[BlockHash] = ()
+    traceparent: str = ""
+    resumed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """Admits requests one after another; each sees what earlier ones published."""
+
+    admissions: Sequence[Admission]
+
+
+@dataclass(frozen=True, slots=True)
+class ResetPrefixCache:
+    """Removes every hash, if no block is in use. Always fits."""
+
+
+Operation = Release | Grow | Commit | Lookup | Admit | ResetPrefixCache
+
+
+@dataclass(frozen=True, slots=True)
+class GroupBlocks:
+    """Blocks of one group for several requests: the number for each, and their ids end to end."""
+
+    num_blocks: list[int]
+    block_ids: list[BlockId]
+
+
+@dataclass(frozen=True, slots=True)
+class GrowResult:
+    """The new blocks of each group, for the requests that grew."""
+
+    groups: tuple[GroupBlocks, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LookupResult:
+    """Cached tokens of each request's prompt."""
+
+    num_hit_tokens: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class AdmitResult:
+    """The full block tables of each group, hits first, for the requests that were admitted."""
+
+    groups: tuple[GroupBlocks, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ResetPrefixCacheResult:
+    """Whether the hashes were removed; if not, blocks are in use and nothing was changed."""
+
+    done: bool
+
+
+OperationResult = GrowResult | LookupResult | AdmitResult | ResetPrefixCacheResult
+
+
+class StopReason(enum.Enum):
+    """Why a transaction stopped early."""
+
+    NO_BLOCKS = "no_blocks"
+    HIT_CHANGED = "hit_changed"
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The first item that did not fit: nothing of it was done, nor of anything after it.
+
+    `num_hit_tokens` is the present hit if it has changed, else 0.
+    """
+
+    operation_index: int
+    item_index: int
+    reason: StopReason
+    num_hit_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The outcome of a transaction.
+
+    `results` has one for each operation that was begun, None where the operation returns nothing;
+    the last one is partial if there is a `stop`. `block_ids_to_zero` were handed out and must be
+    cleared before they are used; there are none without state-space layers.
+    """
+
+    num_free_blocks: int
+    results: tuple[OperationResult | None, ...] = ()
+    stop: Stop | None = None
+    block_ids_to_zero: tuple[BlockId, ...] = ()
+
+    @property
+    def grown(self) -> list[BlockTables]:
+        """New blocks of each request that grew, in the order of the operations."""
+        return [
+            tables
+            for result in self.results
+            if isinstance(result, GrowResult)
+            for tables in block_tables(result.groups)
+        ]
+
+    @property
+    def admitted(self) -> list[BlockTables]:
+        """Full block tables of each admitted request, hits first."""
+        return [
+            tables
+            for result in self.results
+            if isinstance(result, AdmitResult)
+            for tables in block_tables(result.groups)
+        ]
+
+    @property
+    def hits(self) -> list[int]:
+        """Cached tokens of each request that was looked up."""
+        return [
+            num_tokens
+            for result in self.results
+            if isinstance(result, LookupResult)
+            for num_tokens in result.num_hit_tokens
+        ]
+
+    @property
+    def reset_done(self) -> bool:
+        """Whether every hash was removed."""
+        return ResetPrefixCacheResult(done=True) in self.results
+
+
+def block_tables(groups: Sequence[GroupBlocks]) -> list[BlockTables]:
+    """The blocks of each request, from blocks packed per group."""
+    per_group: list[list[list[BlockId]]] = []
+    for group in groups:
+        block_ids = group.block_ids
+        start = 0
+        tables: list[list[BlockId]] = []
+        for count in group.num_blocks:
+            tables.append(block_ids[start : start + count])
+            start += count
+        per_group.append(tables)
+    return list(zip(*per_group, strict=True))

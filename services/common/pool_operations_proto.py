@@ -1,0 +1,268 @@
+"""Pool transactions from and to the messages of stepwell.kvpool.v1."""
+
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+from stepwell.kvpool.v1 import kvpool_pb2
+
+from services.common.block_hash import HASH_BYTES, BlockHash
+from services.common.errors import InternalError
+from services.common.ids import BlockId, RequestKey
+from services.common.pool_operations import (
+    Admission,
+    Admit,
+    AdmitResult,
+    Commit,
+    GroupBlocks,
+    Grow,
+    GrowResult,
+    Lookup,
+    LookupResult,
+    MalformedTransaction,
+    Operation,
+    OperationResult,
+    Outcome,
+    Release,
+    ResetPrefixCache,
+    ResetPrefixCacheResult,
+    Stop,
+    StopReason,
+)
+from services.common.proto_enum import ProtoEnum
+
+_STOP_REASONS = ProtoEnum(StopReason, kvpool_pb2.StopReason, "STOP_REASON_")
+
+
+def operation_to_proto(operation: Operation) -> kvpool_pb2.Operation:
+    """The message of one operation."""
+    match operation:
+        case Release(requests):
+            return kvpool_pb2.Operation(release=kvpool_pb2.Release(requests=requests))
+        case Grow(requests, num_computed_tokens, num_slots):
+            return kvpool_pb2.Operation(
+                grow=kvpool_pb2.Grow(
+                    requests=requests, num_computed_tokens=num_computed_tokens, num_slots=num_slots
+                )
+            )
+        case Commit(requests, num_tokens, new_hashes):
+            return kvpool_pb2.Operation(
+                commit=kvpool_pb2.Commit(
+                    requests=requests,
+                    num_tokens=num_tokens,
+                    num_new_hashes=[len(hashes) for hashes in new_hashes],
+                    new_hashes=_concatenate(new_hashes),
+                )
+            )
+        case Lookup(requests, max_hit_tokens, new_hashes):
+            return kvpool_pb2.Operation(
+                lookup=kvpool_pb2.Lookup(
+                    requests=requests,
+                    max_hit_tokens=max_hit_tokens,
+                    num_new_hashes=[len(hashes) for hashes in new_hashes],
+                    new_hashes=_concatenate(new_hashes),
+                )
+            )
+        case Admit(admissions):
+            return kvpool_pb2.Operation(
+                admit=kvpool_pb2.Admit(admissions=map(_admission_to_proto, admissions))
+            )
+        case ResetPrefixCache():
+            return kvpool_pb2.Operation(reset_prefix_cache=kvpool_pb2.ResetPrefixCache())
+
+
+def operations_from_proto(messages: Iterable[kvpool_pb2.Operation]) -> list[Operation]:
+    """The operations of a transaction. Raises MalformedTransaction, which names the field."""
+    return [
+        _operation_from_proto(message, f"operations[{index}]")
+        for index, message in enumerate(messages)
+    ]
+
+
+def outcome_to_proto(
+    outcome: Outcome, generation: int, sequence: int
+) -> kvpool_pb2.TransactResponse:
+    """The answer to a transaction of this generation and sequence number."""
+    return kvpool_pb2.TransactResponse(
+        generation=generation,
+        sequence=sequence,
+        results=map(_result_to_proto, outcome.results),
+        stop=None if outcome.stop is None else _stop_to_proto(outcome.stop),
+        num_free_blocks=outcome.num_free_blocks,
+        block_ids_to_zero=outcome.block_ids_to_zero,
+    )
+
+
+def outcome_from_proto(message: kvpool_pb2.TransactResponse) -> Outcome:
+    """The outcome of a transaction, from its answer."""
+    return Outcome(
+        message.num_free_blocks,
+        tuple(map(_result_from_proto, message.results)),
+        _stop_from_proto(message.stop) if message.HasField("stop") else None,
+        _block_ids(message.block_ids_to_zero),
+    )
+
+
+def block_hashes_from_proto(packed: bytes, field: str) -> list[BlockHash]:
+    """The hashes in concatenated bytes. Raises MalformedTransaction if the last one is cut off."""
+    if len(packed) % HASH_BYTES:
+        raise MalformedTransaction(
+            f"{len(packed)} bytes are no whole number of hashes of {HASH_BYTES} bytes", field=field
+        )
+    return [
+        BlockHash(packed[start : start + HASH_BYTES]) for start in range(0, len(packed), HASH_BYTES)
+    ]
+
+
+def _operation_from_proto(message: kvpool_pb2.Operation, where: str) -> Operation:
+    match message.WhichOneof("operation"):
+        case "release":
+            return Release(_requests(message.release.requests))
+        case "grow":
+            grow = message.grow
+            return Grow(
+                _requests(grow.requests), list(grow.num_computed_tokens), list(grow.num_slots)
+            )
+        case "commit":
+            commit = message.commit
+            return Commit(
+                _requests(commit.requests),
+                list(commit.num_tokens),
+                _hashes_by_request(commit.num_new_hashes, commit.new_hashes, f"{where}.commit"),
+            )
+        case "lookup":
+            lookup = message.lookup
+            return Lookup(
+                _requests(lookup.requests),
+                list(lookup.max_hit_tokens),
+                _hashes_by_request(lookup.num_new_hashes, lookup.new_hashes, f"{where}.lookup"),
+            )
+        case "admit":
+            return Admit(
+                [
+                    _admission_from_proto(admission, f"{where}.admit.admissions[{index}]")
+                    for index, admission in enumerate(message.admit.admissions)
+                ]
+            )
+        case "reset_prefix_cache":
+            return ResetPrefixCache()
+        case _:
+            raise MalformedTransaction("the operation is not set, or not known here", field=where)
+
+
+def _admission_to_proto(admission: Admission) -> kvpool_pb2.Admission:
+    return kvpool_pb2.Admission(
+        request=admission.request,
+        max_hit_tokens=admission.max_hit_tokens,
+        num_hit_tokens=admission.num_hit_tokens,
+        num_slots=admission.num_slots,
+        num_commit_tokens=admission.num_commit_tokens,
+        num_reserve_slots=admission.num_reserve_slots,
+        num_watermark_blocks=admission.num_watermark_blocks,
+        new_hashes=b"".join(admission.new_hashes),
+        traceparent=admission.traceparent,
+        resumed=admission.resumed,
+    )
+
+
+def _admission_from_proto(message: kvpool_pb2.Admission, where: str) -> Admission:
+    return Admission(
+        request=RequestKey(message.request),
+        max_hit_tokens=message.max_hit_tokens,
+        num_hit_tokens=message.num_hit_tokens,
+        num_slots=message.num_slots,
+        num_commit_tokens=message.num_commit_tokens,
+        num_reserve_slots=message.num_reserve_slots,
+        num_watermark_blocks=message.num_watermark_blocks,
+        new_hashes=block_hashes_from_proto(message.new_hashes, f"{where}.new_hashes"),
+        traceparent=message.traceparent,
+        resumed=message.resumed,
+    )
+
+
+def _requests(keys: Iterable[int]) -> list[RequestKey]:
+    return cast("list[RequestKey]", list(keys))
+
+
+def _block_ids(ids: Iterable[int]) -> tuple[BlockId, ...]:
+    return cast("tuple[BlockId, ...]", tuple(ids))
+
+
+def _concatenate(new_hashes: Sequence[Sequence[BlockHash]]) -> bytes:
+    return b"".join(block_hash for hashes in new_hashes for block_hash in hashes)
+
+
+def _hashes_by_request(
+    counts: Sequence[int], packed: bytes, where: str
+) -> list[Sequence[BlockHash]]:
+    hashes = block_hashes_from_proto(packed, f"{where}.new_hashes")
+    if sum(counts) != len(hashes):
+        raise MalformedTransaction(
+            f"there are {len(hashes)} hashes, but num_new_hashes add up to {sum(counts)}",
+            field=f"{where}.num_new_hashes",
+        )
+    by_request: list[Sequence[BlockHash]] = []
+    start = 0
+    for count in counts:
+        by_request.append(hashes[start : start + count] if count else ())
+        start += count
+    return by_request
+
+
+def _result_to_proto(result: OperationResult | None) -> kvpool_pb2.OperationResult:
+    match result:
+        case GrowResult(groups):
+            return kvpool_pb2.OperationResult(
+                grow=kvpool_pb2.GrowResult(groups=map(_blocks_to_proto, groups))
+            )
+        case LookupResult(num_hit_tokens):
+            return kvpool_pb2.OperationResult(
+                lookup=kvpool_pb2.LookupResult(num_hit_tokens=num_hit_tokens)
+            )
+        case AdmitResult(groups):
+            return kvpool_pb2.OperationResult(
+                admit=kvpool_pb2.AdmitResult(groups=map(_blocks_to_proto, groups))
+            )
+        case ResetPrefixCacheResult(done):
+            return kvpool_pb2.OperationResult(
+                reset_prefix_cache=kvpool_pb2.ResetPrefixCacheResult(done=done)
+            )
+        case None:
+            return kvpool_pb2.OperationResult()
+
+
+def _result_from_proto(message: kvpool_pb2.OperationResult) -> OperationResult | None:
+    match message.WhichOneof("result"):
+        case "grow":
+            return GrowResult(tuple(map(_blocks_from_proto, message.grow.groups)))
+        case "lookup":
+            return LookupResult(list(message.lookup.num_hit_tokens))
+        case "admit":
+            return AdmitResult(tuple(map(_blocks_from_proto, message.admit.groups)))
+        case "reset_prefix_cache":
+            return ResetPrefixCacheResult(message.reset_prefix_cache.done)
+        case None:
+            return None
+
+
+def _blocks_to_proto(blocks: GroupBlocks) -> kvpool_pb2.GroupBlocks:
+    return kvpool_pb2.GroupBlocks(num_blocks=blocks.num_blocks, block_ids=blocks.block_ids)
+
+
+def _blocks_from_proto(message: kvpool_pb2.GroupBlocks) -> GroupBlocks:
+    return GroupBlocks(list(message.num_blocks), cast("list[BlockId]", list(message.block_ids)))
+
+
+def _stop_to_proto(stop: Stop) -> kvpool_pb2.Stop:
+    return kvpool_pb2.Stop(
+        operation_index=stop.operation_index,
+        item_index=stop.item_index,
+        reason=_STOP_REASONS.to_proto(stop.reason),
+        num_hit_tokens=stop.num_hit_tokens,
+    )
+
+
+def _stop_from_proto(message: kvpool_pb2.Stop) -> Stop:
+    reason = _STOP_REASONS.from_proto(message.reason)
+    if reason is None:
+        raise InternalError(f"a transaction stopped for reason {message.reason}, not known here")
+    return Stop(message.operation_index, message.item_index, reason, message.num_hit_tokens)

@@ -1,0 +1,40 @@
+"""An enum of ours and the enum of a contract, member by member."""
+
+import enum
+from typing import Generic, Protocol, TypeVar
+
+E = TypeVar("E", bound=enum.Enum)
+V = TypeVar("V", bound=int)
+
+
+class _Values(Protocol[V]):
+    """A generated enum: the names of its values and their numbers."""
+
+    def items(self) -> "list[tuple[str, V]]": ...
+
+
+class ProtoEnum(Generic[E, V]):
+    """Converts between the members of an enum and the numbers of its wire form.
+
+    `NAME` goes with `<prefix>NAME`. A member or number without its counterpart is a TypeError when
+    the module is imported; `<prefix>UNSPECIFIED` has none.
+    """
+
+    __slots__ = ("_members", "_numbers")
+
+    def __init__(self, members: type[E], values: _Values[V], prefix: str) -> None:
+        numbers = {name.removeprefix(prefix): number for name, number in values.items()}
+        numbers.pop("UNSPECIFIED")
+        unmatched = numbers.keys() ^ set(members.__members__)
+        if unmatched:
+            raise TypeError(f"{members.__name__} and {prefix}* differ in {sorted(unmatched)}")
+        self._numbers: dict[E, V] = {members[name]: number for name, number in numbers.items()}
+        self._members: dict[int, E] = {number: member for member, number in self._numbers.items()}
+
+    def to_proto(self, member: E) -> V:
+        """The number of a member."""
+        return self._numbers[member]
+
+    def from_proto(self, number: int) -> E | None:
+        """The member of a number; None for UNSPECIFIED and numbers that are not known here."""
+        return self._members.get(number)
