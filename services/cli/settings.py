@@ -48,7 +48,9 @@ class UpSettings:
         check=at_least(1),
     )
     batch_invariant: bool | None = setting(
-        None, doc="compute a request the same bit for bit in any batch; on the CPU always so"
+        None,
+        doc="compute a request the same bit for bit in any batch (default: on the CPU yes, on CUDA "
+        "no)",
     )
     kv_cache_memory_bytes: int | None = setting(
         None, doc="memory of the KV cache", check=at_least(1)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from services.common.tokenizer_files import tokenizer_fingerprint
-from services.worker.backends.attention import AttentionShape
+from services.worker.backends.attention import CPU, AttentionShape
 from services.worker.backends.device import DeviceSetting, UnsuitableDevice
 from services.worker.backends.kernels import Kernels
 from services.worker.backends.native.compiled import default_cache_directory
@@ -97,7 +97,8 @@ def build_engine(
     )
     lockstep = None
     if group is not None:
-        group.require_same(_in_common(settings, loaded, kernels, fingerprint))
+        mode = _is_batch_invariant(settings, platform.torch_device)
+        group.require_same(_in_common(settings, loaded, kernels, fingerprint, mode))
         lockstep = Lockstep(ranks, settings.check_ranks_every_steps, group.watch.explain)
     parts = Parts(loaded, kernels, shape, limits, lockstep)
     sizing = _size_kv_cache(settings, platform, parts, groups)
@@ -156,7 +157,12 @@ def _select_platform(
         except UnsuitableDevice as error:
             logger.warning("computing on the CPU: %s", error.message)
     cache = settings.kernels_cache or default_cache_directory()
-    kernels = select_kernels(settings.kernels, cache, checkpoint_reached)
+    kernels = select_kernels(
+        settings.kernels,
+        cache,
+        checkpoint_reached,
+        batch_invariant=_is_batch_invariant(settings, CPU),
+    )
     num_sharers = 1 if group is None else len(group.local_ranks)
     return CpuPlatform(kernels, settings.memory_utilization, num_sharers)
 
@@ -167,7 +173,16 @@ def _cuda_platform(settings: WorkerSettings, group: Group | None) -> CudaPlatfor
             "batch_invariant is for one GPU: NCCL chooses by the size of a sum how it is added up; "
             "unset it, or set --tensor-parallel-size 1"
         )
-    return CudaPlatform(settings.gpu_memory_utilization, batch_invariant=settings.batch_invariant)
+    return CudaPlatform(
+        settings.gpu_memory_utilization, batch_invariant=settings.batch_invariant is True
+    )
+
+
+def _is_batch_invariant(settings: WorkerSettings, device: torch.device) -> bool:
+    """The mode that was asked for; by default it is on for the CPU and off for CUDA."""
+    if settings.batch_invariant is None:
+        return device.type == CPU.type
+    return settings.batch_invariant
 
 
 def _ranks(group: Group | None, platform: Platform) -> Ranks:
@@ -177,7 +192,11 @@ def _ranks(group: Group | None, platform: Platform) -> Ranks:
 
 
 def _in_common(
-    settings: WorkerSettings, loaded: LoadedModel, kernels: Kernels, fingerprint: bytes
+    settings: WorkerSettings,
+    loaded: LoadedModel,
+    kernels: Kernels,
+    fingerprint: bytes,
+    batch_invariant: bool,
 ) -> dict[str, str]:
     """What ranks must have in common to compute the same; of the model, what identifies it."""
     return {
@@ -187,6 +206,7 @@ def _in_common(
         "max_num_seqs": str(settings.max_num_seqs),
         "max_num_batched_tokens": str(settings.max_num_batched_tokens),
         "check_ranks_every_steps": str(settings.check_ranks_every_steps),
+        "batch_invariant": str(batch_invariant),
         "what computes": type(kernels).__name__,
     }
 

@@ -32,10 +32,11 @@ class WorkerSettings(ServiceSettings):
         DeviceSetting.AUTO,
         doc="what to compute on; auto is cuda where the machine has what it takes, else cpu",
     )
-    batch_invariant: bool = setting(
-        False,
-        doc="compute a request the same, bit for bit, whatever is in the batch with it; on the CPU "
-        "that is always so, on CUDA it is slower",
+    batch_invariant: bool | None = setting(
+        None,
+        doc="compute a request the same, bit for bit, whatever is in the batch with it (default: "
+        "on the CPU yes, on CUDA no); slower with torch's kernels and on CUDA; native kernels do "
+        "so in any case, at no cost",
     )
     dtype: DtypeSetting = setting(
         DtypeSetting.AUTO,

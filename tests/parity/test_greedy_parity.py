@@ -24,15 +24,15 @@ NUM_REQUESTS = 16
 NUM_BLOCKS = 6400
 LONGEST_OUTPUT = 40
 KINDS = sorted(TINY_MODELS)
+NOT_INVARIANT = "torch, not batch-invariant"
+SERVED = [(kind, "auto") for kind in KINDS]
+SERVED += [(kind, "torch") for kind in ONE_OF_EACH]
+SERVED += [(kind, NOT_INVARIANT) for kind in ("llama", "gemma2", "gpt_neox")]
 
 Build = Callable[..., Driver]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[*((kind, "auto") for kind in KINDS), *((kind, "torch") for kind in ONE_OF_EACH)],
-    ids="-".join,
-)
+@pytest.fixture(scope="module", params=SERVED, ids="-".join)
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[PreTrainedModel, Build, list[Request]]:
@@ -49,7 +49,8 @@ def served(
             directory,
             block_size=block_size,
             num_blocks=NUM_BLOCKS,
-            kernels_setting=KernelsSetting(setting),
+            kernels_setting=KernelsSetting(setting.partition(",")[0]),
+            batch_invariant=setting != NOT_INVARIANT,
         )
         return Driver(runner, block_size=block_size, num_blocks=NUM_BLOCKS, keeps=keeps)
 

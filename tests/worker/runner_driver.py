@@ -45,6 +45,7 @@ def build_runner(
     dtype: torch.dtype = torch.float32,
     runs_ahead: bool = False,
     kernels_setting: KernelsSetting = KernelsSetting.AUTO,
+    batch_invariant: bool = True,
     ranks: Ranks = ALONE,
     lockstep: Lockstep | None = None,
     around: Callable[[Model, PagedAttention], tuple[Model, PagedAttention]] | None = None,
@@ -52,7 +53,12 @@ def build_runner(
     """A runner over the model in a directory, or one rank of it; one that `runs_ahead` keeps its
     tokens there. `around` may wrap what it computes with.
     """
-    kernels = select_kernels(kernels_setting, default_cache_directory(), lambda: None)
+    kernels = select_kernels(
+        kernels_setting,
+        default_cache_directory(),
+        lambda: None,
+        batch_invariant=batch_invariant,
+    )
     checkpoint = open_checkpoint(directory)
     asked = DtypeSetting.BFLOAT16 if dtype is torch.bfloat16 else DtypeSetting.FLOAT32
     options = LoadOptions(MAX_MODEL_LEN, asked)

@@ -29,22 +29,29 @@ class KernelsSetting(enum.Enum):
 
 
 def select_kernels(
-    setting: KernelsSetting, cache: Path, checkpoint_reached: Callable[[], None]
+    setting: KernelsSetting,
+    cache: Path,
+    checkpoint_reached: Callable[[], None],
+    *,
+    batch_invariant: bool = True,
 ) -> Kernels:
     """The kernels that the setting asks for; auto: compiled ones, or torch's where there are none.
 
-    Says which, and why. Raises KernelsUnavailable where compiled ones were asked for by name.
+    `batch_invariant` is for torch's kernels; compiled ones always are. Logs the choice and its
+    reason. Raises KernelsUnavailable where compiled ones were asked for by name.
     """
+    mode = "batch-invariant" if batch_invariant else "not batch-invariant"
     if setting is KernelsSetting.TORCH:
-        logger.info("kernels: torch, as asked for")
-        return TorchKernels()
+        logger.info("kernels: torch, %s, as asked for", mode)
+        return TorchKernels(batch_invariant=batch_invariant)
     try:
-        kernels = NativeKernels(load_compiled(cache, checkpoint_reached))
+        library = load_compiled(cache, checkpoint_reached)
+        kernels = NativeKernels(library, batch_invariant=batch_invariant)
     except NotCompiled as error:
         if setting is KernelsSetting.NATIVE:
             raise KernelsUnavailable(f"native kernels cannot be used: {error}") from error
-        logger.warning("kernels: torch, which is slower: %s", error)
-        return TorchKernels()
+        logger.warning("kernels: torch, %s, which is slower: %s", mode, error)
+        return TorchKernels(batch_invariant=batch_invariant)
     names = ", ".join(str(dtype).removeprefix("torch.") for dtype in kernels.dtypes)
     logger.info("kernels: native, for %s", names)
     return kernels

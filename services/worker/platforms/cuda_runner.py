@@ -33,7 +33,7 @@ def runner_on(
     shape, limits, model = parts.shape, parts.limits, parts.loaded.model
     lookahead = Lookahead(device, limits.max_num_seqs, by_row=batch_invariant)
     if not suits_xformers(shape.layers):
-        plain = TorchPagedAttention(shape, device)
+        plain = TorchPagedAttention(shape, device, batch_invariant=False)
         return Runner(model, plain, limits, device, lookahead, lockstep=parts.lockstep)
 
     # Only here: importing it imports xFormers, which a worker on the CPU does without.

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from services.worker.backends.kernels import Kernels
 from services.worker.backends.native.cached_library import KeptLibrary
 from services.worker.backends.native.compiled import (
     NotCompiled,
@@ -37,8 +38,8 @@ def with_compiler() -> str:
     return compiler
 
 
-def select(setting: KernelsSetting, cache: Path) -> object:
-    return select_kernels(setting, cache, lambda: None)
+def select(setting: KernelsSetting, cache: Path, *, batch_invariant: bool = True) -> Kernels:
+    return select_kernels(setting, cache, lambda: None, batch_invariant=batch_invariant)
 
 
 @pytest.mark.usefixtures("without_compiler")
@@ -48,7 +49,7 @@ def test_without_a_compiler_torch_serves_and_the_log_says_why(
     with caplog.at_level(logging.INFO):
         assert isinstance(select(KernelsSetting.AUTO, tmp_path), TorchKernels)
     [line] = [record.getMessage() for record in caplog.records]
-    assert line.startswith("kernels: torch, which is slower: ")
+    assert line.startswith("kernels: torch, batch-invariant, which is slower: ")
 
 
 @pytest.mark.usefixtures("without_compiler")
@@ -60,6 +61,17 @@ def test_without_a_compiler_native_kernels_are_refused_in_one_sentence(tmp_path:
 def test_torch_is_taken_where_it_is_asked_for(tmp_path: Path) -> None:
     assert isinstance(select(KernelsSetting.TORCH, tmp_path), TorchKernels)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("batch_invariant", [True, False])
+def test_torch_is_batch_invariant_or_not_as_it_is_asked_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, batch_invariant: bool
+) -> None:
+    with caplog.at_level(logging.INFO):
+        kernels = select(KernelsSetting.TORCH, tmp_path, batch_invariant=batch_invariant)
+    assert kernels.padded_rows(1) == (4 if batch_invariant else 1)
+    mode = "batch-invariant" if batch_invariant else "not batch-invariant"
+    assert caplog.messages == [f"kernels: torch, {mode}, as asked for"]
 
 
 def test_a_compiler_that_fails_is_quoted(

@@ -25,6 +25,7 @@ async def test_serves_until_told_to_stop_and_exits_with_0(directory: Path, tmp_p
     process = await start(
         *("--model", str(directory), "--address", address),
         STEPWELL_WORKER_NUM_BLOCKS="50",
+        STEPWELL_WORKER_BATCH_INVARIANT="false",
         STEPWELL_WORKER_KERNELS_CACHE=str(tmp_path / "cache"),
         CXX="no-such-compiler",
     )
@@ -42,7 +43,7 @@ async def test_serves_until_told_to_stop_and_exits_with_0(directory: Path, tmp_p
     for progress in ("loading LlamaForCausalLM", "KV cache: 50 blocks", "loaded and warm"):
         assert progress in shown
     assert "%" not in shown, "what takes a moment needs no progress"
-    assert "kernels: torch, which is slower: there is no C++ compiler" in shown
+    assert "kernels: torch, not batch-invariant, which is slower: there is no C++" in shown
     assert "computing with 1 thread (as asked for" in shown
     assert "Traceback" not in shown
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 
 from services.worker.backends.attention import AttentionLayer, AttentionShape, StepLayout
 from services.worker.backends.kernels import Activation
@@ -161,6 +162,37 @@ def test_attention(layer: AttentionLayer, dtype: torch.dtype) -> None:
     check([(4, 1094, 1095), (1, 64, 69), (2, 294, 299), (3, 514, 519), (5, 1294, 1300)])
     check([(row, LENGTHS[row] - 1, LENGTHS[row]) for row in (1, 2)])
     check([(4, 1095, 1096)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_without_batch_invariance_torch_computes_what_there_is_and_no_more(
+    dtype: torch.dtype,
+) -> None:
+    """One row stays one row, and a query meets the keys that it sees, in torch's own operations."""
+    torch.manual_seed(0)
+    kernels = TorchKernels(batch_invariant=False)
+    assert [kernels.padded_rows(rows) for rows in (1, 2, 3, 4, 5)] == [1, 2, 3, 4, 8]
+    rows = torch.randn(1, 200).to(dtype)
+    gates = kernels.gated_linear(torch.eye(200).to(dtype), None, Activation.SILU)
+    assert torch.equal(gates(rows), F.silu(rows[:, :100]) * rows[:, 100:])
+
+    keys, values = torch.randn(2, 70, PLAIN.num_kv_heads, PLAIN.head_dim).to(dtype)
+    query = torch.randn(70, PLAIN.num_heads, PLAIN.head_dim).to(dtype)
+    attention = kernels.paged_attention(AttentionShape((PLAIN,), 16, 6, dtype))
+    tables = np.arange(1, 6, dtype=np.int32)[None]
+
+    def step(begin: int, end: int) -> torch.Tensor:
+        starts = np.array([0, end - begin], np.int32)
+        lens, own = np.array([end], np.int32), slice(begin, end)
+        layout = StepLayout(int(end - begin == 1), starts, lens, np.zeros(1, np.int32), tables, 16)
+        return attention.begin_step([layout])(0, query[own], keys[own], values[own], None)
+
+    step(0, 69)
+    heads = query[69:].view(1, PLAIN.num_kv_heads, -1, PLAIN.head_dim)
+    seen = (whole.transpose(0, 1)[None] for whole in (keys, values))
+    mask = torch.zeros(1, 1, 1, 70, dtype=dtype)
+    expected = F.scaled_dot_product_attention(heads, *seen, mask, scale=PLAIN.scale)
+    assert torch.equal(step(69, 70), expected.reshape(1, -1))
 
 
 def test_the_libraries_here_agree_from_four_rows_on() -> None:

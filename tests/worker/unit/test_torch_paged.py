@@ -99,12 +99,16 @@ def run_step(
     ids=["full", "window", "softcap"],
 )
 @pytest.mark.parametrize("block_size", [1, 4, 16])
-def test_decodes_of_different_lengths_beside_chunks(block_size: int, layer: AttentionLayer) -> None:
+@pytest.mark.parametrize("batch_invariant", [True, False], ids=["invariant", "not invariant"])
+def test_decodes_of_different_lengths_beside_chunks(
+    batch_invariant: bool, block_size: int, layer: AttentionLayer
+) -> None:
     torch.manual_seed(1)
     lengths = [1, 3, 30, 31, 65, 64, 150]
     blocks = np.random.default_rng(0).permutation(np.arange(1, 1 + 7 * 320)).tolist()
     sequences = [Sequence(blocks[320 * i : 320 * (i + 1)]) for i in range(len(lengths))]
-    attention = TorchPagedAttention(shape_of(block_size, 1 + 7 * 320, layer))
+    shape = shape_of(block_size, 1 + 7 * 320, layer)
+    attention = TorchPagedAttention(shape, batch_invariant=batch_invariant)
     # Prompts, one of a single token.
     run_step(attention, sequences[:1], [1], block_size, layer)
     run_step(attention, sequences[1:], lengths[1:], block_size, layer)
@@ -117,10 +121,11 @@ def test_decodes_of_different_lengths_beside_chunks(block_size: int, layer: Atte
     run_step(attention, mixed, [1] * 7, block_size, layer)
 
 
-def test_what_an_earlier_owner_left_in_a_block_does_no_harm() -> None:
+@pytest.mark.parametrize("batch_invariant", [True, False], ids=["invariant", "not invariant"])
+def test_what_an_earlier_owner_left_in_a_block_does_no_harm(batch_invariant: bool) -> None:
     """Not even NaN, which a mask alone would let through."""
     torch.manual_seed(3)
-    attention = TorchPagedAttention(shape_of(4, 41))
+    attention = TorchPagedAttention(shape_of(4, 41), batch_invariant=batch_invariant)
     broken = Sequence(list(range(1, 41)))
     broken.keys = broken.values = torch.full((160, NUM_KV_HEADS, HEAD_DIM), torch.nan)
     step = attention.begin_step([layout_of([broken], [160], 4)])
@@ -193,14 +198,15 @@ def test_zeroed_blocks_are_clear_in_every_layer() -> None:
         torch.testing.assert_close(output, torch.full_like(output, 1 / 9))
 
 
-def test_groups_share_pages_and_a_window_reads_only_what_it_shows() -> None:
+@pytest.mark.parametrize("batch_invariant", [True, False], ids=["invariant", "not invariant"])
+def test_groups_share_pages_and_a_window_reads_only_what_it_shows(batch_invariant: bool) -> None:
     """Two groups of one layer each: one sees everything, one the last five tokens. What the window
     has left behind is another request's by now, and NaN.
     """
     torch.manual_seed(5)
     windowed = replace(PLAIN, window=5)
     shape = AttentionShape((PLAIN, windowed), 4, 16, torch.float32, groups=((0,), (1,)))
-    attention = TorchPagedAttention(shape)
+    attention = TorchPagedAttention(shape, batch_invariant=batch_invariant)
     assert shape.num_pages == 1
     whole, shown = Sequence([2, 3, 4, 5]), Sequence([6, 7, 8, 9])
     for count in (9, 1, 3, 1):

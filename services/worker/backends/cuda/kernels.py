@@ -4,8 +4,7 @@ depend on what else is in the batch.
 
 import torch
 
-from services.worker.backends.kernels import Activation, Linear
-from services.worker.backends.torch.gating import GatedLinear
+from services.worker.backends.kernels import Linear
 from services.worker.backends.torch.kernels import TorchKernels
 
 _ALIGNMENT = 16
@@ -18,6 +17,7 @@ class CudaKernels(TorchKernels):
     """
 
     def __init__(self, grouped: frozenset[torch.dtype] = frozenset()) -> None:
+        super().__init__(batch_invariant=False)
         self._grouped = grouped
 
     def padded_rows(self, num_rows: int) -> int:
@@ -42,9 +42,3 @@ class BatchInvariantKernels(CudaKernels):
         from services.worker.backends.cuda.fixed_tiles import FixedTilesLinear  # noqa: PLC0415
 
         return FixedTilesLinear(weight, bias)
-
-    def gated_linear(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation
-    ) -> Linear:
-        """See Kernels."""
-        return GatedLinear(self.linear(weight, bias), activation)

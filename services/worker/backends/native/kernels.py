@@ -21,11 +21,13 @@ from services.worker.backends.torch.kernels import TorchKernels
 
 
 class NativeKernels:
-    """See Kernels. What the library has no functions for is torch's."""
+    """See Kernels. Data types that the library has no functions for are computed by torch's
+    kernels, `batch_invariant` or not; the library's own functions always are.
+    """
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, *, batch_invariant: bool = True) -> None:
         self._functions = functions_by_dtype(library)
-        self._torch = TorchKernels()
+        self._torch = TorchKernels(batch_invariant=batch_invariant)
         self._memory = LargePages()
 
     @property

@@ -1,9 +1,8 @@
-"""One attention call in torch whose rows do not depend on how many there are.
+"""One attention call in torch, and what makes its rows independent of how many there are.
 
-The libraries below torch choose a way to multiply by the number of rows: one row, or two, are
-summed otherwise than many. From four rows on, and in multiples of four, the ones that were looked
-at agree (oneDNN 3 and MKL 2024 on AVX2 and AVX-512); `row_multiple` looks at the ones that are
-here.
+The libraries below torch choose a way to multiply by the number of rows: one or two rows are summed
+in another order than many. With four rows and more, in multiples of four, the libraries that were
+tried agree (oneDNN 3 and MKL 2024 on AVX2 and AVX-512); `row_multiple` tries those of this machine.
 """
 
 import functools
@@ -22,6 +21,26 @@ _PROBED_LENGTHS = (64, 192, 512, 1024)
 _HEADS = 2
 
 
+def attend_alike(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    layer: AttentionLayer,
+) -> torch.Tensor:
+    """As `attend`, the same bits for any number of threads.
+
+    A single head is computed twice: the libraries would spread it over threads, and sum in an
+    order that depends on their number.
+    """
+    if query.shape[0] * query.shape[1] > 1:
+        return attend(query, keys, values, mask, layer)
+    query, keys, values = (x.expand(2, -1, -1, -1) for x in (query, keys, values))
+    if mask.dim() == query.dim():
+        mask = mask.expand(2, -1, -1, -1)
+    return attend(query, keys, values, mask, layer)[:1]
+
+
 def attend(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -31,25 +50,8 @@ def attend(
 ) -> torch.Tensor:
     """Attention of [groups, heads, n, head_dim] over [groups, heads, keys, head_dim].
 
-    A single head is computed twice: the libraries would spread it over threads, and sum in an
-    order that depends on their number.
+    The mask is added to the scores. Written out where scores are capped.
     """
-    if query.shape[0] * query.shape[1] > 1:
-        return _attend(query, keys, values, mask, layer)
-    query, keys, values = (x.expand(2, -1, -1, -1) for x in (query, keys, values))
-    if mask.dim() == query.dim():
-        mask = mask.expand(2, -1, -1, -1)
-    return _attend(query, keys, values, mask, layer)[:1]
-
-
-def _attend(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor,
-    layer: AttentionLayer,
-) -> torch.Tensor:
-    """Written out where scores are capped."""
     if layer.softcap is None:
         return F.scaled_dot_product_attention(query, keys, values, mask, scale=layer.scale)
     scores = (query @ keys.transpose(-1, -2)).float() * (layer.scale / layer.softcap)
@@ -74,9 +76,9 @@ def row_multiple(layer: AttentionLayer, dtype: torch.dtype) -> int:
         query, keys, values = numbers(MOST_ROWS), numbers(length), numbers(length)
         mask = torch.zeros(MOST_ROWS, length, dtype=dtype)
         mask[:, length - length // 3 :] = -torch.inf
-        whole = attend(query, keys, values, mask, layer)
+        whole = attend_alike(query, keys, values, mask, layer)
         for rows in _PROBED_ROWS:
-            part = attend(query[:, :, :rows], keys, values, mask[:rows], layer)
+            part = attend_alike(query[:, :, :rows], keys, values, mask[:rows], layer)
             if not torch.equal(part, whole[:, :, :rows]):
                 return _MANY_ROWS
     return _FEW_ROWS

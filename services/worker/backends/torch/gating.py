@@ -1,4 +1,4 @@
-"""Gates of an MLP: what goes through an activation and multiplies the values beside it."""
+"""Gates of an MLP: each goes through an activation and multiplies the value beside it."""
 
 import functools
 import math
@@ -20,32 +20,39 @@ _OF_TORCH: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class GatedLinear:
-    """A projection, and its gates applied to its values."""
+    """A projection, and its gates applied to its values. `batch_invariant`: see `gated`."""
 
-    def __init__(self, projection: Linear, activation: Activation) -> None:
+    def __init__(
+        self, projection: Linear, activation: Activation, *, batch_invariant: bool = False
+    ) -> None:
         self._projection = projection
         self._activation = activation
+        self._batch_invariant = batch_invariant
         self.in_features = projection.in_features
         self.out_features = projection.out_features // 2
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """See Linear."""
-        return gated(self._projection(x), self._activation)
+        product = self._projection(x)
+        return gated(product, self._activation, batch_invariant=self._batch_invariant)
 
     def full(self, x: torch.Tensor) -> torch.Tensor:
-        """See Linear; the library rounds."""
+        """See Linear; torch rounds the result."""
         return self(x).float()
 
 
-def gated(product: torch.Tensor, activation: Activation) -> torch.Tensor:
+def gated(
+    product: torch.Tensor, activation: Activation, *, batch_invariant: bool = False
+) -> torch.Tensor:
     """Gates [n, d] beside the values [n, d] that they gate -> activation(gate) * value.
 
-    Out of operations of which torch computes every element alike: its own SiLU and GELU take
-    another exponential for the last elements of a thread's share than for those before. Where
-    that makes no difference in the data type, they are taken.
+    On the CPU, torch's own SiLU and GELU compute the last elements of a thread's share with another
+    exponential than those before them. With `batch_invariant` other operations are used, which
+    compute every element in the same way, unless all numbers of the data type give the same either
+    way.
     """
     gate, value = product.chunk(2, dim=-1)
-    if product.device.type != "cpu" or _is_uniform(activation, product.dtype):
+    if not batch_invariant or _is_uniform(activation, product.dtype):
         return _OF_TORCH[activation](gate).mul_(value)
     gate, value = gate.float(), value.float()
     match activation:
@@ -59,8 +66,9 @@ def gated(product: torch.Tensor, activation: Activation) -> torch.Tensor:
 
 @functools.cache
 def _is_uniform(activation: Activation, dtype: torch.dtype) -> bool:
-    """Whether torch's own operation gives an element the same wherever it lies: tried with all
-    numbers of the data type, together, and each for itself as are those at the end of a share.
+    """Whether torch's own operation gives an element the same result wherever it lies. Compares
+    the results of all numbers of the data type computed together with those of each number
+    computed alone, as at the end of a thread's share.
     """
     if dtype.itemsize != _ALL_TRIED_BYTES:
         return False

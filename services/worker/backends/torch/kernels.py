@@ -13,21 +13,29 @@ from services.worker.backends.torch.paged_attention import TorchPagedAttention, 
 
 
 class TorchKernels:
-    """See Kernels."""
+    """See Kernels.
+
+    `batch_invariant`: on the CPU, what is computed for a token is the same bits whatever is in the
+    step with it. Decode steps take longer for it.
+    """
+
+    def __init__(self, *, batch_invariant: bool = True) -> None:
+        self._batch_invariant = batch_invariant
 
     def padded_rows(self, num_rows: int) -> int:
         """See Kernels."""
-        return padded_rows(num_rows)
+        return padded_rows(num_rows, batch_invariant=self._batch_invariant)
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """See Kernels."""
-        return PackedLinear(weight, bias)
+        return PackedLinear(weight, bias, batch_invariant=self._batch_invariant)
 
     def gated_linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation
     ) -> Linear:
         """See Kernels."""
-        return GatedLinear(PackedLinear(weight, bias), activation)
+        projection = self.linear(weight, bias)
+        return GatedLinear(projection, activation, batch_invariant=self._batch_invariant)
 
     def groups_experts(self, dtype: torch.dtype, width: int) -> bool:  # noqa: ARG002
         """See Kernels."""
@@ -59,7 +67,7 @@ class TorchKernels:
 
     def paged_attention(self, shape: AttentionShape) -> PagedAttention:
         """See Kernels."""
-        return TorchPagedAttention(shape)
+        return TorchPagedAttention(shape, batch_invariant=self._batch_invariant)
 
     def attention_bytes(self, shape: AttentionShape, max_model_len: int) -> int:
         """See Kernels."""

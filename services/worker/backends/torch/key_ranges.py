@@ -1,15 +1,16 @@
-"""Over which keys a query is attended to: a function of its position alone.
+"""Over which keys a query is attended to, and which queries of a chunk share a call.
 
-Sums over keys run in blocks, and where blocks end decides the last bits of what comes out. So the
-query at one position always meets the same range of keys, cut into blocks in the same way, whether
-it is a decode or part of a chunk, and whatever is in the step with it. Keys of the range that it
-does not see are masked, and add zeros. A range begins and ends at multiples of GRANULE tokens.
-
-Up to BLOCK keys are one block, of one of LENGTHS; more are blocks of BLOCK keys, to which any
-number of masked ones may be added.
+Sums over keys run in blocks, and where blocks end decides the last bits of the result. FixedRanges
+makes the range of a query a function of its position alone: the query at one position always meets
+the same keys, cut into blocks in the same way, whether it is a decode or part of a chunk, and
+whatever else is in the step. Keys of the range that it does not see are masked, and add zeros.
+TightRanges takes no more keys than are seen, which is less work, and lets the last bits depend on
+the step.
 """
 
+import itertools
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -29,7 +30,7 @@ class KeyRange:
 
     @property
     def end(self) -> int:
-        """Behind its last key."""
+        """One past its last key."""
         return self.start + self.length
 
 
@@ -42,28 +43,99 @@ class Run:
     keys: KeyRange
 
 
-def key_ranges(
-    positions: Int32Array | Int64Array, window: int | None
-) -> tuple[Int64Array, Int64Array]:
-    """Starts and lengths of the ranges of queries at these positions, [n] each.
+class KeyRanges(Protocol):
+    """Which keys are handed to an attention call.
 
     `window`: the widest that the queries are attended to through; None: they see everything.
     """
-    granules = positions.astype(np.int64) // GRANULE
-    starts = np.zeros_like(granules)
-    if window is not None:
-        starts = np.maximum(granules * GRANULE - window + 1, 0) // GRANULE * GRANULE
-    needed = (granules + 1) * GRANULE - starts
-    short = LENGTHS[np.minimum(np.searchsorted(LENGTHS, needed), len(LENGTHS) - 1)]
-    return starts, np.where(needed <= BLOCK, short, -(-needed // BLOCK) * BLOCK)
+
+    def of_decodes(
+        self, positions: Int32Array | Int64Array, window: int | None
+    ) -> tuple[Int64Array, Int64Array]:
+        """Starts and lengths of the ranges of single queries at these positions, [n] each."""
+        ...
+
+    def of_chunk(self, context: int, num_queries: int, window: int | None, most: int) -> list[Run]:
+        """Cuts a chunk that follows `context` tokens into runs of at most `most` queries."""
+        ...
+
+    def may_share(self, shorter: int, longer: int) -> bool:
+        """Whether decodes over so many keys may be one call, over the longer number of keys."""
+        ...
 
 
-def runs(context: int, num_queries: int, window: int | None, most: int) -> list[Run]:
-    """Cuts a chunk behind `context` tokens into runs of `most` queries and less."""
-    starts, lengths = key_ranges(np.arange(context, context + num_queries), window)
-    changes = np.flatnonzero((np.diff(starts) != 0) | (np.diff(lengths) != 0)) + 1
-    found = []
-    for begin, end in zip([0, *changes.tolist()], [*changes.tolist(), num_queries], strict=True):
-        keys = KeyRange(int(starts[begin]), int(lengths[begin]))
-        found += [Run(x, min(x + most, end), keys) for x in range(begin, end, most)]
-    return found
+class FixedRanges:
+    """See KeyRanges. Ranges begin and end at multiples of GRANULE tokens.
+
+    Up to BLOCK keys are one block, of one of LENGTHS; more are blocks of BLOCK keys, to which any
+    number of masked ones may be added. Capped scores are computed over whole ranges, so that
+    `has_softcap` allows equally long ranges alone to share a call.
+    """
+
+    def __init__(self, *, has_softcap: bool) -> None:
+        self._has_softcap = has_softcap
+
+    def of_decodes(
+        self, positions: Int32Array | Int64Array, window: int | None
+    ) -> tuple[Int64Array, Int64Array]:
+        """See KeyRanges."""
+        granules = positions.astype(np.int64) // GRANULE
+        starts = np.zeros_like(granules)
+        if window is not None:
+            starts = np.maximum(granules * GRANULE - window + 1, 0) // GRANULE * GRANULE
+        needed = (granules + 1) * GRANULE - starts
+        short = LENGTHS[np.minimum(np.searchsorted(LENGTHS, needed), len(LENGTHS) - 1)]
+        return starts, np.where(needed <= BLOCK, short, -(-needed // BLOCK) * BLOCK)
+
+    def of_chunk(self, context: int, num_queries: int, window: int | None, most: int) -> list[Run]:
+        """See KeyRanges. Each query meets the keys that it would meet as a decode."""
+        starts, lengths = self.of_decodes(np.arange(context, context + num_queries), window)
+        changes = np.flatnonzero((np.diff(starts) != 0) | (np.diff(lengths) != 0)) + 1
+        found = []
+        cuts = [0, *changes.tolist(), num_queries]
+        for begin, end in itertools.pairwise(cuts):
+            keys = KeyRange(int(starts[begin]), int(lengths[begin]))
+            found += [Run(x, min(x + most, end), keys) for x in range(begin, end, most)]
+        return found
+
+    def may_share(self, shorter: int, longer: int) -> bool:
+        """See KeyRanges. Ranges that end in blocks of different lengths cannot."""
+        if shorter == longer:
+            return True
+        return not self._has_softcap and shorter >= BLOCK and BLOCK <= longer <= 2 * shorter
+
+
+class TightRanges:
+    """See KeyRanges. Ranges begin with the first block that is seen, and end with the last query's
+    own key.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+
+    def of_decodes(
+        self, positions: Int32Array | Int64Array, window: int | None
+    ) -> tuple[Int64Array, Int64Array]:
+        """See KeyRanges."""
+        positions = positions.astype(np.int64)
+        starts = np.zeros_like(positions)
+        if window is not None:
+            size = self._block_size
+            starts = np.maximum(positions - window + 1, 0) // size * size
+        return starts, positions + 1 - starts
+
+    def of_chunk(self, context: int, num_queries: int, window: int | None, most: int) -> list[Run]:
+        """See KeyRanges."""
+        begins = np.arange(0, num_queries, most)
+        ends = np.minimum(begins + most, num_queries)
+        starts, _ = self.of_decodes(context + begins, window)
+        lengths = context + ends - starts
+        columns = (begins.tolist(), ends.tolist(), starts.tolist(), lengths.tolist())
+        return [
+            Run(begin, end, KeyRange(start, length))
+            for begin, end, start, length in zip(*columns, strict=True)
+        ]
+
+    def may_share(self, shorter: int, longer: int) -> bool:
+        """See KeyRanges. The keys of one are padded to less than twice as many."""
+        return longer <= 2 * shorter

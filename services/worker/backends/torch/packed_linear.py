@@ -1,9 +1,11 @@
 """Matrix multiplication by a fixed weight, packed for the processor where that is possible.
 
-On the CPU a row of a product is the same bit for bit whatever is multiplied with it. The libraries
-sum one row in another order than many; from four rows on they hardly ever differ (oneDNN 3, of 15
-weights in two data types: only in one, and only where the processor lacks bfloat16). A weight for
-which they do, when it is tried out on being packed, is multiplied in tiles of equal height.
+A batch-invariant product has rows that are the same bits whatever rows are multiplied with them.
+The libraries below torch sum a single row in another order than many; from four rows on they hardly
+ever differ (oneDNN 3, of 15 weights in two data types: only in one, and only where the processor
+lacks bfloat16). So rows are padded to four at least, products of several numbers of rows are
+compared when a weight is packed, and where they differ the weight is multiplied by in tiles of
+equal height.
 """
 
 import logging
@@ -17,13 +19,15 @@ logger = logging.getLogger(__name__)
 
 _BUCKETS = ((32, 4), (64, 8), (128, 16), (256, 32), (512, 64))
 """Up to so many rows, multiples of so many."""
+_FEWEST_ALIKE = 4
+"""With fewer rows the libraries sum in another order."""
 
 _TRIED_ROWS = (4, 8, 12, 16, 32, 48, 64, 128, 256, 512)
 _TILE_ROWS = 32
 
 
 class _Shape(NamedTuple):
-    """What the libraries choose a way to multiply by, the number of rows aside."""
+    """What the libraries choose a way to multiply by, apart from the number of rows."""
 
     out_features: int
     in_features: int
@@ -36,12 +40,15 @@ _agreeing: dict[_Shape, bool] = {}
 """Whether rows of products agree, of every shape that was tried in this process."""
 
 
-def padded_rows(num_rows: int) -> int:
-    """The number of rows to multiply in place of `num_rows`: the next of few.
+def padded_rows(num_rows: int, *, batch_invariant: bool = True) -> int:
+    """The number of rows to multiply in place of `num_rows`: one of a few numbers.
 
-    oneDNN prepares, and keeps, a kernel with buffers of its own for each number of rows that it
-    meets, at milliseconds and megabytes apiece. Up to 1024 rows there are 28 of these numbers.
+    oneDNN prepares and keeps a kernel with buffers of its own for each number of rows, which takes
+    milliseconds and megabytes. Up to 1024 rows there are 28 of these numbers, or 31 with those
+    below four, which are not used for batch-invariant products.
     """
+    if num_rows < _FEWEST_ALIKE and not batch_invariant:
+        return num_rows
     for most, multiple in _BUCKETS:
         if num_rows <= most:
             return -(-num_rows // multiple) * multiple
@@ -53,23 +60,29 @@ class PackedLinear:
 
     On the CPU the weight is reordered once into oneDNN's blocked layout, which about halves the
     time of small batches; where the library lacks the operation, the plain one runs. The instance
-    owns its weight: in packed form the caller's tensor is not kept. Callers bring a number of rows
+    owns its weight: in packed form the caller's tensor is not kept. Callers pass a number of rows
     that `padded_rows` gives.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        batch_invariant: bool = True,
+    ) -> None:
         self.out_features, self.in_features = weight.shape
         self._bias = bias
         self._packed = _pack(weight)
         self._plain = weight if self._packed is None else None
-        self._needs_tiles = weight.device.type == "cpu" and not self._rows_agree(weight.dtype)
+        self._needs_tiles = batch_invariant and not self._rows_agree(weight.dtype)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[n, in] -> [n, out]."""
         return in_tiles(self._multiply, x) if self._needs_tiles else self._multiply(x)
 
     def full(self, x: torch.Tensor) -> torch.Tensor:
-        """See Linear; the library rounds."""
+        """See Linear; torch rounds the result."""
         return self(x).float()
 
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
@@ -82,8 +95,8 @@ class PackedLinear:
         return product
 
     def _rows_agree(self, dtype: torch.dtype) -> bool:
-        """Whether a row is the same in products of any of the numbers of rows that are tried; one
-        weight of each shape is.
+        """Whether a row of the product is the same for each of _TRIED_ROWS; tried once for each
+        shape of weight.
         """
         is_packed = self._packed is not None
         shape = _Shape(

@@ -4,18 +4,18 @@ Pages are token-major, [num_blocks, block_size, num_kv_heads, head_dim] per laye
 that gathering a sequence's pages gives its keys in order, and one strided view of them feeds the
 attention kernel. New keys are written first, and read from the pages like all others.
 
-On the CPU a query's result is the same bit for bit whatever else is in the step, however its
-prompt is cut, and wherever its pages lie: over which keys it is attended to, and in which blocks,
-is a function of its position (key_ranges.py), and the number of rows of a call is one for which
-the libraries below give the same rows (torch_attend.py).
+With `batch_invariant`, on the CPU, a query's result is the same bit for bit whatever else is in the
+step, however its prompt is cut, and wherever its pages lie: the keys that it is attended to over,
+and the blocks that these are summed in, are a function of its position (key_ranges.py), and the
+number of rows of a call is one for which the libraries below give the same rows (torch_attend.py).
 
 * Decodes of similar length form a group: one gather into a workspace kept between calls, one
   attention call, the query heads that share a key head folded into the query's length.
 * A chunk is attended to sequence by sequence, in runs of queries that meet the same keys; the key
   heads are repeated by a stride of zero, not by copies.
 
-Where all layers of a KV-cache group have a window, only the pages that it shows are gathered: what
-lies before may be anybody's by now.
+Where all layers of a KV-cache group have a window, only the pages that it shows are gathered: the
+blocks before it may belong to other requests by now.
 
 Paging: Kwon et al., PagedAttention.
 """
@@ -36,8 +36,8 @@ from services.worker.backends.attention import (
     StepLayout,
 )
 from services.worker.backends.device import CpuDevice, Device
-from services.worker.backends.torch.attend import MOST_ROWS, attend, row_multiple
-from services.worker.backends.torch.key_ranges import BLOCK
+from services.worker.backends.torch.attend import MOST_ROWS, attend, attend_alike, row_multiple
+from services.worker.backends.torch.key_ranges import BLOCK, FixedRanges, KeyRanges, TightRanges
 from services.worker.backends.torch.rotary import rotate
 from services.worker.backends.torch.step_cutter import Chunk, DecodeGroup, StepCutter, score_mask
 
@@ -60,13 +60,23 @@ class TorchPagedAttention:
         shape: AttentionShape,
         device: Device | None = None,
         max_group_tokens: int = MAX_GROUP_TOKENS,
+        *,
+        batch_invariant: bool = True,
     ) -> None:
         self._shape = shape
         self._device = device or CpuDevice()
-        self._cutter = StepCutter(shape, self._device, max_group_tokens)
+        has_softcap = any(layer.softcap is not None for layer in shape.layers)
+        if batch_invariant:
+            ranges: KeyRanges = FixedRanges(has_softcap=has_softcap)
+            self._attend = attend_alike
+        else:
+            ranges, self._attend = TightRanges(shape.block_size), attend
+        self._cutter = StepCutter(shape, self._device, ranges, max_group_tokens)
         self._pages_of = shape.pages_of
         self._windows = [_windows(shape, group) for group in shape.layer_groups]
-        self._row_multiples = [self._row_multiple(layer) for layer in shape.layers]
+        self._row_multiples = [
+            row_multiple(layer, shape.dtype) if batch_invariant else 1 for layer in shape.layers
+        ]
         self._page_elements = max(
             shape.block_size * layer.num_kv_heads * layer.head_dim for layer in shape.layers
         )
@@ -127,7 +137,7 @@ class TorchPagedAttention:
         )
         query = query.reshape(rows, spec.num_kv_heads, -1, spec.head_dim)
         mask = group.masks[spec.window]
-        output = attend(self._filled_up(layer, query), keys, values, mask, spec)
+        output = self._attend(self._filled_up(layer, query), keys, values, mask, spec)
         return output[:, :, : query.shape[2]].reshape(rows, -1)
 
     def attend_chunk(
@@ -144,12 +154,8 @@ class TorchPagedAttention:
             rows = self._filled_up(layer, own)
             ahead = chunk.context + run.begin - run.keys.start
             mask = self._run_mask(spec.window, rows.shape[2], ahead, run.keys.length)
-            attended = attend(rows, keys[:, :, seen], values[:, :, seen], mask, spec)
+            attended = self._attend(rows, keys[:, :, seen], values[:, :, seen], mask, spec)
             _grouped(output[run.begin : run.end], spec).copy_(attended[:, :, : own.shape[2]])
-
-    def _row_multiple(self, layer: AttentionLayer) -> int:
-        is_on_cpu = self._shape.device.type == "cpu"
-        return row_multiple(layer, self._shape.dtype) if is_on_cpu else 1
 
     def _filled_up(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         """Queries [.., n, head_dim] with rows behind them up to a number that attention takes."""

@@ -13,7 +13,7 @@ from services.worker.backends.attention import (
 )
 from services.worker.backends.device import Device
 from services.worker.backends.torch.attend import MOST_ROWS
-from services.worker.backends.torch.key_ranges import BLOCK, Run, key_ranges, runs
+from services.worker.backends.torch.key_ranges import KeyRanges, Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,27 +49,25 @@ class Chunk:
 class StepCutter:
     """Cuts steps over one cache. `max_group_tokens`: keys of a group of decodes at once."""
 
-    def __init__(self, shape: AttentionShape, device: Device, max_group_tokens: int) -> None:
+    def __init__(
+        self, shape: AttentionShape, device: Device, ranges: KeyRanges, max_group_tokens: int
+    ) -> None:
         self._shape = shape
         self._device = device
+        self._ranges = ranges
         self._max_group_tokens = max_group_tokens
-        self._has_softcap = any(layer.softcap is not None for layer in shape.layers)
 
     def decodes(self, layout: StepLayout, windows: set[int | None]) -> list[DecodeGroup]:
-        """Cuts the decodes where one is over twice as long as the group's shortest.
-
-        Ranges of keys that end in another kind of block cannot be one call. Capped scores are
-        computed over whole ranges, which then must be equally long.
-        """
+        """Cuts the decodes where two may not share a call, or a group holds too many keys."""
         num_decodes = layout.num_decodes
         widest = _widest(windows)
-        starts, lengths = key_ranges(layout.seq_lens[:num_decodes] - 1, widest)
+        starts, lengths = self._ranges.of_decodes(layout.seq_lens[:num_decodes] - 1, widest)
         offsets = starts % self._shape.block_size
         groups, begin = [], 0
         for end in range(1, num_decodes + 1):
             if end < num_decodes and (
                 offsets[end] == offsets[begin]
-                and self._goes_with(int(lengths[begin]), int(lengths[end]))
+                and self._ranges.may_share(int(lengths[begin]), int(lengths[end]))
                 and lengths[begin : end + 1].max() * (end + 1 - begin) <= self._max_group_tokens
             ):
                 continue
@@ -77,16 +75,11 @@ class StepCutter:
             begin = end
         return groups
 
-    def _goes_with(self, shorter: int, longer: int) -> bool:
-        if shorter == longer:
-            return True
-        return not self._has_softcap and shorter >= BLOCK and BLOCK <= longer <= 2 * shorter
-
     def _decode_group(
         self, layout: StepLayout, begin: int, end: int, windows: set[int | None]
     ) -> DecodeGroup:
         size, seq_lens = self._shape.block_size, layout.seq_lens[begin:end, None]
-        starts, lengths = key_ranges(seq_lens - 1, _widest(windows))
+        starts, lengths = self._ranges.of_decodes(seq_lens - 1, _widest(windows))
         length, offset = int(lengths.max()), int(starts[0, 0]) % size
         columns = starts // size + np.arange(-(-(offset + length) // size))
         ids = self._block_ids(layout.block_tables[begin:end], columns, seq_lens, seq_lens, windows)
@@ -130,7 +123,7 @@ class StepCutter:
             begin, end = (int(start) for start in layout.query_starts[row : row + 2])
             seq_lens = layout.seq_lens[row : row + 1, None]
             context = int(seq_lens[0, 0]) - (end - begin)
-            parts = runs(context, end - begin, widest, MOST_ROWS)
+            parts = self._ranges.of_chunk(context, end - begin, widest, MOST_ROWS)
             last = max(run.keys.end for run in parts)
             columns = np.arange(parts[0].keys.start // size, -(-last // size))[None]
             first_lens = seq_lens - (end - begin) + 1

@@ -1,0 +1,28 @@
+"""The price of batch invariance is measured, in every load, on a model that takes no time."""
+
+from pathlib import Path
+
+import torch
+
+from benchmarks.invariance_price import LOADS, MODES, StepTimer, build, table
+from benchmarks.random_model import Shape, write_model
+from services.worker.models.config import DtypeSetting
+
+TINY = Shape(64, 2, 1, 1, 128, 512, tied_embeddings=True)
+NUM_STEPS = 3
+
+
+def test_every_load_is_measured_in_both_modes(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    write_model(TINY, tmp_path)
+    timers = [
+        StepTimer(build(tmp_path, DtypeSetting.FLOAT32, mode, NUM_STEPS), NUM_STEPS)
+        for mode in MODES
+    ]
+    _, _, *rows = table(timers, num_rounds=1).splitlines()
+    for load, row in zip(LOADS, rows, strict=True):
+        name, without, invariant, price = (cell.strip() for cell in row.strip("|").split("|"))
+        assert name == load.name
+        assert float(without) > 0
+        assert float(invariant) > 0
+        assert price.endswith("%")
