@@ -42,6 +42,9 @@ SERVICE_NAME = "stepwell.gateway.v1.Inference"
 _GOODBYE_SECONDS = 1.0
 # Calls besides those that generate, such as health checks.
 _OTHER_RPCS = 256
+_MAX_HEADER_BYTES = 64 * 1024
+# A gRPC connection without a call is closed after this time.
+_GRPC_IDLE_MILLISECONDS = 300_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,16 +98,16 @@ class Gateway:
             body_limits=BodyLimits(
                 settings.max_body_bytes,
                 settings.max_items_per_request,
-                BodyBudget(settings.max_buffered_body_bytes, settings.http_body_timeout_seconds),
+                BodyBudget(settings.max_buffered_body_bytes, settings.body_timeout_seconds),
             ),
         )
         max_connections = connections_within_limit(settings.max_connections)
         connection_limits = ConnectionLimits(
             max_connections=max_connections,
-            max_header_bytes=settings.max_header_bytes,
+            max_header_bytes=_MAX_HEADER_BYTES,
             max_body_bytes=settings.max_body_bytes,
-            header_timeout_seconds=settings.http_header_timeout_seconds,
-            body_timeout_seconds=settings.http_body_timeout_seconds,
+            header_timeout_seconds=settings.receive_timeout_seconds,
+            body_timeout_seconds=settings.body_timeout_seconds,
             keep_alive_seconds=settings.http_keep_alive_seconds,
             reader_timeout_seconds=settings.reader_timeout_seconds,
         )
@@ -115,7 +118,7 @@ class Gateway:
             keys,
             REQUEST_TYPES,
             max_items=settings.max_items_per_request,
-            message_timeout_seconds=settings.message_timeout_seconds,
+            message_timeout_seconds=settings.receive_timeout_seconds,
         )
         self._grpc = GrpcServer(
             max_concurrent_rpcs=settings.max_concurrent_requests + _OTHER_RPCS,
@@ -204,8 +207,8 @@ def _public_grpc_options(settings: GatewaySettings, max_connections: int) -> dic
         "grpc.max_allowed_incoming_connections": max_connections,
         # No connection needs more streams than there are places.
         "grpc.max_concurrent_streams": settings.max_concurrent_requests,
-        "grpc.max_connection_idle_ms": int(1000 * settings.grpc_idle_timeout_seconds),
+        "grpc.max_connection_idle_ms": _GRPC_IDLE_MILLISECONDS,
         # From connecting to the first frame, and to the settings in it.
-        "grpc.server_handshake_timeout_ms": int(1000 * settings.message_timeout_seconds),
-        "grpc.http2.settings_timeout": int(1000 * settings.message_timeout_seconds),
+        "grpc.server_handshake_timeout_ms": int(1000 * settings.receive_timeout_seconds),
+        "grpc.http2.settings_timeout": int(1000 * settings.receive_timeout_seconds),
     }

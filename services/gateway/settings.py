@@ -51,50 +51,30 @@ class GatewaySettings(ServiceSettings):
     )
     max_items_per_request: int = setting(
         131_072,
-        doc="values of one request, such as token ids, and tokens that /tokenize tells; all "
-        "of them are read at once, at some 100 ns each",
-        check=at_least(1024),
-    )
-    max_logprobs_per_request: int = setting(
-        4 * 2**20,
-        doc="log-probabilities that an answer may hold that is not streamed, at 8 bytes each",
+        doc="values of one request, such as token ids, and tokens in an answer of /tokenize; all "
+        "of them are read at once, at some 100 ns each. An answer that is not streamed may hold "
+        "32 log-probabilities for each",
         check=at_least(1024),
     )
     max_body_bytes: int = setting(
-        4 * 2**20, doc="longest HTTP body that is read", check=at_least(1024)
-    )
-    max_buffered_body_bytes: int = setting(
-        32 * 2**20,
-        doc="HTTP bodies above 64 KiB that are held at once, together; further ones wait",
-        check=at_least(2**20),
-    )
-    max_header_bytes: int = setting(
-        64 * 1024, doc="longest headers of an HTTP request", check=at_least(1024)
+        4 * 2**20,
+        doc="longest HTTP body that is read; messages over gRPC may be half as long. Bodies above "
+        "64 KiB that are held at once may take eight times as much; further ones wait",
+        check=at_least(1024),
     )
     max_connections: int = setting(
         4096,
         doc="open HTTP connections, and as many of gRPC; idle ones make room for new ones",
         check=at_least(1),
     )
-    http_header_timeout_seconds: float = setting(
-        10.0, doc="how long the headers of an HTTP request may take", check=at_least(0.01)
-    )
-    http_body_timeout_seconds: float = setting(
-        30.0, doc="how long the body of an HTTP request may take", check=at_least(0.01)
+    receive_timeout_seconds: float = setting(
+        10.0,
+        doc="how long a client may take to send the headers of an HTTP request or a message over "
+        "gRPC, or to begin a gRPC connection; a body may take three times as long",
+        check=at_least(0.01),
     )
     http_keep_alive_seconds: float = setting(
         65.0, doc="how long an HTTP connection stays open without a request", check=at_least(0.01)
-    )
-    max_message_bytes: int = setting(
-        2 * 2**20, doc="longest message of a gRPC client", check=at_least(1024)
-    )
-    message_timeout_seconds: float = setting(
-        10.0,
-        doc="how long a gRPC client may take to send a message, or to begin a connection",
-        check=at_least(0.01),
-    )
-    grpc_idle_timeout_seconds: float = setting(
-        300.0, doc="how long a gRPC connection stays open without a call", check=at_least(0.1)
     )
     allowed_hosts: tuple[str, ...] = setting(
         (),
@@ -131,3 +111,23 @@ class GatewaySettings(ServiceSettings):
     def model_name(self) -> str:
         """The name that clients use."""
         return self.served_model_name or self.model.resolve().name
+
+    @property
+    def max_logprobs_per_request(self) -> int:
+        """Log-probabilities of an answer that is not streamed, which take 8 bytes each."""
+        return 32 * self.max_items_per_request
+
+    @property
+    def max_buffered_body_bytes(self) -> int:
+        """Bytes of the HTTP bodies above 64 KiB that are held at once."""
+        return 8 * self.max_body_bytes
+
+    @property
+    def max_message_bytes(self) -> int:
+        """The longest message of a gRPC client: numbers take fewer bytes than in JSON."""
+        return self.max_body_bytes // 2
+
+    @property
+    def body_timeout_seconds(self) -> float:
+        """How long the body of an HTTP request may take to arrive."""
+        return 3 * self.receive_timeout_seconds

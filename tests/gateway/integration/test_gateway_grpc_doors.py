@@ -63,14 +63,14 @@ async def test_reflection_needs_a_key_and_health_does_not(model: Path):
 
 
 async def test_a_message_that_does_not_come_is_not_waited_for(model: Path):
-    async with serving(model, message_timeout_seconds=0.2) as served:
+    async with serving(model, receive_timeout_seconds=0.2) as served:
         calls = [raw_call(served, "Generate")() for _ in range(40)]
         assert await served.stub.ListModels(gateway_pb2.ListModelsRequest(), timeout=10)
         assert {await status_of(call) for call in calls} == {grpc.StatusCode.ABORTED}
 
 
 async def test_a_long_message_is_refused(model: Path):
-    async with serving(model, max_message_bytes=100_000) as served:
+    async with serving(model, max_body_bytes=200_000) as served:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await served.stub.Tokenize(gateway_pb2.TokenizeRequest(text="a" * 100_001))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -112,7 +112,7 @@ def test_long_texts_and_short_lists_are_parsed():
 
 
 async def test_silent_connections_are_ended(model: Path):
-    async with serving(model, message_timeout_seconds=0.2) as served:
+    async with serving(model, receive_timeout_seconds=0.2) as served:
         for reader, writer in [await connect(served) for _ in range(5)]:
             async with asyncio.timeout(10):
                 await reader.read()
