@@ -12,34 +12,10 @@ from typing import Any
 from services.cli.child import ChildSpec
 from services.cli.health import Liveness, until_ready
 from services.cli.run_directory import make_again
-from services.cli.settings import UpSettings
+from services.cli.settings import UpSettings, settings_of
 from services.cli.supervisor import Stage
 from services.common.addresses import join_host_port
 from services.common.settings import env_prefix
-
-# Which services each setting belongs to, where it has the same name there.
-OWNERS: dict[str, tuple[str, ...]] = {
-    "device": ("worker",),
-    "batch_invariant": ("worker",),
-    "dtype": ("worker",),
-    "gpu_memory_utilization": ("worker",),
-    "num_threads": ("worker",),
-    "kv_cache_memory_bytes": ("worker",),
-    "num_blocks": ("worker",),
-    "block_size": ("worker",),
-    "max_model_len": ("worker",),
-    "max_num_seqs": ("worker",),
-    "max_num_batched_tokens": ("worker",),
-    "policy": ("scheduler",),
-    "enable_prefix_caching": ("scheduler",),
-    "served_model_name": ("gateway", "worker"),
-    "generation_config": ("gateway",),
-    "api_keys": ("gateway",),
-    "otlp_endpoint": ("gateway", "scheduler", "kvpool", "worker"),
-    "trace_sample_ratio": ("gateway", "scheduler", "kvpool", "worker"),
-    "log_level": ("gateway", "scheduler", "kvpool", "worker"),
-    "log_format": ("gateway", "scheduler", "kvpool", "worker"),
-}
 
 # The gateway drains first: it takes no new request and lets running ones end. Together the stages
 # stay below ten seconds, the time that most supervisors give before they kill.
@@ -113,7 +89,7 @@ def stages(settings: UpSettings, addresses: Addresses, environ: Mapping[str, str
 
     def spec(service: str, address: str, name: str | None = None) -> ChildSpec:
         name = name or service
-        values = {**_owned(settings, service), **wiring[name]}
+        values = {**_given(settings, service), **wiring[name]}
         return ChildSpec(
             name=name,
             command=(sys.executable, "-m", f"services.{service}"),
@@ -163,12 +139,12 @@ def _reachable(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
-def _owned(settings: UpSettings, service: str) -> dict[str, Any]:
-    """The settings that belong to a service and were given."""
+def _given(settings: UpSettings, service: str) -> dict[str, Any]:
+    """The settings that are passed to a service and were given."""
     return {
         name: value
-        for name, owners in OWNERS.items()
-        if service in owners and (value := getattr(settings, name)) is not None
+        for name in settings_of(service)
+        if (value := getattr(settings, name)) is not None
     }
 
 

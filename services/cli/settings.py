@@ -1,14 +1,33 @@
-"""Settings of `stepwell up`.
+"""Settings of `stepwell up`: its own, and those that it passes on to services."""
 
-What belongs to a service has no default here: left alone, the service's own default or its own
-environment variable (STEPWELL_WORKER_..., STEPWELL_SCHEDULER_...) holds.
-"""
-
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from services.common.logs import LogFormat, LogLevel
-from services.common.settings import at_least, between, setting
+from services.common.settings import Check, at_least, between, setting
+
+_EVERY_SERVICE = ("gateway", "scheduler", "kvpool", "worker")
+
+
+def passed_to(*services: str, doc: str, check: Check | None = None, default: Any = None) -> Any:
+    """A setting that these services have under the same name, and get if it is given.
+
+    Its default is None: the service's own default, or its variable such as
+    STEPWELL_WORKER_BLOCK_SIZE, holds then.
+    """
+    metadata = {"doc": doc, "check": check, "services": services}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def settings_of(service: str) -> tuple[str, ...]:
+    """The names of the settings that are passed to a service."""
+    return tuple(
+        field.name
+        for field in dataclasses.fields(UpSettings)
+        if service in field.metadata.get("services", ())
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,65 +42,75 @@ class UpSettings:
     grpc_port: int = setting(
         9000, doc="port of the gRPC API; 0 for a free one", check=between(0, 65_535)
     )
-    served_model_name: str | None = setting(
-        None, doc="name that clients use (default: the directory's)"
+    served_model_name: str | None = passed_to(
+        "gateway", "worker", doc="name that clients use (default: the directory's)"
     )
-    generation_config: str | None = setting(
-        None,
+    generation_config: str | None = passed_to(
+        "gateway",
         doc="where default sampling parameters come from: auto, vllm, or a directory with a "
         "generation_config.json",
     )
-    api_keys: tuple[str, ...] | None = setting(None, doc="keys that clients must show one of")
-    dtype: str | None = setting(
-        None, doc="data type of weights and KV cache: auto, float32, bfloat16"
+    api_keys: tuple[str, ...] | None = passed_to(
+        "gateway", doc="keys that clients must show one of"
     )
-    device: str | None = setting(None, doc="what the worker computes on: auto, cpu, cuda")
-    gpu_memory_utilization: float | None = setting(
-        None, doc="share of the GPU's memory that the worker may use", check=between(0.01, 1)
+    dtype: str | None = passed_to(
+        "worker", doc="data type of weights and KV cache: auto, float32, bfloat16"
+    )
+    device: str | None = passed_to("worker", doc="what the worker computes on: auto, cpu, cuda")
+    gpu_memory_utilization: float | None = passed_to(
+        "worker",
+        doc="share of memory that the worker may use, on a GPU of all of it",
+        check=between(0.01, 1),
     )
     tensor_parallel_size: int = setting(
         1, doc="workers that share the model, each a rank of it", check=between(1, 64)
     )
-    num_threads: int | None = setting(
-        None,
+    num_threads: int | None = passed_to(
+        "worker",
         doc="threads that each worker computes with (default: its share of the cores)",
         check=at_least(1),
     )
-    batch_invariant: bool | None = setting(
-        None,
+    batch_invariant: bool | None = passed_to(
+        "worker",
         doc="compute a request the same bit for bit in any batch (default: on the CPU yes, on CUDA "
         "no)",
     )
-    kv_cache_memory_bytes: int | None = setting(
-        None, doc="memory of the KV cache", check=at_least(1)
+    kv_cache_memory_bytes: int | None = passed_to(
+        "worker", doc="memory of the KV cache", check=at_least(1)
     )
-    num_blocks: int | None = setting(
-        None, doc="blocks of the KV cache, instead of its memory", check=at_least(2)
+    num_blocks: int | None = passed_to(
+        "worker", doc="blocks of the KV cache, instead of its memory", check=at_least(2)
     )
-    block_size: int | None = setting(None, doc="tokens per block", check=at_least(1))
-    max_model_len: int | None = setting(
-        None, doc="longest sequence, prompt and output together, in tokens", check=at_least(2)
+    block_size: int | None = passed_to("worker", doc="tokens per block", check=at_least(1))
+    max_model_len: int | None = passed_to(
+        "worker", doc="longest sequence, prompt and output together, in tokens", check=at_least(2)
     )
-    max_num_seqs: int | None = setting(None, doc="requests that run at once", check=at_least(1))
-    max_num_batched_tokens: int | None = setting(
-        None, doc="token budget of a step", check=at_least(1)
+    max_num_seqs: int | None = passed_to(
+        "worker", doc="requests that run at once", check=at_least(1)
     )
-    policy: str | None = setting(None, doc="who waits less: fcfs or priority")
-    enable_prefix_caching: bool | None = setting(None, doc="reuse what prompts have in common")
+    max_num_batched_tokens: int | None = passed_to(
+        "worker", doc="token budget of a step", check=at_least(1)
+    )
+    policy: str | None = passed_to("scheduler", doc="the order of admission: fcfs or priority")
+    enable_prefix_caching: bool | None = passed_to(
+        "scheduler", doc="find and share cached prompt prefixes"
+    )
     liveness_timeout_seconds: float = setting(
         2.0,
         doc="a service that answers no health check for so long is killed and started again; the "
         "gateway, with which clients' streams end, gets five times as long",
         check=at_least(0.5),
     )
-    otlp_endpoint: str | None = setting(
-        None, doc="where traces go, an OTLP/gRPC URL such as http://127.0.0.1:4317"
+    otlp_endpoint: str | None = passed_to(
+        *_EVERY_SERVICE, doc="where traces go, an OTLP/gRPC URL such as http://127.0.0.1:4317"
     )
-    trace_sample_ratio: float | None = setting(
-        None, doc="share of requests and steps that are traced", check=between(0, 1)
+    trace_sample_ratio: float | None = passed_to(
+        *_EVERY_SERVICE, doc="share of requests and steps that are traced", check=between(0, 1)
     )
-    log_level: LogLevel | None = setting(None, doc="what the services log")
-    log_format: LogFormat = setting(
-        LogFormat.TEXT, doc="how a log line looks: text for people, json for programs"
+    log_level: LogLevel | None = passed_to(*_EVERY_SERVICE, doc="what the services log")
+    log_format: LogFormat = passed_to(
+        *_EVERY_SERVICE,
+        doc="how a log line looks: text for people, json for programs",
+        default=LogFormat.TEXT,
     )
     quiet: bool = setting(False, doc="show only the ready line and what goes wrong")

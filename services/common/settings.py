@@ -24,6 +24,8 @@ class IsDataclass(Protocol):
     __dataclass_fields__: typing.ClassVar[dict[str, Any]]
 
 
+_FIELDS = "__dataclass_fields__"
+
 T = TypeVar("T", bound=IsDataclass)
 Check = Callable[[Any], str | None]
 
@@ -42,7 +44,7 @@ def setting(default: Any = dataclasses.MISSING, *, doc: str, check: Check | None
 
 def with_default(base: type[IsDataclass], name: str, default: Any) -> Any:
     """The field `name` of `base`, with another default, for a class that extends it."""
-    return dataclasses.field(default=default, metadata=base.__dataclass_fields__[name].metadata)
+    return dataclasses.field(default=default, metadata=getattr(base, _FIELDS)[name].metadata)
 
 
 def at_least(low: float) -> Check:
@@ -160,7 +162,8 @@ def _parser(
         epilog=f"Each flag can also be set as {env_prefix(service)}<NAME>.",
         allow_abbrev=False,
     )
-    for field in dataclasses.fields(cls):
+    inherited = {name for base in cls.__mro__[1:] for name in getattr(base, _FIELDS, ())}
+    for field in sorted(dataclasses.fields(cls), key=lambda field: field.name in inherited):
         default = "" if field.default in (dataclasses.MISSING, None) else _show(field.default)
         help_text = field.metadata["doc"] + (f" (default: {default})" if default else "")
         options: dict[str, Any] = {"default": None, "help": help_text.replace("%", "%%")}

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from services.cli.plan import OWNERS, Addresses, stages
-from services.cli.settings import UpSettings
+from services.cli.plan import Addresses, stages
+from services.cli.settings import UpSettings, settings_of
 from services.common.logs import LogFormat, LogLevel
 from services.common.settings import env_prefix, parse_settings
 from services.gateway.settings import GatewaySettings
@@ -60,14 +60,13 @@ def received(tmp_path: Path, environ: dict[str, str], **given: Any) -> dict[str,
     }
 
 
-def test_every_setting_reaches_its_owners(tmp_path: Path) -> None:
-    assert set(EVERYTHING) == set(OWNERS)
-    services = received(tmp_path, {}, **EVERYTHING)
-    for name, owners in OWNERS.items():
-        for owner in owners:
-            value = getattr(services[owner], name)
+def test_every_setting_that_is_passed_on_reaches_its_services(tmp_path: Path) -> None:
+    assert set(EVERYTHING) == {name for service in SETTINGS for name in settings_of(service)}
+    for service, settings in received(tmp_path, {}, **EVERYTHING).items():
+        for name in settings_of(service):
+            value = getattr(settings, name)
             wanted = EVERYTHING[name]
-            assert wanted in (value, getattr(value, "value", value)), (owner, name)
+            assert wanted in (value, getattr(value, "value", value)), (service, name)
 
 
 def test_the_services_find_each_other(tmp_path: Path) -> None:
@@ -83,7 +82,7 @@ def test_the_services_find_each_other(tmp_path: Path) -> None:
 def test_what_is_not_given_is_the_services_own_default(tmp_path: Path) -> None:
     for name, settings in received(tmp_path, {}).items():
         for field in dataclasses.fields(SETTINGS[name]):
-            if field.name in OWNERS:
+            if field.name in settings_of(name):
                 assert getattr(settings, field.name) == field.default, (name, field.name)
 
 

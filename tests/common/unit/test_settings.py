@@ -18,6 +18,7 @@ from services.common.settings import (
     not_empty,
     parse_settings,
     setting,
+    with_default,
 )
 
 
@@ -164,6 +165,40 @@ def test_help_names_every_flag_its_values_and_its_default(
         "STEPWELL_THING_<NAME>",
     ):
         assert part in text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Base:
+    """What several services have."""
+
+    port: int = setting(doc="where", check=at_least(1))
+    noise: int = setting(1, doc="how loud")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extended(Base):
+    """One of them."""
+
+    port: int = with_default(Base, "port", 7)
+    special: str = setting(doc="what only this one has")
+
+
+def test_a_service_gives_a_setting_of_its_base_another_default() -> None:
+    settings = parse_settings(Extended, "thing", ["--special", "x"], {})
+    assert settings == Extended(special="x", port=7, noise=1)
+    with pytest.raises(SettingError, match="--port must be at least 1, not 0"):
+        parse_settings(Extended, "thing", ["--special", "x", "--port", "0"], {})
+    with pytest.raises(SettingError, match=r"--port .* must be given: where"):
+        parse_settings(Base, "thing", [], {})
+
+
+def test_help_lists_what_is_special_to_a_service_before_what_every_service_has(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        parse_settings(Extended, "thing", ["--help"], {})
+    text = capsys.readouterr().out
+    assert text.index("--special TEXT") < text.index("--port N") < text.index("--noise N")
 
 
 def test_settings_do_not_change() -> None:
