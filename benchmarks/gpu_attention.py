@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("There is no GPU here, so nothing was run.", file=sys.stderr)
         return 1
     try:
-        platform = CudaPlatform(gpu_memory_utilization=0.9)
+        platform = CudaPlatform()
     except UnsuitableDevice as error:
         print(error.message, file=sys.stderr)
         return 1

@@ -156,15 +156,14 @@ def _select_platform(
             return _cuda_platform(settings, group)
         except UnsuitableDevice as error:
             logger.warning("computing on the CPU: %s", error.message)
-    cache = settings.kernels_cache or default_cache_directory()
     kernels = select_kernels(
         settings.kernels,
-        cache,
+        default_cache_directory(),
         checkpoint_reached,
         batch_invariant=_is_batch_invariant(settings, CPU),
     )
     num_sharers = 1 if group is None else len(group.local_ranks)
-    return CpuPlatform(kernels, settings.memory_utilization, num_sharers)
+    return CpuPlatform(kernels, settings.gpu_memory_utilization, num_sharers)
 
 
 def _cuda_platform(settings: WorkerSettings, group: Group | None) -> CudaPlatform:

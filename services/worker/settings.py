@@ -66,10 +66,8 @@ class WorkerSettings(ServiceSettings):
     kernels: KernelsSetting = setting(
         KernelsSetting.AUTO,
         doc="operations to compute with on the CPU: native ones are compiled for this processor at "
-        "the first start; auto takes torch's where that is not possible",
-    )
-    kernels_cache: Path | None = setting(
-        None, doc="directory that keeps compiled kernels (default: ~/.cache/stepwell)"
+        "the first start, and kept in $XDG_CACHE_HOME/stepwell, by default ~/.cache/stepwell; auto "
+        "takes torch's where that is not possible",
     )
     num_blocks: int | None = setting(
         None, doc="blocks of the KV cache, instead of its memory", check=at_least(2)
@@ -77,15 +75,11 @@ class WorkerSettings(ServiceSettings):
     kv_cache_memory_bytes: int | None = setting(
         None, doc="memory of the KV cache, instead of a share", check=at_least(1)
     )
-    memory_utilization: float = setting(
-        0.7,
-        doc="share of the memory available after loading that KV cache and activations may use, "
-        "on the CPU",
-        check=between(0.01, 1),
-    )
-    gpu_memory_utilization: float = setting(
-        0.9,
-        doc="share of the GPU's memory that weights, activations and KV cache may use, on CUDA",
+    gpu_memory_utilization: float | None = setting(
+        None,
+        doc="share of memory to use: on CUDA of the GPU's, for weights, activations and KV cache "
+        "(default: 0.9); on the CPU of what is available after loading, for activations and KV "
+        "cache (default: 0.7)",
         check=between(0.01, 1),
     )
     tensor_parallel_size: int | None = setting(

@@ -19,10 +19,13 @@ class CpuPlatform:
 
     torch_device = CPU
     default_block_size = 16
+    default_memory_utilization = 0.7
 
-    def __init__(self, kernels: Kernels, memory_utilization: float, num_sharers: int = 1) -> None:
+    def __init__(
+        self, kernels: Kernels, memory_utilization: float | None, num_sharers: int = 1
+    ) -> None:
         self._kernels = kernels
-        self._memory_utilization = memory_utilization
+        self._memory_utilization = memory_utilization or self.default_memory_utilization
         self._num_sharers = num_sharers
 
     def dtype(self, asked: DtypeSetting) -> DtypeSetting:

@@ -37,12 +37,15 @@ class CudaPlatform:
     """
 
     default_block_size = 64
+    default_memory_utilization = 0.9
 
-    def __init__(self, gpu_memory_utilization: float, *, batch_invariant: bool = False) -> None:
+    def __init__(
+        self, memory_utilization: float | None = None, *, batch_invariant: bool = False
+    ) -> None:
         check_setup(find_setup())
         load_xformers()
         self.device = CudaDevice()
-        self._gpu_memory_utilization = gpu_memory_utilization
+        self._memory_utilization = memory_utilization or self.default_memory_utilization
         self._batch_invariant = batch_invariant
 
     @property
@@ -96,7 +99,7 @@ class CudaPlatform:
         free, total = torch.cuda.mem_get_info()
         return FreeMemory(
             of_bytes=total,
-            utilization=self._gpu_memory_utilization,
+            utilization=self._memory_utilization,
             activation_bytes=peak,
             used_bytes=total - free,
             of_what="of the GPU",

@@ -26,7 +26,7 @@ async def test_serves_until_told_to_stop_and_exits_with_0(directory: Path, tmp_p
         *("--model", str(directory), "--address", address),
         STEPWELL_WORKER_NUM_BLOCKS="50",
         STEPWELL_WORKER_BATCH_INVARIANT="false",
-        STEPWELL_WORKER_KERNELS_CACHE=str(tmp_path / "cache"),
+        XDG_CACHE_HOME=str(tmp_path / "cache"),
         CXX="no-such-compiler",
     )
     try:
