@@ -125,38 +125,50 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
     Our streaming handlers are async generators. Those of the read-and-write style, such as the
     health service's Watch, are left as they are.
-    Cancellation passes through; a handler that finds the peer gone while it writes has nobody to
-    tell and ends quietly.
+    Cancellation passes through; a handler that finds the peer gone while it writes ends quietly.
+
+    A method's handler is made once: the interceptors that follow this one are asked for it at its
+    first call only.
     """
+
+    def __init__(self) -> None:
+        self._handlers: dict[str, Any] = {}
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
         method = handler_call_details.method
-        if handler.unary_unary is not None:
-            return grpc.unary_unary_rpc_method_handler(
-                _answering(handler.unary_unary, method),
-                handler.request_deserializer,
-                handler.response_serializer,
-            )
-        if isasyncgenfunction(handler.unary_stream):
-            return grpc.unary_stream_rpc_method_handler(
-                _streaming(handler.unary_stream, method),
-                handler.request_deserializer,
-                handler.response_serializer,
-            )
-        if isasyncgenfunction(handler.stream_stream):
-            return grpc.stream_stream_rpc_method_handler(
-                _streaming(handler.stream_stream, method),
-                handler.request_deserializer,
-                handler.response_serializer,
-            )
+        handler = self._handlers.get(method)
+        if handler is None:
+            handler = await continuation(handler_call_details)
+            if handler is None:
+                return None
+            handler = self._handlers[method] = _with_statuses(handler, method)
         return handler
+
+
+def _with_statuses(handler: Any, method: str) -> Any:
+    if handler.unary_unary is not None:
+        return grpc.unary_unary_rpc_method_handler(
+            _answering(handler.unary_unary, method),
+            handler.request_deserializer,
+            handler.response_serializer,
+        )
+    if isasyncgenfunction(handler.unary_stream):
+        return grpc.unary_stream_rpc_method_handler(
+            _streaming(handler.unary_stream, method),
+            handler.request_deserializer,
+            handler.response_serializer,
+        )
+    if isasyncgenfunction(handler.stream_stream):
+        return grpc.stream_stream_rpc_method_handler(
+            _streaming(handler.stream_stream, method),
+            handler.request_deserializer,
+            handler.response_serializer,
+        )
+    return handler
 
 
 def _answering(behavior: Any, method: str) -> Any:

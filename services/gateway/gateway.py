@@ -30,7 +30,7 @@ from services.gateway.adapters.http.parse import BodyLimits
 from services.gateway.adapters.http.request_ids import HEADER as REQUEST_ID_HEADER
 from services.gateway.adapters.http.request_ids import RequestIds
 from services.gateway.adapters.http.server import HttpServer
-from services.gateway.adapters.inference_servicer import REQUEST_TYPES, InferenceServicer
+from services.gateway.adapters.inference_servicer import GENERATE, REQUEST_TYPES, InferenceServicer
 from services.gateway.adapters.metrics import Metrics
 from services.gateway.adapters.observation import Observer
 from services.gateway.core.gate import Gate
@@ -114,17 +114,6 @@ class Gateway:
         self._http = HttpServer(
             _guarded(api.app, settings), connection_limits, lambda: metrics.reader_cut("http")
         )
-        door = GrpcDoor(
-            keys,
-            REQUEST_TYPES,
-            max_items=settings.max_items_per_request,
-            message_timeout_seconds=settings.receive_timeout_seconds,
-        )
-        self._grpc = GrpcServer(
-            max_concurrent_rpcs=settings.max_concurrent_requests + _OTHER_RPCS,
-            options=_public_grpc_options(settings, max_connections),
-            interceptors=(door,),
-        )
         servicer = InferenceServicer(
             inference,
             self.fleet,
@@ -132,6 +121,18 @@ class Gateway:
             observer,
             metrics,
             reader_timeout_seconds=settings.reader_timeout_seconds,
+        )
+        door = GrpcDoor(
+            keys,
+            REQUEST_TYPES,
+            checks={GENERATE: servicer.check_room},
+            max_items=settings.max_items_per_request,
+            message_timeout_seconds=settings.receive_timeout_seconds,
+        )
+        self._grpc = GrpcServer(
+            max_concurrent_rpcs=settings.max_concurrent_requests + _OTHER_RPCS,
+            options=_public_grpc_options(settings, max_connections),
+            interceptors=(door,),
         )
         self._grpc.add(gateway_pb2_grpc.add_InferenceServicer_to_server, servicer, SERVICE_NAME)
         self._tasks: list[asyncio.Task[None]] = []

@@ -62,6 +62,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
     fingerprint: bytes = b"f" * 32
     tokenizer_fingerprint: bytes = b""
     heartbeat_seconds: float = 0.2
+    # How long the queue is, as sessions were told last.
+    queue: scheduler_pb2.QueueState | None = None
     # What was heard.
     adds: list[scheduler_pb2.AddRequest] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
@@ -112,6 +114,13 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
         self._state = scheduler_pb2.ReplicaState(ready=ready, reason=reason, draining=draining)
         for session in self._sessions:
             session.state_untold = True
+        self.wake()
+
+    def set_queue(self, **fields: Any) -> None:
+        """Tells sessions how long the queue is."""
+        self.queue = scheduler_pb2.QueueState(**fields)
+        for session in self._sessions:
+            session.queue_untold = True
         self.wake()
 
     def hang(self) -> None:
@@ -199,6 +208,7 @@ class _Session:
         self.sequences: dict[int, Sequence] = {}
         self.changed = asyncio.Event()
         self.state_untold = True
+        self.queue_untold = False
         self.is_over = False
         self._rejected: list[scheduler_pb2.Rejection] = []
         self._numbers = itertools.count(1)
@@ -244,6 +254,9 @@ class _Session:
             if self.state_untold:
                 self.state_untold = False
                 yield scheduler_pb2.SessionResponse(state=scheduler.state)
+            elif self.queue_untold:
+                self.queue_untold = False
+                yield scheduler_pb2.SessionResponse(queue=scheduler.queue)
             elif self._rejected:
                 rejected, self._rejected = self._rejected, []
                 deltas = scheduler_pb2.StepDeltas(step=next(self._numbers), rejected=rejected)

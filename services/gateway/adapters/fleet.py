@@ -122,16 +122,12 @@ class Fleet:
         return limits
 
     def check_room(self, deadline: float | None) -> None:
-        """Raises ResourceExhausted when every ready replica just refused a request like this."""
-        now = _loop_time()
+        """Raises ResourceExhausted when every ready replica would refuse a request like this."""
+        timeout = None if deadline is None else deadline - _loop_time()
         ready = [replica for replica in self.replicas if replica.is_ready]
-        refusals = [replica.fullness.would_refuse(deadline, now) for replica in ready]
+        refusals = [replica.queue_refusal(timeout) for replica in ready]
         if refusals and (first := refusals[0]) is not None and None not in refusals:
-            raise ResourceExhausted(
-                first.message,
-                reason=first.error_reason,
-                retry_after_seconds=first.retry_after_seconds,
-            )
+            raise first
 
     def start(self, requests: Sequence[EngineRequest]) -> Mailbox:
         """Sends sequences; those of one prompt to one replica, where they share its blocks."""

@@ -30,12 +30,16 @@ class GrpcDoor(grpc.aio.ServerInterceptor):
         keys: ApiKeys,
         request_types: Mapping[str, type[Message]],
         *,
+        checks: Mapping[str, Callable[[Context], None]],
         max_items: int,
         message_timeout_seconds: float,
     ) -> None:
-        """`request_types` has the message of each method, by its full name."""
+        """`request_types` has the message of each method, by its full name; `checks` what is called
+        before that message is read, and raises to refuse the call.
+        """
         self._keys = keys
         self._request_types = request_types
+        self._checks = checks
         self._max_items = max_items
         self._readers = MessageReaders(message_timeout_seconds)
         self._num_standing = 0
@@ -55,20 +59,24 @@ class GrpcDoor(grpc.aio.ServerInterceptor):
                 handler.request_deserializer,
                 handler.response_serializer,
             )
-        authorization = _authorization(handler_call_details)
         if method in self._request_types:
-            serve = self._serve_message(handler, authorization, self._request_types[method])
+            check = self._checks.get(method)
+            serve = self._serve_message(handler, check, self._request_types[method])
             deserializer = None
         else:
-            serve = self._serve_standing(handler, authorization)
+            serve = self._serve_standing(handler)
             deserializer = handler.request_deserializer
         return grpc.stream_stream_rpc_method_handler(
             serve, deserializer, handler.response_serializer
         )
 
-    def _serve_message(self, handler: Any, authorization: str, kind: type[Message]) -> Any:
+    def _serve_message(
+        self, handler: Any, check: Callable[[Context], None] | None, kind: type[Message]
+    ) -> Any:
         async def serve(messages: AsyncIterator[bytes], context: Context) -> AsyncIterator[Any]:
-            self._keys.check(authorization)
+            self._keys.check(_authorization(context))
+            if check is not None:
+                check(context)
             request = self._parse(await self._readers.read(messages), kind)
             if handler.unary_unary is not None:
                 yield await handler.unary_unary(request, context)
@@ -89,9 +97,9 @@ class GrpcDoor(grpc.aio.ServerInterceptor):
 
         return watch
 
-    def _serve_standing(self, handler: Any, authorization: str) -> Any:
+    def _serve_standing(self, handler: Any) -> Any:
         async def serve(messages: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
-            self._keys.check(authorization)
+            self._keys.check(_authorization(context))
             with self._standing():
                 async with aclosing(handler.stream_stream(messages, context)) as responses:
                     async for response in responses:
@@ -120,8 +128,8 @@ class GrpcDoor(grpc.aio.ServerInterceptor):
             self._num_standing -= 1
 
 
-def _authorization(details: grpc.HandlerCallDetails) -> str:
+def _authorization(context: Context) -> str:
     """The header's value, with a character for each byte, as HTTP's headers are given."""
-    metadata = dict(details.invocation_metadata or ())
+    metadata = dict(context.invocation_metadata() or ())
     value = str(metadata.get("authorization", ""))
     return value.encode("utf-8", errors="surrogateescape").decode("latin-1")

@@ -36,6 +36,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 METHOD_PREFIX = "/stepwell.gateway.v1.Inference/"
+GENERATE = f"{METHOD_PREFIX}Generate"
 REQUEST_TYPES: dict[str, type[Message]] = {
     f"{METHOD_PREFIX}{method.name}": getattr(gateway_pb2, method.input_type.name)
     for method in gateway_pb2.DESCRIPTOR.services_by_name["Inference"].methods
@@ -63,6 +64,12 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         self._metrics = metrics
         self._reader_timeout = reader_timeout_seconds
 
+    def check_room(self, context: Context) -> None:
+        """Raises what Generate would, before its message is read, while there is no room for it."""
+        with self._observer.counting_refusals():
+            self._gate.check()
+            self._inference.check_room(_deadline(context))
+
     async def Generate(
         self, request: gateway_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[gateway_pb2.GenerateResponse]:
@@ -75,7 +82,6 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
             observation = work.enter_context(observing)
             work.enter_context(self._gate.enter())
             deadline = _deadline(context)
-            self._inference.check_room(deadline)
             client_request = await self._client_request(request)
             generation = await self._inference.prepare(
                 client_request, observation.traceparent, deadline

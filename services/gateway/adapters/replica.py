@@ -4,13 +4,15 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc
 from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 from services.common.channel import open_channel
 from services.common.errors import ResourceExhausted, StepwellError
+from services.common.queue_state import QueueState
+from services.common.queue_state_proto import queue_state_from_proto
 from services.gateway.adapters.converters import (
     from_finished,
     from_logprobs_proto,
@@ -18,7 +20,6 @@ from services.gateway.adapters.converters import (
     from_rejection,
     to_add_request,
 )
-from services.gateway.adapters.fullness import Fullness
 from services.gateway.adapters.inflight import Inflight
 from services.gateway.core.no_token import NAN_IN_LOGITS, why_no_token
 from services.gateway.core.request import ModelLimits
@@ -76,7 +77,6 @@ class Replica:
         self.fingerprint = b""
         self.tokenizer_fingerprint = b""
         self.refusal = ""
-        self.fullness = Fullness()
         self._state = _NOT_SAID
         self._stalled_since: float | None = None
         self._why_away = "not connected yet"
@@ -89,6 +89,9 @@ class Replica:
         self._channel = open_channel(address)
         self._stub = scheduler_pb2_grpc.SchedulerStub(self._channel)
         self._running: dict[int, Inflight] = {}
+        self._unadmitted: set[int] = set()
+        self._queue: QueueState | None = None
+        self._num_others_waiting = 0
         self._handles = itertools.count(1)
         self._outbox: list[scheduler_pb2.SessionRequest | _Add] = []
         self._has_mail = asyncio.Event()
@@ -121,6 +124,17 @@ class Replica:
             return None
         return asyncio.get_running_loop().time() - self._stalled_since
 
+    def queue_refusal(self, timeout_seconds: float | None) -> ResourceExhausted | None:
+        """Why the scheduler would refuse a request with this timeout; None where it may take it.
+
+        The length of the queue is what the scheduler announced last of other gateways' requests,
+        and this gateway's own as they are now.
+        """
+        if self._queue is None:
+            return None
+        num_waiting = self._num_others_waiting + len(self._unadmitted)
+        return replace(self._queue, num_waiting=num_waiting).refusal(timeout_seconds)
+
     def inflights(self) -> list[Inflight]:
         """Those sequences."""
         return list(self._running.values())
@@ -129,6 +143,7 @@ class Replica:
         """Sends a sequence there. The replica must be ready."""
         handle = self._free_handle()
         self._running[handle] = inflight
+        self._unadmitted.add(handle)
         inflight.sent(release=lambda: self._abort(handle))
         self._post(_Add(handle, inflight))
 
@@ -184,6 +199,8 @@ class Replica:
                                 self._apply(response.deltas)
                             case "state":
                                 self._take_state(response.state)
+                            case "queue":
+                                self._take_queue(queue_state_from_proto(response.queue))
                             case "opened":
                                 opened = True
                                 self._opened(response.opened)
@@ -230,7 +247,6 @@ class Replica:
 
     def _opened(self, opened: scheduler_pb2.SessionOpened) -> None:
         self.limits = from_opened(opened)
-        self.fullness.room_again()
         self.model_name = opened.model_name
         self.fingerprint = opened.fingerprint
         self.tokenizer_fingerprint = opened.tokenizer_fingerprint
@@ -257,6 +273,10 @@ class Replica:
             logger.info("scheduler %s is ready again", self.address)
         self._on_changed(self)
 
+    def _take_queue(self, queue: QueueState) -> None:
+        self._queue = queue
+        self._num_others_waiting = max(0, queue.num_waiting - len(self._unadmitted))
+
     def _ended(self, reason: str) -> None:
         if self.is_connected:
             logger.warning("session with scheduler %s ended: %s", self.address, reason)
@@ -266,15 +286,16 @@ class Replica:
         self.limits = None
         self.refusal = ""
         self._state, self._stalled_since = _NOT_SAID, None
+        self._queue = None
+        self._unadmitted.clear()
         lost, self._running = list(self._running.values()), {}
         self._on_lost(lost)
 
     def _apply(self, deltas: scheduler_pb2.StepDeltas) -> None:
         running = self._running
         token_ids, start = list(deltas.token_ids), 0
-        if deltas.admitted:
-            self.fullness.room_again()
         for admitted in deltas.admitted:
+            self._unadmitted.discard(admitted.handle)
             if (inflight := running.get(admitted.handle)) is not None:
                 inflight.admitted(admitted.num_cached_tokens)
         for handle, num_tokens in zip(deltas.handles, deltas.num_tokens, strict=True):
@@ -285,19 +306,18 @@ class Replica:
             if (inflight := running.get(message.handle)) is not None:
                 _add_logprobs(inflight, message)
         for finished in deltas.finished:
+            self._unadmitted.discard(finished.handle)
             if (inflight := running.pop(finished.handle, None)) is not None:
                 _end(inflight, finished, self.limits)
         for rejected in deltas.rejected:
+            self._unadmitted.discard(rejected.handle)
             if (inflight := running.pop(rejected.handle, None)) is not None:
-                error = from_rejection(rejected)
-                if isinstance(error, ResourceExhausted):
-                    now = asyncio.get_running_loop().time()
-                    self.fullness.refused(error, inflight.request.deadline, now)
-                self._on_rejected(inflight, error, self)
+                self._on_rejected(inflight, from_rejection(rejected), self)
 
     def _abort(self, handle: int) -> None:
         if self._running.pop(handle, None) is None:
             return
+        self._unadmitted.discard(handle)
         last = self._outbox[-1] if self._outbox else None
         if isinstance(last, scheduler_pb2.SessionRequest) and last.WhichOneof("message") == "abort":
             last.abort.handles.append(handle)

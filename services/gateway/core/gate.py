@@ -27,9 +27,8 @@ class Gate:
         """Whether it was not closed."""
         return self._open
 
-    @contextmanager
-    def enter(self) -> Iterator[None]:
-        """Holds a place. Raises ResourceExhausted when full, Unavailable when closed."""
+    def check(self) -> None:
+        """Raises ResourceExhausted when full, Unavailable when closed."""
         if not self._open:
             raise Unavailable("the server is shutting down", retry_after_seconds=1.0)
         if self._inside >= self._max:
@@ -38,6 +37,11 @@ class Gate:
                 reason="TOO_MANY_CONCURRENT_REQUESTS",
                 retry_after_seconds=1.0,
             )
+
+    @contextmanager
+    def enter(self) -> Iterator[None]:
+        """Counts a request while it is inside. Raises what `check` raises."""
+        self.check()
         self._inside += 1
         self._empty.clear()
         try:

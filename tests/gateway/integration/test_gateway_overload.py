@@ -1,57 +1,105 @@
 """More requests than are served, and requests whose clients wait only so long."""
 
+import asyncio
+import json
+import re
 from pathlib import Path
 
 import grpc
 import pytest
 from stepwell.gateway.v1 import gateway_pb2
 
+from services.gateway.adapters.inference_servicer import GENERATE
 from tests.gateway.fake_scheduler import FakeScheduler
-from tests.gateway.serving import serving, until
+from tests.gateway.raw_http import post_head
+from tests.gateway.serving import DEADLINE_SECONDS, Serving, serving, until
 from tests.gateway.streams import Stream, expected
 
-LONG_TEXT = "the " * 600
+
+async def full_for(served: Serving, timeout_seconds: float | None) -> None:
+    """Waits until the gateway knows that a request with this timeout would be refused."""
+    (replica,) = served.gateway.fleet.replicas
+    await until(lambda: replica.queue_refusal(timeout_seconds) is not None)
 
 
-async def test_a_full_system_refuses_before_it_tokenizes(model: Path) -> None:
-    """A prompt that is too long is not even looked at: the answer is 429, not 400."""
-    scheduler = FakeScheduler(permits=0, max_requests=1)
-    async with serving(model, scheduler) as served:
-        stream = Stream(served)
-        await until(lambda: scheduler.num_running == 1)
-        too_long = {"prompt": LONG_TEXT}
-        assert (await served.http.post("/v1/completions", json=too_long)).status_code == 400
-        full = await served.http.post("/v1/completions", json={"prompt": "the"})
-        assert (full.status_code, full.headers["retry-after"]) == (429, "2")
-        num_heard = len(scheduler.adds)
-        refused = await served.http.post("/v1/completions", json=too_long)
-        assert (refused.status_code, refused.headers["retry-after"]) == (429, "2")
-        assert refused.json()["error"]["code"] == "queue_full"
-        call = served.stub.Generate(gateway_pb2.GenerateRequest(text=LONG_TEXT))
+async def test_a_full_system_refuses_before_it_reads_and_without_asking_the_scheduler(
+    model: Path,
+) -> None:
+    """No byte of the body and no message is sent, and the answer comes."""
+    async with serving(model, FakeScheduler()) as served:
+        served.scheduler.set_queue(num_waiting=3, max_num_waiting=3)
+        await full_for(served, None)
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.http.base_url.port)
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            body = b"{}"
+            writer.write(post_head(path, len(body)))
+            async with asyncio.timeout(DEADLINE_SECONDS):
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                assert head.startswith("HTTP/1.1 429 ")
+                assert "retry-after: 1\r\n" in head.lower()
+                size = int(re.findall("content-length: ([0-9]+)", head.lower())[0])
+                error = json.loads(await reader.readexactly(size))["error"]
+            assert error["code"] == "queue_full"
+            writer.write(body)  # and the connection can be used on
+        writer.close()
+        call = served.channel.stream_stream(GENERATE)()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
         assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert len(scheduler.adds) == num_heard
-        # It is asked again once a request leaves the queue, or some time has passed.
-        scheduler.run_freely()
-        await stream.task
+        assert served.scheduler.adds == []
+        refused = await served.http.get("/metrics")
+        assert 'rejections_total{model_name="tiny",reason="queue_full"} 3.0' in refused.text
+        served.scheduler.set_queue(num_waiting=0, max_num_waiting=3)
+        (replica,) = served.gateway.fleet.replicas
+        await until(lambda: replica.queue_refusal(None) is None)
         assert (await served.http.post("/v1/completions", json={"prompt": "the"})).is_success
 
 
-async def test_a_refusal_of_the_impatient_says_nothing_of_others(model: Path) -> None:
-    scheduler = FakeScheduler(permits=0, max_requests=1)
-    async with serving(model, scheduler) as served:
+async def test_what_the_framework_refuses_is_refused_alike_by_a_full_system(model: Path) -> None:
+    async with serving(model, FakeScheduler(), api_keys=("key",)) as served:
+        served.scheduler.set_queue(num_waiting=3, max_num_waiting=3)
+        await full_for(served, None)
+        for headers, status in (
+            ({}, 401),
+            ({"Authorization": "Bearer other"}, 401),
+            ({"Authorization": "Bearer key", "X-Request-Timeout": "soon"}, 400),
+            ({"Authorization": "Bearer key"}, 429),
+        ):
+            answer = await served.http.post(
+                "/v1/completions", json={"prompt": "a"}, headers=headers
+            )
+            assert answer.status_code == status, headers
+
+
+async def test_a_queue_is_too_long_for_those_alone_who_cannot_wait_for_it(model: Path) -> None:
+    async with serving(model, FakeScheduler()) as served:
+        served.scheduler.set_queue(
+            num_waiting=4, max_num_waiting=100, seconds_per_request=0.5, service_seconds=1.0
+        )
+        await full_for(served, 2.9)
+        body, hasty = {"prompt": "the"}, {"X-Request-Timeout": "2.9"}
+        refused = await served.http.post("/v1/completions", json=body, headers=hasty)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert refused.json()["error"]["code"] == "queue_too_long"
+        assert served.scheduler.adds == []
+        patient = {"X-Request-Timeout": "4"}
+        assert (await served.http.post("/v1/completions", json=body, headers=patient)).is_success
+        assert (await served.http.post("/v1/completions", json=body)).is_success
+
+
+async def test_requests_on_their_way_to_the_scheduler_count_as_queued(model: Path) -> None:
+    """The last state of the queue says that one more fits; the second one finds it full."""
+    async with serving(model, FakeScheduler(permits=0)) as served:
+        served.scheduler.set_queue(num_waiting=2, max_num_waiting=3, seconds_per_request=0.1)
+        await full_for(served, 0.1)
         stream = Stream(served)
-        await until(lambda: scheduler.num_running == 1)
-        body, hasty = {"prompt": "the"}, {"X-Request-Timeout": "0.5"}
-        for num_heard in (2, 2):
-            answer = await served.http.post("/v1/completions", json=body, headers=hasty)
-            assert answer.status_code == 429
-            assert len(scheduler.adds) == num_heard
-        assert (await served.http.post("/v1/completions", json=body)).status_code == 429
-        assert len(scheduler.adds) == 3
-        scheduler.run_freely()
+        await until(lambda: len(served.scheduler.adds) == 1)
+        refused = await served.http.post("/v1/completions", json={"prompt": "the"})
+        assert refused.status_code == 429
+        served.scheduler.run_freely()
         await stream.task
+        assert (await served.http.post("/v1/completions", json={"prompt": "the"})).is_success
+        assert len(served.scheduler.adds) == 2
 
 
 async def test_deadlines_travel_to_the_scheduler(model: Path) -> None:

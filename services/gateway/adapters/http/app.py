@@ -23,6 +23,7 @@ from services.gateway.adapters.http.chat import ChatDialect, chat_request, in_ch
 from services.gateway.adapters.http.completions import CompletionDialect, completion_request
 from services.gateway.adapters.http.deadline import deadline_of
 from services.gateway.adapters.http.dialect import Envelope
+from services.gateway.adapters.http.early_refusals import EarlyRefusals
 from services.gateway.adapters.http.errors import error_response, plain_error_response
 from services.gateway.adapters.http.json_pieces import JsonReply, LongList
 from services.gateway.adapters.http.openapi import describe_body
@@ -34,6 +35,9 @@ from services.gateway.adapters.status import fleet_status
 from services.gateway.core.gate import Gate
 from services.gateway.core.inference import Inference
 from services.gateway.core.request_id import check_request_id
+
+COMPLETIONS = "/v1/completions"
+CHAT_COMPLETIONS = "/v1/chat/completions"
 
 
 class HttpApi:
@@ -58,7 +62,9 @@ class HttpApi:
         self._keys = keys
         self._body_limits = body_limits
         self._created = int(time.time())
-        self.app = self._routes()
+        self.app = EarlyRefusals(
+            self._routes(), (COMPLETIONS, CHAT_COMPLETIONS), keys, gate, inference, observer
+        )
 
     def _routes(self) -> FastAPI:
         app = FastAPI(
@@ -70,8 +76,8 @@ class HttpApi:
         locked = [Depends(self._authenticate)]
         with_body = [*locked, Depends(_check_content)]
         for path, handler, body in (
-            ("/v1/completions", self.completions, CompletionBody),
-            ("/v1/chat/completions", self.chat_completions, ChatCompletionBody),
+            (COMPLETIONS, self.completions, CompletionBody),
+            (CHAT_COMPLETIONS, self.chat_completions, ChatCompletionBody),
             ("/tokenize", self.tokenize, TokenizeBody),
             ("/detokenize", self.detokenize, DetokenizeBody),
         ):
@@ -105,7 +111,7 @@ class HttpApi:
         """Text completions."""
 
         async def read() -> Exchange:
-            deadline = self._deadline(request)
+            deadline = deadline_of(request.headers)
             body = await self._body(request, CompletionBody)
             name = _request_id("cmpl", body, request)
             envelope = self._envelope(name, body)
@@ -124,7 +130,7 @@ class HttpApi:
         """Chat completions."""
 
         async def read() -> Exchange:
-            deadline = self._deadline(request)
+            deadline = deadline_of(request.headers)
             body = await self._body(request, ChatCompletionBody)
             name = _request_id("chatcmpl", body, request)
             envelope = self._envelope(name, body)
@@ -205,14 +211,6 @@ class HttpApi:
         """Prometheus metrics."""
         self._metrics.replicas_ready.set(self._fleet.num_ready)
         return Response(self._metrics.render(), media_type=metrics.CONTENT_TYPE)
-
-    def _deadline(self, request: Request) -> float | None:
-        """When the client gives up. Raises ResourceExhausted, before the body is read, where the
-        request would be refused.
-        """
-        deadline = deadline_of(request.headers)
-        self._inference.check_room(deadline)
-        return deadline
 
     async def _body(self, request: Request, model: type[Any]) -> Any:
         body = await read_body(request, model, self._body_limits)
