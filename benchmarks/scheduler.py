@@ -195,7 +195,7 @@ def _pool_micros(count: int) -> Figures:
     free: list[int] = []
     for _ in range(REPEATS):
         begun = time.thread_time_ns()
-        blocks = pool.take(count)
+        blocks = pool.get_new_blocks(count)
         got = time.thread_time_ns()
         pool.free(blocks, 0)
         free.append(time.thread_time_ns() - got)
@@ -212,7 +212,7 @@ def _eviction_micros(count: int) -> float:
     taken: list[int] = []
     for turn in range(REPEATS):
         begun = time.thread_time_ns()
-        blocks = pool.take(count)
+        blocks = pool.get_new_blocks(count)
         if turn:
             taken.append(time.thread_time_ns() - begun)
         pool.publish(0, [BlockHash(b"%d %d" % (turn, block)) for block in blocks], blocks)

@@ -16,7 +16,8 @@ from services.common.pool_operations import (
     LookupResult,
     Release,
 )
-from services.kvpool.core.kv_pool import KVPool, PoolConfig
+from services.kvpool.core.kv_pool import KVPool
+from services.kvpool.core.pool_config import PoolConfig
 
 BLOCK_SIZE = 4
 

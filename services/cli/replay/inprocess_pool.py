@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from services.common.kv_cache_groups import AttentionType, GroupSpec
 from services.common.pool_operations import Operation, Outcome
-from services.kvpool.core.kv_pool import KVPool, PoolConfig
+from services.kvpool.core.kv_pool import KVPool
+from services.kvpool.core.pool_config import PoolConfig
 
 
 class InProcessPool:

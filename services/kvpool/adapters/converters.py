@@ -1,4 +1,4 @@
-"""Messages of stepwell.kvpool.v1 to what the core speaks of, and back."""
+"""Messages of stepwell.kvpool.v1 and the core's dataclasses; operations are in services.common."""
 
 from collections.abc import Iterable
 
@@ -14,7 +14,7 @@ from services.kvpool.core.events import (
     Event,
     EventBatch,
 )
-from services.kvpool.core.kv_pool import PoolConfig
+from services.kvpool.core.pool_config import PoolConfig
 from services.kvpool.core.pool_host import HostedPool
 from services.kvpool.core.ports import PoolMatch
 
@@ -71,7 +71,7 @@ def event_batch_to_proto(batch: EventBatch) -> kvpool_pb2.WatchEventsResponse:
 def pool_stats_to_proto(
     pools: Iterable[HostedPool[kvpool_pb2.TransactResponse]],
 ) -> kvpool_pb2.GetStatsResponse:
-    """What each pool counts."""
+    """The counts of each pool."""
     response = kvpool_pb2.GetStatsResponse()
     for hosted in pools:
         stats = hosted.pool.stats()

@@ -1,4 +1,6 @@
-"""Watchers of the prefix indexes, each at its own pace and none with an unbounded queue."""
+"""The streams of WatchEvents, each with a bounded queue. Used today by tests; other services that
+follow what a pool caches will use it.
+"""
 
 import asyncio
 from collections import deque
@@ -13,10 +15,10 @@ Snapshot = Callable[[], EventBatch]
 
 
 class EventFeed:
-    """Hands every batch of events to those who watch the pool.
+    """Passes every batch of events to the watchers of the pool.
 
-    What a watcher has not read yet waits for it, up to `max_hashes` hashes. Then all of it is
-    dropped, and the watcher is given a new snapshot when it reads on.
+    Batches that a watcher has not read yet are kept, up to `max_hashes` hashes. Beyond that they
+    are dropped, and the watcher gets a new snapshot when it reads on.
     """
 
     def __init__(self, max_hashes: int) -> None:
@@ -30,7 +32,7 @@ class EventFeed:
         generation: int,
         groups: Sequence[GroupSpec],  # noqa: ARG002 - hashes are passed on as they come
     ) -> None:
-        """Tells the watchers of a pool to forget everything: it begins anew."""
+        """Sends the watchers of a pool an empty snapshot: it begins a new life."""
         self.publish(pool_id, EventBatch(generation, 0, True, ()))
 
     def publish(self, pool_id: PoolId, batch: EventBatch) -> None:
@@ -61,7 +63,7 @@ class EventFeed:
 
 
 class _Watcher:
-    """Batches that one reader has yet to read; none, and `lagging`, when they grew too many."""
+    """Batches that one reader has yet to read; none, and `lagging`, once there were too many."""
 
     def __init__(self, max_hashes: int) -> None:
         self._max_hashes = max_hashes
@@ -83,7 +85,7 @@ class _Watcher:
         self._news.set()
 
     def pop(self) -> EventBatch | None:
-        """The next batch, or None when the reader needs a snapshot, which this takes as given."""
+        """The next batch, or None if the reader is to be sent a snapshot now."""
         if self._lagging:
             self._lagging = False
             return None
@@ -92,7 +94,7 @@ class _Watcher:
         return batch
 
     async def wait(self) -> None:
-        """Returns when there is something to read, or nothing will come any more."""
+        """Returns when there is something to read, or the feed was closed."""
         while not (self._batches or self._lagging or self._closed):
             self._news.clear()
             await self._news.wait()
@@ -103,7 +105,7 @@ class _Watcher:
 
 
 def _weight(batch: EventBatch) -> int:
-    """Hashes in a batch; one for a batch that says something without any."""
+    """Hashes in a batch; 1 for a batch without any."""
     return max(
         1,
         sum(len(event.hashes) for event in batch.events if not isinstance(event, AllBlocksCleared)),

@@ -1,4 +1,6 @@
-"""The directory of one process: the same interface as a shared one, without anything to run."""
+"""The directory of one process. Today MatchPrefix answers from it; it will stay the default where
+there is no Redis.
+"""
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
@@ -54,7 +56,7 @@ def _usable(
 ) -> int:
     """Blocks of the longest prefix, at most so many, of which one group has all that it reads.
 
-    Where all is read, that is from the left: most chains are cached nowhere. Else from the right.
+    Full attention looks from the left, since most chains are cached nowhere; others from the right.
     """
     if group.attention_type is AttentionType.FULL:
         return sum(1 for _ in takewhile(cached.__contains__, chain[:depth]))
@@ -75,7 +77,7 @@ class MemoryDirectory:
         self._entries: dict[PoolId, _Entry] = {}
 
     def open(self, pool_id: PoolId, generation: int, groups: Sequence[GroupSpec]) -> None:
-        """A pool begins a new life, empty; an older one than is known is passed over."""
+        """A pool begins a new life, empty; an older life than the known one is ignored."""
         known = self._entries.get(pool_id)
         if known is None or known.generation < generation:
             self._entries[pool_id] = _Entry(generation, groups, [set() for _ in groups])

@@ -1,7 +1,7 @@
-"""Prometheus metrics of the pools, read from their counts when somebody asks.
+"""Prometheus metrics of the pools, read from their counts at each scrape.
 
-The hot path writes no metric. vLLM's names stand where the meaning is vLLM's; those that describe
-a replica as a whole are the scheduler's.
+The hot path writes no metric. vLLM's names are used where the meaning is vLLM's; metrics of a
+replica as a whole are the scheduler's.
 """
 
 from collections.abc import Callable, Iterator
@@ -55,7 +55,7 @@ _COUNTERS: tuple[tuple[str, str, Read], ...] = (
     ),
     (
         names.METRIC_POOL_REUSES,
-        "Cached blocks that nobody held and an admission found.",
+        "Free cached blocks that an admission found.",
         lambda stats: stats.num_reuses,
     ),
     (

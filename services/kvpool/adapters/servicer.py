@@ -19,7 +19,7 @@ from services.common.telemetry import Tracing
 from services.kvpool.adapters import converters
 from services.kvpool.adapters.event_feed import EventFeed
 from services.kvpool.adapters.telemetry import traced
-from services.kvpool.adapters.transact_stream import Speakers, TransactStream
+from services.kvpool.adapters.transact_stream import PoolStreams, TransactStream
 from services.kvpool.core.pool_host import HostedPool, PoolHost
 from services.kvpool.core.ports import Directory
 
@@ -48,7 +48,7 @@ class KVPoolServicer(kvpool_pb2_grpc.KVPoolServicer):
         self._leases: dict[PoolId, tuple[Lease, Holder]] = {}
         self._directory = directory
         self._feed = feed
-        self._speakers = Speakers()
+        self._streams = PoolStreams()
         self._apply = traced(self._transact, tracing)
 
     async def OpenPool(
@@ -76,31 +76,34 @@ class KVPoolServicer(kvpool_pb2_grpc.KVPoolServicer):
             while (request := await stream.read(request_iterator)) is not None:
                 hosted = self._host.get(PoolId(request.pool_id))
                 answer = hosted.ledger.find(request.generation, request.sequence)
-                # Only who knows where the pool stands may speak for it.
-                self._speakers.speak(hosted.pool_id, stream)
+                # Only a stream whose generation and number are right takes the pool over.
+                self._streams.assign(hosted.pool_id, stream)
                 if hosted.generation not in leases:
                     lease, holder = leases[hosted.generation] = self._leases[hosted.pool_id]
                     lease.take(holder)
                 yield self._apply(hosted, request) if answer is None else answer
         finally:
-            self._speakers.leave(stream)
+            self._streams.leave(stream)
             for lease, holder in leases.values():
                 lease.release(holder)
 
     async def MatchPrefix(
         self, request: kvpool_pb2.MatchPrefixRequest, _context: Context
     ) -> kvpool_pb2.MatchPrefixResponse:
-        """How deep a chain is cached in each pool."""
+        """How deep a chain is cached in each pool. Used today by tests; gateways that choose a
+        replica by what it caches will use it, for one machine without Redis.
+        """
         hashes = block_hashes_from_proto(request.hashes, "hashes")
         return converters.pool_matches_to_proto(await self._directory.match(hashes))
 
     async def WatchEvents(
         self, request: kvpool_pb2.WatchEventsRequest, _context: Context
     ) -> AsyncIterator[kvpool_pb2.WatchEventsResponse]:
-        """A snapshot of a pool's index, then its changes.
+        """A snapshot of a pool's index, then its changes. Used today by tests; other services that
+        follow what a pool caches will use it.
 
-        Each transaction publishes what it changed before it is answered, so that no event waits
-        for another one, or for a timer, however idle the pool is then.
+        Each transaction publishes what it changed before it is answered, so that no event waits for
+        another one or for a timer.
         """
         pool_id = self._host.get(PoolId(request.pool_id)).pool_id
         watching = self._feed.watch(pool_id, lambda: self._host.get(pool_id).snapshot())
@@ -111,7 +114,7 @@ class KVPoolServicer(kvpool_pb2_grpc.KVPoolServicer):
     async def GetStats(
         self, request: kvpool_pb2.GetStatsRequest, _context: Context
     ) -> kvpool_pb2.GetStatsResponse:
-        """What one pool counts, or each."""
+        """The counts of one pool, or of each."""
         pools = [self._host.get(PoolId(request.pool_id))] if request.pool_id else self._host.pools()
         return converters.pool_stats_to_proto(pools)
 

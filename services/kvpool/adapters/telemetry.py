@@ -1,4 +1,4 @@
-"""Spans of transactions and admissions, around the servicer's hot path and never inside it."""
+"""Spans of transactions and admissions, in a wrapper around the servicer's hot path."""
 
 import time
 from collections.abc import Callable
@@ -20,7 +20,7 @@ def traced(apply: Apply, tracing: Tracing) -> Apply:
     """Wraps the application of a transaction in spans; without tracing it is `apply` itself.
 
     The transaction is a child of the engine step that sent it, an admission one of the request it
-    is for. What carries no trace context leaves no span.
+    is for. A message without a trace context leaves no span.
     """
     if not tracing.enabled:
         return apply

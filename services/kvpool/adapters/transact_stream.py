@@ -1,4 +1,4 @@
-"""Who speaks for which pool: the newest stream does."""
+"""The stream that sends the transactions of each pool: the newest one."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -13,8 +13,8 @@ Message = TypeVar("Message")
 class TransactStream:
     """One client's stream of transactions, which a newer one may end at any moment.
 
-    It belongs to the task that made it. While that task waits for its client it is woken to end;
-    while it is at work it ends when it comes back to read.
+    It belongs to the task that made it. `take_over` cancels that task's wait for the client; if the
+    task is applying a transaction, the stream ends at its next read.
     """
 
     def __init__(self) -> None:
@@ -23,12 +23,12 @@ class TransactStream:
         self._is_taken_over = False
 
     async def read(self, messages: AsyncIterator[Message]) -> Message | None:
-        """The client's next message, None at the end. Raises TakenOver once a newer one speaks."""
+        """The client's next message, None at the end. Raises TakenOver if a newer one took over."""
         message = None
         if not self._is_taken_over:
             message = await self._read_interruptibly(messages)
         if self._is_taken_over:
-            raise TakenOver("a newer stream speaks for the pool")
+            raise TakenOver("a newer stream sends the transactions of the pool")
         return message
 
     def take_over(self) -> None:
@@ -42,7 +42,7 @@ class TransactStream:
         try:
             return await anext(messages, None)
         except asyncio.CancelledError:
-            # Either the client went away, which is for the server to deal with, or take_over().
+            # Either the client went away, which the server handles, or it was take_over().
             if not self._is_taken_over or self._task is None:
                 raise
             self._task.uncancel()
@@ -51,22 +51,22 @@ class TransactStream:
             self._is_reading = False
 
 
-class Speakers:
-    """The stream that speaks for each pool."""
+class PoolStreams:
+    """The present stream of each pool."""
 
     def __init__(self) -> None:
         self._streams: dict[PoolId, TransactStream] = {}
 
-    def speak(self, pool_id: PoolId, stream: TransactStream) -> None:
-        """Lets `stream` speak for a pool; the one that did before ends."""
-        speaker = self._streams.get(pool_id)
-        if speaker is stream:
+    def assign(self, pool_id: PoolId, stream: TransactStream) -> None:
+        """Makes `stream` the one of a pool; the one before it ends."""
+        before = self._streams.get(pool_id)
+        if before is stream:
             return
         self._streams[pool_id] = stream
-        if speaker is not None:
-            speaker.take_over()
+        if before is not None:
+            before.take_over()
 
     def leave(self, stream: TransactStream) -> None:
         """Forgets a stream that has ended."""
-        for pool_id in [pool for pool, speaker in self._streams.items() if speaker is stream]:
+        for pool_id in [pool for pool, present in self._streams.items() if present is stream]:
             del self._streams[pool_id]

@@ -1,8 +1,8 @@
 """How long cached blocks live, lie idle, and wait to be used again.
 
 What vLLM samples as `kv_block_lifetime`, `kv_block_idle_before_evict` and `kv_block_reuse_gap`, for
-every cached block, as sums whose counts stand beside them. Time is counted in transactions, one an
-engine step or so: the pool has no clock, and a run that is played again gives the same numbers.
+every cached block, as sums with their counts. Time is counted in transactions, about one an engine
+step: the pool has no clock, and a replayed run gives the same numbers.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from services.common.ids import BlockId
 
 
 class BlockAges:
-    """Sums since the pool was opened; the owner moves `now` on with each transaction."""
+    """Sums since the pool was opened; the owner adds 1 to `now` with each transaction."""
 
     __slots__ = (
         "_published_at",
@@ -41,7 +41,7 @@ class BlockAges:
             published_at[block] = now
 
     def reused(self, free_since: Sequence[int]) -> None:
-        """Blocks that nobody held, each since the time given, were found by a prefix."""
+        """Free blocks, each free since the time given, were found by a prefix."""
         self.num_reuses += len(free_since)
         self.reuse_gap += self.now * len(free_since) - sum(free_since)
 

@@ -16,9 +16,9 @@ class BlockPool:
     """Blocks 1 .. num_blocks-1; block 0 is the null block and never given out.
 
     A block is free, or held by one or more block tables. A block that was published keeps its hash
-    when it is freed, and can be found until it is given out again: that is its eviction. Holders
-    are counted only where there are several, which makes the common block, held by one request and
-    shared with none, cost nothing to count. Whoever changes the pool keeps `ages.now`.
+    when it is freed, and can be found until it is given out again, which is its eviction. Holders
+    are counted only for blocks that have several, so that a block of one request costs nothing to
+    count. The caller counts transactions in `ages.now`.
     """
 
     def __init__(self, num_blocks: int, num_groups: int) -> None:
@@ -32,13 +32,8 @@ class BlockPool:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that nobody holds, cached ones included."""
+        """Blocks that no table holds, cached ones included."""
         return len(self._free)
-
-    @property
-    def num_used_blocks(self) -> int:
-        """Blocks that somebody holds."""
-        return self.num_blocks - 1 - len(self._free)
 
     @property
     def num_cached_hashes(self) -> int:
@@ -52,7 +47,7 @@ class BlockPool:
         return self._indexes[group].find_prefix(hashes, max_blocks)
 
     def finder(self, group: int) -> Callable[[BlockHash], BlockId | None]:
-        """What finds the cached block of a hash in a group, or None."""
+        """A function from a hash to its cached block in a group, or None."""
         return self._indexes[group].find
 
     def is_published(self, group: int, block: BlockId) -> bool:
@@ -65,11 +60,11 @@ class BlockPool:
         return sum(1 for _ in takewhile(lambda block: ref_cnt(block, 1) == num_holders, blocks))
 
     def count_free(self, cached_blocks: Iterable[BlockId]) -> int:
-        """How many of these published blocks nobody holds."""
+        """How many of these published blocks are free."""
         return self._free.count_cached(cached_blocks)
 
-    def take(self, num_blocks: int) -> list[BlockId]:
-        """Gives out blocks from the front of the free queue; so many must be free.
+    def get_new_blocks(self, num_blocks: int) -> list[BlockId]:
+        """Takes blocks from the front of the free queue; so many must be free.
 
         A cached one loses its hash.
         """
@@ -89,7 +84,7 @@ class BlockPool:
     def free(self, blocks: Sequence[BlockId], num_published: int) -> None:
         """Takes a holder from each block of a table, of which the first so many are published.
 
-        Last to first. Those without a holder left go to the back of the queue if they are
+        Last to first. Blocks without a holder left go to the back of the queue if they are
         published, so that the end of a prefix is reused before its beginning, else to its front.
         """
         published = blocks[num_published - 1 :: -1] if num_published else []
@@ -105,11 +100,11 @@ class BlockPool:
         self._events.stored(group, new)
 
     def reset(self) -> bool:
-        """Forgets every hash, unless a block is in use; returns whether it was done.
+        """Forgets every hash, unless a block is held; returns whether it was done.
 
         The order of the queue stays.
         """
-        if self.num_used_blocks:
+        if len(self._free) < self.num_blocks - 1:
             return False
         for index in self._indexes:
             index.clear()
@@ -138,7 +133,7 @@ class BlockPool:
         """Every block is accounted for by the queue or by the block tables of the requests.
 
         A table is its group, its blocks, and the hashes of the leading ones that are published
-        where they are not null. Raises AssertionError, for tests and for whoever suspects a leak.
+        where they are not null. Raises AssertionError. Tests call it after each step.
         """
         holders: Counter[BlockId] = Counter()
         for group, blocks, hashes in tables:

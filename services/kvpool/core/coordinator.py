@@ -1,7 +1,7 @@
 """What the groups of a pool decide together: how long a prefix hit is.
 
-As in vLLM there are three kinds. Without prefix caching there is nothing to decide, with one group
-it decides alone, and with several the hit is one that all of them can use.
+As in vLLM there are three kinds. Without prefix caching there are no hits; with one group its hit
+is the hit; and with several the hit is the longest one that all of them can use.
 """
 
 from abc import ABC, abstractmethod
@@ -25,10 +25,10 @@ class Coordinator(ABC):
 
     def __init__(self, groups: Sequence[GroupManager]) -> None:
         self.groups = tuple(groups)
-        self.gives_back = any(group.gives_back for group in groups)
+        self.frees_early = any(group.frees_early for group in groups)
 
     @abstractmethod
-    def find_prefix(self, hashes: Sequence[BlockHash]) -> list[list[BlockId]]:
+    def find_longest_cache_hit(self, hashes: Sequence[BlockHash]) -> list[list[BlockId]]:
         """The longest hit among prefixes of a chain of block hashes, as a table for each group.
 
         All tables are equally long; entries that need not be read are the null block.
@@ -41,15 +41,17 @@ class Coordinator(ABC):
             for group, table in zip(self.groups, tables, strict=True)
         ]
 
-    def settle(self, tables: Tables, hashes: Sequence[BlockHash], num_computed_tokens: int) -> None:
-        """Gives back, group after group, what no query from `num_computed_tokens` on can see."""
+    def remove_skipped_blocks(
+        self, tables: Tables, hashes: Sequence[BlockHash], num_computed_tokens: int
+    ) -> None:
+        """Frees, group after group, what no query from `num_computed_tokens` on can see."""
         for group, table in zip(self.groups, tables, strict=True):
-            group.settle(table, hashes, num_computed_tokens)
+            group.remove_skipped_blocks(table, hashes, num_computed_tokens)
 
     def admit(self, hits: list[list[BlockId]], num_slots: int) -> Tables:
         """Tables that hold the hits and then new blocks for so many slots, which must be free.
 
-        Every hit is taken out of the queue before anything is given out, lest it be evicted.
+        Every hit is taken out of the free queue before new blocks are, so that none is evicted.
         """
         tables = tuple(group.admit(blocks) for group, blocks in zip(self.groups, hits, strict=True))
         for group, table in zip(self.groups, tables, strict=True):
@@ -58,43 +60,43 @@ class Coordinator(ABC):
 
 
 class NoPrefixCacheCoordinator(Coordinator):
-    """Any groups without prefix caching: nothing is found, so nothing is common."""
+    """Groups without prefix caching: nothing is found, and nothing is shared."""
 
-    def find_prefix(self, hashes: Sequence[BlockHash]) -> list[list[BlockId]]:  # noqa: ARG002
+    def find_longest_cache_hit(self, hashes: Sequence[BlockHash]) -> list[list[BlockId]]:  # noqa: ARG002
         """No hit."""
         return [[] for _ in self.groups]
 
     def num_common_blocks(self, tables: Tables, num_requests: int) -> list[int]:  # noqa: ARG002
-        """None: a request that runs alone shares nothing either."""
+        """0 for each group, even if only one request runs."""
         return [0 for _ in self.groups]
 
 
 class UnitaryCoordinator(Coordinator):
     """One group: its hit is the hit."""
 
-    def find_prefix(self, hashes: Sequence[BlockHash]) -> list[list[BlockId]]:
+    def find_longest_cache_hit(self, hashes: Sequence[BlockHash]) -> list[list[BlockId]]:
         """The longest hit of the only group."""
         (group,) = self.groups
-        return [group.find_prefix(hashes, len(hashes))]
+        return [group.find_longest_cache_hit(hashes, len(hashes))]
 
 
 class HybridCoordinator(Coordinator):
     """Several groups: the longest hit on which all of them agree.
 
-    A hit of one group may be too long for another, and the next shorter one of that other may be
-    none for the first, since hits need not be prefixes of each other: a window has to be cached as
-    a whole. So each group in turn shortens the hit to one of its own, until a whole round leaves it
-    as it is. It only ever shrinks, and never below a hit that all agree on.
+    A hit of one group may be too long for another, and the next shorter hit of the other may not be
+    one of the first, since a window has to be cached as a whole. So each group in turn shortens the
+    hit to one of its own, until a whole round leaves its length as it is. The length only shrinks,
+    and never below a hit of all groups.
     """
 
     def __init__(self, groups: Sequence[GroupManager]) -> None:
         super().__init__(groups)
         # Full attention first: it looks from the left, and bounds what the others look through.
         self._order = sorted(
-            range(len(self.groups)), key=lambda group: self.groups[group].gives_back
+            range(len(self.groups)), key=lambda group: self.groups[group].frees_early
         )
 
-    def find_prefix(self, hashes: Sequence[BlockHash]) -> list[list[BlockId]]:
+    def find_longest_cache_hit(self, hashes: Sequence[BlockHash]) -> list[list[BlockId]]:
         """The fixed point."""
         hits: list[list[BlockId]] = [[] for _ in self.groups]
         depth, shrunk = len(hashes), True
@@ -102,7 +104,7 @@ class HybridCoordinator(Coordinator):
             shrunk = False
             for group in self._order:
                 if len(hits[group]) != depth:
-                    hits[group] = self.groups[group].find_prefix(hashes, depth)
+                    hits[group] = self.groups[group].find_longest_cache_hit(hashes, depth)
                     shrunk = shrunk or len(hits[group]) < depth
                     depth = len(hits[group])
         return hits

@@ -37,7 +37,7 @@ class PoolNotFound(NotFound):
 
 
 class TooManyPools(ResourceExhausted):
-    """Another pool would be more than this process keeps."""
+    """One more pool would be more than the process may keep."""
 
     reason = "TOO_MANY_POOLS"
 
@@ -55,7 +55,7 @@ class RequestAlreadyAdmitted(FailedPrecondition):
 
 
 class StaleGeneration(FailedPrecondition):
-    """The pool was opened again since: whoever speaks knows an earlier life of it."""
+    """The pool was opened again since: the caller names an earlier generation."""
 
     reason = "STALE_GENERATION"
 
@@ -67,7 +67,7 @@ class OutOfSequence(FailedPrecondition):
 
 
 class TakenOver(Aborted):
-    """A newer stream speaks for the pool."""
+    """A newer stream sends the transactions of the pool."""
 
     reason = "TAKEN_OVER"
 

@@ -1,7 +1,8 @@
-"""What enters and leaves the prefix index, as its watchers are told.
+"""What enters and leaves the prefix index. Today MatchPrefix and WatchEvents are fed with it; the
+directory in Redis, by which gateways will choose replicas, is to be.
 
-The vocabulary is that of vLLM's KV events. Hashes are chained, so that a block's parents need no
-mention: whoever holds the hashes of a prompt finds its depth with them alone.
+The vocabulary is that of vLLM's KV events. Hashes are chained, so a block's parent is not named:
+the hashes of a prompt are enough to find how deep it is cached.
 """
 
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ class BlocksRemoved:
 
 @dataclass(frozen=True, slots=True)
 class AllBlocksCleared:
-    """Nothing can be found any more."""
+    """Every hash was forgotten."""
 
 
 Event = BlocksStored | BlocksRemoved | AllBlocksCleared
@@ -37,8 +38,8 @@ Event = BlocksStored | BlocksRemoved | AllBlocksCleared
 class EventBatch:
     """Consecutive changes of one life of a pool.
 
-    `sequence` grows by one with each batch of a generation. A snapshot replaces everything that was
-    said before; its `sequence` is that of the last batch it contains.
+    `sequence` grows by one with each batch of a generation. A snapshot replaces all batches
+    before it; its `sequence` is that of the last batch it contains.
     """
 
     generation: int
@@ -48,7 +49,7 @@ class EventBatch:
 
 
 class EventLog:
-    """Events in order, until somebody takes them; neighbours of one kind become one."""
+    """Events in order, until they are taken; consecutive ones of a kind and group become one."""
 
     __slots__ = ("_cleared", "_runs")
 
@@ -57,20 +58,20 @@ class EventLog:
         self._runs: list[tuple[type[BlocksStored | BlocksRemoved], int, list[BlockHash]]] = []
 
     def stored(self, group: int, hashes: list[BlockHash]) -> None:
-        """Notes hashes that entered the index of a group."""
+        """Adds hashes that entered the index of a group."""
         self._note(BlocksStored, group, hashes)
 
     def removed(self, group: int, hashes: list[BlockHash]) -> None:
-        """Notes hashes that left the index of a group."""
+        """Adds hashes that left the index of a group."""
         self._note(BlocksRemoved, group, hashes)
 
     def cleared(self) -> None:
-        """Notes that nothing can be found any more; what was noted before no longer matters."""
+        """Adds that every hash was forgotten, and drops the events before it."""
         self._cleared = True
         self._runs.clear()
 
     def take(self) -> tuple[Event, ...]:
-        """Hands out everything noted since the last call."""
+        """The events since the last call."""
         if not self._runs and not self._cleared:
             return ()
         runs = [kind(group, tuple(hashes)) for kind, group, hashes in self._runs]

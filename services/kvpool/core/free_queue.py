@@ -2,9 +2,9 @@
 
 What vLLM keeps in one intrusive list has two parts that never mix: blocks without a hash are
 freed to the front, blocks with one to the back, and only the latter are ever taken from the middle.
-So the front is a stack, the back a linked map from the least recently used on, and whoever takes
-blocks knows without looking which of them have something to forget. Everything is O(1) per block,
-and the stack moves in slices.
+So the front is a stack, the back a linked map from the least recently used on, and a caller knows
+by the part which blocks have a hash to forget. Everything is O(1) per block, and the stack moves in
+slices.
 """
 
 from collections import OrderedDict
@@ -38,7 +38,7 @@ class FreeQueue:
         return blocks
 
     def pop_cached(self, num_blocks: int) -> tuple[list[BlockId], list[int]]:
-        """Takes `num_blocks` cached blocks, the least recently used first; so many there must be.
+        """Takes `num_blocks` cached blocks, the least recently used first; there must be so many.
 
         Returns them, and when each became free. The caller makes the index forget them.
         """

@@ -13,11 +13,11 @@ class FullAttentionManager(GroupManager):
     __slots__ = ()
 
     @property
-    def gives_back(self) -> bool:
-        """Never."""
+    def frees_early(self) -> bool:
+        """False."""
         return False
 
-    def find_prefix(self, hashes: Sequence[BlockHash], depth: int) -> list[BlockId]:
+    def find_longest_cache_hit(self, hashes: Sequence[BlockHash], depth: int) -> list[BlockId]:
         """The longest cached prefix: found from the left, since a chain breaks only once."""
         blocks = self._pool.find_prefix(self._group, hashes, depth + self._num_dropped)
         return blocks[:-1] if self._num_dropped else blocks

@@ -1,14 +1,14 @@
 """How a group of layers holds blocks.
 
-A group has a block table for each request. What a query may see decides which blocks a request
-needs, which it may give back early, and which make a prefix hit; so each kind of attention has its
-manager, and a coordinator asks them all. vLLM's hybrid KV-cache manager divides the work in the
+A group has a block table for each request. What a query can see decides which blocks a request
+needs, which are freed while it runs, and which make a prefix hit; so each kind of attention has its
+manager, and a coordinator calls them all. vLLM's hybrid KV-cache manager divides the work in the
 same way.
 
 Everything follows from one rule of the kind, `GroupSpec.first_seen_block`: a request that has
-computed n tokens needs the blocks from there on and no earlier one. Earlier ones are given back
-while it runs, and a prefix of n tokens is a hit if the blocks from there on are cached, whatever
-became of those before. Where a table holds nothing it names the null block.
+computed n tokens needs the blocks from there on and no earlier one. Earlier ones are freed while it
+runs, and a prefix of n tokens is a hit if the blocks from there on are cached, even if earlier ones
+are not. Table entries that hold nothing name the null block.
 """
 
 from abc import ABC, abstractmethod
@@ -26,16 +26,16 @@ class BlockTable:
     """The blocks of one request in one group, in the order of its tokens.
 
     The first `num_null` entries are the null block. Of the first `num_published`, those that are
-    not null are in the index; later ones are not. Where blocks hold states, `num_settled_tokens`
-    is what was last said to be stored, and `torn` are the entries that are never published, since
-    the request went on to another block before the end of theirs.
+    not null are in the index; later ones are not. Where blocks hold states, `num_stored_tokens` is
+    the number of tokens whose state is stored, and `unaligned` are the entries that are never
+    published: the request went on to another block before the end of theirs.
     """
 
     blocks: list[BlockId] = field(default_factory=list)
     num_published: int = 0
     num_null: int = 0
-    num_settled_tokens: int = 0
-    torn: frozenset[int] = frozenset()
+    num_stored_tokens: int = 0
+    unaligned: frozenset[int] = frozenset()
 
 
 Filling = tuple[BlockTable, Sequence[BlockHash], int]
@@ -46,8 +46,8 @@ class GroupManager(ABC):
     """The tables of one group. A subclass is a kind of attention.
 
     With `drop_last_hit_block`, a hit must have one more cached block behind it, which is computed
-    again: a draft head reads the hidden states at the end of the prompt, and those are nowhere
-    stored (EAGLE).
+    again: a draft head (EAGLE) reads the hidden states at the end of the prompt, and those are not
+    stored.
     """
 
     __slots__ = ("_block_size", "_group", "_num_dropped", "_pool", "_spec")
@@ -63,8 +63,8 @@ class GroupManager(ABC):
 
     @property
     @abstractmethod
-    def gives_back(self) -> bool:
-        """Whether a request's earlier blocks fall out of sight while it runs."""
+    def frees_early(self) -> bool:
+        """Whether earlier blocks of a request are freed while it runs."""
 
     def num_missing(self, num_entries: int, num_slots: int) -> int:
         """Blocks that a table of so many entries lacks to hold so many token slots."""
@@ -76,11 +76,11 @@ class GroupManager(ABC):
         most = max(0, self._spec.max_held_blocks(num_slots, num_step_tokens) - num_held)
         return min(self.num_missing(len(hits), num_slots), most)
 
-    def find_prefix(self, hashes: Sequence[BlockHash], depth: int) -> list[BlockId]:
+    def find_longest_cache_hit(self, hashes: Sequence[BlockHash], depth: int) -> list[BlockId]:
         """A table for the longest prefix of at most `depth` whole blocks that is a hit.
 
-        Looks from the right, and begins anew before each block that is missing, so that every hash
-        is looked up once at most.
+        Looks from the right, and starts again before each block that is missing, so that every hash
+        is looked up at most once.
         """
         find = self._pool.finder(self._group)
         end = min(depth, len(hashes) - self._num_dropped)
@@ -106,21 +106,21 @@ class GroupManager(ABC):
 
     def extend(self, table: BlockTable, num_slots: int) -> list[BlockId]:
         """Adds what a table lacks to hold so many slots; it must be free. Returns the entries."""
-        entries = self._pool.take(self.num_missing(len(table.blocks), num_slots))
+        entries = self._pool.get_new_blocks(self.num_missing(len(table.blocks), num_slots))
         table.blocks += entries
         return entries
 
-    def settle(
+    def remove_skipped_blocks(
         self,
         table: BlockTable,
-        hashes: Sequence[BlockHash],  # noqa: ARG002 - for those that publish only now
+        hashes: Sequence[BlockHash],  # noqa: ARG002 - for managers that publish here
         num_computed_tokens: int,
     ) -> None:
-        """Gives back the blocks that no query from `num_computed_tokens` on can see."""
+        """Frees the blocks that no query from `num_computed_tokens` on can see."""
         end = min(self._spec.first_seen_block(num_computed_tokens), len(table.blocks))
         begin = table.num_null
         if end > begin:
-            self._give_back(table, begin, end)
+            self._free_entries(table, begin, end)
             table.blocks[begin:end] = [NULL_BLOCK] * (end - begin)
             table.num_null = end
 
@@ -139,14 +139,14 @@ class GroupManager(ABC):
         self._pool.publish(self._group, new_hashes, new_blocks)
 
     def free(self, table: BlockTable) -> None:
-        """Gives back every block of a table."""
-        self._give_back(table, table.num_null, len(table.blocks))
+        """Frees every block of a table."""
+        self._free_entries(table, table.num_null, len(table.blocks))
 
     def num_common_blocks(self, table: BlockTable, num_requests: int) -> int:  # noqa: ARG002
-        """Leading blocks of a table that all requests hold; where there are null blocks, none."""
+        """Leading blocks of a table that all requests hold; 0 for a kind that frees early."""
         return 0
 
-    def _give_back(self, table: BlockTable, begin: int, end: int) -> None:
+    def _free_entries(self, table: BlockTable, begin: int, end: int) -> None:
         self._pool.free(
             table.blocks[begin:end], min(max(0, table.num_published - begin), end - begin)
         )

@@ -1,12 +1,12 @@
 """The pool: block tables of requests over shared blocks, changed in transactions."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 
 from services.common.block_hash import BlockHash
 from services.common.ids import BlockId, RequestKey
-from services.common.kv_cache_groups import AttentionType, GroupSpec
+from services.common.kv_cache_groups import AttentionType
 from services.common.pool_operations import (
     Admission,
     Admit,
@@ -28,37 +28,22 @@ from services.common.pool_operations import (
 )
 from services.kvpool.core.block_pool import BlockPool
 from services.kvpool.core.coordinator import Tables, create_coordinator
-from services.kvpool.core.errors import InvalidPool
 from services.kvpool.core.events import BlocksStored, Event
+from services.kvpool.core.pool_config import PoolConfig, validate_pool_config
 from services.kvpool.core.stats import PoolStats
 from services.kvpool.core.validation import TransactionValidator
 from services.kvpool.core.zeroing import block_ids_to_zero
 
 
-@dataclass(frozen=True, slots=True)
-class PoolConfig:
-    """The shape of a pool. `num_blocks` counts the null block in.
-
-    `drop_last_hit_block` leaves the last block of a prefix hit to be computed again, for a draft
-    head that reads the hidden states at its end (EAGLE).
-    """
-
-    num_blocks: int
-    groups: tuple[GroupSpec, ...]
-    enable_prefix_caching: bool = True
-    fingerprint: bytes = b""
-    drop_last_hit_block: bool = False
-
-
 class KVPool:
-    """One life of a pool. Knows memory and nothing of policy; not for several threads.
+    """One life of a pool: memory without policy. Not for several threads.
 
     `transact` is the only way to change it. The rules are those of vLLM V1's KV-cache manager.
     """
 
     def __init__(self, config: PoolConfig) -> None:
         """Every block is free. Raises InvalidPool or UnsupportedGroup, naming the field."""
-        _validate(config)
+        validate_pool_config(config)
         self.config = config
         self._block_size = config.groups[0].block_size
         self._blocks = BlockPool(config.num_blocks, len(config.groups))
@@ -80,9 +65,9 @@ class KVPool:
     def transact(self, operations: Sequence[Operation]) -> Outcome:
         """Executes operations in order, up to the first item that does not fit.
 
-        Everything before that item is done, nothing of it or after it; but what a Grow that does
-        not fit would have given back is given back. A transaction that makes no sense changes
-        nothing at all: raises MalformedTransaction, RequestNotAdmitted or RequestAlreadyAdmitted.
+        Everything before that item is done, and nothing of it or after it, except that a Grow that
+        does not fit frees the blocks that the request no longer sees. Raises MalformedTransaction,
+        RequestNotAdmitted or RequestAlreadyAdmitted, and then nothing is changed.
         """
         TransactionValidator(self._tables.keys()).validate(operations)
         self._blocks.ages.now += 1
@@ -101,7 +86,7 @@ class KVPool:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that nobody holds, cached ones included."""
+        """Blocks that no request holds, cached ones included."""
         return self._blocks.num_free_blocks
 
     @property
@@ -123,8 +108,9 @@ class KVPool:
     def num_common_prefix_blocks(self) -> list[int]:
         """For each group, how many leading blocks all requests that hold blocks share.
 
-        What cascade attention reads once for all of them. Zeros without a request, without prefix
-        caching, and for groups that give blocks back. Costs as much as there are such blocks.
+        Today a statistic, which recorded scenarios compare; cascade attention, which reads such
+        blocks once for all requests, will use it. Zeros without a request, without prefix caching,
+        and for groups that free blocks early. Its cost grows with the number of such blocks.
         """
         tables = next(iter(self._tables.values()), None)
         if tables is None:
@@ -198,10 +184,10 @@ class KVPool:
                     group.free(table)
 
     def _grow(self, index: int, grow: Grow) -> tuple[GrowResult, Stop | None]:
-        if self._coordinator.gives_back:
+        if self._coordinator.frees_early:
             return self._grow_one_by_one(index, grow)
-        # Tables of one request are equally long here, and nothing is given back in between: all
-        # blocks can be taken at once.
+        # Tables of one request are equally long here, and nothing is freed in between: all blocks
+        # can be taken at once.
         size, num_groups = self._block_size, len(self._groups)
         num_left = self._blocks.num_free_blocks // num_groups
         growing: list[Tables] = []
@@ -216,14 +202,14 @@ class KVPool:
                 break
             growing.append(tables)
             num_missing.append(missing)
-        blocks = self._blocks.take(sum(num_missing) * num_groups)
-        groups = self._hand_out(blocks, growing, num_missing)
+        blocks = self._blocks.get_new_blocks(sum(num_missing) * num_groups)
+        groups = self._distribute(blocks, growing, num_missing)
         return GrowResult(groups), stop
 
-    def _hand_out(
+    def _distribute(
         self, blocks: list[BlockId], growing: Sequence[Tables], num_missing: list[int]
     ) -> tuple[GroupBlocks, ...]:
-        """Adds to each request's tables as many of the blocks as it lacks, in order."""
+        """Appends to each request's tables as many of the blocks as it lacks, in order."""
         rest = iter(blocks)
         groups = self._no_blocks()
         for tables, missing in zip(growing, num_missing, strict=True):
@@ -241,7 +227,9 @@ class KVPool:
             zip(grow.requests, grow.num_computed_tokens, grow.num_slots, strict=True)
         ):
             tables = self._tables[request]
-            self._coordinator.settle(tables, self._chains[request], num_computed_tokens)
+            self._coordinator.remove_skipped_blocks(
+                tables, self._chains[request], num_computed_tokens
+            )
             num_missing = sum(
                 group.num_missing(len(table.blocks), num_slots)
                 for group, table in zip(self._groups, tables, strict=True)
@@ -263,7 +251,7 @@ class KVPool:
             chain = self._chains.setdefault(request, [])
             if self.config.enable_prefix_caching:
                 chain.extend(new_hashes)
-            hits = self._find_prefix(chain, max_hit_tokens)
+            hits = self._find_longest_cache_hit(chain, max_hit_tokens)
             result.num_hit_tokens.append(len(hits[0]) * self._block_size)
         return result
 
@@ -271,7 +259,7 @@ class KVPool:
         result = AdmitResult(self._no_blocks())
         for item, admission in enumerate(admit.admissions):
             chain = [*self._chains.get(admission.request, ()), *admission.new_hashes]
-            hits = self._find_prefix(chain, admission.max_hit_tokens)
+            hits = self._find_longest_cache_hit(chain, admission.max_hit_tokens)
             num_hit_tokens = len(hits[0]) * self._block_size
             if num_hit_tokens != admission.num_hit_tokens:
                 return result, Stop(index, item, StopReason.HIT_CHANGED, num_hit_tokens)
@@ -283,8 +271,8 @@ class KVPool:
         return result, None
 
     def _fits(self, admission: Admission, hits: list[list[BlockId]]) -> bool:
-        """Whether the free blocks suffice. A hit that nobody holds is one of them, and stops being
-        free; they are counted only where it matters.
+        """Whether the free blocks suffice. A free block that is a hit stops being free; such blocks
+        are counted only if that decides.
         """
         num_step_tokens = admission.num_slots - admission.num_hit_tokens
         now = reserved = admission.num_watermark_blocks
@@ -318,8 +306,10 @@ class KVPool:
         for group, group_tables in zip(self._groups, tables, strict=True):
             group.publish(zip(group_tables, chains, num_tokens, strict=True))
 
-    def _find_prefix(self, chain: Sequence[BlockHash], max_hit_tokens: int) -> list[list[BlockId]]:
-        return self._coordinator.find_prefix(chain[: max_hit_tokens // self._block_size])
+    def _find_longest_cache_hit(
+        self, chain: Sequence[BlockHash], max_hit_tokens: int
+    ) -> list[list[BlockId]]:
+        return self._coordinator.find_longest_cache_hit(chain[: max_hit_tokens // self._block_size])
 
     def _no_blocks(self) -> tuple[GroupBlocks, ...]:
         return tuple(GroupBlocks([], []) for _ in self._groups)
@@ -328,23 +318,3 @@ class KVPool:
 def _append(granted: GroupBlocks, blocks: Sequence[BlockId]) -> None:
     granted.num_blocks.append(len(blocks))
     granted.block_ids.extend(blocks)
-
-
-def _validate(config: PoolConfig) -> None:
-    if config.num_blocks < 2:
-        raise InvalidPool(
-            f"a pool of {config.num_blocks} blocks has none beside the null block",
-            field="num_blocks",
-        )
-    if not config.groups:
-        raise InvalidPool("a pool needs at least one group", field="groups")
-    for index, spec in enumerate(config.groups):
-        if spec.block_size < 1:
-            raise InvalidPool(
-                "a block holds at least one token", field=f"groups[{index}].block_size"
-            )
-        if spec.block_size != config.groups[0].block_size:
-            raise InvalidPool(
-                "groups of different block sizes are not served",
-                field=f"groups[{index}].block_size",
-            )

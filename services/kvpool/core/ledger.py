@@ -1,4 +1,4 @@
-"""Exactly once: which transaction is next, and what the last one was answered."""
+"""Applies each transaction once: its number is the next, or it is the last one again."""
 
 from typing import Generic, TypeVar
 
@@ -10,8 +10,8 @@ Answer = TypeVar("Answer")
 class TransactionLedger(Generic[Answer]):
     """The numbers of one generation: 1, then one more each.
 
-    Whoever loses a stream does not know whether its last transaction was applied. It sends it
-    again, and is given the answer it missed.
+    A client whose stream broke does not know whether its last transaction was applied. It sends it
+    again, and gets the answer that was kept.
     """
 
     __slots__ = ("_answer", "_generation", "_sequence")
@@ -22,7 +22,7 @@ class TransactionLedger(Generic[Answer]):
         self._answer: Answer | None = None
 
     def find(self, generation: int, sequence: int) -> Answer | None:
-        """The answer to the last transaction, if it is this one; None if this is the next.
+        """The kept answer if this is the last transaction again; None if it is the next one.
 
         Raises StaleGeneration or OutOfSequence if it is neither.
         """

@@ -9,13 +9,13 @@ class LocalAttentionManager(GroupManager):
     In a sliding window a query sees its own token and the `window - 1` before it: a hit needs only
     the last `window - 1` tokens' worth of blocks, all that the next query sees of the past.
     In chunked local attention positions are cut into chunks of `window` tokens, and a query sees
-    the tokens of its own: whatever came before a chunk's beginning is a hit without being looked
-    up, since nobody will read it.
+    the tokens of its own: blocks before a chunk's beginning are a hit without being looked up,
+    since no later query reads them.
     """
 
     __slots__ = ()
 
     @property
-    def gives_back(self) -> bool:
-        """As soon as they are out of sight."""
+    def frees_early(self) -> bool:
+        """True: as soon as no later query can see them."""
         return True

@@ -7,8 +7,9 @@ from typing import Generic, TypeVar
 from services.common.ids import PoolId
 from services.kvpool.core.errors import InvalidPool, PoolNotFound, TooManyPools
 from services.kvpool.core.events import EventBatch
-from services.kvpool.core.kv_pool import KVPool, PoolConfig
+from services.kvpool.core.kv_pool import KVPool
 from services.kvpool.core.ledger import TransactionLedger
+from services.kvpool.core.pool_config import PoolConfig
 from services.kvpool.core.ports import EventSink
 
 Answer = TypeVar("Answer")
@@ -19,7 +20,7 @@ MAX_GENERATION = 2**62
 
 @dataclass(frozen=True, slots=True)
 class PoolLimits:
-    """What a process is ready to keep: a block costs it about a hundred bytes."""
+    """What a process may keep: a block costs it about a hundred bytes."""
 
     max_pools: int
     max_blocks_per_pool: int
@@ -47,8 +48,8 @@ class PoolHost(Generic[Answer]):
     """Opens pools and passes their events on.
 
     `clock_micros` is wall-clock time in microseconds: generations start there, so that they grow
-    over restarts of the process without anything being stored. Where the clock was set back in
-    between, they grow since each is greater than what the one who opens the pool has seen.
+    over restarts of the process without anything being stored. If the clock was set back, they
+    still grow, since each is greater than the newest one that the scheduler has seen.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class PoolHost(Generic[Answer]):
         return sorted(self._pools.values(), key=lambda hosted: hosted.pool_id)
 
     def publish_events(self, hosted: HostedPool[Answer]) -> None:
-        """Passes on what changed in a pool's prefix index since the last call, if anything did."""
+        """Publishes what changed in a pool's prefix index since the last call, if anything did."""
         events = hosted.pool.take_events()
         if not events:
             return

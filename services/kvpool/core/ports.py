@@ -1,4 +1,6 @@
-"""What the pools need of others: somebody to tell what they cache, and to ask it."""
+"""Where pools publish what they cache. Today the directory is one in memory, which answers
+MatchPrefix; one in Redis, shared by replicas and read by gateways, will implement the same port.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,17 +22,17 @@ class PoolMatch:
 
 
 class EventSink(Protocol):
-    """Hears of every change to the prefix indexes, in order. It neither blocks nor raises."""
+    """Gets every change to the prefix indexes, in order. It neither blocks nor raises."""
 
     def open(self, pool_id: PoolId, generation: int, groups: Sequence[GroupSpec]) -> None:
-        """A pool begins a new life, empty; whatever was said of earlier ones is void."""
+        """A pool begins a new life, empty; what earlier ones published is forgotten."""
 
     def publish(self, pool_id: PoolId, batch: EventBatch) -> None:
-        """A pool changed. A batch of a generation that is not the newest is passed over."""
+        """A pool changed. A batch of a generation that is not the newest is ignored."""
 
 
 class Directory(EventSink, Protocol):
-    """Which prefixes are cached where. Advice: it may lag, and nothing depends on it."""
+    """Which prefixes are cached where. It may lag, and no answer depends on it."""
 
     async def match(self, hashes: Sequence[BlockHash]) -> list[PoolMatch]:
         """The depth of a chain in each pool where it is above 0, ordered by pool.
@@ -40,4 +42,4 @@ class Directory(EventSink, Protocol):
         """
 
     def drop(self, pool_id: PoolId, generation: int) -> None:
-        """A pool's life is over. Passed over if it is not the newest generation."""
+        """A pool's life is over. Ignored if it is not the newest generation."""

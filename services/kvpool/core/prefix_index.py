@@ -1,4 +1,4 @@
-"""Which block stores the tokens that a hash stands for."""
+"""The cached blocks by their hashes."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ class PrefixIndex:
 
     Several blocks may store the same tokens, since two requests can compute them side by side. All
     of them stay: a block in a table is never exchanged, so that tables only grow. A look-up finds
-    the one that was inserted first. The length counts hashes, not blocks.
+    the block that was inserted first. The length counts hashes, not blocks.
     """
 
     __slots__ = ("_block_of", "_duplicates", "_hash_of")
@@ -28,7 +28,7 @@ class PrefixIndex:
         return len(self._block_of)
 
     def insert(self, hashes: Sequence[BlockHash], blocks: Sequence[BlockId]) -> list[BlockHash]:
-        """Lets blocks without a hash be found, each under the one beside it; returns new hashes."""
+        """Adds blocks, each under the hash beside it; returns the hashes that were not there."""
         self._hash_of.update(zip(blocks, hashes, strict=True))
         block_of = self._block_of
         if block_of.keys().isdisjoint(hashes):
@@ -45,7 +45,7 @@ class PrefixIndex:
         ]
 
     def remove(self, blocks: Iterable[BlockId]) -> list[BlockHash]:
-        """Forgets those of `blocks` that are here; returns the hashes nothing has any more."""
+        """Removes those of `blocks` that are here; returns the hashes without a block left."""
         hash_of, block_of = self._hash_of, self._block_of
         blocks = [block for block in blocks if block in hash_of]
         hashes = list(map(hash_of.pop, blocks))

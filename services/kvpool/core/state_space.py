@@ -1,4 +1,6 @@
-"""State-space layers: a recurrent state in place of keys and values."""
+"""State-space layers, with a recurrent state in place of keys and values. Used today by recorded
+scenarios and tests of the scheduler; workers with such models will use it, and none has them yet.
+"""
 
 from collections.abc import Iterable, Sequence
 
@@ -13,21 +15,20 @@ class StateSpaceManager(GroupManager):
 
     A step reads the state that the step before it left, and writes the last entry of the table.
     Blocks that it passes over have no state: their entries are null. A block can be found by its
-    hash only if its state is the one at its very end, so only a step that ends there leaves a hit
-    for others. Whoever plans steps therefore cuts those of a prompt at block boundaries, and counts
-    no lookahead in slots (the "align" mode of vLLM's Mamba cache); who does not, loses hits.
+    hash only if its state is the one at the end of the block, so only a step that ends there leaves
+    a hit for other requests. The scheduler therefore cuts the steps of a prompt at block
+    boundaries, and counts no lookahead in slots (the "align" mode of vLLM's Mamba cache).
 
     Keys and values can be found by a request that runs in the same step as the one that computes
-    them, since each layer writes before it reads. A state exists only after the step. So a state
-    is published not when its block is planned, but when its owner grows on and says that it is
-    stored.
+    them, since each layer writes before it reads. A state exists only after the step. So a state is
+    published not when its block is planned, but when a later Grow says that it is stored.
     """
 
     __slots__ = ()
 
     @property
-    def gives_back(self) -> bool:
-        """Every state, once the next one is stored."""
+    def frees_early(self) -> bool:
+        """True: each state, once the next one is stored."""
         return True
 
     def num_missing(self, num_entries: int, num_slots: int) -> int:
@@ -37,7 +38,7 @@ class StateSpaceManager(GroupManager):
     def admit(self, hits: list[BlockId]) -> BlockTable:
         """A table that holds the hit: the state at the end of its last block."""
         table = super().admit(hits)
-        table.num_settled_tokens = len(hits) * self._block_size
+        table.num_stored_tokens = len(hits) * self._block_size
         return table
 
     def extend(self, table: BlockTable, num_slots: int) -> list[BlockId]:
@@ -45,27 +46,27 @@ class StateSpaceManager(GroupManager):
         num_passed = -(-num_slots // self._block_size) - len(table.blocks) - 1
         if num_passed < 0:
             return []
-        if table.num_settled_tokens != len(table.blocks) * self._block_size:
-            table.torn |= {len(table.blocks) - 1}
-        entries = [NULL_BLOCK] * num_passed + self._pool.take(1)
+        if table.num_stored_tokens != len(table.blocks) * self._block_size:
+            table.unaligned |= {len(table.blocks) - 1}
+        entries = [NULL_BLOCK] * num_passed + self._pool.get_new_blocks(1)
         table.blocks += entries
         return entries
 
     def publish(self, fillings: Iterable[Filling]) -> None:
-        """Nothing: the states are planned, not stored."""
+        """Publishes nothing: the states are planned, not stored yet."""
 
-    def settle(
+    def remove_skipped_blocks(
         self, table: BlockTable, hashes: Sequence[BlockHash], num_computed_tokens: int
     ) -> None:
-        """Publishes the states that are stored, and gives back those that were read."""
-        table.num_settled_tokens = num_computed_tokens
+        """Publishes the states that are stored, and frees those that were read."""
+        table.num_stored_tokens = num_computed_tokens
         end = min(num_computed_tokens // self._block_size, len(hashes), len(table.blocks))
-        if end - 1 in table.torn:
+        if end - 1 in table.unaligned:
             end -= 1
         stored = [
             position
             for position in range(table.num_published, end)
-            if table.blocks[position] and position not in table.torn
+            if table.blocks[position] and position not in table.unaligned
         ]
         self._pool.publish(
             self._group,
@@ -73,10 +74,10 @@ class StateSpaceManager(GroupManager):
             [table.blocks[position] for position in stored],
         )
         table.num_published = max(table.num_published, end)
-        super().settle(table, hashes, num_computed_tokens)
+        super().remove_skipped_blocks(table, hashes, num_computed_tokens)
 
-    def _give_back(self, table: BlockTable, begin: int, end: int) -> None:
+    def _free_entries(self, table: BlockTable, begin: int, end: int) -> None:
         states = [block for block in table.blocks[begin:end] if block]
         published = [block for block in states if self._pool.is_published(self._group, block)]
-        torn = [block for block in states if block not in published]
-        self._pool.free(published + torn, len(published))
+        others = [block for block in states if block not in published]
+        self._pool.free(published + others, len(published))

@@ -1,4 +1,4 @@
-"""Whether a transaction makes sense, decided before any of it is done."""
+"""Checks a whole transaction before any of it is done."""
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
@@ -18,10 +18,10 @@ from services.kvpool.core.errors import RequestAlreadyAdmitted, RequestNotAdmitt
 
 
 class TransactionValidator:
-    """Walks through a transaction as if all of it fitted, and knows who would hold blocks when.
+    """Checks a transaction as if all of it fitted; keeps which requests would hold blocks.
 
-    A transaction that stops early does less than that, never something else; so what passes here
-    meets no surprise. The pool itself is not touched.
+    A transaction that stops early does a part of that, so what passes here cannot fail half-way.
+    The pool is only read.
     """
 
     def __init__(self, admitted: AbstractSet[RequestKey]) -> None:

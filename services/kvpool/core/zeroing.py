@@ -1,9 +1,10 @@
-"""Which blocks a transaction handed out that must not be read as they are.
+"""Which new blocks of a transaction have to be cleared before they are used (vLLM:
+new_block_ids_to_zero). Empty without state-space groups, which no worker has yet.
 
-Groups of layers share the memory of a block. Where some hold recurrent states, what a block last
-stored may be a state, whose bytes can be anything when they are read as keys and values: NaN too,
-which no mask hides. So whoever computes clears blocks that are handed out anew. Without state-space
-layers old keys and values lie there, which are finite and masked. (vLLM: new_block_ids_to_zero.)
+Groups of layers share the memory of a block. If some hold recurrent states, what a block last
+stored may be a state, whose bytes, read as keys and values, can be NaN, which no mask hides. So the
+worker clears new blocks. Without states a new block holds old keys and values, which are finite and
+masked.
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ def block_ids_to_zero(
 ) -> tuple[BlockId, ...]:
     """Blocks that were taken from the free queue for requests that grew or were admitted, in order.
 
-    Hits are not among them: what they store is what is wanted of them.
+    Hits are not among them.
     """
     taken: list[BlockId] = []
     for operation, result in zip(operations, results, strict=False):
@@ -35,11 +36,11 @@ def block_ids_to_zero(
             case Admit(admissions), AdmitResult(groups):
                 num_hits = [item.num_hit_tokens // block_size for item in admissions]
                 for group in groups:
-                    taken += _behind(num_hits, group)
+                    taken += _behind_hits(num_hits, group)
     return tuple(block for block in taken if block != NULL_BLOCK)
 
 
-def _behind(num_hits: Sequence[int], group: GroupBlocks) -> list[BlockId]:
+def _behind_hits(num_hits: Sequence[int], group: GroupBlocks) -> list[BlockId]:
     """The blocks of each table behind its hits."""
     blocks: list[BlockId] = []
     start = 0

@@ -8,7 +8,7 @@ import pytest
 from services.common.ids import PoolId
 from services.common.kv_cache_groups import AttentionType, GroupSpec
 from services.kvpool.adapters.memory_directory import MemoryDirectory
-from services.kvpool.core.kv_pool import PoolConfig
+from services.kvpool.core.pool_config import PoolConfig
 from services.kvpool.core.pool_host import PoolHost, PoolLimits
 from tests.kvpool.worked_examples import BLOCK_SIZE, admit, commit, grow, hashes, lookup, release
 

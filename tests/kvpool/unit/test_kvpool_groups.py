@@ -11,7 +11,8 @@ from services.common.pool_operations import (
     Stop,
     StopReason,
 )
-from services.kvpool.core.kv_pool import KVPool, PoolConfig
+from services.kvpool.core.kv_pool import KVPool
+from services.kvpool.core.pool_config import PoolConfig
 from tests.kvpool.worked_examples import (
     BLOCK_SIZE,
     admission,

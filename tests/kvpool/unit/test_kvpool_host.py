@@ -5,7 +5,7 @@ import pytest
 from services.common.kv_cache_groups import AttentionType, GroupSpec
 from services.kvpool.adapters.memory_directory import MemoryDirectory
 from services.kvpool.core.errors import InvalidPool, PoolNotFound, TooManyPools
-from services.kvpool.core.kv_pool import PoolConfig
+from services.kvpool.core.pool_config import PoolConfig
 from services.kvpool.core.pool_host import PoolHost, PoolLimits
 from services.kvpool.core.ports import PoolMatch
 from tests.kvpool.worked_examples import admit, hashes

@@ -33,7 +33,8 @@ from services.common.pool_operations import (
     ResetPrefixCacheResult,
 )
 from services.kvpool.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored
-from services.kvpool.core.kv_pool import KVPool, PoolConfig
+from services.kvpool.core.kv_pool import KVPool
+from services.kvpool.core.pool_config import PoolConfig
 from tests.kvpool.naive_pool import NaivePool
 from tests.kvpool.worked_examples import hashes
 

@@ -20,7 +20,8 @@ from services.kvpool.core.errors import (
     RequestNotAdmitted,
     UnsupportedGroup,
 )
-from services.kvpool.core.kv_pool import KVPool, PoolConfig
+from services.kvpool.core.kv_pool import KVPool
+from services.kvpool.core.pool_config import PoolConfig
 from tests.kvpool.worked_examples import admission, admit, hashes, make_pool
 
 FULL = GroupSpec(AttentionType.FULL, 4)

@@ -28,7 +28,8 @@ from services.common.pool_operations_proto import (
     outcome_from_proto,
     outcome_to_proto,
 )
-from services.kvpool.core.kv_pool import KVPool, PoolConfig
+from services.kvpool.core.kv_pool import KVPool
+from services.kvpool.core.pool_config import PoolConfig
 from services.scheduler.adapters.worker_messages import to_execute_request, to_step_output
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.request import Request, StopConditions
