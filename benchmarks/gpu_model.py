@@ -201,16 +201,16 @@ def random_prompts(batch: int, vocab_size: int) -> np.ndarray:
 def run_batch(runner: Runner, prompts: np.ndarray, generation: int) -> Run:
     """Prompts in steps as large as may be, then decodes, two steps in flight."""
     batch = len(prompts)
-    slots = np.arange(batch, dtype=np.int32)
+    rows = np.arange(batch, dtype=np.int32)
     width = -(-(PROMPT + OUTPUT) // BLOCK_SIZE)
     tables = 1 + np.arange(batch * width, dtype=np.int32).reshape(batch, width)
     together = MAX_NUM_BATCHED_TOKENS // PROMPT
     greedy = SamplingParams(temperature=0)
     begun = time.perf_counter()
     for first in range(0, batch, together):
-        mine = slots[first : first + together]
+        mine = rows[first : first + together]
         entering = tuple(
-            NewRequest(int(slot), prompts[slot], PROMPT, greedy, (tables[slot],)) for slot in mine
+            NewRequest(int(row), prompts[row], PROMPT, greedy, (tables[row],)) for row in mine
         )
         counts = np.full(len(mine), PROMPT, np.int32)
         runner.execute(
@@ -221,7 +221,7 @@ def run_batch(runner: Runner, prompts: np.ndarray, generation: int) -> Run:
     times, ones = [], np.ones(batch, np.int32)
     for number in range(OUTPUT - 1):
         computed = np.full(batch, PROMPT + number, np.int32)
-        flying.append(runner.begin(StepInput(generation, batch + number, slots, ones, computed)))
+        flying.append(runner.begin(StepInput(generation, batch + number, rows, ones, computed)))
         if len(flying) == 2:
             _wait(flying.popleft())
             times.append(time.perf_counter())

@@ -71,13 +71,13 @@ def sampling_differences(device: Device) -> tuple[int, float]:
     log-probability; infinite where other tokens are best.
     """
     samplers = _sampler(), _sampler()
-    slots = np.arange(NUM_ROWS)
+    rows = np.arange(NUM_ROWS)
     logits = torch.randn(NUM_ROWS, VOCAB_SIZE, device=device.torch_device).bfloat16().float() * 2
-    expected = samplers[0].sample(logits, slots)
-    token_ids = sample_on_device(logits, samplers[1].draws(slots), device)
+    expected = samplers[0].sample(logits, rows)
+    token_ids = sample_on_device(logits, samplers[1].draws(rows), device)
     others = int((token_ids.cpu().numpy() != expected.token_ids).sum())
     sampled = torch.from_numpy(expected.token_ids.astype(np.int64)).to(token_ids)
-    found = logprobs_on_device(logits, sampled, samplers[1].num_logprobs(slots), device).wait()
+    found = logprobs_on_device(logits, sampled, samplers[1].num_logprobs(rows), device).wait()
     worst = 0.0
     for row, theirs in expected.logprobs.items():
         ours = found[row]
@@ -89,7 +89,7 @@ def sampling_differences(device: Device) -> tuple[int, float]:
 
 def _sampler() -> Sampler:
     sampler = Sampler(NUM_ROWS, VOCAB_SIZE)
-    for slot in range(NUM_ROWS):
-        params = SamplingParams(seed=slot, logprobs=NUM_TOP, **KINDS[slot % len(KINDS)])
-        sampler.add(slot, params, np.arange(3), 3)
+    for row in range(NUM_ROWS):
+        params = SamplingParams(seed=row, logprobs=NUM_TOP, **KINDS[row % len(KINDS)])
+        sampler.add(row, params, np.arange(3), 3)
     return sampler

@@ -36,13 +36,13 @@ def log_probabilities(runner: Runner, texts: np.ndarray, num_single: int) -> np.
     tables = blocks.reshape(batch, groups, width)
     asking = SamplingParams(temperature=0, prompt_logprobs=0)
     entering = tuple(
-        NewRequest(slot, texts[slot], length, asking, tuple(tables[slot])) for slot in range(batch)
+        NewRequest(row, texts[row], length, asking, tuple(tables[row])) for row in range(batch)
     )
-    slots, ones = np.arange(batch, dtype=np.int32), np.ones(batch, np.int32)
+    rows, ones = np.arange(batch, dtype=np.int32), np.ones(batch, np.int32)
     first = length - num_single
-    steps = [StepInput(GENERATION, 0, slots, ones * first, ones * 0, new_requests=entering)]
+    steps = [StepInput(GENERATION, 0, rows, ones * first, ones * 0, new_requests=entering)]
     for computed in range(first, length - 1):
-        steps.append(StepInput(GENERATION, len(steps), slots, ones, ones * computed))
+        steps.append(StepInput(GENERATION, len(steps), rows, ones, ones * computed))
     return np.concatenate([_of_prompts(runner.execute(step)) for step in steps], axis=1)
 
 

@@ -53,10 +53,10 @@ def to_step(plan: SchedulerOutput) -> StepInput:
     return StepInput(
         generation=_GENERATION,
         step=plan.step,
-        slots=_ints([request.row for request in plan.requests]),
+        rows=_ints([request.row for request in plan.requests]),
         num_scheduled_tokens=_ints(plan.num_scheduled_tokens),
         num_computed_tokens=_ints(plan.num_computed_tokens),
-        removed_slots=_ints(plan.removed_rows),
+        removed_rows=_ints(plan.removed_rows),
         new_requests=tuple(
             _new_request(request, tables) for request, tables in plan.block_tables.items()
         ),
@@ -68,7 +68,7 @@ def _new_request(request: Request, tables: BlockTables) -> NewRequest:
     if request.row is None or not isinstance(request.sampling, SamplingParams):
         raise AssertionError(f"{request.request_id} is not ready to be sent")
     return NewRequest(
-        slot=request.row,
+        row=request.row,
         token_ids=_ints(request.token_ids),
         num_prompt_tokens=request.num_prompt_tokens,
         sampling=request.sampling,
@@ -77,10 +77,10 @@ def _new_request(request: Request, tables: BlockTables) -> NewRequest:
 
 
 def _appended(blocks: Mapping[Request, BlockTables]) -> tuple[AppendedBlocks, ...]:
-    slots = _ints([request.row for request in blocks])
+    rows = _ints([request.row for request in blocks])
     return tuple(
         AppendedBlocks(
-            slots,
+            rows,
             _ints([len(ids) for ids in of_group]),
             _ints([block for ids in of_group for block in ids]),
         )

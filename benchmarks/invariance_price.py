@@ -101,7 +101,7 @@ class StepTimer:
         return StepInput(
             generation=self._generation,
             step=1 + number,
-            slots=np.arange(count, dtype=np.int32),
+            rows=np.arange(count, dtype=np.int32),
             num_scheduled_tokens=np.full(count, load.num_tokens, np.int32),
             num_computed_tokens=np.full(count, load.num_prefix + number, np.int32),
             new_requests=() if number else self._requests(load),
@@ -112,8 +112,8 @@ class StepTimer:
         tables = np.arange(1, 1 + load.num_requests * width, dtype=np.int32).reshape(-1, width)
         tokens = np.random.default_rng(0).integers(3, 256, (load.num_requests, length), np.int32)
         return tuple(
-            NewRequest(slot, tokens[slot], length, GREEDY, (tables[slot],))
-            for slot in range(load.num_requests)
+            NewRequest(row, tokens[row], length, GREEDY, (tables[row],))
+            for row in range(load.num_requests)
         )
 
 

@@ -56,15 +56,15 @@ class NullRunner:
         """Waits, and makes up a token for each request that has no prompt left to compute."""
         begun = time.perf_counter()
         for request in step.new_requests:
-            self._num_known[request.slot] = len(request.token_ids)
+            self._num_known[request.row] = len(request.token_ids)
         ends = step.num_computed_tokens + step.num_scheduled_tokens
-        num_tokens = (ends >= self._num_known[step.slots]).astype(np.int32)
+        num_tokens = (ends >= self._num_known[step.rows]).astype(np.int32)
         made_up = np.full(num_tokens.sum(), _MADE_UP_TOKEN, np.int32)
         output = StepOutput(step.generation, step.step, num_tokens, made_up)
-        is_decode = step.num_scheduled_tokens.sum() == len(step.slots)
+        is_decode = step.num_scheduled_tokens.sum() == len(step.rows)
         self._wait_since(begun)
         if is_decode:
-            self.served.append((time.perf_counter_ns(), len(step.slots)))
+            self.served.append((time.perf_counter_ns(), len(step.rows)))
         return output
 
     def run_bare(self, num_steps: int) -> list[int]:

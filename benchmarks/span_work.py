@@ -103,22 +103,22 @@ def worker_steps(tracing: Tracing, traceparents: Sequence[str]) -> Step:
     """The worker's part: one execution, and the phases of its requests."""
     tracer, sampler = WorkerTracer(tracing, 0), _step_sampler(tracing)
     count = len(traceparents)
-    ones, slots = np.ones(count, np.int32), np.arange(count, dtype=np.int32)
+    ones, rows = np.ones(count, np.int32), np.arange(count, dtype=np.int32)
     entering = tuple(
-        NewRequest(slot, ones[:1], 1, SamplingParams(), (ones[:1],)) for slot in range(count)
+        NewRequest(row, ones[:1], 1, SamplingParams(), (ones[:1],)) for row in range(count)
     )
     messages = [
-        worker_pb2.NewRequest(slot=slot, traceparent=text) for slot, text in enumerate(traceparents)
+        worker_pb2.NewRequest(row=row, traceparent=text) for row, text in enumerate(traceparents)
     ]
     output = StepOutput(1, 0, num_tokens=ones, token_ids=ones)
     now = time.time_ns()
     times = StepTimes(now, now, now)
-    first = StepInput(1, 0, slots, ones, ones, new_requests=entering)
+    first = StepInput(1, 0, rows, ones, ones, new_requests=entering)
     tracer.record(worker_pb2.ExecuteRequest(new_requests=messages), first, output, times)
 
     async def step(number: int) -> None:
         message = worker_pb2.ExecuteRequest(step=number, traceparent=sampler())
-        tracer.record(message, StepInput(1, number, slots, ones, ones), output, times)
+        tracer.record(message, StepInput(1, number, rows, ones, ones), output, times)
 
     return step
 

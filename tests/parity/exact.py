@@ -42,9 +42,9 @@ class Recorder:
         self._model, self._attention = model, attention
         return self, self
 
-    def logits_of(self, slot: int) -> torch.Tensor:
-        """Logits of the tokens of a slot that the last step computed, [n, vocab_size]."""
-        return self._rows_of[slot]
+    def logits_of(self, row: int) -> torch.Tensor:
+        """Logits of the tokens of a row that the last step computed, [n, vocab_size]."""
+        return self._rows_of[row]
 
     def begin_step(self, layouts: Sequence[StepLayout]) -> LayerAttention:
         """See PagedAttention."""
@@ -78,8 +78,8 @@ class Recorder:
             assert_same_bits(logits, whole if wanted is None else whole[wanted], "wanted rows")
         assert self._layout is not None
         starts = self._layout.query_starts.tolist()
-        for number, slot in enumerate(self._layout.rows.tolist()):
-            self._rows_of[slot] = whole[starts[number] : starts[number + 1]]
+        for number, row in enumerate(self._layout.rows.tolist()):
+            self._rows_of[row] = whole[starts[number] : starts[number + 1]]
         return hidden, logits
 
 
@@ -137,7 +137,7 @@ class ExactModel:
             request = Request(list(tokens), 1)
             serving = self.serving()
             serving.driver.step([(request, len(tokens))])
-            self.references[key] = self.recorder.logits_of(serving.slot_of(request)).clone()
+            self.references[key] = self.recorder.logits_of(serving.row_of(request)).clone()
             torch.set_num_threads(threads)
         return self.references[key]
 
@@ -155,7 +155,7 @@ class ExactServing:
         self.driver.step(scheduled)
         for begin, (request, count) in zip(begins, scheduled, strict=True):
             expected = self.model.references[tuple(request.prompt)][begin : begin + count]
-            actual = self.model.recorder.logits_of(self.slot_of(request))
+            actual = self.model.recorder.logits_of(self.row_of(request))
             name = f"{what}: {len(request.prompt)} tokens, step from {begin} to {begin + count}"
             assert_same_bits(actual, expected, name)
 
@@ -177,10 +177,10 @@ class ExactServing:
                     self.driver.remove(request)
 
     @staticmethod
-    def slot_of(request: Request) -> int:
-        """The slot of a request that is in the batch."""
-        assert request.slot is not None
-        return request.slot
+    def row_of(request: Request) -> int:
+        """The row of a request that is in the batch."""
+        assert request.row is not None
+        return request.row
 
 
 def drawn(length: int, seed: int, vocab_size: int) -> list[int]:

@@ -1,7 +1,7 @@
 """Requests served by chance: what no scheduler would do in so short a time, and each may do.
 
 A step computes some of the running requests, each as far as chance will have it, drafts behind its
-last token. Requests are preempted, in groups or alone, and come back in another slot; generations
+last token. Requests are preempted, in groups or alone, and come back in another row; generations
 end. The pool knows every block that it ever filled until it is handed out again, so that whoever
 enters shares what others computed, in each KV-cache group what its window shows. Blocks are handed
 out in no order, full of what was in them, some of them cleared.
@@ -82,7 +82,7 @@ class RandomServing:
         self._random = np.random.default_rng(seed)
         self._max_chunk = max_chunk
         self._pool = RandomPool(runner.limits.num_blocks, self._random)
-        self._slots = list(range(runner.limits.max_num_seqs))
+        self._rows = list(range(runner.limits.max_num_seqs))
         self._removed: list[int] = []
         self._step = 0
         self.happened = Happened()
@@ -90,11 +90,11 @@ class RandomServing:
     def run(self, requests: list[Request], drafts: dict[tuple[int, ...], list[int]]) -> None:
         """Until all are finished. `drafts`: by prompt, outputs to draft from."""
         while waiting := [request for request in requests if not request.finished]:
-            self._preempt([request for request in waiting if request.slot is not None])
+            self._preempt([request for request in waiting if request.row is not None])
             chosen = [request for request in waiting if self._random.random() < 0.7]
             self._compute(chosen or waiting[:1], drafts)
             for request in requests:
-                if request.finished and request.slot is not None:
+                if request.finished and request.row is not None:
                     self._remove(request)
 
     def _preempt(self, running: list[Request]) -> None:
@@ -111,19 +111,19 @@ class RandomServing:
                 self._remove(request)
 
     def _remove(self, request: Request) -> None:
-        assert request.slot is not None
-        self._removed.append(request.slot)
-        self._slots.append(request.slot)
+        assert request.row is not None
+        self._removed.append(request.row)
+        self._rows.append(request.row)
         for table in request.tables:
             self._pool.free(table)
-        request.slot, request.tables, request.num_computed = None, [], 0
+        request.row, request.tables, request.num_computed = None, [], 0
 
     def _compute(self, chosen: list[Request], drafts: dict[tuple[int, ...], list[int]]) -> None:
         random, entering, drafted = self._random, [], []
         grown: list[list[tuple[int, list[int]]]] = [[] for _ in self._runner.limits.windows]
         counts, cleared = [], []
         for request in chosen:
-            is_new = request.slot is None
+            is_new = request.row is None
             if is_new:
                 self._enter(request)
             left = len(request.tokens) - request.num_computed
@@ -136,19 +136,19 @@ class RandomServing:
                 entering.append(self._new_request(request))
             elif any(added):
                 for group, blocks in enumerate(added):
-                    grown[group].append((request.slot, blocks))
+                    grown[group].append((request.row, blocks))
             counts.append(count)
             drafted.append(own)
         output = self._runner.execute(
             StepInput(
                 generation=self.happened.generations,
                 step=self._step,
-                slots=ints(*(request.slot for request in chosen)),
+                rows=ints(*(request.row for request in chosen)),
                 num_scheduled_tokens=ints(
                     *(count + len(own) for count, own in zip(counts, drafted, strict=True))
                 ),
                 num_computed_tokens=ints(*(request.num_computed for request in chosen)),
-                removed_slots=ints(*self._removed),
+                removed_rows=ints(*self._removed),
                 new_requests=tuple(entering),
                 appended_blocks=tuple(appended(*of_group) for of_group in grown)
                 if any(grown)
@@ -163,8 +163,8 @@ class RandomServing:
         self._take(chosen, counts, drafted, output)
 
     def _enter(self, request: Request) -> None:
-        """Finds a slot, and what is cached of its tokens; all of that, or less."""
-        request.slot = self._slots.pop(int(self._random.integers(len(self._slots))))
+        """Finds a row, and what is cached of its tokens; all of that, or less."""
+        request.row = self._rows.pop(int(self._random.integers(len(self._rows))))
         request.prompt_rows.clear()
         block_size = self._runner.limits.block_size
         hit = 0
@@ -219,10 +219,10 @@ class RandomServing:
         return added
 
     def _new_request(self, request: Request) -> NewRequest:
-        assert request.slot is not None
+        assert request.row is not None
         embeds = request.embeds
         return NewRequest(
-            slot=request.slot,
+            row=request.row,
             token_ids=ints(*request.tokens),
             num_prompt_tokens=len(request.prompt),
             sampling=request.sampling,

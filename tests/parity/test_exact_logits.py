@@ -144,7 +144,7 @@ def test_embedded_prompts_and_those_beside_them(model: ExactModel) -> None:
     alone = embedded()
     serving = model.serving(seed=8)
     serving.driver.step([(alone, 53)])
-    model.references[tuple(alone.prompt)] = model.recorder.logits_of(serving.slot_of(alone)).clone()
+    model.references[tuple(alone.prompt)] = model.recorder.logits_of(serving.row_of(alone)).clone()
     together = [embedded(), *requests()[3:9]]
     model.serving(seed=9).run(together, [7, 16, 5], "beside an embedded prompt")
 

@@ -135,7 +135,7 @@ def test_sixteen_that_join_one_after_the_other(served) -> None:
             ]
         )
         for request in together:
-            if request.finished and request.slot is not None:
+            if request.finished and request.row is not None:
                 driver.remove(request)
     driver.run(together)
     assert_parity(model, together)

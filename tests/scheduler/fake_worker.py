@@ -112,9 +112,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     def _run(
         self, model: PagedModel, step: worker_pb2.ExecuteRequest
     ) -> worker_pb2.ExecuteResponse:
-        rows = unpack_token_ids(step.slots)
+        rows = unpack_token_ids(step.rows)
         tokens = model.run(
-            unpack_token_ids(step.removed_slots),
+            unpack_token_ids(step.removed_rows),
             [_row(request) for request in step.new_requests],
             _appended(step),
             [
@@ -145,7 +145,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
 def _row(request: worker_pb2.NewRequest) -> NewRow:
     return NewRow(
-        request.slot,
+        request.row,
         unpack_token_ids(request.token_ids),
         [unpack_token_ids(table.block_ids) for table in request.block_tables],
     )
@@ -156,7 +156,7 @@ def _appended(step: worker_pb2.ExecuteRequest) -> dict[int, list[list[int]]]:
     for group in step.appended_blocks:
         blocks, start = unpack_token_ids(group.block_ids), 0
         counts = unpack_token_ids(group.num_blocks)
-        for row, count in zip(unpack_token_ids(group.slots), counts, strict=True):
+        for row, count in zip(unpack_token_ids(group.rows), counts, strict=True):
             appended.setdefault(row, []).append(blocks[start : start + count])
             start += count
     return appended

@@ -88,9 +88,9 @@ def build_runner(
 
 
 def appended(*grown: tuple[int, list[int]]) -> AppendedBlocks:
-    """Growth of tables: each slot with its further blocks."""
+    """Growth of tables: each row with its further blocks."""
     return AppendedBlocks(
-        slots=ints(*(slot for slot, _ in grown)),
+        rows=ints(*(row for row, _ in grown)),
         num_blocks=ints(*(len(block_ids) for _, block_ids in grown)),
         block_ids=ints(*(block for _, block_ids in grown for block in block_ids)),
     )
@@ -110,7 +110,7 @@ class Request:
     output: list[int] = field(default_factory=list)
     tables: list[list[int]] = field(default_factory=list)
     num_computed: int = 0
-    slot: int | None = None
+    row: int | None = None
     embeds: PromptEmbeds | None = None
     prompt_rows: list[LogprobRows] = field(default_factory=list)
     sampled_rows: list[LogprobRows] = field(default_factory=list)
@@ -149,7 +149,7 @@ class Driver:
         self._keeps = keeps
         self.shared: set[int] = set()
         self._removed: list[int] = []
-        self._slots = list(range(runner.limits.max_num_seqs))
+        self._rows = list(range(runner.limits.max_num_seqs))
         self._step = 0
 
     def step(self, scheduled: Sequence[tuple[Request, int]]) -> StepOutput:
@@ -158,21 +158,21 @@ class Driver:
         grown: list[list[tuple[int, list[int]]]] = [[] for _ in self._windows]
         for request, count in scheduled:
             added = self._extend(request, request.num_computed + count)
-            if request.slot is None:
-                request.slot = self._slots.pop(0)
+            if request.row is None:
+                request.row = self._rows.pop(0)
                 request.prompt_rows.clear()
                 entering.append(self._new_request(request))
             elif any(added):
                 for group, blocks in enumerate(added):
-                    grown[group].append((request.slot, blocks))
+                    grown[group].append((request.row, blocks))
         output = self.runner.execute(
             StepInput(
                 generation=1,
                 step=self._step,
-                slots=ints(*(request.slot for request, _ in scheduled)),
+                rows=ints(*(request.row for request, _ in scheduled)),
                 num_scheduled_tokens=ints(*(count for _, count in scheduled)),
                 num_computed_tokens=ints(*(request.num_computed for request, _ in scheduled)),
-                removed_slots=ints(*self._removed),
+                removed_rows=ints(*self._removed),
                 new_requests=tuple(entering),
                 appended_blocks=tuple(appended(*of_group) for of_group in grown)
                 if any(grown)
@@ -207,11 +207,11 @@ class Driver:
 
     def remove(self, request: Request) -> None:
         """Takes a request out of the batch; its tokens stay, its blocks are given back."""
-        assert request.slot is not None
-        self._removed.append(request.slot)
-        self._slots.append(request.slot)
+        assert request.row is not None
+        self._removed.append(request.row)
+        self._rows.append(request.row)
         self._free[:0] = [block for table in request.tables for block in self._owned(table)]
-        request.slot = None
+        request.row = None
         request.tables = []
         request.num_computed = 0
 
@@ -242,9 +242,9 @@ class Driver:
         return [block for block in table if block and block not in self.shared]
 
     def _new_request(self, request: Request) -> NewRequest:
-        assert request.slot is not None
+        assert request.row is not None
         return NewRequest(
-            slot=request.slot,
+            row=request.row,
             token_ids=ints(*request.tokens),
             num_prompt_tokens=len(request.prompt),
             sampling=request.sampling,

@@ -16,31 +16,31 @@ PENALISED = SamplingParams(temperature=0.8, repetition_penalty=1.3, seed=3)
 WITH_LOGPROBS = SamplingParams(temperature=0, logprobs=1, prompt_logprobs=0)
 
 
-def new(slot: int, sampling: SamplingParams, num_groups: int = 1) -> NewRequest:
+def new(row: int, sampling: SamplingParams, num_groups: int = 1) -> NewRequest:
     """PROMPT with six blocks, room for 24 tokens and more, in each KV-cache group."""
     tables = (
         np.arange(1 + 6 * index, 7 + 6 * index, dtype=np.int32)
-        for index in range(slot * num_groups, (slot + 1) * num_groups)
+        for index in range(row * num_groups, (row + 1) * num_groups)
     )
-    return NewRequest(slot, ints(*PROMPT), len(PROMPT), sampling, tuple(tables))
+    return NewRequest(row, ints(*PROMPT), len(PROMPT), sampling, tuple(tables))
 
 
-def step(number: int, *rows: tuple[int, int, int], **changes) -> StepInput:
-    """Rows are (slot, scheduled, computed)."""
-    slots, scheduled, computed = zip(*rows, strict=True)
-    return StepInput(1, number, ints(*slots), ints(*scheduled), ints(*computed), **changes)
+def step(number: int, *entries: tuple[int, int, int], **changes) -> StepInput:
+    """Entries are (row, scheduled, computed)."""
+    rows, scheduled, computed = zip(*entries, strict=True)
+    return StepInput(1, number, ints(*rows), ints(*scheduled), ints(*computed), **changes)
 
 
 def story(kinds: tuple[SamplingParams, ...], num_groups: int = 1) -> list[StepInput]:
     """Three requests decode; the second makes room for another; the last comes in chunks."""
     first, second, third, fourth = (
-        new(slot, kind, num_groups) for slot, kind in zip((0, 1, 2, 1), kinds, strict=True)
+        new(row, kind, num_groups) for row, kind in zip((0, 1, 2, 1), kinds, strict=True)
     )
     steps = [step(0, (0, 5, 0), (1, 5, 0), new_requests=(first, second))]
     steps += [step(1, (0, 1, 5), (1, 1, 5))]
     steps += [step(2, (0, 1, 6), (1, 1, 6), (2, 3, 0), new_requests=(third,))]
     steps += [step(3, (0, 1, 7), (2, 2, 3), (1, 1, 7))]
-    steps += [step(4, (1, 5, 0), (0, 1, 8), removed_slots=ints(1), new_requests=(fourth,))]
+    steps += [step(4, (1, 5, 0), (0, 1, 8), removed_rows=ints(1), new_requests=(fourth,))]
     steps += [step(5 + n, (2, 1, 5 + n), (0, 1, 9 + n), (1, 1, 5 + n)) for n in range(6)]
     return steps
 

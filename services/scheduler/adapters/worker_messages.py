@@ -21,9 +21,9 @@ def to_execute_request(
     return worker_pb2.ExecuteRequest(
         generation=generation,
         step=plan.step,
-        removed_slots=pack_token_ids(plan.removed_rows),
+        removed_rows=pack_token_ids(plan.removed_rows),
         new_requests=_new_requests(plan),
-        slots=pack_token_ids(_rows(plan.requests)),
+        rows=pack_token_ids(_rows(plan.requests)),
         num_scheduled_tokens=pack_token_ids(plan.num_scheduled_tokens),
         num_computed_tokens=pack_token_ids(plan.num_computed_tokens),
         appended_blocks=_appended(plan.appended_blocks),
@@ -73,7 +73,7 @@ def _new_request(
         raise AssertionError(f"{request.request_id} came without sampling parameters")
     embeds = request.prompt_embeds
     return worker_pb2.NewRequest(
-        slot=_rows([request])[0],
+        row=_rows([request])[0],
         token_ids=pack_token_ids(request.token_ids),
         num_prompt_tokens=request.num_prompt_tokens,
         sampling=request.sampling,
@@ -90,7 +90,7 @@ def _appended(blocks: Mapping[Request, BlockTables]) -> list[worker_pb2.Appended
     rows = pack_token_ids(_rows(blocks))
     return [
         worker_pb2.AppendedBlocks(
-            slots=rows,
+            rows=rows,
             num_blocks=pack_token_ids([len(ids) for ids in of_group]),
             block_ids=pack_token_ids([block for ids in of_group for block in ids]),
         )

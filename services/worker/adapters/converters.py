@@ -31,14 +31,14 @@ def step_from_message(message: worker_pb2.ExecuteRequest) -> StepInput:
     return StepInput(
         generation=message.generation,
         step=message.step,
-        slots=_array(message.slots, "slots"),
+        rows=_array(message.rows, "rows"),
         num_scheduled_tokens=_array(message.num_scheduled_tokens, "num_scheduled_tokens"),
         num_computed_tokens=_array(message.num_computed_tokens, "num_computed_tokens"),
-        removed_slots=_array(message.removed_slots, "removed_slots"),
+        removed_rows=_array(message.removed_rows, "removed_rows"),
         new_requests=tuple(_new_request(request) for request in message.new_requests),
         appended_blocks=tuple(
             AppendedBlocks(
-                _array(appended.slots, "appended_blocks.slots"),
+                _array(appended.rows, "appended_blocks.rows"),
                 _array(appended.num_blocks, "appended_blocks.num_blocks"),
                 _array(appended.block_ids, "appended_blocks.block_ids"),
             )
@@ -105,7 +105,7 @@ def _group(group: LayerGroup, block_size: int) -> common_pb2.KVCacheGroup:
 
 def _new_request(message: worker_pb2.NewRequest) -> NewRequest:
     return NewRequest(
-        slot=message.slot,
+        row=message.row,
         token_ids=_array(message.token_ids, "new_requests.token_ids"),
         num_prompt_tokens=message.num_prompt_tokens,
         sampling=sampling_from_message(message.sampling),

@@ -83,18 +83,18 @@ class StepTracer:
         if message.traceparent:
             self._record_step(message, step, times)
         if self._requests:
-            for slot in step.removed_slots.tolist():
-                self._end_request(slot)
+            for row in step.removed_rows.tolist():
+                self._end_request(row)
         for request in message.new_requests:
             if request.traceparent:
-                self._requests[request.slot] = _RequestTrace(request.traceparent)
+                self._requests[request.row] = _RequestTrace(request.traceparent)
         if self._requests:
             self._record_requests(step, output, times)
 
     def close(self) -> None:
         """Ends what is open."""
-        for slot in list(self._requests):
-            self._end_request(slot)
+        for row in list(self._requests):
+            self._end_request(row)
 
     def _record_step(
         self, message: worker_pb2.ExecuteRequest, step: StepInput, times: StepTimes
@@ -107,7 +107,7 @@ class StepTracer:
                 names.ATTR_STEP: step.step,
                 names.ATTR_GENERATION: step.generation,
                 names.ATTR_RANK: self._rank,
-                names.ATTR_NUM_REQUESTS: len(step.slots),
+                names.ATTR_NUM_REQUESTS: len(step.rows),
                 names.ATTR_NUM_SCHEDULED_TOKENS: int(step.num_scheduled_tokens.sum()),
             },
             start_unix_nanos=times.arrived_unix_nanos,
@@ -117,13 +117,13 @@ class StepTracer:
 
     def _record_requests(self, step: StepInput, output: StepOutput, times: StepTimes) -> None:
         columns = (
-            step.slots.tolist(),
+            step.rows.tolist(),
             step.num_scheduled_tokens.tolist(),
             step.num_computed_tokens.tolist(),
             output.num_tokens.tolist(),
         )
-        for slot, scheduled, computed, sampled in zip(*columns, strict=True):
-            request = self._requests.get(slot)
+        for row, scheduled, computed, sampled in zip(*columns, strict=True):
+            request = self._requests.get(row)
             if request is None:
                 continue
             if request.decode is not None:
@@ -148,7 +148,7 @@ class StepTracer:
             )
         )
 
-    def _end_request(self, slot: int) -> None:
-        request = self._requests.pop(slot, None)
+    def _end_request(self, row: int) -> None:
+        request = self._requests.pop(row, None)
         if request is not None:
             request.end()

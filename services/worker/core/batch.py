@@ -1,6 +1,6 @@
 """The persistent batch: what the worker remembers of each running request between steps.
 
-A request is sent once, in full, and takes a slot. After that only differences arrive, and the
+A request is sent once, in full, and takes a row. After that only differences arrive, and the
 worker appends what it samples to its own copy of the tokens, so that a step can be planned and sent
 before the one ahead of it has run. The idea is vLLM's persistent input batch.
 """
@@ -41,9 +41,9 @@ class BatchLimits:
 
 
 class PersistentBatch:
-    """Slots with their tokens, block tables and sampling parameters.
+    """Rows with their tokens, block tables and sampling parameters.
 
-    `apply` checks a step against the batch and only then changes it. Arrays are indexed by slot:
+    `apply` checks a step against the batch and only then changes it. Arrays are indexed by row:
 
     * `token_ids` int32 [max_num_seqs, max_model_len + 1], of which `num_tokens` are known: prompt,
       output so far, and what was sampled here since;
@@ -56,19 +56,19 @@ class PersistentBatch:
 
     def __init__(self, limits: BatchLimits) -> None:
         self.limits = limits
-        slots = limits.max_num_seqs
-        self.token_ids = np.zeros((slots, limits.max_model_len + 1), np.int32)
-        self.num_tokens = np.zeros(slots, np.int32)
-        self.num_prompt_tokens = np.zeros(slots, np.int32)
-        self.room = np.zeros(slots, np.int32)
+        rows = limits.max_num_seqs
+        self.token_ids = np.zeros((rows, limits.max_model_len + 1), np.int32)
+        self.num_tokens = np.zeros(rows, np.int32)
+        self.num_prompt_tokens = np.zeros(rows, np.int32)
+        self.room = np.zeros(rows, np.int32)
         num_groups = len(limits.windows)
-        self.block_tables = np.zeros((num_groups, slots, limits.max_blocks_per_seq), np.int32)
-        self.num_blocks = np.zeros((num_groups, slots), np.int32)
+        self.block_tables = np.zeros((num_groups, rows, limits.max_blocks_per_seq), np.int32)
+        self.num_blocks = np.zeros((num_groups, rows), np.int32)
         self.sampling: dict[int, SamplingParams] = {}
 
     @property
-    def slots(self) -> list[int]:
-        """Slots in use."""
+    def rows(self) -> list[int]:
+        """Rows in use."""
         return sorted(self.sampling)
 
     def clear(self) -> None:
@@ -78,43 +78,43 @@ class PersistentBatch:
     def apply(self, step: StepInput) -> None:
         """Takes over the difference that `step` brings. Raises InvalidStep, changing nothing."""
         StepCheck(self, step).run()
-        for slot in step.removed_slots.tolist():
-            del self.sampling[slot]
+        for row in step.removed_rows.tolist():
+            del self.sampling[row]
         for request in step.new_requests:
             self._enter(request)
         for group, appended in enumerate(step.appended_blocks):
             first = 0
-            for slot, count in zip(appended.slots, appended.num_blocks, strict=True):
-                self._grow(group, slot, appended.block_ids[first : first + count])
+            for row, count in zip(appended.rows, appended.num_blocks, strict=True):
+                self._grow(group, row, appended.block_ids[first : first + count])
                 first += count
 
-    def append_one(self, slots: Int32Array, token_ids: Int32Array) -> None:
+    def append_one(self, rows: Int32Array, token_ids: Int32Array) -> None:
         """Adds one sampled token to each of some requests."""
-        self.token_ids[slots, self.num_tokens[slots]] = token_ids
-        self.num_tokens[slots] += 1
+        self.token_ids[rows, self.num_tokens[rows]] = token_ids
+        self.num_tokens[rows] += 1
 
-    def append(self, slot: int, token_ids: Sequence[int] | Int32Array) -> None:
+    def append(self, row: int, token_ids: Sequence[int] | Int32Array) -> None:
         """Adds sampled tokens to a request's known ones."""
-        start = self.num_tokens[slot]
-        self.token_ids[slot, start : start + len(token_ids)] = token_ids
-        self.num_tokens[slot] += len(token_ids)
+        start = self.num_tokens[row]
+        self.token_ids[row, start : start + len(token_ids)] = token_ids
+        self.num_tokens[row] += len(token_ids)
 
-    def expect(self, slots: Int32Array) -> None:
+    def expect(self, rows: Int32Array) -> None:
         """One more token of each of these requests; which one is not known here."""
-        self.num_tokens[slots] += 1
+        self.num_tokens[rows] += 1
 
     def _enter(self, request: NewRequest) -> None:
-        slot = request.slot
-        self.sampling[slot] = request.sampling
-        self.num_tokens[slot] = 0
-        self.num_blocks[:, slot] = 0
-        self.num_prompt_tokens[slot] = request.num_prompt_tokens
-        self.append(slot, request.token_ids)
+        row = request.row
+        self.sampling[row] = request.sampling
+        self.num_tokens[row] = 0
+        self.num_blocks[:, row] = 0
+        self.num_prompt_tokens[row] = request.num_prompt_tokens
+        self.append(row, request.token_ids)
         for group, block_ids in enumerate(request.block_tables):
-            self._grow(group, slot, block_ids)
+            self._grow(group, row, block_ids)
 
-    def _grow(self, group: int, slot: int, block_ids: Int32Array) -> None:
-        start = self.num_blocks[group, slot]
-        self.block_tables[group, slot, start : start + len(block_ids)] = block_ids
-        self.num_blocks[group, slot] += len(block_ids)
-        self.room[slot] = self.limits.room(int(self.num_blocks[:, slot].min()))
+    def _grow(self, group: int, row: int, block_ids: Int32Array) -> None:
+        start = self.num_blocks[group, row]
+        self.block_tables[group, row, start : start + len(block_ids)] = block_ids
+        self.num_blocks[group, row] += len(block_ids)
+        self.room[row] = self.limits.room(int(self.num_blocks[:, row].min()))

@@ -10,7 +10,7 @@ from services.worker.backends.attention import Int32Array, Int64Array
 
 
 @dataclass(frozen=True, slots=True)
-class StepRows:
+class StepRequests:
     """The requests of a step, in the layout's order.
 
     `order`: which of the step's requests each is. `ends`: tokens that each has once the step is
@@ -18,29 +18,29 @@ class StepRows:
     """
 
     order: Int64Array
-    slots: Int32Array
+    rows: Int32Array
     first_tokens: Int32Array
     ends: Int32Array
     num_scheduled_tokens: Int32Array
     num_draft_tokens: Int32Array | None
 
-    def sampling(self, num_tokens: Int32Array) -> "SamplingRows":
+    def sampling(self, num_tokens: Int32Array) -> "SamplingRequests":
         """Who is sampled: whose last known token is computed; `num_tokens` are known of each."""
         drafts = self.num_draft_tokens
         known = self.ends if drafts is None else self.ends - drafts
         requests = np.flatnonzero(known == num_tokens)
         behind = (self.first_tokens + self.num_scheduled_tokens)[requests].astype(np.int64)
         if drafts is None:
-            return SamplingRows(requests, behind - 1, np.arange(len(requests)))
+            return SamplingRequests(requests, behind - 1, np.arange(len(requests)))
         counts = drafts[requests] + 1
         firsts = np.cumsum(counts) - counts
         tokens = np.repeat(behind - counts - firsts, counts) + np.arange(counts.sum())
-        return SamplingRows(requests, tokens, firsts)
+        return SamplingRequests(requests, tokens, firsts)
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingRows:
-    """Which of a step's rows are sampled.
+class SamplingRequests:
+    """Which of a step's requests are sampled.
 
     `tokens`, rising, are those whose logits that takes: of each request its last known one and its
     drafts, from `firsts` on.

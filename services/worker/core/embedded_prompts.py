@@ -20,26 +20,26 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class _Embeds:
-    """What is seen of the tokens [begin, end) of a slot, [end - begin, hidden_size]."""
+    """What is seen of the tokens [begin, end) of a row, [end - begin, hidden_size]."""
 
     begin: int
     end: int
-    rows: torch.Tensor
+    matrix: torch.Tensor
 
 
 class EmbeddedPrompts:
-    """The embeddings of each slot whose prompt came as such: they stand for its first tokens."""
+    """The embeddings of each row whose prompt came as such: they stand for its first tokens."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
         self._embeds: dict[int, _Embeds] = {}
 
     def clear(self) -> None:
-        """Forgets every slot."""
+        """Forgets every row."""
         self._embeds.clear()
 
     def read(self, step: StepInput, device: torch.device) -> dict[int, _Embeds]:
-        """The matrices that new requests bring, by slot, as the model wants them.
+        """The matrices that new requests bring, by row, as the model wants them.
 
         Raises InvalidArgument where one is not as wide as the model, or not what is missing of its
         prompt.
@@ -47,27 +47,27 @@ class EmbeddedPrompts:
         found: dict[int, _Embeds] = {}
         if not step.new_requests:
             return found
-        computed = dict(zip(step.slots.tolist(), step.num_computed_tokens.tolist(), strict=False))
+        computed = dict(zip(step.rows.tolist(), step.num_computed_tokens.tolist(), strict=False))
         for request in step.new_requests:
             embeds, end = request.prompt_embeds, request.num_placeholders
             begin = end if embeds is None else end - embeds.num_tokens
-            if not 0 <= begin <= computed.get(request.slot, begin) or (
+            if not 0 <= begin <= computed.get(request.row, begin) or (
                 end > request.num_prompt_tokens
             ):
                 name = "new_requests.prompt_embeds"
                 raise InvalidStep(
-                    f"step {step.step}: {name}: tokens {begin} to {end} are not what slot "
-                    f"{request.slot} lacks",
+                    f"step {step.step}: {name}: tokens {begin} to {end} are not what row "
+                    f"{request.row} lacks",
                     field=name,
                 )
             if embeds is not None:
-                found[request.slot] = _Embeds(begin, end, self._to_tensor(embeds, device))
+                found[request.row] = _Embeds(begin, end, self._to_tensor(embeds, device))
         return found
 
     def replace(self, step: StepInput, entering: dict[int, _Embeds]) -> None:
         """Takes over who leaves and who enters with a step."""
-        for slot in step.removed_slots.tolist():
-            self._embeds.pop(slot, None)
+        for row in step.removed_rows.tolist():
+            self._embeds.pop(row, None)
         self._embeds |= entering
 
     def of_step(
@@ -79,8 +79,8 @@ class EmbeddedPrompts:
         embedded: torch.Tensor | None = None
         if not self._embeds:
             return embedded
-        for index, slot in enumerate(step.slots.tolist()):
-            given = self._embeds.get(slot)
+        for index, row in enumerate(step.rows.tolist()):
+            given = self._embeds.get(row)
             computed = int(step.num_computed_tokens[index])
             if given is None or computed >= given.end:
                 continue
@@ -88,12 +88,12 @@ class EmbeddedPrompts:
                 embedded = self._model.embed(token_ids)
             count = min(int(step.num_scheduled_tokens[index]), given.end - computed)
             first, begin = int(tokens.first_tokens[index]), computed - given.begin
-            embedded[first : first + count] = given.rows[begin : begin + count]
+            embedded[first : first + count] = given.matrix[begin : begin + count]
         return embedded
 
     def _to_tensor(self, embeds: PromptEmbeds, device: torch.device) -> torch.Tensor:
         like = self._model.embed(torch.zeros(1, dtype=torch.int64, device=device))
         embeds.check(like.shape[1])
         numbers = np.frombuffer(embeds.data, np.uint8).copy()
-        rows = torch.from_numpy(numbers).view(_DTYPES[embeds.dtype])
-        return rows.view(embeds.num_tokens, -1).to(like)
+        matrix = torch.from_numpy(numbers).view(_DTYPES[embeds.dtype])
+        return matrix.view(embeds.num_tokens, -1).to(like)

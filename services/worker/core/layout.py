@@ -38,7 +38,7 @@ def lay_out(step: StepInput, batch: PersistentBatch) -> StepTokens:
         order = np.lexsort((np.where(is_decode, seq_lens, 0), ~is_decode))
         starts = np.zeros(len(counts) + 1, np.int32)
         np.cumsum(counts[order], out=starts[1:])
-    rows, seq_lens = step.slots[order], seq_lens[order]
+    rows, seq_lens = step.rows[order], seq_lens[order]
     layouts = tuple(
         StepLayout(num_decodes, starts, seq_lens, rows, tables, batch.limits.block_size)
         for tables in batch.block_tables

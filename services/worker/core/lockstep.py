@@ -108,8 +108,8 @@ class _Checked:
         self.output: _Output | None = None
         self._digest = blake2b(digest_size=8)
         for array in (
-            *(step.slots, step.num_scheduled_tokens, step.num_computed_tokens),
-            *(step.removed_slots, step.block_ids_to_zero),
+            *(step.rows, step.num_scheduled_tokens, step.num_computed_tokens),
+            *(step.removed_rows, step.block_ids_to_zero),
             *(step.num_draft_tokens, step.draft_token_ids),
             *(request.token_ids for request in step.new_requests),
             *(table for request in step.new_requests for table in request.block_tables),

@@ -1,6 +1,6 @@
 """Tokens that stay on the device, so that the host need not wait for them between two steps.
 
-A step samples where its logits are, keeps the token of each slot there, and starts a download.
+A step samples where its logits are, keeps the token of each row there, and starts a download.
 The next step takes what it needs from there: it is planned, laid out and queued while this one
 runs. What is sampled on the host, because it needs more than a draw, is known here as ever.
 """
@@ -35,7 +35,7 @@ class PendingOutput:
         """The answer, once it is there. May be called from any thread."""
         token_ids = self.token_ids.wait()
         is_usable = token_ids != UNUSABLE
-        num_tokens = np.zeros(len(self.step.slots), np.int32)
+        num_tokens = np.zeros(len(self.step.rows), np.int32)
         num_tokens[self.sampling] = 1
         by_request = self.sampling.argsort()
         return StepOutput(
@@ -60,7 +60,7 @@ class PendingOutput:
 
 
 class Lookahead:
-    """The last token of each slot, on the device, where it was sampled there.
+    """The last token of each row, on the device, where it was sampled there.
 
     `by_row`: rows are sampled, and their log-probabilities computed, one after the other: on a GPU
     the order in which a row is summed depends on how many there are.
@@ -73,12 +73,12 @@ class Lookahead:
         self._is_ahead = np.zeros(max_num_seqs, np.bool_)
 
     def reset(self) -> None:
-        """Forgets every slot."""
+        """Forgets every row."""
         self._is_ahead[:] = False
 
-    def know(self, slots: np.ndarray) -> None:
-        """The last tokens of these slots are known on the host."""
-        self._is_ahead[slots] = False
+    def know(self, rows: np.ndarray) -> None:
+        """The last tokens of these rows are known on the host."""
+        self._is_ahead[rows] = False
 
     def feed(
         self,
@@ -93,18 +93,18 @@ class Lookahead:
         tokens each has. Raises InvalidStep for a request that computes tokens before its last,
         which the host never learned.
         """
-        ahead = np.flatnonzero(self._is_ahead[step.slots])
+        ahead = np.flatnonzero(self._is_ahead[step.rows])
         behind = ahead[step.num_computed_tokens[ahead] != num_tokens[ahead] - 1]
         if len(behind):
             raise InvalidStep(
-                f"step {step.step}: num_computed_tokens: slot {step.slots[behind[0]]} computes "
+                f"step {step.step}: num_computed_tokens: row {step.rows[behind[0]]} computes "
                 "tokens again that it has sampled",
                 field="num_computed_tokens",
             )
         if len(ahead):
-            slots = self._device.upload(step.slots[ahead].astype(np.int64))
+            rows = self._device.upload(step.rows[ahead].astype(np.int64))
             places = self._device.upload(first_tokens[ahead].astype(np.int64))
-            token_ids.index_copy_(0, places, self._last_tokens.index_select(0, slots))
+            token_ids.index_copy_(0, places, self._last_tokens.index_select(0, rows))
 
     def sample(
         self,
@@ -117,10 +117,10 @@ class Lookahead:
         """One token of each request `sampling`, in the order of the logits' rows. `num_logprobs`:
         of the rows that want log-probabilities, how many of the most probable tokens.
         """
-        slots = step.slots[sampling].astype(np.int64)
+        rows = step.rows[sampling].astype(np.int64)
         token_ids = self._sampled(logits, draws)
-        self._last_tokens.index_copy_(0, self._device.upload(slots), token_ids.clamp(min=0))
-        self._is_ahead[slots] = True
+        self._last_tokens.index_copy_(0, self._device.upload(rows), token_ids.clamp(min=0))
+        self._is_ahead[rows] = True
         logprobs = None
         if num_logprobs:
             logprobs = logprobs_on_device(

@@ -19,7 +19,7 @@ import torch
 from services.worker.backends.attention import PagedAttention
 from services.worker.backends.device import CpuDevice, Device
 from services.worker.core.batch import BatchLimits, PersistentBatch
-from services.worker.core.computed import Computed, SamplingRows, StepRows
+from services.worker.core.computed import Computed, SamplingRequests, StepRequests
 from services.worker.core.decode_buckets import DecodeBuckets, is_decodes_alone
 from services.worker.core.embedded_prompts import EmbeddedPrompts
 from services.worker.core.layout import StepTokens, lay_out
@@ -63,7 +63,7 @@ class Runner:
         self._sampler = Sampler(limits.max_num_seqs, limits.vocab_size)
         self._generation: int | None = None
         self._prompt_watchers: set[int] = set()
-        """Slots whose requests want log-probabilities of their prompts."""
+        """Rows whose requests want log-probabilities of their prompts."""
 
     @property
     def limits(self) -> BatchLimits:
@@ -102,42 +102,42 @@ class Runner:
         self._update_batch(step)
         if len(step.block_ids_to_zero):
             self._attention.zero_blocks(step.block_ids_to_zero)
-        if not len(step.slots):
+        if not len(step.rows):
             empty = np.empty(0, np.int32)
             return StepOutput(step.generation, step.step, empty, empty)
         self._place_drafts(step)
         tokens = lay_out(step, self._batch)
-        rows = _step_rows(step, tokens)
-        sampling = rows.sampling(self._batch.num_tokens[rows.slots])
+        requests = _step_requests(step, tokens)
+        sampling = requests.sampling(self._batch.num_tokens[requests.rows])
         computed = self._forward(step, tokens, sampling)
-        prompt = self._prompt_logprobs(rows, computed)
-        return self._sample(step, rows, sampling, computed, prompt)
+        prompt = self._prompt_logprobs(requests, computed)
+        return self._sample(step, requests, sampling, computed, prompt)
 
     def _update_batch(self, step: StepInput) -> None:
         embedded = self._embedded.read(step, self._device.torch_device)
         self._batch.apply(step)
         self._embedded.replace(step, embedded)
-        for slot in step.removed_slots.tolist():
-            self._sampler.remove(slot)
-            self._prompt_watchers.discard(slot)
+        for row in step.removed_rows.tolist():
+            self._sampler.remove(row)
+            self._prompt_watchers.discard(row)
         for new in step.new_requests:
             self._sampler.add(
-                new.slot,
+                new.row,
                 new.sampling,
                 new.token_ids,
                 new.num_prompt_tokens,
                 num_placeholders=new.num_placeholders,
             )
             if self._lookahead is not None:
-                self._lookahead.know(np.array([new.slot]))
+                self._lookahead.know(np.array([new.row]))
             if new.sampling.prompt_logprobs is not None:
-                self._prompt_watchers.add(new.slot)
+                self._prompt_watchers.add(new.row)
 
-    def _forward(self, step: StepInput, tokens: StepTokens, sampling: SamplingRows) -> Computed:
+    def _forward(self, step: StepInput, tokens: StepTokens, sampling: SamplingRequests) -> Computed:
         """Runs the model over the step's tokens, in the layout's order."""
         token_ids = self._device.upload(tokens.token_ids)
         if self._lookahead is not None:
-            num_tokens = self._batch.num_tokens[step.slots]
+            num_tokens = self._batch.num_tokens[step.rows]
             self._lookahead.feed(token_ids, step, tokens.first_tokens, num_tokens)
         embedded = self._embedded.of_step(step, tokens, token_ids)
         is_all = len(sampling.tokens) == len(tokens.token_ids)
@@ -161,107 +161,109 @@ class Runner:
         if not len(step.draft_token_ids):
             return
         first = 0
-        for slot, count in zip(step.slots, step.num_draft_tokens, strict=False):
-            known = self._batch.num_tokens[slot]
+        for row, count in zip(step.rows, step.num_draft_tokens, strict=False):
+            known = self._batch.num_tokens[row]
             drafts = step.draft_token_ids[first : first + count]
-            self._batch.token_ids[slot, known : known + count] = drafts
+            self._batch.token_ids[row, known : known + count] = drafts
             first += count
 
     def _sample(
         self,
         step: StepInput,
-        rows: StepRows,
-        sampling: SamplingRows,
+        requests: StepRequests,
+        sampling: SamplingRequests,
         computed: Computed,
         prompt: dict[int, LogprobRows],
     ) -> StepOutput | PendingOutput:
         """Samples every request that is to be sampled; verifies its drafts."""
         sampled, logits = Sampled(), computed.logits
         if logits is not None:
-            slots, order = rows.slots[sampling.requests], rows.order[sampling.requests]
-            if self._may_look_ahead(rows, slots, prompt):
-                return self._sample_ahead(step, order, slots, logits)
-            if rows.num_draft_tokens is None:
-                output = self._sampler.sample(logits, slots)
+            rows, order = requests.rows[sampling.requests], requests.order[sampling.requests]
+            if self._may_look_ahead(requests, rows, prompt):
+                return self._sample_ahead(step, order, rows, logits)
+            if requests.num_draft_tokens is None:
+                output = self._sampler.sample(logits, rows)
                 sampled.add(order, output)
-                self._batch.append_one(slots, output.token_ids)
+                self._batch.append_one(rows, output.token_ids)
             else:
-                self._verify(rows, sampling, logits, sampled)
+                self._verify(requests, sampling, logits, sampled)
             if self._lookahead is not None:
-                self._lookahead.know(slots)
+                self._lookahead.know(rows)
         return sampled.output(step, prompt)
 
     def _verify(
         self,
-        rows: StepRows,
-        sampling: SamplingRows,
+        requests: StepRequests,
+        sampling: SamplingRequests,
         logits: torch.Tensor,
         sampled: Sampled,
     ) -> None:
         """Samples token by token, of each request until one is not the draft at its position."""
-        drafts = rows.num_draft_tokens
+        drafts = requests.num_draft_tokens
         assert drafts is not None
-        known = rows.ends - drafts
+        known = requests.ends - drafts
         offset, active = 0, np.arange(len(sampling.requests))
         while len(active):
             indexes = sampling.requests[active]
-            slots = rows.slots[indexes]
+            rows = requests.rows[indexes]
             wanted = logits[self._device.upload(sampling.firsts[active] + offset)]
-            output = self._sampler.sample(wanted, slots)
-            sampled.add(rows.order[indexes], output)
-            guessed = self._batch.token_ids[slots, known[indexes] + offset]
+            output = self._sampler.sample(wanted, rows)
+            sampled.add(requests.order[indexes], output)
+            guessed = self._batch.token_ids[rows, known[indexes] + offset]
             stands = (drafts[indexes] > offset) & (guessed == output.token_ids)
             stands[output.nan_rows] = False
-            self._batch.append_one(slots, output.token_ids)
+            self._batch.append_one(rows, output.token_ids)
             active, offset = active[stands], offset + 1
 
     def _may_look_ahead(
-        self, rows: StepRows, slots: Int32Array, prompt: dict[int, LogprobRows]
+        self, requests: StepRequests, rows: Int32Array, prompt: dict[int, LogprobRows]
     ) -> bool:
         """Whether nothing that the device computes is needed here before the step is answered."""
         return (
             self._lookahead is not None
             and not prompt
-            and rows.num_draft_tokens is None
-            and self._sampler.is_simple(slots)
+            and requests.num_draft_tokens is None
+            and self._sampler.is_simple(rows)
         )
 
     def _sample_ahead(
-        self, step: StepInput, sampling: np.ndarray, slots: Int32Array, logits: torch.Tensor
+        self, step: StepInput, sampling: np.ndarray, rows: Int32Array, logits: torch.Tensor
     ) -> PendingOutput:
         assert self._lookahead is not None
-        self._batch.expect(slots)
-        num_logprobs = self._sampler.num_logprobs(slots)
-        draws = self._sampler.draws(slots)
+        self._batch.expect(rows)
+        num_logprobs = self._sampler.num_logprobs(rows)
+        draws = self._sampler.draws(rows)
         return self._lookahead.sample(step, sampling, logits, draws, num_logprobs)
 
-    def _prompt_logprobs(self, rows: StepRows, computed: Computed) -> dict[int, LogprobRows]:
+    def _prompt_logprobs(
+        self, requests: StepRequests, computed: Computed
+    ) -> dict[int, LogprobRows]:
         """Log-probabilities of prompt tokens that follow a position of this step, by request."""
         found: dict[int, LogprobRows] = {}
         if not self._prompt_watchers:
             return found
-        starts = rows.ends - rows.num_scheduled_tokens
-        ends = np.minimum(rows.ends, self._batch.num_prompt_tokens[rows.slots] - 1)
-        for row in np.flatnonzero(starts < ends).tolist():
-            slot, begin, end = rows.slots[row], starts[row], ends[row]
-            num_top = self._batch.sampling[int(slot)].prompt_logprobs
+        starts = requests.ends - requests.num_scheduled_tokens
+        ends = np.minimum(requests.ends, self._batch.num_prompt_tokens[requests.rows] - 1)
+        for index in np.flatnonzero(starts < ends).tolist():
+            row, begin, end = requests.rows[index], starts[index], ends[index]
+            num_top = self._batch.sampling[int(row)].prompt_logprobs
             if num_top is None:
                 continue
-            targets = self._batch.token_ids[slot, begin + 1 : end + 1]
-            first = int(rows.first_tokens[row])
+            targets = self._batch.token_ids[row, begin + 1 : end + 1]
+            first = int(requests.first_tokens[index])
             parts = []
             for start in range(0, end - begin, _PROMPT_LOGPROB_ROWS):
                 stop = min(start + _PROMPT_LOGPROB_ROWS, end - begin)
                 some = self._device.upload(np.arange(first + start, first + stop))
                 logits = computed.logits_of(some)
                 parts.append(prompt_logprobs(logits, targets[start:stop], num_top))
-            found[int(rows.order[row])] = joined(parts)
+            found[int(requests.order[index])] = joined(parts)
         return found
 
 
-def _step_rows(step: StepInput, tokens: StepTokens) -> StepRows:
+def _step_requests(step: StepInput, tokens: StepTokens) -> StepRequests:
     layout, drafts = tokens.layouts[0], step.num_draft_tokens
-    return StepRows(
+    return StepRequests(
         tokens.order,
         layout.rows,
         layout.query_starts[:-1],

@@ -26,7 +26,7 @@ class Sampled:
 
     def output(self, step: StepInput, prompt: dict[int, LogprobRows]) -> StepOutput:
         """Everything, in the step's order."""
-        num_tokens = np.zeros(len(step.slots), np.int32)
+        num_tokens = np.zeros(len(step.rows), np.int32)
         token_ids = no_ints()
         if self._indexes:
             for indexes in self._indexes:

@@ -25,7 +25,7 @@ class NewRequest:
     ones; those of tokens that are computed already are left out.
     """
 
-    slot: int
+    row: int
     token_ids: Int32Array
     num_prompt_tokens: int
     sampling: SamplingParams
@@ -36,9 +36,9 @@ class NewRequest:
 
 @dataclass(frozen=True, slots=True)
 class AppendedBlocks:
-    """Growth of tables in one group: `num_blocks[i]` of the concatenated ids to `slots[i]`."""
+    """Growth of tables in one group: `num_blocks[i]` of the concatenated ids to `rows[i]`."""
 
-    slots: Int32Array
+    rows: Int32Array
     num_blocks: Int32Array
     block_ids: Int32Array
 
@@ -47,19 +47,19 @@ class AppendedBlocks:
 class StepInput:
     """A difference to the batch, and what to compute of it.
 
-    Order of effect: `removed_slots` leave, `new_requests` enter, tables grow, `block_ids_to_zero`
-    are cleared in all layers, `slots` compute. `num_scheduled_tokens`, `num_computed_tokens` and
-    `num_draft_tokens` are parallel to `slots`; the last is empty when the step has no drafts. Draft
+    Order of effect: `removed_rows` leave, `new_requests` enter, tables grow, `block_ids_to_zero`
+    are cleared in all layers, `rows` compute. `num_scheduled_tokens`, `num_computed_tokens` and
+    `num_draft_tokens` are parallel to `rows`; the last is empty when the step has no drafts. Draft
     tokens are the last of a request's scheduled tokens. Another generation than the step before:
     batch and cache start empty.
     """
 
     generation: int
     step: int
-    slots: Int32Array
+    rows: Int32Array
     num_scheduled_tokens: Int32Array
     num_computed_tokens: Int32Array
-    removed_slots: Int32Array = field(default_factory=no_ints)
+    removed_rows: Int32Array = field(default_factory=no_ints)
     new_requests: tuple[NewRequest, ...] = ()
     appended_blocks: tuple[AppendedBlocks, ...] = ()
     num_draft_tokens: Int32Array = field(default_factory=no_ints)

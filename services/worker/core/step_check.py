@@ -28,9 +28,9 @@ class StepCheck:
 
     def run(self) -> None:
         """Raises InvalidStep for the first contradiction."""
-        for slot in self._step.removed_slots.tolist():
-            self._require(slot in self._in_use, "removed_slots", f"slot {slot} is not in use")
-            self._in_use.remove(slot)
+        for row in self._step.removed_rows.tolist():
+            self._require(row in self._in_use, "removed_rows", f"row {row} is not in use")
+            self._in_use.remove(row)
         for request in self._step.new_requests:
             self._check_new(request)
         groups, expected = len(self._step.appended_blocks), len(self._limits.windows)
@@ -43,14 +43,14 @@ class StepCheck:
         self._check_scheduled()
 
     def _check_new(self, request: NewRequest) -> None:
-        limits, slot = self._limits, request.slot
+        limits, row = self._limits, request.row
         count = len(request.token_ids)
         self._require(
-            0 <= slot < limits.max_num_seqs,
-            "new_requests.slot",
-            f"slot {slot} is not below {limits.max_num_seqs}",
+            0 <= row < limits.max_num_seqs,
+            "new_requests.row",
+            f"row {row} is not below {limits.max_num_seqs}",
         )
-        self._require(slot not in self._in_use, "new_requests.slot", f"slot {slot} is in use")
+        self._require(row not in self._in_use, "new_requests.row", f"row {row} is in use")
         self._require(
             1 <= count <= limits.max_model_len,
             "new_requests.token_ids",
@@ -64,8 +64,8 @@ class StepCheck:
         self._check_token_ids(request.token_ids, "new_requests.token_ids")
         self._check_tables(request.block_tables)
         request.sampling.validate(limits.vocab_size)
-        self._in_use.add(slot)
-        self._new[slot] = request
+        self._in_use.add(row)
+        self._new[row] = request
 
     def _check_tables(self, tables: tuple[Int32Array, ...]) -> None:
         name, windows = "new_requests.block_tables", self._limits.windows
@@ -80,7 +80,7 @@ class StepCheck:
     def _check_appended(self, group: int, appended: AppendedBlocks) -> None:
         name = "appended_blocks"
         self._require(
-            len(appended.slots) == len(appended.num_blocks), name, "lists of different length"
+            len(appended.rows) == len(appended.num_blocks), name, "lists of different length"
         )
         self._require(
             not (appended.num_blocks < 0).any()
@@ -90,38 +90,38 @@ class StepCheck:
         )
         self._check_block_ids(appended.block_ids, name)
         grown = self._appended[group]
-        for slot, count in zip(appended.slots.tolist(), appended.num_blocks.tolist(), strict=True):
-            self._require(slot in self._in_use, name, f"slot {slot} is not in use")
-            grown[slot] = grown.get(slot, 0) + count
-        for slot in grown:
-            width = self._table_size(group, slot)
+        for row, count in zip(appended.rows.tolist(), appended.num_blocks.tolist(), strict=True):
+            self._require(row in self._in_use, name, f"row {row} is not in use")
+            grown[row] = grown.get(row, 0) + count
+        for row in grown:
+            width = self._table_size(group, row)
             most = self._limits.max_blocks_per_seq
-            self._require(width <= most, name, f"slot {slot} has {width} blocks, over {most}")
+            self._require(width <= most, name, f"row {row} has {width} blocks, over {most}")
 
     def _check_scheduled(self) -> None:
         step, limits = self._step, self._limits
-        count = len(step.slots)
+        count = len(step.rows)
         for name in ("num_scheduled_tokens", "num_computed_tokens"):
             given = len(getattr(step, name))
-            self._require(given == count, name, f"{given} entries for {count} slots")
+            self._require(given == count, name, f"{given} entries for {count} rows")
         total = int(step.num_scheduled_tokens.sum())
         self._require(
             total <= limits.max_num_batched_tokens,
             "num_scheduled_tokens",
             f"{total} tokens in a step of at most {limits.max_num_batched_tokens}",
         )
-        slots = set(step.slots.tolist())
-        self._require(len(slots) == count, "slots", "a slot is named twice")
-        missing = sorted(slots - self._in_use)
-        self._require(not missing, "slots", f"slot {missing[:1]} is not in use")
+        rows = set(step.rows.tolist())
+        self._require(len(rows) == count, "rows", "a row is named twice")
+        missing = sorted(rows - self._in_use)
+        self._require(not missing, "rows", f"row {missing[:1]} is not in use")
         if len(step.num_draft_tokens) or len(step.draft_token_ids):
             self._check_drafts()
-        self._check_rows()
+        self._check_requests()
 
     def _check_drafts(self) -> None:
-        drafts, count = self._step.num_draft_tokens, len(self._step.slots)
+        drafts, count = self._step.num_draft_tokens, len(self._step.rows)
         self._require(
-            len(drafts) in (0, count), "num_draft_tokens", f"{len(drafts)} entries, {count} slots"
+            len(drafts) in (0, count), "num_draft_tokens", f"{len(drafts)} entries, {count} rows"
         )
         self._require(
             not (drafts < 0).any() and int(drafts.sum()) == len(self._step.draft_token_ids),
@@ -130,7 +130,7 @@ class StepCheck:
         )
         self._check_token_ids(self._step.draft_token_ids, "draft_token_ids")
 
-    def _check_rows(self) -> None:
+    def _check_requests(self) -> None:
         """Checks all rows at once; only a wrong one is looked at by itself."""
         step = self._step
         scheduled = step.num_scheduled_tokens
@@ -142,56 +142,56 @@ class StepCheck:
         if drafts is not _NO_DRAFTS:
             fits &= (drafts == 0) | (ends - drafts == known)
         if not fits.all():
-            row, drafts = int(fits.argmin()), np.broadcast_to(drafts, fits.shape)
-            columns = (step.slots, scheduled, computed, known, room, drafts)
-            self._refuse_row(*(int(column[row]) for column in columns))
+            index, drafts = int(fits.argmin()), np.broadcast_to(drafts, fits.shape)
+            columns = (step.rows, scheduled, computed, known, room, drafts)
+            self._refuse_request(*(int(column[index]) for column in columns))
 
     def _known_and_room(self) -> tuple[Int32Array, Int32Array]:
-        """Tokens that each row's request knows, and those that it has room for."""
-        slots = self._step.slots
-        known, room = self._batch.num_tokens[slots], self._batch.room[slots]
-        for slot, request in self._new.items():
-            known[slots == slot] = len(request.token_ids)
-            room[slots == slot] = self._room_of(slot)
+        """Tokens that each index's request knows, and those that it has room for."""
+        rows = self._step.rows
+        known, room = self._batch.num_tokens[rows], self._batch.room[rows]
+        for row, request in self._new.items():
+            known[rows == row] = len(request.token_ids)
+            room[rows == row] = self._room_of(row)
         for grown in self._appended:
-            for slot in grown:
-                room[slots == slot] = self._room_of(slot)
+            for row in grown:
+                room[rows == row] = self._room_of(row)
         return known, room
 
-    def _room_of(self, slot: int) -> int:
-        sizes = (self._table_size(group, slot) for group in range(len(self._appended)))
+    def _room_of(self, row: int) -> int:
+        sizes = (self._table_size(group, row) for group in range(len(self._appended)))
         return self._limits.room(min(sizes))
 
-    def _refuse_row(
-        self, slot: int, scheduled: int, computed: int, known: int, room: int, drafts: int
+    def _refuse_request(
+        self, row: int, scheduled: int, computed: int, known: int, room: int, drafts: int
     ) -> None:
         end = computed + scheduled
         self._require(
-            scheduled > drafts, "num_scheduled_tokens", f"slot {slot} computes no known token"
+            scheduled > drafts, "num_scheduled_tokens", f"row {row} computes no known token"
         )
         self._require(
             computed >= 0 and end - drafts <= known,
             "num_computed_tokens",
-            f"slot {slot} has {known} tokens, not {end - drafts}",
+            f"row {row} has {known} tokens, not {end - drafts}",
         )
         self._require(
             not drafts or end - drafts == known,
             "num_draft_tokens",
-            f"drafts of slot {slot} do not follow its {known} tokens",
+            f"drafts of row {row} do not follow its {known} tokens",
         )
         self._require(
             end <= self._limits.max_model_len,
             "num_scheduled_tokens",
-            f"slot {slot} would reach {end} tokens, over {self._limits.max_model_len}",
+            f"row {row} would reach {end} tokens, over {self._limits.max_model_len}",
         )
-        self._require(end <= room, "slots", f"slot {slot} needs {end} tokens, has room for {room}")
+        self._require(end <= room, "rows", f"row {row} needs {end} tokens, has room for {room}")
 
-    def _table_size(self, group: int, slot: int) -> int:
-        if slot in self._new:
-            held = len(self._new[slot].block_tables[group])
+    def _table_size(self, group: int, row: int) -> int:
+        if row in self._new:
+            held = len(self._new[row].block_tables[group])
         else:
-            held = int(self._batch.num_blocks[group, slot])
-        return held + self._appended[group].get(slot, 0)
+            held = int(self._batch.num_blocks[group, row])
+        return held + self._appended[group].get(row, 0)
 
     def _check_token_ids(self, token_ids: Int32Array, field: str) -> None:
         if len(token_ids):

@@ -56,12 +56,12 @@ def run_prompts(runner: Runner, limits: BatchLimits, shape: PromptShape) -> None
         StepInput(
             generation=0,
             step=0,
-            slots=np.arange(count, dtype=np.int32),
+            rows=np.arange(count, dtype=np.int32),
             num_scheduled_tokens=np.full(count, shape.num_tokens, np.int32),
             num_computed_tokens=np.full(count, shape.num_computed, np.int32),
             new_requests=tuple(
-                NewRequest(slot, np.zeros(length, np.int32), length, _SAMPLING, tables)
-                for slot in range(count)
+                NewRequest(row, np.zeros(length, np.int32), length, _SAMPLING, tables)
+                for row in range(count)
             ),
         )
     )

@@ -35,7 +35,7 @@ def _step(
 ) -> StepInput:
     blocks = -(-(prompt + 1) // limits.block_size)
     request = NewRequest(
-        slot=0,
+        row=0,
         token_ids=np.zeros(prompt, np.int32),
         num_prompt_tokens=prompt,
         sampling=SamplingParams(temperature=0),
@@ -44,7 +44,7 @@ def _step(
     return StepInput(
         generation=0,
         step=number,
-        slots=np.zeros(1, np.int32),
+        rows=np.zeros(1, np.int32),
         num_scheduled_tokens=np.array([num_scheduled], np.int32),
         num_computed_tokens=np.array([num_computed], np.int32),
         new_requests=(request,) if number == 0 else (),

@@ -56,7 +56,7 @@ class _Request:
 
 
 class Sampler:
-    """Samples for the requests in the slots of a batch, and keeps what sampling must remember.
+    """Samples for the requests in the rows of a batch, and keeps the state that sampling needs.
 
     A row goes through these stages, in vLLM's order:
 
@@ -89,64 +89,64 @@ class Sampler:
 
     def add(
         self,
-        slot: int,
+        batch_row: int,
         params: SamplingParams,
         token_ids: np.ndarray,
         num_prompt_tokens: int,
         *,
         num_placeholders: int = 0,
     ) -> None:
-        """Put a request into a free slot: its prompt and, when it comes back, its output so far.
+        """Puts a request into a free row: its prompt and, when it comes back, its output so far.
 
         The first `num_placeholders` tokens are none, and count for their number alone.
         """
-        if self._requests[slot] is not None:
-            raise ValueError(f"slot {slot} is taken")
+        if self._requests[batch_row] is not None:
+            raise ValueError(f"row {batch_row} is taken")
         edits = logit_edits(
             params, token_ids[num_placeholders:], num_prompt_tokens - num_placeholders
         )
         temperature = np.float32(params.temperature)
-        self._requests[slot] = _Request(params, temperature, edits)
-        self._num_tokens[slot] = len(token_ids)
-        self._seeds[slot] = params.seed
-        self._filters[:, slot] = temperature, params.top_k, params.top_p, params.min_p
-        self._is_plain[slot] = temperature == 0 and not edits
-        self._is_edited[slot] = bool(edits)
-        self._wants_logprobs[slot] = params.logprobs is not None
+        self._requests[batch_row] = _Request(params, temperature, edits)
+        self._num_tokens[batch_row] = len(token_ids)
+        self._seeds[batch_row] = params.seed
+        self._filters[:, batch_row] = temperature, params.top_k, params.top_p, params.min_p
+        self._is_plain[batch_row] = temperature == 0 and not edits
+        self._is_edited[batch_row] = bool(edits)
+        self._wants_logprobs[batch_row] = params.logprobs is not None
 
-    def remove(self, slot: int) -> None:
-        """Free a slot."""
-        if self._requests[slot] is None:
-            raise ValueError(f"slot {slot} is free")
-        self._requests[slot] = None
+    def remove(self, batch_row: int) -> None:
+        """Frees a row of the batch."""
+        if self._requests[batch_row] is None:
+            raise ValueError(f"row {batch_row} is free")
+        self._requests[batch_row] = None
 
-    def is_simple(self, slots: np.ndarray) -> bool:
+    def is_simple(self, batch_rows: np.ndarray) -> bool:
         """Whether requests are sampled by no more than `draws`: nothing edits their logits."""
-        return not self._is_edited[slots].any()
+        return not self._is_edited[batch_rows].any()
 
-    def num_logprobs(self, slots: np.ndarray) -> dict[int, int]:
+    def num_logprobs(self, batch_rows: np.ndarray) -> dict[int, int]:
         """How many of the most probable tokens requests ask for, by row, where they ask for
         log-probabilities.
         """
         found: dict[int, int] = {}
-        for row in self._wants_logprobs[slots].nonzero()[0].tolist():
-            num_top = self._request(slots[row]).params.logprobs
+        for row in self._wants_logprobs[batch_rows].nonzero()[0].tolist():
+            num_top = self._request(batch_rows[row]).params.logprobs
             assert num_top is not None
             found[row] = num_top
         return found
 
-    def draws(self, slots: np.ndarray) -> Draws:
+    def draws(self, batch_rows: np.ndarray) -> Draws:
         """What one more token of simple requests is drawn by, wherever their logits are.
 
         The token, which need not be known here, becomes part of the requests.
         """
-        states = self._states(slots)
-        self._num_tokens[slots] += 1
-        temperatures, top_k, top_p, min_p = self._filters[:, slots]
+        states = self._states(batch_rows)
+        self._num_tokens[batch_rows] += 1
+        temperatures, top_k, top_p, min_p = self._filters[:, batch_rows]
         return Draws(temperatures, top_k, top_p, min_p, states)
 
-    def sample(self, logits: torch.Tensor, slots: np.ndarray) -> SamplerOutput:
-        """One token for each row of the logits float32 [R, V]; row i belongs to slots[i].
+    def sample(self, logits: torch.Tensor, batch_rows: np.ndarray) -> SamplerOutput:
+        """One token for each row of the logits float32 [R, V]; row i belongs to batch_rows[i].
 
         The tokens become part of the requests. The logits are read only. A row is reported in
         `nan_rows`, and has no log-probabilities, when NaN or infinity leaves nothing to sample
@@ -155,21 +155,21 @@ class Sampler:
         lines: Float32Array = logits.numpy(force=True)
         token_ids = lines.argmax(axis=1)
         usable = np.isfinite(lines[self._row_numbers[: len(lines)], token_ids])
-        plain = self._is_plain[slots]
+        plain = self._is_plain[batch_rows]
         if not plain.all():
-            self._choose_some(lines, slots, np.flatnonzero(usable & ~plain), token_ids, usable)
+            self._choose_some(lines, batch_rows, np.flatnonzero(usable & ~plain), token_ids, usable)
         token_ids[~usable] = 0
-        self._append(slots, token_ids)
+        self._append(batch_rows, token_ids)
         return SamplerOutput(
             token_ids=token_ids.astype(np.int32),
-            logprobs=self._logprobs(lines, slots, token_ids, usable),
+            logprobs=self._logprobs(lines, batch_rows, token_ids, usable),
             nan_rows=np.flatnonzero(~usable).astype(np.int32),
         )
 
     def _choose_some(
         self,
         lines: Float32Array,
-        slots: np.ndarray,
+        batch_rows: np.ndarray,
         rows: np.ndarray,
         token_ids: Int64Array,
         usable: np.ndarray,
@@ -177,10 +177,10 @@ class Sampler:
         """The tokens of these rows, and whether there is one to take, in place."""
         race, drawing = self._race, list[int]()
         race.clear()
-        states = self._states(slots[rows])
+        states = self._states(batch_rows[rows])
         with np.errstate(all="ignore"):
             for row, own_states in zip(rows.tolist(), states, strict=True):
-                request = self._request(slots[row])
+                request = self._request(batch_rows[row])
                 line = race.line
                 np.copyto(line, lines[row])
                 for edit in request.edits:
@@ -213,26 +213,28 @@ class Sampler:
             line.fill(-np.inf)
             line[kept] = values
 
-    def _states(self, slots: np.ndarray) -> UInt64Array:
-        return random_states(self._seeds[slots], self._num_tokens[slots], _SAMPLING_STREAM)
+    def _states(self, batch_rows: np.ndarray) -> UInt64Array:
+        return random_states(
+            self._seeds[batch_rows], self._num_tokens[batch_rows], _SAMPLING_STREAM
+        )
 
-    def _append(self, slots: np.ndarray, token_ids: Int64Array) -> None:
-        self._num_tokens[slots] += 1
-        for row in self._is_edited[slots].nonzero()[0].tolist():
-            for edit in self._request(slots[row]).edits:
+    def _append(self, batch_rows: np.ndarray, token_ids: Int64Array) -> None:
+        self._num_tokens[batch_rows] += 1
+        for row in self._is_edited[batch_rows].nonzero()[0].tolist():
+            for edit in self._request(batch_rows[row]).edits:
                 edit.append(int(token_ids[row]))
 
     def _logprobs(
-        self, lines: Float32Array, slots: np.ndarray, token_ids: Int64Array, usable: np.ndarray
+        self, lines: Float32Array, batch_rows: np.ndarray, token_ids: Int64Array, usable: np.ndarray
     ) -> dict[int, LogprobRows]:
         return {
             row: logprob_rows(lines[row : row + 1], token_ids[row : row + 1], num_top)
-            for row, num_top in self.num_logprobs(slots).items()
+            for row, num_top in self.num_logprobs(batch_rows).items()
             if usable[row]
         }
 
-    def _request(self, slot: int) -> _Request:
-        request = self._requests[slot]
+    def _request(self, batch_row: int) -> _Request:
+        request = self._requests[batch_row]
         if request is None:
-            raise ValueError(f"slot {slot} is free")
+            raise ValueError(f"row {batch_row} is free")
         return request

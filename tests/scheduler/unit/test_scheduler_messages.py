@@ -171,17 +171,17 @@ def test_a_step_is_a_difference_to_the_workers_batch() -> None:
     )
     message = to_execute_request(plan, 4, "trace")
     assert (message.generation, message.step, message.traceparent) == (4, 9, "trace")
-    assert unpack_token_ids(message.removed_slots) == [1, 2]
-    assert unpack_token_ids(message.slots) == [5, 2]
+    assert unpack_token_ids(message.removed_rows) == [1, 2]
+    assert unpack_token_ids(message.rows) == [5, 2]
     assert unpack_token_ids(message.num_scheduled_tokens) == [1, 3]
     assert unpack_token_ids(message.num_computed_tokens) == [7, 0]
     (entered,) = message.new_requests
-    assert (entered.slot, entered.num_prompt_tokens, entered.traceparent) == (2, 2, "trace-2")
+    assert (entered.row, entered.num_prompt_tokens, entered.traceparent) == (2, 2, "trace-2")
     assert unpack_token_ids(entered.token_ids) == [10, 11, 12]
     assert entered.sampling.seed == 2
     assert [unpack_token_ids(table.block_ids) for table in entered.block_tables] == [[1, 2], [3, 4]]
     told = [
-        [unpack_token_ids(part) for part in (group.slots, group.num_blocks, group.block_ids)]
+        [unpack_token_ids(part) for part in (group.rows, group.num_blocks, group.block_ids)]
         for group in message.appended_blocks
     ]
     assert told == [[[5], [1], [6]], [[5], [2], [7, 8]]]

@@ -46,11 +46,11 @@ def unpacked(array: bytes) -> list[int]:
     return np.frombuffer(array, "<i4").tolist()
 
 
-def new_request(slot: int = 0, traceparent: str = "", **sampling: object) -> worker_pb2.NewRequest:
+def new_request(row: int = 0, traceparent: str = "", **sampling: object) -> worker_pb2.NewRequest:
     """PROMPT, greedy unless told otherwise, with room for 64 tokens."""
-    blocks = range(1 + 4 * slot, 5 + 4 * slot)
+    blocks = range(1 + 4 * row, 5 + 4 * row)
     return worker_pb2.NewRequest(
-        slot=slot,
+        row=row,
         token_ids=packed(*PROMPT),
         num_prompt_tokens=len(PROMPT),
         sampling=common_pb2.SamplingParams(**{"temperature": 0, **sampling}),
@@ -60,14 +60,14 @@ def new_request(slot: int = 0, traceparent: str = "", **sampling: object) -> wor
 
 
 def step(
-    number: int, *rows: tuple[int, int, int], generation: int = 1, **fields: object
+    number: int, *entries: tuple[int, int, int], generation: int = 1, **fields: object
 ) -> worker_pb2.ExecuteRequest:
-    """Rows are (slot, scheduled, computed)."""
-    slots, scheduled, computed = zip(*rows, strict=True) if rows else ((), (), ())
+    """Entries are (row, scheduled, computed)."""
+    rows, scheduled, computed = zip(*entries, strict=True) if entries else ((), (), ())
     return worker_pb2.ExecuteRequest(
         generation=generation,
         step=number,
-        slots=packed(*slots),
+        rows=packed(*rows),
         num_scheduled_tokens=packed(*scheduled),
         num_computed_tokens=packed(*computed),
         **fields,
@@ -144,14 +144,14 @@ class Stream:
 
 
 async def generate(stream: Stream, count: int) -> list[int]:
-    """Greedy tokens of PROMPT, one step at a time, in slot 0."""
+    """Greedy tokens of PROMPT, one step at a time, in row 0."""
     tokens = []
     await stream.send(step(1, (0, len(PROMPT), 0), new_requests=[new_request()]))
     for number in range(count):
         tokens += unpacked((await stream.answer()).token_ids)
         if number + 1 < count:
             await stream.send(step(2 + number, (0, 1, len(PROMPT) + number)))
-    await stream.send(step(99, removed_slots=packed(0)))
+    await stream.send(step(99, removed_rows=packed(0)))
     await stream.answer()
     return tokens
 
@@ -250,26 +250,26 @@ async def test_a_stream_that_ends_leaves_nothing_in_the_batch(
 
 
 BAD_STEPS = {
-    "removed_slots: slot 3 is not in use": step(2, removed_slots=packed(3)),
-    "new_requests.slot: slot 0 is in use": step(2, new_requests=[new_request(0)]),
-    "slots: slot [5] is not in use": step(2, (5, 1, 0)),
+    "removed_rows: row 3 is not in use": step(2, removed_rows=packed(3)),
+    "new_requests.row: row 0 is in use": step(2, new_requests=[new_request(0)]),
+    "rows: row [5] is not in use": step(2, (5, 1, 0)),
     "new_requests.block_tables: block [99] is not from 1 to 39": step(
         2,
         new_requests=[
             worker_pb2.NewRequest(
-                slot=1,
+                row=1,
                 token_ids=packed(4),
                 num_prompt_tokens=1,
                 block_tables=[worker_pb2.BlockTable(block_ids=packed(99))],
             )
         ],
     ),
-    "slots: slot 1 needs 20 tokens, has room for 16": step(
+    "rows: row 1 needs 20 tokens, has room for 16": step(
         2,
         (1, 20, 0),
         new_requests=[
             worker_pb2.NewRequest(
-                slot=1,
+                row=1,
                 token_ids=packed(*PROMPT),
                 num_prompt_tokens=20,
                 block_tables=[worker_pb2.BlockTable(block_ids=packed(9))],
@@ -277,10 +277,10 @@ BAD_STEPS = {
         ],
     ),
     "temperature": step(2, new_requests=[new_request(1, temperature=-1)]),
-    "removed_slots: 3 bytes are no int32 array": worker_pb2.ExecuteRequest(
-        generation=1, step=2, removed_slots=b"abc"
+    "removed_rows: 3 bytes are no int32 array": worker_pb2.ExecuteRequest(
+        generation=1, step=2, removed_rows=b"abc"
     ),
-    "drafts of slot 0 do not follow its 21 tokens": step(
+    "drafts of row 0 do not follow its 21 tokens": step(
         2, (0, 2, 19), num_draft_tokens=packed(1), draft_token_ids=packed(5)
     ),
 }
@@ -342,7 +342,7 @@ async def test_traced_steps_and_requests_become_spans(
         step(2, (0, 8, 12)),
         step(3, (0, 1, 20)),
         step(4, (0, 1, 21)),
-        step(5, removed_slots=packed(0)),
+        step(5, removed_rows=packed(0)),
     )
     for _ in range(5):
         await stream.answer()

@@ -28,32 +28,32 @@ def samplers(kinds: list[SamplingParams]) -> tuple[Sampler, Sampler]:
     """Two that hold the same requests, each with a seed of its own."""
     pair = Sampler(len(kinds), VOCAB_SIZE), Sampler(len(kinds), VOCAB_SIZE)
     for sampler in pair:
-        for slot, kind in enumerate(kinds):
+        for row, kind in enumerate(kinds):
             params = SamplingParams(
                 temperature=kind.temperature,
                 top_k=kind.top_k,
                 top_p=kind.top_p,
                 min_p=kind.min_p,
-                seed=1000 + slot,
+                seed=1000 + row,
             )
-            sampler.add(slot, params, np.arange(3), 3)
+            sampler.add(row, params, np.arange(3), 3)
     return pair
 
 
-def sample(sampler: Sampler, logits: torch.Tensor, slots: np.ndarray) -> list[int]:
-    return sample_on_device(logits, sampler.draws(slots), CpuDevice()).tolist()
+def sample(sampler: Sampler, logits: torch.Tensor, rows: np.ndarray) -> list[int]:
+    return sample_on_device(logits, sampler.draws(rows), CpuDevice()).tolist()
 
 
 @pytest.mark.parametrize("ties", [False, True])
 def test_many_draws_of_every_kind(ties: bool) -> None:
     host, device = samplers(KINDS)
-    slots = np.arange(len(KINDS))
+    rows = np.arange(len(KINDS))
     generator = torch.Generator().manual_seed(5)
     for _ in range(40):
         logits = torch.randn(len(KINDS), VOCAB_SIZE, generator=generator) * 2
         if ties:
             logits = logits.round()
-        assert sample(device, logits, slots) == host.sample(logits, slots).token_ids.tolist()
+        assert sample(device, logits, rows) == host.sample(logits, rows).token_ids.tolist()
 
 
 def test_a_draw_is_the_hosts_in_a_vocabulary_of_many_blocks() -> None:
@@ -61,22 +61,22 @@ def test_a_draw_is_the_hosts_in_a_vocabulary_of_many_blocks() -> None:
     vocab_size, num_rows = 70_000, 130
     host, device = Sampler(num_rows, vocab_size), Sampler(num_rows, vocab_size)
     for sampler in (host, device):
-        for slot in range(num_rows):
-            params = SamplingParams(temperature=0.5 + slot / 20, seed=slot)
-            sampler.add(slot, params, np.arange(slot + 1), 1)
+        for row in range(num_rows):
+            params = SamplingParams(temperature=0.5 + row / 20, seed=row)
+            sampler.add(row, params, np.arange(row + 1), 1)
     logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(9)) * 3
     logits[:5, 7:] = -torch.inf
-    slots = np.arange(num_rows)
-    assert sample(device, logits, slots) == host.sample(logits, slots).token_ids.tolist()
+    rows = np.arange(num_rows)
+    assert sample(device, logits, rows) == host.sample(logits, rows).token_ids.tolist()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_alone_and_in_some_rows_only(kind: SamplingParams) -> None:
     host, device = samplers([KINDS[0], kind, kind])
-    slots = np.array([2, 0])
+    rows = np.array([2, 0])
     logits = torch.randn(2, VOCAB_SIZE, generator=torch.Generator().manual_seed(6))
     for _ in range(5):
-        assert sample(device, logits, slots) == host.sample(logits, slots).token_ids.tolist()
+        assert sample(device, logits, rows) == host.sample(logits, rows).token_ids.tolist()
 
 
 def test_rows_without_a_usable_distribution_are_told() -> None:

@@ -125,9 +125,9 @@ def test_rows_of_what_is_computed_need_not_come(tmp_path: Path) -> None:
         == (expected[1:2])
     )
     runner.execute(leave(34))
-    with pytest.raises(InvalidArgument, match="tokens 4 to 7 are not what slot 0 lacks"):
+    with pytest.raises(InvalidArgument, match="tokens 4 to 7 are not what row 0 lacks"):
         runner.execute(step(35, 4, 3, late))
 
 
 def leave(number: int) -> StepInput:
-    return StepInput(1, number, ints(), ints(), ints(), removed_slots=ints(0))
+    return StepInput(1, number, ints(), ints(), ints(), removed_rows=ints(0))

@@ -70,7 +70,7 @@ def test_a_step_of_an_older_generation_is_dropped_when_a_newer_one_comes() -> No
 
 def test_a_step_that_is_refused_everywhere_breaks_nothing() -> None:
     def refuse(_: StepInput) -> StepOutput:
-        raise InvalidArgument("no such slot")
+        raise InvalidArgument("no such row")
 
     def work(thread: RankThread) -> bool:
         own = lockstep(thread)
@@ -167,11 +167,11 @@ def test_a_rank_that_does_not_come_to_a_step_is_not_waited_for_without_end() -> 
 def test_a_digest_is_of_input_and_output() -> None:
     def work(thread: RankThread) -> str:
         own = lockstep(thread)
-        slot = thread.group.ranks.rank
+        row = thread.group.ranks.rank
         for number in range(2):
-            own.run(StepInput(1, number, ints(slot), ints(1), ints(number)), answering(5))
+            own.run(StepInput(1, number, ints(row), ints(1), ints(number)), answering(5))
         with pytest.raises(GroupBroken):
-            own.run(StepInput(1, 2, ints(slot), ints(1), ints(2)), answering(5))
+            own.run(StepInput(1, 2, ints(row), ints(1), ints(2)), answering(5))
         return str(thread.broken.result(5))
 
     assert all("different results in step 0" in why for why in on_ranks(2, work))

@@ -83,7 +83,7 @@ def test_tokens_that_only_the_device_knows_are_not_computed_again(model: Path) -
     runner = runner_of(model, runs_ahead=True)
     for begun in story((GREEDY,) * 4)[:2]:
         runner.begin(begun)
-    with pytest.raises(InvalidStep, match="slot 0 computes tokens again that it has sampled"):
+    with pytest.raises(InvalidStep, match="row 0 computes tokens again that it has sampled"):
         runner.begin(step(2, (0, 2, 5)))
 
 
@@ -92,6 +92,6 @@ def test_a_new_generation_forgets_what_was_ahead(model: Path) -> None:
     steps = story((GREEDY,) * 4)
     expected = run_two_in_flight(runner, steps)[0].token_ids.tolist()
     again = StepInput(
-        2, 0, steps[0].slots, ints(5, 5), ints(0, 0), new_requests=steps[0].new_requests
+        2, 0, steps[0].rows, ints(5, 5), ints(0, 0), new_requests=steps[0].new_requests
     )
     assert runner.execute(again).token_ids.tolist() == expected

@@ -22,22 +22,22 @@ LIMITS = BatchLimits(
 )
 
 
-def new(slot: int, tokens: list[int], blocks: list[int]) -> NewRequest:
-    return NewRequest(slot, ints(*tokens), len(tokens), GREEDY, (ints(*blocks),))
+def new(row: int, tokens: list[int], blocks: list[int]) -> NewRequest:
+    return NewRequest(row, ints(*tokens), len(tokens), GREEDY, (ints(*blocks),))
 
 
 def step(
-    *rows: tuple[int, int, int], enter: tuple[NewRequest, ...] = (), **changes: object
+    *entries: tuple[int, int, int], enter: tuple[NewRequest, ...] = (), **changes: object
 ) -> StepInput:
-    """Rows are (slot, scheduled, computed)."""
-    slots, scheduled, computed = zip(*rows, strict=True) if rows else ((), (), ())
-    plain = StepInput(1, 7, ints(*slots), ints(*scheduled), ints(*computed), new_requests=enter)
+    """Entries are (row, scheduled, computed)."""
+    rows, scheduled, computed = zip(*entries, strict=True) if entries else ((), (), ())
+    plain = StepInput(1, 7, ints(*rows), ints(*scheduled), ints(*computed), new_requests=enter)
     return replace(plain, **changes)
 
 
 @pytest.fixture
 def batch() -> PersistentBatch:
-    """Slot 2 holds five prompt tokens in blocks 3 and 4."""
+    """Row 2 holds five prompt tokens in blocks 3 and 4."""
     batch = PersistentBatch(LIMITS)
     batch.apply(step((2, 5, 0), enter=(new(2, [10, 11, 12, 13, 14], [3, 4]),)))
     return batch
@@ -54,30 +54,30 @@ def test_differences_add_up(batch: PersistentBatch) -> None:
             appended_blocks=(appended((2, [7, 8])),),
         )
     )
-    assert batch.slots == [0, 2]
+    assert batch.rows == [0, 2]
     assert batch.token_ids[2, :9].tolist() == [10, 11, 12, 13, 14, 50, 51, 52, 53]
     assert batch.block_tables[0, 2, :4].tolist() == [3, 4, 7, 8]
     assert batch.num_blocks.tolist() == [[1, 0, 4, 0]]
     assert batch.num_tokens[2] == 9
 
 
-def test_a_freed_slot_can_be_taken_in_the_same_step(batch: PersistentBatch) -> None:
-    batch.apply(step((2, 1, 0), removed_slots=ints(2), enter=(new(2, [99], [5]),)))
+def test_a_freed_row_can_be_taken_in_the_same_step(batch: PersistentBatch) -> None:
+    batch.apply(step((2, 1, 0), removed_rows=ints(2), enter=(new(2, [99], [5]),)))
     assert batch.num_tokens[2] == 1
     assert batch.block_tables[0, 2, : batch.num_blocks[0, 2]].tolist() == [5]
 
 
 def test_a_step_may_only_remove(batch: PersistentBatch) -> None:
-    batch.apply(step(removed_slots=ints(2)))
-    assert batch.slots == []
+    batch.apply(step(removed_rows=ints(2)))
+    assert batch.rows == []
 
 
 ENTER = (new(1, [1, 2], [5]),)
 CONTRADICTIONS = {
-    "removed_slots: slot 3 is not in use": step(removed_slots=ints(3)),
-    "removed_slots: slot 2 is not in use": step(removed_slots=ints(2, 2)),
-    "new_requests.slot: slot 2 is in use": step(enter=(new(2, [1], [5]),)),
-    "new_requests.slot: slot 4 is not below 4": step(enter=(new(4, [1], [5]),)),
+    "removed_rows: row 3 is not in use": step(removed_rows=ints(3)),
+    "removed_rows: row 2 is not in use": step(removed_rows=ints(2, 2)),
+    "new_requests.row: row 2 is in use": step(enter=(new(2, [1], [5]),)),
+    "new_requests.row: row 4 is not below 4": step(enter=(new(4, [1], [5]),)),
     "new_requests.token_ids: 0 tokens": step(enter=(new(1, [], [5]),)),
     "new_requests.token_ids: 17 tokens": step(enter=(new(1, [1] * 17, [5, 6, 7, 8, 9]),)),
     "new_requests.token_ids: token .100. is not below 100": step(enter=(new(1, [100], [5]),)),
@@ -91,30 +91,30 @@ CONTRADICTIONS = {
     "new_requests.block_tables: block .20. is not from 1 to 19": step(enter=(new(1, [1], [20]),)),
     "new_requests.block_tables: block .0. is not from 1 to 19": step(enter=(new(1, [1], [0]),)),
     "new_requests.block_tables: 5 blocks, over 4": step(enter=(new(1, [1], [5, 6, 7, 8, 9]),)),
-    "appended_blocks: slot 1 is not in use": step(appended_blocks=(appended((1, [5])),)),
+    "appended_blocks: row 1 is not in use": step(appended_blocks=(appended((1, [5])),)),
     "appended_blocks: block .-3. is not": step(appended_blocks=(appended((2, [-3])),)),
-    "appended_blocks: slot 2 has 5 blocks, over 4": step(
+    "appended_blocks: row 2 has 5 blocks, over 4": step(
         appended_blocks=(appended((2, [5, 6, 7])),)
     ),
     "appended_blocks: 2 groups": step(appended_blocks=(appended((2, [5])), appended((2, [6])))),
     "appended_blocks: block ids do not add up": step(
         appended_blocks=(replace(appended((2, [5])), num_blocks=ints(2)),)
     ),
-    "num_computed_tokens: 0 entries for 1 slots": step((2, 1, 5), num_computed_tokens=ints()),
-    "slots: slot .1. is not in use": step((1, 1, 0)),
-    "slots: slot .9. is not in use": step((9, 1, 0)),
-    "slots: a slot is named twice": step((2, 1, 0), (2, 1, 0)),
-    "slots: slot 2 needs 5 tokens, has room for 4": step(
-        (2, 5, 0), removed_slots=ints(2), enter=(new(2, [1] * 5, [3]),)
+    "num_computed_tokens: 0 entries for 1 rows": step((2, 1, 5), num_computed_tokens=ints()),
+    "rows: row .1. is not in use": step((1, 1, 0)),
+    "rows: row .9. is not in use": step((9, 1, 0)),
+    "rows: a row is named twice": step((2, 1, 0), (2, 1, 0)),
+    "rows: row 2 needs 5 tokens, has room for 4": step(
+        (2, 5, 0), removed_rows=ints(2), enter=(new(2, [1] * 5, [3]),)
     ),
     "num_scheduled_tokens: 13 tokens in a step of at most 12": step((2, 13, 0)),
-    "num_scheduled_tokens: slot 2 computes no known token": step((2, 0, 0)),
-    "num_computed_tokens: slot 2 has 5 tokens, not 6": step((2, 1, 5)),
-    "num_computed_tokens: slot 2 has 5 tokens, not 4": step((2, 5, -1)),
-    "num_draft_tokens: 1 entries, 2 slots": step(
+    "num_scheduled_tokens: row 2 computes no known token": step((2, 0, 0)),
+    "num_computed_tokens: row 2 has 5 tokens, not 6": step((2, 1, 5)),
+    "num_computed_tokens: row 2 has 5 tokens, not 4": step((2, 5, -1)),
+    "num_draft_tokens: 1 entries, 2 rows": step(
         (2, 2, 3), (1, 1, 0), enter=ENTER, num_draft_tokens=ints(1)
     ),
-    "num_draft_tokens: drafts of slot 2 do not follow its 5 tokens": step(
+    "num_draft_tokens: drafts of row 2 do not follow its 5 tokens": step(
         (2, 2, 3), num_draft_tokens=ints(1), draft_token_ids=ints(9)
     ),
     "draft_token_ids: drafts do not add up": step(
@@ -123,7 +123,7 @@ CONTRADICTIONS = {
     "draft_token_ids: token .-1.": step(
         (2, 2, 4), num_draft_tokens=ints(1), draft_token_ids=ints(-1)
     ),
-    "slots: slot 2 needs 9 tokens, has room for 8": step(
+    "rows: row 2 needs 9 tokens, has room for 8": step(
         (2, 5, 4), num_draft_tokens=ints(4), draft_token_ids=ints(1, 2, 3, 4)
     ),
 }
@@ -136,7 +136,7 @@ def test_a_contradiction_is_refused_and_changes_nothing(
     contradiction = CONTRADICTIONS[problem]
     with pytest.raises(InvalidStep, match=f"^step 7: {problem}"):
         batch.apply(contradiction)
-    assert batch.slots == [2]
+    assert batch.rows == [2]
     assert batch.num_tokens[2] == 5
     assert batch.num_blocks[0, 2] == 2
     assert batch.block_tables[0, 2, :2].tolist() == [3, 4]
@@ -146,7 +146,7 @@ def test_a_sequence_at_its_greatest_length_cannot_go_on() -> None:
     batch = PersistentBatch(replace(LIMITS, max_num_batched_tokens=20))
     batch.apply(step((0, 16, 0), enter=(new(0, [1] * 16, [1, 2, 3, 4]),)))
     batch.append(0, [2])
-    with pytest.raises(InvalidStep, match="slot 0 would reach 17 tokens, over 16"):
+    with pytest.raises(InvalidStep, match="row 0 would reach 17 tokens, over 16"):
         batch.apply(step((0, 1, 16)))
 
 
@@ -155,13 +155,13 @@ def test_sampling_parameters_are_checked_too(batch: PersistentBatch) -> None:
     with pytest.raises(InvalidArgument, match="temperature") as caught:
         batch.apply(step((1, 2, 0), enter=(bad,)))
     assert caught.value.field == "temperature"
-    assert batch.slots == [2]
+    assert batch.rows == [2]
     assert np.array_equal(batch.num_blocks, [[0, 0, 2, 0]])
 
 
 @pytest.fixture
 def hybrid() -> PersistentBatch:
-    """Two groups, the second with a window. Slot 1 came with a hit of two blocks, of which the
+    """Two groups, the second with a window. Row 1 came with a hit of two blocks, of which the
     window shows the second.
     """
     batch = PersistentBatch(replace(LIMITS, windows=(None, 4)))
@@ -188,7 +188,7 @@ def test_each_group_has_a_table(hybrid: PersistentBatch) -> None:
         ((ints(0, 3), ints(0, 4)), "new_requests.block_tables: block .0. is not from 1"),
         ((ints(2, 3), ints(4, 0)), "new_requests.block_tables: block .0. is not from 1"),
         ((ints(2, 3), ints(0, 0)), "new_requests.block_tables: block .0. is not from 1"),
-        ((ints(2, 3), ints(4)), "slots: slot 0 needs 5 tokens, has room for 4"),
+        ((ints(2, 3), ints(4)), "rows: row 0 needs 5 tokens, has room for 4"),
     ],
 )
 def test_only_a_window_may_leave_the_beginning_of_a_table_empty(

@@ -24,16 +24,16 @@ def runner(tmp_path: Path) -> Runner:
     return build_runner(tmp_path, block_size=4, num_blocks=40)
 
 
-def new(slot: int = 0, sampling: SamplingParams = GREEDY, first_block: int = 1) -> NewRequest:
+def new(row: int = 0, sampling: SamplingParams = GREEDY, first_block: int = 1) -> NewRequest:
     """PROMPT with room for 24 tokens."""
     blocks = np.arange(first_block, first_block + 6, dtype=np.int32)
-    return NewRequest(slot, ints(*PROMPT), len(PROMPT), sampling, (blocks,))
+    return NewRequest(row, ints(*PROMPT), len(PROMPT), sampling, (blocks,))
 
 
-def step(number: int, *rows: tuple[int, int, int], generation: int = 1, **changes) -> StepInput:
-    """Rows are (slot, scheduled, computed)."""
-    slots, scheduled, computed = zip(*rows, strict=True) if rows else ((), (), ())
-    return StepInput(generation, number, ints(*slots), ints(*scheduled), ints(*computed), **changes)
+def step(number: int, *entries: tuple[int, int, int], generation: int = 1, **changes) -> StepInput:
+    """Entries are (row, scheduled, computed)."""
+    rows, scheduled, computed = zip(*entries, strict=True) if entries else ((), (), ())
+    return StepInput(generation, number, ints(*rows), ints(*scheduled), ints(*computed), **changes)
 
 
 def run_plainly(runner: Runner, sampling: SamplingParams, count: int) -> list[int]:
@@ -43,7 +43,7 @@ def run_plainly(runner: Runner, sampling: SamplingParams, count: int) -> list[in
     ).token_ids.tolist()
     for index in range(1, count):
         tokens += runner.execute(step(index, (3, 1, 4 + index))).token_ids.tolist()
-    runner.execute(step(count, removed_slots=ints(3)))
+    runner.execute(step(count, removed_rows=ints(3)))
     return tokens
 
 
@@ -73,14 +73,14 @@ def test_answers_keep_the_order_of_the_step(runner: Runner) -> None:
 
 def test_a_step_that_only_removes_answers_nothing(runner: Runner) -> None:
     runner.execute(step(1, (0, 5, 0), new_requests=(new(),)))
-    output = runner.execute(step(2, removed_slots=ints(0)))
+    output = runner.execute(step(2, removed_rows=ints(0)))
     assert (output.generation, output.step) == (1, 2)
     assert len(output.num_tokens) == len(output.token_ids) == 0
 
 
 def test_a_new_generation_starts_with_an_empty_batch(runner: Runner) -> None:
     runner.execute(step(1, (0, 5, 0), new_requests=(new(),)))
-    with pytest.raises(InvalidStep, match=r"slot \[0\] is not in use"):
+    with pytest.raises(InvalidStep, match=r"row \[0\] is not in use"):
         runner.execute(step(2, (0, 1, 5), generation=2))
     output = runner.execute(step(3, (0, 5, 0), generation=2, new_requests=(new(),)))
     assert output.num_tokens.tolist() == [1]

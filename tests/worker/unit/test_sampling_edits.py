@@ -30,8 +30,8 @@ def greedy_tokens(params: SamplingParams, rows: list[list[float]], prompt: list[
     """What a request samples when the model gives these logits, step by step."""
     sampler = Sampler(max_num_seqs=1, vocab_size=len(rows[0]))
     sampler.add(0, params, np.array(prompt, dtype=np.int32), len(prompt))
-    slots = np.zeros(1, dtype=np.int32)
-    outputs = [sampler.sample(torch.tensor([row]), slots) for row in rows]
+    batch_rows = np.zeros(1, dtype=np.int32)
+    outputs = [sampler.sample(torch.tensor([row]), batch_rows) for row in rows]
     return [int(output.token_ids[0]) for output in outputs]
 
 

@@ -78,9 +78,9 @@ def test_sampled_log_probabilities_are_those_before_any_parameter() -> None:
 
 def test_only_requests_that_want_them_get_log_probabilities() -> None:
     sampler = Sampler(max_num_seqs=3, vocab_size=4)
-    for slot, wanted in enumerate((None, 0, 3)):
+    for row, wanted in enumerate((None, 0, 3)):
         params = SamplingParams(temperature=0, logprobs=wanted)
-        sampler.add(slot, params, np.array([1], dtype=np.int32), 1)
+        sampler.add(row, params, np.array([1], dtype=np.int32), 1)
     found = sampler.sample(torch.eye(4)[:3], np.array([2, 0, 1])).logprobs
     assert {row: rows.width for row, rows in found.items()} == {0: 4, 2: 1}
     assert all(rows.ranks.tolist() == [1] for rows in found.values())

@@ -116,7 +116,7 @@ def run(
     num_tokens: int,
     between: Callable[[Sampler, list[int]], None] = lambda _sampler, _token_ids: None,
 ) -> list[int]:
-    """A request alone in slot 0; `between` sees sampler and tokens after each step."""
+    """A request alone in row 0; `between` sees sampler and tokens after each step."""
     sampler = Sampler(max_num_seqs=1, vocab_size=VOCAB_SIZE)
     sampler.add(0, params, np.array(prompt, dtype=np.int32), len(prompt))
     token_ids = list(prompt)
@@ -150,17 +150,17 @@ def test_neighbours_and_their_order_do_not_matter(
 ) -> None:
     alone = [run(params, prompt, num_tokens=4) for params, prompt in requests]
     size = len(requests)
-    slot_of = data.draw(st.permutations(range(size + 2)))
+    row_of = data.draw(st.permutations(range(size + 2)))
     sampler = Sampler(max_num_seqs=size + 2, vocab_size=VOCAB_SIZE)
     token_ids = [list(prompt) for _, prompt in requests]
     for index, (params, prompt) in enumerate(requests):
-        sampler.add(slot_of[index], params, np.array(prompt, dtype=np.int32), len(prompt))
+        sampler.add(row_of[index], params, np.array(prompt, dtype=np.int32), len(prompt))
     waiting = [index for index in range(size) for _ in range(4)]
     while waiting:
         batch = data.draw(st.lists(st.sampled_from(waiting), min_size=1, unique=True))
         logits = torch.from_numpy(np.stack([model(token_ids[index]) for index in batch]))
-        slots = np.array([slot_of[index] for index in batch], dtype=np.int32)
-        sampled = sampler.sample(logits, slots).token_ids
+        rows = np.array([row_of[index] for index in batch], dtype=np.int32)
+        sampled = sampler.sample(logits, rows).token_ids
         for index, token_id in zip(batch, sampled.tolist(), strict=True):
             token_ids[index].append(token_id)
             waiting.remove(index)
@@ -186,10 +186,10 @@ def test_a_preempted_request_goes_on_as_if_it_had_not_been(
 
 
 def sample_once(params: list[SamplingParams], logits: torch.Tensor) -> tuple[list[int], list[int]]:
-    """One step, request i in slot i with a prompt of one token: tokens and rows with NaN."""
+    """One step, request i in row i with a prompt of one token: tokens and rows with NaN."""
     sampler = Sampler(max_num_seqs=len(params), vocab_size=logits.shape[1])
-    for slot, each in enumerate(params):
-        sampler.add(slot, each, np.zeros(1, dtype=np.int32), 1)
+    for row, each in enumerate(params):
+        sampler.add(row, each, np.zeros(1, dtype=np.int32), 1)
     output = sampler.sample(logits, np.arange(len(params)))
     return output.token_ids.tolist(), output.nan_rows.tolist()
 
@@ -244,13 +244,13 @@ def test_the_logits_are_left_as_they_were() -> None:
     assert torch.equal(logits, before)
 
 
-def test_a_slot_holds_one_request() -> None:
+def test_a_row_holds_one_request() -> None:
     sampler = Sampler(max_num_seqs=1, vocab_size=3)
     sampler.add(0, SamplingParams(), np.zeros(1, dtype=np.int32), 1)
-    with pytest.raises(ValueError, match="slot 0 is taken"):
+    with pytest.raises(ValueError, match="row 0 is taken"):
         sampler.add(0, SamplingParams(), np.zeros(1, dtype=np.int32), 1)
     sampler.remove(0)
-    with pytest.raises(ValueError, match="slot 0 is free"):
+    with pytest.raises(ValueError, match="row 0 is free"):
         sampler.remove(0)
 
 
@@ -259,9 +259,9 @@ def test_tokens_come_as_often_as_their_probabilities_say(varied: str) -> None:
     probabilities = torch.tensor([0.4, 0.05, 0.25, 0.1, 0.15, 0.05])
     count = 20_000
     sampler = Sampler(max_num_seqs=count, vocab_size=6)
-    for slot in range(count):
-        seed, length = (slot, 1) if varied == "seed" else (9, 1 + slot)
-        sampler.add(slot, SamplingParams(seed=seed), np.broadcast_to(np.int32(0), length), 1)
+    for row in range(count):
+        seed, length = (row, 1) if varied == "seed" else (9, 1 + row)
+        sampler.add(row, SamplingParams(seed=seed), np.broadcast_to(np.int32(0), length), 1)
     logits = torch.log(probabilities).expand(count, 6)
     token_ids = sampler.sample(logits, np.arange(count)).token_ids
     found = np.bincount(token_ids, minlength=6)
