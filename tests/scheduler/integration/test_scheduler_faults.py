@@ -190,7 +190,7 @@ async def test_ranks_are_told_of_a_generation_before_there_is_work() -> None:
         generation = (await replica.pool.stats()).generation
     (opening,) = ranks[0].steps
     assert (opening.generation, opening.timeout_millis) == (generation, 120_000)
-    assert (opening.slots, opening.owner.name) == (b"", "replica-0")
+    assert (opening.rows, opening.owner.name) == (b"", "replica-0")
     assert ranks[1].steps == [opening]
 
 
