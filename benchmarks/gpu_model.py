@@ -24,13 +24,13 @@ from services.common.sampling import SamplingParams
 from services.worker.backends.attention import AttentionShape
 from services.worker.backends.cuda.kernels import CudaKernels
 from services.worker.core.batch import BatchLimits
-from services.worker.core.lookahead import PendingOutput
+from services.worker.core.device_tokens import PendingOutput
 from services.worker.core.runner import Runner
 from services.worker.core.step import NewRequest, StepInput
 from services.worker.models.config import read_model_config
 from services.worker.models.decoder import Decoder
-from services.worker.models.loader import load_weights
 from services.worker.models.model import LoadedModel
+from services.worker.models.weights import load_weights
 from services.worker.platforms.cuda import CudaPlatform
 from services.worker.platforms.interface import Parts
 

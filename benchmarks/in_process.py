@@ -50,10 +50,9 @@ from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.settings import SchedulerSettings
 from services.worker.adapters.compute import ComputeThread
 from services.worker.adapters.converters import description_to_message
-from services.worker.build import build_engine
-from services.worker.core.engine import Engine as WorkerEngine
-from services.worker.core.engine import WorkerDescription
+from services.worker.build import build_worker
 from services.worker.core.runner import Runner
+from services.worker.core.worker import Worker, WorkerDescription
 from services.worker.platforms.processors import usable_processors
 from services.worker.platforms.threads import choose_threads
 from services.worker.settings import WorkerSettings
@@ -240,10 +239,10 @@ class InProcess:
         finally:
             self._compute.close()
 
-    def _load(self) -> WorkerEngine:
+    def _load(self) -> Worker:
         threads = choose_threads(usable_processors(), asked=self._settings.num_threads)
         torch.set_num_threads(threads.num_threads)
-        return build_engine(self._settings, "in-process", lambda: None)
+        return build_worker(self._settings, "in-process", lambda: None)
 
 
 def _limits(built: WorkerDescription, config: SchedulerConfig) -> ModelLimits:

@@ -27,10 +27,10 @@ from services.common.server import GrpcServer
 from services.common.telemetry import configure_tracing
 from services.worker.adapters.compute import ComputeThread
 from services.worker.adapters.servicer import WorkerServicer
-from services.worker.core.engine import Engine, WorkerDescription
 from services.worker.core.kv_groups import LayerGroup
 from services.worker.core.runner import Runner
 from services.worker.core.step import StepInput, StepOutput
+from services.worker.core.worker import Worker, WorkerDescription
 
 SERVICE = "stepwell.worker.v1.Worker"
 MAX_MODEL_LEN = 4096
@@ -118,7 +118,7 @@ async def serve(address: str, max_num_seqs: int, num_blocks: int, endpoint: str)
     server.add(worker_pb2_grpc.add_WorkerServicer_to_server, servicer, SERVICE)
     try:
         await server.start(address)
-        servicer.open(Engine(cast(Runner, runner), description(max_num_seqs, num_blocks)))
+        servicer.open(Worker(cast(Runner, runner), description(max_num_seqs, num_blocks)))
         await server.set_ready(True)
         while line := await asyncio.to_thread(sys.stdin.readline):
             answer = await _answer(runner, compute, json.loads(line))

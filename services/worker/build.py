@@ -13,7 +13,6 @@ from services.worker.backends.kernels import Kernels
 from services.worker.backends.native.compiled import default_cache_directory
 from services.worker.backends.out_of_memory import memory_for
 from services.worker.core.batch import BatchLimits
-from services.worker.core.engine import Engine, WorkerDescription
 from services.worker.core.fingerprint import model_fingerprint
 from services.worker.core.kv_cache import (
     KVCacheDemand,
@@ -23,6 +22,7 @@ from services.worker.core.kv_cache import (
 )
 from services.worker.core.kv_groups import LayerGroup, group_layers
 from services.worker.core.lockstep import Lockstep
+from services.worker.core.worker import Worker, WorkerDescription
 from services.worker.models.checkpoint import open_checkpoint
 from services.worker.models.config import DtypeSetting
 from services.worker.models.load import check_configuration, load_model
@@ -41,12 +41,12 @@ _PROGRESS_STEPS = 10
 _QUIET_SECONDS = 2.0
 
 
-def build_engine(
+def build_worker(
     settings: WorkerSettings,
     incarnation: str,
     checkpoint_reached: Callable[[], None],
     group: Group | None = None,
-) -> Engine:
+) -> Worker:
     """Loads and warms up. Run it in the thread that will compute. With a `group`, as one of its
     ranks.
 
@@ -111,7 +111,7 @@ def build_engine(
         runner = platform.runner(parts)
     with memory_for("a step", "lower max_num_batched_tokens, max_num_seqs or the KV cache"):
         platform.warm_up(runner, parts.limits, tell.of("warming up"))
-    return Engine(
+    return Worker(
         runner,
         WorkerDescription(
             incarnation=incarnation,

@@ -20,8 +20,8 @@ from services.common.telemetry import Tracing, service_tracing
 from services.worker.adapters.compute import ComputeThread
 from services.worker.adapters.liveness import follow_liveness
 from services.worker.adapters.servicer import WorkerServicer
-from services.worker.build import build_engine
-from services.worker.core.engine import Engine
+from services.worker.build import build_worker
+from services.worker.core.worker import Worker
 from services.worker.models.load import check_configuration
 from services.worker.parallel.errors import GroupBroken
 from services.worker.parallel.group import Group, Timeouts
@@ -64,11 +64,11 @@ async def _serve(
     watching = asyncio.create_task(follow_liveness(compute, server.set_live), name="liveness")
     try:
         address = await server.start(settings.address)
-        engine = await _load(settings, place, compute, stop)
-        if engine is not None:
-            servicer.open(engine)
+        worker = await _load(settings, place, compute, stop)
+        if worker is not None:
+            servicer.open(worker)
             await server.set_ready(True)
-            logger.info("serving %s on %s", engine.description.model_name, address)
+            logger.info("serving %s on %s", worker.description.model_name, address)
             await _first({asyncio.ensure_future(stop.wait()), place.broken})
     finally:
         broken = place.broken.result() if place.broken.done() and not stop.is_set() else None
@@ -124,15 +124,15 @@ async def _first(waiting: set[asyncio.Future[Any]]) -> None:
 
 async def _load(
     settings: WorkerSettings, place: _Place, compute: ComputeThread, stop: asyncio.Event
-) -> Engine | None:
-    """The engine; None when told to stop, or the group broke, before it was there."""
+) -> Worker | None:
+    """The worker; None when told to stop, or the group broke, before it was there."""
     given_up = threading.Event()
 
     def checkpoint_reached() -> None:
         if given_up.is_set():
             raise Aborted("told to stop while loading")
 
-    def load() -> Engine:
+    def load() -> Worker:
         check_configuration(settings.model, place.membership.size)
         group = place.join(settings, checkpoint_reached)
         try:
@@ -141,18 +141,18 @@ async def _load(
             place.give_up(error)
             raise
 
-    def load_as(group: Group | None) -> Engine:
+    def load_as(group: Group | None) -> Worker:
         sharers = 1 if group is None else len(group.local_ranks)
         threads = choose_threads(usable_processors(), sharers, settings.num_threads)
         torch.set_num_threads(threads.num_threads)
         begun = time.monotonic()
-        engine = build_engine(settings, uuid.uuid4().hex, checkpoint_reached, group)
+        worker = build_worker(settings, uuid.uuid4().hex, checkpoint_reached, group)
         # What is there now stays; a full collection between two steps need not walk through it.
         gc.collect()
         gc.freeze()
         took = time.monotonic() - begun
         logger.info("loaded and warm after %.1f s, computing with %s", took, threads)
-        return engine
+        return worker
 
     loading = compute.submit(load)
     stopping = asyncio.ensure_future(stop.wait())

@@ -14,8 +14,8 @@ import pytest
 import torch
 from stepwell.scheduler.v1 import scheduler_pb2
 
-from services.worker.build import build_engine
-from services.worker.core.engine import Engine
+from services.worker.build import build_worker
+from services.worker.core.worker import Worker
 from services.worker.settings import WorkerSettings
 from tests.parity.situations import (
     BLOCK_SIZE,
@@ -50,7 +50,7 @@ class Served:
     """A model, by its kind and loaded."""
 
     kind: str
-    engine: Engine
+    loaded: Worker
 
 
 @pytest.fixture(scope="module", params=sorted(TINY_MODELS))
@@ -66,20 +66,20 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         max_num_seqs=16,
         max_num_batched_tokens=512,
     )
-    return Served(request.param, build_engine(settings, request.param, lambda: None))
+    return Served(request.param, build_worker(settings, request.param, lambda: None))
 
 
 @asynccontextmanager
 async def serving(
-    engine: Engine, situation: Situation, *, async_scheduling: bool
+    loaded: Worker, situation: Situation, *, async_scheduling: bool
 ) -> AsyncIterator[tuple[Replica, Gateway]]:
     """A replica in a situation, whose worker says that it has so many blocks, and a session."""
-    groups, most = len(engine.description.groups), engine.description.num_blocks
+    groups, most = len(loaded.description.groups), loaded.description.num_blocks
     num_blocks = min(situation.num_blocks * groups, most)
-    description = replace(engine.description, num_blocks=num_blocks)
+    description = replace(loaded.description, num_blocks=num_blocks)
     async with (
         serving_replica(
-            ServingWorker(replace(engine, description=description)),
+            ServingWorker(replace(loaded, description=description)),
             async_scheduling=async_scheduling,
             max_num_seqs=situation.max_num_seqs,
             max_num_batched_tokens=situation.max_num_batched_tokens,
@@ -104,7 +104,7 @@ async def test_asynchronous_scheduling_changes_no_token(served: Served, name: st
     situation, expected = SITUATIONS[name], reference_outputs(served.kind)
     sampled: dict[bool, Outputs] = {}
     for async_scheduling in (False, True):
-        async with serving(served.engine, situation, async_scheduling=async_scheduling) as (
+        async with serving(served.loaded, situation, async_scheduling=async_scheduling) as (
             replica,
             gateway,
         ):
@@ -136,7 +136,7 @@ async def test_alone_to_the_last_token_and_to_a_stop_token(served: Served) -> No
     num_steps: dict[bool, int] = {}
     for async_scheduling in (False, True):
         async with serving(
-            served.engine, SITUATIONS["alone"], async_scheduling=async_scheduling
+            served.loaded, SITUATIONS["alone"], async_scheduling=async_scheduling
         ) as (replica, gateway):
             assert await generate(gateway, wanted, GREEDY) == expected
             sampled[async_scheduling] = await generate(gateway, wanted, SAMPLED)

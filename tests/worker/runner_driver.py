@@ -13,9 +13,9 @@ from services.worker.backends.attention import AttentionShape, PagedAttention
 from services.worker.backends.device import CpuDevice
 from services.worker.backends.native.compiled import default_cache_directory
 from services.worker.core.batch import BatchLimits
+from services.worker.core.device_tokens import DeviceTokens
 from services.worker.core.kv_groups import group_layers
 from services.worker.core.lockstep import Lockstep
-from services.worker.core.lookahead import Lookahead
 from services.worker.core.runner import Runner
 from services.worker.core.step import AppendedBlocks, NewRequest, StepInput, StepOutput
 from services.worker.models.checkpoint import open_checkpoint
@@ -43,15 +43,15 @@ def build_runner(
     max_num_seqs: int = 16,
     max_num_batched_tokens: int = 512,
     dtype: torch.dtype = torch.float32,
-    runs_ahead: bool = False,
+    keeps_tokens_on_device: bool = False,
     kernels_setting: KernelsSetting = KernelsSetting.AUTO,
     batch_invariant: bool = True,
     ranks: Ranks = ALONE,
     lockstep: Lockstep | None = None,
     around: Callable[[Model, PagedAttention], tuple[Model, PagedAttention]] | None = None,
 ) -> Runner:
-    """A runner over the model in a directory, or one rank of it; one that `runs_ahead` keeps its
-    tokens there. `around` may wrap what it computes with.
+    """A runner over the model in a directory, or one rank of it. `keeps_tokens_on_device`: sampled
+    tokens stay where logits are, as on CUDA. `around` may wrap model and attention.
     """
     kernels = select_kernels(
         kernels_setting,
@@ -80,11 +80,11 @@ def build_runner(
         num_blocks=num_blocks,
         windows=tuple(group.window for group in groups),
     )
-    lookahead = Lookahead(CpuDevice(), max_num_seqs) if runs_ahead else None
+    device_tokens = DeviceTokens(CpuDevice(), max_num_seqs) if keeps_tokens_on_device else None
     model, attention = loaded.model, kernels.paged_attention(shape)
     if around is not None:
         model, attention = around(model, attention)
-    return Runner(model, attention, limits, lookahead=lookahead, lockstep=lockstep)
+    return Runner(model, attention, limits, device_tokens=device_tokens, lockstep=lockstep)
 
 
 def appended(*grown: tuple[int, list[int]]) -> AppendedBlocks:

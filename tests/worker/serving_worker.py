@@ -6,15 +6,15 @@ from services.common.server import GrpcServer
 from services.common.telemetry import configure_tracing
 from services.worker.adapters.compute import ComputeThread
 from services.worker.adapters.servicer import WorkerServicer
-from services.worker.core.engine import Engine
+from services.worker.core.worker import Worker
 from services.worker.process import GRPC_SERVICE
 
 
 class ServingWorker:
-    """One rank over a loaded engine, which may be served again after `stop`."""
+    """One rank over a loaded loaded, which may be served again after `stop`."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, loaded: Worker) -> None:
+        self._loaded = loaded
         self._compute = ComputeThread()
         self._servicer = WorkerServicer(self._compute, configure_tracing("worker", "", 1.0))
         self._server = GrpcServer()
@@ -23,7 +23,7 @@ class ServingWorker:
     async def start(self) -> str:
         """Serves at a free port; returns the address."""
         address = await self._server.start("127.0.0.1:0")
-        self._servicer.open(self._engine)
+        self._servicer.open(self._loaded)
         await self._server.set_ready(True)
         return address
 

@@ -5,7 +5,7 @@ from collections import deque
 import numpy as np
 
 from services.common.sampling import SamplingParams
-from services.worker.core.lookahead import PendingOutput
+from services.worker.core.device_tokens import PendingOutput
 from services.worker.core.runner import Runner
 from services.worker.core.step import NewRequest, StepInput, StepOutput
 from tests.worker.runner_driver import ints

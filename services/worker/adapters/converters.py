@@ -9,7 +9,6 @@ from stepwell.worker.v1 import worker_pb2
 
 from services.common.prompt_embeds_messages import prompt_embeds_from_message
 from services.common.sampling_messages import sampling_from_message
-from services.worker.core.engine import WorkerDescription
 from services.worker.core.errors import InvalidStep
 from services.worker.core.kv_groups import LayerGroup
 from services.worker.core.step import (
@@ -20,6 +19,7 @@ from services.worker.core.step import (
     StepInput,
     StepOutput,
 )
+from services.worker.core.worker import WorkerDescription
 from services.worker.sampling.sampler import LogprobRows
 
 _INT32_BYTES = 4

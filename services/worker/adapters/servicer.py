@@ -22,10 +22,10 @@ from services.worker.adapters.converters import (
     step_from_message,
 )
 from services.worker.adapters.telemetry import StepTimes, StepTracer
-from services.worker.core.engine import Engine
-from services.worker.core.lookahead import PendingOutput
+from services.worker.core.device_tokens import PendingOutput
 from services.worker.core.runner import Runner
 from services.worker.core.step import StepInput, StepOutput
+from services.worker.core.worker import Worker
 
 MAX_STEPS_IN_FLIGHT = 4
 """Steps of a stream that are taken in before the oldest is answered; further ones wait outside."""
@@ -37,7 +37,7 @@ _Context = grpc.aio.ServicerContext[worker_pb2.ExecuteRequest, worker_pb2.Execut
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
-    """Answers UNAVAILABLE until `open`; then one stream at a time drives the engine."""
+    """Answers UNAVAILABLE until `open`; then one stream at a time runs steps."""
 
     def __init__(
         self,
@@ -48,17 +48,17 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._compute = compute
         self._tracing = tracing
         self._lease = Lease("worker", LEASE_GRACE_SECONDS, clock)
-        self._engine: Engine | None = None
+        self._worker: Worker | None = None
         self._seen_generation = 0
         self._stream: _StepStream | None = None
 
-    def open(self, engine: Engine) -> None:
+    def open(self, worker: Worker) -> None:
         """From here on calls are answered."""
-        self._engine = engine
+        self._worker = worker
 
     def close(self, reason: StepwellError | None = None) -> None:
         """Ends the stream that is open, by default since the worker drains, and refuses calls."""
-        self._engine = None
+        self._worker = None
         if self._stream is not None:
             self._stream.end(reason or Unavailable("the worker is draining"))
 
@@ -82,13 +82,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         first = await anext(aiter(request_iterator), None)
         if first is None:
             return
-        engine, holder = self._loaded(), Holder.from_message(first.owner)
+        worker, holder = self._loaded(), Holder.from_message(first.owner)
         self._lease.take(holder)
         self._seen_generation = max(self._seen_generation, first.generation)
         if self._stream is not None:
             self._stream.end(Aborted("a newer stream took the worker over"))
-        tracer = StepTracer(self._tracing, engine.description.rank)
-        stream = self._stream = _StepStream(engine.runner, self._compute, tracer)
+        tracer = StepTracer(self._tracing, worker.description.rank)
+        stream = self._stream = _StepStream(worker.runner, self._compute, tracer)
         try:
             async with aclosing(stream.responses(first, request_iterator)) as responses:
                 async for response in responses:
@@ -99,10 +99,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             if self._stream is stream:
                 self._stream = None
 
-    def _loaded(self) -> Engine:
-        if self._engine is None:
+    def _loaded(self) -> Worker:
+        if self._worker is None:
             raise Unavailable("the model is not loaded", retry_after_seconds=1.0)
-        return self._engine
+        return self._worker
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,7 @@ class PersistentBatch:
         self.token_ids[row, start : start + len(token_ids)] = token_ids
         self.num_tokens[row] += len(token_ids)
 
-    def expect(self, rows: Int32Array) -> None:
+    def append_unknown(self, rows: Int32Array) -> None:
         """One more token of each of these requests; which one is not known here."""
         self.num_tokens[rows] += 1
 

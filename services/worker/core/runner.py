@@ -21,10 +21,10 @@ from services.worker.backends.device import CpuDevice, Device
 from services.worker.core.batch import BatchLimits, PersistentBatch
 from services.worker.core.computed import Computed, SamplingRequests, StepRequests
 from services.worker.core.decode_buckets import DecodeBuckets, is_decodes_alone
+from services.worker.core.device_tokens import DeviceTokens, PendingOutput
 from services.worker.core.embedded_prompts import EmbeddedPrompts
 from services.worker.core.layout import StepTokens, lay_out
 from services.worker.core.lockstep import Lockstep
-from services.worker.core.lookahead import Lookahead, PendingOutput
 from services.worker.core.sampled import Sampled, joined
 from services.worker.core.step import Int32Array, StepInput, StepOutput
 from services.worker.models.model import Model, wanted_rows
@@ -37,7 +37,7 @@ _PROMPT_LOGPROB_ROWS = 128
 class Runner:
     """Runs steps, one after the other, over one model, one cache and one batch. Not thread-safe.
 
-    On a device that the host may run ahead of, `lookahead` keeps sampled tokens there, so that
+    On a device that the host may run ahead of, `device_tokens` keeps sampled tokens there, so that
     `begin` need not wait for them, and `buckets` run steps of decodes alone. With a `lockstep` each
     step is run together with the other ranks.
     """
@@ -48,14 +48,14 @@ class Runner:
         attention: PagedAttention,
         limits: BatchLimits,
         device: Device | None = None,
-        lookahead: Lookahead | None = None,
+        device_tokens: DeviceTokens | None = None,
         buckets: DecodeBuckets | None = None,
         lockstep: Lockstep | None = None,
     ) -> None:
         self._model = model
         self._attention = attention
         self._device = device or CpuDevice()
-        self._lookahead = lookahead
+        self._device_tokens = device_tokens
         self._buckets = buckets
         self._lockstep = lockstep
         self._batch = PersistentBatch(limits)
@@ -76,8 +76,8 @@ class Runner:
         self._batch.clear()
         self._prompt_watchers.clear()
         self._embedded.clear()
-        if self._lookahead is not None:
-            self._lookahead.reset()
+        if self._device_tokens is not None:
+            self._device_tokens.reset()
         self._sampler = Sampler(limits.max_num_seqs, limits.vocab_size)
 
     def execute(self, step: StepInput) -> StepOutput:
@@ -128,17 +128,17 @@ class Runner:
                 new.num_prompt_tokens,
                 num_placeholders=new.num_placeholders,
             )
-            if self._lookahead is not None:
-                self._lookahead.know(np.array([new.row]))
+            if self._device_tokens is not None:
+                self._device_tokens.release(np.array([new.row]))
             if new.sampling.prompt_logprobs is not None:
                 self._prompt_watchers.add(new.row)
 
     def _forward(self, step: StepInput, tokens: StepTokens, sampling: SamplingRequests) -> Computed:
         """Runs the model over the step's tokens, in the layout's order."""
         token_ids = self._device.upload(tokens.token_ids)
-        if self._lookahead is not None:
+        if self._device_tokens is not None:
             num_tokens = self._batch.num_tokens[step.rows]
-            self._lookahead.feed(token_ids, step, tokens.first_tokens, num_tokens)
+            self._device_tokens.fill_in(token_ids, step, tokens.first_tokens, num_tokens)
         embedded = self._embedded.of_step(step, tokens, token_ids)
         is_all = len(sampling.tokens) == len(tokens.token_ids)
         wanted = None if is_all else self._device.upload(sampling.tokens)
@@ -179,16 +179,16 @@ class Runner:
         sampled, logits = Sampled(), computed.logits
         if logits is not None:
             rows, order = requests.rows[sampling.requests], requests.order[sampling.requests]
-            if self._may_look_ahead(requests, rows, prompt):
-                return self._sample_ahead(step, order, rows, logits)
+            if self._can_sample_on_device(requests, rows, prompt):
+                return self._sample_on_device(step, order, rows, logits)
             if requests.num_draft_tokens is None:
                 output = self._sampler.sample(logits, rows)
                 sampled.add(order, output)
                 self._batch.append_one(rows, output.token_ids)
             else:
                 self._verify(requests, sampling, logits, sampled)
-            if self._lookahead is not None:
-                self._lookahead.know(rows)
+            if self._device_tokens is not None:
+                self._device_tokens.release(rows)
         return sampled.output(step, prompt)
 
     def _verify(
@@ -215,25 +215,25 @@ class Runner:
             self._batch.append_one(rows, output.token_ids)
             active, offset = active[stands], offset + 1
 
-    def _may_look_ahead(
+    def _can_sample_on_device(
         self, requests: StepRequests, rows: Int32Array, prompt: dict[int, LogprobRows]
     ) -> bool:
         """Whether nothing that the device computes is needed here before the step is answered."""
         return (
-            self._lookahead is not None
+            self._device_tokens is not None
             and not prompt
             and requests.num_draft_tokens is None
             and self._sampler.is_simple(rows)
         )
 
-    def _sample_ahead(
+    def _sample_on_device(
         self, step: StepInput, sampling: np.ndarray, rows: Int32Array, logits: torch.Tensor
     ) -> PendingOutput:
-        assert self._lookahead is not None
-        self._batch.expect(rows)
+        assert self._device_tokens is not None
+        self._batch.append_unknown(rows)
         num_logprobs = self._sampler.num_logprobs(rows)
         draws = self._sampler.draws(rows)
-        return self._lookahead.sample(step, sampling, logits, draws, num_logprobs)
+        return self._device_tokens.sample(step, sampling, logits, draws, num_logprobs)
 
     def _prompt_logprobs(
         self, requests: StepRequests, computed: Computed

@@ -17,11 +17,11 @@ from services.worker.models.config import (
 )
 from services.worker.models.decoder import Decoder
 from services.worker.models.errors import UnsupportedModel
-from services.worker.models.loader import Progress, load_weights
 from services.worker.models.mlp import is_static
-from services.worker.models.model import LoadedModel, LoadOptions, tell_loading
+from services.worker.models.model import LoadedModel, LoadOptions, log_loading
 from services.worker.models.rope import RopeType
 from services.worker.models.shard import Shard, check_divisible
+from services.worker.models.weights import Progress, load_weights
 from services.worker.parallel.ranks import ALONE, Ranks
 
 
@@ -66,9 +66,9 @@ def load_model(
         )
     else:
         # Only here, since importing transformers takes seconds and a hundred megabytes.
-        from services.worker.models.foreign import load_foreign  # noqa: PLC0415
+        from services.worker.models.transformers_model import load_transformers_model  # noqa: PLC0415
 
-        loaded = load_foreign(checkpoint, options, kernels, ranks, meet)
+        loaded = load_transformers_model(checkpoint, options, kernels, ranks, meet)
         progress(1, 1)
     return replace(loaded, attention=_shortened(loaded.attention, loaded.max_model_len))
 
@@ -84,7 +84,7 @@ def _load_natively(
     config = read_model_config(directory)
     longest = resolve_max_model_len(config.rope, options.max_model_len, directory / "config.json")
     dtype = resolve_dtype(options.dtype, config.checkpoint_dtype)
-    tell_loading(config.architecture.value, directory, dtype)
+    log_loading(config.architecture.value, directory, dtype)
     weights = load_weights(config, checkpoint, dtype, kernels, progress, ranks)
     own = Shard(ranks.rank, ranks.size).config(config)
     return LoadedModel(

@@ -88,6 +88,6 @@ class LoadOptions:
     dtype: DtypeSetting
 
 
-def tell_loading(architecture: str, directory: Path, dtype: torch.dtype) -> None:
+def log_loading(architecture: str, directory: Path, dtype: torch.dtype) -> None:
     """Logs what is about to be read."""
     logger.info("loading %s from %s in %s", architecture, directory, str(dtype)[6:])

@@ -7,7 +7,7 @@ from services.worker.backends.attention import AttentionLayer
 from services.worker.backends.device import Device
 from services.worker.backends.torch.paged_attention import TorchPagedAttention
 from services.worker.core.decode_buckets import DecodeBuckets
-from services.worker.core.lookahead import Lookahead
+from services.worker.core.device_tokens import DeviceTokens
 from services.worker.core.runner import Runner
 from services.worker.platforms.interface import Parts
 
@@ -31,10 +31,10 @@ def runner_on(
     request gets does not depend on what is in its steps; xFormers' kernel must suit every layer.
     """
     shape, limits, model = parts.shape, parts.limits, parts.loaded.model
-    lookahead = Lookahead(device, limits.max_num_seqs, by_row=batch_invariant)
+    device_tokens = DeviceTokens(device, limits.max_num_seqs, by_row=batch_invariant)
     if not suits_xformers(shape.layers):
         plain = TorchPagedAttention(shape, device, batch_invariant=False)
-        return Runner(model, plain, limits, device, lookahead, lockstep=parts.lockstep)
+        return Runner(model, plain, limits, device, device_tokens, lockstep=parts.lockstep)
 
     # Only here: importing it imports xFormers, which a worker on the CPU does without.
     from services.worker.backends.cuda.paged_attention import XformersPagedAttention  # noqa: PLC0415
@@ -43,4 +43,4 @@ def runner_on(
         shape, device, limits.max_blocks_per_seq, split_k, batch_invariant=batch_invariant
     )
     buckets = DecodeBuckets(model, attention, device) if parts.loaded.is_static else None
-    return Runner(model, attention, limits, device, lookahead, buckets, parts.lockstep)
+    return Runner(model, attention, limits, device, device_tokens, buckets, parts.lockstep)

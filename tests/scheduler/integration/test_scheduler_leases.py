@@ -12,8 +12,8 @@ from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.scheduler.__main__ import serve
 from services.scheduler.settings import SchedulerSettings
-from services.worker.build import build_engine
-from services.worker.core.engine import Engine
+from services.worker.build import build_worker
+from services.worker.core.worker import Worker
 from services.worker.settings import WorkerSettings
 from tests.scheduler.serving_replica import (
     SECONDS,
@@ -30,12 +30,12 @@ PROMPT = [5, 6, 7, 8]
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Worker:
     torch.set_num_threads(1)
     directory = tmp_path_factory.mktemp("tiny") / "llama-tiny"
     save_tiny_model(directory, "llama")
     settings = WorkerSettings(model=directory, max_num_seqs=4, num_blocks=40)
-    return build_engine(settings, "incarnation", lambda: None)
+    return build_worker(settings, "incarnation", lambda: None)
 
 
 @asynccontextmanager
@@ -75,12 +75,12 @@ async def keep_busy(gateway: Gateway, handle: int) -> None:
 
 @pytest.mark.parametrize(("name", "what"), [("replica-1", "worker"), ("replica-0", "pool")])
 async def test_two_schedulers_do_not_take_a_worker_from_each_other(
-    engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, what: str
+    loaded: Worker, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, what: str
 ) -> None:
     """The second has a pool of its own, or the first one's name; that one started later."""
     caplog.set_level(logging.INFO)
     async with (
-        serving_replica(ServingWorker(engine)) as replica,
+        serving_replica(ServingWorker(loaded)) as replica,
         gateway_of(replica) as gateway,
     ):
         await keep_busy(gateway, 1)
@@ -100,11 +100,11 @@ async def test_two_schedulers_do_not_take_a_worker_from_each_other(
 
 
 async def test_a_scheduler_that_waits_serves_when_the_first_has_gone(
-    engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    loaded: Worker, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     async with (
-        serving_replica(ServingWorker(engine)) as replica,
+        serving_replica(ServingWorker(loaded)) as replica,
         another_scheduler(replica, tmp_path, "replica-1"),
     ):
         await until_logged(caplog, "belongs to scheduler 'replica-0'")

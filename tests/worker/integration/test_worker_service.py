@@ -23,11 +23,11 @@ from services.common.telemetry import configure_tracing
 from services.worker.adapters.compute import ComputeThread
 from services.worker.adapters.liveness import follow_liveness
 from services.worker.adapters.servicer import WorkerServicer
-from services.worker.build import build_engine
-from services.worker.core.engine import Engine
-from services.worker.core.lookahead import PendingOutput
+from services.worker.build import build_worker
+from services.worker.core.device_tokens import PendingOutput
 from services.worker.core.runner import Runner
 from services.worker.core.step import StepInput, StepOutput
+from services.worker.core.worker import Worker
 from services.worker.process import GRPC_SERVICE
 from services.worker.settings import WorkerSettings
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model
@@ -75,14 +75,14 @@ def step(
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Worker:
     torch.set_num_threads(1)
     directory: Path = tmp_path_factory.mktemp("tiny") / "llama-tiny"
     save_tiny_model(directory, "llama")
     settings = WorkerSettings(
         model=directory, max_num_seqs=8, max_num_batched_tokens=64, num_blocks=40
     )
-    return build_engine(settings, "incarnation-1", lambda: None)
+    return build_worker(settings, "incarnation-1", lambda: None)
 
 
 @pytest.fixture
@@ -110,9 +110,9 @@ async def channel(servicer: WorkerServicer) -> AsyncIterator[grpc.aio.Channel]:
 
 @pytest.fixture
 def worker(
-    servicer: WorkerServicer, channel: grpc.aio.Channel, engine: Engine
+    servicer: WorkerServicer, channel: grpc.aio.Channel, loaded: Worker
 ) -> worker_pb2_grpc.WorkerStub:
-    servicer.open(engine)
+    servicer.open(loaded)
     return worker_pb2_grpc.WorkerStub(channel)
 
 
@@ -156,11 +156,11 @@ async def generate(stream: Stream, count: int) -> list[int]:
     return tokens
 
 
-async def test_describe(worker: worker_pb2_grpc.WorkerStub, engine: Engine) -> None:
+async def test_describe(worker: worker_pb2_grpc.WorkerStub, loaded: Worker) -> None:
     description = await worker.Describe(worker_pb2.DescribeRequest(), timeout=DEADLINE_SECONDS)
     assert description.incarnation == "incarnation-1"
     assert description.model_name == "llama-tiny"
-    assert description.fingerprint == engine.description.fingerprint
+    assert description.fingerprint == loaded.description.fingerprint
     assert (description.max_model_len, description.vocab_size) == (512, VOCAB_SIZE)
     assert list(description.eos_token_ids) == [2]
     assert description.num_blocks == 40
@@ -175,7 +175,7 @@ async def test_describe(worker: worker_pb2_grpc.WorkerStub, engine: Engine) -> N
 
 
 async def test_unavailable_until_the_model_is_loaded(
-    servicer: WorkerServicer, channel: grpc.aio.Channel, engine: Engine
+    servicer: WorkerServicer, channel: grpc.aio.Channel, loaded: Worker
 ) -> None:
     worker = worker_pb2_grpc.WorkerStub(channel)
     health = health_pb2_grpc.HealthStub(channel)
@@ -185,7 +185,7 @@ async def test_unavailable_until_the_model_is_loaded(
         await worker.Describe(worker_pb2.DescribeRequest(), timeout=DEADLINE_SECONDS)
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     assert (await Stream(worker).error()).code() is grpc.StatusCode.UNAVAILABLE
-    servicer.open(engine)
+    servicer.open(loaded)
     await worker.Describe(worker_pb2.DescribeRequest(), timeout=DEADLINE_SECONDS)
 
 
@@ -395,12 +395,12 @@ class HeldRunner:
 
 
 async def test_a_step_beyond_its_time_makes_the_worker_one_that_is_not_live(
-    engine: Engine,
+    loaded: Worker,
 ) -> None:
-    held, compute, server = HeldRunner(engine.runner), ComputeThread(), GrpcServer()
+    held, compute, server = HeldRunner(loaded.runner), ComputeThread(), GrpcServer()
     servicer = WorkerServicer(compute, configure_tracing("worker", "", 1.0))
     server.add(worker_pb2_grpc.add_WorkerServicer_to_server, servicer, GRPC_SERVICE)
-    servicer.open(replace(engine, runner=cast(Runner, held)))
+    servicer.open(replace(loaded, runner=cast(Runner, held)))
     following = asyncio.create_task(follow_liveness(compute, server.set_live))
     async with open_channel(await server.start("127.0.0.1:0")) as channel:
         health = health_pb2_grpc.HealthStub(channel)

@@ -12,8 +12,8 @@ from services.worker.backends.torch.kernels import TorchKernels
 from services.worker.models.checkpoint import open_checkpoint
 from services.worker.models.config import read_model_config
 from services.worker.models.decoder import DecoderWeights
-from services.worker.models.loader import load_weights
 from services.worker.models.mlp import Experts, GroupedExperts
+from services.worker.models.weights import load_weights
 from tests.tiny_models import save_tiny_model
 
 

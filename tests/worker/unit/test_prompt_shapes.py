@@ -59,7 +59,11 @@ def test_a_cache_of_one_block_is_enough_to_run_them(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     save_tiny_model(tmp_path, "llama")
     runner = build_runner(
-        tmp_path, num_blocks=2, max_num_seqs=5, max_num_batched_tokens=64, runs_ahead=True
+        tmp_path,
+        num_blocks=2,
+        max_num_seqs=5,
+        max_num_batched_tokens=64,
+        keeps_tokens_on_device=True,
     )
     windowed = replace(LIMITS, windows=(20,))
     for shape in [*every_shape(LIMITS), *profiled_shapes(LIMITS), *every_shape(windowed)]:

@@ -14,9 +14,9 @@ from services.worker.models.config import read_model_config
 from services.worker.models.decoder import DecoderWeights
 from services.worker.models.errors import UnsupportedModel
 from services.worker.models.load import check_configuration
-from services.worker.models.loader import load_weights
 from services.worker.models.mlp import SummedMlp
 from services.worker.models.shard import Shard
+from services.worker.models.weights import load_weights
 from tests.tiny_models import edit_config, save_tiny_model
 
 WHOLE_ON_EACH_RANK = ("embed_tokens", "norm", "mlp.gate.weight", "block_sparse_moe.gate")

@@ -30,11 +30,11 @@ from services.worker.backends.torch.kernels import TorchKernels
 from services.worker.models.checkpoint import Checkpoint, TensorReader, open_checkpoint
 from services.worker.models.config import DtypeSetting
 from services.worker.models.errors import UnsupportedModel
-from services.worker.models.foreign import read_foreign_config
-from services.worker.models.foreign_checkpoint import load_part
-from services.worker.models.foreign_division import Division
 from services.worker.models.load import load_model
 from services.worker.models.model import LoadedModel, LoadOptions
+from services.worker.models.transformers_checkpoint import load_part
+from services.worker.models.transformers_division import Division
+from services.worker.models.transformers_model import read_transformers_config
 from services.worker.parallel.group import Timeouts
 from services.worker.parallel.ranks import Ranks
 from tests.worker.rank_threads import RankThread, on_ranks
@@ -195,7 +195,7 @@ def test_a_rank_reads_its_part_alone(tmp_path: Path, kind: str) -> None:
     plain = open_checkpoint(tmp_path)
     division: Any = Division(tmp_path, OneOf(1, 2))
     checkpoint = CountingCheckpoint(plain.directory, plain.tensors)
-    load_part(checkpoint, read_foreign_config(tmp_path), torch.float32, division)
+    load_part(checkpoint, read_transformers_config(tmp_path), torch.float32, division)
     assert READ.pop() == sum(
         tensor.num_bytes // (1 if any(part in name for part in WHOLE_ON_EACH_RANK) else 2)
         for name, tensor in plain.tensors.items()

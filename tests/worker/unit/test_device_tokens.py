@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from services.common.sampling import SamplingParams
+from services.worker.core.device_tokens import PendingOutput
 from services.worker.core.errors import InvalidStep
-from services.worker.core.lookahead import PendingOutput
 from services.worker.core.runner import Runner
 from services.worker.core.step import StepInput
 from services.worker.sampling.logprobs import LogprobRows
@@ -32,8 +32,10 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def runner_of(model: Path, *, runs_ahead: bool) -> Runner:
-    return build_runner(model, block_size=4, num_blocks=60, runs_ahead=runs_ahead)
+def runner_of(model: Path, *, keeps_tokens_on_device: bool) -> Runner:
+    return build_runner(
+        model, block_size=4, num_blocks=60, keeps_tokens_on_device=keeps_tokens_on_device
+    )
 
 
 def same(one: LogprobRows | None, other: LogprobRows | None) -> None:
@@ -57,8 +59,8 @@ def same(one: LogprobRows | None, other: LogprobRows | None) -> None:
 def test_two_steps_in_flight_give_the_same_tokens(
     model: Path, kinds: tuple[SamplingParams, ...]
 ) -> None:
-    plain = run_plainly(runner_of(model, runs_ahead=False), story(kinds))
-    ahead = run_two_in_flight(runner_of(model, runs_ahead=True), story(kinds))
+    plain = run_plainly(runner_of(model, keeps_tokens_on_device=False), story(kinds))
+    ahead = run_two_in_flight(runner_of(model, keeps_tokens_on_device=True), story(kinds))
     for one, other in zip(plain, ahead, strict=True):
         assert (one.generation, one.step) == (other.generation, other.step)
         assert one.num_tokens.tolist() == other.num_tokens.tolist()
@@ -70,7 +72,7 @@ def test_two_steps_in_flight_give_the_same_tokens(
 
 
 def test_plain_steps_are_answered_later_and_others_at_once(model: Path) -> None:
-    runner = runner_of(model, runs_ahead=True)
+    runner = runner_of(model, keeps_tokens_on_device=True)
     begun = [runner.begin(step) for step in story((GREEDY, DRAWN, WITH_LOGPROBS, GREEDY))[:6]]
     later = [isinstance(output, PendingOutput) for output in begun]
     # The third and the fourth bring log-probabilities of a prompt, the sixth of a sampled token.
@@ -80,7 +82,7 @@ def test_plain_steps_are_answered_later_and_others_at_once(model: Path) -> None:
 
 
 def test_tokens_that_only_the_device_knows_are_not_computed_again(model: Path) -> None:
-    runner = runner_of(model, runs_ahead=True)
+    runner = runner_of(model, keeps_tokens_on_device=True)
     for begun in story((GREEDY,) * 4)[:2]:
         runner.begin(begun)
     with pytest.raises(InvalidStep, match="row 0 computes tokens again that it has sampled"):
@@ -88,7 +90,7 @@ def test_tokens_that_only_the_device_knows_are_not_computed_again(model: Path) -
 
 
 def test_a_new_generation_forgets_what_was_ahead(model: Path) -> None:
-    runner = runner_of(model, runs_ahead=True)
+    runner = runner_of(model, keeps_tokens_on_device=True)
     steps = story((GREEDY,) * 4)
     expected = run_two_in_flight(runner, steps)[0].token_ids.tolist()
     again = StepInput(

@@ -15,9 +15,14 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from services.worker.backends.attention import AttentionLayer, LayerAttention
-from services.worker.models.foreign_attention import ATTENTION_NAME, Answer, answering, from_cache
 from services.worker.models.model import wanted_logits
-from services.worker.models.probe import Probe, Refused
+from services.worker.models.transformers_attention import (
+    ATTENTION_NAME,
+    Answer,
+    answering,
+    from_cache,
+)
+from services.worker.models.transformers_probe import Probe, Refused
 
 _PROBE_TOKENS = 33
 _TOLERANCE = 1e-3
@@ -25,7 +30,7 @@ _ROUNDED_TOLERANCE = 0.2
 """Relative differences of logits that may be rounding; in half precision it also picks experts."""
 
 
-class ForeignDecoder:
+class TransformersDecoder:
     """See Model. The flattened batch goes through as one sequence with the positions of many.
 
     `padded_rows`: see Kernels. The model's own products are torch's, whose rows depend on how many

@@ -1,8 +1,9 @@
-"""Tokens that stay on the device, so that the host need not wait for them between two steps.
+"""Sampled tokens that stay on the device, so that the host does not wait for them between steps.
 
-A step samples where its logits are, keeps the token of each row there, and starts a download.
-The next step takes what it needs from there: it is planned, laid out and queued while this one
-runs. What is sampled on the host, because it needs more than a draw, is known here as ever.
+A step samples on the device, keeps the token of each row there, and starts a download. The next
+step copies its inputs from there: it is planned, laid out and queued while this one runs. Tokens
+that are sampled on the host, because their logits are edited or drafts are verified, are known to
+the host at once.
 """
 
 from dataclasses import dataclass, fields
@@ -20,10 +21,10 @@ from services.worker.sampling.sampler import Draws
 
 @dataclass(frozen=True, slots=True)
 class PendingOutput:
-    """The answer to a step that the device may still be running.
+    """The output of a step that the device may still be running.
 
     `sampling`: indexes of the requests that get a token, one each, in the order of `token_ids`.
-    `logprobs` where some ask for them, by index among those.
+    `logprobs`: by index in `sampling`; None if no request asks for them.
     """
 
     step: StepInput
@@ -32,7 +33,7 @@ class PendingOutput:
     logprobs: PendingLogprobs | None
 
     def wait(self) -> StepOutput:
-        """The answer, once it is there. May be called from any thread."""
+        """Waits for the device; the output. May be called from any thread."""
         token_ids = self.token_ids.wait()
         is_usable = token_ids != UNUSABLE
         num_tokens = np.zeros(len(self.step.rows), np.int32)
@@ -59,52 +60,52 @@ class PendingOutput:
         }
 
 
-class Lookahead:
-    """The last token of each row, on the device, where it was sampled there.
+class DeviceTokens:
+    """The last token of each row of the batch that was sampled on the device.
 
-    `by_row`: rows are sampled, and their log-probabilities computed, one after the other: on a GPU
-    the order in which a row is summed depends on how many there are.
+    `by_row`: rows are sampled, and their log-probabilities computed, one after the other, since on
+    a GPU the order in which a row is summed depends on the number of rows.
     """
 
     def __init__(self, device: Device, max_num_seqs: int, *, by_row: bool = False) -> None:
         self._device = device
         self._by_row = by_row
         self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device.torch_device)
-        self._is_ahead = np.zeros(max_num_seqs, np.bool_)
+        self._is_held = np.zeros(max_num_seqs, np.bool_)
 
     def reset(self) -> None:
         """Forgets every row."""
-        self._is_ahead[:] = False
+        self._is_held[:] = False
 
-    def know(self, rows: np.ndarray) -> None:
-        """The last tokens of these rows are known on the host."""
-        self._is_ahead[rows] = False
+    def release(self, rows: np.ndarray) -> None:
+        """Forgets the tokens of these rows: the host knows their last tokens."""
+        self._is_held[rows] = False
 
-    def feed(
+    def fill_in(
         self,
         token_ids: torch.Tensor,
         step: StepInput,
         first_tokens: Int32Array,
         num_tokens: Int32Array,
     ) -> None:
-        """Puts last tokens that are only here among a step's token ids, in place.
+        """Writes last tokens that are on the device alone into a step's token ids, in place.
 
-        `first_tokens`: where each request of the step begins among them; `num_tokens`: how many
-        tokens each has. Raises InvalidStep for a request that computes tokens before its last,
-        which the host never learned.
+        `first_tokens`: index of each request's first token in `token_ids`; `num_tokens`: tokens
+        that each request has. Raises InvalidStep for a request that computes tokens before its last
+        one, since the host does not know them.
         """
-        ahead = np.flatnonzero(self._is_ahead[step.rows])
-        behind = ahead[step.num_computed_tokens[ahead] != num_tokens[ahead] - 1]
+        held = np.flatnonzero(self._is_held[step.rows])
+        behind = held[step.num_computed_tokens[held] != num_tokens[held] - 1]
         if len(behind):
             raise InvalidStep(
                 f"step {step.step}: num_computed_tokens: row {step.rows[behind[0]]} computes "
                 "tokens again that it has sampled",
                 field="num_computed_tokens",
             )
-        if len(ahead):
-            rows = self._device.upload(step.rows[ahead].astype(np.int64))
-            places = self._device.upload(first_tokens[ahead].astype(np.int64))
-            token_ids.index_copy_(0, places, self._last_tokens.index_select(0, rows))
+        if len(held):
+            rows = self._device.upload(step.rows[held].astype(np.int64))
+            indexes = self._device.upload(first_tokens[held].astype(np.int64))
+            token_ids.index_copy_(0, indexes, self._last_tokens.index_select(0, rows))
 
     def sample(
         self,
@@ -114,13 +115,15 @@ class Lookahead:
         draws: Draws,
         num_logprobs: dict[int, int],
     ) -> PendingOutput:
-        """One token of each request `sampling`, in the order of the logits' rows. `num_logprobs`:
-        of the rows that want log-probabilities, how many of the most probable tokens.
+        """Samples one token of each request `sampling`, in the order of the logits' rows.
+
+        `num_logprobs`: the number of most probable tokens to report, by row of the logits, of those
+        that ask for log-probabilities.
         """
         rows = step.rows[sampling].astype(np.int64)
         token_ids = self._sampled(logits, draws)
         self._last_tokens.index_copy_(0, self._device.upload(rows), token_ids.clamp(min=0))
-        self._is_ahead[rows] = True
+        self._is_held[rows] = True
         logprobs = None
         if num_logprobs:
             logprobs = logprobs_on_device(

@@ -10,7 +10,7 @@ import re
 
 from transformers import PreTrainedModel
 
-from services.worker.models.probe import Refused
+from services.worker.models.transformers_probe import Refused
 
 
 class Style(enum.Enum):

@@ -17,10 +17,10 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from services.worker.backends.out_of_memory import is_out_of_memory
 from services.worker.models.checkpoint import CPU, Checkpoint, TensorReader
 from services.worker.models.errors import ModelError, ModelFileError, ModelTensorError
-from services.worker.models.foreign_attention import ATTENTION_NAME
-from services.worker.models.foreign_division import Division
-from services.worker.models.foreign_linear import Part
-from services.worker.models.probe import Refused
+from services.worker.models.transformers_attention import ATTENTION_NAME
+from services.worker.models.transformers_division import Division
+from services.worker.models.transformers_linear import Part
+from services.worker.models.transformers_probe import Refused
 
 _one_at_a_time = threading.Lock()
 """While it makes a model, transformers changes defaults of torch for all threads."""

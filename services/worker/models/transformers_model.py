@@ -22,20 +22,25 @@ from services.worker.models.errors import (
     UnsupportedModel,
     quantized,
 )
-from services.worker.models.foreign_checkpoint import load_part, load_whole, model_class, one_line
-from services.worker.models.foreign_decoder import ForeignDecoder
-from services.worker.models.foreign_division import Division
 from services.worker.models.json_file import read_json_object
 from services.worker.models.layer_config import FULL, SLIDING
-from services.worker.models.model import LoadedModel, LoadOptions, tell_loading
-from services.worker.models.probe import Refused
+from services.worker.models.model import LoadedModel, LoadOptions, log_loading
+from services.worker.models.transformers_checkpoint import (
+    load_part,
+    load_whole,
+    model_class,
+    one_line,
+)
+from services.worker.models.transformers_decoder import TransformersDecoder
+from services.worker.models.transformers_division import Division
+from services.worker.models.transformers_probe import Refused
 from services.worker.parallel.ranks import Ranks
 
 _OTHER_INPUTS = ("vision_config", "audio_config")
 _SHIFTING_ROPES = frozenset({"dynamic", "longrope"})
 
 
-def read_foreign_config(directory: Path) -> PretrainedConfig:
+def read_transformers_config(directory: Path) -> PretrainedConfig:
     """The configuration as transformers reads it.
 
     Raises UnsupportedModel for what is no decoder that transformers has code for.
@@ -53,7 +58,7 @@ def read_foreign_config(directory: Path) -> PretrainedConfig:
     return config
 
 
-def load_foreign(
+def load_transformers_model(
     checkpoint: Checkpoint,
     options: LoadOptions,
     kernels: Kernels,
@@ -64,17 +69,17 @@ def load_foreign(
     attends. See load_model.
     """
     directory = checkpoint.directory
-    config = read_foreign_config(directory)
+    config = read_transformers_config(directory)
     longest = _max_model_len(config, options.max_model_len, directory / "config.json")
     stored = config.dtype if isinstance(config.dtype, torch.dtype) else None
     dtype = resolve_dtype(options.dtype, stored)
-    tell_loading(f"{(config.architectures or [''])[0]}, run by transformers,", directory, dtype)
+    log_loading(f"{(config.architectures or [''])[0]}, run by transformers,", directory, dtype)
     try:
         division = Division(directory, ranks) if ranks.size > 1 else None
         model = _load(checkpoint, config, dtype, division)
         _check_model(model)
         meet()
-        decoder = ForeignDecoder(model, kernels.padded_rows)
+        decoder = TransformersDecoder(model, kernels.padded_rows)
         layers = _probe(decoder, model)
         _check_windows(config, layers)
         if division is not None and division.heads is not None:
@@ -181,7 +186,7 @@ def _check_model(model: PreTrainedModel) -> None:
 
 
 @torch.inference_mode()
-def _probe(decoder: ForeignDecoder, model: PreTrainedModel) -> tuple[AttentionLayer, ...]:
+def _probe(decoder: TransformersDecoder, model: PreTrainedModel) -> tuple[AttentionLayer, ...]:
     try:
         return decoder.probe(model)
     except Refused:

@@ -1,4 +1,4 @@
-"""A loaded model, ready for steps, and what it is."""
+"""A worker that is ready for steps, and its description."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from services.worker.core.runner import Runner
 
 @dataclass(frozen=True, slots=True)
 class WorkerDescription:
-    """Model, capacity and identity. Field by field the contract's DescribeResponse.
+    """Model, capacity and identity: the fields of the contract's DescribeResponse.
 
     Block tables follow the order of `groups`. `fingerprint` is 32 bytes,
     `tokenizer_fingerprint` too, or empty where the model has no tokenizer files.
@@ -35,8 +35,8 @@ class WorkerDescription:
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
-    """What runs steps, and what it is."""
+class Worker:
+    """The runner of steps, and the description that the scheduler asks for."""
 
     runner: Runner
     description: WorkerDescription
