@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(name: str, arguments: Sequence[str]) -> int:
     try:
-        # Python lets broken text through in some locales, and breaks when it is sent.
+        # In some locales Python reads bytes that are no text, and fails only when they are sent.
         if isinstance(sys.stdin, TextIOWrapper):
             sys.stdin.reconfigure(errors="strict")
         # Read when grpc is imported. `up` loses connections whenever it restarts a service.
@@ -71,7 +71,7 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output has enough. Python would complain once more when it flushes.
+        # The reader closed the pipe. Python would report it once more when it flushes.
         sys.stdout = None
         return 0
     return status

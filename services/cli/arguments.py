@@ -21,7 +21,7 @@ _SAMPLING: tuple[tuple[str, type, str], ...] = (
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that complains in one sentence."""
+    """An argument parser whose errors are one sentence."""
 
     def __init__(self, command: str, description: str) -> None:
         super().__init__(
@@ -40,12 +40,12 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """Ends the command with the complaint."""
+        """Raises CommandError."""
         raise CommandError(message, exit_status=2)
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """Adds the model and the flags of sampling. What is not given is the server's to choose."""
+    """Adds the model and the flags of sampling, without defaults: the server's apply."""
     parser.add_argument("--model", help="which model (default: the first that is served)")
     for name, kind, text in _SAMPLING:
         parser.add_argument(

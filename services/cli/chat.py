@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class Conversation:
-    """The turns so far. A turn that fails or is stopped before its first text leaves no trace."""
+    """The turns so far. A turn that fails or is stopped before its first text is not kept."""
 
     def __init__(
         self, client: Client, model: str, sampling: dict[str, Any], system: str | None
@@ -81,7 +81,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         nargs="?",
         help="one message; without it a conversation, or one message a line from a pipe",
     )
-    parser.add_argument("--system", help="what the model is told before the conversation")
+    parser.add_argument("--system", help="system message before the conversation")
     add_sampling(parser)
     return parser.parse_args(argv)
 

@@ -19,32 +19,32 @@ _OUTPUT_GRACE_SECONDS = 1.0
 
 
 class NoAnswer(Exception):
-    """A health check came to nothing: the program is not there, or closed the connection."""
+    """A health check got no answer: nothing listens, or the connection was closed."""
 
 
 class LivenessCheck(Protocol):
     """Asks one run of a program whether it is live."""
 
     async def ask(self) -> str:
-        """Why the program cannot go on; empty when it can. Waits for the answer as long as it
-        takes. Raises NoAnswer when there will be none.
+        """Why the program cannot go on; empty if it can. Waits for the answer without a limit.
+        Raises NoAnswer if there will be none.
         """
 
     async def close(self) -> None:
-        """Nothing more is asked."""
+        """Ends the checks."""
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     return None
 
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """What to run. `until_ready` returns once the program serves, and may be asked again.
+    """What to run. `until_ready` returns once the program serves, and is called for each run.
 
-    Children of a `team` start together, and the end of one is the end of all. `liveness` begins to
-    ask a run whether it is live; a program that leaves that unanswered for `silence_seconds` hangs.
-    Without it only the end of the process is noticed. `prepare` is called before each start.
+    Children of a `team` start together, and when one ends the others are ended. `liveness` makes a
+    check of one run; a program that does not answer it for `silence_seconds` hangs. Without it only
+    the end of the process is noticed. `prepare` is called before each start.
     """
 
     name: str
@@ -54,14 +54,14 @@ class ChildSpec:
     team: str | None = None
     liveness: Callable[[], LivenessCheck] | None = None
     silence_seconds: float = 2.0
-    prepare: Callable[[], None] = _nothing
+    prepare: Callable[[], None] = _do_nothing
 
 
 class Child:
     """A running child. Standard output and standard error come as one sequence of lines.
 
-    It leads a session of its own, so that Ctrl-C in a terminal reaches the supervisor alone, and
-    the kernel kills it when the supervisor dies. Start it from the main thread.
+    It leads a session of its own, so that Ctrl-C in a terminal reaches only the supervisor, and the
+    kernel kills it when the supervisor dies. Start it from the main thread.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Child:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it was stopped by a signal, or by a debugger; always False but on Linux."""
+        """Whether a signal or a debugger has stopped it; always False outside Linux."""
         with suppress(OSError):
             stat = Path(f"/proc/{self.pid}/stat").read_text()
             return stat.rpartition(")")[2].split()[0] in ("T", "t")
@@ -119,7 +119,7 @@ class Child:
             self._process.terminate()
 
     def kill(self) -> None:
-        """Ends it and whatever it started."""
+        """Kills it and the processes that it started."""
         if not self.ended:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -130,14 +130,14 @@ class Child:
         while chunk := await self._process.stdout.read(_CHUNK_BYTES):
             *lines, rest = (rest + chunk).split(b"\n")
             for line in lines:
-                self._take(line)
+                self._add_line(line)
             if len(rest) > _LONGEST_LINE:
-                self._take(rest)
+                self._add_line(rest)
                 rest = b""
         if rest:
-            self._take(rest)
+            self._add_line(rest)
 
-    def _take(self, line: bytes) -> None:
+    def _add_line(self, line: bytes) -> None:
         text = line[:_LONGEST_LINE].decode(errors="replace").rstrip()
         self.tail.append(text)
         self._on_line(text)

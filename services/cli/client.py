@@ -13,12 +13,12 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 _CONNECT_SECONDS = 5.0
 _ANSWER_SECONDS = 30.0
-# A long prompt may wait long in a queue: between two tokens there is no limit.
+# A request may be queued for long, so there is no limit between two tokens.
 _STREAM_TIMEOUT = httpx.Timeout(_ANSWER_SECONDS, connect=_CONNECT_SECONDS, read=None)
 
 
 class ServerAway(CommandError):
-    """The server does not answer, or cannot now; it may later."""
+    """The server does not answer now; it may later."""
 
 
 class Client:
@@ -37,7 +37,7 @@ class Client:
                 base_url=self._url,
                 headers=headers,
                 timeout=httpx.Timeout(_ANSWER_SECONDS, connect=_CONNECT_SECONDS),
-                # A server on this machine is not behind the proxy that leads out of it.
+                # A proxy for the network outside does not lead to a server on this machine.
                 trust_env=False,
             )
         except (httpx.InvalidURL, ValueError) as error:

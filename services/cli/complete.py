@@ -1,4 +1,4 @@
-"""`stepwell complete`: continues a text, as it is made."""
+"""`stepwell complete`: continues a text, and prints it token by token."""
 
 import sys
 from collections.abc import Sequence

@@ -14,9 +14,9 @@ _TAIL_SHOWN = 8
 class Console:
     """The supervisor's observer for people. A terminal gets colours, anything else plain text.
 
-    `quiet` leaves out what goes as expected. With `raw`, for programs that parse, the services'
-    lines of JSON pass unchanged and the command's own are JSON too. Losing the reader is no reason
-    to stop serving: what cannot be written is dropped.
+    `quiet` leaves out lines of the services and of normal progress. With `raw`, for programs that
+    parse, the services' lines of JSON pass unchanged and the command's own are JSON too. Lines that
+    cannot be written, because the reader is gone, are dropped.
     """
 
     def __init__(self, stream: TextIO, *, colour: bool, quiet: bool, raw: bool) -> None:
@@ -36,7 +36,7 @@ class Console:
             self.warn(text)
 
     def warn(self, text: str) -> None:
-        """What people should know even when the command is quiet."""
+        """A line that is written even if the command is quiet."""
         if self._raw:
             clock = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
             self._write(json.dumps({"time": clock, "service": "up", "message": text}))
@@ -46,11 +46,11 @@ class Console:
     def ready(self, name: str, seconds: float, num_restarts: int) -> None:
         """A service is ready."""
         again = f" again (restart {num_restarts})" if num_restarts else ""
-        tell = self.warn if num_restarts else self.note
-        tell(f"{name} is ready{again} after {seconds:.1f} s")
+        write = self.warn if num_restarts else self.note
+        write(f"{name} is ready{again} after {seconds:.1f} s")
 
     def hung(self, name: str, reason: str) -> None:
-        """A service hangs, or cannot be reached."""
+        """A service hangs and is killed."""
         self.warn(f"{name} is killed: {reason}")
 
     def died(
@@ -71,7 +71,7 @@ class Console:
         self.note(f"stopping {name}")
 
     def killed(self, name: str, seconds: float) -> None:
-        """A service had to be killed."""
+        """A service did not end in time and is killed."""
         self.warn(f"{name} did not stop within {seconds:.0f} s and is killed")
 
     def _prefix(self, name: str) -> str:

@@ -1,4 +1,4 @@
-"""What the gateway says of its replicas, as rows that people read."""
+"""The gateway's /status as rows for people."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +7,7 @@ _STATE_PREFIX = "ENGINE_STATE_"
 _WAIT_PREFIX = "WAIT_REASON_"
 _WAITS_FOR = {
     "BUDGET": "tokens of a step",
-    "MAX_SEQS": "a place",
+    "MAX_SEQS": "max_num_seqs",
     "NO_BLOCKS": "blocks",
     "PAUSED": "the end of a pause",
 }
@@ -38,7 +38,7 @@ def headline(sample: Sample) -> str:
 
 
 def replica_views(sample: Sample, before: Sample | None) -> list[ReplicaView]:
-    """Every replica; with an earlier sample also what it does per second."""
+    """Every replica; with an earlier sample also rates per second."""
     earlier = {} if before is None else {r["address"]: r for r in before.status["replicas"]}
     return [
         ReplicaView(
@@ -53,7 +53,7 @@ def replica_views(sample: Sample, before: Sample | None) -> list[ReplicaView]:
 def _rates(
     replica: dict[str, Any], earlier: dict[str, Any], sample: Sample, before: Sample | None
 ) -> dict[str, float]:
-    """Growth per second of each total. Empty where a scheduler is new: it counts from zero."""
+    """Growth per second of each total. Empty after a restart, since totals begin at 0."""
     new = replica["stats"]
     old = earlier.get(replica["address"], {}).get("stats")
     if before is None or new is None or old is None or old["incarnation"] != new["incarnation"]:
@@ -87,7 +87,7 @@ def _rows(stats: dict[str, Any] | None, rates: dict[str, float]) -> tuple[tuple[
 
 
 def _why(reason: str) -> str:
-    """What is in the way of those that wait, if any do."""
+    """What waiting requests wait for; empty if none waits."""
     name = reason.removeprefix(_WAIT_PREFIX)
     return "" if name == "UNSPECIFIED" else f" for {_WAITS_FOR.get(name, name.lower())}"
 

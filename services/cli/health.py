@@ -1,4 +1,4 @@
-"""What a service says of itself by grpc.health.v1: whether it is ready, and whether it is live."""
+"""Readiness and liveness of a service, over grpc.health.v1."""
 
 import asyncio
 from pathlib import Path
@@ -16,7 +16,7 @@ _UNIX = "unix:"
 
 
 async def until_ready(address: str) -> None:
-    """Returns once the server at host:port or unix:PATH is ready. Asks for ever."""
+    """Returns once the server at host:port or unix:PATH is ready. Asks without a limit."""
     request = health_pb2.HealthCheckRequest(service=READINESS)
     async with open_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
@@ -26,7 +26,7 @@ async def until_ready(address: str) -> None:
                 if answer.status == health_pb2.HealthCheckResponse.SERVING:
                     return
             except grpc.aio.AioRpcError:
-                pass  # Not there yet, or going: either way, not ready.
+                pass  # Nothing listens yet, or the server is ending.
             await asyncio.sleep(_ASK_AGAIN_SECONDS)
 
 

@@ -1,14 +1,13 @@
-"""Becomes another program that cannot outlive its supervisor.
+"""Becomes another program, which the kernel kills when its supervisor ends.
 
     python -I -S launcher.py SUPERVISOR_PID PROGRAM [ARGUMENT]...
 
-On Linux the kernel is asked to kill this process when the supervisor ends, however it ends
-(PR_SET_PDEATHSIG, which an exec keeps). Compared with a pipe that each child would have to watch,
-this needs nothing from the program that is started, and works while it is stuck in native code.
-The request concerns the supervisor's thread that forked: it must be one that lives as long as the
-supervisor, so children are started from its main thread.
+On Linux that is PR_SET_PDEATHSIG, which an exec keeps. Compared with a pipe that each child would
+have to watch, it needs nothing from the program that is started, and works while that is stuck in
+native code. The signal is bound to the supervisor's thread that forked, so children are started
+from its main thread.
 
-Elsewhere than on Linux the program just runs. This file imports nothing of the project, so that it
+Outside Linux the program just runs. This file imports nothing of the project, so that it
 costs a few milliseconds.
 """
 
@@ -22,7 +21,7 @@ _CANNOT_EXECUTE = 127
 
 
 def main() -> None:
-    """Binds this process's life to the supervisor's and becomes the program."""
+    """Asks for the signal and becomes the program."""
     supervisor, command = int(sys.argv[1]), sys.argv[2:]
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

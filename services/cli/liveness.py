@@ -1,4 +1,4 @@
-"""Finds out that a child hangs: it answers no health check, or says that it cannot go on."""
+"""Notices that a child hangs: it answers no health check, or answers that it is not live."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,10 +13,10 @@ class LivenessPolicy:
     """How long a child may be silent: seconds in which it answers no health check.
 
     `factor` lengthens that with each hang in a row after the second, up to `longest_seconds`: on a
-    machine that is too slow, killing and starting would add to its load. A child that is not ready
-    yet may load something that takes all of its time, and gets `loading_seconds`. A process that
-    the system shows as stopped cannot be merely slow: for it `stopped_share` of the time is enough.
-    Before its first answer, here or about its readiness, a child may be silent for any time.
+    slow machine, killing and starting adds load. A child that is not ready yet may be busy loading,
+    and gets `loading_seconds`. A process that the system shows as stopped is not just slow: for it
+    `stopped_share` of the time is enough. Before the first answer, of liveness or readiness, there
+    is no limit.
     """
 
     factor: float = 2.0
@@ -34,9 +34,9 @@ class LivenessPolicy:
 async def until_hung(
     child: Child, is_ready: Callable[[], bool], num_hangs: int, policy: LivenessPolicy
 ) -> str:
-    """Asks a child whether it is live, again and again; returns why it is to be replaced.
+    """Checks the liveness of a child until it hangs; returns the reason.
 
-    Time in which this process did not run itself, as in a machine that slept, does not count.
+    Time in which this process did not run, as on a machine that slept, does not count.
     """
     assert child.spec.liveness is not None
     check = child.spec.liveness()
@@ -51,7 +51,7 @@ async def until_hung(
                     if silence is None and is_ready():
                         silence = _Silence(policy.period_seconds)
                     if silence is not None:
-                        silence.grow()
+                        silence.update()
                         if why := _too_long(child, silence, usual, is_ready(), policy):
                             return why
                 with suppress(NoAnswer):
@@ -76,16 +76,16 @@ def _too_long(
 
 
 class _Silence:
-    """Seconds since an answer, as far as this process ran in them."""
+    """Seconds since an answer in which this process ran."""
 
     def __init__(self, period_seconds: float) -> None:
         self.seconds = 0.0
         self._longest_turn = 3 * period_seconds
         self._loop = asyncio.get_running_loop()
-        self._looked = self._loop.time()
+        self._updated = self._loop.time()
 
-    def grow(self) -> None:
-        """Counts the time since the last look."""
+    def update(self) -> None:
+        """Adds the time since the last call."""
         now = self._loop.time()
-        self.seconds += min(now - self._looked, self._longest_turn)
-        self._looked = now
+        self.seconds += min(now - self._updated, self._longest_turn)
+        self._updated = now

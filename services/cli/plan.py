@@ -11,19 +11,19 @@ from typing import Any
 
 from services.cli.child import ChildSpec
 from services.cli.health import Liveness, until_ready
-from services.cli.run_directory import make_again
+from services.cli.run_directory import ensure_directory
 from services.cli.settings import UpSettings, settings_of
 from services.cli.supervisor import Stage
 from services.common.addresses import join_host_port
 from services.common.settings import env_prefix
 
-# The gateway drains first: it takes no new request and lets running ones end. Together the stages
-# stay below ten seconds, the time that most supervisors give before they kill.
+# The gateway drains first: it refuses new requests and lets running ones end. Together the stages
+# stay below ten seconds, after which most supervisors kill.
 _GATEWAY_DRAIN_SECONDS, _GATEWAY_STOP_SECONDS = 4.0, 6.0
 _SCHEDULER_DRAIN_SECONDS, _SCHEDULER_STOP_SECONDS = 0.5, 1.5
 _CACHES_DRAIN_SECONDS, _CACHES_STOP_SECONDS = 0.5, 1.5
 
-# Streams of clients end with the gateway. The end of another service costs no more than time.
+# Clients' streams end with the gateway, and go on after the end of any other service.
 _GATEWAY_PATIENCE = 5
 
 
@@ -31,7 +31,7 @@ _GATEWAY_PATIENCE = 5
 class Addresses:
     """Where the services listen: the gateway on two ports, the others on sockets in a directory.
 
-    `master_port`: where the ranks of a divided model find each other; None where there is one.
+    `master_port`: where the ranks of a divided model find each other; None without ranks.
     """
 
     host: str
@@ -99,7 +99,7 @@ def stages(settings: UpSettings, addresses: Addresses, environ: Mapping[str, str
             liveness=partial(Liveness, address),
             silence_seconds=settings.liveness_timeout_seconds
             * (_GATEWAY_PATIENCE if service == "gateway" else 1),
-            prepare=partial(make_again, addresses.run_directory),
+            prepare=partial(ensure_directory, addresses.run_directory),
         )
 
     return [
@@ -116,14 +116,16 @@ def stages(settings: UpSettings, addresses: Addresses, environ: Mapping[str, str
 
 
 def worker_names(tensor_parallel_size: int) -> tuple[str, ...]:
-    """What the workers are called: by their ranks, where there are several."""
+    """The names of the workers, with their ranks if there are several."""
     if tensor_parallel_size == 1:
         return ("worker",)
     return tuple(f"worker-{rank}" for rank in range(tensor_parallel_size))
 
 
 def _membership(rank: int, size: int, addresses: Addresses) -> dict[str, Any]:
-    """A worker's place in its group. One alone is told so, whatever launched the command."""
+    """A worker's rank in its group; a single worker gets the size 1, so that WORLD_SIZE and RANK in
+    the environment of the command do not apply.
+    """
     if size == 1:
         return {"tensor_parallel_size": 1}
     return {
@@ -135,7 +137,7 @@ def _membership(rank: int, size: int, addresses: Addresses) -> dict[str, Any]:
 
 
 def _reachable(host: str) -> str:
-    """An address for clients, where servers were told to listen on every one."""
+    """The host by which clients of this machine reach a server on `host`."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
@@ -149,7 +151,7 @@ def _given(settings: UpSettings, service: str) -> dict[str, Any]:
 
 
 def _as_environment(service: str, values: Mapping[str, Any]) -> dict[str, str]:
-    """Settings as variables: other users of the machine can read flags, and keys are among them."""
+    """Settings as variables: other users of the machine can read flags, and API keys are secret."""
     return {env_prefix(service) + name.upper(): _as_text(value) for name, value in values.items()}
 
 

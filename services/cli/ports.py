@@ -1,4 +1,4 @@
-"""Ports of this machine: whether one can be had, and which one is free."""
+"""Ports of this machine: whether one is free, or which one is."""
 
 import errno
 import socket
@@ -9,8 +9,8 @@ from services.cli.errors import CommandError
 def claim_port(host: str, port: int, flag: str) -> int:
     """The port itself if a server could listen there, or a free one for port 0.
 
-    It is let go again before this returns: a service binds it a moment later. Raises CommandError
-    with one sentence that names `flag` when it cannot be had.
+    The port is closed again before this returns: a service binds it a moment later. Raises
+    CommandError, naming `flag`, if a server could not listen there.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -25,12 +25,12 @@ def claim_port(host: str, port: int, flag: str) -> int:
             # Two sockets may share an address until one of them listens.
             claimed.listen(1)
         except OSError as error:
-            raise CommandError(_complaint(error, host, port, flag)) from error
+            raise CommandError(_why_not(error, host, port, flag)) from error
         bound: int = claimed.getsockname()[1]
         return bound
 
 
-def _complaint(error: OSError, host: str, port: int, flag: str) -> str:
+def _why_not(error: OSError, host: str, port: int, flag: str) -> str:
     match error.errno:
         case errno.EADDRINUSE:
             return f"port {port} of {host} is taken; choose another one with {flag}"

@@ -16,10 +16,10 @@ _LONGEST_NAME = "scheduler.sock"
 _PRIVATE = 0o700
 
 
-def make_again(path: Path) -> None:
-    """Makes the directory of a run where it was removed meanwhile, as by what tidies /tmp up.
+def ensure_directory(path: Path) -> None:
+    """Makes the directory of a run again if something that cleans /tmp has removed it.
 
-    Raises CommandError when another user has made something of that name.
+    Raises CommandError if another user has made something of that name.
     """
     try:
         path.mkdir(mode=_PRIVATE)
@@ -35,8 +35,8 @@ def make_again(path: Path) -> None:
 def run_directory() -> Iterator[Path]:
     """A new directory that only this user can enter, removed at the end.
 
-    It lies where temporary files belong, or in /tmp where that path would be too long for a
-    socket's address.
+    It is in the directory of temporary files, or in /tmp if that path is too long for a socket's
+    address.
     """
     path = Path(tempfile.mkdtemp(prefix="stepwell-"))
     if len(os.fsencode(path / _LONGEST_NAME)) > _LONGEST_PATH_BYTES:

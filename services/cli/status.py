@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
         raise CommandError("--interval-seconds must be above 0", exit_status=2)
     with Client(arguments.url, arguments.api_key) as client:
         if not arguments.watch:
-            _show(_take(client), None)
+            _show(_sample(client), None)
         elif sys.stdout.isatty():
             _watch_in_terminal(client, arguments.interval_seconds)
         else:
@@ -36,20 +36,22 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _take(client: Client) -> Sample:
+def _sample(client: Client) -> Sample:
     return Sample(client.get("/status"), time.monotonic())
 
 
 def _samples(
     client: Client, interval_seconds: float
 ) -> Iterator[tuple[Sample | None, Sample | ServerAway]]:
-    """Each sample with the one before it, for ever. A server that was there and goes away is asked
-    again until it is back; meanwhile the reason takes the place of the sample.
+    """Each sample with the one before it, without end.
+
+    If a server that has answered before does not answer now, the error is yielded in place of the
+    sample.
     """
     before = None
     while True:
         try:
-            sample = _take(client)
+            sample = _sample(client)
         except ServerAway as error:
             if before is None:
                 raise
@@ -72,7 +74,7 @@ def _watch(client: Client, interval_seconds: float) -> None:
     for before, sample in _samples(client, interval_seconds):
         if isinstance(sample, Sample):
             _show(sample, before)
-        elif not is_away:  # once is enough for a log
+        elif not is_away:  # logged once
             print(_away(sample), flush=True)
         is_away = not isinstance(sample, Sample)
 

@@ -1,11 +1,10 @@
 """Keeps child processes running, and ends them in order.
 
-All start at once: each waits for the others it needs, so that loading overlaps. A child that ends
-before it was ever ready cannot work, and takes everything down with it; one that ends later is
-started again, and its team with it, at once the first time and then with growing delays (as
-Erlang's supervisors and systemd do, without their limit: everything behind the gateway can be
-recomputed, so trying on never harms). One that hangs is killed, which makes it one that has ended.
-At the end the stages stop one after the other, in the order
+All start at once, and each waits for the others it needs, so that loading overlaps. A child that
+ends before it was ever ready ends the supervisor too. One that ends later is started again with its
+team, at once the first time and then with growing delays (as Erlang's supervisors and systemd do,
+without their limit: everything behind the gateway can be recomputed). One that hangs is killed,
+and then handled like one that ended. At the end the stages stop one after the other, in the order
 given, each within its own time; what is left after that is killed.
 """
 
@@ -31,8 +30,8 @@ class Stage:
 class RestartPolicy:
     """How long to wait before a child is started again.
 
-    The delay grows with each death, and starts over after a life of `steady_seconds`. When one of a
-    team has ended, the others get `team_end_seconds` to follow.
+    The delay grows with each death, and starts over after a run of `steady_seconds`. When one of a
+    team has ended, the others have `team_end_seconds` to end by themselves.
     """
 
     first_delay_seconds: float = 0.1
@@ -49,13 +48,13 @@ class RestartPolicy:
 
 
 class Observer(Protocol):
-    """Who is told what happens."""
+    """Gets what happens to the children."""
 
     def line(self, name: str, text: str) -> None:
         """A child wrote a line."""
 
     def ready(self, name: str, seconds: float, num_restarts: int) -> None:
-        """A child serves, so long after it was started."""
+        """A child is ready, so many seconds after it was started."""
 
     def hung(self, name: str, reason: str) -> None:
         """A child hangs, and is killed."""
@@ -63,9 +62,9 @@ class Observer(Protocol):
     def died(
         self, name: str, status: str, tail: Sequence[str], delay_seconds: float, num_deaths: int
     ) -> None:
-        """A child that had served ended unasked, and is started again after the delay.
+        """A child that had been ready ended by itself, and is started again after the delay.
 
-        `num_deaths`: how often it has ended, with no steady life between.
+        `num_deaths`: how often it has ended, without a run of `steady_seconds` in between.
         """
 
     def stopping(self, name: str) -> None:
@@ -94,7 +93,7 @@ class StartFailed(Exception):
 
 
 class Supervisor:
-    """Runs the stages' children until told to stop."""
+    """Runs the stages' children until `stop` is set."""
 
     def __init__(
         self,
@@ -111,7 +110,7 @@ class Supervisor:
         self._was_ready: dict[str, asyncio.Event] = {}
         self.all_ready = asyncio.Event()
         self.stop = asyncio.Event()
-        self.hurry = asyncio.Event()
+        self.kill_now = asyncio.Event()
 
     def pid(self, name: str) -> int:
         """The process id of a child's present or last run."""
@@ -124,8 +123,8 @@ class Supervisor:
     async def run(self) -> None:
         """Returns after `stop` was set and every child has ended. Raises StartFailed.
 
-        `all_ready` is set once each child has been ready. Setting `hurry` during the stop kills
-        what is left. No child is alive when this returns or raises.
+        `all_ready` is set once each child has been ready. Setting `kill_now` during the stop kills
+        what is left. No child is left when this returns or raises.
         """
         specs = [spec for stage in self._stages for spec in stage.specs]
         self._was_ready = {spec.name: asyncio.Event() for spec in specs}
@@ -133,9 +132,9 @@ class Supervisor:
         for spec in specs:
             teams.setdefault(spec.team or spec.name, []).append(spec)
         tasks: list[asyncio.Task[None]] = [
-            asyncio.create_task(self._keep(team)) for team in teams.values()
+            asyncio.create_task(self._keep_running(team)) for team in teams.values()
         ]
-        tasks.append(asyncio.create_task(self._told_to_stop()))
+        tasks.append(asyncio.create_task(self._until_stop()))
         announcer = asyncio.create_task(self._announce())
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -148,7 +147,7 @@ class Supervisor:
             for stage in self._stages:
                 await self._stop_stage(stage)
 
-    async def _told_to_stop(self) -> None:
+    async def _until_stop(self) -> None:
         await self.stop.wait()
 
     async def _announce(self) -> None:
@@ -156,21 +155,21 @@ class Supervisor:
             await event.wait()
         self.all_ready.set()
 
-    async def _keep(self, team: Sequence[ChildSpec]) -> None:
-        """Runs a team over and over. Raises StartFailed; otherwise ends by cancellation."""
+    async def _keep_running(self, team: Sequence[ChildSpec]) -> None:
+        """Runs a team again and again. Raises StartFailed; otherwise ends by cancellation."""
         num_restarts = num_deaths = num_hangs = 0
         while True:
             started = time.monotonic()
             children = [await self._start(spec) for spec in team]
             runs = [
-                asyncio.create_task(self._see_off(child, num_restarts, num_hangs))
+                asyncio.create_task(self._run_to_end(child, num_restarts, num_hangs))
                 for child in children
             ]
             try:
                 done, _ = await asyncio.wait(runs, return_when=asyncio.FIRST_COMPLETED)
                 for run in done:
                     run.result()
-                await self._end(children)
+                await self._end_team(children)
                 ends = await asyncio.gather(*runs)
             finally:
                 for run in runs:
@@ -191,8 +190,8 @@ class Supervisor:
         self._children[spec.name] = child
         return child
 
-    async def _see_off(self, child: Child, num_restarts: int, num_hangs: int) -> "_End":
-        """A run to its end. Raises StartFailed when its program was never ready."""
+    async def _run_to_end(self, child: Child, num_restarts: int, num_hangs: int) -> "_End":
+        """Waits for the end of a run. Raises StartFailed if the program was never ready."""
         spec, started, ready = child.spec, time.monotonic(), asyncio.Event()
         killing = asyncio.create_task(self._kill_when_hung(child, ready, num_hangs))
         try:
@@ -211,7 +210,7 @@ class Supervisor:
         return _End(status, hung=hung is True)
 
     async def _kill_when_hung(self, child: Child, ready: asyncio.Event, num_hangs: int) -> bool:
-        """Returns True when the child was killed, False when nothing can be asked."""
+        """Returns True once the child was killed; False at once if it has no liveness check."""
         if child.spec.liveness is None:
             return False
         reason = await until_hung(child, ready.is_set, num_hangs, self._liveness)
@@ -219,8 +218,8 @@ class Supervisor:
         child.kill()
         return True
 
-    async def _end(self, children: Sequence[Child]) -> None:
-        """Waits for the rest of a team to end by itself, for a moment, then sees to it."""
+    async def _end_team(self, children: Sequence[Child]) -> None:
+        """Waits `team_end_seconds` for the rest of a team to end, then kills it."""
         ends = [asyncio.create_task(child.wait()) for child in children]
         _, lasting = await asyncio.wait(ends, timeout=self._restarts.team_end_seconds)
         for child in children if lasting else ():
@@ -239,19 +238,19 @@ class Supervisor:
             self._observer.stopping(child.spec.name)
             child.terminate()
         ends = [asyncio.create_task(child.wait()) for child in children]
-        await self._first_of(asyncio.gather(*ends), stage.stop_seconds)
+        await self._until_ended(asyncio.gather(*ends), stage.stop_seconds)
         for child in children:
             if not child.ended:
                 self._observer.killed(child.spec.name, stage.stop_seconds)
                 child.kill()
         await asyncio.gather(*ends)
 
-    async def _first_of(self, ended: asyncio.Future[list[int]], stop_seconds: float) -> None:
-        """Waits until the children have ended, the time is over, or there is a hurry."""
-        hurry = asyncio.ensure_future(self.hurry.wait())
-        either: set[asyncio.Future[Any]] = {ended, hurry}
+    async def _until_ended(self, ended: asyncio.Future[list[int]], stop_seconds: float) -> None:
+        """Waits until the children have ended, the time is over, or `kill_now` is set."""
+        kill_now = asyncio.ensure_future(self.kill_now.wait())
+        either: set[asyncio.Future[Any]] = {ended, kill_now}
         await asyncio.wait(either, timeout=stop_seconds, return_when=asyncio.FIRST_COMPLETED)
-        hurry.cancel()
+        kill_now.cancel()
 
 
 async def _ready_before_its_end(child: Child) -> bool:

@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check_model(model: Path) -> None:
-    """Says at once what is wrong with the most common mistakes; the worker checks the rest."""
+    """Raises CommandError for the most common mistakes at once; the worker checks the rest."""
     if not model.exists():
         raise CommandError(f"there is no directory {model}", exit_status=2)
     if not model.is_dir():
@@ -68,7 +68,7 @@ async def _supervise(settings: UpSettings, addresses: Addresses, console: Consol
     supervisor = Supervisor(stages(settings, addresses, _environment(os.environ)), console)
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        # Under nohup a terminal that closes is no reason to stop.
+        # Under nohup, SIGHUP is ignored.
         if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
             loop.add_signal_handler(signum, _on_signal, supervisor, signum, console)
     size = settings.tensor_parallel_size
@@ -82,14 +82,14 @@ async def _supervise(settings: UpSettings, addresses: Addresses, console: Consol
 
 
 def _environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """What the services inherit."""
+    """The environment of the services."""
     return {**environ, "PYTHONUNBUFFERED": "1"}
 
 
 def _on_signal(supervisor: Supervisor, signum: int, console: Console) -> None:
     if supervisor.stop.is_set():
         console.warn(f"{signal.Signals(signum).name} again: killing what is left")
-        supervisor.hurry.set()
+        supervisor.kill_now.set()
         return
     console.note(f"{signal.Signals(signum).name}: stopping; once more kills")
     supervisor.stop.set()
@@ -125,7 +125,7 @@ async def _model_name(address: str, key: str | None) -> str:
 
 
 def ready_text(addresses: Addresses, model: str, *, needs_key: bool) -> str:
-    """The line that says it serves, and below it a command to try."""
+    """The line `ready`, and below it a command to try."""
     body = json.dumps({"model": model, "prompt": _PROMPT, "max_tokens": 64, "stream": True})
     key = "-H 'Authorization: Bearer KEY' " if needs_key else ""
     return (

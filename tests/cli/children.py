@@ -10,7 +10,7 @@ from pathlib import Path
 
 from services.cli.child import ChildSpec
 from services.cli.health import Liveness, until_ready
-from services.cli.run_directory import make_again
+from services.cli.run_directory import ensure_directory
 from services.cli.supervisor import Supervisor
 
 # Serves until SIGTERM, then writes its name to the journal and takes its time to end.
@@ -89,7 +89,7 @@ def health_server(
         until_ready=partial(until_ready, address),
         liveness=partial(Liveness, address),
         silence_seconds=silence_seconds,
-        prepare=partial(make_again, directory),
+        prepare=partial(ensure_directory, directory),
     )
 
 

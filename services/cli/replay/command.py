@@ -1,4 +1,4 @@
-"""The command: what it is given, and what it prints."""
+"""The command: its arguments and its output."""
 
 import argparse
 import asyncio
@@ -21,17 +21,17 @@ from services.cli.replay.what_if import changed_config, what_if
 DESCRIPTION = """\
 Drives the scheduler and the KV pool again, without a model or a network.
 
-A scenario (JSON: a configuration, and who comes and goes at which step) is played with a
-deterministic stand-in for the model; the record of all decisions is printed as JSON.
+A scenario (JSON: a configuration, and the requests that arrive and end at each step) is run with a
+deterministic function in place of the model; the record of all decisions is printed as JSON.
 
 A step log (what the scheduler writes with --step-log) is replayed call by call, and must lead to
-the same decisions, bit for bit: exit status 0 says so, 1 that a difference is shown.
+the same decisions, bit for bit: the exit status is 0 then, and 1 if a difference is shown.
 """
 EPILOG = f"""\
-With --set the arrivals of the log meet other settings. Time is counted in steps: a request arrives,
-or is given up on, at the step at which it did; each one says what it said in the log. Nothing is
-told of how long a step takes. num_blocks stays what it was when block_size is changed, so say both
-to keep the memory; max_model_len never exceeds the pool. Settings:
+With --set the arrivals of the log are scheduled with other settings. Time is counted in steps: a
+request arrives, or is aborted, at the step at which it did, and has the tokens that it had in the
+log. How long a step takes is not known. num_blocks stays what it was when block_size is changed, so
+set both to keep the memory; max_model_len never exceeds the pool. Settings:
 {", ".join(NAMES)}.
 """
 _MAX_SHOWN = 400
@@ -107,7 +107,7 @@ async def _replay_log(path: Path, texts: Sequence[str], plot: Path | None) -> in
         replay = LogReplay(log.header)
     for line in log:
         with log.naming(line):
-            differences = await replay.take(line.entry)
+            differences = await replay.replay_entry(line.entry)
         if differences:
             for difference in differences:
                 print(_shown(difference))

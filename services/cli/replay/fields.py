@@ -1,4 +1,4 @@
-"""Reading JSON that people or a dying disk may have changed: every complaint names the field."""
+"""Reads JSON that may have been edited or damaged: every error names the field."""
 
 import json
 from collections.abc import Collection, Iterator
@@ -10,7 +10,7 @@ FieldPath = tuple[str | int, ...]
 _JSON_SPACE = " \t\n\r"
 _MAX_SHOWN = 40
 LARGEST = 2**31 - 1
-"""Of the numbers in scenarios and logs, unless something else is said."""
+"""The largest number in scenarios and logs, unless a field has another bound."""
 
 
 class FieldError(ValueError):
@@ -28,13 +28,13 @@ def field_name(path: FieldPath) -> str:
 
 
 def _readable(name: str) -> str:
-    """A name as it is, unless it would break the sentence."""
+    """The name, quoted and cut if it is long or not printable."""
     return name if name.isprintable() and len(name) <= _MAX_SHOWN else json.dumps(name[:_MAX_SHOWN])
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A value with the way to it. Each method raises FieldError when it is something else."""
+    """A value with the path to it. Each method raises FieldError if it is something else."""
 
     value: Any
     path: FieldPath = ()
@@ -57,7 +57,7 @@ class Field:
         return self.value
 
     def only(self, names: Collection[str]) -> None:
-        """Complains about the first member that has another name."""
+        """Raises FieldError for the first member that has another name."""
         for name in self.members():
             if name not in names:
                 raise FieldError((*self.path, name), "is not known")
@@ -82,7 +82,9 @@ class Field:
             type(value) is int and low <= value <= high for value in values
         ):
             return values
-        return [item.integer(low, high) for item in self.items()]  # finds the one that is wrong
+        return [
+            item.integer(low, high) for item in self.items()
+        ]  # raises for the one that is wrong
 
     def number(self, low: float, high: float) -> float:
         """A number."""
@@ -113,7 +115,7 @@ class Field:
         return self.value
 
     def wrong(self, complaint: str) -> FieldError:
-        """A complaint that shows the value."""
+        """The error, with the value in its sentence."""
         shown = json.dumps(self.value)
         if len(shown) > _MAX_SHOWN:
             shown = shown[:_MAX_SHOWN] + "..."
@@ -121,7 +123,7 @@ class Field:
 
 
 def parse_json(text: str) -> Any:
-    """The document. Raises ValueError, a json.JSONDecodeError where a place can be named."""
+    """The document. Raises ValueError, a json.JSONDecodeError with the position if there is one."""
     try:
         return json.loads(text, parse_constant=_no_constant)
     except RecursionError:

@@ -1,4 +1,4 @@
-"""What happened to a replica, apart from what its scheduler made of it: the input of a what-if."""
+"""The events of a step log without the scheduler's decisions: the input of a what-if."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """A request that was given up on."""
+    """A request that was aborted."""
 
     key: int
     reason: FinishReason
@@ -47,41 +47,41 @@ class Moment:
 
 
 class History:
-    """Events by step, and what each request said.
+    """Events by step, and the tokens of each request.
 
-    The step of an event is the number of steps planned before it. What came between a plan and the
-    tokens that were taken in next belongs to the plan's own step, after it.
+    The step of an event is the number of steps planned before it. Events between a plan and the
+    next update belong to the plan's own step, after it.
     """
 
     def __init__(self) -> None:
         self.num_plans = 0
         self.moments: dict[int, Moment] = defaultdict(Moment)
         self.requests: dict[int, Request] = {}
-        """By key. Their tokens are the truth once the log is at its end."""
+        """By key. Their tokens are complete once the log has been read."""
         self.accepted: dict[int, dict[int, int]] = defaultdict(dict)
         """Accepted drafts of a request, by how many tokens it had when they were verified."""
         self._follows_plan = False
 
-    def note_arrival(self, arrival: Arrival, request: Request) -> None:
-        """A request came."""
+    def add_arrival(self, arrival: Arrival, request: Request) -> None:
+        """A request was added."""
         self.requests[arrival.key] = request
-        self._note(arrival)
+        self._add(arrival)
 
-    def note_abort(self, request: Request, reason: FinishReason) -> None:
+    def add_abort(self, request: Request, reason: FinishReason) -> None:
         """A request was ended."""
-        self._note(Abort(request.key, reason))
+        self._add(Abort(request.key, reason))
 
-    def note_call(self, name: str) -> None:
-        """The scheduler was told something that concerns no single request."""
-        self._note(name)
+    def add_call(self, name: str) -> None:
+        """A method of the scheduler was called that concerns no single request."""
+        self._add(name)
 
-    def note_plan(self) -> None:
+    def add_plan(self) -> None:
         """A step was planned."""
         self.num_plans += 1
         self._follows_plan = True
 
-    def note_update(self, update: EngineCoreOutputs) -> None:
-        """The tokens of a step came, and were taken in."""
+    def add_update(self, update: EngineCoreOutputs) -> None:
+        """The scheduler was updated with the tokens of a step."""
         self._follows_plan = False
         if not update.plan.draft_token_ids:
             return
@@ -89,7 +89,7 @@ class History:
             num_tokens = news.request.num_tokens - len(news.token_ids)
             self.accepted[news.request.key][num_tokens] = max(0, len(news.token_ids) - 1)
 
-    def _note(self, event: Event) -> None:
+    def _add(self, event: Event) -> None:
         if self._follows_plan:
             self.moments[self.num_plans - 1].before_update.append(event)
         else:

@@ -1,4 +1,4 @@
-"""A step log as it lies on disk: lines of JSON, the first one a header, maybe compressed."""
+"""A step log on disk: lines of JSON, the first one a header, compressed or not."""
 
 import io
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ _MAX_GROUPS = 64
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a replay needs besides the calls."""
+    """The first line: what a replay needs besides the calls."""
 
     model_name: str
     config: SchedulerConfig
@@ -48,11 +48,11 @@ def is_step_log(path: Path) -> bool:
 
 
 class StepLogFile:
-    """The header, then the entries, each parsed when its turn comes.
+    """The header, then the entries, each parsed when it is reached.
 
     A file may end within a line, or a compressed one within a frame: its writer was killed, still
-    writes it, or its disk was full. The entries before that place are all there is then. Anything
-    else that is wrong with the file raises CommandError with the line and the field.
+    writes it, or its disk was full. The entries end there then. Anything else that is wrong with
+    the file raises CommandError with the line and the field.
     """
 
     def __init__(self, path: Path) -> None:
@@ -74,7 +74,7 @@ class StepLogFile:
 
     @contextmanager
     def naming(self, line: Line) -> Iterator[None]:
-        """Says on which line a field is that cannot be used, here or by the pool."""
+        """Adds the line's number to errors of fields, raised here or by the pool."""
         try:
             yield
         except FieldError as error:

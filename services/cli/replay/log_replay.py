@@ -1,4 +1,4 @@
-"""A step log driven again: the same calls, and a look whether the same comes of them."""
+"""Replays a step log: makes the same calls, and compares what the scheduler decides."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ from services.scheduler.core.scheduler import PauseMode
 _ABSENT = object()
 
 
-class MortalPool:
-    """A pool that can be lost, and come back empty."""
+class LosablePool:
+    """An in-process pool that can be lost, and opened again, empty."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
         self.num_answers_left: int | None = None
-        """Transactions that it still answers before it is lost; None when it is not lost."""
+        """Transactions that it answers before it is lost; None if it is not to be lost."""
         self.reopen()
 
     def reopen(self) -> None:
@@ -51,7 +51,7 @@ class MortalPool:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A field that came out otherwise than it did."""
+    """A field whose value differs from the logged one."""
 
     step: int
     field: str
@@ -60,23 +60,23 @@ class Difference:
 
 
 class LogReplay:
-    """Takes the entries of a log, one after the other, and remembers what a what-if needs."""
+    """Replays the entries of a log in order, and keeps what a what-if needs."""
 
     def __init__(self, header: Header) -> None:
-        self._pool = MortalPool(header.config)
-        self._told: list[Entry] = []
-        self.scheduler = RecordingScheduler(header.config, self._pool, self._told.append)
+        self._pool = LosablePool(header.config)
+        self._recorded: list[Entry] = []
+        self.scheduler = RecordingScheduler(header.config, self._pool, self._recorded.append)
         self.statistics = RunStatistics(self.scheduler)
         self.history = History()
         self.is_complete = False
-        """Whether the log told its end."""
+        """Whether the entry `end` was read."""
         self._in_flight: dict[int, SchedulerOutput] = {}
 
-    async def take(self, entry: Field) -> list[Difference]:
-        """Does what an entry says was done; returns in what it came out otherwise.
+    async def replay_entry(self, entry: Field) -> list[Difference]:
+        """Makes the call of an entry; returns the fields that differ.
 
-        After a difference there is no going on. Raises FieldError for an entry that makes no
-        sense here.
+        After a difference no further entry can be replayed. Raises FieldError for an entry that is
+        not possible here.
         """
         if self.is_complete:
             raise entry["call"].wrong("must not follow the end")
@@ -85,8 +85,8 @@ class LogReplay:
             self.is_complete = True
             return []
         await _CALLS[call](self, entry)
-        told = self._told.pop()
-        return _compare(told.get("step", self.history.num_plans), entry.members(), told)
+        replayed = self._recorded.pop()
+        return _compare(replayed.get("step", self.history.num_plans), entry.members(), replayed)
 
     async def _add(self, entry: Field) -> None:
         arrival = read_arrival(entry, self.scheduler.config.max_model_len)
@@ -94,27 +94,27 @@ class LogReplay:
             raise entry["key"].wrong("must be new")
         request = new_request(arrival)
         self.statistics.arrived(request, self.history.num_plans)
-        self.history.note_arrival(arrival, request)
+        self.history.add_arrival(arrival, request)
         self.scheduler.add(request)
 
     async def _abort(self, entry: Field) -> None:
         request = self._request(entry["key"])
         reason = FinishReason(entry["reason"].one_of([reason.value for reason in FinishReason]))
-        self.history.note_abort(request, reason)
+        self.history.add_abort(request, reason)
         self.scheduler.abort(request, reason)
 
     async def _pause(self, entry: Field) -> None:
         self.scheduler.pause(PauseMode(entry["mode"].one_of([mode.value for mode in PauseMode])))
 
-    async def _resume(self, entry: Field) -> None:  # noqa: ARG002 - nothing goes in
+    async def _resume(self, entry: Field) -> None:  # noqa: ARG002 - the call has no arguments
         self.scheduler.resume()
 
     async def _schedule(self, entry: Field) -> None:
-        plan = await self._losing(entry, self.scheduler.schedule)
+        plan = await self._with_loss(entry, self.scheduler.schedule)
         if plan is not None:
             self.statistics.planned(plan, self.history.num_plans)
             self._in_flight[plan.step] = plan
-            self.history.note_plan()
+            self.history.add_plan()
 
     async def _update_from_output(self, entry: Field) -> None:
         step = entry["step"]
@@ -127,15 +127,15 @@ class LogReplay:
         }
         update = self.scheduler.update_from_output(plan, output)
         self.statistics.updated(update)
-        self.history.note_update(update)
+        self.history.add_update(update)
 
-    async def _preempt_all(self, entry: Field) -> None:  # noqa: ARG002 - nothing goes in
-        self.history.note_call("preempt_all")
+    async def _preempt_all(self, entry: Field) -> None:  # noqa: ARG002 - the call has no arguments
+        self.history.add_call("preempt_all")
         self.scheduler.preempt_all()
         self.statistics.preempted()
 
-    async def _forget_pool(self, entry: Field) -> None:  # noqa: ARG002 - nothing goes in
-        self.history.note_call("forget_pool")
+    async def _forget_pool(self, entry: Field) -> None:  # noqa: ARG002 - the call has no arguments
+        self.history.add_call("forget_pool")
         self._in_flight.clear()
         self.scheduler.forget_pool()
         self.statistics.preempted()
@@ -149,14 +149,14 @@ class LogReplay:
             self.scheduler.admit_only([self._request(key) for key in keys.items()])
 
     async def _flush(self, entry: Field) -> None:
-        await self._losing(entry, self.scheduler.flush)
+        await self._with_loss(entry, self.scheduler.flush)
 
     async def _reset_prefix_cache(self, entry: Field) -> None:
-        self.history.note_call("reset_prefix_cache")
-        await self._losing(entry, self.scheduler.reset_prefix_cache)
+        self.history.add_call("reset_prefix_cache")
+        await self._with_loss(entry, self.scheduler.reset_prefix_cache)
 
-    async def _losing(self, entry: Field, call: Callable[[], Any]) -> Any:
-        """Calls, with a pool that is lost where it was; None then."""
+    async def _with_loss(self, entry: Field, call: Callable[[], Any]) -> Any:
+        """Calls, with a pool that is lost where the log says so; returns None then."""
         if "lost_after" in entry.members():
             self._pool.num_answers_left = entry["lost_after"].integer()
         try:
@@ -169,7 +169,7 @@ class LogReplay:
     def _request(self, key: Field) -> Request:
         request = self.history.requests.get(key.integer())
         if request is None or request.is_finished:
-            raise key.wrong("must be of a request that is alive")
+            raise key.wrong("must be of a request that has not ended")
         return request
 
 

@@ -1,4 +1,4 @@
-"""A run as a picture: where the budget went, how full the pool was, who waited, who gave way."""
+"""A run as a picture: use of the budget and the pool, waiting requests, preemptions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MAX_COLUMNS = 600
-"""More steps than these share columns: a picture has only so many pixels."""
+"""Columns of the picture; several steps share one if there are more steps."""
 
-# Okabe and Ito's palette, which nearly everybody can tell apart.
+# Okabe and Ito's palette, made for colour-blind readers too.
 _BLUE, _SKY, _ORANGE, _GREEN = "#0072B2", "#56B4E9", "#E69F00", "#009E73"
 _RED, _GREY, _INK = "#D55E00", "#9A9A9A", "#222222"
 _STYLE: Any = {
@@ -44,7 +44,7 @@ class Columns:
 
     @classmethod
     def of(cls, samples: Sequence[StepSample]) -> "Columns":
-        """As few steps to a column as will do."""
+        """Puts as few steps into a column as MAX_COLUMNS allows."""
         size = max(1, -(-len(samples) // MAX_COLUMNS))
         starts = range(0, len(samples), size)
         edges = [*starts, max(1, len(samples))]
@@ -62,9 +62,9 @@ class Columns:
 
 
 def draw(run: RunStatistics, title: str, path: Path) -> None:
-    """Writes the picture, in the format that the name of the file says.
+    """Writes the picture, in the format of the file's suffix.
 
-    Raises CommandError when it cannot be drawn or written.
+    Raises CommandError if it cannot be drawn or written.
     """
     try:
         import matplotlib as mpl  # noqa: PLC0415 - an extra, and slow to load
@@ -153,7 +153,7 @@ def _draw_queues(axes: "Axes", run: RunStatistics, columns: Columns) -> None:
 
 
 def _in_short(run: RunStatistics) -> str:
-    """The numbers that a person asks for first."""
+    """The most important numbers of the run."""
     wanted = ("requests", "steps", "tokens generated", "preemptions", "recomputed tokens")
     shown = {row.name: row.show(row.measure(run)) for row in ROWS}
     counts = [f"{shown[name]} {name}" for name in wanted]

@@ -1,4 +1,4 @@
-"""A scenario: a configuration in vLLM's names, and who comes and goes at which step."""
+"""A scenario: a configuration in vLLM's names, and what happens at each step."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +28,7 @@ DEFAULTS: dict[str, Any] = {
     "prefix_caching_hash_algo": "sha256",
     "eos_token_id": 2,
 }
-_NOT_THE_SCHEDULERS = ("num_gpu_blocks", "prefix_caching_hash_algo", "eos_token_id")
+_OTHER_SETTINGS = ("num_gpu_blocks", "prefix_caching_hash_algo", "eos_token_id")
 _PHASES = ("before", "mid")
 _MAX_STEPS = 20_000
 _MOST_STEPS = 1_000_000
@@ -50,7 +50,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Requests that somebody gave up on. `mid` is between a step's plan and its tokens."""
+    """Requests that are aborted, before a step or between its plan and its tokens (`mid`)."""
 
     request_ids: list[str]
     is_mid_step: bool
@@ -58,14 +58,14 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """What happens to a replica. `num_blocks` of the configuration counts the null block in."""
+    """The input of a run. `num_blocks` of the configuration includes the null block."""
 
     name: str
     named_config: dict[str, Any]
     """The whole configuration, in the scenario's own names."""
     config: SchedulerConfig
     events: dict[int, list[Arrival | Abort]]
-    """By step, in the order in which they are told."""
+    """By step, in the order of the file."""
     max_steps: int
 
 
@@ -99,7 +99,7 @@ def read_scenario(document: Any) -> Scenario:
 
 def _config(field: Field) -> SchedulerConfig:
     named = field.members()
-    config = {name: value for name, value in named.items() if name not in _NOT_THE_SCHEDULERS}
+    config = {name: value for name, value in named.items() if name not in _OTHER_SETTINGS}
     config["num_blocks"] = named["num_gpu_blocks"]
     if config["num_lookahead_tokens"] is None:
         config["num_lookahead_tokens"] = 0
@@ -120,7 +120,7 @@ def _arrival(add: Field, step: int, eos: int) -> Arrival:
             *("ignore_eos", "stop_token_ids", "min_tokens", "cache_salt"),
         )
     )
-    add.get("min_tokens", 0).integer()  # the sampler's business
+    add.get("min_tokens", 0).integer()  # checked, and not used: it concerns the sampler
     salt = add.get("cache_salt", "")
     return Arrival(
         request_id=add["request_id"].text(),

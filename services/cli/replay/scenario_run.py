@@ -1,6 +1,6 @@
-"""A scenario driven through the scheduler and the pool, and the record of what they decide.
+"""Runs a scenario through the scheduler and the pool, and records their decisions.
 
-The record is the one of the recorded decisions of vLLM that the conformance tests compare with.
+The record has the form of vLLM's recorded decisions, which the conformance tests compare with it.
 """
 
 import hashlib
@@ -9,7 +9,7 @@ from typing import Any
 
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.cli.replay.scenario import Abort, Arrival, Scenario
-from services.cli.replay.stand_in import continuation, proposals
+from services.cli.replay.scenario_model import continuation, proposals
 from services.common.ids import RequestKey
 from services.kvpool.core.kv_pool import KVPool
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
@@ -17,7 +17,7 @@ from services.scheduler.core.request import Request, StopConditions
 from services.scheduler.core.scheduler import Scheduler
 
 Record = dict[str, Any]
-"""As JSON knows it."""
+"""An object of JSON."""
 
 
 async def run_scenario(scenario: Scenario) -> Record:
@@ -42,7 +42,7 @@ class ScenarioRun:
         self._results: dict[str, Record] = {}
         self._finished_since_plan: list[str] = []
         self._in_flight: deque[tuple[int, SchedulerOutput]] = deque()
-        self._held_by_worker: dict[Request, list[int]] = {}
+        self._worker_tokens: dict[Request, list[int]] = {}
         self._depth = 2 if scenario.config.async_scheduling else 1
 
     async def run(self) -> Record:
@@ -92,7 +92,7 @@ class ScenarioRun:
         return bool(scheduler.running or scheduler.waiting or self._finished_since_plan)
 
     def _is_stuck(self, record: Record) -> bool:
-        """Whether requests wait, and nothing that happens can ever change that."""
+        """Whether requests wait and nothing is left that could change that."""
         happens = self._in_flight or self._finished_since_plan or record.get("scheduled")
         return bool(self.scheduler.waiting) and not happens
 
@@ -200,13 +200,13 @@ class ScenarioRun:
         record["update_of"], record["outputs"] = planned_in, outputs
 
     def _answer(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """What a worker would say that has seen all steps before this one."""
+        """The output of a worker that has run all steps before this one."""
         tokens, drafts = [], []
         count = self._scenario.config.num_speculative_tokens
         for index, request in enumerate(plan.requests):
             if request in plan.block_tables:
-                self._held_by_worker[request] = list(request.token_ids)
-            held = self._held_by_worker[request]
+                self._worker_tokens[request] = list(request.token_ids)
+            held = self._worker_tokens[request]
             sampled = self._sampled(plan, index, held)
             held += sampled
             tokens.append(sampled)

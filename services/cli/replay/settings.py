@@ -1,4 +1,4 @@
-"""The scheduler's configuration in scenarios, logs and `--set`: one table of what it may be."""
+"""The scheduler's configuration in scenarios, logs and `--set`: its types and ranges."""
 
 import dataclasses
 import types

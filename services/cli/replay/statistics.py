@@ -1,4 +1,4 @@
-"""What can be told of a run: one sample a step, one account a request, times counted in steps.
+"""Statistics of a run: one sample a step, one account a request, times counted in steps.
 
 A token is *prefill* when its position is of what the request arrived with, *decode* when it was
 generated, a *draft* when it is a guess, and *recomputed* when the position was computed before.

@@ -52,7 +52,7 @@ ROWS = (
     Row("queueing, steps, median", lambda run: middle(run.queued_steps)),
     Row("queueing, steps, p99", lambda run: percentile(run.queued_steps, 0.99)),
     Row("waited for a step's tokens, steps", lambda run: run.wait_steps[WaitReason.BUDGET]),
-    Row("waited for a place, steps", lambda run: run.wait_steps[WaitReason.MAX_SEQS]),
+    Row("waited for max_num_seqs, steps", lambda run: run.wait_steps[WaitReason.MAX_SEQS]),
     Row("waited for blocks, steps", lambda run: run.wait_steps[WaitReason.NO_BLOCKS]),
     Row("time to first token, steps, median", lambda run: middle(run.first_token_steps)),
     Row("time to first token, steps, p99", lambda run: percentile(run.first_token_steps, 0.99)),

@@ -1,10 +1,11 @@
-"""What would have happened: the arrivals of a log, met by a scheduler with other settings.
+"""What would have happened: the arrivals of a log, scheduled with other settings.
 
-Time is counted in steps. A request arrives, or is given up on, at the step at which it did, however
-long a step would have taken. The workers are stood in for by the log: each request says what it
-said, one token for each step that reaches its last one, and as many drafts are accepted as were
-where it held as many tokens. A request that was given up on says something else once it is ahead of
-what the log knows, until its time comes; one that the log does not see the end of ends with it.
+Time is counted in steps. A request arrives, or is aborted, at the step at which it did in the log.
+The log takes the place of the workers: each request gets the tokens that it got, one for each step
+that computes its last token, and as many drafts are accepted as were when it had as many tokens. A
+request that the log aborts gets an arbitrary token for each that the log does not have, until the
+step of the abort. A request that has not ended at the end of the log is aborted once it has all its
+logged tokens.
 """
 
 from collections import deque
@@ -13,7 +14,7 @@ from typing import Any
 
 from services.cli.errors import CommandError
 from services.cli.replay.history import Abort, Arrival, Event, History, new_request
-from services.cli.replay.log_replay import MortalPool
+from services.cli.replay.log_replay import LosablePool
 from services.cli.replay.statistics import RunStatistics
 from services.common.errors import StepwellError
 from services.scheduler.core.capacity import max_request_tokens, state_space_conflict
@@ -26,7 +27,7 @@ from services.scheduler.core.scheduler import Scheduler
 def changed_config(config: SchedulerConfig, overrides: dict[str, Any]) -> SchedulerConfig:
     """The configuration with some settings changed; a sequence is never longer than the pool.
 
-    Raises CommandError when nothing could be served like that.
+    Raises CommandError if no request could be served with it.
     """
     if overrides.get("num_speculative_tokens", 0) > config.num_speculative_tokens:
         raise CommandError(
@@ -48,7 +49,7 @@ def changed_config(config: SchedulerConfig, overrides: dict[str, Any]) -> Schedu
 
 
 async def what_if(history: History, config: SchedulerConfig) -> RunStatistics:
-    """The history under another configuration. Raises CommandError when that cannot be."""
+    """The history under another configuration. Raises CommandError if there is no such pool."""
     try:
         run = WhatIf(history, config)
     except StepwellError as error:
@@ -60,7 +61,7 @@ class WhatIf:
     """One run of a history under a configuration."""
 
     def __init__(self, history: History, config: SchedulerConfig) -> None:
-        self._pool = MortalPool(config)
+        self._pool = LosablePool(config)
         self._history = history
         self.scheduler = Scheduler(config, self._pool)
         self.statistics = RunStatistics(self.scheduler)
@@ -70,7 +71,7 @@ class WhatIf:
         self._now = 0
 
     async def run(self) -> RunStatistics:
-        """Everything, to the end of the last request."""
+        """Runs to the end of the last request."""
         last = max(self._history.moments, default=0)
         while self._now <= last or self._in_flight or self.scheduler.has_work:
             await self._step(is_last=self._now > last)
@@ -80,7 +81,7 @@ class WhatIf:
     async def _step(self, *, is_last: bool) -> None:
         moment = self._history.moments.get(self._now)
         for event in moment.before_plan if moment else ():
-            await self._happen(event, self._now)
+            await self._apply(event, self._now)
         plan = None
         if self.scheduler.has_work:
             plan = await self.scheduler.schedule()
@@ -88,7 +89,7 @@ class WhatIf:
             if plan.requests or plan.removed_rows:
                 self._in_flight.append(plan)
         for event in moment.before_update if moment else ():
-            await self._happen(event, self._now + 1)
+            await self._apply(event, self._now + 1)
         planned = plan is not None and bool(plan.requests)
         if self._in_flight and (len(self._in_flight) >= self._depth or not planned):
             self._update(self._in_flight.popleft())
@@ -98,7 +99,7 @@ class WhatIf:
                 "for ever: the pool cannot hold the first of them"
             )
 
-    async def _happen(self, event: Event, now: int) -> None:
+    async def _apply(self, event: Event, now: int) -> None:
         if isinstance(event, Arrival):
             self._arrive(event, now)
         elif isinstance(event, Abort):
@@ -129,7 +130,8 @@ class WhatIf:
         drafts = [-1] * self.scheduler.config.num_speculative_tokens
         tokens = [self._tokens(plan, index) for index in range(len(plan.requests))]
         output = ModelRunnerOutput(
-            tokens, draft_token_ids=[drafts if said else [] for said in tokens] if drafts else ()
+            tokens,
+            draft_token_ids=[drafts if sampled else [] for sampled in tokens] if drafts else (),
         )
         self.statistics.updated(self.scheduler.update_from_output(plan, output))
         for request in plan.requests:
@@ -141,32 +143,32 @@ class WhatIf:
                 self.scheduler.abort(request)
 
     def _tokens(self, plan: SchedulerOutput, index: int) -> list[int]:
-        """What the workers say of a request: nothing before its tokens are computed to the end."""
+        """The tokens that a step samples for a request: none before all its tokens are computed."""
         request = plan.requests[index]
         num_drafts = len(plan.draft_token_ids.get(request, ()))
         end = plan.num_computed_tokens[index] + plan.num_scheduled_tokens[index] - num_drafts
         if end < request.num_tokens:
             return []
         accepted = self._history.accepted[request.key].get(request.num_tokens, 0)
-        truth = self._truth(request)
-        said = truth[request.num_tokens : request.num_tokens + min(accepted, num_drafts) + 1]
-        return said or ([_harmless(request)] if self._is_aborted(request) else [])
+        logged = self._logged_tokens(request)
+        sampled = logged[request.num_tokens : request.num_tokens + min(accepted, num_drafts) + 1]
+        return sampled or ([_token_that_ends_nothing(request)] if self._is_aborted(request) else [])
 
-    def _truth(self, request: Request) -> list[int]:
+    def _logged_tokens(self, request: Request) -> list[int]:
         return self._history.requests[request.key].token_ids
 
     def _is_ahead(self, request: Request) -> bool:
-        return request.num_tokens >= len(self._truth(request))
+        return request.num_tokens >= len(self._logged_tokens(request))
 
     def _is_aborted(self, request: Request) -> bool:
-        return self._history.requests[request.key].finish_reason in _ENDS_FROM_OUTSIDE
+        return self._history.requests[request.key].finish_reason in _ENDS_BY_EVENTS
 
 
-_ENDS_FROM_OUTSIDE = {FinishReason.ABORT, FinishReason.QUEUE_TIMEOUT, FinishReason.STEP_FAILED}
-"""Ends that do not follow from the tokens of a request."""
+_ENDS_BY_EVENTS = {FinishReason.ABORT, FinishReason.QUEUE_TIMEOUT, FinishReason.STEP_FAILED}
+"""Finish reasons that do not follow from the tokens of a request."""
 
 
-def _harmless(request: Request) -> int:
+def _token_that_ends_nothing(request: Request) -> int:
     """A token that does not end the request."""
     ending = request.stop.ending_token_ids
     return next(token for token in range(len(ending) + 1) if token not in ending)

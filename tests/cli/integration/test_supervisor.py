@@ -156,14 +156,14 @@ async def test_a_child_that_ignores_sigterm_is_killed_in_time(tmp_path: Path) ->
     assert (tmp_path / "journal").read_text().split() == ["pool"]
 
 
-async def test_a_hurry_kills_what_is_left_at_once(tmp_path: Path) -> None:
+async def test_kill_now_kills_what_is_left_at_once(tmp_path: Path) -> None:
     ready = tmp_path / "deaf.ready"
     stages = [Stage((program("deaf", IGNORE_SIGTERM, ready, str(ready)),), 60)]
     supervisor = Supervisor(stages, Journal())
     running = await started(supervisor)
 
     supervisor.stop.set()
-    supervisor.hurry.set()
+    supervisor.kill_now.set()
     await asyncio.wait_for(running, 10)
 
     assert not alive(supervisor.pid("deaf"))

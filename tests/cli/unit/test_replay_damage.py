@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from services.cli.__main__ import main
 from services.cli.replay.log_file import StepLogFile
+from services.scheduler.core.recorder import VERSION
 from tests.cli.recorded_logs import crowded, record
 
 LOG = record(crowded(5)).text().encode()
@@ -169,9 +170,9 @@ def test_a_compressed_log_is_replayed_up_to_where_it_was_cut(share: float) -> No
             None,
             "version",
             1,
-            "version must be 2: logs of other versions mean something else, not 1",
+            f"version must be {VERSION}: logs of other versions mean something else, not 1",
         ),
-        ("abort", "key", 99, "key must be of a request that is alive, not 99"),
+        ("abort", "key", 99, "key must be of a request that has not ended, not 99"),
         ("abort", "reason", "boredom", "reason must be one of stop, length, abort, nan"),
         ("update_from_output", "step", 7000, "step must be a step in flight, not 7000"),
         ("update_from_output", "token_ids", [], "token_ids must list tokens of"),

@@ -22,8 +22,8 @@ from services.cli.__main__ import main
 from services.cli.errors import CommandError
 from services.cli.replay.fields import Field
 from services.cli.replay.log_file import Header
-from services.cli.replay.log_replay import LogReplay, MortalPool
-from services.cli.replay.stand_in import next_token
+from services.cli.replay.log_replay import LogReplay, LosablePool
+from services.cli.replay.scenario_model import next_token
 from services.cli.replay.statistics import RunStatistics
 from services.cli.replay.what_if import WhatIf, changed_config
 from services.common.repetition import RepetitionDetection
@@ -52,7 +52,7 @@ class Fragile:
 
     def __init__(self, config: SchedulerConfig, losses: dict[int, int]) -> None:
         self.entries: list[Entry] = []
-        self._pool = MortalPool(config)
+        self._pool = LosablePool(config)
         self._scheduler = RecordingScheduler(config, self._pool, self.entries.append)
         self._losses = losses
         self._in_flight: deque[SchedulerOutput] = deque()
@@ -154,7 +154,7 @@ def test_whatever_happens_is_decided_again(
     async def again() -> None:
         replaying = LogReplay(Header("none", config))
         for entry in fragile.entries:
-            assert await replaying.take(Field(json.loads(json.dumps(entry)))) == []
+            assert await replaying.replay_entry(Field(json.loads(json.dumps(entry)))) == []
         run = replaying.statistics
         if run.samples:
             # What a picture marks step by step is what its headline counts.
@@ -250,7 +250,7 @@ def with_config(
     async def run() -> tuple[RunStatistics, RunStatistics]:
         replaying = LogReplay(Header("none", config))
         for entry in log.entries[1:]:
-            assert await replaying.take(Field(entry)) == []
+            assert await replaying.replay_entry(Field(entry)) == []
         other = WhatIf(replaying.history, change(config))
         return replaying.statistics, await other.run()
 
@@ -344,7 +344,7 @@ def test_the_table_tells_the_difference(capsys: pytest.CaptureFixture[str], tmp_
         "time to first token, steps, median",
         "time to first token, steps, p99",
         "waited for a step's tokens, steps",
-        "waited for a place, steps",
+        "waited for max_num_seqs, steps",
         "waited for blocks, steps",
         "recomputed tokens",
         "prefix hit rate",

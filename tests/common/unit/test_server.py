@@ -217,7 +217,7 @@ ACCEPT = {
 def test_a_scraper_that_would_rather_have_openmetrics_gets_vllms_names(
     version: str, free_port: int
 ) -> None:
-    with serving_metrics(OneGauge("vllm:answer"), "127.0.0.1", free_port):
+    with serving_metrics(OneGauge("vllm:answer"), f"127.0.0.1:{free_port}"):
         response = httpx.get(
             f"http://127.0.0.1:{free_port}/metrics", headers={"Accept": ACCEPT[version]}
         )
@@ -230,17 +230,17 @@ def test_a_scraper_that_would_rather_have_openmetrics_gets_vllms_names(
 
 def test_metrics_are_served_while_the_block_lasts(free_port: int) -> None:
     url = f"http://127.0.0.1:{free_port}/metrics"
-    with serving_metrics(OneGauge(), "127.0.0.1", free_port):
+    with serving_metrics(OneGauge(), f"127.0.0.1:{free_port}"):
         assert "stepwell_answer 42.0" in httpx.get(url).text
         with (
             pytest.raises(Unavailable, match=f"cannot serve metrics on 127.0.0.1:{free_port}"),
-            serving_metrics(OneGauge(), "127.0.0.1", free_port),
+            serving_metrics(OneGauge(), f"127.0.0.1:{free_port}"),
         ):
             pass
     with pytest.raises(httpx.ConnectError):
         httpx.get(url)
 
 
-def test_without_a_port_no_metrics_are_served() -> None:
-    with serving_metrics(OneGauge(), "127.0.0.1", None):
+def test_without_an_address_no_metrics_are_served() -> None:
+    with serving_metrics(OneGauge(), None):
         pass

@@ -1,13 +1,13 @@
-"""A deterministic stand-in for a model: its next token is a function of the tokens so far."""
+"""What scenarios have in place of a model: the next token is a function of the tokens so far."""
 
 
 def next_token(tokens: list[int]) -> int:
-    """What the stand-in says after `tokens`."""
+    """The token after `tokens`."""
     return (sum(tokens[-4:]) * 31 + len(tokens) * 7) % 997 + 3
 
 
 def continuation(tokens: list[int], count: int) -> list[int]:
-    """The next `count` tokens of the stand-in."""
+    """The next `count` tokens."""
     longer = list(tokens)
     for _ in range(count):
         longer.append(next_token(longer))
