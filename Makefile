@@ -4,6 +4,7 @@ MODEL ?= models/demo
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+CPP := $(wildcard services/worker/backends/native/cpp/*)
 PROTOS := $(shell find protos -name '*.proto')
 
 .DEFAULT_GOAL := help
@@ -21,6 +22,7 @@ test: $(VENV)/.dev gen/.built ## Run every test, on the CPU
 check: $(VENV)/.dev gen/.built ## Format, lint, types, layering, contracts, generated code
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/clang-format --dry-run --Werror $(CPP)
 	$(BIN)/buf lint
 	$(BIN)/buf format --diff --exit-code
 	$(BIN)/mypy
@@ -38,6 +40,7 @@ lock: $(VENV)/.dev ## Resolve requirements.lock anew from pyproject.toml
 format: $(VENV)/.dev ## Rewrite sources in the project's format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i $(CPP)
 	$(BIN)/buf format -w
 
 clean: ## Remove everything that can be made again

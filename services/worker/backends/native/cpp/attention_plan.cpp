@@ -1,55 +1,56 @@
-// How a step's attention is cut into tasks.
-//
-// Where many requests decode, a task takes all key heads, since those of a token lie together. A
-// context consists of parts, whose sums are joined in order (Flash-Decoding). Parts begin at multiples
-// of PART_KEYS, whether one task goes through all of them or, where there are fewer tasks than threads,
-// each is a task: what comes out is the same.
+// A task takes all key heads of a request if many requests decode, since the keys of a token lie
+// together. A context consists of parts, whose sums are merged in order (Flash-Decoding). Parts
+// begin at multiples of PART_KEYS, both if one task goes through all of them and if, with fewer
+// tasks than threads, each part is a task: the output is the same.
+
+#include "attention_plan.h"
 
 #include <algorithm>
 
-#include "kernels.h"
-#include "packed_keys.h"
+#include "panel.h"
+#include "rounding.h"
 
+namespace stepwell {
 namespace {
 
-constexpr int TASK_ROWS = 96;     // Most rows of a task: queries times query heads per key head.
+constexpr int TASK_ROWS = 96;  // Most rows of a task: queries times query heads per key head.
 
-// Adds a task to a plan; if it `splits`, one for each part of its context.
-void add(AttentionPlan& plan, AttentionTask task, bool splits) {
+// Adds a task to a plan, or, if `is_split`, a task for each part of its context.
+void add_task(AttentionPlan& plan, AttentionTask task, bool is_split) {
   const int begin = task.key_begin, end = task.key_end;
-  const int first = begin / PART_KEYS, parts = (end - 1) / PART_KEYS + 1 - first;
-  if (!splits || parts == 1) {
+  const int first = begin / PART_KEYS, parts = divide_up(end, PART_KEYS) - first;
+  if (!is_split || parts == 1) {
     plan.tasks.push_back(task);
     return;
   }
   const std::int64_t size = plan.sums_size(task.count * plan.group);
-  const std::int64_t partial = plan.partial.size();
-  plan.partial.resize(partial + parts * size);
+  const std::int64_t partial = plan.partial_sums.size();
+  plan.partial_sums.resize(partial + parts * size);
   for (int i = 0; i < parts; ++i) {
     task.key_begin = std::max(begin, (first + i) * PART_KEYS);
     task.key_end = std::min(end, (first + i + 1) * PART_KEYS);
     task.partial = partial + i * size;
-    if (i == 0) plan.joins.push_back({task, parts});
+    if (i == 0) plan.merges.push_back({task, parts});
     plan.tasks.push_back(task);
   }
 }
 
 }  // namespace
 
-// Chunks, which come last in a layout, are begun first: their tasks are the longest.
+// Chunks, which come last in a layout, become the first tasks, since theirs are the longest.
 AttentionPlan::AttentionPlan(const AttentionLayer& layer, const Layout& layout, int block_size,
                              int threads)
     : layer(layer),
       layout(layout),
       group(layer.num_heads / layer.num_kv_heads),
-      padded_dim(round_up(layer.head_dim, WIDTH)),
-      stores_first(false) {
+      padded_dim(round_up(layer.head_dim, PANEL_WIDTH)),
+      stores_keys_first(false) {
   const int queries = std::max(TASK_ROWS / group, 1);
-  std::int64_t whole = 0;
+  std::int64_t num_tasks = 0;  // If none is split.
   for (int r = 0; r < layout.num_requests; ++r) {
-    whole += (layout.new_tokens(r) + queries - 1) / queries * layer.num_kv_heads;
+    num_tasks += divide_up(layout.new_tokens(r), queries) * layer.num_kv_heads;
   }
-  const bool splits = threads > 1 && whole < 2 * threads;
+  const bool is_split = threads > 1 && num_tasks < 2 * threads;
   const int decode_heads = layout.num_requests >= 4 * threads ? layer.num_kv_heads : 1;
   for (int r = layout.num_requests - 1; r >= 0; --r) {
     const int count = layout.new_tokens(r), context = layout.context(r);
@@ -59,9 +60,9 @@ AttentionPlan::AttentionPlan(const AttentionLayer& layer, const Layout& layout, 
       const int end = context + last;
       const int heads = count == 1 ? decode_heads : 1;
       for (int h = 0; h < layer.num_kv_heads; h += heads) {
-        add(*this, {r, h, heads, first, last - first, begin, end, -1}, splits);
+        add_task(*this, {r, h, heads, first, last - first, begin, end, -1}, is_split);
       }
-      stores_first |= count > 1 || !joins.empty();
+      stores_keys_first |= count > 1 || !merges.empty();
     }
   }
   slots.reserve(layout.num_tokens());
@@ -82,3 +83,4 @@ double attention_work(const AttentionLayer& layer, const Layout& layout) {
   return pairs * layer.num_kv_heads * layer.head_dim * std::max(2.0, group / 4);
 }
 
+}  // namespace stepwell

@@ -1,28 +1,38 @@
-// A decoder in one call, from token ids to logits: one team of threads for the whole
-// step, which meets at barriers, and no interpreter in between.
+// A step is one call: one team of threads runs all of it and synchronizes at barriers, without the
+// interpreter in between.
 //
-// The residual stream alternates between two buffers, so that with few rows every thread normalizes
-// all of them for itself, into a buffer of its own, while one of them writes the sum; that is
-// cheaper than to meet once more.
+// The residual stream alternates between two buffers. With few rows every thread normalizes all of
+// them for itself, into a buffer of its own, while one thread writes the sum: that costs less than
+// another barrier.
+
+#include "decoder.h"
 
 #include <algorithm>
+#include <atomic>
 #include <deque>
+#include <vector>
 
-#include "kernels.h"
+#include "norm.h"
+#include "rounding.h"
 
+namespace stepwell {
 namespace {
 
 constexpr std::int64_t FEW_ROWS = 16;
-constexpr std::int64_t STREAMED_ROWS = 64;  // Most with which reading the weights costs more than they.
 
-// Where a step's buffers lie in its scratch.
+// Most rows with which reading the weights takes longer than multiplying by them.
+constexpr std::int64_t MEMORY_BOUND_ROWS = 64;
+
+constexpr std::int64_t BUFFER_MULTIPLE = 32;  // Elements.
+
+// A step's buffers in its scratch memory.
 template <class T>
-struct Buffers {
-  Buffers(const Decoder<T>& decoder, std::int64_t rows, int threads, T* scratch) {
-    std::int64_t fused = 0, heads = 0, inner = 0;
+struct StepBuffers {
+  StepBuffers(const Decoder<T>& decoder, std::int64_t rows, int threads, T* scratch) {
+    std::int64_t qkv_width = 0, heads = 0, inner = 0;
     for (int i = 0; i < decoder.num_layers; ++i) {
       const DecoderLayer<T>& layer = decoder.layers[i];
-      fused = std::max(fused, layer.qkv.columns);
+      qkv_width = std::max(qkv_width, layer.qkv.columns);
       heads = std::max(heads, layer.output.depth);
       inner = std::max(inner, layer.down.depth);
     }
@@ -30,18 +40,18 @@ struct Buffers {
     angles = rows * decoder.half;
     auto take = [&](std::int64_t count) {
       T* taken = scratch + size;
-      size += (count + 31) / 32 * 32;
+      size += round_up(count, BUFFER_MULTIPLE);
       return taken;
     };
     residual = take(hidden);
-    other = take(hidden);
+    next_residual = take(hidden);
     cos_sin = take(2 * angles * decoder.num_rotations);
     update = take(hidden);
-    qkv = take(rows * fused);
+    qkv = take(rows * qkv_width);
     attended = take(rows * heads);
     gated = take(rows * inner);
-    own_normed = rows <= FEW_ROWS ? (hidden + 31) / 32 * 32 : 0;
-    normed = take(rows <= FEW_ROWS ? own_normed * threads : hidden);
+    normed_stride = rows <= FEW_ROWS ? round_up(hidden, BUFFER_MULTIPLE) : 0;
+    normed = take(rows <= FEW_ROWS ? normed_stride * threads : hidden);
   }
 
   Rotation<T> rotation(int index) const {
@@ -52,14 +62,14 @@ struct Buffers {
   std::int64_t size = 0;
   std::int64_t angles;
   T* residual;
-  T* other;
-  T* cos_sin;  // Of the step's tokens, rotation by rotation.
+  T* next_residual;  // The sum of the residual stream and an update.
+  T* cos_sin;        // Of each rotation the cosines and the sines of the step's tokens.
   T* update;
   T* qkv;
   T* attended;
   T* gated;
   T* normed;
-  std::int64_t own_normed;  // How far the threads' own ones lie apart; 0 for one in common.
+  std::int64_t normed_stride;  // From one thread's `normed` to the next; 0 if the team has one.
 };
 
 template <class T>
@@ -75,21 +85,15 @@ double step_work(const Decoder<T>& decoder, const Layout* layouts, std::int64_t 
   return work;
 }
 
-bool alike(const AttentionLayer& a, const AttentionLayer& b) {
-  return a.num_heads == b.num_heads && a.num_kv_heads == b.num_kv_heads &&
-         a.head_dim == b.head_dim && a.scale == b.scale && a.window == b.window &&
-         a.softcap == b.softcap;
-}
-
-// Each layer's plan; layers of a group that attend alike share one.
-class Plans {
+// The attention plan of each layer. Layers of a KV-cache group that attend alike share one.
+class LayerPlans {
  public:
   template <class T>
-  Plans(const Decoder<T>& decoder, const Layout* layouts, int threads) {
+  LayerPlans(const Decoder<T>& decoder, const Layout* layouts, int threads) {
     for (int i = 0; i < decoder.num_layers; ++i) {
       const DecoderLayer<T>& layer = decoder.layers[i];
       const auto same = [&](const Planned& made) {
-        return made.group == layer.group && alike(made.plan.layer, layer.attention);
+        return made.group == layer.group && made.plan.layer == layer.attention;
       };
       auto found = std::find_if(made_.begin(), made_.end(), same);
       if (found == made_.end()) {
@@ -121,55 +125,56 @@ std::vector<int> positions_of(const Layout& layout) {
   return positions;
 }
 
-// One thread's way through a step.
+// One thread's part of a step. All threads of the team call the same functions in the same order.
 template <class T>
-class Walk {
+class StepThread {
  public:
-  Walk(const Decoder<T>& decoder, const Buffers<T>& buffers, std::int64_t rows, Team team)
+  StepThread(const Decoder<T>& decoder, const StepBuffers<T>& buffers, std::int64_t rows, Team team)
       : decoder_(decoder),
         buffers_(buffers),
         residual_(buffers.residual),
-        other_(buffers.other),
-        normed_(buffers.normed + buffers.own_normed * team.index),
+        next_residual_(buffers.next_residual),
+        normed_(buffers.normed + buffers.normed_stride * team.index),
         rows_(rows),
         team_(team) {}
 
-  // `embedded` as for run_decoder; `positions` of the tokens.
-  void enter(const std::int64_t* token_ids, const T* embedded, const int* positions) {
+  // Fills the residual stream, and looks up the tokens' angles. `embedded`: see run_decoder.
+  void begin(const std::int64_t* token_ids, const T* embedded, const int* positions) {
     const std::int64_t width = decoder_.hidden_size;
     const Range own = team_.part(rows_);
     for (std::int64_t row = own.begin; row < own.end; ++row) {
-      T* place = residual_ + row * width;
+      T* target = residual_ + row * width;
       if (embedded == nullptr) {
-        embed(decoder_.embedding + token_ids[row] * width, place);
+        embed(decoder_.embedding + token_ids[row] * width, target);
       } else {
-        std::memcpy(place, embedded + row * width, width * sizeof(T));
+        std::memcpy(target, embedded + row * width, width * sizeof(T));
       }
-      for (int i = 0; i < decoder_.num_rotations; ++i) take_angles(i, row, positions[row]);
+      for (int i = 0; i < decoder_.num_rotations; ++i) copy_angles(i, row, positions[row]);
     }
     team_.wait();
   }
 
-  // `then`: what is projected by afterwards, or null.
-  void layer(const DecoderLayer<T>& layer, AttentionPlan& plan, std::atomic<int>& next,
-             const Projection<T>* then) {
+  // `following`: the projection after this layer, or null.
+  void run_layer(const DecoderLayer<T>& layer, AttentionPlan& plan, std::atomic<int>& next,
+                 const Projection<T>* following) {
     normalize(layer.input_norm);
     project(layer.qkv, normed_, buffers_.qkv, rows_, team_);
-    meet(&layer.output);
+    prefetch_and_wait(&layer.output);
     attend_layer(layer, plan, next);
-    meet(&layer.output);
+    prefetch_and_wait(&layer.output);
     project(layer.output, buffers_.attended, buffers_.update, rows_, team_);
-    meet(&layer.gate_up);
+    prefetch_and_wait(&layer.gate_up);
     normalize_update(layer.attention_output_norm);
     normalize(layer.mlp_norm);
     project(layer.gate_up, normed_, buffers_.gated, rows_, team_);
-    meet(&layer.down);
+    prefetch_and_wait(&layer.down);
     project(layer.down, buffers_.gated, buffers_.update, rows_, team_);
-    meet(then);
+    prefetch_and_wait(following);
     normalize_update(layer.mlp_output_norm);
   }
 
-  void finish(T* output) {
+  // Adds the last update and normalizes, into `output`.
+  void run_final_norm(T* output) {
     const std::int64_t width = decoder_.hidden_size;
     const Range own = team_.part(rows_);
     for (std::int64_t row = own.begin; row < own.end; ++row) {
@@ -178,14 +183,16 @@ class Walk {
     }
   }
 
-  // The last update has been taken in by then: its buffer serves for the rows that are wanted.
-  void project_wanted(const T* output, Wanted wanted, float* logits) {
+  // Gathers the wanted rows in the buffer of the last update, which is not needed any more, and
+  // projects them to the vocabulary.
+  void project_logits(const T* output, Wanted wanted, float* logits) {
     const std::int64_t width = decoder_.hidden_size;
     team_.wait();
     if (wanted.rows != nullptr) {
       const Range own = team_.part(wanted.count);
       for (std::int64_t i = own.begin; i < own.end; ++i) {
-        std::memcpy(buffers_.update + i * width, output + wanted.rows[i] * width, width * sizeof(T));
+        std::memcpy(buffers_.update + i * width, output + wanted.rows[i] * width,
+                    width * sizeof(T));
       }
       output = buffers_.update;
       team_.wait();
@@ -194,26 +201,26 @@ class Walk {
   }
 
  private:
-  // Waits for the team, and while it waits and whatever comes before the next projection has its
-  // weights brought in: of a small batch they are most of the work, and memory would stand still.
-  void meet(const Projection<T>* next) {
-    if (next != nullptr && rows_ <= STREAMED_ROWS) fetch_ahead(*next, team_);
+  // Waits for the team. Before, prefetches the first weights of the next projection: with a small
+  // batch reading weights is most of the work, and memory would idle until the projection begins.
+  void prefetch_and_wait(const Projection<T>* next) {
+    if (next != nullptr && rows_ <= MEMORY_BOUND_ROWS) prefetch(*next, team_);
     team_.wait();
   }
 
-  void embed(const T* found, T* place) const {
+  void embed(const T* embedding, T* target) const {
     const float scale = decoder_.embedding_scale;
     const int width = int(decoder_.hidden_size);
     if (scale == 1) {
-      std::memcpy(place, found, width * sizeof(T));
+      std::memcpy(target, embedding, width * sizeof(T));
       return;
     }
     for (int i = 0; i < width; i += LANES) {
-      store_first(place + i, load_first(found + i, width - i) * scale, width - i);
+      store_partial(target + i, load_partial(embedding + i, width - i) * scale, width - i);
     }
   }
 
-  void take_angles(int index, std::int64_t row, std::int64_t position) const {
+  void copy_angles(int index, std::int64_t row, std::int64_t position) const {
     const std::int64_t half = decoder_.half;
     const Rotation<T>& all = decoder_.rotations[index];
     T* cos = buffers_.cos_sin + 2 * buffers_.angles * index + row * half;
@@ -221,36 +228,37 @@ class Walk {
     std::memcpy(cos + buffers_.angles, all.sin + position * half, half * sizeof(T));
   }
 
-  // The residual stream takes the update in, from the second time on, and is normalized.
+  // Adds the update to the residual stream, except at the first call, and normalizes the sum.
   void normalize(const float* weight) {
     const std::int64_t width = decoder_.hidden_size;
-    const bool for_myself = buffers_.own_normed > 0;
-    const Range own = for_myself ? Range{0, rows_} : team_.part(rows_);
-    const bool writes = !for_myself || team_.index == 0;
+    const bool is_private = buffers_.normed_stride > 0;
+    const Range own = is_private ? Range{0, rows_} : team_.part(rows_);
+    const bool writes = !is_private || team_.index == 0;
     for (std::int64_t row = own.begin; row < own.end; ++row) {
       norm_row(residual_ + row * width, has_update_ ? buffers_.update + row * width : nullptr,
-               writes ? other_ + row * width : nullptr, weight, normed_ + row * width, width,
-               decoder_.epsilon);
+               writes ? next_residual_ + row * width : nullptr, weight, normed_ + row * width,
+               width, decoder_.epsilon);
     }
-    if (has_update_) std::swap(residual_, other_);
+    if (has_update_) std::swap(residual_, next_residual_);
     has_update_ = true;
-    if (!for_myself) team_.wait();
+    if (!is_private) team_.wait();
   }
 
+  // Normalizes the update in place, if the layer does so.
   void normalize_update(const float* weight) {
     if (weight == nullptr) return;
     normalize_heads(buffers_.update, decoder_.hidden_size, 1, weight, decoder_.hidden_size);
     team_.wait();
   }
 
-  // In place: `count` heads of each row.
+  // Normalizes `count` heads of each row in place.
   void normalize_heads(T* first, std::int64_t stride, int count, const float* weight,
                        std::int64_t width) const {
     const Range own = team_.part(rows_);
     for (std::int64_t row = own.begin; row < own.end; ++row) {
       for (int head = 0; head < count; ++head) {
-        T* place = first + row * stride + head * width;
-        norm_row(place, static_cast<const T*>(nullptr), static_cast<T*>(nullptr), weight, place,
+        T* target = first + row * stride + head * width;
+        norm_row(target, static_cast<const T*>(nullptr), static_cast<T*>(nullptr), weight, target,
                  width, decoder_.epsilon);
       }
     }
@@ -275,9 +283,9 @@ class Walk {
   }
 
   const Decoder<T>& decoder_;
-  const Buffers<T>& buffers_;
+  const StepBuffers<T>& buffers_;
   T* residual_;
-  T* other_;
+  T* next_residual_;
   T* normed_;
   std::int64_t rows_;
   Team team_;
@@ -288,7 +296,7 @@ class Walk {
 
 template <class T>
 std::int64_t decoder_scratch(const Decoder<T>& decoder, std::int64_t rows, int threads) {
-  return Buffers<T>(decoder, rows, threads, nullptr).size;
+  return StepBuffers<T>(decoder, rows, threads, nullptr).size;
 }
 
 template <class T>
@@ -297,28 +305,31 @@ void run_decoder(const Decoder<T>& decoder, const Layout* layouts, const std::in
   const std::int64_t rows = layouts[0].num_tokens();
   const double work = step_work(decoder, layouts, rows, wanted.count);
   const int threads = threads_for(work, PARALLEL_STEP_WORK);
-  const Buffers<T> buffers(decoder, rows, threads, scratch);
-  const Plans plans(decoder, layouts, threads);
+  const StepBuffers<T> buffers(decoder, rows, threads, scratch);
+  const LayerPlans plans(decoder, layouts, threads);
   const std::vector<int> positions = positions_of(layouts[0]);
   std::vector<std::atomic<int>> next(decoder.num_layers);
   in_team(threads, [&](Team team) {
-    Walk<T> walk(decoder, buffers, rows, team);
-    walk.enter(token_ids, embedded, positions.data());
+    StepThread<T> thread(decoder, buffers, rows, team);
+    thread.begin(token_ids, embedded, positions.data());
     const Projection<T>* head = wanted.count > 0 ? &decoder.head : nullptr;
     for (int i = 0; i < decoder.num_layers; ++i) {
       const DecoderLayer<T>& layer = decoder.layers[i];
-      walk.layer(layer, plans[i], next[i], i + 1 < decoder.num_layers ? &(&layer)[1].qkv : head);
+      thread.run_layer(layer, plans[i], next[i],
+                       i + 1 < decoder.num_layers ? &(&layer)[1].qkv : head);
     }
-    walk.finish(output);
-    if (head != nullptr) walk.project_wanted(output, wanted, logits);
+    thread.run_final_norm(output);
+    if (head != nullptr) thread.project_logits(output, wanted, logits);
   });
 }
 
-#define INSTANTIATE(T)                                                                  \
-  template std::int64_t decoder_scratch<T>(const Decoder<T>&, std::int64_t, int);       \
-  template void run_decoder<T>(const Decoder<T>&, const Layout*, const std::int64_t*,   \
-                               const T*, T*, Wanted, float*, T*);
+#define INSTANTIATE(T)                                                                          \
+  template std::int64_t decoder_scratch<T>(const Decoder<T>&, std::int64_t, int);               \
+  template void run_decoder<T>(const Decoder<T>&, const Layout*, const std::int64_t*, const T*, \
+                               T*, Wanted, float*, T*);
 INSTANTIATE(float)
 #ifdef __AVX512BF16__
 INSTANTIATE(BFloat16)
 #endif
+
+}  // namespace stepwell

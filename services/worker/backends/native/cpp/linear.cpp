@@ -1,41 +1,41 @@
-// Multiplication by a packed weight.
-//
 // Panels of the weight lie one after the other, so that a small batch, which is bound by memory,
-// reads one sequential stream per thread. Large batches are cut into blocks of rows that stay in the
-// second-level cache while the panels pass by, and a panel into chunks of depth that stay near while
-// the rows of a block pass by, a few at a time. Whatever the number of rows, an element's products are
-// added in order of depth: totals are float32 between chunks too. The form is that of Goto and van de
-// Geijn's matrix multiplication.
+// reads one sequential stream per thread. Large batches are cut into blocks of rows that stay in
+// the second-level cache while all panels are read, and a panel into chunks of depth that stay in a
+// cache while the tiles of a block are multiplied by it. Whatever the number of rows, an element's
+// products are added in order of depth: totals are float32 between chunks too. The form is that of
+// Goto and van de Geijn's matrix multiplication.
+
+#include "linear.h"
 
 #include <algorithm>
 #include <vector>
 
-#include "kernels.h"
-#include "threads.h"
-#include "tile.h"
+#include "panel.h"
+#include "rounding.h"
+#include "vector_math.h"
 
+namespace stepwell {
 namespace {
 
 constexpr std::int64_t BLOCK_BYTES = 512 * 1024;
 constexpr std::int64_t CHUNK_BYTES = 64 * 1024;
 constexpr int BLOCK_ROWS = 240;
-static_assert(BLOCK_ROWS % MOST_ROWS == 0);
+static_assert(BLOCK_ROWS % MAX_TILE_ROWS == 0);
 
 constexpr std::int64_t LINE_BYTES = 64;
 
-// Elements that are fetched ahead of a sequential stream.
-constexpr std::int64_t AHEAD = 2048;
+// How many elements ahead of a sequential stream the loop prefetches.
+constexpr std::int64_t PREFETCH_AHEAD = 2048;
 
-// What is fetched before a stream begins: some microseconds' worth, and little of a second-level cache.
-constexpr std::int64_t FETCHED_BYTES = 64 * 1024;
+// What is prefetched before a stream begins: what memory delivers in some microseconds, and a small
+// part of a second-level cache.
+constexpr std::int64_t PREFETCHED_BYTES = 64 * 1024;
 
-std::int64_t divide_up(std::int64_t number, std::int64_t by) { return (number + by - 1) / by; }
+std::int64_t num_panels(std::int64_t columns) { return divide_up(columns, PANEL_WIDTH); }
 
-std::int64_t num_panels(std::int64_t columns) { return divide_up(columns, WIDTH); }
-
-// The weight's row that column `column` of a panel stands for; `columns` or more for padding.
+// The weight's row that becomes column `column` of a panel; `columns` or more for padding.
 std::int64_t source_row(std::int64_t panel, int column, std::int64_t columns, Epilogue epilogue) {
-  if (epilogue == Epilogue::PLAIN) return panel * WIDTH + column;
+  if (epilogue == Epilogue::PLAIN) return panel * PANEL_WIDTH + column;
   const std::int64_t half = columns / 2;
   const std::int64_t index = panel * LANES + column % LANES;
   if (index >= half) return columns;
@@ -45,13 +45,13 @@ std::int64_t source_row(std::int64_t panel, int column, std::int64_t columns, Ep
 template <class T>
 void pack_panel(const T* weight, T* packed, std::int64_t panel, std::int64_t columns,
                 std::int64_t depth, Epilogue epilogue) {
-  constexpr int DEPTH = Step<T>::DEPTH;
+  constexpr int DEPTH = PanelOps<T>::DEPTH;
   const std::int64_t steps = depth / DEPTH;
-  T* target = packed + panel * WIDTH * depth;
-  for (int column = 0; column < WIDTH; ++column) {
+  T* target = packed + panel * PANEL_WIDTH * depth;
+  for (int column = 0; column < PANEL_WIDTH; ++column) {
     const std::int64_t row = source_row(panel, column, columns, epilogue);
     for (std::int64_t step = 0; step < steps; ++step) {
-      T* cell = target + (step * WIDTH + column) * DEPTH;
+      T* cell = target + (step * PANEL_WIDTH + column) * DEPTH;
       if (row < columns) {
         std::memcpy(cell, weight + row * depth + step * DEPTH, DEPTH * sizeof(T));
       } else {
@@ -63,19 +63,19 @@ void pack_panel(const T* weight, T* packed, std::int64_t panel, std::int64_t col
 
 template <class T>
 Vector bias_of(const T* bias, std::int64_t first, std::int64_t count) {
-  return bias == nullptr ? Vector{} : load_first(bias + first, int(count));
+  return bias == nullptr ? Vector{} : load_partial(bias + first, int(count));
 }
 
-// Rows of a panel's totals [rows, WIDTH] -> the output's columns from `first` on. Only where there are
-// fewer than a panel has a mask is stored through.
+// Writes a panel's totals [rows, PANEL_WIDTH], gated if the projection is, to the output's columns
+// from `first` on. Masked stores only if fewer columns than a panel's are left.
 template <class T, class Out>
-__attribute__((noinline)) void put_rows(const Projection<T>& p, const float* total, int rows,
-                                        std::int64_t first, std::int64_t width, Out* output) {
-  const int count = int(std::min<std::int64_t>(width - first, WIDTH));
+__attribute__((noinline)) void write_rows(const Projection<T>& p, const float* total, int rows,
+                                          std::int64_t first, std::int64_t width, Out* output) {
+  const int count = int(std::min<std::int64_t>(width - first, PANEL_WIDTH));
   const bool gated = p.epilogue != Epilogue::PLAIN;
-  const bool whole = count >= (gated ? LANES : WIDTH);
+  const bool whole = count >= (gated ? LANES : PANEL_WIDTH);
   output += first;
-  for (int i = 0; i < rows; ++i, total += WIDTH, output += width) {
+  for (int i = 0; i < rows; ++i, total += PANEL_WIDTH, output += width) {
     Vector left = load(total);
     const Vector right = load(total + LANES);
     if (gated) left = (p.epilogue == Epilogue::SILU_GATED ? silu(left) : gelu_tanh(left)) * right;
@@ -83,25 +83,26 @@ __attribute__((noinline)) void put_rows(const Projection<T>& p, const float* tot
       store(output, left);
       if (!gated) store(output + LANES, right);
     } else {
-      store_first(output, left, count);
-      if (!gated) store_first(output + LANES, right, count - LANES);
+      store_partial(output, left, count);
+      if (!gated) store_partial(output + LANES, right, count - LANES);
     }
   }
 }
 
 template <class T>
-struct Rows {
+struct InputRows {
   const T* first;
   std::int64_t stride;
   int count;
 };
 
-// Rows that lie multiples of 2 KB apart want the same few sets of the first-level cache: a dozen that
-// are read side by side drive each other out. Where there are as many, a copy of them, until the
-// thread's next, an odd number of lines apart.
+// Rows whose distance is a multiple of 2 KB share a few sets of the first-level cache: a dozen of
+// them, read side by side, evict each other. Of such rows, a tile or more, returns a copy in which
+// they are an odd number of cache lines apart; it is valid until the thread's next call. Returns
+// others unchanged.
 template <class T>
-Rows<T> apart(const Rows<T>& rows, std::int64_t depth) {
-  if (rows.count < MOST_ROWS || rows.stride * sizeof(T) % 2048 != 0) return rows;
+InputRows<T> without_set_conflicts(const InputRows<T>& rows, std::int64_t depth) {
+  if (rows.count < MAX_TILE_ROWS || rows.stride * sizeof(T) % 2048 != 0) return rows;
   static thread_local std::vector<T> copy;
   constexpr std::int64_t LINE = LINE_BYTES / sizeof(T);
   const std::int64_t stride = (divide_up(depth, LINE) | 1) * LINE;
@@ -112,9 +113,10 @@ Rows<T> apart(const Rows<T>& rows, std::int64_t depth) {
   return {copy.data(), stride, rows.count};
 }
 
-// to [ROWS, WIDTH] = from, whose rows are `from_stride` apart, + rows of `a` times the panel. FETCH and
-// `ahead` as in `multiply`, which has the registers for itself here.
-template <class T, int ROWS, bool FETCH>
+// to [ROWS, PANEL_WIDTH] = from, whose rows are `from_stride` elements apart, + rows of `a` times
+// the panel. PREFETCH and `ahead` as in `multiply`. A function of its own, so that `multiply` has
+// all registers.
+template <class T, int ROWS, bool PREFETCH>
 __attribute__((noinline)) void add_product(const float* from, std::int64_t from_stride, const T* a,
                                            std::int64_t stride, const T* panel, int steps,
                                            std::int64_t ahead, float* to) {
@@ -125,49 +127,49 @@ __attribute__((noinline)) void add_product(const float* from, std::int64_t from_
 #pragma GCC unroll 4
     for (int v = 0; v < PANEL_VECTORS; ++v) total[i][v] = load(from + v * LANES);
   }
-  multiply<T, ROWS, PANEL_VECTORS, FETCH>(total, a, stride, panel, steps, ahead);
+  multiply<T, ROWS, PANEL_VECTORS, PREFETCH>(total, a, stride, panel, steps, ahead);
 #pragma GCC unroll 16
   for (int i = 0; i < ROWS; ++i) {
 #pragma GCC unroll 4
-    for (int v = 0; v < PANEL_VECTORS; ++v) store(to + i * WIDTH + v * LANES, total[i][v]);
+    for (int v = 0; v < PANEL_VECTORS; ++v) store(to + i * PANEL_WIDTH + v * LANES, total[i][v]);
   }
 }
 
-// `totals` [BLOCK_ROWS, WIDTH] is scratch.
+// Multiplies rows by one panel and writes the results. `totals` [BLOCK_ROWS, PANEL_WIDTH] is
+// scratch memory.
 template <class T, class Out>
-void project_panel(const Projection<T>& p, const Rows<T>& rows, Out* output, std::int64_t panel,
-                   float* totals) {
+void project_panel(const Projection<T>& p, const InputRows<T>& rows, Out* output,
+                   std::int64_t panel, float* totals) {
   const bool gated = p.epilogue != Epilogue::PLAIN;
   const std::int64_t width = gated ? p.columns / 2 : p.columns;
-  const std::int64_t first = panel * (gated ? LANES : WIDTH);
-  alignas(64) float bias[WIDTH];
+  const std::int64_t first = panel * (gated ? LANES : PANEL_WIDTH);
+  alignas(64) float bias[PANEL_WIDTH];
   store(bias, bias_of(p.bias, first, width - first));
   store(bias + LANES,
         gated ? bias_of(p.bias == nullptr ? nullptr : p.bias + width, first, width - first)
               : bias_of(p.bias, first + LANES, width - first - LANES));
-  const bool one_pass = rows.count <= MOST_ROWS;
-  constexpr std::int64_t DEPTH = Step<T>::DEPTH;
+  const bool one_pass = rows.count <= MAX_TILE_ROWS;
+  constexpr std::int64_t DEPTH = PanelOps<T>::DEPTH;
   const std::int64_t steps = p.depth / DEPTH;
-  const std::int64_t chunks = one_pass ? 1 : divide_up(WIDTH * p.depth * sizeof(T), CHUNK_BYTES);
+  const std::int64_t chunks =
+      one_pass ? 1 : divide_up<std::int64_t>(PANEL_WIDTH * p.depth * sizeof(T), CHUNK_BYTES);
   for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {
     const Range part{steps * chunk / chunks * DEPTH, steps * (chunk + 1) / chunks * DEPTH};
     const std::int64_t depth = part.end - part.begin;
-    const T* packed = p.packed + (panel * p.depth + part.begin) * WIDTH;
-    over_rows(0, rows.count, [&]<int ROWS>(int row) {
-      float* to = totals + (chunks == 1 ? 0 : row * WIDTH);
-      const bool fetches = row + ROWS == rows.count;
-      const auto add = fetches ? add_product<T, ROWS, true> : add_product<T, ROWS, false>;
-      add(chunk == 0 ? bias : to, chunk == 0 ? 0 : WIDTH,
+    const T* packed = p.packed + (panel * p.depth + part.begin) * PANEL_WIDTH;
+    for_row_tiles(0, rows.count, [&]<int ROWS>(int row) {
+      float* to = totals + (chunks == 1 ? 0 : row * PANEL_WIDTH);
+      const bool prefetches = row + ROWS == rows.count;
+      const auto add = prefetches ? add_product<T, ROWS, true> : add_product<T, ROWS, false>;
+      add(chunk == 0 ? bias : to, chunk == 0 ? 0 : PANEL_WIDTH,
           rows.first + row * rows.stride + part.begin, rows.stride, packed, int(depth / DEPTH),
-          one_pass ? AHEAD : WIDTH * depth, to);
-      if (chunk + 1 == chunks) put_rows(p, to, ROWS, first, width, output + row * width);
+          one_pass ? PREFETCH_AHEAD : PANEL_WIDTH * depth, to);
+      if (chunk + 1 == chunks) write_rows(p, to, ROWS, first, width, output + row * width);
     });
   }
 }
 
 }  // namespace
-
-int panel_width() { return WIDTH; }
 
 template <class T>
 void pack_weight(const T* weight, T* packed, std::int64_t columns, std::int64_t depth,
@@ -188,39 +190,40 @@ double projection_work(const Projection<T>& p, std::int64_t rows) {
 template <class T, class Out>
 void project(const Projection<T>& p, const T* input, Out* output, std::int64_t rows, Team team) {
   const std::int64_t most_rows = std::clamp<std::int64_t>(
-      BLOCK_BYTES / (p.depth * sizeof(T)) / MOST_ROWS * MOST_ROWS, MOST_ROWS, BLOCK_ROWS);
-  const std::int64_t groups = divide_up(rows, MOST_ROWS);
+      round_down(BLOCK_BYTES / (p.depth * sizeof(T)), MAX_TILE_ROWS), MAX_TILE_ROWS, BLOCK_ROWS);
+  const std::int64_t groups = divide_up(rows, MAX_TILE_ROWS);
   const std::int64_t blocks = divide_up(rows, most_rows);
   const std::int64_t panels = num_panels(p.columns);
   const std::int64_t width = p.epilogue == Epilogue::PLAIN ? p.columns : p.columns / 2;
-  alignas(64) float totals[BLOCK_ROWS * WIDTH];
-  Claims claims(team, blocks * panels);
-  Rows<T> near{};
+  alignas(64) float totals[BLOCK_ROWS * PANEL_WIDTH];
+  WorkItems items(team, blocks * panels);
+  InputRows<T> near{};
   std::int64_t block = -1, first = 0;
-  for (std::int64_t item; (item = claims.next()) >= 0;) {
+  for (std::int64_t item; (item = items.next()) >= 0;) {
     if (item / panels != block) {
       block = item / panels;
-      first = groups * block / blocks * MOST_ROWS;
-      const std::int64_t end = std::min(rows, groups * (block + 1) / blocks * MOST_ROWS);
-      near = apart<T>({input + first * p.depth, p.depth, int(end - first)}, p.depth);
+      first = groups * block / blocks * MAX_TILE_ROWS;
+      const std::int64_t end = std::min(rows, groups * (block + 1) / blocks * MAX_TILE_ROWS);
+      near =
+          without_set_conflicts<T>({input + first * p.depth, p.depth, int(end - first)}, p.depth);
     }
     project_panel(p, near, output + first * width, item % panels, totals);
   }
 }
 
 template <class T>
-void fetch_ahead(const Projection<T>& p, Team team) {
+void prefetch(const Projection<T>& p, Team team) {
   const Range own = team.part(num_panels(p.columns));
-  const std::int64_t panel = WIDTH * p.depth * sizeof(T);
+  const std::int64_t panel = PANEL_WIDTH * p.depth * sizeof(T);
   const char* first = reinterpret_cast<const char*>(p.packed) + own.begin * panel;
-  const std::int64_t count = std::min((own.end - own.begin) * panel, FETCHED_BYTES);
+  const std::int64_t count = std::min((own.end - own.begin) * panel, PREFETCHED_BYTES);
   for (std::int64_t i = 0; i < count; i += 64) __builtin_prefetch(first + i, 0, 2);
 }
 
-#define INSTANTIATE(T)                                                                    \
-  template void pack_weight<T>(const T*, T*, std::int64_t, std::int64_t, Epilogue);       \
-  template double projection_work<T>(const Projection<T>&, std::int64_t);                 \
-  template void fetch_ahead<T>(const Projection<T>&, Team);                               \
+#define INSTANTIATE(T)                                                              \
+  template void pack_weight<T>(const T*, T*, std::int64_t, std::int64_t, Epilogue); \
+  template double projection_work<T>(const Projection<T>&, std::int64_t);           \
+  template void prefetch<T>(const Projection<T>&, Team);                            \
   template void project<T, T>(const Projection<T>&, const T*, T*, std::int64_t, Team);
 INSTANTIATE(float)
 #ifdef __AVX512BF16__
@@ -228,3 +231,5 @@ INSTANTIATE(BFloat16)
 template void project<BFloat16, float>(const Projection<BFloat16>&, const BFloat16*, float*,
                                        std::int64_t, Team);
 #endif
+
+}  // namespace stepwell

@@ -1,15 +1,18 @@
-// Root mean square normalization, with the sum of the residual stream in the same pass.
+#include "norm.h"
 
 #include <cmath>
 
-#include "kernels.h"
+#include "rounding.h"
+#include "vector.h"
 
-// The sum is rounded before it is normalized: later layers see what was normalized. It lies in
-// `output` meanwhile.
+namespace stepwell {
+
+// The sum is rounded to T before it is normalized, because later layers read the rounded sum. Until
+// it is normalized it lies in `output`.
 template <class T>
 void norm_row(const T* input, const T* update, T* sum_to, const float* weight, T* output,
               std::int64_t width, float epsilon) {
-  const std::int64_t whole = width / LANES * LANES;
+  const std::int64_t whole = round_down(width, LANES);
   const T* row = input;
   Vector squares = {};
   if (update != nullptr) {
@@ -24,10 +27,11 @@ void norm_row(const T* input, const T* update, T* sum_to, const float* weight, T
   }
   for (std::int64_t i = 0; i < whole; i += LANES) {
     const Vector value = load(row + i);
-    squares = fused(value, value, squares);
+    squares = fmadd(value, value, squares);
   }
   float total = sum(squares);
-  for (std::int64_t i = whole; i < width; ++i) total = std::fma(to_float(row[i]), to_float(row[i]), total);
+  for (std::int64_t i = whole; i < width; ++i)
+    total = std::fma(to_float(row[i]), to_float(row[i]), total);
   const float scale = 1.0f / std::sqrt(total / float(width) + epsilon);
   for (std::int64_t i = 0; i < whole; i += LANES) {
     store(output + i, load(row + i) * scale * load(weight + i));
@@ -37,9 +41,11 @@ void norm_row(const T* input, const T* update, T* sum_to, const float* weight, T
   }
 }
 
-#define INSTANTIATE(T)                                                                          \
+#define INSTANTIATE(T) \
   template void norm_row<T>(const T*, const T*, T*, const float*, T*, std::int64_t, float);
 INSTANTIATE(float)
 #ifdef __AVX512BF16__
 INSTANTIATE(BFloat16)
 #endif
+
+}  // namespace stepwell

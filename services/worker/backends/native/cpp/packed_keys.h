@@ -1,115 +1,118 @@
-// Attention of many rows over a block of keys, which are packed into panels for them.
+// Attention of many rows over a block of keys. The keys and values are packed into panels for them.
 
 #pragma once
 
-#include <algorithm>
+#include <cstdint>
 
 #include "key_block.h"
-#include "tile.h"
+#include "panel.h"
+#include "rounding.h"
 
-inline int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
+namespace stepwell {
 
-// Keys as panels of WIDTH columns, [dim / DEPTH, WIDTH, DEPTH] each, of keys that lie as values do.
+// Packs keys that lie as values do into panels of PANEL_WIDTH columns, [dim / DEPTH, PANEL_WIDTH,
+// DEPTH] each.
 template <class T>
-void pack_lines(const Lines<T>& keys, int dim, T* packed) {
-  using S = Step<T>;
-  const int steps = dim / S::DEPTH;
+void pack_token_rows(const TokenRows<T>& keys, int dim, T* packed) {
+  using Ops = PanelOps<T>;
+  const int steps = dim / Ops::DEPTH;
   alignas(64) float lines[LANES * LANES], turned[LANES * LANES];
   for (int first = 0; first < keys.count(); first += LANES) {
-    T* target = packed + first / WIDTH * WIDTH * dim + first % WIDTH * S::DEPTH;
+    T* target = packed + round_down(first, PANEL_WIDTH) * dim + first % PANEL_WIDTH * Ops::DEPTH;
     for (int step = 0; step < steps; step += LANES) {
-      const int begin = step * S::DEPTH;
+      const int begin = step * Ops::DEPTH;
       for (int i = 0; i < LANES; ++i) {
-        store(lines + i * LANES, S::panel_part(keys[first + i] + begin, dim - begin));
+        store(lines + i * LANES, Ops::load_part(keys[first + i] + begin, dim - begin));
       }
-      T* cell = target + step * WIDTH * S::DEPTH;
+      T* cell = target + step * PANEL_WIDTH * Ops::DEPTH;
       if (step + LANES <= steps) {
-        transpose_words(lines, 64, cell, WIDTH * 4);
+        transpose_words(lines, 64, cell, PANEL_WIDTH * 4);
         continue;
       }
       transpose_words(lines, 64, turned, 64);
       for (int i = 0; i < steps - step; ++i) {
-        std::memcpy(cell + i * WIDTH * S::DEPTH, turned + i * LANES, 64);
+        std::memcpy(cell + i * PANEL_WIDTH * Ops::DEPTH, turned + i * LANES, 64);
       }
     }
   }
 }
 
-// The same of keys that lie in panels, `count` of them.
+// Packs keys that lie in panels, `count` panels of them, in the same way.
 template <class T>
-void pack_panels(const Panels<T>& panels, int count, int dim, T* packed) {
-  constexpr int SIZE = LANES * Step<T>::DEPTH;
+void pack_panels(const KeyPanels<T>& panels, int count, int dim, T* packed) {
+  constexpr int SIZE = LANES * PanelOps<T>::DEPTH;
   for (int p = 0; p < count; ++p) {
-    T* target = packed + p / PANEL_VECTORS * WIDTH * dim + p % PANEL_VECTORS * SIZE;
-    for (int d = 0; d < dim; d += Step<T>::DEPTH) {
-      std::memcpy(target + d * WIDTH, panels.own[p] + d * LANES, SIZE * sizeof(T));
-      __builtin_prefetch(panels.ahead[p] + d * LANES, 0, 2);
+    T* target = packed + p / PANEL_VECTORS * PANEL_WIDTH * dim + p % PANEL_VECTORS * SIZE;
+    for (int d = 0; d < dim; d += PanelOps<T>::DEPTH) {
+      std::memcpy(target + d * PANEL_WIDTH, panels.current[p] + d * LANES, SIZE * sizeof(T));
+      __builtin_prefetch(panels.next[p] + d * LANES, 0, 2);
     }
   }
 }
 
-// The panels of LANES columns that packed keys consist of.
+// The panels of LANES columns in packed keys. Nothing is left to prefetch: `next` is `current`.
 template <class T>
-Panels<T> packed_panels(const T* packed, int dim) {
-  Panels<T> found{.step = WIDTH * Step<T>::DEPTH};
+KeyPanels<T> packed_panels(const T* packed, int dim) {
+  KeyPanels<T> found{.step = PANEL_WIDTH * PanelOps<T>::DEPTH};
   for (int p = 0; p < BLOCK_PANELS; ++p) {
-    found.own[p] = packed + p / PANEL_VECTORS * WIDTH * dim + p % PANEL_VECTORS * LANES * Step<T>::DEPTH;
-    found.ahead[p] = found.own[p];
+    found.current[p] = packed + p / PANEL_VECTORS * PANEL_WIDTH * dim +
+                       p % PANEL_VECTORS * LANES * PanelOps<T>::DEPTH;
+    found.next[p] = found.current[p];
   }
   return found;
 }
 
-// scores[row][key] = query[row] times each key; queries are `stride` apart.
+// scores[row][key] = the product of query[row] and the key. Queries are `stride` elements apart.
 template <class T>
 void score_rows(const T* query, int stride, const T* packed, int rows, int dim, float* scores) {
-  for (int panel = 0; panel < KEYS / WIDTH; ++panel) {
-    over_rows(0, rows, [&]<int ROWS>(int row) {
+  for (int panel = 0; panel < BLOCK_KEYS / PANEL_WIDTH; ++panel) {
+    for_row_tiles(0, rows, [&]<int ROWS>(int row) {
       Vector total[ROWS][PANEL_VECTORS] = {};
-      multiply<T, ROWS>(total, query + row * stride, stride, packed + panel * WIDTH * dim,
-                        dim / Step<T>::DEPTH);
+      multiply<T, ROWS>(total, query + row * stride, stride, packed + panel * PANEL_WIDTH * dim,
+                        dim / PanelOps<T>::DEPTH);
 #pragma GCC unroll 16
       for (int i = 0; i < ROWS; ++i) {
 #pragma GCC unroll 4
         for (int v = 0; v < PANEL_VECTORS; ++v) {
-          store(scores + (row + i) * KEYS + panel * WIDTH + v * LANES, total[i][v]);
+          store(scores + (row + i) * BLOCK_KEYS + panel * PANEL_WIDTH + v * LANES, total[i][v]);
         }
       }
     });
   }
 }
 
-// Values as panels of WIDTH elements of a head, [KEYS / DEPTH, WIDTH, DEPTH] each; zeros from the
-// head's end up to a whole panel.
+// Packs values into panels of PANEL_WIDTH elements of a head, [BLOCK_KEYS / DEPTH, PANEL_WIDTH,
+// DEPTH] each. Zeros fill the last panel.
 template <class T>
-void pack_values(const Lines<T>& values, int dim, T* packed) {
-  using S = Step<T>;
-  for (int key = 0; key < values.count(); key += S::DEPTH) {
-    const T* lines[S::DEPTH];
-    for (int i = 0; i < S::DEPTH; ++i) lines[i] = values[key + i];
-    for (int d = 0; d < dim; d += WIDTH) {
+void pack_values(const TokenRows<T>& values, int dim, T* packed) {
+  using Ops = PanelOps<T>;
+  for (int key = 0; key < values.count(); key += Ops::DEPTH) {
+    const T* lines[Ops::DEPTH];
+    for (int i = 0; i < Ops::DEPTH; ++i) lines[i] = values[key + i];
+    for (int d = 0; d < dim; d += PANEL_WIDTH) {
       Vector columns[PANEL_VECTORS];
-      S::columns(lines, d, dim - d, columns);
-      S::gather(columns);
-      T* cell = packed + (d / WIDTH * KEYS + key) * WIDTH;
+      Ops::interleave(lines, d, dim - d, columns);
+      Ops::to_element_order(columns);
+      T* cell = packed + (d / PANEL_WIDTH * BLOCK_KEYS + key) * PANEL_WIDTH;
       for (int v = 0; v < PANEL_VECTORS; ++v) {
-        std::memcpy(cell + v * LANES * S::DEPTH, &columns[v], sizeof(Vector));
+        std::memcpy(cell + v * LANES * Ops::DEPTH, &columns[v], sizeof(Vector));
       }
     }
   }
 }
 
-// total[row] += weights[row] times `count` values, of VECTORS vectors each.
+// total[row] += the sum of weights[row][key] * value[key] over `count` values of VECTORS vectors.
 template <class T, int VECTORS>
 void add_panel(const T* weights, const T* packed, int count, int rows, float* total, int stride) {
-  const int steps = (count + Step<T>::DEPTH - 1) / Step<T>::DEPTH;
-  over_rows(0, rows, [&]<int ROWS>(int row) {
+  const int steps = divide_up(count, PanelOps<T>::DEPTH);
+  for_row_tiles(0, rows, [&]<int ROWS>(int row) {
     Vector sum[ROWS][VECTORS];
 #pragma GCC unroll 16
     for (int i = 0; i < ROWS; ++i) {
 #pragma GCC unroll 4
       for (int v = 0; v < VECTORS; ++v) sum[i][v] = load(total + (row + i) * stride + v * LANES);
     }
-    multiply<T, ROWS, VECTORS>(sum, weights + row * KEYS, KEYS, packed, steps);
+    multiply<T, ROWS, VECTORS>(sum, weights + row * BLOCK_KEYS, BLOCK_KEYS, packed, steps);
 #pragma GCC unroll 16
     for (int i = 0; i < ROWS; ++i) {
 #pragma GCC unroll 4
@@ -118,13 +121,15 @@ void add_panel(const T* weights, const T* packed, int count, int rows, float* to
   });
 }
 
-// The same for all `dim` elements of a value; totals are `stride` apart.
+// The same for all `dim` elements of the values. Totals are `stride` elements apart.
 template <class T>
 void add_rows(const T* weights, const T* packed, int count, int rows, int dim, float* total,
               int stride) {
-  for (int d = 0; d < dim; d += WIDTH) {
+  for (int d = 0; d < dim; d += PANEL_WIDTH) {
     const bool is_half = dim - d <= LANES;
     const auto add = is_half ? add_panel<T, 1> : add_panel<T, PANEL_VECTORS>;
-    add(weights, packed + d * KEYS, count, rows, total + d, stride);
+    add(weights, packed + d * BLOCK_KEYS, count, rows, total + d, stride);
   }
 }
+
+}  // namespace stepwell

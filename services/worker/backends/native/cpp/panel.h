@@ -1,75 +1,78 @@
-// The one loop that everything heavy goes through: a few rows times a packed panel, with all
-// results in registers.
+// The loop that every multiplication runs in: a few rows times a packed panel, with all results in
+// registers.
 //
-// A panel holds `WIDTH` columns of a matrix, for each step of depth those columns side by side. For
-// bfloat16 a step is two elements deep, as the instruction for dot products of pairs wants it. The
-// form is that of Goto and van de Geijn's matrix multiplication.
+// A panel holds PANEL_WIDTH columns of a matrix. Of each step of depth it has those columns side by
+// side. A step of bfloat16 is two elements deep, as the instruction for dot products of pairs takes
+// them. The form is that of Goto and van de Geijn's matrix multiplication.
 
 #pragma once
 
 #include "vector.h"
 
+namespace stepwell {
+
 #ifdef __AVX512F__
-constexpr int MOST_ROWS = 12;
+constexpr int MAX_TILE_ROWS = 12;
 #else
-constexpr int MOST_ROWS = 3;
+constexpr int MAX_TILE_ROWS = 3;
 #endif
 constexpr int PANEL_VECTORS = 2;
-constexpr int WIDTH = PANEL_VECTORS * LANES;
+constexpr int PANEL_WIDTH = PANEL_VECTORS * LANES;
 
-// Elements that one step of depth takes, and acc += a * b for one step. `panel` reads what lies in a
-// panel, or in a row, as it is; `columns` makes PANEL_VECTORS vectors of a panel of DEPTH rows, from
-// element `from` on, of which no more than `count` are there. Sums of such have the elements in the
-// order that `spread` brings them into, and `gather` back.
+// How an element type lies in panels. DEPTH: elements of one step of depth. `multiply_add` returns
+// total + a * b for one step. `load` and `load_part` read from a panel, or from a row, as it lies.
+// `interleave` makes one step of a panel out of DEPTH rows: elements from `from` on, `count` of
+// which are there. Totals over interleaved vectors are in the order that `to_interleaved_order`
+// gives; `to_element_order` reverses it.
 template <class T>
-struct Step;
+struct PanelOps;
 
 template <>
-struct Step<float> {
+struct PanelOps<float> {
   static constexpr int DEPTH = 1;
   static Vector broadcast(const float* a) { return splat(*a); }
-  static Vector panel(const float* b) { return load(b); }
-  static Vector panel_part(const float* b, int count) { return load_first(b, count); }
-  static Vector multiply_add(Vector total, Vector a, Vector b) { return fused(a, b, total); }
-  static void columns(const float* const (&rows)[1], int from, int count,
-                      Vector (&result)[PANEL_VECTORS]) {
+  static Vector load(const float* b) { return stepwell::load(b); }
+  static Vector load_part(const float* b, int count) { return load_partial(b, count); }
+  static Vector multiply_add(Vector total, Vector a, Vector b) { return fmadd(a, b, total); }
+  static void interleave(const float* const (&rows)[1], int from, int count,
+                         Vector (&result)[PANEL_VECTORS]) {
     for (int v = 0; v < PANEL_VECTORS; ++v) {
-      result[v] = load_first(rows[0] + from + v * LANES, count - v * LANES);
+      result[v] = load_partial(rows[0] + from + v * LANES, count - v * LANES);
     }
   }
-  static void spread(Vector (&)[PANEL_VECTORS]) {}
-  static void gather(Vector (&)[PANEL_VECTORS]) {}
+  static void to_interleaved_order(Vector (&)[PANEL_VECTORS]) {}
+  static void to_element_order(Vector (&)[PANEL_VECTORS]) {}
 };
 
 #ifdef __AVX512BF16__
 template <>
-struct Step<BFloat16> {
+struct PanelOps<BFloat16> {
   static constexpr int DEPTH = 2;
   static Vector broadcast(const BFloat16* a) {
     std::int32_t pair;
     std::memcpy(&pair, a, sizeof pair);
     return (Vector)_mm512_set1_epi32(pair);
   }
-  static Vector panel(const BFloat16* b) { return (Vector)_mm512_loadu_si512(b); }
-  static Vector panel_part(const BFloat16* b, int count) {
-    return (Vector)_mm512_maskz_loadu_epi16(first_lanes(count), b);
+  static Vector load(const BFloat16* b) { return (Vector)_mm512_loadu_si512(b); }
+  static Vector load_part(const BFloat16* b, int count) {
+    return (Vector)_mm512_maskz_loadu_epi16(lane_mask(count), b);
   }
   static Vector multiply_add(Vector total, Vector a, Vector b) {
     return (Vector)_mm512_dpbf16_ps((__m512)total, (__m512bh)a, (__m512bh)b);
   }
-  static void columns(const BFloat16* const (&rows)[2], int from, int count,
-                      Vector (&result)[PANEL_VECTORS]) {
-    const __m512i even = (__m512i)panel_part(rows[0] + from, count);
-    const __m512i odd = (__m512i)panel_part(rows[1] + from, count);
+  static void interleave(const BFloat16* const (&rows)[2], int from, int count,
+                         Vector (&result)[PANEL_VECTORS]) {
+    const __m512i even = (__m512i)load_part(rows[0] + from, count);
+    const __m512i odd = (__m512i)load_part(rows[1] + from, count);
     result[0] = (Vector)_mm512_unpacklo_epi16(even, odd);
     result[1] = (Vector)_mm512_unpackhi_epi16(even, odd);
   }
-  static void spread(Vector (&columns)[PANEL_VECTORS]) {
+  static void to_interleaved_order(Vector (&columns)[PANEL_VECTORS]) {
     const __m512 first = (__m512)columns[0], second = (__m512)columns[1];
     columns[0] = (Vector)_mm512_shuffle_f32x4(first, second, 0x88);
     columns[1] = (Vector)_mm512_shuffle_f32x4(first, second, 0xdd);
   }
-  static void gather(Vector (&columns)[PANEL_VECTORS]) {
+  static void to_element_order(Vector (&columns)[PANEL_VECTORS]) {
     const __m512d first = (__m512d)columns[0], second = (__m512d)columns[1];
     const __m512i low = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0);
     const __m512i high = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
@@ -79,18 +82,18 @@ struct Step<BFloat16> {
 };
 #endif
 
-// Whoever calls it stores the totals before calling anything else: what outlives a call is kept on
-// the stack, inside the loop too.
+// total[ROWS][VECTORS] += rows of `a`, `stride` elements apart, times the first VECTORS vectors of
+// the panel's columns. With PREFETCH, fetches what lies `ahead` elements further on in the panel.
 //
-// total[ROWS][VECTORS] += rows of `a` (`stride` elements apart) times the panel, or its first columns.
-// FETCH: with what lies `ahead` elements behind in the panel. Every fourth row has a pointer, of which
-// the compiler is told no more, or it would keep an offset for each row, and fetch some of them from
-// vector registers in every step.
-template <class T, int ROWS, int VECTORS = PANEL_VECTORS, bool FETCH = false>
+// The caller stores the totals before it calls another function: totals that outlive a call would
+// be kept on the stack, inside the loop too. Every fourth row has a pointer of its own, hidden from
+// the optimizer by an empty `asm`: with one pointer the compiler would keep an offset for each row,
+// and fetch some of the offsets from vector registers in every step.
+template <class T, int ROWS, int VECTORS = PANEL_VECTORS, bool PREFETCH = false>
 inline __attribute__((always_inline)) void multiply(Vector (&total)[ROWS][VECTORS], const T* a,
                                                     std::int64_t stride, const T* panel, int steps,
                                                     std::int64_t ahead = 0) {
-  using S = Step<T>;
+  using Ops = PanelOps<T>;
   const T* fourths[(ROWS + 3) / 4];
   std::int64_t triple = 3 * stride;
   asm("" : "+r"(triple));
@@ -104,37 +107,39 @@ inline __attribute__((always_inline)) void multiply(Vector (&total)[ROWS][VECTOR
     Vector columns[VECTORS];
 #pragma GCC unroll 4
     for (int v = 0; v < VECTORS; ++v) {
-      columns[v] = S::panel(panel + v * LANES * S::DEPTH);
-      if (FETCH) __builtin_prefetch(panel + ahead + v * LANES * S::DEPTH, 0, 2);
+      columns[v] = Ops::load(panel + v * LANES * Ops::DEPTH);
+      if (PREFETCH) __builtin_prefetch(panel + ahead + v * LANES * Ops::DEPTH, 0, 2);
     }
 #pragma GCC unroll 16
     for (int row = 0; row < ROWS; ++row) {
       const std::int64_t offset = row % 4 == 3 ? triple : row % 4 * stride;
-      const Vector value = S::broadcast(fourths[row / 4] + offset);
+      const Vector value = Ops::broadcast(fourths[row / 4] + offset);
 #pragma GCC unroll 4
       for (int v = 0; v < VECTORS; ++v) {
-        total[row][v] = S::multiply_add(total[row][v], value, columns[v]);
+        total[row][v] = Ops::multiply_add(total[row][v], value, columns[v]);
       }
     }
 #pragma GCC unroll 4
     for (const T*& fourth : fourths) {
-      fourth += S::DEPTH;
+      fourth += Ops::DEPTH;
       asm("" : "+r"(fourth));
     }
-    panel += WIDTH * S::DEPTH;
+    panel += PANEL_WIDTH * Ops::DEPTH;
   }
 }
 
-// Calls work.template operator()<ROWS>(first row) for all rows, as many at once as registers allow.
-template <int ROWS = MOST_ROWS, class Work>
-inline void over_rows(int begin, int end, Work&& work) {
+// Calls work.template operator()<ROWS>(first row) for tiles that cover [begin, end): tiles of
+// MAX_TILE_ROWS rows, then one of the remaining rows.
+template <int ROWS = MAX_TILE_ROWS, class Work>
+inline void for_row_tiles(int begin, int end, Work&& work) {
   for (; begin + ROWS <= end; begin += ROWS) work.template operator()<ROWS>(begin);
   if constexpr (ROWS > 1) {
-    if (begin < end) over_rows<ROWS - 1>(begin, end, work);
+    if (begin < end) for_row_tiles<ROWS - 1>(begin, end, work);
   }
 }
 
-// Rows [16, 16 groups of 32 bits] -> the same transposed; `from` rows are `stride` bytes apart.
+// Transposes a matrix of 16 x 16 words of 32 bits. Rows of `from` are `stride` bytes apart, those
+// of `to` `to_stride` bytes.
 inline void transpose_words(const void* from, std::int64_t stride, void* to,
                             std::int64_t to_stride) {
   const char* source = static_cast<const char*>(from);
@@ -152,7 +157,7 @@ inline void transpose_words(const void* from, std::int64_t stride, void* to,
     a[4 * i + 2] = _mm512_unpacklo_epi64(b[4 * i + 1], b[4 * i + 3]);
     a[4 * i + 3] = _mm512_unpackhi_epi64(b[4 * i + 1], b[4 * i + 3]);
   }
-  // a[4 i + j] holds, in lane L of 128 bits, column 4 L + j of rows 4 i to 4 i + 3.
+  // Lane L (of 128 bits) of a[4 i + j] holds column 4 L + j of rows 4 i to 4 i + 3.
   for (int j = 0; j < 4; ++j) {
     const __m512i even01 = _mm512_shuffle_i32x4(a[j], a[4 + j], 0x88);
     const __m512i odd01 = _mm512_shuffle_i32x4(a[j], a[4 + j], 0xdd);
@@ -172,3 +177,5 @@ inline void transpose_words(const void* from, std::int64_t stride, void* to,
   }
 #endif
 }
+
+}  // namespace stepwell
