@@ -16,8 +16,8 @@ from services.worker.backends.cuda.kernels import CudaKernels
 from services.worker.backends.cuda.logprobs import logprobs_on_device
 from services.worker.backends.cuda.sampler import sample_on_device
 from services.worker.backends.device import Device
-from services.worker.backends.kernels import Activation
-from services.worker.models.mlp import Experts, GatedMlp, GroupedExperts
+from services.worker.backends.kernels import Activation, GatedMlp
+from services.worker.models.mlp import Experts, GroupedExperts
 from services.worker.sampling.sampler import Sampler
 
 NUM_EXPERTS, NUM_PICKED, HIDDEN_SIZE, WIDTH = 32, 4, 512, 256

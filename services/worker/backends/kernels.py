@@ -5,7 +5,6 @@ wants them. Layers call it and know nothing of devices, instruction sets or page
 """
 
 import enum
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -48,13 +47,37 @@ class Linear(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class DecoderBlock:
-    """One layer of a decoder: attention and a gated MLP, each behind a norm.
+class Mlp(Protocol):
+    """An MLP over the tokens of a step."""
 
-    `query_norm` and `key_norm` [head_dim] only with query-key norm, the norms of outputs
-    [hidden_size] only where outputs are normalized. `gate_up` is a gated projection. `rotation`:
-    by which of a step's rotations it rotates.
+    def __call__(self, hidden: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """[n, hidden_size] -> [n, hidden_size]. Rows from `num_tokens` on are padding, which is
+        finite in the output if it is finite in the input.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMlp:
+    """down(activation(gate(x)) * up(x)), where `gate_up` is a gated projection. Shazeer, GLU
+    variants.
+    """
+
+    gate_up: Linear
+    down: Linear
+
+    def __call__(self, hidden: torch.Tensor, num_tokens: int) -> torch.Tensor:  # noqa: ARG002
+        """See Mlp."""
+        return self.down(self.gate_up(hidden))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """The weights of one decoder layer: attention and an MLP, each behind a norm.
+
+    `query_norm` and `key_norm` [head_dim] are None without query-key norm, the norms of outputs
+    [hidden_size] are None if outputs are not normalized. native/library.py makes the compiled
+    library's structure from these fields, with those of GatedMlp for `mlp`.
     """
 
     input_norm: torch.Tensor
@@ -64,33 +87,39 @@ class DecoderBlock:
     output: Linear
     attention_output_norm: torch.Tensor | None
     mlp_norm: torch.Tensor
-    gate_up: Linear
-    down: Linear
+    mlp: Mlp
     mlp_output_norm: torch.Tensor | None
-    rotation: int
 
 
 @dataclass(frozen=True, slots=True)
-class DecoderFrame:
-    """What is around the layers of a decoder.
-
-    `embedding` [vocab_size, hidden_size], times `embedding_scale`; `rotations` of all positions;
-    the `norm` behind the last layer, the `epsilon` of all norms; `head` projects to the vocabulary.
+class DecoderWeights:
+    """The weights of a decoder: `embedding` [vocab_size, hidden_size], the layers, the `norm` after
+    the last of them, and `head`, which projects to the vocabulary.
     """
 
     embedding: torch.Tensor
-    embedding_scale: float
-    rotations: tuple[Rotation, ...]
+    layers: tuple[LayerWeights, ...]
     norm: torch.Tensor
-    epsilon: float
     head: Linear
 
 
-class Stack(Protocol):
-    """A decoder, from token ids to logits, as one operation."""
+@dataclass(frozen=True, slots=True)
+class DecoderConstants:
+    """The constants of a decoder: the factor of embeddings, cos and sin of all positions, of each
+    layer the index of its rotation, and the epsilon of all norms.
+    """
 
-    def takes(self, attention: LayerAttention) -> bool:
-        """Whether this is attention that it can run with."""
+    embedding_scale: float
+    rotations: tuple[Rotation, ...]
+    rotation_of: tuple[int, ...]
+    epsilon: float
+
+
+class FusedDecoder(Protocol):
+    """A decoder as one operation, from token ids to logits."""
+
+    def accepts(self, attention: LayerAttention) -> bool:
+        """Whether it can run with this attention."""
         ...
 
     def __call__(
@@ -100,9 +129,9 @@ class Stack(Protocol):
         embedded: torch.Tensor | None,
         wanted: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Token ids, int64 [n] -> normalized hidden states [n, hidden_size], and what `head` makes
-        of those that are wanted, in float32: see Model.forward. `embedded` [n, hidden_size] stands
-        in for what is looked up, unless it is None.
+        """Token ids, int64 [n] -> normalized hidden states [n, hidden_size] and the logits of the
+        wanted rows, in float32: see Model.forward. `embedded` [n, hidden_size], unless None,
+        replaces the embeddings of the ids.
         """
         ...
 
@@ -152,9 +181,11 @@ class Kernels(Protocol):
         """Adds the update [n, d] to the residual [n, d] in place, and normalizes the sum."""
         ...
 
-    def stack(self, blocks: Sequence[DecoderBlock], frame: DecoderFrame) -> Stack | None:
-        """The decoder as one operation, if these kernels have that. Projections and norms are
-        theirs.
+    def fused_decoder(
+        self, weights: DecoderWeights, constants: DecoderConstants
+    ) -> FusedDecoder | None:
+        """The decoder as one operation, or None if these kernels have none for it. Its projections
+        and norms were made by these kernels.
         """
         ...
 

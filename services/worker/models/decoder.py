@@ -5,50 +5,19 @@ to the residual, experts) and in its configuration (windows, scales, caps): see 
 projections of queries, keys and values are one matrix, as are those of gate and up.
 """
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F  # noqa: N812
 
 from services.worker.backends.attention import LayerAttention, Rotation
 from services.worker.backends.kernels import (
-    DecoderBlock,
-    DecoderFrame,
+    DecoderConstants,
+    DecoderWeights,
     Kernels,
-    Linear,
-    Stack,
+    LayerWeights,
 )
 from services.worker.models.config import ModelConfig
-from services.worker.models.mlp import GatedMlp, Mlp
 from services.worker.models.model import wanted_logits
 from services.worker.models.rope import cos_sin_table
-
-
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """Weights of one layer. `query_norm` and `key_norm` [head_dim] only with query-key norm, the
-    norms of outputs [hidden_size] only where outputs are normalized.
-    """
-
-    input_norm: torch.Tensor
-    qkv: Linear
-    query_norm: torch.Tensor | None
-    key_norm: torch.Tensor | None
-    output: Linear
-    attention_output_norm: torch.Tensor | None
-    mlp_norm: torch.Tensor
-    mlp: Mlp
-    mlp_output_norm: torch.Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderWeights:
-    """All weights. `embedding` [vocab_size, hidden_size]; `head` projects to the vocabulary."""
-
-    embedding: torch.Tensor
-    layers: tuple[LayerWeights, ...]
-    norm: torch.Tensor
-    head: Linear
 
 
 class Decoder:
@@ -64,12 +33,17 @@ class Decoder:
         dtype, device = weights.embedding.dtype, weights.embedding.device
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         ropes = list(dict.fromkeys(layer.rope for layer in config.layers))
-        self._rope_of = [ropes.index(layer.rope) for layer in config.layers]
+        self._rope_of = tuple(ropes.index(layer.rope) for layer in config.layers)
         self._rotations = tuple(
             Rotation(*cos_sin_table(rope, config.head_dim, max_model_len, dtype, device))
             for rope in ropes
         )
-        self._stack = self._stacked()
+        self._fused = kernels.fused_decoder(
+            weights,
+            DecoderConstants(
+                self._embedding_scale, self._rotations, self._rope_of, config.rms_norm_eps
+            ),
+        )
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Token ids, int64 [n] -> embeddings [n, hidden_size], scaled where the model does so."""
@@ -85,8 +59,8 @@ class Decoder:
         wanted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See Model; hidden states are normalized. On the way there are rows of padding."""
-        if self._stack is not None and self._stack.takes(attention):
-            hidden, logits = self._stack(token_ids, attention, embedded, wanted)
+        if self._fused is not None and self._fused.accepts(attention):
+            hidden, logits = self._fused(token_ids, attention, embedded, wanted)
             return hidden, None if logits is None else self._capped(logits)
         hidden = self._through_layers(token_ids, positions, attention, embedded)
         return hidden, wanted_logits(self, hidden, wanted)
@@ -127,37 +101,6 @@ class Decoder:
             update = self._normalized(layer.mlp(hidden, num_tokens), layer.mlp_output_norm)
             hidden = kernels.add_rms_norm(residual, update, self._norms[index + 1], epsilon)
         return hidden[:num_tokens]
-
-    def _stacked(self) -> Stack | None:
-        """The whole as one operation, where the kernels have that and no layer has experts."""
-        blocks = []
-        for layer, rotation in zip(self._weights.layers, self._rope_of, strict=True):
-            if not isinstance(layer.mlp, GatedMlp):
-                return None
-            blocks.append(
-                DecoderBlock(
-                    input_norm=layer.input_norm,
-                    qkv=layer.qkv,
-                    query_norm=layer.query_norm,
-                    key_norm=layer.key_norm,
-                    output=layer.output,
-                    attention_output_norm=layer.attention_output_norm,
-                    mlp_norm=layer.mlp_norm,
-                    gate_up=layer.mlp.gate_up,
-                    down=layer.mlp.down,
-                    mlp_output_norm=layer.mlp_output_norm,
-                    rotation=rotation,
-                )
-            )
-        frame = DecoderFrame(
-            self._weights.embedding,
-            self._embedding_scale,
-            self._rotations,
-            self._weights.norm,
-            self._config.rms_norm_eps,
-            self._weights.head,
-        )
-        return self._kernels.stack(blocks, frame)
 
     def _normalized(self, update: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
         if norm is None:

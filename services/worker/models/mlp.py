@@ -1,39 +1,13 @@
 """What follows attention in a layer: one gated MLP, or experts of which each token meets a few."""
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from services.worker.backends.kernels import Activation, Kernels, Linear
+from services.worker.backends.kernels import Activation, GatedMlp, Kernels, Linear, Mlp
 from services.worker.backends.torch.gating import gated
 from services.worker.parallel.ranks import Ranks
-
-
-class Mlp(Protocol):
-    """An MLP over the tokens of a step."""
-
-    def __call__(self, hidden: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """[n, hidden_size] -> the same; rows from `num_tokens` on are padding, finite if they were
-        so.
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class GatedMlp:
-    """down(activation(gate(x)) * up(x)), gate and up as one matrix. Shazeer, GLU variants.
-
-    `gate_up` is a gated projection.
-    """
-
-    gate_up: Linear
-    down: Linear
-
-    def __call__(self, hidden: torch.Tensor, num_tokens: int) -> torch.Tensor:  # noqa: ARG002
-        """See Mlp."""
-        return self.down(self.gate_up(hidden))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,16 @@ from itertools import chain
 
 import torch
 
-from services.worker.backends.kernels import Kernels, Linear
+from services.worker.backends.kernels import (
+    DecoderWeights,
+    GatedMlp,
+    Kernels,
+    LayerWeights,
+    Linear,
+    Mlp,
+)
 from services.worker.models.checkpoint import WHOLE, Checkpoint, TensorReader
 from services.worker.models.config import ModelConfig
-from services.worker.models.decoder import DecoderWeights, LayerWeights
 from services.worker.models.expert_tensors import (
     STACKED_DOWN,
     STACKED_GATE_UP,
@@ -20,7 +26,7 @@ from services.worker.models.expert_tensors import (
     expert_tensors,
 )
 from services.worker.models.layer_config import ExpertsConfig
-from services.worker.models.mlp import Experts, GatedMlp, GroupedExperts, Mlp, SummedMlp
+from services.worker.models.mlp import Experts, GroupedExperts, SummedMlp
 from services.worker.models.shard import Shard, of_width
 from services.worker.parallel.ranks import ALONE, GatheredLinear, Ranks, SummedLinear
 

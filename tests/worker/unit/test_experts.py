@@ -7,11 +7,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from services.worker.backends.cuda.kernels import CudaKernels
-from services.worker.backends.kernels import Kernels
+from services.worker.backends.kernels import DecoderWeights, Kernels
 from services.worker.backends.torch.kernels import TorchKernels
 from services.worker.models.checkpoint import open_checkpoint
 from services.worker.models.config import read_model_config
-from services.worker.models.decoder import DecoderWeights
 from services.worker.models.mlp import Experts, GroupedExperts
 from services.worker.models.weights import load_weights
 from tests.tiny_models import save_tiny_model

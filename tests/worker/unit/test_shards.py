@@ -8,10 +8,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from services.worker.backends.kernels import DecoderWeights
 from services.worker.backends.torch.kernels import TorchKernels
 from services.worker.models.checkpoint import Checkpoint, TensorReader, open_checkpoint
 from services.worker.models.config import read_model_config
-from services.worker.models.decoder import DecoderWeights
 from services.worker.models.errors import UnsupportedModel
 from services.worker.models.load import check_configuration
 from services.worker.models.mlp import SummedMlp

@@ -1,66 +1,84 @@
 """A decoder as one call into the compiled library: see cpp/decoder.cpp."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 
 from services.worker.backends.attention import LayerAttention
-from services.worker.backends.kernels import DecoderBlock, DecoderFrame
-from services.worker.backends.native.library import Decoder, DecoderLayer, Functions, Rotation
+from services.worker.backends.kernels import (
+    DecoderConstants,
+    DecoderWeights,
+    GatedMlp,
+    LayerWeights,
+)
+from services.worker.backends.native.library import (
+    Decoder,
+    DecoderLayer,
+    Functions,
+    Rotation,
+    set_weights,
+)
 from services.worker.backends.native.linear import NativeLinear
 from services.worker.backends.native.paged_attention import NativePagedStep
 
 
-def stack_of(
+def fused_decoder(
     functions: Mapping[torch.dtype, Functions],
-    blocks: Sequence[DecoderBlock],
-    frame: DecoderFrame,
-) -> "NativeStack | None":
-    """The decoder as one; None where a projection of it is not native.
-
-    `functions`: by the data type of what they compute.
+    weights: DecoderWeights,
+    constants: DecoderConstants,
+) -> "NativeDecoder | None":
+    """The decoder as one operation, or None if an MLP of it has experts or a projection is not
+    native. `functions`: by the data type that they compute in.
     """
-    for block in blocks:
-        projections = (block.qkv, block.output, block.gate_up, block.down)
-        if not all(isinstance(projection, NativeLinear) for projection in projections):
-            return None
-    head = frame.head
-    if not isinstance(head, NativeLinear):
+    head = weights.head
+    if not isinstance(head, NativeLinear) or not all(map(_is_native, weights.layers)):
         return None
-    return NativeStack(functions[head.dtype], blocks, frame, head)
+    return NativeDecoder(functions[head.dtype], weights, constants, head)
 
 
-class NativeStack:
-    """See Stack. Scratch is kept between calls, and grows with the largest step."""
+def _is_native(layer: LayerWeights) -> bool:
+    if not isinstance(layer.mlp, GatedMlp):
+        return False
+    projections = (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down)
+    return all(isinstance(projection, NativeLinear) for projection in projections)
+
+
+class NativeDecoder:
+    """See FusedDecoder. Scratch memory is kept between calls, and grows with the largest step."""
 
     def __init__(
         self,
         functions: Functions,
-        blocks: Sequence[DecoderBlock],
-        frame: DecoderFrame,
+        weights: DecoderWeights,
+        constants: DecoderConstants,
         head: NativeLinear,
     ) -> None:
         self._functions = functions
-        self._blocks = blocks
-        self._frame = frame
-        self._embedding = frame.embedding.contiguous()
-        self._width, self._vocab_size = len(frame.norm), head.out_features
-        self._layers = (DecoderLayer * len(blocks))(*(_layer(block) for block in blocks))
-        rotations = [Rotation(r.cos.data_ptr(), r.sin.data_ptr()) for r in frame.rotations]
+        self._owners = weights, constants
+        """Keeps the memory that the structures below point to."""
+        self._embedding = weights.embedding.contiguous()
+        self._width, self._vocab_size = len(weights.norm), head.out_features
+        self._layers = (DecoderLayer * len(weights.layers))()
+        for target, layer, rotation in zip(
+            self._layers, weights.layers, constants.rotation_of, strict=True
+        ):
+            set_weights(target, layer)
+            target.rotation = rotation
+        rotations = [Rotation(r.cos.data_ptr(), r.sin.data_ptr()) for r in constants.rotations]
         self._rotations = (Rotation * len(rotations))(*rotations)
         self._decoder = Decoder(
-            *(self._embedding.data_ptr(), frame.embedding_scale),
-            *(self._rotations, len(rotations), frame.rotations[0].cos.shape[-1]),
-            *(self._layers, len(blocks)),
-            *(frame.norm.data_ptr(), head.projection, self._width, frame.epsilon),
+            *(self._embedding.data_ptr(), constants.embedding_scale),
+            *(self._rotations, len(rotations), constants.rotations[0].cos.shape[-1]),
+            *(self._layers, len(self._layers)),
+            *(weights.norm.data_ptr(), head.projection, self._width, constants.epsilon),
         )
         self._scratch = torch.empty(0, dtype=head.dtype)
         self._cache: object = None
-        """What the layers' pages were taken from."""
+        """The attention layers whose pages the structures point to."""
 
-    def takes(self, attention: LayerAttention) -> bool:
-        """See Stack."""
+    def accepts(self, attention: LayerAttention) -> bool:
+        """See FusedDecoder."""
         return isinstance(attention, NativePagedStep)
 
     def __call__(
@@ -70,9 +88,9 @@ class NativeStack:
         embedded: torch.Tensor | None,
         wanted: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See Stack."""
+        """See FusedDecoder."""
         assert isinstance(attention, NativePagedStep)
-        self._open(attention)
+        self._use_pages(attention)
         rows, decoder = len(token_ids), self._decoder
         needed = self._functions.decoder_scratch(decoder, rows, torch.get_num_threads())
         if len(self._scratch) < needed:
@@ -87,8 +105,8 @@ class NativeStack:
         )
         return hidden, logits
 
-    def _open(self, attention: NativePagedStep) -> None:
-        """Takes over how the layers attend, and where their pages are."""
+    def _use_pages(self, attention: NativePagedStep) -> None:
+        """Sets how the layers attend, and the addresses of their pages."""
         if self._cache is attention.layers:
             return
         for target, source in zip(self._layers, attention.layers, strict=True):
@@ -98,22 +116,11 @@ class NativeStack:
 
 
 def _empty(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """Not by torch, which lets go of the interpreter's lock: an event loop that waits for it would
-    have its turn before the step, not beside it.
+    """Allocated by NumPy: torch would release the interpreter's lock, and an event loop that waits
+    for the lock would run before the step instead of during it.
     """
     return torch.from_numpy(np.empty((rows, width * dtype.itemsize), np.uint8)).view(dtype)
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
-
-
-def _layer(block: DecoderBlock) -> DecoderLayer:
-    layer = DecoderLayer(rotation=block.rotation)
-    for name in ("input_norm", "query_norm", "key_norm", "mlp_norm"):
-        setattr(layer, name, _address(getattr(block, name)))
-    layer.attention_output_norm = _address(block.attention_output_norm)
-    layer.mlp_output_norm = _address(block.mlp_output_norm)
-    for name in ("qkv", "output", "gate_up", "down"):
-        setattr(layer, name, getattr(block, name).projection)
-    return layer

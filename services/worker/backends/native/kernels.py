@@ -6,13 +6,18 @@ a row is the same bits whatever rows are beside it and however many threads comp
 """
 
 import ctypes
-from collections.abc import Sequence
 
 import torch
 
 from services.worker.backends.attention import AttentionShape, PagedAttention
-from services.worker.backends.kernels import Activation, DecoderBlock, DecoderFrame, Linear, Stack
-from services.worker.backends.native.decoder import stack_of
+from services.worker.backends.kernels import (
+    Activation,
+    DecoderConstants,
+    DecoderWeights,
+    FusedDecoder,
+    Linear,
+)
+from services.worker.backends.native.decoder import fused_decoder
 from services.worker.backends.native.large_pages import LargePages
 from services.worker.backends.native.library import functions_by_dtype
 from services.worker.backends.native.linear import NativeLinear, OddLinear
@@ -93,9 +98,11 @@ class NativeKernels:
         )
         return output
 
-    def stack(self, blocks: Sequence[DecoderBlock], frame: DecoderFrame) -> Stack | None:
+    def fused_decoder(
+        self, weights: DecoderWeights, constants: DecoderConstants
+    ) -> FusedDecoder | None:
         """See Kernels."""
-        return stack_of(self._functions, blocks, frame)
+        return fused_decoder(self._functions, weights, constants)
 
     def paged_attention(self, shape: AttentionShape) -> PagedAttention:
         """See Kernels."""

@@ -1,25 +1,27 @@
-"""The compiled library's functions and structures, as cpp/kernels.h declares them.
+"""The compiled library's functions and structures, as cpp/exports.cpp and the headers declare them.
 
-Tensors are handed over as addresses: whoever calls keeps them alive. The interpreter's lock is free
-during a call.
+Tensors are passed as addresses, and the caller keeps their memory. The interpreter's lock is
+released during a call.
 """
 
 import ctypes
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, ClassVar, get_type_hints
 
 import torch
 
-from services.worker.backends.kernels import Activation
+from services.worker.backends.kernels import Activation, GatedMlp, LayerWeights, Linear, Mlp
 
 EPILOGUES = {None: 0, Activation.SILU: 1, Activation.GELU_TANH: 2}
-"""What happens to a projection's columns, by their activation."""
+"""The number of a projection's epilogue, by its activation."""
 
 _SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _Fields = list[tuple[str, type[Any]]]
 
 
 class Projection(ctypes.Structure):
-    """A packed weight with its bias, None for none, and its epilogue."""
+    """A packed weight, its bias or None, and its epilogue."""
 
     _fields_: ClassVar[_Fields] = [
         ("packed", ctypes.c_void_p),
@@ -82,20 +84,45 @@ class Pages(ctypes.Structure):
     ]
 
 
-class DecoderLayer(ctypes.Structure):
-    """One layer of a decoder; None for norms that it does not have."""
+def fields_of(weights: type) -> _Fields:
+    """The structure's fields for a dataclass of weights: addresses of tensors, Projections of
+    Linears, and the fields of GatedMlp in place of an Mlp.
+    """
+    found: _Fields = []
+    for name, kind in get_type_hints(weights).items():
+        if kind is Mlp:
+            found += fields_of(GatedMlp)
+        elif kind is Linear:
+            found.append((name, Projection))
+        elif kind in (torch.Tensor, torch.Tensor | None):
+            found.append((name, ctypes.c_void_p))
+        else:
+            raise TypeError(f"{weights.__name__}.{name}: no field of a structure holds {kind}")
+    return found
+
+
+def set_weights(target: ctypes.Structure, weights: LayerWeights | GatedMlp) -> None:
+    """Fills the fields that `fields_of` makes of the dataclass, whose Linears are NativeLinears."""
+    for field in fields(weights):
+        value: Any = getattr(weights, field.name)
+        if isinstance(value, GatedMlp):
+            set_weights(target, value)
+        elif value is None or isinstance(value, torch.Tensor):
+            setattr(target, field.name, None if value is None else value.data_ptr())
+        else:
+            setattr(target, field.name, value.projection)
+
+
+class NativeLayerWeights(ctypes.Structure):
+    """See LayerWeights; None for norms that the layer does not have."""
+
+    _fields_: ClassVar[_Fields] = fields_of(LayerWeights)
+
+
+class DecoderLayer(NativeLayerWeights):
+    """A layer's weights, how it attends, its pages, and the indexes of its layout and rotation."""
 
     _fields_: ClassVar[_Fields] = [
-        ("input_norm", ctypes.c_void_p),
-        ("qkv", Projection),
-        ("query_norm", ctypes.c_void_p),
-        ("key_norm", ctypes.c_void_p),
-        ("output", Projection),
-        ("attention_output_norm", ctypes.c_void_p),
-        ("mlp_norm", ctypes.c_void_p),
-        ("gate_up", Projection),
-        ("down", Projection),
-        ("mlp_output_norm", ctypes.c_void_p),
         ("attention", AttentionLayer),
         ("pages", Pages),
         ("group", ctypes.c_int),
@@ -174,8 +201,36 @@ class Functions:
         )
 
 
+STRUCTURES: Mapping[str, type[ctypes.Structure]] = {
+    "Projection": Projection,
+    "AttentionLayer": AttentionLayer,
+    "Layout": Layout,
+    "Heads": Heads,
+    "Pages": Pages,
+    "LayerWeights": NativeLayerWeights,
+    "DecoderLayer": DecoderLayer,
+    "Rotation": Rotation,
+    "Decoder": Decoder,
+}
+"""By their names in C++."""
+
+
+def check_structures(
+    library: ctypes.CDLL, structures: Mapping[str, type[ctypes.Structure]] = STRUCTURES
+) -> None:
+    """Raises TypeError if a structure has another size in C++ than here."""
+    library.structure_size.restype = _COUNT
+    for name, structure in structures.items():
+        compiled, declared = library.structure_size(name.encode()), ctypes.sizeof(structure)
+        if compiled != declared:
+            raise TypeError(f"{name} has {declared} bytes in Python and {compiled} in C++")
+
+
 def functions_by_dtype(library: ctypes.CDLL) -> dict[torch.dtype, Functions]:
-    """The functions for each data type that the processor computes in."""
+    """The functions for each data type that the processor computes in. Raises TypeError if the
+    library's structures are not those declared here.
+    """
+    check_structures(library)
     return {
         dtype: Functions(library, suffix)
         for dtype, suffix in _SUFFIXES.items()

@@ -1,12 +1,16 @@
 """The operations in plain torch, on every device; the twins that native kernels are held to."""
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F  # noqa: N812
 
 from services.worker.backends.attention import AttentionShape, PagedAttention
-from services.worker.backends.kernels import Activation, DecoderBlock, DecoderFrame, Linear, Stack
+from services.worker.backends.kernels import (
+    Activation,
+    DecoderConstants,
+    DecoderWeights,
+    FusedDecoder,
+    Linear,
+)
 from services.worker.backends.torch.gating import GatedLinear
 from services.worker.backends.torch.packed_linear import PackedLinear, padded_rows
 from services.worker.backends.torch.paged_attention import TorchPagedAttention, workspace_bytes
@@ -57,11 +61,11 @@ class TorchKernels:
         """See Kernels."""
         return self.rms_norm(residual.add_(update), weight, epsilon)
 
-    def stack(
+    def fused_decoder(
         self,
-        blocks: Sequence[DecoderBlock],  # noqa: ARG002
-        frame: DecoderFrame,  # noqa: ARG002
-    ) -> Stack | None:
+        weights: DecoderWeights,  # noqa: ARG002
+        constants: DecoderConstants,  # noqa: ARG002
+    ) -> FusedDecoder | None:
         """None: layers are run operation by operation."""
         return None
 
