@@ -1,4 +1,4 @@
-"""Runs tests of xFormers' kernels in processes of their own.
+"""Runs tests of xFormers' kernels in processes of their own, one for each processor at once.
 
 Whether Triton interprets is decided at its first import: tests/worker/interpreted run the kernels
 on the CPU, tests/worker/compiled compile them for GPUs.
@@ -7,41 +7,58 @@ on the CPU, tests/worker/compiled compile them for GPUs.
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 WORKER_TESTS = Path(__file__).parents[1]
+INTERPRETED, COMPILED = {"TRITON_INTERPRET": "1"}, {"TRITON_INTERPRET": "0"}
+FILES = {
+    "interpreted/test_cuda_path.py": INTERPRETED,
+    "interpreted/test_batch_invariant.py": INTERPRETED,
+    "interpreted/test_paged_kernel.py": INTERPRETED,
+    "compiled/test_kernels_compile.py": COMPILED,
+}
+"""The files, those that take longest first."""
 SECONDS = 300
-"""For a whole file: the interpreter takes half a minute, several beside busy neighbours."""
+"""For a whole file: the interpreter takes half a minute, several on a busy machine."""
+
+Done = subprocess.CompletedProcess[str]
 
 
-def run_apart(path: str, environment: dict[str, str]) -> None:
-    """Runs the tests of a file with other variables; what they print, where they fail."""
+@pytest.fixture(scope="module")
+def runs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[Done]]]:
+    """The runs of those files whose tests were selected."""
     pytest.importorskip("xformers", reason="xFormers has wheels for Linux on x86-64 alone")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, str(WORKER_TESTS / path)],
-        env=os.environ | {"XFORMERS_ENABLE_TRITON": "1"} | environment,
+    here = [item for item in request.session.items if item.path == request.path]
+    selected = [item.callspec.params["file"] for item in here if isinstance(item, pytest.Function)]
+    cache = tmp_path_factory.mktemp("triton")
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield {file: pool.submit(run_apart, file, cache) for file in FILES if file in selected}
+        pool.shutdown(cancel_futures=True)
+
+
+def run_apart(file: str, cache: Path) -> Done:
+    """Runs the tests of a file."""
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", WORKER_TESTS / file],
+        env=os.environ
+        | {"XFORMERS_ENABLE_TRITON": "1", "TRITON_CACHE_DIR": str(cache)}
+        | FILES[file],
         capture_output=True,
         text=True,
         timeout=SECONDS,
         check=False,
     )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * SECONDS)
+@pytest.mark.parametrize("file", FILES)
+def test_kernels_pass_their_own_tests(file: str, runs: dict[str, Future[Done]]) -> None:
+    done = runs[file].result()
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(SECONDS + 30)
-@pytest.mark.parametrize(
-    "name", ["test_paged_kernel.py", "test_cuda_path.py", "test_batch_invariant.py"]
-)
-def test_kernels_run_under_the_interpreter(name: str) -> None:
-    run_apart(f"interpreted/{name}", {"TRITON_INTERPRET": "1"})
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(SECONDS + 30)
-def test_kernels_compile_for_gpus(tmp_path: Path) -> None:
-    environment = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    run_apart("compiled/test_kernels_compile.py", environment)
