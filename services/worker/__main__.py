@@ -1,21 +1,135 @@
-"""Starts the worker, with libraries' threads as they serve it.
+"""The worker, `python -m services.worker`: its composition root."""
 
-OpenMP's threads spin by default. With a gateway, a scheduler and a pool beside them on the same
-processors that costs up to an order of magnitude, and by itself it gains nothing. numpy's OpenBLAS
-starts a thread for every processor, of which nothing here makes use. Both libraries read what they
-are told when they are loaded.
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Coroutine
+from typing import Any
+
+from stepwell.worker.v1 import worker_pb2_grpc
+
+from services.common.errors import Aborted, StepwellError
+from services.common.lifecycle import end_at_once, run_service
+from services.common.server import GrpcServer
+from services.common.telemetry import Tracing, service_tracing
+from services.worker.adapters.compute import ComputeThread
+from services.worker.adapters.group_member import GroupMember
+from services.worker.adapters.liveness import follow_liveness
+from services.worker.adapters.servicer import WorkerServicer
+from services.worker.build import load_worker
+from services.worker.core.worker import Worker
+from services.worker.models.load import check_configuration
+from services.worker.parallel.group import Timeouts
+from services.worker.parallel.membership import find_membership
+from services.worker.settings import WorkerSettings
+
+SERVICE = "worker"
+GRPC_SERVICE = "stepwell.worker.v1.Worker"
+
+_CLOSE_SECONDS = 0.2
+"""With a group: time for a stream to end with the reason why the group has broken, and for a step
+that waits for another rank.
 """
 
-import os
+logger = logging.getLogger("services.worker")
 
 
 def main() -> None:
-    """Runs the worker until SIGTERM."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    from services.worker.process import main as run  # noqa: PLC0415
+    """Serves until SIGTERM."""
+    run_service(SERVICE, WorkerSettings, serve)
 
-    run()
+
+async def serve(settings: WorkerSettings, stop: asyncio.Event) -> None:
+    """Serves until `stop` is set, then drains. Raises SettingError for a rank without a group.
+
+    If the group of this rank breaks, the process ends at once, since the compute thread may be
+    waiting for a rank that is gone.
+    """
+    with service_tracing(SERVICE, settings) as tracing:
+        service = WorkerService(settings, tracing)
+        try:
+            await service.run(stop)
+        finally:
+            await service.close(stop)
+
+
+class WorkerService:
+    """Everything behind the service's port, put together. Made in a running loop."""
+
+    def __init__(self, settings: WorkerSettings, tracing: Tracing) -> None:
+        self._settings = settings
+        timeouts = Timeouts(settings.join_timeout_seconds, settings.collective_timeout_seconds)
+        self._member = GroupMember(find_membership(settings, os.environ), timeouts)
+        self._compute = ComputeThread()
+        self._servicer = WorkerServicer(self._compute, tracing)
+        self._server = GrpcServer()
+        self._server.add(worker_pb2_grpc.add_WorkerServicer_to_server, self._servicer, GRPC_SERVICE)
+        liveness = follow_liveness(self._compute, self._server.set_live)
+        self._liveness = asyncio.create_task(liveness, name="liveness")
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Binds the port, so that an address in use fails before anything is loaded; then loads and
+        serves until `stop` is set or the group breaks.
+        """
+        address = await self._server.start(self._settings.address)
+        worker = await self._load(stop)
+        if worker is None:
+            return
+        self._servicer.open(worker)
+        await self._server.set_ready(True)
+        logger.info("serving %s on %s", worker.description.model_name, address)
+        await _first_of(stop.wait(), self._member.broken)
+
+    async def close(self, stop: asyncio.Event) -> None:
+        """Ends streams, drains, and leaves the group; ends the process if the group has broken."""
+        has_broken = self._member.broken.done() and not stop.is_set()
+        reason = self._member.broken.result() if has_broken else None
+        self._servicer.close(reason)
+        await self._server.drain(_CLOSE_SECONDS if has_broken else self._settings.drain_seconds)
+        if reason is not None:
+            end_at_once(f"stepwell worker: {reason}")
+        self._liveness.cancel()
+        self._member.leave()
+        self._compute.close(_CLOSE_SECONDS if self._member.membership.size > 1 else None)
+
+    async def _load(self, stop: asyncio.Event) -> Worker | None:
+        """The worker, loaded in the compute thread; None if `stop` was set, or the group has
+        broken, before that was done.
+        """
+        cancelled = threading.Event()
+
+        def checkpoint_reached() -> None:
+            if cancelled.is_set():
+                raise Aborted("told to stop while loading")
+
+        def load() -> Worker:
+            check_configuration(self._settings.model, self._member.membership.size)
+            group = self._member.join(checkpoint_reached)
+            try:
+                return load_worker(self._settings, checkpoint_reached, group)
+            except StepwellError as error:
+                self._member.report_failed_start(error)
+                raise
+
+        loading = self._compute.submit(load)
+        await _first_of(stop.wait(), loading, self._member.broken)
+        if loading.done():
+            return loading.result()
+        cancelled.set()
+        if not self._member.broken.done():
+            await asyncio.wait({loading})
+            loading.exception()
+        return None
+
+
+async def _first_of(waiting: Coroutine[Any, Any, Any], *futures: "asyncio.Future[Any]") -> None:
+    """Returns when the coroutine or one of the futures is done; then cancels the coroutine."""
+    task = asyncio.ensure_future(waiting)
+    try:
+        await asyncio.wait({task, *futures}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        task.cancel()
 
 
 if __name__ == "__main__":

@@ -48,12 +48,12 @@ def load_model(
     kernels: Kernels,
     progress: Progress,
     ranks: Ranks = ALONE,
-    meet: Callable[[], None] = lambda: None,
+    wait_for_ranks: Callable[[], None] = lambda: None,
 ) -> LoadedModel:
     """Reads configuration and weights; with `ranks`, this one's part of them.
 
-    `meet` returns when every rank has called it, however long one of them reads: what ranks compute
-    together comes after. Raises ModelError for what cannot be served.
+    `wait_for_ranks` returns when every rank has called it, however long one of them reads. It is
+    called before the ranks compute something together. Raises ModelError for what cannot be served.
     """
     directory = checkpoint.directory
     name = read_architecture(directory)
@@ -68,7 +68,7 @@ def load_model(
         # Only here, since importing transformers takes seconds and a hundred megabytes.
         from services.worker.models.transformers_model import load_transformers_model  # noqa: PLC0415
 
-        loaded = load_transformers_model(checkpoint, options, kernels, ranks, meet)
+        loaded = load_transformers_model(checkpoint, options, kernels, ranks, wait_for_ranks)
         progress(1, 1)
     return replace(loaded, attention=_shortened(loaded.attention, loaded.max_model_len))
 

@@ -63,7 +63,7 @@ def load_transformers_model(
     options: LoadOptions,
     kernels: Kernels,
     ranks: Ranks,
-    meet: Callable[[], None],
+    wait_for_ranks: Callable[[], None],
 ) -> LoadedModel:
     """The decoder, or a rank's part of it, on the checkpoint's device, and how each of its layers
     attends. See load_model.
@@ -78,7 +78,7 @@ def load_transformers_model(
         division = Division(directory, ranks) if ranks.size > 1 else None
         model = _load(checkpoint, config, dtype, division)
         _check_model(model)
-        meet()
+        wait_for_ranks()
         decoder = TransformersDecoder(model, kernels.padded_rows)
         layers = _probe(decoder, model)
         _check_windows(config, layers)

@@ -70,7 +70,7 @@ class Group:
         self.watch = Watch(peers, on_broken)
         self.ranks = self._gloo(address)
         self._deadline = None
-        hosts = self.tell("machine", f"{socket.gethostname()} {_boot_id()}")
+        hosts = self.gather("machine", f"{socket.gethostname()} {_boot_id()}")
         own = hosts[membership.rank]
         self.local_ranks = [rank for rank, host in enumerate(hosts) if host == own]
         logger.info("rank %d of %d: all ranks are here", membership.rank, membership.size)
@@ -79,7 +79,7 @@ class Group:
         """The ranks for tensors on the current CUDA device."""
         return NcclRanks(self._store, self.ranks, self._timeout)
 
-    def tell(self, what: str, value: str) -> list[str]:
+    def gather(self, what: str, value: str) -> list[str]:
         """What each rank says, in rank order; waits for the slowest without a deadline, since one
         that is gone is noticed.
         """
@@ -90,7 +90,7 @@ class Group:
 
     def require_same(self, values: Mapping[str, str]) -> None:
         """Raises GroupBroken unless all ranks have the same values, by name."""
-        said = [json.loads(text) for text in self.tell("values", json.dumps(dict(values)))]
+        said = [json.loads(text) for text in self.gather("values", json.dumps(dict(values)))]
         for rank, other in enumerate(said):
             for name, first in said[0].items():
                 if other.get(name) != first:
@@ -100,7 +100,7 @@ class Group:
 
     def smallest(self, what: str, value: int) -> int:
         """The least that a rank says."""
-        return min(map(int, self.tell(what, str(value))))
+        return min(map(int, self.gather(what, str(value))))
 
     def close(self) -> None:
         """Leaves, and the others notice."""

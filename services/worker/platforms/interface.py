@@ -26,6 +26,10 @@ class Parts:
     limits: BatchLimits
     lockstep: Lockstep | None = None
 
+    def in_lockstep(self, lockstep: Lockstep) -> "Parts":
+        """The same for a rank of a group."""
+        return replace(self, lockstep=lockstep)
+
     def sized(self, num_blocks: int, max_model_len: int) -> "Parts":
         """With a cache of so many blocks, for sequences up to a length."""
         return replace(

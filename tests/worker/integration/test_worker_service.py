@@ -20,6 +20,7 @@ from stepwell.worker.v1 import worker_pb2, worker_pb2_grpc
 from services.common.channel import open_channel
 from services.common.server import GrpcServer
 from services.common.telemetry import configure_tracing
+from services.worker.__main__ import GRPC_SERVICE
 from services.worker.adapters.compute import ComputeThread
 from services.worker.adapters.liveness import follow_liveness
 from services.worker.adapters.servicer import WorkerServicer
@@ -28,7 +29,6 @@ from services.worker.core.device_tokens import PendingOutput
 from services.worker.core.runner import Runner
 from services.worker.core.step import StepInput, StepOutput
 from services.worker.core.worker import Worker
-from services.worker.process import GRPC_SERVICE
 from services.worker.settings import WorkerSettings
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model
 

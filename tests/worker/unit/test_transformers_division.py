@@ -104,9 +104,11 @@ def save(directory: Path, config_class: type[PretrainedConfig], changes: dict[st
     return model.eval()
 
 
-def load(directory: Path, ranks: Ranks, meet: Callable[[], Any] = lambda: None) -> LoadedModel:
+def load(
+    directory: Path, ranks: Ranks, wait_for_ranks: Callable[[], Any] = lambda: None
+) -> LoadedModel:
     checkpoint, options = open_checkpoint(directory), LoadOptions(None, DtypeSetting.AUTO)
-    return load_model(checkpoint, options, TorchKernels(), lambda *_: None, ranks, meet)
+    return load_model(checkpoint, options, TorchKernels(), lambda *_: None, ranks, wait_for_ranks)
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,7 @@ def test_a_rank_that_reads_for_long_is_waited_for(tmp_path: Path) -> None:
     def work(thread: RankThread) -> int:
         ranks = thread.group.ranks
         time.sleep(1.5 * ranks.rank)
-        return load(tmp_path, ranks, lambda: thread.group.tell("loaded", "")).vocab_size
+        return load(tmp_path, ranks, lambda: thread.group.gather("loaded", "")).vocab_size
 
     assert on_ranks(2, work, Timeouts(join_seconds=20, collective_seconds=1)) == [40, 40]
 

@@ -1,0 +1,52 @@
+"""This process as a rank of a group: joins it, reports to it, and learns when it has broken."""
+
+import asyncio
+from collections.abc import Callable
+
+from services.common.errors import StepwellError
+from services.worker.parallel.errors import GroupBroken
+from services.worker.parallel.group import Group, Timeouts
+from services.worker.parallel.membership import Membership
+
+
+class GroupMember:
+    """A rank, or the only worker of its model. Made in a running loop.
+
+    `broken`: resolves with the reason when the group cannot go on; never without a group.
+    """
+
+    def __init__(self, membership: Membership, timeouts: Timeouts) -> None:
+        self.membership = membership
+        self._timeouts = timeouts
+        self._loop = asyncio.get_running_loop()
+        self.broken: asyncio.Future[GroupBroken] = self._loop.create_future()
+        self._group: Group | None = None
+
+    def join(self, checkpoint_reached: Callable[[], None]) -> Group | None:
+        """Waits for the other ranks, in any thread; None if there are none. Raises GroupBroken.
+
+        `checkpoint_reached` is called while it waits, and may raise to stop waiting.
+        """
+        if self.membership.size > 1:
+            self._group = Group(
+                self.membership, self._timeouts, self._break_from_thread, checkpoint_reached
+            )
+        return self._group
+
+    def report_failed_start(self, error: StepwellError) -> None:
+        """Sends the other ranks the reason why this one does not start."""
+        if self._group is not None:
+            rank = self.membership.rank
+            self._group.watch.report(GroupBroken(f"rank {rank} cannot start: {error}"))
+
+    def leave(self) -> None:
+        """Closes the connections with the other ranks, which notice at once."""
+        if self._group is not None:
+            self._group.close()
+
+    def _break_from_thread(self, error: GroupBroken) -> None:
+        self._loop.call_soon_threadsafe(self._break, error)
+
+    def _break(self, error: GroupBroken) -> None:
+        if not self.broken.done():
+            self.broken.set_result(error)

@@ -1,0 +1,67 @@
+"""The choice of the platform that a worker computes on, made once when it starts."""
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from services.worker.backends.attention import CPU
+from services.worker.backends.device import DeviceSetting, UnsuitableDevice
+from services.worker.backends.native.compiled import default_cache_directory
+from services.worker.models.config import DtypeSetting
+from services.worker.parallel.group import Group, select_cuda_device
+from services.worker.platforms.cpu import CpuPlatform
+from services.worker.platforms.cpu_kernels import select_kernels
+from services.worker.platforms.cuda import CudaPlatform
+from services.worker.platforms.interface import Platform
+from services.worker.settings import WorkerSettings
+
+logger = logging.getLogger(__name__)
+
+
+def select_platform(
+    settings: WorkerSettings, checkpoint_reached: Callable[[], None], group: Group | None
+) -> Platform:
+    """The platform that the settings ask for.
+
+    By default that is CUDA where the machine has all that it needs, unless float32 is asked for;
+    what CUDA lacks is logged. Raises UnsuitableDevice if CUDA is asked for and lacks something, and
+    KernelsUnavailable.
+    """
+    may_be_cuda = torch.cuda.is_available() and settings.dtype is not DtypeSetting.FLOAT32
+    tries_cuda = settings.device is DeviceSetting.AUTO and may_be_cuda
+    if group is not None and (tries_cuda or settings.device is DeviceSetting.CUDA):
+        select_cuda_device(group.local_ranks, group.membership.rank)
+    if settings.device is DeviceSetting.CUDA:
+        return _cuda_platform(settings, group)
+    if tries_cuda:
+        try:
+            return _cuda_platform(settings, group)
+        except UnsuitableDevice as error:
+            logger.warning("computing on the CPU: %s", error.message)
+    kernels = select_kernels(
+        settings.kernels,
+        default_cache_directory(),
+        checkpoint_reached,
+        batch_invariant=is_batch_invariant(settings, CPU),
+    )
+    num_sharers = 1 if group is None else len(group.local_ranks)
+    return CpuPlatform(kernels, settings.gpu_memory_utilization, num_sharers)
+
+
+def is_batch_invariant(settings: WorkerSettings, device: torch.device) -> bool:
+    """The mode that was asked for; by default it is on for the CPU and off for CUDA."""
+    if settings.batch_invariant is None:
+        return device.type == CPU.type
+    return settings.batch_invariant
+
+
+def _cuda_platform(settings: WorkerSettings, group: Group | None) -> CudaPlatform:
+    if group is not None and settings.batch_invariant:
+        raise UnsuitableDevice(
+            "batch_invariant is for one GPU: NCCL chooses by the size of a sum how it is added up; "
+            "unset it, or set --tensor-parallel-size 1"
+        )
+    return CudaPlatform(
+        settings.gpu_memory_utilization, batch_invariant=settings.batch_invariant is True
+    )
