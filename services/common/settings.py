@@ -13,7 +13,7 @@ import os
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -55,6 +55,11 @@ def at_least(low: float) -> Check:
 def between(low: float, high: float) -> Check:
     """A check: the number lies in [low, high]. NaN does not."""
     return lambda value: None if low <= value <= high else f"must be from {low:g} to {high:g}"
+
+
+def one_of(names: Collection[str]) -> Check:
+    """A check: the text is one of these names, as they are when it is checked."""
+    return lambda value: None if value in names else f"must be one of {', '.join(names)}"
 
 
 def not_empty(value: tuple[object, ...]) -> str | None:

@@ -30,8 +30,9 @@ from services.scheduler.adapters.step_tracer import StepTracer
 from services.scheduler.adapters.traced_ports import TracedExecutor, TracedPool
 from services.scheduler.adapters.worker_client import Rank, WorkerGroup
 from services.scheduler.core.capacity import max_request_tokens, state_space_conflict
-from services.scheduler.core.config import Policy, SchedulerConfig
+from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.engine_core import EngineCore
+from services.scheduler.core.policies import find_policy
 from services.scheduler.settings import SchedulerSettings
 
 SERVICE = "scheduler"
@@ -172,7 +173,7 @@ def what_is_served(
         tokenizer_fingerprint=built.tokenizer_fingerprint,
         block_size=config.block_size,
         eos_token_ids=built.eos_token_ids,
-        priority_scheduling=config.policy is Policy.PRIORITY,
+        priority_scheduling=find_policy(config.policy).uses_priority,
         hidden_size=built.hidden_size,
     )
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from services.common.addresses import is_host_port
 from services.common.service_settings import ServiceSettings
-from services.common.settings import at_least, between, not_empty, setting, with_default
-from services.scheduler.core.config import Policy
+from services.common.settings import at_least, between, not_empty, one_of, setting, with_default
+from services.scheduler.core.policies import POLICIES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +24,10 @@ class SchedulerSettings(ServiceSettings):
         check=is_host_port,
     )
     replica: str = setting("replica-0", doc="name of this replica, and of its pool")
-    policy: Policy = setting(
-        Policy.FCFS, doc="the order of admission, and which request is preempted"
+    policy: str = setting(
+        "fcfs",
+        doc="the order of admission, and which request is preempted: " + " or ".join(POLICIES),
+        check=one_of(POLICIES),
     )
     max_num_seqs: int | None = setting(
         None, doc="requests that may run at once (default: the worker's)", check=at_least(1)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from services.common.ids import NULL_BLOCK, RequestKey
 from services.common.kv_cache_groups import AttentionType
-from services.scheduler.core.config import Policy
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.request import Request
 from tests.scheduler.story import Story
@@ -83,7 +82,7 @@ def check_one_owner_of_writable_blocks(story: Story) -> None:
 def check_queue_order(story: Story) -> None:
     """By priority and arrival; or who ran before first, then first come, first served."""
     waiting = list(story.scheduler.waiting)
-    if story.config.policy is Policy.PRIORITY:
+    if story.config.policy == "priority":
         claims = [(request.priority, request.arrival_time) for request in waiting]
     else:
         ran = [request.num_preemptions > 0 for request in waiting]
@@ -144,7 +143,7 @@ def _places(story: Story) -> int:
 
 
 def _best_claim(story: Story, running: Sequence[Request]) -> Request:
-    if story.config.policy is Policy.PRIORITY:
+    if story.config.policy == "priority":
         return min(running, key=lambda request: (request.priority, request.arrival_time))
     return running[0]
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from services.cli.replay.fields import Field
-from services.scheduler.core.config import Policy, SchedulerConfig
+from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.policies import POLICIES
 
 MAX_BLOCKS = 2_000_000
 _MAX_SEQS = 1_000_000
@@ -53,8 +54,8 @@ def read_setting(name: str, field: Field) -> Any:
         if field.value is None:
             return None
         hint = next(kind for kind in typing.get_args(hint) if kind is not types.NoneType)
-    if hint is Policy:
-        return Policy(field.one_of([policy.value for policy in Policy]))
+    if name == "policy":
+        return field.one_of(list(POLICIES))
     if hint is bool:
         return field.boolean()
     low, high = RANGES[name]

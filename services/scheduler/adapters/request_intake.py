@@ -13,7 +13,8 @@ from services.common.prompt_embeds import PromptEmbeds
 from services.common.prompt_embeds_messages import prompt_embeds_from_message
 from services.common.queue_state import QueueState
 from services.common.sampling_messages import repetition_from_message, sampling_from_message
-from services.scheduler.core.config import Policy, SchedulerConfig
+from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.policies import find_policy
 from services.scheduler.core.request import Request, StopConditions
 
 
@@ -47,7 +48,7 @@ class Door:
             raise InvalidArgument("prompt_token_ids is empty", field="prompt_token_ids")
         self._check_length(len(prompt), len(output))
         self._check_sampling(message, len(output))
-        if message.priority and self.config.policy is not Policy.PRIORITY:
+        if message.priority and not find_policy(self.config.policy).uses_priority:
             raise InvalidArgument(
                 "priority is not 0, but this replica does not schedule by priority",
                 field="priority",

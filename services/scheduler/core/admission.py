@@ -1,4 +1,4 @@
-"""On what terms waiting requests could be admitted: arithmetic on tokens, no memory of its own."""
+"""On what terms waiting requests can be admitted: arithmetic on tokens, no transaction."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,29 +33,29 @@ class AdmissionPlanner:
 
     def plan(
         self,
-        draft: StepBuilder,
+        builder: StepBuilder,
         candidates: Sequence[Request],
         *,
         num_running: int,
         num_free_blocks: int,
     ) -> tuple[list[PlannedAdmission], WaitReason | None]:
-        """Terms for the candidates, in order, as far as the budget seems to reach; and what is in
-        the way of the first one that gets none.
+        """Admissions of the candidates, in order, as far as the budget seems to reach; and why the
+        first one that gets none does not.
 
-        A prefix hit is what the pool said last, and after that what earlier admissions of the
-        step publish; of states nothing, for those are published when they are stored. When the
-        first candidate cannot fit for sure, none is planned: that saves asking the pool in vain,
-        step after step.
+        A prefix hit is what the pool answered last, and beyond it what earlier admissions of the
+        step publish. That holds for blocks of keys and values; states are published only when they
+        are stored. If the first candidate certainly does not fit, none is planned: that saves a
+        transaction in every step until it does.
         """
-        size, budget = self.config.block_size, draft.budget
-        published = set(draft.published)
+        size, budget = self.config.block_size, builder.token_budget
+        published = set(builder.published)
         caches_states = self.config.caches_states
         admissions: list[PlannedAdmission] = []
         for request in candidates:
             if budget == 0:
                 return admissions, WaitReason.BUDGET
-            hit = self._hit(request, draft.hits[request], published)
-            gap = draft.cap(request.num_tokens - hit)
+            hit = self._hit(request, builder.hits[request], published)
+            gap = builder.cap(request.num_tokens - hit)
             if gap > budget and not self.config.enable_chunked_prefill:
                 return admissions, WaitReason.BUDGET
             num_new = min(gap, budget)
@@ -64,7 +64,7 @@ class AdmissionPlanner:
                 if num_new == 0:
                     return admissions, WaitReason.BUDGET
             end = hit + num_new
-            num_drafts = self._padding(draft, request, hit, end)
+            num_drafts = self._padding(builder, request, hit, end)
             if end + num_drafts - hit > budget:
                 return admissions, WaitReason.BUDGET
             budget -= end + num_drafts - hit
@@ -88,19 +88,19 @@ class AdmissionPlanner:
             blocks -= 1
         return blocks * size
 
-    def _padding(self, draft: StepBuilder, request: Request, hit: int, end: int) -> int:
-        """Empty drafts beside a request that has one token to compute.
+    def _padding(self, builder: StepBuilder, request: Request, hit: int, end: int) -> int:
+        """How many empty drafts are scheduled beside a request that has one token to compute.
 
-        A step of decoding requests with drafts then has one shape. No use in a step that runs a
-        further chunk of a prompt, or of no running request where nothing is cached either; and no
-        room where the model's length or a whole step does not hold them.
+        With them a step of decoding requests has one shape. There are none in a step that computes
+        a further chunk of a prompt, in one without running requests if nothing of the prompt is
+        cached, and where the model's length or a whole step does not hold them.
         """
         num_drafts = self.config.num_speculative_tokens
-        if end - hit != 1 or end != request.num_tokens or draft.runs_prefill:
+        if end - hit != 1 or end != request.num_tokens or builder.has_prefill_chunks:
             return 0
         if end + num_drafts >= self.config.max_model_len or num_drafts >= self.config.token_budget:
             return 0
-        return num_drafts if draft.runs_any or hit else 0
+        return num_drafts if builder.has_running_requests or hit else 0
 
     def _terms(
         self, request: Request, hit: int, end: int, num_drafts: int, *, joins: bool
@@ -121,7 +121,7 @@ class AdmissionPlanner:
         )
 
     def _blocks_needed(self, terms: Admission) -> int:
-        """Blocks that an admission needs at least: windows and states may need next to none."""
+        """Blocks that an admission needs at least: those of groups of full attention."""
         size = self.config.block_size
         blocks = -(-terms.num_reserve_slots // size) - terms.num_hit_tokens // size
         return blocks * self.config.num_full_groups + terms.num_watermark_blocks

@@ -1,16 +1,8 @@
-"""What one replica's scheduler is told once: limits, thresholds, policy."""
+"""The configuration of one replica's scheduler: limits, thresholds, policy."""
 
-import enum
 from dataclasses import dataclass
 
 from services.common.kv_cache_groups import AttentionType, GroupSpec
-
-
-class Policy(enum.Enum):
-    """Who waits first, and who is preempted."""
-
-    FCFS = "fcfs"
-    PRIORITY = "priority"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +17,8 @@ class SchedulerConfig:
     """Blocks in the pool, the null block included."""
     fingerprint: bytes = b""
     """Root of the block-hash chain."""
-    policy: Policy = Policy.FCFS
+    policy: str = "fcfs"
+    """A name of `policies.POLICIES`."""
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
@@ -37,19 +30,25 @@ class SchedulerConfig:
     max_num_active_seqs: int | None = None
     """A limit below max_num_seqs, the size that the workers' batch is built for."""
     scheduler_reserve_full_isl: bool = True
-    """Admit only who could now be given blocks for the whole sequence, not just its first chunk."""
+    """Admit a request only if there are free blocks for its whole sequence, not just for its first
+    chunk.
+    """
     async_scheduling: bool = False
     """Plan a step while the one before it runs, with placeholders for its tokens."""
     num_speculative_tokens: int = 0
-    """Drafts that the workers propose for each request and step."""
+    """Drafts that the workers propose for each request and step. 0 in a replica today; used by
+    recordings and replays, and by speculative decoding when workers propose drafts.
+    """
     num_lookahead_tokens: int = 0
-    """Slots that a draft model needs beyond the tokens of a step."""
+    """Slots that a draft model needs beyond the tokens of a step. Used as the drafts are."""
     drop_last_hit_block: bool = False
-    """The pool leaves the last block of a prefix hit out, for a draft head (EAGLE)."""
+    """Whether the pool leaves the last block of a prefix hit out, for a draft head (EAGLE). Set by
+    the description of a worker; none sets it before a worker has such a head.
+    """
     watermark: float = 0.0
     """Share of the pool that stays free when a request joins running ones."""
     groups: tuple[GroupSpec, ...] = ()
-    """Groups of layers with a block table each; none said: one, of full attention."""
+    """Groups of layers with a block table each; empty: one, of full attention."""
 
     @property
     def token_budget(self) -> int:
@@ -68,9 +67,9 @@ class SchedulerConfig:
 
     @property
     def caches_states(self) -> bool:
-        """Whether prefixes are found by the states that state-space layers left at their end.
+        """Whether prefixes are found by the states that state-space layers stored at their end.
 
-        Such layers leave one state a step, so the steps of a prompt must end where blocks end.
+        Such layers store one state a step, so the steps of a prompt must end where blocks end.
         """
         return self.enable_prefix_caching and self._count(AttentionType.STATE_SPACE) > 0
 

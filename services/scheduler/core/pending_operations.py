@@ -1,4 +1,4 @@
-"""What the pool is to be told with the next transaction, whatever that is about."""
+"""Operations that go to the pool with the next transaction, whatever that is about."""
 
 from collections.abc import Sequence
 
@@ -25,11 +25,11 @@ class PendingOperations:
         self._commits[key] = num_tokens, [*earlier, *new_hashes]
 
     def release(self, key: RequestKey) -> None:
-        """Gives back what the pool holds of a request."""
+        """Gives back the blocks of a request."""
         self._releases.append(key)
 
-    def take(self) -> list[Operation]:
-        """The operations, which count as done from here on: they always fit."""
+    def pop_all(self) -> list[Operation]:
+        """Removes and returns the operations. They count as done from here on: they always fit."""
         operations: list[Operation] = []
         if self._commits:
             num_tokens, new_hashes = zip(*self._commits.values(), strict=True)
@@ -40,6 +40,6 @@ class PendingOperations:
         return operations
 
     def clear(self) -> None:
-        """Forgets everything: the pool did."""
+        """Drops the operations, after the pool was lost."""
         self._commits.clear()
         self._releases.clear()

@@ -8,10 +8,11 @@ from services.common.block_hash import BlockHash, hash_full_blocks
 from services.common.ids import RequestKey
 from services.common.prompt_embeds import PromptEmbeds
 from services.common.repetition import RepetitionDetection
+from services.scheduler.core.computed_tokens import ComputedTokens
 
 
 class RequestStatus(enum.Enum):
-    """Where a request stands."""
+    """What state a request is in."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -26,24 +27,13 @@ class FinishReason(enum.Enum):
     LENGTH = "length"
     ABORT = "abort"
     NAN_IN_LOGITS = "nan_in_logits"
-    """The model broke: no token could be chosen."""
+    """The model's logits held NaN: no token could be chosen."""
     REPETITION = "repetition"
-    """The output went round in circles."""
+    """The output repeated itself."""
     STEP_FAILED = "step_failed"
     """The workers were lost in every step of the request, also where it was alone."""
     QUEUE_TIMEOUT = "queue_timeout"
     """It waited as long as it may without being scheduled."""
-
-
-@dataclass(slots=True, eq=False)
-class Clock:
-    """Counts the steps that were planned."""
-
-    now: int = 0
-
-
-STANDING = Clock()
-"""Counts nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,21 +45,23 @@ class StopConditions:
     stop_token_ids: frozenset[int] = frozenset()
     repetition: RepetitionDetection | None = None
     min_tokens: int = 0
-    """Output without which no repetition is looked for; the sampler sees to the other ends."""
+    """Output tokens before which no repetition is looked for. Before them the sampler chooses no
+    token that ends a request.
+    """
     ending_token_ids: frozenset[int] = field(init=False)
-    """Both together."""
+    """The union of both."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ending_token_ids", self.eos_token_ids | self.stop_token_ids)
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class Request(ComputedTokens):
     """One sequence. Equal only to itself."""
 
     request_id: str
     key: RequestKey
-    """Identifies it to the pool; not used twice in the life of a scheduler."""
+    """Its number in the pool's operations, never used twice by one scheduler process."""
     token_ids: list[int]
     """Prompt, then output; grows as tokens are sampled."""
     num_prompt_tokens: int
@@ -78,14 +70,14 @@ class Request:
     arrival_time: float = 0.0
     """Seconds on any clock that all requests of a replica share."""
     latest_start: float | None = None
-    """When it is of no use any more to schedule it for the first time, in seconds on the clock of
-    what watches the queue.
+    """When it must have been scheduled for the first time, in seconds on the clock of `QueueWatch`;
+    None: no limit.
     """
     cache_salt: str = ""
     traceparent: str = ""
     queued_unix_nanos: int = 0
-    """When this replica was given it, which for one that comes from a lost replica is long after
-    its arrival; carried through, for traces.
+    """When it came to this replica: long after its arrival if another replica was lost with it.
+    Carried through, for traces.
     """
     sampling: object = None
     """How the worker samples; carried through."""
@@ -99,24 +91,21 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
-    origin: int = 0
-    clock: Clock = STANDING
-    """`num_computed_tokens` is the sum of both. While the clock ticks, the request decodes in
-    stride: each step computes one more token, needs nothing of the pool, and can end it only by
-    that token.
-    """
     ending_token_ids: frozenset[int] = field(init=False, default=frozenset())
-    """Those of `stop`, at hand."""
-    wakes_at: int = 0
-    """When a stride is over, by its clock."""
-    turn: int = 0
-    """Its place in the order of admissions."""
+    """Those of `stop`."""
+    fast_path_end: int = 0
+    """The step before which it leaves the fast path, while it is on it."""
+    admission_number: int = 0
+    """Grows with each admission; orders the running requests."""
     max_num_tokens: int = 0
     """Tokens, prompt and output, at which it ends for its length; set when it is queued."""
     is_prefill_chunk: bool = False
     """Whether the last step left tokens to compute before one can be sampled."""
     draft_token_ids: list[int] = field(default_factory=list)
-    """Guesses at the tokens after the last one, -1 where only the workers know them."""
+    """Drafts of the tokens after the last one, -1 where only the workers know them. Empty in a
+    replica today, whose workers propose none; recordings and replays have drafts, and speculative
+    decoding will.
+    """
     num_slots: int = 0
     """Tokens that its block table can hold."""
     row: int | None = None
@@ -125,20 +114,16 @@ class Request:
     """Prefix hit when it was first scheduled; None before."""
     num_preemptions: int = 0
     block_hashes: list[BlockHash] = field(default_factory=list)
-    """Hashes of its full blocks, as far as they have been needed."""
+    """Hashes of its full blocks, as far as they were computed."""
     known_to_pool: bool = False
+    """Whether the pool has hashes or blocks of it that a Release must give back."""
     num_hashes_sent: int = 0
-    """How many of `block_hashes` the pool has been told."""
+    """How many of `block_hashes` were sent to the pool."""
     num_committed_blocks: int = 0
     """Full blocks published under their hash."""
 
     def __post_init__(self) -> None:
         self.ending_token_ids = self.stop.ending_token_ids
-
-    @property
-    def num_computed_tokens(self) -> int:
-        """Tokens whose keys and values are stored, or will be once the steps in flight have run."""
-        return self.origin + self.clock.now
 
     @property
     def num_tokens(self) -> int:
@@ -166,7 +151,7 @@ class Request:
         return self.status is RequestStatus.FINISHED
 
     def hash_full_blocks(self, root: bytes, block_size: int) -> None:
-        """Brings `block_hashes` up to the tokens known."""
+        """Computes the hashes of all full blocks of known tokens."""
         known = self.block_hashes
         if (len(known) + 1) * block_size <= len(self.token_ids):
             known += hash_full_blocks(
@@ -174,22 +159,21 @@ class Request:
             )
 
     def forget_blocks(self) -> None:
-        """Back to nothing computed: what it held in pool and workers is gone.
-
-        It does not run any more. Tokens of steps in flight may still come.
+        """Resets what the request had in pool and workers: nothing of it is computed. It does not
+        run any more; tokens of steps in flight may still come.
         """
         self.draft_token_ids = []
         self.is_prefill_chunk = False
-        self.origin = self.num_slots = 0
+        self.num_computed_tokens = self.num_slots = 0
         self.num_hashes_sent = self.num_committed_blocks = 0
         self.known_to_pool = False
         self.row = None
 
     def append_output_token_ids(self, token_ids: Sequence[int]) -> Sequence[int]:
-        """Takes sampled tokens up to one that ends the request; returns those taken.
+        """Appends sampled tokens up to one that ends the request; returns those appended.
 
         Checked in vLLM's order: end of sequence, stop tokens, length, then repetition. The sampler
-        keeps the first two from coming before min_tokens.
+        does not choose the first two before min_tokens.
         """
         for count, token_id in enumerate(token_ids, start=1):
             self.token_ids.append(token_id)

@@ -1,4 +1,4 @@
-"""Who runs, and who of them a step must look at."""
+"""The requests that run, and which of them the next step must look at."""
 
 from bisect import bisect_left
 from collections import defaultdict
@@ -6,27 +6,28 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import count
 from operator import attrgetter
 
-from services.scheduler.core.request import STANDING, Clock, Request
+from services.scheduler.core.computed_tokens import StepClock
+from services.scheduler.core.request import Request
 
-_turn = attrgetter("turn")
+_admission_number = attrgetter("admission_number")
 
 
 class RunningRequests:
     """The requests that run, in the order of their admission.
 
-    Most of them decode in stride: every step computes one more token of them and has nothing else
-    to do. Those sleep. Their count of computed tokens follows a clock that ticks with each step,
-    and a calendar says when something else is next due, so that a step looks only at who is awake:
-    it costs what happens, not what runs. Such a calendar is a timing wheel (Varghese and Lauck,
-    1987).
+    Most of them decode: each step computes one more token of them, and nothing else changes for a
+    number of steps that is known in advance. For so long they are on the fast path: a step
+    schedules them without looking at them. A calendar holds, by step, the requests that leave the
+    fast path before it. A step so takes time for the requests to which something happens, not for
+    all that run. Such a calendar is a timing wheel (Varghese and Lauck, 1987).
     """
 
     def __init__(self) -> None:
-        self.clock = Clock()
+        self._clock = StepClock()
         self._requests: list[Request] = []
-        self._turns: list[int] = []
-        self._next_turn = count()
-        self._awake: set[Request] = set()
+        self._admission_numbers: list[int] = []
+        self._next_admission_number = count()
+        self._off_fast_path: set[Request] = set()
         self._calendar: defaultdict[int, set[Request]] = defaultdict(set)
 
     def __len__(self) -> int:
@@ -39,59 +40,63 @@ class RunningRequests:
         return reversed(self._requests)
 
     def between(self, begin: int, end: int) -> Sequence[Request]:
-        """Those from place `begin` up to place `end`."""
+        """The requests from index `begin` up to index `end`."""
         return self._requests[begin:end]
 
-    def place(self, request: Request) -> int:
-        """Where in the order a request stands."""
-        return bisect_left(self._turns, request.turn)
+    def index(self, request: Request) -> int:
+        """The index of a request in the order of admission."""
+        return bisect_left(self._admission_numbers, request.admission_number)
 
     def append(self, request: Request) -> None:
-        """Lets a request run, behind the others, and awake."""
-        request.turn = next(self._next_turn)
+        """Adds a request behind the others, off the fast path."""
+        request.admission_number = next(self._next_admission_number)
         self._requests.append(request)
-        self._turns.append(request.turn)
-        self._awake.add(request)
+        self._admission_numbers.append(request.admission_number)
+        self._off_fast_path.add(request)
 
     def remove(self, request: Request) -> None:
-        """Takes a request out, awake."""
-        self.rouse(request)
-        self._awake.remove(request)
-        place = self.place(request)
-        del self._requests[place], self._turns[place]
+        """Takes a request out; it is off the fast path then."""
+        self.leave_fast_path(request)
+        self._off_fast_path.remove(request)
+        index = self.index(request)
+        del self._requests[index], self._admission_numbers[index]
 
-    def awake(self, begin: int) -> list[Request]:
-        """Who is awake in the step to come, in order, from place `begin` on."""
-        if due := self._calendar.pop(self.clock.now, None):
+    def off_fast_path(self, begin: int) -> list[Request]:
+        """The requests that the next step must look at, in order, from index `begin` on. Takes
+        those off the fast path whose steps on it are over.
+        """
+        if due := self._calendar.pop(self._clock.now, None):
             for request in due:
-                request.origin += self.clock.now
-                request.clock = STANDING
-            self._awake |= due
-        awake = sorted(self._awake, key=_turn)
+                request.leave_fast_path()
+            self._off_fast_path |= due
+        requests = sorted(self._off_fast_path, key=_admission_number)
         if begin == 0:
-            return awake
-        return [request for request in awake if self.place(request) >= begin]
+            return requests
+        return [request for request in requests if self.index(request) >= begin]
 
-    def waking(self) -> Collection[Request]:
-        """Who sleeps through the step to come and wakes after it, in no order."""
-        return self._calendar.get(self.clock.now + 1, ())
+    def leaving_fast_path(self) -> Collection[Request]:
+        """The requests for which the next step is the last on the fast path, in no order."""
+        return self._calendar.get(self._clock.now + 1, ())
 
-    def sleep(self, request: Request, num_steps: int) -> None:
-        """Lets a request decode in stride for so many steps, one or more."""
-        now = self.clock.now
-        request.clock = self.clock
-        request.origin -= now
-        request.wakes_at = wakes_at = now + num_steps
-        self._awake.remove(request)
-        self._calendar[wakes_at].add(request)
+    def enter_fast_path(self, request: Request, num_steps: int) -> None:
+        """Puts a request on the fast path for so many steps, one or more."""
+        request.enter_fast_path(self._clock)
+        request.fast_path_end = end = self._clock.now + num_steps
+        self._off_fast_path.remove(request)
+        self._calendar[end].add(request)
 
-    def rouse(self, request: Request) -> None:
-        """Wakes a request early, if it sleeps: the step that is planned may pass it over."""
-        if request.clock is not STANDING:
-            sleepers = self._calendar[request.wakes_at]
-            sleepers.remove(request)
-            if not sleepers:
-                del self._calendar[request.wakes_at]
-            request.origin += self.clock.now
-            request.clock = STANDING
-            self._awake.add(request)
+    def leave_fast_path(self, request: Request) -> None:
+        """Takes a request off the fast path before its steps are over, if it is on it: the step
+        that is planned may leave it out, or its last one failed.
+        """
+        if request.is_on_fast_path:
+            leaving = self._calendar[request.fast_path_end]
+            leaving.remove(request)
+            if not leaving:
+                del self._calendar[request.fast_path_end]
+            request.leave_fast_path()
+            self._off_fast_path.add(request)
+
+    def advance(self) -> None:
+        """Counts a step that was planned: one more token of all requests on the fast path."""
+        self._clock.now += 1

@@ -1,4 +1,4 @@
-"""The policy: who gets how many tokens in a step, who waits, who makes room."""
+"""The scheduler: what each engine step computes, of which requests."""
 
 from collections.abc import Collection, Sequence
 from enum import Enum
@@ -6,8 +6,8 @@ from itertools import islice
 
 from services.common.pool_operations import BlockTables, StopReason
 from services.scheduler.core.admission import AdmissionPlanner, PlannedAdmission
-from services.scheduler.core.chunks import aligned_chunk
-from services.scheduler.core.config import Policy, SchedulerConfig
+from services.scheduler.core.batch_rows import BatchRows
+from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.kv_cache_manager import KVCacheManager
 from services.scheduler.core.output import (
     EngineCoreOutputs,
@@ -16,15 +16,16 @@ from services.scheduler.core.output import (
     SchedulerOutput,
     WaitReason,
 )
+from services.scheduler.core.policies import find_policy
 from services.scheduler.core.ports import KVPool
-from services.scheduler.core.request import STANDING, FinishReason, Request, RequestStatus
-from services.scheduler.core.request_queue import create_request_queue
+from services.scheduler.core.request import FinishReason, Request, RequestStatus
+from services.scheduler.core.running_planner import RunningPlanner
 from services.scheduler.core.running_requests import RunningRequests
 from services.scheduler.core.step_builder import StepBuilder
 
 
 class PauseMode(Enum):
-    """What a pause makes of the requests that are alive."""
+    """What a pause does with requests that have not ended."""
 
     KEEP = "keep"
     ABORT = "abort"
@@ -43,24 +44,26 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig, pool: KVPool) -> None:
         self.config = config
-        self.waiting = create_request_queue(config.policy)
+        self._policy = find_policy(config.policy)
+        self.waiting = self._policy.create_request_queue()
         self.held_back: dict[Request, None] = {}
         """Requests that must not be admitted now, in the order in which they were held back."""
         self.running = RunningRequests()
         self.num_preemptions = 0
         self.pause_mode: PauseMode | None = None
-        self._memory = KVCacheManager(config, pool)
-        self._planner = AdmissionPlanner(config)
+        self._kv_cache_manager = KVCacheManager(config, pool)
+        self._running_planner = RunningPlanner(config, self.running, self._kv_cache_manager)
+        self._admission_planner = AdmissionPlanner(config)
         self._caches_states = config.caches_states
-        self._only: Collection[Request] | None = None
+        self._rows = BatchRows(config.max_num_seqs)
+        self._admit_only: Collection[Request] | None = None
         self._num_steps = 0
-        self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
-        self._removed_rows: list[int] = []
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything: requests, or news for pool and workers."""
-        return bool(self.running or self.waiting or self._memory.has_news or self._removed_rows)
+        """Whether a step would do anything, if only send operations to pool or workers."""
+        has_operations = self._kv_cache_manager.has_operations or self._rows.has_removed
+        return bool(self.running or self.waiting or has_operations)
 
     @property
     def num_waiting(self) -> int:
@@ -74,20 +77,20 @@ class Scheduler:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that nobody held after the last transaction."""
-        return self._memory.num_free_blocks
+        """Blocks that no request held after the last transaction."""
+        return self._kv_cache_manager.num_free_blocks
 
     def add(self, request: Request) -> None:
         """Queues a request that arrived."""
         longest = request.num_prompt_tokens + request.stop.max_tokens
         request.max_num_tokens = min(longest, self.config.max_model_len)
-        if self._only is None:
+        if self._admit_only is None:
             self.waiting.add(request)
         else:
             self.held_back[request] = None
 
     def abort(self, request: Request, reason: FinishReason = FinishReason.ABORT) -> None:
-        """Ends a request wherever it stands; one that has ended is left alone."""
+        """Ends a request, whether it runs or waits. Does nothing if it has ended."""
         if request.is_finished:
             return
         if request.status is RequestStatus.RUNNING:
@@ -97,17 +100,17 @@ class Scheduler:
         else:
             self.waiting.remove(request)
         request.finish(reason)
-        self._give_back(request)
+        self._free(request)
 
     def admit_only(self, requests: Collection[Request] | None) -> None:
-        """Holds back all requests but these, those that arrive later too; None lets all be admitted
-        again. No request may run. They are queued in the order in which they arrived.
+        """Holds back all requests but these, also those that arrive later; None lets all be
+        admitted again. No request may run. They are queued in the order in which they arrived.
         """
         if self.running:
             raise AssertionError("requests run that are to be held back")
         queued = sorted([*self.waiting, *self.held_back], key=lambda request: request.key)
-        self._only = requests
-        self.waiting = create_request_queue(self.config.policy)
+        self._admit_only = requests
+        self.waiting = self._policy.create_request_queue()
         self.held_back.clear()
         for request in queued:
             if requests is None or request in requests:
@@ -116,8 +119,8 @@ class Scheduler:
                 self.held_back[request] = None
 
     def pause(self, mode: PauseMode) -> None:
-        """Notes that no step is to be planned until `resume`. Whoever drives the steps heeds it,
-        and ends what is to be ended.
+        """Notes that no step is to be planned until `resume`. The caller plans none, and in mode
+        ABORT aborts the requests.
         """
         self.pause_mode = mode
 
@@ -131,39 +134,35 @@ class Scheduler:
         There is no prefill and no decode. Each request has tokens, and a count of those that are
         computed; a step hands out a budget of tokens so that the count catches up:
 
-        1. Running requests first, in the order in which they were admitted. What they need grows
-           in one transaction with the pool. Whoever does not fit makes a victim of the last (or,
-           by priority, the least important) of them, and tries again.
-        2. Then, if nobody was preempted, waiting requests from the head of the queue, each with
-           what is cached of its prompt, until budget, places or blocks are used up. The head
-           never gives way to those behind it.
+        1. Running requests first, in the order in which they were admitted. The blocks that they
+           need are allocated in one transaction with the pool. If they do not fit, the policy
+           chooses a running request to preempt, and the rest is planned again.
+        2. Then, if none was preempted, waiting requests from the head of the queue, each with
+           the cached part of its prompt, until budget, rows or blocks are used up. If the head
+           cannot be admitted, those behind it are not either.
         """
-        draft = self._new_draft()
-        await self._schedule_running(draft, traceparent)
+        builder = self._new_builder()
+        await self._schedule_running(builder, traceparent)
         wait_reason: WaitReason | None = WaitReason.NO_BLOCKS
-        if not draft.preemptions:
-            wait_reason = await self._schedule_waiting(draft, traceparent)
-        return self._close(draft, wait_reason)
+        if not builder.preemptions:
+            wait_reason = await self._schedule_waiting(builder, traceparent)
+        return self._finish_step(builder, wait_reason)
 
     def update_from_output(
         self, plan: SchedulerOutput, output: ModelRunnerOutput
     ) -> EngineCoreOutputs:
-        """Takes in what the workers sampled; ends requests that are done.
+        """Appends the sampled tokens of a step, and ends requests that are done.
 
-        Requests that ended while the step ran are passed over; one that was preempted meanwhile
+        Requests that ended while the step ran are passed over; one that was preempted while it ran
         still gets its tokens.
         """
         for index in output.nan_requests:
-            self.running.rouse(plan.requests[index])
+            self.running.leave_fast_path(plan.requests[index])
         taken: list[Sequence[int] | None] = list(output.token_ids)
         ended: list[Request] = []
-        places = range(len(plan.requests))
-        for index, request, tokens in zip(places, plan.requests, output.token_ids, strict=True):
-            if (
-                request.clock is not STANDING
-                and tokens
-                and tokens[0] not in request.ending_token_ids
-            ):
+        indexes = range(len(plan.requests))
+        for index, request, tokens in zip(indexes, plan.requests, output.token_ids, strict=True):
+            if request.is_on_fast_path and tokens and tokens[0] not in request.ending_token_ids:
                 request.token_ids.append(tokens[0])
             elif request.finish_reason is not None:
                 taken[index] = None
@@ -172,174 +171,117 @@ class Scheduler:
                 taken[index] = ()
                 ended.append(request)
             elif tokens:
-                taken[index] = self._append(plan, output, index)
+                taken[index] = self._update_request_with_output(plan, output, index)
                 if request.finish_reason is not None:
                     ended.append(request)
         self._remove(ended)
         return EngineCoreOutputs(plan, taken, output.logprobs, ended)
 
     def preempt_all(self) -> list[Request]:
-        """Sends every running request back to the queue, in an order that keeps theirs."""
-        return self._preempt_running()
-
-    def forget_pool(self) -> list[Request]:
-        """Starts over with an empty pool, empty workers and no step in flight.
-
-        Nothing but computation is lost. Returns the requests that ran.
-        """
-        victims = self._preempt_running()
-        for request in self.waiting:
-            request.forget_blocks()
-        self._memory.forget()
-        self._removed_rows.clear()
-        return victims
-
-    async def flush(self) -> None:
-        """Tells the pool now what would otherwise go with the next step."""
-        await self._memory.flush()
-
-    async def reset_prefix_cache(self) -> bool:
-        """Forgets every cached prefix; False, and nothing done, while blocks are in use."""
-        return await self._memory.reset_prefix_cache()
-
-    # Step 1: running requests
-
-    async def _schedule_running(self, draft: StepBuilder, traceparent: str) -> None:
-        index, decided = 0, None
-        while True:
-            growing = self._grant_running(draft, index, decided)
-            asking = [] if draft.preemptions else self._candidates(draft)
-            waking = self.running.waking()
-            outcome = await self._memory.grow(draft, growing, waking, asking, traceparent)
-            if outcome.stop is None:
-                return
-            index, decided = self._make_room(draft, growing[outcome.stop.item_index])
-
-    def _grant_running(self, draft: StepBuilder, index: int, decided: int | None) -> list[Request]:
-        """Gives budget to the running requests from `index` on; returns those that need blocks.
-
-        `decided` are the tokens of the request at `index`, where a victim made room for them: the
-        budget that the victim gives back goes to the requests behind, as in vLLM.
-
-        Most of them get one token, and most of those are asleep: they are not looked at.
-        """
-        running, memory = self.running, self._memory
-        growing: list[Request] = []
-        enough = draft.budget >= len(running) - index
-        for request in running.awake(index):
-            num_new = self._gap(draft, request) if decided is None else decided
-            decided = None
-            if num_new == 1 and enough:
-                draft.awake[request] = 1
-            else:
-                place = running.place(request)
-                self._grant_each(draft, index, place)
-                index = place + 1
-                num_new = min(num_new, draft.budget)
-                if self._caches_states:
-                    num_new = aligned_chunk(self.config, request, request.origin, num_new)
-                if num_new <= 0:
-                    continue
-                draft.grant(request, num_new)
-                enough = draft.budget >= len(running) - index
-            if memory.lacks_slots(request, request.origin + num_new):
-                growing.append(request)
-        self._grant_each(draft, index, len(running))
-        return growing
-
-    def _grant_each(self, draft: StepBuilder, begin: int, end: int) -> None:
-        """Gives one token to each of the running requests between two places, as far as the budget
-        goes; the others cannot sleep through this step.
-        """
-        if begin < end:
-            last = min(end, begin + draft.budget)
-            draft.grant_each(self.running.between(begin, last))
-            for request in self.running.between(last, end):
-                self.running.rouse(request)
-
-    def _gap(self, draft: StepBuilder, request: Request) -> int:
-        """Tokens that a running request lacks and may be given in one step."""
-        computed, known = request.origin, len(request.token_ids)
-        gap = known - computed
-        if gap <= 0:
-            # The next token is in flight. It may be the last, even if every draft is rejected.
-            if known + 1 >= request.num_prompt_tokens + request.stop.max_tokens:
-                return 0
-            gap = 1
-        if request.draft_token_ids:
-            gap += len(request.draft_token_ids)
-        longest = self.config.max_model_len - 1 - computed
-        return min(draft.cap(gap), longest) if gap > 1 or longest < 1 else 1
-
-    def _make_room(self, draft: StepBuilder, request: Request) -> tuple[int, int | None]:
-        """Preempts for `request`; returns the index from which to go on granting, and the tokens
-        that `request` was given, unless it is the victim itself.
-        """
-        decided = draft.revoke_from(request)
-        victim = self._victim()
-        index, place = self.running.place(request), self.running.place(victim)
-        draft.revoke(victim)
-        draft.preemptions.append(Preemption(victim, request, victim.num_computed_tokens))
-        self._preempt(victim)
-        if victim is request:
-            return index, None
-        return index - 1 if place < index else index, decided
-
-    def _victim(self) -> Request:
-        if self.config.policy is Policy.PRIORITY:
-            return max(self.running, key=lambda request: (request.priority, request.arrival_time))
-        return next(reversed(self.running))
-
-    def _preempt_running(self) -> list[Request]:
+        """Preempts every running request, in an order that keeps theirs in the queue."""
         victims = list(reversed(self.running))
         for victim in victims:
             self._preempt(victim)
         return victims
+
+    def forget_pool(self) -> list[Request]:
+        """Starts over with an empty pool, empty workers and no step in flight. Nothing but
+        computation is lost. Returns the requests that ran.
+        """
+        victims = self.preempt_all()
+        for request in self.waiting:
+            request.forget_blocks()
+        self._kv_cache_manager.forget()
+        self._rows.pop_removed()
+        return victims
+
+    async def flush(self) -> None:
+        """Sends the pool now the operations that would otherwise go with the next step."""
+        await self._kv_cache_manager.flush()
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forgets every cached prefix. Returns False, and changes nothing, if blocks are in use."""
+        return await self._kv_cache_manager.reset_prefix_cache()
+
+    # Step 1: running requests
+
+    async def _schedule_running(self, builder: StepBuilder, traceparent: str) -> None:
+        begin, num_decided = 0, None
+        while True:
+            growing = self._running_planner.plan(builder, begin, num_decided)
+            looked_up = [] if builder.preemptions else self._candidates(builder)
+            leaving = self.running.leaving_fast_path()
+            outcome = await self._kv_cache_manager.grow(
+                builder, growing, leaving, looked_up, traceparent
+            )
+            if outcome.stop is None:
+                return
+            begin, num_decided = self._make_room(builder, growing[outcome.stop.item_index])
+
+    def _make_room(self, builder: StepBuilder, request: Request) -> tuple[int, int | None]:
+        """Preempts a request because `request` lacks blocks. Returns the index in the order of
+        admission from which to plan again, and the tokens that `request` was scheduled, unless it
+        is the victim itself.
+        """
+        num_decided = builder.unschedule_from(request)
+        victim = self._policy.victim(self.running)
+        index, victim_index = self.running.index(request), self.running.index(victim)
+        builder.unschedule(victim)
+        builder.preemptions.append(Preemption(victim, request, victim.num_computed_tokens))
+        self._preempt(victim)
+        if victim is request:
+            return index, None
+        return index - 1 if victim_index < index else index, num_decided
 
     def _preempt(self, request: Request) -> None:
         self.running.remove(request)
         request.status = RequestStatus.PREEMPTED
         request.num_preemptions += 1
         self.num_preemptions += 1
-        self._give_back(request)
-        self.waiting.put_back(request)
+        self._free(request)
+        self.waiting.prepend(request)
 
     # Step 2: waiting requests
 
-    async def _schedule_waiting(self, draft: StepBuilder, traceparent: str) -> WaitReason | None:
+    async def _schedule_waiting(self, builder: StepBuilder, traceparent: str) -> WaitReason | None:
         """Admits from the head of the queue; returns why it stopped before the queue was empty."""
-        while candidates := self._candidates(draft):
-            if asking := [request for request in candidates if request not in draft.hits]:
-                await self._memory.look_up(draft, asking, traceparent)
-            planned, blocked = self._planner.plan(
-                draft,
+        while candidates := self._candidates(builder):
+            if unknown := [request for request in candidates if request not in builder.hits]:
+                await self._kv_cache_manager.look_up(builder, unknown, traceparent)
+            planned, wait_reason = self._admission_planner.plan(
+                builder,
                 candidates,
                 num_running=len(self.running),
                 num_free_blocks=self.num_free_blocks,
             )
             if not planned:
-                return blocked
-            outcome = await self._memory.admit([item.terms for item in planned], traceparent)
-            admitted = outcome.admitted
-            for request, item, blocks in zip(candidates, planned, admitted, strict=False):
-                self._admit(draft, request, item, blocks)
+                return wait_reason
+            terms = [admission.terms for admission in planned]
+            outcome = await self._kv_cache_manager.admit(terms, traceparent)
+            admitted = zip(candidates, planned, outcome.admitted, strict=False)
+            for request, admission, blocks in admitted:
+                self._admit(builder, request, admission, blocks)
             if outcome.stop is not None:
                 if outcome.stop.reason is StopReason.NO_BLOCKS:
                     return WaitReason.NO_BLOCKS
-                draft.hits[candidates[len(admitted)]] = outcome.stop.num_hit_tokens
+                builder.hits[candidates[len(outcome.admitted)]] = outcome.stop.num_hit_tokens
         if not self.waiting:
             return WaitReason.HELD_BACK if self.held_back else None
-        return WaitReason.BUDGET if draft.budget == 0 else WaitReason.MAX_SEQS
+        return WaitReason.BUDGET if builder.token_budget == 0 else WaitReason.MAX_SEQS
 
-    def _candidates(self, draft: StepBuilder) -> list[Request]:
-        """The head of the queue, as far as places and budget could reach."""
+    def _candidates(self, builder: StepBuilder) -> list[Request]:
+        """The head of the queue, as far as rows and budget could reach."""
         if not self.waiting:
             return []
-        places = self.config.max_running - len(self.running)
-        return list(islice(self.waiting, max(0, min(places, draft.budget, LOOKUP_BATCH))))
+        num_rows = self.config.max_running - len(self.running)
+        return list(islice(self.waiting, max(0, min(num_rows, builder.token_budget, LOOKUP_BATCH))))
 
     def _admit(
-        self, draft: StepBuilder, request: Request, admission: PlannedAdmission, blocks: BlockTables
+        self,
+        builder: StepBuilder,
+        request: Request,
+        admission: PlannedAdmission,
+        blocks: BlockTables,
     ) -> None:
         self.waiting.remove(request)
         self.running.append(request)
@@ -347,85 +289,46 @@ class Scheduler:
         terms = admission.terms
         hit, num_committed_blocks = terms.num_hit_tokens, terms.num_commit_tokens // size
         request.status = RequestStatus.RUNNING
-        request.row = self._free_rows.pop()
-        request.origin = hit
+        request.row = self._rows.take()
+        request.num_computed_tokens = hit
         request.num_slots = len(blocks[0]) * size
         request.num_committed_blocks = num_committed_blocks
         request.known_to_pool = True
         if request.num_cached_tokens is None:
             request.num_cached_tokens = hit
         request.draft_token_ids = [-1] * admission.num_drafts
-        draft.grant(request, admission.num_new_tokens + admission.num_drafts)
-        draft.tables[request] = blocks
+        builder.schedule(request, admission.num_new_tokens + admission.num_drafts)
+        builder.block_tables[request] = blocks
         if not self._caches_states:
-            draft.published.update(request.block_hashes[hit // size : num_committed_blocks])
-        (draft.resumed if terms.resumed else draft.new).append(request)
+            builder.published.update(request.block_hashes[hit // size : num_committed_blocks])
+        (builder.resumed if terms.resumed else builder.new).append(request)
 
     # Both steps
 
-    def _new_draft(self) -> StepBuilder:
-        config, alive = self.config, len(self.running) + len(self.waiting)
+    def _new_builder(self) -> StepBuilder:
+        config, num_requests = self.config, len(self.running) + len(self.waiting)
         threshold = config.long_prefill_token_threshold
-        if config.long_prefill_token_threshold_adaptive and alive:
-            threshold = max(threshold, config.max_num_batched_tokens // alive)
+        if config.long_prefill_token_threshold_adaptive and num_requests:
+            threshold = max(threshold, config.max_num_batched_tokens // num_requests)
         if threshold and self._caches_states:
             threshold = max(threshold, config.block_size)
-        return StepBuilder(budget=config.token_budget, threshold=threshold if alive > 1 else 0)
+        return StepBuilder(config.token_budget, threshold if num_requests > 1 else 0)
 
-    def _close(self, draft: StepBuilder, wait_reason: WaitReason | None) -> SchedulerOutput:
-        """Turns the draft into a plan; from here on its tokens count as computed."""
-        plan = SchedulerOutput(
-            step=self._num_steps,
-            requests=draft.requests,
-            num_scheduled_tokens=draft.num_tokens,
-            num_computed_tokens=draft.starts,
-            block_tables=draft.tables,
-            appended_blocks=draft.appended,
-            draft_token_ids=draft.draft_token_ids,
-            new=draft.new,
-            resumed=draft.resumed,
-            preemptions=draft.preemptions,
-            wait_reason=wait_reason,
-            removed_rows=self._removed_rows,
-            block_ids_to_zero=self._memory.take_block_ids_to_zero(),
+    def _finish_step(self, builder: StepBuilder, wait_reason: WaitReason | None) -> SchedulerOutput:
+        """The planned step; from here on its tokens count as computed."""
+        plan = builder.build(
+            self._num_steps,
+            wait_reason,
+            self._rows.pop_removed(),
+            self._kv_cache_manager.pop_block_ids_to_zero(),
         )
         self._num_steps += 1
-        self._removed_rows = []
-        self.running.clock.now += 1
-        for request, num_new in draft.awake.items():
-            request.origin = computed = request.origin + num_new
-            request.is_prefill_chunk = computed < len(request.token_ids)
-            if self.config.num_speculative_tokens:
-                request.draft_token_ids = self._placeholder_drafts(request)
-            elif (
-                not request.is_prefill_chunk
-                and (num_steps := self._stride_end(request) - computed) > 0
-            ):
-                self.running.sleep(request, num_steps)
+        self._running_planner.update_after_schedule(builder)
         return plan
-
-    def _placeholder_drafts(self, request: Request) -> list[int]:
-        """Drafts that the workers will make in the step and keep to themselves."""
-        if not self.config.async_scheduling or request.is_prefill_chunk:
-            return []
-        return [-1] * self.config.num_speculative_tokens
-
-    def _stride_end(self, request: Request) -> int:
-        """The first number of computed tokens at which a decode takes a look: for a slot, for its
-        length, or because a block was filled. 0 where it always does.
-        """
-        if request.stop.repetition is not None:
-            return 0
-        config = self.config
-        end = min(request.num_slots - config.num_lookahead_tokens, request.max_num_tokens - 2)
-        if config.enable_prefix_caching:
-            filled = (request.num_committed_blocks + 1) * config.block_size
-            return end if end < filled else filled
-        return end
 
     # After a step
 
-    def _append(
+    def _update_request_with_output(
         self, plan: SchedulerOutput, output: ModelRunnerOutput, index: int
     ) -> Sequence[int]:
         """Appends the tokens of a request; returns those up to its end, if it ended."""
@@ -434,26 +337,25 @@ class Scheduler:
         drafts = plan.draft_token_ids.get(request)
         if drafts and request.num_computed_tokens:
             # Drafts that were rejected, or came after the end, were never computed.
-            request.origin -= len(drafts) + 1 - len(kept)
+            request.num_computed_tokens -= len(drafts) + 1 - len(kept)
         if output.draft_token_ids and not self.config.async_scheduling:
             request.draft_token_ids = list(output.draft_token_ids[index])
         if request.row is not None:
-            self._memory.publish_known(request)
+            self._kv_cache_manager.publish_known(request)
         return kept
 
     def _remove(self, ended: list[Request]) -> None:
-        """Takes out requests that have ended. One may end in the queue, by a token that was in
-        flight when it was preempted.
+        """Takes out requests that have ended. A request may end in the queue: by a token that was
+        in flight when it was preempted.
         """
         for request in ended:
             queue = self.waiting if request.row is None else self.running
             queue.remove(request)
-            self._give_back(request)
+            self._free(request)
 
-    def _give_back(self, request: Request) -> None:
-        """Frees what a request holds: its blocks with the next transaction, its row with it."""
-        self._memory.release(request)
+    def _free(self, request: Request) -> None:
+        """Frees the row of a request and, with the next transaction, its blocks."""
+        self._kv_cache_manager.release(request)
         if request.row is not None:
-            self._free_rows.append(request.row)
-            self._removed_rows.append(request.row)
+            self._rows.free(request.row)
         request.forget_blocks()

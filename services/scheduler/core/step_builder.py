@@ -1,94 +1,125 @@
-"""A step while it is being planned: the budget left, the grants made, what may still be undone."""
+"""A step while it is planned: the budget left, what was scheduled, and what can be taken back."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.common.block_hash import BlockHash
+from services.common.ids import BlockId
 from services.common.pool_operations import BlockTables
-from services.scheduler.core.output import Preemption
+from services.scheduler.core.computed_tokens import num_computed_tokens_of
+from services.scheduler.core.output import Preemption, SchedulerOutput, WaitReason
 from services.scheduler.core.request import Request
 
 
 @dataclass(slots=True)
 class StepBuilder:
-    """The token budget of one step and who got what of it, in scheduling order."""
+    """Collects a step's `SchedulerOutput`. The first three lists are parallel, in the
+    order of scheduling.
+    """
 
-    budget: int
+    token_budget: int
     """Tokens left."""
-    threshold: int
+    long_prefill_token_threshold: int
     """Most tokens of one request in this step; 0: no such limit."""
     requests: list[Request] = field(default_factory=list)
-    num_tokens: list[int] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    """Tokens computed before the step; parallel, as are the two above."""
-    awake: dict[Request, int] = field(default_factory=dict)
-    """What those got that do not decode in stride."""
-    appended: dict[Request, BlockTables] = field(default_factory=dict)
-    tables: dict[Request, BlockTables] = field(default_factory=dict)
+    num_scheduled_tokens: list[int] = field(default_factory=list)
+    num_computed_tokens: list[int] = field(default_factory=list)
+    """Before the step."""
+    off_fast_path: dict[Request, int] = field(default_factory=dict)
+    """Scheduled tokens of the requests that are not on the fast path."""
+    appended_blocks: dict[Request, BlockTables] = field(default_factory=dict)
+    block_tables: dict[Request, BlockTables] = field(default_factory=dict)
     draft_token_ids: dict[Request, list[int]] = field(default_factory=dict)
     new: list[Request] = field(default_factory=list)
     resumed: list[Request] = field(default_factory=list)
     preemptions: list[Preemption] = field(default_factory=list)
     hits: dict[Request, int] = field(default_factory=dict)
-    """Cached tokens of waiting requests, as the pool last said."""
+    """Cached tokens of waiting requests, by the pool's newest answer."""
     published: set[BlockHash] = field(default_factory=set)
-    """Hashes that admissions of this step publish: later ones will hit them."""
+    """Hashes that admissions of this step publish: later admissions of the step hit them."""
 
     @property
-    def runs_any(self) -> bool:
-        """Whether a request that ran before this step has a part in it."""
-        return len(self.requests) > len(self.tables)
+    def has_running_requests(self) -> bool:
+        """Whether a request that ran before this step is scheduled."""
+        return len(self.requests) > len(self.block_tables)
 
     @property
-    def runs_prefill(self) -> bool:
-        """Whether the step computes a further chunk of somebody's prompt."""
-        return any(request.is_prefill_chunk for request in self.awake)
+    def has_prefill_chunks(self) -> bool:
+        """Whether a request that ran before this step computes a further chunk of its prompt."""
+        return any(request.is_prefill_chunk for request in self.off_fast_path)
 
-    def cap(self, gap: int) -> int:
-        """How many of `gap` missing tokens the threshold lets one request have."""
-        return self.threshold if 0 < self.threshold < gap else gap
+    def cap(self, num_tokens: int) -> int:
+        """How many of `num_tokens` tokens the threshold lets one request have."""
+        threshold = self.long_prefill_token_threshold
+        return threshold if 0 < threshold < num_tokens else num_tokens
 
-    def grant_each(self, requests: Sequence[Request]) -> None:
-        """Gives one token of the budget to each of these."""
+    def schedule_one_token_each(self, requests: Sequence[Request]) -> None:
+        """Schedules one token of each of these requests."""
         self.requests += requests
-        self.num_tokens += [1] * len(requests)
-        self.starts += [request.origin + request.clock.now for request in requests]
-        self.budget -= len(requests)
+        self.num_scheduled_tokens += [1] * len(requests)
+        self.num_computed_tokens += num_computed_tokens_of(requests)
+        self.token_budget -= len(requests)
 
-    def grant(self, request: Request, num_tokens: int) -> None:
-        """Gives tokens of the budget to a request; drafts go last."""
+    def schedule(self, request: Request, num_tokens: int) -> None:
+        """Schedules tokens of a request off the fast path; its drafts are the last of them."""
+        num_computed_tokens = request.num_computed_tokens
         self.requests.append(request)
-        self.num_tokens.append(num_tokens)
-        self.starts.append(request.num_computed_tokens)
-        self.awake[request] = num_tokens
-        self.budget -= num_tokens
+        self.num_scheduled_tokens.append(num_tokens)
+        self.num_computed_tokens.append(num_computed_tokens)
+        self.off_fast_path[request] = num_tokens
+        self.token_budget -= num_tokens
         if request.draft_token_ids:
             known = len(request.token_ids) + request.num_output_placeholders
-            num_drafts = request.num_computed_tokens + num_tokens - known
+            num_drafts = num_computed_tokens + num_tokens - known
             if num_drafts > 0:
                 self.draft_token_ids[request] = request.draft_token_ids[:num_drafts]
 
-    def revoke_from(self, request: Request) -> int:
-        """Takes back what was given to a request and to all after it; returns the tokens that the
-        request was given.
+    def unschedule_from(self, request: Request) -> int:
+        """Takes back the tokens of a request and of all that were scheduled after it. Returns the
+        tokens that were scheduled of the request.
         """
         index = self.requests.index(request)
-        num_tokens = self.num_tokens[index]
-        self.budget += sum(self.num_tokens[index:])
-        for revoked in self.requests[index:]:
-            self._forget(revoked)
-        del self.requests[index:], self.num_tokens[index:], self.starts[index:]
+        num_tokens = self.num_scheduled_tokens[index]
+        self.token_budget += sum(self.num_scheduled_tokens[index:])
+        for unscheduled in self.requests[index:]:
+            self._forget(unscheduled)
+        del self.requests[index:], self.num_scheduled_tokens[index:]
+        del self.num_computed_tokens[index:]
         return num_tokens
 
-    def revoke(self, request: Request) -> None:
-        """Takes back what was given to a request, if anything."""
+    def unschedule(self, request: Request) -> None:
+        """Takes back the tokens of a request, if any were scheduled."""
         if request in self.requests:
             index = self.requests.index(request)
-            self.budget += self.num_tokens.pop(index)
-            del self.requests[index], self.starts[index]
-            self.appended.pop(request, None)
+            self.token_budget += self.num_scheduled_tokens.pop(index)
+            del self.requests[index], self.num_computed_tokens[index]
+            self.appended_blocks.pop(request, None)
             self._forget(request)
+
+    def build(
+        self,
+        step: int,
+        wait_reason: WaitReason | None,
+        removed_rows: list[int],
+        block_ids_to_zero: list[BlockId],
+    ) -> SchedulerOutput:
+        """The step, planned."""
+        return SchedulerOutput(
+            step=step,
+            requests=self.requests,
+            num_scheduled_tokens=self.num_scheduled_tokens,
+            num_computed_tokens=self.num_computed_tokens,
+            block_tables=self.block_tables,
+            appended_blocks=self.appended_blocks,
+            draft_token_ids=self.draft_token_ids,
+            new=self.new,
+            resumed=self.resumed,
+            preemptions=self.preemptions,
+            wait_reason=wait_reason,
+            removed_rows=removed_rows,
+            block_ids_to_zero=block_ids_to_zero,
+        )
 
     def _forget(self, request: Request) -> None:
         self.draft_token_ids.pop(request, None)
-        self.awake.pop(request, None)
+        self.off_fast_path.pop(request, None)

@@ -15,7 +15,6 @@ from services.cli.errors import CommandError
 from services.cli.replay.log_file import StepLogFile
 from services.common.block_hash import pack_token_ids
 from services.common.errors import InvalidArgument
-from services.scheduler.core.config import Policy
 from tests.cli.replaying import HANDLES, Disturbance, crowd, live_log, replay
 from tests.scheduler.paged_model import next_token
 from tests.scheduler.scheduler_process import running_scheduler
@@ -57,7 +56,7 @@ async def test_a_run_under_load_is_reproduced_bit_for_bit(
     path = await live_log(
         tmp_path / "steps.jsonl",
         give_up_on_some,
-        policy=Policy(policy),
+        policy=policy,
         async_scheduling=async_scheduling,
     )
     told = entries(path)

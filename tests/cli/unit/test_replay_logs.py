@@ -27,8 +27,9 @@ from services.cli.replay.scenario_model import next_token
 from services.cli.replay.statistics import RunStatistics
 from services.cli.replay.what_if import WhatIf, changed_config
 from services.common.repetition import RepetitionDetection
-from services.scheduler.core.config import Policy, SchedulerConfig
+from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput, WaitReason
+from services.scheduler.core.policies import POLICIES
 from services.scheduler.core.ports import PoolLost
 from services.scheduler.core.recorder import Entry, RecordingScheduler
 from services.scheduler.core.request import Request, StopConditions
@@ -127,7 +128,7 @@ def requests(draw: st.DrawFn) -> list[Request]:
     requests=requests(),
     losses=st.dictionaries(st.integers(0, 25), st.integers(0, 3), max_size=4),
     resets=st.sets(st.integers(0, 20), max_size=2),
-    policy=st.sampled_from(Policy),
+    policy=st.sampled_from(list(POLICIES)),
     async_scheduling=st.booleans(),
     num_blocks=st.integers(10, 20),
 )
@@ -135,7 +136,7 @@ def test_whatever_happens_is_decided_again(
     requests: list[Request],
     losses: dict[int, int],
     resets: set[int],
-    policy: Policy,
+    policy: str,
     async_scheduling: bool,
     num_blocks: int,
 ) -> None:
@@ -245,7 +246,7 @@ def with_config(
 ) -> tuple[RunStatistics, RunStatistics]:
     log = record(scenario)
     config_entry = log.entries[0]["config"]
-    config = SchedulerConfig(**config_entry | {"policy": Policy(config_entry["policy"])})
+    config = SchedulerConfig(**config_entry)
 
     async def run() -> tuple[RunStatistics, RunStatistics]:
         replaying = LogReplay(Header("none", config))
@@ -289,7 +290,7 @@ def test_without_a_cache_there_are_no_hits() -> None:
 def test_priority_lets_the_important_ones_go_first() -> None:
     scenario = crowded(policy="priority")
     scenario["events"][8]["add"]["priority"] = -1
-    by_priority, by_arrival = what_if(scenario, policy=Policy.FCFS)
+    by_priority, by_arrival = what_if(scenario, policy="fcfs")
 
     def queued(run: RunStatistics) -> int | None:
         return next(a.queued_steps for r, a in run.accounts.items() if r.request_id == "r8")

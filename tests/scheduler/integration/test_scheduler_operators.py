@@ -11,7 +11,6 @@ from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common.errors import FailedPrecondition
 from services.common.status import from_rpc_error
-from services.scheduler.core.config import Policy
 from tests.scheduler.fake_worker import FakeWorker
 from tests.scheduler.paged_model import continuation
 from tests.scheduler.serving_replica import Gateway, Replica, gateway_of, sampling, serving_replica
@@ -220,7 +219,7 @@ async def test_the_queue_is_bounded_and_says_when_to_come_back() -> None:
 
 async def test_priority_is_honoured_where_it_is_the_policy() -> None:
     async with (
-        serving_replica(policy=Policy.PRIORITY, max_num_seqs=1) as replica,
+        serving_replica(policy="priority", max_num_seqs=1) as replica,
         gateway_of(replica) as gateway,
     ):
         assert gateway.opened is not None

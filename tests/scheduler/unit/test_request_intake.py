@@ -14,13 +14,13 @@ from services.common.prompt_embeds import EmbedsDtype, PromptEmbeds
 from services.common.queue_state import QueueState
 from services.common.repetition import RepetitionDetection
 from services.scheduler.adapters.request_intake import Door
-from services.scheduler.core.config import Policy, SchedulerConfig
+from services.scheduler.core.config import SchedulerConfig
 
 VOCAB_SIZE = 100
 HIDDEN_SIZE = 2
 
 
-def make_door(*, policy: Policy = Policy.FCFS, num_waiting: int = 0, cache: int = 40) -> Door:
+def make_door(*, policy: str = "fcfs", num_waiting: int = 0, cache: int = 40) -> Door:
     """A model of 50 tokens over a cache of `cache`."""
     config = SchedulerConfig(
         max_num_seqs=4,
@@ -46,7 +46,7 @@ def message(**fields: Any) -> scheduler_pb2.AddRequest:
 
 
 def test_what_is_let_in_is_the_cores_own() -> None:
-    door = make_door(policy=Policy.PRIORITY)
+    door = make_door(policy="priority")
     request = door.let_in(
         message(
             output_token_ids=pack_token_ids([1, 2]),

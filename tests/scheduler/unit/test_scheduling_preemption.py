@@ -1,6 +1,5 @@
 """Who makes room when a running request needs a block and none is free."""
 
-from services.scheduler.core.config import Policy
 from tests.scheduler.paged_model import continuation
 from tests.scheduler.story import Story, prompt
 
@@ -55,7 +54,7 @@ async def test_who_does_not_fit_and_is_the_last_preempts_itself() -> None:
 
 
 async def test_priority_preempts_the_least_important_and_rolls_its_grant_back() -> None:
-    story = Story(num_blocks=5, policy=Policy.PRIORITY, max_num_batched_tokens=16)
+    story = Story(num_blocks=5, policy="priority", max_num_batched_tokens=16)
     story.add("low", prompt(7), priority=5)
     await story.step()
     story.add("high", prompt(8, first=500), priority=0)
@@ -70,7 +69,7 @@ async def test_the_budget_of_a_rolled_back_grant_goes_to_the_requests_behind() -
     """As in vLLM, which fixes the number of a request's tokens before it allocates their slots."""
     story = Story(
         num_blocks=8,
-        policy=Policy.PRIORITY,
+        policy="priority",
         max_num_batched_tokens=8,
         scheduler_reserve_full_isl=False,
     )
@@ -86,7 +85,7 @@ async def test_the_budget_of_a_rolled_back_grant_goes_to_the_requests_behind() -
 
 
 async def test_among_equal_priorities_the_latest_arrival_goes() -> None:
-    story = Story(num_blocks=7, policy=Policy.PRIORITY)
+    story = Story(num_blocks=7, policy="priority")
     story.add("early", prompt(8), priority=1, arrival_time=1.0)
     story.add("late", prompt(8, first=300), priority=1, arrival_time=3.0)
     story.add("middle", prompt(8, first=500), priority=1, arrival_time=2.0)
@@ -95,7 +94,7 @@ async def test_among_equal_priorities_the_latest_arrival_goes() -> None:
 
 
 async def test_priority_admits_by_priority_then_arrival_then_name() -> None:
-    story = Story(policy=Policy.PRIORITY, max_num_seqs=1)
+    story = Story(policy="priority", max_num_seqs=1)
     for name, priority, arrival in (("d", 2, 0.0), ("b", 1, 5.0), ("a", 1, 5.0), ("c", 1, 1.0)):
         story.add(name, prompt(4), priority=priority, arrival_time=arrival, max_tokens=1)
     assert story.waiting == ["c", "a", "b", "d"]

@@ -12,7 +12,7 @@ import zstandard
 
 from services.scheduler.adapters.replica import ReplicaShape
 from services.scheduler.adapters.step_log import StepLog, create_log_file, header
-from services.scheduler.core.config import Policy, SchedulerConfig
+from services.scheduler.core.config import SchedulerConfig
 from tests.scheduler.fake_worker import FakeWorker
 
 
@@ -115,7 +115,7 @@ def test_the_header_tells_all_that_a_replay_needs() -> None:
         block_size=4,
         num_blocks=64,
         fingerprint=b"\x01\xff",
-        policy=Policy.PRIORITY,
+        policy="priority",
     )
     shape = ReplicaShape(FakeWorker().description, 64)
     first = header(config, shape, started_unix_nanos=17)

@@ -1,0 +1,59 @@
+"""How the count of a request's computed tokens is kept.
+
+Most running requests decode, and each step computes one more token of every one of them. So that a
+step need not write to all of them, the count is the sum of an origin, which is the request's own,
+and a clock that all requests on the fast path share: planning a step advances that clock, and with
+it all their counts. Only this module knows that; others read and set `num_computed_tokens`.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True, eq=False)
+class StepClock:
+    """Counts the steps that were planned."""
+
+    now: int = 0
+
+
+_STOPPED = StepClock()
+"""The clock of requests off the fast path: their count is the origin alone."""
+
+
+@dataclass(slots=True, eq=False)
+class ComputedTokens:
+    """The count of one request's computed tokens; base of `Request`."""
+
+    is_on_fast_path: bool = field(init=False, default=False)
+    """Whether each step computes one more token of the request, needs no further block for it, and
+    can end the request only by the token that it samples.
+    """
+    origin: int = field(init=False, default=0)
+    clock: StepClock = field(init=False, default=_STOPPED)
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens whose keys and values are stored, or will be once the steps in flight have run."""
+        return self.origin + self.clock.now
+
+    @num_computed_tokens.setter
+    def num_computed_tokens(self, num_tokens: int) -> None:
+        self.origin = num_tokens - self.clock.now
+
+    def enter_fast_path(self, clock: StepClock) -> None:
+        """Lets the count grow with a clock."""
+        self.origin -= clock.now
+        self.clock = clock
+        self.is_on_fast_path = True
+
+    def leave_fast_path(self) -> None:
+        """Keeps the count at what it is now."""
+        self.origin += self.clock.now
+        self.clock = _STOPPED
+        self.is_on_fast_path = False
+
+
+def num_computed_tokens_of(requests: Iterable[ComputedTokens]) -> list[int]:
+    """The counts of many requests: the property, without a call for each of them."""
+    return [request.origin + request.clock.now for request in requests]

@@ -1,0 +1,130 @@
+"""What a step computes of the requests that run: arithmetic on tokens, no transaction."""
+
+from services.scheduler.core.chunks import aligned_chunk
+from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.kv_cache_manager import KVCacheManager
+from services.scheduler.core.request import Request
+from services.scheduler.core.running_requests import RunningRequests
+from services.scheduler.core.step_builder import StepBuilder
+
+
+class RunningPlanner:
+    """Divides the token budget of a step among the running requests, and knows for how many steps a
+    request needs no decision.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, running: RunningRequests, kv_cache_manager: KVCacheManager
+    ) -> None:
+        self._config = config
+        self._running = running
+        self._kv_cache_manager = kv_cache_manager
+        self._caches_states = config.caches_states
+
+    def plan(
+        self, builder: StepBuilder, begin: int = 0, num_decided: int | None = None
+    ) -> list[Request]:
+        """Schedules the running requests from index `begin` on, as far as the budget goes. Returns
+        those whose tokens need further blocks.
+
+        Only requests off the fast path are looked at. What lies between them is a run: requests
+        that get one token each, scheduled together. A request that is looked at and needs just one
+        token, while the budget is enough for all that follow, is left in its run.
+
+        `num_decided` is set after a preemption: the tokens that the request at `begin` was to get
+        before. As in vLLM it gets no more, and what the victim gives back of the budget goes to the
+        requests behind it.
+        """
+        running, growing = self._running, list[Request]()
+        run_begin, is_enough = begin, builder.token_budget >= len(running) - begin
+        for request in running.off_fast_path(begin):
+            num_computed = request.num_computed_tokens
+            num_new = num_decided
+            if num_new is None:
+                num_new = self._num_new_tokens(builder, request, num_computed)
+            num_decided = None
+            if num_new == 1 and is_enough:
+                builder.off_fast_path[request] = 1
+            else:
+                index = running.index(request)
+                self._schedule_run(builder, run_begin, index)
+                run_begin = index + 1
+                num_new = self._schedule_one(builder, request, num_computed, num_new)
+                if num_new == 0:
+                    continue
+                is_enough = builder.token_budget >= len(running) - run_begin
+            if self._kv_cache_manager.needs_slots(request, num_computed + num_new):
+                growing.append(request)
+        self._schedule_run(builder, run_begin, len(running))
+        return growing
+
+    def update_after_schedule(self, builder: StepBuilder) -> None:
+        """Counts the tokens of a planned step as computed, so that the next step can be planned
+        while this one runs, and puts requests on the fast path.
+        """
+        self._running.advance()
+        for request, num_new in builder.off_fast_path.items():
+            num_computed = request.num_computed_tokens + num_new
+            request.num_computed_tokens = num_computed
+            request.is_prefill_chunk = num_computed < len(request.token_ids)
+            if self._config.num_speculative_tokens:
+                request.draft_token_ids = self._placeholder_drafts(request)
+            elif not request.is_prefill_chunk:
+                num_steps = self._fast_path_end(request) - num_computed
+                if num_steps > 0:
+                    self._running.enter_fast_path(request, num_steps)
+
+    def _schedule_run(self, builder: StepBuilder, begin: int, end: int) -> None:
+        """Schedules one token of each running request from index `begin` up to `end`. Requests that
+        the budget does not reach leave the fast path: this step computes nothing of them.
+        """
+        if begin < end:
+            last = min(end, begin + builder.token_budget)
+            builder.schedule_one_token_each(self._running.between(begin, last))
+            for request in self._running.between(last, end):
+                self._running.leave_fast_path(request)
+
+    def _schedule_one(
+        self, builder: StepBuilder, request: Request, num_computed: int, num_new: int
+    ) -> int:
+        """Schedules up to `num_new` tokens of a request; returns how many the budget allows."""
+        num_new = min(num_new, builder.token_budget)
+        if self._caches_states:
+            num_new = aligned_chunk(self._config, request, num_computed, num_new)
+        if num_new <= 0:
+            return 0
+        builder.schedule(request, num_new)
+        return num_new
+
+    def _num_new_tokens(self, builder: StepBuilder, request: Request, num_computed: int) -> int:
+        """Tokens that a running request lacks and may get in one step."""
+        num_tokens = len(request.token_ids)
+        num_new = num_tokens - num_computed
+        if num_new <= 0:
+            # The next token is in flight. It may be the last, even if every draft is rejected.
+            if num_tokens + 1 >= request.num_prompt_tokens + request.stop.max_tokens:
+                return 0
+            num_new = 1
+        if request.draft_token_ids:
+            num_new += len(request.draft_token_ids)
+        longest = self._config.max_model_len - 1 - num_computed
+        return min(builder.cap(num_new), longest) if num_new > 1 or longest < 1 else 1
+
+    def _placeholder_drafts(self, request: Request) -> list[int]:
+        """Drafts that the workers make in the step in flight; only they know the tokens."""
+        if not self._config.async_scheduling or request.is_prefill_chunk:
+            return []
+        return [-1] * self._config.num_speculative_tokens
+
+    def _fast_path_end(self, request: Request) -> int:
+        """The first number of computed tokens at which a decoding request must be looked at: it
+        needs a block, reaches its greatest length, or has filled a block. 0: always.
+        """
+        if request.stop.repetition is not None:
+            return 0
+        config = self._config
+        end = min(request.num_slots - config.num_lookahead_tokens, request.max_num_tokens - 2)
+        if config.enable_prefix_caching:
+            filled = (request.num_committed_blocks + 1) * config.block_size
+            return end if end < filled else filled
+        return end

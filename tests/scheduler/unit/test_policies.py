@@ -1,0 +1,50 @@
+"""Scheduling policies: the table of them, and what it takes to add one."""
+
+import pytest
+
+from services.cli.replay.settings import parse_override
+from services.common.errors import InvalidArgument
+from services.common.settings import SettingError, parse_settings
+from services.scheduler.core.policies import POLICIES, find_policy
+from services.scheduler.settings import SchedulerSettings
+from tests.scheduler.shortest_prompt_first import ShortestPromptFirstPolicy
+from tests.scheduler.story import Story, prompt
+
+NAME = "shortest-prompt-first"
+
+
+def settings(policy: str) -> SchedulerSettings:
+    argv = ["--kvpool", "unix:pool", "--workers", "unix:worker", "--policy", policy]
+    return parse_settings(SchedulerSettings, "scheduler", argv, {})
+
+
+async def test_a_new_policy_is_one_new_file_and_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(POLICIES, NAME, ShortestPromptFirstPolicy())  # the line
+    assert settings(NAME).policy == NAME
+    assert parse_override(f"policy={NAME}") == ("policy", NAME)
+    story = Story(policy=NAME, num_blocks=6, max_num_seqs=2)
+    story.add("long", prompt(8))
+    story.add("longer", prompt(9, first=200))
+    story.add("short", prompt(4, first=300))
+    first = await story.step()
+    assert (first.new, story.waiting) == (["short", "long"], ["longer"])
+    steps = await story.steps(5)
+    assert [told.preempted for told in steps] == [[], [], [], [], ["long"]]
+    assert story.waiting == ["long", "longer"]
+    assert story.running == ["short"]
+
+
+@pytest.mark.parametrize("name", ["lottery", "FCFS", ""])
+def test_a_policy_that_does_not_exist_is_refused_at_the_start(name: str) -> None:
+    with pytest.raises(SettingError, match="--policy must be one of fcfs, priority, not"):
+        settings(name)
+    with pytest.raises(InvalidArgument, match="policy must be one of fcfs, priority, not") as error:
+        find_policy(name)
+    assert error.value.field == "policy"
+    with pytest.raises(InvalidArgument):
+        Story(policy=name)
+
+
+@pytest.mark.parametrize(("name", "uses_priority"), [("fcfs", False), ("priority", True)])
+def test_only_a_policy_that_uses_priorities_takes_them(name: str, uses_priority: bool) -> None:
+    assert find_policy(name).uses_priority == uses_priority
