@@ -21,7 +21,7 @@ from services.scheduler.adapters.pool_client import PoolClient
 from services.scheduler.adapters.queue_watch import QueueWatch
 from services.scheduler.adapters.readiness import ReplicaReadiness
 from services.scheduler.adapters.replica import ReplicaClient, ReplicaShape
-from services.scheduler.adapters.request_intake import Door
+from services.scheduler.adapters.request_intake import RequestIntake
 from services.scheduler.adapters.servicer import SchedulerServicer
 from services.scheduler.adapters.sessions import Sessions
 from services.scheduler.adapters.statistics import Statistics, StepCounts
@@ -93,7 +93,7 @@ async def _serve(settings: SchedulerSettings, tracing: Tracing, stop: asyncio.Ev
                 clock=time.monotonic,
             )
             statistics = Statistics(engine, sessions, counts, incarnation, model_name)
-            door = Door(
+            intake = RequestIntake(
                 config=config,
                 vocab_size=shape.description.vocab_size,
                 hidden_size=shape.description.hidden_size,
@@ -103,7 +103,7 @@ async def _serve(settings: SchedulerSettings, tracing: Tracing, stop: asyncio.Ev
                 next_key=itertools.count(1).__next__,
             )
             opened = what_is_served(shape, config, incarnation)
-            servicer = SchedulerServicer(engine, door, sessions, statistics, opened)
+            servicer = SchedulerServicer(engine, intake, sessions, statistics, opened)
             with serving_metrics(statistics, settings.metrics_address):
                 await _serve_engine(settings, server, engine, servicer, readiness, watch, stop)
     except Aborted:

@@ -1,6 +1,6 @@
-"""News for one gateway, collected until its stream takes them: one message per step, or per
-several steps when the gateway reads slower than the engine steps. What waits is bounded by the
-requests themselves.
+"""Deltas for one gateway, collected until its stream takes them: one message for each step, or for
+several steps if the gateway reads more slowly than the engine runs steps. Their size is bounded by
+the lengths of the requests.
 """
 
 import asyncio
@@ -26,19 +26,19 @@ _MESSAGES = {
     FinishReason.NAN_IN_LOGITS: "the model's logits held NaN: no token could be chosen",
     FinishReason.STEP_FAILED: "the workers were lost in every step of this request, "
     "also in those with no other request",
-    FinishReason.QUEUE_TIMEOUT: "the request waited as long as it may and was not scheduled",
+    FinishReason.QUEUE_TIMEOUT: "the request was not scheduled within the time that it may wait",
 }
 
 
 class Outbox:
-    """Deltas of one session. Writers never wait; one reader waits, and takes all there is.
+    """Deltas of one session. Writers never wait; one reader waits, and takes all of them.
 
-    Tokens of a step are kept as they came, parallel to their handles; only when the next ones come
-    before they were taken are they put together by handle.
+    Tokens of a step are kept in lists parallel to their handles. They are merged by handle only if
+    tokens of another step come before they were taken.
     """
 
     def __init__(self) -> None:
-        self.has_news = False
+        self.has_deltas = False
         """Whether `take` has something to send."""
         self._step = 0
         self._handles: Sequence[int] = ()
@@ -48,7 +48,7 @@ class Outbox:
         self._is_empty = True
         self._state: scheduler_pb2.ReplicaState | None = None
         self._queue: scheduler_pb2.QueueState | None = None
-        self._waking = asyncio.Event()
+        self._woken = asyncio.Event()
 
     def admitted(self, handle: int, num_cached_tokens: int) -> None:
         """A request was scheduled for the first time."""
@@ -58,13 +58,13 @@ class Outbox:
     def tokens(
         self, step: int, handles: Sequence[int], token_ids: Sequence[Sequence[int] | None]
     ) -> None:
-        """New tokens of the requests of a step, parallel; requests without are passed over."""
-        news = [tokens for tokens in token_ids if tokens]
-        if len(news) < len(handles):
+        """New tokens of the requests of a step, parallel to `handles`; empty ones are left out."""
+        new = [tokens for tokens in token_ids if tokens]
+        if len(new) < len(handles):
             handles = [handle for handle, tokens in zip(handles, token_ids, strict=True) if tokens]
-        if news:
-            self._put_together()
-            self._step, self._handles, self._token_ids = step, handles, news
+        if new:
+            self._merge_by_handle()
+            self._step, self._handles, self._token_ids = step, handles, new
             self._is_empty = False
 
     def logprobs(self, handle: int, item: worker_pb2.RequestLogprobs) -> None:
@@ -89,35 +89,35 @@ class Outbox:
         self._is_empty = False
 
     def rejected(self, rejection: scheduler_pb2.Rejection) -> None:
-        """A request was refused at the door."""
+        """A request was refused."""
         self._deltas.rejected.append(rejection)
         self._is_empty = False
         self.flush()
 
     def state(self, state: scheduler_pb2.ReplicaState) -> None:
-        """Whether the replica can run a step; replaces a state that was not taken."""
+        """Whether the replica can run a step; replaces an earlier state that was not taken."""
         self._state = state
-        self._waking.set()
+        self._woken.set()
 
     def queue(self, state: scheduler_pb2.QueueState) -> None:
-        """How long the queue is; replaces a state that was not taken."""
+        """How long the queue is; replaces an earlier state that was not taken."""
         self._queue = state
-        self._waking.set()
+        self._woken.set()
 
     def flush(self) -> None:
-        """Lets the reader have what was collected."""
+        """Wakes the reader if deltas were collected."""
         if not self._is_empty:
-            self.has_news = True
-            self._waking.set()
+            self.has_deltas = True
+            self._woken.set()
 
     def wake(self) -> None:
-        """Lets the reader go on without news."""
-        self._waking.set()
+        """Wakes the reader though there may be nothing to take."""
+        self._woken.set()
 
     async def wait(self) -> None:
-        """Until there are news or states, or `wake` was called since the last were taken."""
-        await self._waking.wait()
-        self._waking.clear()
+        """Waits for deltas or a state, or until `wake` was called since the last were taken."""
+        await self._woken.wait()
+        self._woken.clear()
 
     def take_state(self) -> scheduler_pb2.ReplicaState | None:
         """The newest state, unless it was taken."""
@@ -130,11 +130,11 @@ class Outbox:
         return queue
 
     def take(self) -> scheduler_pb2.StepDeltas:
-        """All news there are."""
+        """All deltas that were collected."""
         deltas, self._deltas = self._deltas, scheduler_pb2.StepDeltas()
         handles, token_ids = self._handles, self._token_ids
         if self._untaken:
-            self._put_together()
+            self._merge_by_handle()
             handles, token_ids = list(self._untaken), list(self._untaken.values())
             self._untaken = {}
         deltas.step = self._step
@@ -142,12 +142,12 @@ class Outbox:
         deltas.num_tokens.extend(map(len, token_ids))
         deltas.token_ids.extend(chain.from_iterable(token_ids))
         self._handles = self._token_ids = ()
-        self._is_empty, self.has_news = True, False
-        self._waking.clear()
+        self._is_empty, self.has_deltas = True, False
+        self._woken.clear()
         return deltas
 
-    def _put_together(self) -> None:
-        """Tokens that wait, by handle."""
+    def _merge_by_handle(self) -> None:
+        """Adds the tokens of the last step to those of earlier steps."""
         for handle, tokens in zip(self._handles, self._token_ids, strict=True):
             self._untaken.setdefault(handle, []).extend(tokens)
         self._handles = self._token_ids = ()

@@ -1,4 +1,4 @@
-"""Pool and workers as a pair: found, matched, opened as one generation, and opened again."""
+"""Opens pool and workers together, as one generation, and again after either was lost."""
 
 import asyncio
 import logging
@@ -31,7 +31,7 @@ _ATTENTION_TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class ReplicaShape:
-    """What the ranks have in common, and the least of what they differ in."""
+    """The first rank's description, which holds for all, and the smallest number of blocks."""
 
     description: worker_pb2.DescribeResponse
     num_blocks: int
@@ -56,9 +56,9 @@ class ReplicaShape:
 
 
 class ReplicaClient:
-    """A `Replica` over pool and workers. What they serve may not change while this process lives,
-    for requests are checked against it at the door: `reopen` raises FailedPrecondition if it does.
-    What the pool refuses for good is raised as InvalidArgument.
+    """A `Replica` over pool and workers. The model and its KV cache may not change while this
+    process runs, because arriving requests are checked against them: `reopen` raises
+    FailedPrecondition if they did. What the pool refuses for good is raised as InvalidArgument.
     """
 
     def __init__(
@@ -70,9 +70,9 @@ class ReplicaClient:
         self._shape: ReplicaShape | None = None
 
     async def open(self) -> ReplicaShape:
-        """Waits for pool and workers as long as it takes, and opens them as a new generation. Says
-        what it waits for once that is longer than they usually take to start, or at once where
-        they belong to another scheduler.
+        """Waits for pool and workers without limit, and opens them as a new generation. Logs what
+        it waits for: after `QUIET_SECONDS`, which they usually take to start, or at once if they
+        belong to another scheduler.
         """
         delay, complaint = FIRST_RETRY_SECONDS, ""
         loop = asyncio.get_running_loop()
@@ -91,7 +91,7 @@ class ReplicaClient:
                 delay = min(2 * delay, LAST_RETRY_SECONDS)
 
     def watch(self, on_lost: Callable[[PoolLost | WorkersLost], None]) -> None:
-        """Tells `on_lost` when pool or workers go away, also where nothing is asked of them."""
+        """Calls `on_lost` when pool or workers are lost, also if no call to them is in progress."""
         self._pool.on_lost = on_lost
         self._workers.on_lost = on_lost
 
@@ -108,7 +108,7 @@ class ReplicaClient:
         shape = _shape(ranks)
         if self._shape is not None:
             _require_same(self._shape, shape)
-            # The scheduler goes on counting the blocks that it was built for.
+            # The scheduler keeps counting the blocks that it was configured with.
             shape = replace(shape, num_blocks=self._shape.num_blocks)
         generation = await self._pool.open(
             shape.num_blocks,
@@ -134,7 +134,7 @@ def _shape(ranks: list[worker_pb2.DescribeResponse]) -> ReplicaShape:
     for number, rank in enumerate(ranks):
         if (rank.rank, rank.world_size) != (number, len(ranks)):
             raise FailedPrecondition(
-                f"worker {number} of {len(ranks)} says that it is rank {rank.rank} of "
+                f"worker {number} of {len(ranks)} is rank {rank.rank} of "
                 f"{rank.world_size}: list all ranks, in order"
             )
         if rank.fingerprint != ranks[0].fingerprint:
@@ -145,15 +145,15 @@ def _shape(ranks: list[worker_pb2.DescribeResponse]) -> ReplicaShape:
 
 
 def _conflict(rank: worker_pb2.DescribeResponse, first: worker_pb2.DescribeResponse) -> str | None:
-    """What is wrong with the KV cache that a rank describes, if anything."""
+    """What is wrong with the KV cache that a rank describes; None if nothing is."""
     if not rank.groups:
-        return "describes no group of layers that a KV cache could be for"
+        return "describes no group of layers for the KV cache"
     for index, group in enumerate(rank.groups):
         if group.attention_type not in _ATTENTION_TYPES:
-            return f"does not say, in words known here, what layers of group {index} attend to"
+            return f"describes group {index} with an attention type that is not known here"
     sizes = {group.block_size for group in rank.groups}
     if len(sizes) > 1:
-        return f"has groups with blocks of {min(sizes)} and of {max(sizes)} tokens: one size serves"
+        return f"has blocks of {min(sizes)} and of {max(sizes)} tokens: groups must have one size"
     if (list(rank.groups), rank.drop_last_hit_block) != (
         list(first.groups),
         first.drop_last_hit_block,

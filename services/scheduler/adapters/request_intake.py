@@ -1,4 +1,4 @@
-"""The door: what a request must be to be queued. Nothing that would fail below gets through."""
+"""Checks requests that arrive: one that could never run is refused before it is queued."""
 
 import time
 from collections.abc import Callable
@@ -19,8 +19,8 @@ from services.scheduler.core.request import Request, StopConditions
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
-    """Checks requests against what the replica can do, and makes them the core's own."""
+class RequestIntake:
+    """Checks requests against the limits of the replica, and converts them to the core's form."""
 
     config: SchedulerConfig
     vocab_size: int
@@ -30,11 +30,11 @@ class Door:
     next_key: Callable[[], int]
     unix_nanos: Callable[[], int] = time.time_ns
     clock: Callable[[], float] = time.monotonic
-    """Seconds, by which a request has its `latest_start`."""
+    """Seconds; `Request.latest_start` is a time of this clock."""
 
-    def let_in(self, message: scheduler_pb2.AddRequest) -> Request:
-        """The request that a message asks for. Raises InvalidArgument, OutOfRange or
-        ResourceExhausted, each of which names what is at fault.
+    def accept(self, message: scheduler_pb2.AddRequest) -> Request:
+        """The request of a message. Raises InvalidArgument or OutOfRange, which name the field that
+        is wrong, or ResourceExhausted if the queue is full or too long.
         """
         latest_start = self._latest_start(message)
         embeds = self._embeds(message)
@@ -78,8 +78,8 @@ class Door:
         )
 
     def _latest_start(self, message: scheduler_pb2.AddRequest) -> float | None:
-        """When the request must have been scheduled; None: whenever that is. Raises
-        ResourceExhausted if the queue is full, or that is sooner than it probably would be.
+        """When the request must have been scheduled; None: no limit. Raises ResourceExhausted if
+        the queue is full, or if the request would probably be scheduled later than that.
         """
         queue, has_output = self.queue(), bool(message.output_token_ids)
         timeout = message.timeout_millis / 1000 if message.timeout_millis else None

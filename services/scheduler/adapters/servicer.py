@@ -10,7 +10,7 @@ import grpc
 from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 from services.common.errors import InvalidArgument, StepwellError, Unavailable
-from services.scheduler.adapters.request_intake import Door
+from services.scheduler.adapters.request_intake import RequestIntake
 from services.scheduler.adapters.sessions import GatewaySession, Sessions
 from services.scheduler.adapters.statistics import Statistics
 from services.scheduler.core.engine_core import EngineCore
@@ -19,24 +19,24 @@ from services.scheduler.core.request import Request
 logger = logging.getLogger(__name__)
 
 HASH_INLINE_TOKENS = 2048
-"""Longer prompts are hashed in a thread: a step must not wait for them."""
+"""Longer prompts are hashed in a thread, so that no step waits for it."""
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
-    """Sessions in front of one engine. `opened` is what each session is told first."""
+    """Sessions in front of one engine. `opened` is the first message of each session."""
 
     def __init__(
         self,
         engine: EngineCore,
-        door: Door,
+        intake: RequestIntake,
         sessions: Sessions,
         statistics: Statistics,
         opened: scheduler_pb2.SessionOpened,
     ) -> None:
         self._engine = engine
-        self._door = door
+        self._intake = intake
         self._sessions = sessions
         self._statistics = statistics
         self._opened = opened
@@ -60,15 +60,17 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         try:
             yield scheduler_pb2.SessionResponse(opened=self._opened)
             yield scheduler_pb2.SessionResponse(state=self._sessions.state)
-            async for news in self._news(session, reader):
-                yield news
+            async for response in self._responses(session, reader):
+                yield response
             if reader.done():
                 reader.result()
         finally:
             reader.cancel()
-            orphans = self._sessions.close(session)
-            self._engine.abort(orphans)
-            logger.info("session of %s ended; %d aborted", session.gateway_id, len(orphans))
+            aborted = self._sessions.close(session)
+            self._engine.abort(aborted)
+            logger.info(
+                "session of %s ended; %d requests aborted", session.gateway_id, len(aborted)
+            )
 
     async def Abort(
         self, request: scheduler_pb2.AbortRequest, context: _Context
@@ -113,10 +115,12 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
                 case "add":
                     await self._add(session, message.add)
                 case "abort":
-                    alive = map(session.requests.get, message.abort.handles)
-                    self._engine.abort([request for request in alive if request is not None])
+                    found = map(session.requests.get, message.abort.handles)
+                    self._engine.abort([request for request in found if request is not None])
                 case kind:
-                    raise InvalidArgument(f"{kind or 'nothing'} is not said in an open session")
+                    raise InvalidArgument(
+                        f"an open session takes add and abort, not {kind or 'an empty message'}"
+                    )
 
     async def _add(self, session: GatewaySession, message: scheduler_pb2.AddRequest) -> None:
         try:
@@ -126,7 +130,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
                 raise InvalidArgument(f"handle {message.handle} is in use", field="handle")
             if not message.arrival_unix_nanos:
                 message.arrival_unix_nanos = time.time_ns()
-            request = self._door.let_in(message)
+            request = self._intake.accept(message)
         except StepwellError as error:
             session.reject(message.handle, error)
             return
@@ -135,15 +139,15 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         self._engine.add(request)
 
     async def _hash(self, request: Request) -> None:
-        config = self._door.config
+        config = self._intake.config
         if not config.enable_prefix_caching or request.num_tokens <= HASH_INLINE_TOKENS:
             return
         await asyncio.to_thread(request.hash_full_blocks, config.fingerprint, config.block_size)
 
-    async def _news(
+    async def _responses(
         self, session: GatewaySession, reader: asyncio.Task[None]
     ) -> AsyncIterator[scheduler_pb2.SessionResponse]:
-        """What the outbox collects, until the gateway has said its last or the drain is done."""
+        """What the outbox collects, until the gateway ends its stream or the drain is done."""
         outbox = session.outbox
         reader.add_done_callback(lambda _: outbox.wake())
         while True:
@@ -151,7 +155,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
                 yield scheduler_pb2.SessionResponse(state=state)
             elif (queue := outbox.take_queue()) is not None:
                 yield scheduler_pb2.SessionResponse(queue=queue)
-            elif outbox.has_news:
+            elif outbox.has_deltas:
                 yield scheduler_pb2.SessionResponse(deltas=outbox.take())
             elif reader.done() or (self._is_draining and not session.requests):
                 return

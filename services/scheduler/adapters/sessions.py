@@ -1,4 +1,4 @@
-"""Who waits for which request: the sessions of gateways, and the way back to each."""
+"""The sessions of gateways: which request came through which session, and what to send to each."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ class GatewaySession:
     requests: dict[int, Request] = field(default_factory=dict)
 
     def reject(self, handle: int, error: StepwellError) -> None:
-        """Answers a request that was refused at the door."""
+        """Answers a request that was refused."""
         self.outbox.rejected(
             scheduler_pb2.Rejection(
                 handle=handle,
@@ -48,7 +48,7 @@ class _Owner:
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """The requests of a step that belong to one session: their places in it, and their handles."""
+    """The requests of a step that belong to one session: their indexes in it, and their handles."""
 
     session: GatewaySession
     indexes: list[int] = field(default_factory=list)
@@ -56,9 +56,10 @@ class _Share:
 
 
 class Sessions:
-    """All sessions of a scheduler: a `Delivery` that sorts news by whom they concern.
+    """All sessions of a scheduler: a `Delivery` that divides outputs among the sessions.
 
-    Step after step is of the same requests: they are sorted anew only when that changes.
+    Most steps have the same requests as the step before: which of them belong to which session is
+    found again only when they change.
     """
 
     def __init__(self) -> None:
@@ -85,39 +86,39 @@ class Sessions:
         return session
 
     def close(self, session: GatewaySession) -> list[Request]:
-        """Forgets a session; returns its requests that nobody waits for now."""
+        """Removes a session; returns its requests, which are to be aborted."""
         self._sessions.discard(session)
-        orphans = list(session.requests.values())
-        for request in orphans:
+        unowned = list(session.requests.values())
+        for request in unowned:
             self._owners.pop(request, None)
         session.requests.clear()
         self._sorted = ()
-        return orphans
+        return unowned
 
     def announce(self, state: scheduler_pb2.ReplicaState) -> None:
-        """Tells every session whether a step can run."""
+        """Sends every session whether a step can run."""
         self.state = state
         for session in self._sessions:
             session.outbox.state(state)
 
     def announce_queue(self, state: QueueState) -> None:
-        """Tells every session how long the queue is."""
+        """Sends every session how long the queue is."""
         message = queue_state_to_proto(state)
         for session in self._sessions:
             session.outbox.queue(message)
 
     def wake(self) -> None:
-        """Lets every session look whether it should end."""
+        """Has every session check whether it should end."""
         for session in self._sessions:
             session.outbox.wake()
 
     def own(self, session: GatewaySession, handle: int, request: Request) -> None:
-        """Notes who waits for a request."""
+        """Notes the session and the handle of a request."""
         session.requests[handle] = request
         self._owners[request] = _Owner(session, handle)
 
     def find(self, request_ids: Iterable[str]) -> list[Request]:
-        """The requests of these names that are alive."""
+        """The requests of these ids that have not ended."""
         wanted = set(request_ids)
         return [request for request in self._owners if request.request_id in wanted]
 

@@ -140,8 +140,8 @@ class Statistics(Collector):
             labels=[*labels, "lost"],
         )
         for lost, count in (
-            ("pool", self._engine.num_pool_losses),
-            ("workers", self._engine.num_worker_losses),
+            ("pool", self._engine.losses.num_of_pool),
+            ("workers", self._engine.losses.num_of_workers),
         ):
             recoveries.add_metric([*labels.values(), lost], count)
         yield recoveries

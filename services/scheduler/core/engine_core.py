@@ -1,4 +1,4 @@
-"""The loop that turns plans into tokens."""
+"""The engine loop: plans steps, sends them to the workers, and takes in their tokens."""
 
 import asyncio
 import enum
@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 
 from services.common.errors import FailedPrecondition, Unavailable
-from services.scheduler.core.fault_search import FaultSearch
+from services.scheduler.core.fault_trials import FaultTrials
+from services.scheduler.core.losses import Losses
 from services.scheduler.core.output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.ports import (
     Delivery,
@@ -24,13 +25,9 @@ from services.scheduler.core.scheduler import PauseMode, Scheduler
 
 logger = logging.getLogger(__name__)
 
-FIRST_BACKOFF_SECONDS = 0.1
-"""Wait before the second of several recoveries in a row; it doubles with each further one."""
-LAST_BACKOFF_SECONDS = 5.0
-
 
 class EngineState(enum.Enum):
-    """Where the engine stands."""
+    """What state the engine is in."""
 
     IDLE = "idle"
     RUNNING = "running"
@@ -39,10 +36,11 @@ class EngineState(enum.Enum):
 
 
 class EngineCore:
-    """Drives one scheduler: requests in, steps out to the workers, tokens back to who waits.
+    """Drives one scheduler: takes in requests, sends steps to the workers, and delivers tokens.
 
-    Everything that changes the scheduler happens in the turns of `run`, one after another; the
-    other methods leave word and may be called at any time from the same event loop.
+    The scheduler is changed only in the turns of `run`, one after another, and in a `standstill`
+    between them. The other methods note what is to be done and may be called at any time from the
+    same event loop.
     """
 
     def __init__(
@@ -72,16 +70,13 @@ class EngineCore:
         self._num_holds = 0
         self._awaits_answer = False
         self._lost: PoolLost | WorkersLost | None = None
-        self.num_pool_losses = 0
-        self.num_worker_losses = 0
-        self._num_losses = 0
-        self._search = FaultSearch()
-        self._trial: Sequence[Request] | None = None
+        self.losses = Losses()
+        self._trials = FaultTrials(scheduler)
         self._depth = 2 if scheduler.config.async_scheduling else 1
 
     @property
     def num_waiting(self) -> int:
-        """Requests that have not been scheduled yet, or were preempted."""
+        """Requests that do not run: not scheduled yet, or preempted."""
         return self.scheduler.num_waiting + len(self._arrivals)
 
     @property
@@ -94,13 +89,13 @@ class EngineCore:
         self._wake.set()
 
     def abort(self, requests: Iterable[Request], reason: FinishReason = FinishReason.ABORT) -> None:
-        """Ends requests, wherever they stand: at once while the loop waits for a step's answer, and
+        """Ends requests that run or wait: at once while the loop waits for a step's answer, and
         otherwise before the next step is planned. A step in flight is not held up. QUEUE_TIMEOUT
-        ends only those that have not been scheduled by then.
+        ends only requests that have not been scheduled by then.
         """
         self._ends |= dict.fromkeys(requests, reason)
         if self._awaits_answer:
-            self._take_in()
+            self._apply_changes()
         else:
             self._wake.set()
 
@@ -115,12 +110,14 @@ class EngineCore:
         ]
 
     def lost(self, lost: PoolLost | WorkersLost) -> None:
-        """Notes that pool or workers are away, where no step in flight brings it to light."""
+        """Notes that pool or workers were lost while no step in flight showed it."""
         self._lost = lost
         self._wake.set()
 
     async def run(self) -> None:
-        """Steps for ever. A lost pool or worker costs recomputation; anything else is a defect."""
+        """Runs steps until cancelled. Recovers from a lost pool or worker; any other error is a
+        defect and ends the loop.
+        """
         try:
             while True:
                 try:
@@ -135,13 +132,13 @@ class EngineCore:
             self._observer.lost(())
 
     async def pause(self, *, abort: bool) -> None:
-        """Stops planning; returns when no step is in flight and the pool knows who has ended.
-        `abort` ends what is alive.
+        """Stops planning; returns when no step is in flight and the blocks of ended requests are
+        free. `abort` ends all requests.
         """
         self.scheduler.pause(PauseMode.ABORT if abort else PauseMode.KEEP)
         self._observer.paused()
         async with self.standstill():
-            self._take_in()
+            self._apply_changes()
             if abort:
                 self._end(dict.fromkeys(self.scheduler.requests, FinishReason.ABORT))
             with suppress(PoolLost):  # the next step finds out, and recovers
@@ -150,7 +147,7 @@ class EngineCore:
                 self.state = EngineState.PAUSED
 
     def resume(self) -> None:
-        """Goes on planning."""
+        """Plans steps again after a pause."""
         self.scheduler.resume()
         self._observer.resumed()
         self._wake.set()
@@ -169,8 +166,8 @@ class EngineCore:
 
     @asynccontextmanager
     async def standstill(self) -> AsyncIterator[None]:
-        """Between turns, with no step in flight. The loop itself takes back what is in flight, so
-        that whoever asks may give up asking.
+        """Holds the loop between turns, with no step in flight. The loop itself takes in the steps
+        that are in flight, so that the caller may be cancelled.
         """
         self._num_holds += 1
         self._wake.set()
@@ -183,13 +180,13 @@ class EngineCore:
             self._wake.set()
 
     async def _turn(self) -> None:
-        """Takes in what was said, plans and sends a step, takes back the tokens of the oldest.
+        """Adds and ends requests, plans and sends a step, and takes in the tokens of the oldest.
 
         With asynchronous scheduling the oldest is the step before: it runs while this one is
-        planned, and when nothing could be planned there is only its answer to wait for. In a pause
-        the pool is still told at once who has ended.
+        planned, and if nothing could be planned its answer is waited for. In a pause blocks of
+        ended requests are still given back at once.
         """
-        self._take_in()
+        self._apply_changes()
         planned = False
         if self._may_plan() and self.scheduler.has_work:
             traceparent = self._observer.begin()
@@ -207,8 +204,8 @@ class EngineCore:
             await self._complete()
 
     async def _complete(self) -> None:
-        """Takes in a step's tokens. They are delivered while the loop waits for somebody, the pool
-        or the workers: whoever computes does not wait for that.
+        """Takes in a step's tokens. They are delivered while the loop waits for pool or workers, so
+        that their computation is not delayed.
         """
         plan, answer = self._in_flight[0]
         self._awaits_answer = True
@@ -217,21 +214,24 @@ class EngineCore:
         finally:
             self._awaits_answer = False
         self._in_flight.popleft()
-        self._take_in()
+        self._apply_changes()
         self._deliver()
         update = self._undelivered = self.scheduler.update_from_output(plan, output)
-        if self._num_losses:
+        if self.losses.is_in_a_row:
             self._note_progress(plan)
         asyncio.get_running_loop().call_soon(self._deliver)
         self._observer.done(plan, update)
 
     def _deliver(self) -> None:
-        """Passes on what waits; if that fails it waits on, for the engine itself to fail by it."""
+        """Delivers the outputs that were not delivered yet. If that raises they are kept, and the
+        engine loop raises the same error at its next attempt.
+        """
         if self._undelivered is not None:
             self._delivery.deliver(self._undelivered)
             self._undelivered = None
 
-    def _take_in(self) -> None:
+    def _apply_changes(self) -> None:
+        """Adds the requests that arrived, then ends those that are to end."""
         if self._arrivals:
             arrivals, self._arrivals = self._arrivals, []
             for request in arrivals:
@@ -242,17 +242,19 @@ class EngineCore:
             self._end(ends)
 
     def _end(self, ends: Mapping[Request, FinishReason]) -> None:
-        alive = [request for request, reason in ends.items() if _can_end(request, reason)]
-        for request in alive:
+        ended = [request for request, reason in ends.items() if _can_end(request, reason)]
+        for request in ended:
             self.scheduler.abort(request, ends[request])
-        if alive:
+        if ended:
             self._deliver()
-            self._delivery.deliver_ends(alive)
-            self._observer.ended(alive)
+            self._delivery.deliver_ends(ended)
+            self._observer.ended(ended)
 
     async def _until_work(self) -> None:
         while not (self._arrivals or self._ends or self._in_flight) and (
-            self._is_paused or self._num_holds or not (self.scheduler.has_work or self._trial)
+            self._is_paused
+            or self._num_holds
+            or not (self.scheduler.has_work or self._trials.holds_back)
         ):
             self.state = EngineState.PAUSED if self._is_paused else EngineState.IDLE
             self._deliver()
@@ -263,8 +265,8 @@ class EngineCore:
         self.state = EngineState.RUNNING
 
     async def _recover(self, lost: Unavailable) -> None:
-        """Starts over with an empty pool and empty workers, as soon as both are there. Requests
-        keep their tokens; they come and end meanwhile as ever.
+        """Starts over with an empty pool and empty workers, as soon as both can be opened. Requests
+        keep their tokens; meanwhile requests are added and ended as usual.
         """
         logger.warning("%s; recovering", lost.message)
         self.state, self.state_reason = EngineState.RECOVERING, lost.message
@@ -274,30 +276,28 @@ class EngineCore:
             self._drop_steps()
             preempted = self.scheduler.forget_pool()
             self._observer.lost(preempted)
+            self.losses.note(lost)
             if isinstance(lost, WorkersLost):
-                self.num_worker_losses += 1
-                self._blame([*failed, *filter(None, [self._unsent])])
-            else:
-                self.num_pool_losses += 1
-                self._begin_trial()
+                self._suspect([*failed, *filter(None, [self._unsent])])
+            self._trials.change()
             self._unsent = None
             self._turns.notify_all()
         self._lost = None
-        await self._reopen(backoff_seconds(self._num_losses))
-        self._num_losses += 1
+        await self._reopen(self.losses.backoff_seconds)
+        self.losses.recovered()
         self.state_reason = ""
         self._readiness.ready()
         logger.info("recovered; %d requests are computed again", len(preempted))
 
     async def _reopen(self, backoff_seconds: float) -> None:
-        """Waits for pool and workers, and takes in meanwhile what is said."""
+        """Waits until pool and workers are opened, and meanwhile adds and ends requests."""
         reopening = asyncio.create_task(self._reopen_after(backoff_seconds), name="reopen")
         reopening.add_done_callback(lambda _: self._wake.set())
         try:
             while not reopening.done():
                 self._wake.clear()
                 async with self._turns:
-                    self._take_in()
+                    self._apply_changes()
                 await self._wake.wait()
             reopening.result()
         finally:
@@ -307,43 +307,36 @@ class EngineCore:
         await asyncio.sleep(seconds)
         await self._replica.reopen()
 
-    def _blame(self, failed: Sequence[SchedulerOutput]) -> None:
-        """Notes which requests were in steps that broke the workers; ends one that always does."""
-        culprit = self._search.steps_failed(failed)
+    def _suspect(self, failed: Sequence[SchedulerOutput]) -> None:
+        """Suspects the requests of steps that were lost with the workers, and ends the one whose
+        steps always fail, if it was found.
+        """
+        culprit = self._trials.steps_failed(failed)
         if culprit is not None:
             logger.error("request %s is given up: its steps always fail", culprit.request_id)
-            self._num_losses = 0
+            self.losses.made_progress()
             self._end({culprit: FinishReason.STEP_FAILED})
-        self._begin_trial()
 
     def _may_plan(self) -> bool:
-        """Whether a step may be planned. Where the search for a fault wants other requests to run,
-        that is once the steps in flight are done.
+        """Whether a step may be planned. If the search for a fault wants other requests to run, the
+        steps in flight are completed first.
         """
-        if self._search.is_active or self._trial is not None:
-            if self._search.trial() != self._trial and not self._in_flight:
-                self._observer.preempted(self.scheduler.preempt_all())
-                self._begin_trial()
-            if self._search.trial() != self._trial:
+        if self._trials.is_change_due:
+            if self._in_flight:
                 return False
+            self._observer.preempted(self.scheduler.preempt_all())
+            self._trials.change()
         return not (self._is_paused or self._num_holds)
 
-    def _begin_trial(self) -> None:
-        """Holds back what must not run beside the suspects whose turn it is; nothing runs now."""
-        trial = self._search.trial()
-        if trial != self._trial:
-            self._trial = trial
-            self.scheduler.admit_only(trial)
-
     def _note_progress(self, plan: SchedulerOutput) -> None:
-        """A step was done after a loss: once no request is suspected the loss is over."""
-        if self._search.is_active:
-            self._search.step_done(plan)
+        """A step was done after a loss: the losses in a row are over once nothing is suspected."""
+        if self._trials.is_searching:
+            self._trials.step_done(plan)
         else:
-            self._num_losses = 0
+            self.losses.made_progress()
 
     def _drop_steps(self) -> None:
-        """Nobody waits for what is in flight any more, whatever it brings."""
+        """Cancels the steps in flight. Their outputs are discarded."""
         for _, answer in self._in_flight:
             if answer.done() and not answer.cancelled():
                 answer.exception()
@@ -353,13 +346,5 @@ class EngineCore:
 
 def _can_end(request: Request, reason: FinishReason) -> bool:
     if reason is FinishReason.QUEUE_TIMEOUT and request.num_cached_tokens is not None:
-        return False  # it was scheduled meanwhile
+        return False  # it has been scheduled since
     return not request.is_finished
-
-
-def backoff_seconds(num_losses: int) -> float:
-    """Time to wait before a recovery, after so many in a row."""
-    if num_losses == 0:
-        return 0.0
-    doublings = min(num_losses - 1, 16)
-    return min(FIRST_BACKOFF_SECONDS * (1 << doublings), LAST_BACKOFF_SECONDS)

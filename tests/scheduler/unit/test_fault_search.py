@@ -4,8 +4,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from services.scheduler.core.engine_core import backoff_seconds
 from services.scheduler.core.fault_search import FaultSearch
+from services.scheduler.core.losses import backoff_seconds
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.request import FinishReason, Request, StopConditions
 from tests.scheduler.engine_bench import Bench, eventually, running

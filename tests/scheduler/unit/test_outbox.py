@@ -65,9 +65,9 @@ async def test_steps_that_nobody_took_are_told_together() -> None:
 async def test_nothing_is_told_twice_and_taking_waits_for_news() -> None:
     outbox = Outbox()
     outbox.tokens(1, [1], [[10]])
-    assert not outbox.has_news, "a step is told whole"
+    assert not outbox.has_deltas, "a step is told whole"
     outbox.flush()
-    assert outbox.has_news
+    assert outbox.has_deltas
     outbox.take()
     waiting = asyncio.create_task(outbox.wait())
     done, _ = await asyncio.wait({waiting}, timeout=0.01)
@@ -82,7 +82,7 @@ async def test_a_step_in_which_nobody_sampled_is_no_news() -> None:
     outbox = Outbox()
     outbox.tokens(1, [1, 2], [[], None])
     outbox.flush()
-    assert not outbox.has_news
+    assert not outbox.has_deltas
 
 
 async def test_whoever_waits_can_be_woken_without_news() -> None:
@@ -90,7 +90,7 @@ async def test_whoever_waits_can_be_woken_without_news() -> None:
     outbox.wake()
     async with asyncio.timeout(5):
         await outbox.wait()
-    assert not outbox.has_news
+    assert not outbox.has_deltas
 
 
 @pytest.mark.parametrize("reason", FinishReason)
@@ -136,7 +136,7 @@ async def test_steps_of_the_same_requests_go_to_whoever_owns_them_then() -> None
     assert sessions.close(two) == [b]
     sessions.deliver(update(3, [a, b, c], [[12], [22], [32]]))
     assert list((await take(one)).token_ids) == [12, 32]
-    assert not two.outbox.has_news
+    assert not two.outbox.has_deltas
 
 
 async def test_requests_are_found_by_name_until_they_end() -> None:
@@ -160,7 +160,7 @@ async def test_what_comes_for_a_session_that_is_gone_is_counted_and_dropped() ->
     assert len(sessions) == 0
     request.finish(FinishReason.ABORT)
     sessions.deliver_ends([request])
-    assert (sessions.num_finished, session.outbox.has_news) == (1, False)
+    assert (sessions.num_finished, session.outbox.has_deltas) == (1, False)
     assert sessions.close(session) == []
 
 

@@ -13,14 +13,14 @@ from services.common.errors import InvalidArgument, OutOfRange, ResourceExhauste
 from services.common.prompt_embeds import EmbedsDtype, PromptEmbeds
 from services.common.queue_state import QueueState
 from services.common.repetition import RepetitionDetection
-from services.scheduler.adapters.request_intake import Door
+from services.scheduler.adapters.request_intake import RequestIntake
 from services.scheduler.core.config import SchedulerConfig
 
 VOCAB_SIZE = 100
 HIDDEN_SIZE = 2
 
 
-def make_door(*, policy: str = "fcfs", num_waiting: int = 0, cache: int = 40) -> Door:
+def make_door(*, policy: str = "fcfs", num_waiting: int = 0, cache: int = 40) -> RequestIntake:
     """A model of 50 tokens over a cache of `cache`."""
     config = SchedulerConfig(
         max_num_seqs=4,
@@ -31,7 +31,9 @@ def make_door(*, policy: str = "fcfs", num_waiting: int = 0, cache: int = 40) ->
         policy=policy,
     )
     queue = QueueState(num_waiting=num_waiting, max_num_waiting=3, max_queue_seconds=0.0)
-    return Door(config, VOCAB_SIZE, HIDDEN_SIZE, 50, lambda: queue, itertools.count(1).__next__)
+    return RequestIntake(
+        config, VOCAB_SIZE, HIDDEN_SIZE, 50, lambda: queue, itertools.count(1).__next__
+    )
 
 
 def message(**fields: Any) -> scheduler_pb2.AddRequest:
@@ -47,7 +49,7 @@ def message(**fields: Any) -> scheduler_pb2.AddRequest:
 
 def test_what_is_let_in_is_the_cores_own() -> None:
     door = make_door(policy="priority")
-    request = door.let_in(
+    request = door.accept(
         message(
             output_token_ids=pack_token_ids([1, 2]),
             sampling={
@@ -70,7 +72,7 @@ def test_what_is_let_in_is_the_cores_own() -> None:
     assert (request.priority, request.arrival_time) == (-3, 2.5)
     assert (request.cache_salt, request.traceparent) == ("salt", "00-1-2-01")
     assert request.reads_prefix_cache
-    assert door.let_in(message()).key == 2, "no number is used twice"
+    assert door.accept(message()).key == 2, "no number is used twice"
 
 
 def embeds(data: bytes, num_tokens: int = 3) -> common_pb2.PromptEmbeds:
@@ -83,7 +85,7 @@ def embeds(data: bytes, num_tokens: int = 3) -> common_pb2.PromptEmbeds:
 def test_an_embedded_prompt_is_placeholders_under_a_salt_of_its_own() -> None:
     door, one, other = make_door(), bytes(12), bytes(11) + b"1"
     requests = [
-        door.let_in(
+        door.accept(
             message(
                 prompt_token_ids=b"",
                 prompt_embeds=embeds(data),
@@ -101,7 +103,7 @@ def test_an_embedded_prompt_is_placeholders_under_a_salt_of_its_own() -> None:
     hashes = [request.block_hashes[0] for request in requests]
     assert hashes[0] == hashes[1]
     assert len(set(hashes)) == 3
-    plain = door.let_in(message(prompt_token_ids=pack_token_ids([0, 0, 0, 8])))
+    plain = door.accept(message(prompt_token_ids=pack_token_ids([0, 0, 0, 8])))
     plain.hash_full_blocks(b"root", 4)
     assert plain.block_hashes[0] not in hashes
 
@@ -128,12 +130,12 @@ def test_an_embedded_prompt_is_placeholders_under_a_salt_of_its_own() -> None:
 )
 def test_an_embedded_prompt_that_cannot_be(fields: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        make_door().let_in(message(**fields))
+        make_door().accept(message(**fields))
     assert caught.value.field == field
 
 
 def test_prompt_logprobs_need_every_position() -> None:
-    request = make_door().let_in(message(sampling={"prompt_logprobs": 0}))
+    request = make_door().accept(message(sampling={"prompt_logprobs": 0}))
     assert not request.reads_prefix_cache
 
 
@@ -186,7 +188,7 @@ def test_prompt_logprobs_need_every_position() -> None:
 )
 def test_what_is_wrong_is_named(fields: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
-        make_door().let_in(message(**fields))
+        make_door().accept(message(**fields))
     assert refused.value.field == field
     assert not isinstance(refused.value, OutOfRange)
 
@@ -199,7 +201,7 @@ def test_longer_than_the_model_is_out_of_range(
     num_prompt: int, num_output: int, field: str
 ) -> None:
     with pytest.raises(OutOfRange) as refused:
-        make_door(cache=80).let_in(
+        make_door(cache=80).accept(
             message(
                 prompt_token_ids=pack_token_ids([1] * num_prompt),
                 output_token_ids=pack_token_ids([1] * num_output),
@@ -212,14 +214,14 @@ def test_longer_than_the_model_is_out_of_range(
 def test_larger_than_the_pool_is_out_of_range() -> None:
     door = make_door(cache=40)
     with pytest.raises(OutOfRange) as refused:
-        door.let_in(message(prompt_token_ids=pack_token_ids([1] * 40)))
+        door.accept(message(prompt_token_ids=pack_token_ids([1] * 40)))
     assert refused.value.error_reason == "LARGER_THAN_POOL"
-    assert door.let_in(message(prompt_token_ids=pack_token_ids([1] * 39))).num_tokens == 39
+    assert door.accept(message(prompt_token_ids=pack_token_ids([1] * 39))).num_tokens == 39
 
 
 def test_a_full_queue_says_when_to_come_back() -> None:
-    assert make_door(num_waiting=2).let_in(message()).num_tokens == 3
+    assert make_door(num_waiting=2).accept(message()).num_tokens == 3
     with pytest.raises(ResourceExhausted) as refused:
-        make_door(num_waiting=3).let_in(message())
+        make_door(num_waiting=3).accept(message())
     assert refused.value.error_reason == "QUEUE_FULL"
     assert refused.value.retry_after_seconds == 1.0
