@@ -179,16 +179,13 @@ class Scheduler:
 
     def preempt_all(self) -> list[Request]:
         """Preempts every running request, in an order that keeps theirs in the queue."""
-        victims = list(reversed(self.running))
-        for victim in victims:
-            self._preempt(victim)
-        return victims
+        return self._preempt_running()
 
     def forget_pool(self) -> list[Request]:
         """Starts over with an empty pool, empty workers and no step in flight. Nothing but
         computation is lost. Returns the requests that ran.
         """
-        victims = self.preempt_all()
+        victims = self._preempt_running()
         for request in self.waiting:
             request.forget_blocks()
         self._kv_cache_manager.forget()
@@ -232,6 +229,12 @@ class Scheduler:
         if victim is request:
             return index, None
         return index - 1 if victim_index < index else index, num_decided
+
+    def _preempt_running(self) -> list[Request]:
+        victims = list(reversed(self.running))
+        for victim in victims:
+            self._preempt(victim)
+        return victims
 
     def _preempt(self, request: Request) -> None:
         self.running.remove(request)

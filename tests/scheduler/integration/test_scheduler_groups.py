@@ -68,8 +68,8 @@ NARROW = common_pb2.KVCacheGroup(
     ("groups", "sentence"),
     [
         ([], "worker 0 describes no group of layers"),
-        ([FULL, NARROW], "worker 0 has groups with blocks of 4 and of 8 tokens"),
-        ([common_pb2.KVCacheGroup(block_size=4)], "group 0 with an attention type that is not known"),
+        ([FULL, NARROW], "worker 0 has blocks of 4 and of 8 tokens"),
+        ([common_pb2.KVCacheGroup(block_size=4)], "with an attention type that is not known"),
     ],
 )
 async def test_groups_that_make_no_sense_end_the_start_with_a_sentence(

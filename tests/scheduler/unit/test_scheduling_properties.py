@@ -187,7 +187,7 @@ class Life:
 
 
 @pytest.mark.parametrize(
-    ("policy", "in_flight"), KINDS, ids=[f"{policy.value}-{depth}" for policy, depth in KINDS]
+    ("policy", "in_flight"), KINDS, ids=[f"{policy}-{depth}" for policy, depth in KINDS]
 )
 def test_every_world_ends_well(policy: str, in_flight: int) -> None:
     happened: Counter[str] = Counter()
