@@ -28,10 +28,10 @@ from benchmarks.load import Load, run_load
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.common.settings import parse_settings
 from services.gateway.adapters.hf_tokenizer import load_tokenizer
-from services.gateway.adapters.inflight import Inflight, Mailbox
 from services.gateway.core.defaults import SamplingDefaults
 from services.gateway.core.delta import Finish, FinishReason
 from services.gateway.core.inference import Inference
+from services.gateway.core.inflight import Inflight, Mailbox
 from services.gateway.core.request import ClientRequest, EngineRequest, ModelLimits, Prompt
 from services.gateway.core.sampling import Sampling
 from services.scheduler.__main__ import make_config

@@ -1,27 +1,62 @@
 """The gateway, `python -m services.gateway`: its composition root."""
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
+import random
+import secrets
+import socket
 import sys
+import time
+from dataclasses import dataclass
 
+from stepwell.gateway.v1 import gateway_pb2_grpc
+
+from services.common.errors import StepwellError, Unavailable
 from services.common.lifecycle import run_service
-from services.common.telemetry import service_tracing
-from services.gateway.adapters.hf_tokenizer import load_tokenizer
+from services.common.server import GrpcServer
+from services.common.telemetry import Tracing, service_tracing
+from services.common.tokenizer_files import tokenizer_fingerprint
+from services.gateway.adapters.auth import ApiKeys
+from services.gateway.adapters.file_limit import connections_within_limit
+from services.gateway.adapters.generation_config import read_sampling_defaults
+from services.gateway.adapters.grpc_door import GrpcDoor
+from services.gateway.adapters.hf_tokenizer import HfTokenizer, load_tokenizer
+from services.gateway.adapters.http.app import HttpApi, guarded
+from services.gateway.adapters.http.body_budget import BodyBudget
+from services.gateway.adapters.http.connection_limits import ConnectionLimits
+from services.gateway.adapters.http.hosts import hosts_for
+from services.gateway.adapters.http.parse import BodyLimits
+from services.gateway.adapters.http.server import HttpServer
+from services.gateway.adapters.inference_servicer import GENERATE, REQUEST_TYPES, InferenceServicer
 from services.gateway.adapters.memory import give_memory_back
-from services.gateway.gateway import Gateway
+from services.gateway.adapters.metrics import Metrics
+from services.gateway.adapters.observation import Observer
+from services.gateway.adapters.scheduler_link import SchedulerLink
+from services.gateway.core.fleet import Fleet, FleetTimes
+from services.gateway.core.gate import Gate
+from services.gateway.core.inference import Inference
 from services.gateway.settings import GatewaySettings
 
 SERVICE = "gateway"
+SERVICE_NAME = "stepwell.gateway.v1.Inference"
+# How long the last answers may take to be sent, once no request runs any more.
+_LAST_ANSWERS_SECONDS = 1.0
+# Calls besides those that generate, such as health checks.
+_OTHER_RPCS = 256
+_MAX_HEADER_BYTES = 64 * 1024
+# A gRPC connection without a call is closed after this time.
+_GRPC_IDLE_MILLISECONDS = 300_000
 
 logger = logging.getLogger(__name__)
 
 
 def main() -> None:
     """Serves until SIGTERM."""
-    # No model is built here: transformers shall not spend seconds and memory on a torch that it
-    # finds installed beside it.
+    # No model is built here: this keeps transformers from importing an installed torch, which
+    # takes seconds and memory.
     sys.modules["torch"] = None  # type: ignore[assignment]
     # numpy comes with it, and would start a thread for every processor.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -45,6 +80,172 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
             addresses.grpc,
         )
         await gateway.serve_until(stop)
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where a gateway listens."""
+
+    http: str
+    grpc: str
+
+
+class Gateway:
+    """All that a gateway process is made of."""
+
+    def __init__(self, settings: GatewaySettings, tokenizer: HfTokenizer, tracing: Tracing) -> None:
+        """Raises FailedPrecondition for a generation_config.json that is wrong."""
+        self._settings = settings
+        gateway_id = f"{socket.gethostname()}-{secrets.token_hex(4)}"
+        self._links = {
+            address: SchedulerLink(address, gateway_id, settings.session_timeout_seconds)
+            for address in settings.schedulers
+        }
+        self.fleet = Fleet(
+            self._links,
+            asyncio.get_running_loop(),
+            times=FleetTimes(
+                resubmit_timeout_seconds=settings.resubmit_timeout_seconds,
+                migrate_after_seconds=settings.migrate_after_seconds,
+            ),
+            rng=random.Random(secrets.randbits(64)),
+            tokenizer_fingerprint=tokenizer_fingerprint(settings.model),
+        )
+        self._inference = Inference(
+            settings.model_name,
+            tokenizer,
+            self.fleet,
+            defaults=read_sampling_defaults(settings.generation_config, settings.model),
+            max_choices=settings.max_choices_per_request,
+            max_items=settings.max_items_per_request,
+            max_logprobs=settings.max_logprobs_per_request,
+            draw_seed=lambda: secrets.randbits(64),
+            unix_nanos=time.time_ns,
+        )
+        self.gate = Gate(settings.max_concurrent_requests)
+        self._metrics = Metrics(settings.model_name)
+        self._observer = Observer(settings.model_name, tracing, self._metrics)
+        self._keys = ApiKeys(settings.api_keys)
+        max_connections = connections_within_limit(settings.max_connections)
+        self._http = self._http_server(max_connections)
+        self._grpc = self._grpc_server(max_connections)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def _http_server(self, max_connections: int) -> HttpServer:
+        settings = self._settings
+        api = HttpApi(
+            self._inference,
+            self.fleet,
+            self._links,
+            self.gate,
+            self._observer,
+            self._metrics,
+            self._keys,
+            body_limits=BodyLimits(
+                settings.max_body_bytes,
+                settings.max_items_per_request,
+                BodyBudget(settings.max_buffered_body_bytes, settings.body_timeout_seconds),
+            ),
+        )
+        names = hosts_for(settings.http_address, settings.allowed_hosts)
+        limits = ConnectionLimits(
+            max_connections=max_connections,
+            max_header_bytes=_MAX_HEADER_BYTES,
+            max_body_bytes=settings.max_body_bytes,
+            header_timeout_seconds=settings.receive_timeout_seconds,
+            body_timeout_seconds=settings.body_timeout_seconds,
+            keep_alive_seconds=settings.http_keep_alive_seconds,
+            reader_timeout_seconds=settings.reader_timeout_seconds,
+        )
+        app = guarded(api.app, names, settings.allowed_origins)
+        return HttpServer(app, limits, lambda: self._metrics.reader_cut("http"))
+
+    def _grpc_server(self, max_connections: int) -> GrpcServer:
+        settings = self._settings
+        servicer = InferenceServicer(
+            self._inference,
+            self.fleet,
+            self.gate,
+            self._observer,
+            self._metrics,
+            reader_timeout_seconds=settings.reader_timeout_seconds,
+        )
+        door = GrpcDoor(
+            self._keys,
+            REQUEST_TYPES,
+            checks={GENERATE: servicer.check_room},
+            max_items=settings.max_items_per_request,
+            message_timeout_seconds=settings.receive_timeout_seconds,
+        )
+        server = GrpcServer(
+            max_concurrent_rpcs=settings.max_concurrent_requests + _OTHER_RPCS,
+            options={
+                "grpc.max_receive_message_length": settings.max_message_bytes,
+                "grpc.max_allowed_incoming_connections": max_connections,
+                # A connection needs no more streams than there may be requests.
+                "grpc.max_concurrent_streams": settings.max_concurrent_requests,
+                "grpc.max_connection_idle_ms": _GRPC_IDLE_MILLISECONDS,
+                # From connecting to the first frame, and to the settings in it.
+                "grpc.server_handshake_timeout_ms": int(1000 * settings.receive_timeout_seconds),
+                "grpc.http2.settings_timeout": int(1000 * settings.receive_timeout_seconds),
+            },
+            interceptors=(door,),
+        )
+        server.add(gateway_pb2_grpc.add_InferenceServicer_to_server, servicer, SERVICE_NAME)
+        return server
+
+    async def start(self) -> Addresses:
+        """Listens, and begins to connect to the schedulers.
+
+        Raises Unavailable, and listens nowhere, when an address cannot be bound.
+        """
+        try:
+            http_address = await self._http.start(self._settings.http_address)
+            grpc_address = await self._grpc.start(self._settings.address)
+        except StepwellError:
+            await asyncio.gather(self._grpc.drain(0), self._http.stop(0))
+            raise
+        self._tasks = [
+            asyncio.create_task(self._links[replica.address].run(replica))
+            for replica in self.fleet.replicas
+        ]
+        self._tasks.append(asyncio.create_task(self._follow_readiness()))
+        return Addresses(http_address, grpc_address)
+
+    async def drain(self) -> None:
+        """Lets requests finish within the drain time, then ends those that have not.
+
+        Meanwhile the servers answer: health is not ready, new requests are refused as unavailable.
+        """
+        self.gate.close()
+        await self._grpc.set_ready(False)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.drain_seconds):
+                await self.gate.empty()
+        self.fleet.give_up(Unavailable("the server is shutting down", retry_after_seconds=1.0))
+        await asyncio.gather(
+            self._grpc.drain(_LAST_ANSWERS_SECONDS), self._http.stop(_LAST_ANSWERS_SECONDS)
+        )
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def serve_until(self, stop: asyncio.Event) -> None:
+        """Serves until `stop` is set, then drains. A defect in the background ends it, too."""
+        stopped = asyncio.create_task(stop.wait())
+        await asyncio.wait((stopped, *self._tasks), return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        failed = [task for task in self._tasks if task.done()]
+        await self.drain()
+        for task in failed:
+            task.result()
+
+    async def _follow_readiness(self) -> None:
+        """Health over gRPC says SERVING while a replica is ready."""
+        while True:
+            self.fleet.changed.clear()
+            await self._grpc.set_ready(self.fleet.num_ready > 0 and self.gate.is_open)
+            await self.fleet.changed.wait()
 
 
 if __name__ == "__main__":

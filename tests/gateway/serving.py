@@ -15,8 +15,8 @@ from stepwell.gateway.v1 import gateway_pb2_grpc
 from services.common.channel import open_channel
 from services.common.errors import StepwellError
 from services.common.telemetry import Tracing, configure_tracing
+from services.gateway.__main__ import Gateway
 from services.gateway.adapters.hf_tokenizer import load_tokenizer
-from services.gateway.gateway import Gateway
 from services.gateway.settings import GatewaySettings
 from tests.gateway.fake_scheduler import FakeScheduler
 from tests.plain_http import async_http_client

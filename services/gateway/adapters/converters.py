@@ -11,10 +11,11 @@ from services.common.block_hash import pack_token_ids
 from services.common.prompt_embeds_messages import prompt_embeds_to_message
 from services.common.repetition import RepetitionDetection
 from services.common.sampling_messages import repetition_from_message
-from services.gateway.adapters.inflight import Inflight
 from services.gateway.core.delta import Finish, FinishReason
+from services.gateway.core.inflight import Inflight
 from services.gateway.core.logprobs import LogprobRows
 from services.gateway.core.no_token import NAN_IN_LOGITS
+from services.gateway.core.replica import ReplicaDescription, ReplicaState
 from services.gateway.core.request import CONTEXT_LENGTH_EXCEEDED, ModelLimits
 from services.gateway.core.sampling import Sampling, check_bad_words
 
@@ -215,13 +216,23 @@ def from_rejection(message: scheduler_pb2.Rejection) -> errors.StepwellError:
     )
 
 
-def from_opened(message: scheduler_pb2.SessionOpened) -> ModelLimits:
-    """What a replica can take."""
-    return ModelLimits(
-        max_model_len=message.max_model_len,
-        max_request_tokens=message.max_request_tokens,
-        vocab_size=message.vocab_size,
-        eos_token_ids=tuple(message.eos_token_ids),
-        priority_scheduling=message.priority_scheduling,
-        hidden_size=message.hidden_size,
+def description_from_proto(message: scheduler_pb2.SessionOpened) -> ReplicaDescription:
+    """What a replica serves, and what a request there may be."""
+    return ReplicaDescription(
+        model_name=message.model_name,
+        limits=ModelLimits(
+            max_model_len=message.max_model_len,
+            max_request_tokens=message.max_request_tokens,
+            vocab_size=message.vocab_size,
+            eos_token_ids=tuple(message.eos_token_ids),
+            priority_scheduling=message.priority_scheduling,
+            hidden_size=message.hidden_size,
+        ),
+        fingerprint=message.fingerprint,
+        tokenizer_fingerprint=message.tokenizer_fingerprint,
     )
+
+
+def replica_state_from_proto(message: scheduler_pb2.ReplicaState) -> ReplicaState:
+    """Whether a replica can run steps."""
+    return ReplicaState(message.ready, message.reason, message.draining)

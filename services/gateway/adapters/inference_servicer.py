@@ -19,11 +19,11 @@ from services.gateway.adapters.converters import (
     to_finish_reason,
     to_logprobs_proto,
 )
-from services.gateway.adapters.fleet import Fleet
 from services.gateway.adapters.metrics import Metrics
 from services.gateway.adapters.observation import Observer
 from services.gateway.adapters.reader_watch import ReaderCut
 from services.gateway.core.choice import Piece
+from services.gateway.core.fleet import Fleet
 from services.gateway.core.gate import Gate
 from services.gateway.core.generation import Generation
 from services.gateway.core.inference import Inference

@@ -1,34 +1,38 @@
 """What `stepwell status` shows: every replica with its statistics."""
 
 import asyncio
+from collections.abc import Iterable
 from typing import Any
 
 import grpc
 from google.protobuf.json_format import MessageToDict
 
-from services.gateway.adapters.fleet import Fleet
-from services.gateway.adapters.replica import Replica
+from services.gateway.adapters.scheduler_link import SchedulerLink
+from services.gateway.core.replica import Replica
 
 _TIMEOUT_SECONDS = 1.0
 
 
-async def fleet_status(fleet: Fleet) -> list[dict[str, Any]]:
+async def replica_statuses(
+    replicas: Iterable[tuple[Replica, SchedulerLink]],
+) -> list[dict[str, Any]]:
     """Each replica: address, whether it is ready, why not, its own numbers."""
-    return list(await asyncio.gather(*map(_replica_status, fleet.replicas)))
+    return list(await asyncio.gather(*(_status(*pair) for pair in replicas)))
 
 
-async def _replica_status(replica: Replica) -> dict[str, Any]:
+async def _status(replica: Replica, link: SchedulerLink) -> dict[str, Any]:
+    served = replica.description
     status: dict[str, Any] = {
         "address": replica.address,
-        "model": replica.model_name,
-        "fingerprint": replica.fingerprint.hex()[:16],
+        "model": served.model_name if served is not None else "",
+        "fingerprint": served.fingerprint.hex()[:16] if served is not None else "",
         "ready": replica.is_ready,
         "reason": replica.reason,
         "unfinished_here": replica.num_unfinished,
         "stats": None,
     }
     try:
-        stats = await replica.stats(_TIMEOUT_SECONDS)
+        stats = await link.stats(_TIMEOUT_SECONDS)
     except grpc.aio.AioRpcError as error:
         status["reason"] = status["reason"] or f"{error.code().name}: {error.details()}"
         return status

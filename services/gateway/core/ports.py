@@ -1,25 +1,28 @@
-"""What the core needs from outside: an engine that makes tokens, a tokenizer, a way to offload."""
+"""What the core needs from outside: schedulers, a clock, a tokenizer. Engine is what its parts
+know of each other: the fleet towards a generation.
+"""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from services.gateway.core.delta import Delta
+from services.gateway.core.inflight import Inflight
 from services.gateway.core.request import EngineRequest, ModelLimits
 
 
 class Subscription(Protocol):
-    """The news of the sequences of one client request, until it is closed."""
+    """The deltas of the sequences of one client request, until it is closed."""
 
     async def receive(self) -> list[tuple[int, Delta]]:
-        """Waits for news: (index of the sequence, what came for it), each index at most once.
+        """Waits for deltas: (index of the sequence, its delta), each index at most once.
 
-        What comes while nobody waits is merged, so that a slow reader costs the tokens themselves
-        and nothing else. One waiter at a time.
+        What comes between two calls is merged, so that a slow reader costs the tokens themselves
+        and nothing else. One call at a time.
         """
         ...
 
     def abort(self, index: int) -> None:
-        """Nobody waits for this sequence any more. Idempotent; later news of it is dropped."""
+        """Ends a sequence; later deltas of it are dropped. Idempotent."""
         ...
 
     def close(self) -> None:
@@ -47,6 +50,40 @@ class Engine(Protocol):
         A sequence survives the loss of its replica: it is sent again with the tokens that came so
         far, and its news goes on without a lost or repeated token.
         """
+        ...
+
+
+class Link(Protocol):
+    """The way to one scheduler. What comes back is passed to its Replica."""
+
+    def add(self, handle: int, inflight: Inflight) -> None:
+        """Sends a sequence with its tokens so far, soon and in order. `handle` names it from here
+        on. What was not sent when the session ends is dropped.
+        """
+        ...
+
+    def abort(self, handle: int) -> None:
+        """Ends a sequence there; nothing more comes of it."""
+        ...
+
+
+class Timer(Protocol):
+    """A call at a later time."""
+
+    def cancel(self) -> None:
+        """Takes it back. Idempotent."""
+        ...
+
+
+class Clock(Protocol):
+    """Steady time in seconds, by which deadlines are given; asyncio's event loop is one."""
+
+    def time(self) -> float:
+        """The time now."""
+        ...
+
+    def call_at(self, when: float, callback: Callable[[], object], /) -> Timer:
+        """Calls `callback` at that time or, if it has passed, soon."""
         ...
 
 

@@ -37,6 +37,20 @@ class ModelLimits:
         return min(self.max_model_len, self.max_request_tokens)
 
 
+def tightest_limits(limits: Sequence[ModelLimits]) -> ModelLimits:
+    """What a request may be that any of several replicas may get."""
+    if len(limits) == 1:
+        return limits[0]
+    return ModelLimits(
+        max_model_len=min(one.max_model_len for one in limits),
+        max_request_tokens=min(one.max_request_tokens for one in limits),
+        vocab_size=min(one.vocab_size for one in limits),
+        eos_token_ids=limits[0].eos_token_ids,
+        priority_scheduling=all(one.priority_scheduling for one in limits),
+        hidden_size=limits[0].hidden_size,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """A prompt as tokens; with its text, and where in it each token starts, in characters, where

@@ -134,7 +134,7 @@ def test_no_torch_is_needed(model: Path) -> None:
         "sys.modules['torch'] = None\n"
         "from pathlib import Path\n"
         "from services.gateway.adapters.hf_tokenizer import load_tokenizer\n"
-        "import services.gateway.gateway\n"
+        "import services.gateway.__main__\n"
         f"tokenizer = load_tokenizer(Path({str(model)!r}))\n"
         "print(tokenizer.decode([70, 71], skip_special_tokens=True))\n"
     )

@@ -3,8 +3,8 @@
 from itertools import count
 
 from services.common.repetition import RepetitionDetection
-from services.gateway.adapters.inflight import Mailbox, ended
 from services.gateway.core.delta import Finish, FinishReason
+from services.gateway.core.inflight import Mailbox, ended
 from services.gateway.core.logprobs import LogprobRows
 from services.gateway.core.request import EngineRequest
 from services.gateway.core.sampling import Sampling

@@ -1,17 +1,18 @@
 """The HTTP side of the gateway: its routes."""
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp
 
 from services.common import metrics, names
 from services.common.errors import InternalError, InvalidArgument, StepwellError
 from services.gateway.adapters.auth import ApiKeys
-from services.gateway.adapters.fleet import Fleet
 from services.gateway.adapters.http.bodies import (
     ChatCompletionBody,
     CompletionBody,
@@ -25,13 +26,18 @@ from services.gateway.adapters.http.deadline import deadline_of
 from services.gateway.adapters.http.dialect import Envelope
 from services.gateway.adapters.http.early_refusals import EarlyRefusals
 from services.gateway.adapters.http.errors import error_response, plain_error_response
+from services.gateway.adapters.http.hosts import HostCheck
 from services.gateway.adapters.http.json_pieces import JsonReply, LongList
 from services.gateway.adapters.http.openapi import describe_body
 from services.gateway.adapters.http.parse import BodyLimits, read_body
 from services.gateway.adapters.http.reply import Exchange, GenerationReply
+from services.gateway.adapters.http.request_ids import HEADER as REQUEST_ID_HEADER
+from services.gateway.adapters.http.request_ids import RequestIds
 from services.gateway.adapters.metrics import Metrics
 from services.gateway.adapters.observation import Observer
-from services.gateway.adapters.status import fleet_status
+from services.gateway.adapters.scheduler_link import SchedulerLink
+from services.gateway.adapters.status import replica_statuses
+from services.gateway.core.fleet import Fleet
 from services.gateway.core.gate import Gate
 from services.gateway.core.inference import Inference
 from services.gateway.core.request_id import check_request_id
@@ -47,6 +53,7 @@ class HttpApi:
         self,
         inference: Inference,
         fleet: Fleet,
+        links: Mapping[str, SchedulerLink],
         gate: Gate,
         observer: Observer,
         metrics: Metrics,
@@ -56,6 +63,7 @@ class HttpApi:
     ) -> None:
         self._inference = inference
         self._fleet = fleet
+        self._links = links
         self._gate = gate
         self._observer = observer
         self._metrics = metrics
@@ -196,7 +204,9 @@ class HttpApi:
                 "draining": not self._gate.is_open,
                 "requests_in_flight": self._gate.inside,
                 "sequences_without_replica": self._fleet.num_waiting,
-                "replicas": await fleet_status(self._fleet),
+                "replicas": await replica_statuses(
+                    (replica, self._links[replica.address]) for replica in self._fleet.replicas
+                ),
             }
         )
 
@@ -241,6 +251,19 @@ class HttpApi:
     def _max_model_len(self) -> int | None:
         """The model's context, as long as some replica tells it."""
         return self._fleet.limits().max_model_len if self._fleet.num_ready else None
+
+
+def guarded(app: ASGIApp, names: Sequence[str], allowed_origins: Sequence[str]) -> ASGIApp:
+    """The application behind the checks of where a request comes from, with names for requests."""
+    if allowed_origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=allowed_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=(REQUEST_ID_HEADER, "Retry-After"),
+        )
+    return RequestIds(HostCheck(app, names))
 
 
 def _request_id(prefix: str, body: SamplingBody, request: Request) -> str:

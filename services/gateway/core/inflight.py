@@ -56,7 +56,6 @@ class Inflight:
         "refused_by",
         "release",
         "request",
-        "retry",
         "wait_until",
         "was_accepted",
     )
@@ -70,7 +69,6 @@ class Inflight:
         self.refused_by: set[str] = set()
         self.was_accepted = False
         self.wait_until: float | None = None
-        self.retry: asyncio.TimerHandle | None = None
         self.release: Callable[[], None] = _nothing
         self._mailbox = mailbox
         self._num_prompt_rows = 0

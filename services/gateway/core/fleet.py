@@ -4,15 +4,16 @@ import asyncio
 import itertools
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from services.common.errors import Aborted, ResourceExhausted, StepwellError, Unavailable
-from services.gateway.adapters.inflight import Inflight, Mailbox, ended
-from services.gateway.adapters.replica import Replica
-from services.gateway.adapters.served_model import ServedModel
-from services.gateway.adapters.waiting import WaitingQueue
-from services.gateway.core.request import EngineRequest, ModelLimits
+from services.gateway.core.inflight import Inflight, Mailbox, ended
+from services.gateway.core.ports import Clock, Link, Timer
+from services.gateway.core.replica import Replica
+from services.gateway.core.request import EngineRequest, ModelLimits, tightest_limits
+from services.gateway.core.served_model import ServedModel
+from services.gateway.core.waiting_queue import WaitingQueue
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,6 @@ class FleetTimes:
 
     resubmit_timeout_seconds: float
     migrate_after_seconds: float
-    session_timeout_seconds: float
 
 
 class Fleet:
@@ -36,9 +36,9 @@ class Fleet:
     one dies, hangs, or cannot run steps.
 
     1. A sequence without a replica waits, in order of arrival, for `resubmit_timeout_seconds`.
-    2. A replica that becomes ready gets those that wait. One whose session ends, or is silent for
-       `session_timeout_seconds`, gives back those it had; one that is connected but cannot run
-       steps gives them back after `migrate_after_seconds`, if another one is ready.
+    2. A replica that becomes ready gets the sequences that wait. One whose session ends gives back
+       those it had; one that is connected but cannot run steps gives them back after
+       `migrate_after_seconds`, if another one is ready.
     3. What was given back goes elsewhere with all its tokens so far. A sequence under which
        replicas die again and again without a token between is given up: it may be the cause.
     4. Replicas with another fingerprint than the one in use get nothing; see ServedModel.
@@ -49,41 +49,32 @@ class Fleet:
 
     def __init__(
         self,
-        addresses: Sequence[str],
-        gateway_id: str,
+        links: Mapping[str, Link],
+        clock: Clock,
         *,
         times: FleetTimes,
         rng: random.Random,
         tokenizer_fingerprint: bytes,
     ) -> None:
-        self.replicas = [
-            Replica(
-                address,
-                gateway_id,
-                session_timeout_seconds=times.session_timeout_seconds,
-                on_changed=self._replica_changed,
-                on_lost=self._replica_lost,
-                on_rejected=self._rejected,
-            )
-            for address in addresses
-        ]
+        """`links` has the way to each scheduler, by its address."""
+        self.replicas = [Replica(address, link, clock, self) for address, link in links.items()]
+        self._clock = clock
         self._migrate_after = times.migrate_after_seconds
         self._rng = rng
         self._numbers = itertools.count()
         self._waiting = WaitingQueue(
-            times.resubmit_timeout_seconds, on_retry=self._try_again, on_expired=self._expired
+            times.resubmit_timeout_seconds,
+            clock,
+            on_retry=self._try_again,
+            on_expired=self._expired,
         )
-        self._model = ServedModel(tokenizer_fingerprint, times.resubmit_timeout_seconds, _loop_time)
-        self._compare_again: asyncio.TimerHandle | None = None
+        self._model = ServedModel(tokenizer_fingerprint, times.resubmit_timeout_seconds, clock)
+        self._compare_again: Timer | None = None
         self._known_limits: ModelLimits | None = None
         # Set whenever a replica comes, goes, or changes; its reader clears it.
         self.changed = asyncio.Event()
 
-    async def run(self) -> None:
-        """Keeps the sessions open until cancelled."""
-        async with asyncio.TaskGroup() as sessions:
-            for replica in self.replicas:
-                sessions.create_task(replica.run())
+    # What is asked of the fleet.
 
     @property
     def num_ready(self) -> int:
@@ -115,17 +106,15 @@ class Fleet:
         """
         if not self.num_ready and self._known_limits is not None:
             return self._known_limits
-        ready = [replica.limits for replica in self.replicas if replica.is_ready]
-        limits = _tightest([limits for limits in ready if limits is not None])
+        limits = _limits_of(replica for replica in self.replicas if replica.is_ready)
         if limits is None:
             raise _unavailable(self.why_not_ready())
         return limits
 
     def check_room(self, deadline: float | None) -> None:
         """Raises ResourceExhausted when every ready replica would refuse a request like this."""
-        timeout = None if deadline is None else deadline - _loop_time()
-        ready = [replica for replica in self.replicas if replica.is_ready]
-        refusals = [replica.queue_refusal(timeout) for replica in ready]
+        timeout = None if deadline is None else deadline - self._clock.time()
+        refusals = [r.queue_refusal(timeout) for r in self.replicas if r.is_ready]
         if refusals and (first := refusals[0]) is not None and None not in refusals:
             raise first
 
@@ -137,10 +126,7 @@ class Fleet:
             if replica is None or inflight.request.prompt_token_ids is not prompt:
                 replica = self._choose(inflight)
                 prompt = inflight.request.prompt_token_ids
-            if replica is None:
-                self._waiting.add(inflight)
-            else:
-                replica.send(inflight)
+            self._send_or_queue(inflight, replica)
         return mailbox
 
     def give_up(self, error: StepwellError) -> None:
@@ -150,90 +136,26 @@ class Fleet:
             self._drop(inflight)
             inflight.failed(error)
 
-    def _choose(self, inflight: Inflight) -> Replica | None:
-        candidates = [
-            replica
-            for replica in self.replicas
-            if replica.is_ready and replica.address not in inflight.refused_by
-        ]
-        if not candidates:
-            return None
-        least = min(replica.num_unfinished for replica in candidates)
-        return self._rng.choice([r for r in candidates if r.num_unfinished == least])
+    # What replicas report: Fleet is their ReplicaListener.
 
-    def _drop(self, inflight: Inflight) -> None:
-        inflight.release()
-        self._waiting.discard(inflight)
-
-    def _replica_changed(self, replica: Replica) -> None:
-        """It connected, or became ready, or no longer is."""
+    def replica_changed(self, replica: Replica) -> None:
         self._compare_models()
         if replica.is_ready:
             for inflight in self._waiting:
                 inflight.refused_by.discard(replica.address)
-        self._place_waiting()
+        self._send_waiting()
         self._migrate()
         if replica.seconds_stalled() is not None:
-            later = self._migrate_after + _TIMER_SLACK_SECONDS
-            asyncio.get_running_loop().call_later(later, self._migrate)
+            later = self._clock.time() + self._migrate_after + _TIMER_SLACK_SECONDS
+            self._clock.call_at(later, self._migrate)
         self.changed.set()
 
-    def _compare_models(self) -> None:
-        if self._model.compare(self.replicas):
-            self._model_replaced()
-        if self.num_ready:
-            self._known_limits = self.limits()
-        if self._compare_again is not None:
-            self._compare_again.cancel()
-            self._compare_again = None
-        if (seconds := self._model.seconds_until_replaced()) is not None:
-            loop = asyncio.get_running_loop()
-            self._compare_again = loop.call_later(seconds, self._models_settled)
-
-    def _models_settled(self) -> None:
-        """The model in use did not come back in time: another one may be taken."""
-        self._compare_again = None
-        if any(replica.is_connected for replica in self.replicas):
-            self._compare_models()
-            self._place_waiting()
-            self.changed.set()
-
-    def _model_replaced(self) -> None:
-        """Ends sequences that began under the model before; the others are sent to the new one."""
-        before, now = (
-            self._known_limits,
-            _tightest([r.limits for r in self.replicas if r.limits is not None and not r.refusal]),
-        )
-        for inflight in self._waiting:
-            if inflight.has_output or before != now:
-                self._drop(inflight)
-                inflight.failed(
-                    Aborted(
-                        "the model was replaced by another one while this request was served",
-                        reason="MODEL_REPLACED",
-                    )
-                )
-
-    def _migrate(self) -> None:
-        """Takes sequences from replicas that have not been able to run steps for too long."""
-        if not self.num_ready:
-            return
-        for replica in self.replicas:
-            stalled = replica.seconds_stalled()
-            if stalled is not None and stalled >= self._migrate_after and replica.num_unfinished:
-                logger.warning(
-                    "%d requests leave scheduler %s, which cannot run steps: %s",
-                    replica.num_unfinished,
-                    replica.address,
-                    replica.reason,
-                )
-                for inflight in replica.take_back():
-                    self._place(inflight)
-
-    def _replica_lost(self, lost: list[Inflight]) -> None:
-        if lost:
-            logger.warning("%d requests go on elsewhere or when the scheduler is back", len(lost))
-        for inflight in lost:
+    def replica_lost(self, inflights: list[Inflight]) -> None:
+        if inflights:
+            logger.warning(
+                "%d requests go on elsewhere or when the scheduler is back", len(inflights)
+            )
+        for inflight in inflights:
             inflight.lost()
             finish = ended(inflight)
             if finish is not None:
@@ -248,10 +170,10 @@ class Fleet:
             else:
                 self._waiting.add(inflight)
         self._compare_models()
-        self._place_waiting()
+        self._send_waiting()
         self.changed.set()
 
-    def _rejected(self, inflight: Inflight, error: StepwellError, replica: Replica) -> None:
+    def request_rejected(self, inflight: Inflight, error: StepwellError, replica: Replica) -> None:
         """Another replica is asked. When all refuse, a new request is refused where queues are
         full, and waits where schedulers drain; one that was accepted before waits in any case.
         """
@@ -267,27 +189,94 @@ class Fleet:
         else:
             inflight.failed(error)
 
-    def _place_waiting(self) -> None:
+    # Choice and migration.
+
+    def _choose(self, inflight: Inflight) -> Replica | None:
+        candidates = [
+            replica
+            for replica in self.replicas
+            if replica.is_ready and replica.address not in inflight.refused_by
+        ]
+        if not candidates:
+            return None
+        least = min(replica.num_unfinished for replica in candidates)
+        return self._rng.choice([r for r in candidates if r.num_unfinished == least])
+
+    def _send_or_queue(self, inflight: Inflight, replica: Replica | None) -> None:
+        if replica is None:
+            self._waiting.add(inflight)
+        else:
+            replica.send(inflight)
+
+    def _send_waiting(self) -> None:
         for inflight in self._waiting:
             replica = self._choose(inflight)
             if replica is not None:
                 self._waiting.discard(inflight)
                 replica.send(inflight)
 
-    def _place(self, inflight: Inflight) -> None:
-        replica = self._choose(inflight)
-        if replica is None:
-            self._waiting.add(inflight)
-        else:
-            replica.send(inflight)
+    def _migrate(self) -> None:
+        """Takes sequences from replicas that have not been able to run steps for too long."""
+        if not self.num_ready:
+            return
+        for replica in self.replicas:
+            stalled = replica.seconds_stalled()
+            if stalled is not None and stalled >= self._migrate_after and replica.num_unfinished:
+                logger.warning(
+                    "%d requests leave scheduler %s, which cannot run steps: %s",
+                    replica.num_unfinished,
+                    replica.address,
+                    replica.reason,
+                )
+                for inflight in replica.take_back():
+                    self._send_or_queue(inflight, self._choose(inflight))
 
     def _try_again(self, inflight: Inflight) -> None:
         inflight.refused_by.clear()
-        self._place(inflight)
+        self._send_or_queue(inflight, self._choose(inflight))
 
     def _expired(self, inflight: Inflight) -> None:
         why = self.why_not_ready() or "every replica refuses it"
         inflight.failed(_unavailable(f"this request found no scheduler in time: {why}"))
+
+    def _drop(self, inflight: Inflight) -> None:
+        inflight.release()
+        self._waiting.discard(inflight)
+
+    # The model in use.
+
+    def _compare_models(self) -> None:
+        if self._model.compare(self.replicas):
+            self._model_replaced()
+        if self.num_ready:
+            self._known_limits = self.limits()
+        if self._compare_again is not None:
+            self._compare_again.cancel()
+            self._compare_again = None
+        if (when := self._model.compare_again_at()) is not None:
+            self._compare_again = self._clock.call_at(when, self._model_is_away)
+
+    def _model_is_away(self) -> None:
+        """The model in use did not come back in time: another one may be taken."""
+        self._compare_again = None
+        if any(replica.is_connected for replica in self.replicas):
+            self._compare_models()
+            self._send_waiting()
+            self.changed.set()
+
+    def _model_replaced(self) -> None:
+        """Ends sequences that began under the model before; the others are sent to the new one."""
+        before = self._known_limits
+        now = _limits_of(replica for replica in self.replicas if not replica.refusal)
+        for inflight in self._waiting:
+            if inflight.has_output or before != now:
+                self._drop(inflight)
+                inflight.failed(
+                    Aborted(
+                        "the model was replaced by another one while this request was served",
+                        reason="MODEL_REPLACED",
+                    )
+                )
 
 
 def _is_suspect(inflight: Inflight) -> bool:
@@ -295,22 +284,10 @@ def _is_suspect(inflight: Inflight) -> bool:
     return losses.num_computed > MAX_LOSSES_COMPUTED or losses.num_waited > MAX_LOSSES_WAITED
 
 
-def _tightest(limits: Sequence[ModelLimits]) -> ModelLimits | None:
-    if len(limits) <= 1:
-        return limits[0] if limits else None
-    return ModelLimits(
-        max_model_len=min(one.max_model_len for one in limits),
-        max_request_tokens=min(one.max_request_tokens for one in limits),
-        vocab_size=min(one.vocab_size for one in limits),
-        eos_token_ids=limits[0].eos_token_ids,
-        priority_scheduling=all(one.priority_scheduling for one in limits),
-        hidden_size=limits[0].hidden_size,
-    )
+def _limits_of(replicas: Iterable[Replica]) -> ModelLimits | None:
+    limits = [replica.limits for replica in replicas if replica.limits is not None]
+    return tightest_limits(limits) if limits else None
 
 
 def _unavailable(message: str) -> Unavailable:
     return Unavailable(message, reason="NO_REPLICA_READY", retry_after_seconds=1.0)
-
-
-def _loop_time() -> float:
-    return asyncio.get_running_loop().time()

@@ -1,0 +1,185 @@
+"""The session with one scheduler: a stream of requests and of what becomes of them."""
+
+import asyncio
+from dataclasses import dataclass
+
+import grpc
+from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+
+from services.common.channel import open_channel
+from services.common.queue_state_proto import queue_state_from_proto
+from services.gateway.adapters.converters import (
+    description_from_proto,
+    from_finished,
+    from_logprobs_proto,
+    from_rejection,
+    replica_state_from_proto,
+    to_add_request,
+)
+from services.gateway.core.inflight import Inflight
+from services.gateway.core.replica import Replica
+
+SessionCall = grpc.aio.StreamStreamCall[scheduler_pb2.SessionRequest, scheduler_pb2.SessionResponse]
+
+_FIRST_BACKOFF_SECONDS = 0.05
+_MAX_BACKOFF_SECONDS = 0.5
+_CHECKS_PER_TIMEOUT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Add:
+    """A sequence to be sent. Its message is made when it is written: those of one request may be
+    hundreds, each with the whole prompt."""
+
+    handle: int
+    inflight: Inflight
+
+    def message(self) -> scheduler_pb2.SessionRequest:
+        add = to_add_request(self.handle, self.inflight, asyncio.get_running_loop().time())
+        return scheduler_pb2.SessionRequest(add=add)
+
+
+class SchedulerLink:
+    """The core's Link over gRPC. A session that ends is opened again, after a growing delay."""
+
+    def __init__(self, address: str, gateway_id: str, session_timeout_seconds: float) -> None:
+        """A scheduler that sends nothing for `session_timeout_seconds` hangs: the session ends."""
+        self.address = address
+        self._gateway_id = gateway_id
+        self._session_timeout = session_timeout_seconds
+        self._received_at = 0.0
+        self._channel = open_channel(address)
+        self._stub = scheduler_pb2_grpc.SchedulerStub(self._channel)
+        self._outbox: list[scheduler_pb2.SessionRequest | _Add] = []
+        self._has_mail = asyncio.Event()
+
+    def add(self, handle: int, inflight: Inflight) -> None:
+        self._post(_Add(handle, inflight))
+
+    def abort(self, handle: int) -> None:
+        last = self._outbox[-1] if self._outbox else None
+        if isinstance(last, scheduler_pb2.SessionRequest) and last.WhichOneof("message") == "abort":
+            last.abort.handles.append(handle)
+        else:
+            abort = scheduler_pb2.AbortRequests(handles=[handle])
+            self._post(scheduler_pb2.SessionRequest(abort=abort))
+
+    async def stats(self, timeout_seconds: float) -> scheduler_pb2.GetStatsResponse:
+        """Queues, pool and totals. Raises AioRpcError."""
+        response: scheduler_pb2.GetStatsResponse = await self._stub.GetStats(
+            scheduler_pb2.GetStatsRequest(), timeout=timeout_seconds
+        )
+        return response
+
+    async def run(self, replica: Replica) -> None:
+        """Keeps a session open until cancelled, and passes what comes to `replica`."""
+        backoff = _FIRST_BACKOFF_SECONDS
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                began = loop.time()
+                if await self._session(replica) and loop.time() > began + _MAX_BACKOFF_SECONDS:
+                    backoff = _FIRST_BACKOFF_SECONDS
+                await asyncio.sleep(backoff)
+                backoff = min(2 * backoff, _MAX_BACKOFF_SECONDS)
+        finally:
+            await self._channel.close()
+
+    async def _session(self, replica: Replica) -> bool:
+        """One session from beginning to end; returns whether it ever opened."""
+        call = self._stub.Session()
+        self._outbox.clear()
+        hello = scheduler_pb2.OpenSession(gateway_id=self._gateway_id)
+        self._post(scheduler_pb2.SessionRequest(open=hello))
+        writer = asyncio.create_task(self._write(call))
+        reason = "this gateway ended the session"
+        try:
+            await self._read(call, replica)
+            reason = "the scheduler ended the session"
+        except TimeoutError:
+            reason = f"no message for {self._session_timeout:g} s: the scheduler hangs"
+        except grpc.aio.AioRpcError as error:
+            reason = f"{error.code().name}: {error.details()}"
+        finally:
+            writer.cancel()
+            call.cancel()
+            was_open = replica.is_connected
+            replica.closed(reason)
+        return was_open
+
+    async def _read(self, call: SessionCall, replica: Replica) -> None:
+        """Passes on what comes until the scheduler ends the stream. Raises TimeoutError when it
+        sends nothing for the session's timeout.
+        """
+        loop = asyncio.get_running_loop()
+        self._received_at = loop.time()
+        async with asyncio.timeout(None) as alarm:
+            watch = asyncio.create_task(self._watch(alarm))
+            try:
+                async for response in call:
+                    self._received_at = loop.time()
+                    match response.WhichOneof("message"):
+                        case "deltas":
+                            apply_deltas(response.deltas, replica)
+                        case "state":
+                            replica.state_changed(replica_state_from_proto(response.state))
+                        case "queue":
+                            replica.queue_changed(queue_state_from_proto(response.queue))
+                        case "opened":
+                            replica.opened(description_from_proto(response.opened))
+            finally:
+                watch.cancel()
+
+    async def _watch(self, alarm: asyncio.Timeout) -> None:
+        """Fires the alarm when nothing was received for the session's timeout.
+
+        Time in which this process itself stood still does not count.
+        """
+        loop = asyncio.get_running_loop()
+        interval = self._session_timeout / _CHECKS_PER_TIMEOUT
+        while True:
+            due = loop.time() + interval
+            await asyncio.sleep(interval)
+            now = loop.time()
+            if now > due + interval:
+                self._received_at = now
+            elif now >= self._received_at + self._session_timeout:
+                alarm.reschedule(now)
+                return
+
+    async def _write(self, call: SessionCall) -> None:
+        try:
+            while True:
+                await self._has_mail.wait()
+                self._has_mail.clear()
+                outbox, self._outbox = self._outbox, []
+                for mail in outbox:
+                    await call.write(mail.message() if isinstance(mail, _Add) else mail)
+        except (grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
+            return  # The reader sees the same end of the call, and its reason.
+
+    def _post(self, mail: scheduler_pb2.SessionRequest | _Add) -> None:
+        self._outbox.append(mail)
+        self._has_mail.set()
+
+
+def apply_deltas(deltas: scheduler_pb2.StepDeltas, replica: Replica) -> None:
+    """Passes on what steps brought. Sequences that were aborted meanwhile are passed over."""
+    running = replica.running
+    token_ids, start = list(deltas.token_ids), 0
+    for admitted in deltas.admitted:
+        replica.admitted(admitted.handle, admitted.num_cached_tokens)
+    for handle, num_tokens in zip(deltas.handles, deltas.num_tokens, strict=True):
+        if (inflight := running.get(handle)) is not None:
+            inflight.tokens(token_ids[start : start + num_tokens])
+        start += num_tokens
+    for message in deltas.logprobs:
+        if (inflight := running.get(message.handle)) is not None:
+            if len(message.sampled.ranks):
+                inflight.logprobs(from_logprobs_proto(message.sampled))
+            if len(message.prompt.ranks):
+                inflight.prompt_logprobs(from_logprobs_proto(message.prompt))
+    for finished in deltas.finished:
+        replica.finished(finished.handle, from_finished(finished))
+    for rejected in deltas.rejected:
+        replica.rejected(rejected.handle, from_rejection(rejected))

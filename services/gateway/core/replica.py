@@ -1,0 +1,225 @@
+"""One scheduler as the gateway knows it: what it serves, its state, and the sequences it has."""
+
+import itertools
+import logging
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from services.common.errors import ResourceExhausted, StepwellError
+from services.common.queue_state import QueueState
+from services.gateway.core.delta import Finish
+from services.gateway.core.inflight import Inflight
+from services.gateway.core.no_token import NAN_IN_LOGITS, why_no_token
+from services.gateway.core.ports import Clock, Link
+from services.gateway.core.request import ModelLimits
+
+logger = logging.getLogger(__name__)
+
+_MAX_HANDLE = 2**32
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaDescription:
+    """What a scheduler says that it serves when a session opens."""
+
+    model_name: str
+    limits: ModelLimits
+    fingerprint: bytes
+    tokenizer_fingerprint: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaState:
+    """Whether a scheduler can run a step. `reason` says why not; it is empty when ready."""
+
+    ready: bool
+    reason: str = ""
+    draining: bool = False
+
+
+_UNKNOWN = ReplicaState(ready=False, reason="it has not said yet whether it can run steps")
+
+
+class ReplicaListener(Protocol):
+    """What a replica tells its fleet."""
+
+    def replica_changed(self, replica: "Replica") -> None:
+        """A session opened, or the replica became able or unable to run steps."""
+        ...
+
+    def replica_lost(self, inflights: list[Inflight]) -> None:
+        """A session ended, and with it these sequences there."""
+        ...
+
+    def request_rejected(
+        self, inflight: Inflight, error: StepwellError, replica: "Replica"
+    ) -> None:
+        """The scheduler refused a sequence."""
+        ...
+
+
+class Replica:
+    """Sends sequences over its link; the link calls the methods from `opened` on with what comes.
+
+    `refusal` is set by the fleet: why this replica gets no requests although it could run them.
+    """
+
+    def __init__(self, address: str, link: Link, clock: Clock, listener: ReplicaListener) -> None:
+        self.address = address
+        self.is_connected = False
+        """Whether there is a session."""
+        self.description: ReplicaDescription | None = None
+        """What it serves, by its last session."""
+        self.refusal = ""
+        self.running: dict[int, Inflight] = {}
+        """The sequences there, by the handles that the session knows them by."""
+        self._link = link
+        self._clock = clock
+        self._listener = listener
+        self._state = _UNKNOWN
+        self._stalled_since: float | None = None
+        self._why_disconnected = "not connected yet"
+        self._handles = itertools.count(1)
+        self._unadmitted: set[int] = set()
+        self._queue: QueueState | None = None
+        self._num_others_waiting = 0
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests can be sent now, and steps run."""
+        return self.is_connected and self._state.ready and not self.refusal
+
+    @property
+    def reason(self) -> str:
+        """Why it is not ready; empty when it is."""
+        if not self.is_connected:
+            return self._why_disconnected
+        return self.refusal or self._state.reason
+
+    @property
+    def limits(self) -> ModelLimits | None:
+        """What a request there may be; None without a session."""
+        if self.description is None or not self.is_connected:
+            return None
+        return self.description.limits
+
+    @property
+    def num_unfinished(self) -> int:
+        """Sequences of this gateway that run or wait there."""
+        return len(self.running)
+
+    def seconds_stalled(self) -> float | None:
+        """For how long a connected replica has not been able to run steps; None when it is able."""
+        return None if self._stalled_since is None else self._clock.time() - self._stalled_since
+
+    def queue_refusal(self, timeout_seconds: float | None) -> ResourceExhausted | None:
+        """Why the scheduler would refuse a request with this timeout; None if it may take it.
+
+        The length of the queue is what the scheduler announced last of other gateways' requests,
+        and this gateway's own as they are now.
+        """
+        if self._queue is None:
+            return None
+        num_waiting = self._num_others_waiting + len(self._unadmitted)
+        return replace(self._queue, num_waiting=num_waiting).refusal(timeout_seconds)
+
+    def send(self, inflight: Inflight) -> None:
+        """Sends a sequence there. The replica must be ready."""
+        handle = self._free_handle()
+        self.running[handle] = inflight
+        self._unadmitted.add(handle)
+        inflight.sent(release=lambda: self._abort(handle))
+        self._link.add(handle, inflight)
+
+    def take_back(self) -> list[Inflight]:
+        """Aborts all sequences there and returns them, in order of arrival."""
+        taken = sorted(self.running.values(), key=lambda inflight: inflight.number)
+        for inflight in taken:
+            inflight.taken_back()
+        return taken
+
+    def opened(self, description: ReplicaDescription) -> None:
+        """A session opened."""
+        self.description = description
+        self.is_connected = True
+        logger.info(
+            "session with scheduler %s opened: %s, %d tokens",
+            self.address,
+            description.model_name,
+            description.limits.max_model_len,
+        )
+        self._listener.replica_changed(self)
+
+    def state_changed(self, state: ReplicaState) -> None:
+        """The scheduler said whether it can run steps, maybe the same as before."""
+        before, self._state = self._state, state
+        if before == state:
+            return
+        if state.ready or state.draining:
+            self._stalled_since = None
+        elif self._stalled_since is None:
+            self._stalled_since = self._clock.time()
+        if not state.ready:
+            logger.warning("scheduler %s is not ready: %s", self.address, state.reason)
+        elif before is not _UNKNOWN:
+            logger.info("scheduler %s is ready again", self.address)
+        self._listener.replica_changed(self)
+
+    def queue_changed(self, queue: QueueState) -> None:
+        """The scheduler said how long its queue is."""
+        self._queue = queue
+        self._num_others_waiting = max(0, queue.num_waiting - len(self._unadmitted))
+
+    def admitted(self, handle: int, num_cached_tokens: int) -> None:
+        """A sequence left the queue."""
+        self._unadmitted.discard(handle)
+        if (inflight := self.running.get(handle)) is not None:
+            inflight.admitted(num_cached_tokens)
+
+    def finished(self, handle: int, end: Finish | StepwellError) -> None:
+        """A sequence ended."""
+        inflight = self._forget(handle)
+        if inflight is None:
+            return
+        if not isinstance(end, StepwellError):
+            inflight.finished(end)
+            return
+        if self.limits is not None and end.error_reason == NAN_IN_LOGITS:
+            output, vocab_size = inflight.output_token_ids, self.limits.vocab_size
+            end = why_no_token(inflight.request, output, vocab_size) or end
+        inflight.failed(end)
+
+    def rejected(self, handle: int, error: StepwellError) -> None:
+        """The scheduler refused a sequence."""
+        if (inflight := self._forget(handle)) is not None:
+            self._listener.request_rejected(inflight, error, self)
+
+    def closed(self, reason: str) -> None:
+        """The session ended, or none could be opened."""
+        if self.is_connected:
+            logger.warning("session with scheduler %s ended: %s", self.address, reason)
+        self._why_disconnected = reason
+        self.is_connected = False
+        self.refusal = ""
+        self._state, self._stalled_since = _UNKNOWN, None
+        self._queue = None
+        self._unadmitted.clear()
+        lost, self.running = list(self.running.values()), {}
+        self._listener.replica_lost(lost)
+
+    def inflights(self) -> list[Inflight]:
+        """The sequences there, as they are now."""
+        return list(self.running.values())
+
+    def _abort(self, handle: int) -> None:
+        if self._forget(handle) is not None:
+            self._link.abort(handle)
+
+    def _forget(self, handle: int) -> Inflight | None:
+        self._unadmitted.discard(handle)
+        return self.running.pop(handle, None)
+
+    def _free_handle(self) -> int:
+        while (handle := next(self._handles) % _MAX_HANDLE) in self.running:
+            pass
+        return handle

@@ -1,0 +1,109 @@
+"""A fleet whose schedulers are the test itself, and whose time passes when the test says so."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from services.gateway.core.fleet import Fleet, FleetTimes
+from services.gateway.core.inflight import Inflight, Mailbox
+from services.gateway.core.replica import Replica, ReplicaDescription, ReplicaState
+from services.gateway.core.request import EngineRequest, ModelLimits
+from services.gateway.core.sampling import Sampling
+
+LIMITS = ModelLimits(100, 90, 320, (0,), priority_scheduling=False, hidden_size=4)
+TIMES = FleetTimes(resubmit_timeout_seconds=30.0, migrate_after_seconds=1.0)
+
+
+@dataclass(eq=False)
+class FakeTimer:
+    """A call that the clock makes when its time has come."""
+
+    when: float
+    callback: Callable[[], object]
+    timers: "list[FakeTimer]"
+
+    def cancel(self) -> None:
+        if self in self.timers:
+            self.timers.remove(self)
+
+
+class ManualClock:
+    """The core's Clock."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._timers: list[FakeTimer] = []
+
+    def time(self) -> float:
+        return self._now
+
+    def call_at(self, when: float, callback: Callable[[], object], /) -> FakeTimer:
+        timer = FakeTimer(when, callback, self._timers)
+        self._timers.append(timer)
+        return timer
+
+    def advance(self, seconds: float) -> None:
+        """Lets time pass, and makes the calls that are due, in their order."""
+        end = self._now + seconds
+        while due := [timer for timer in self._timers if timer.when <= end]:
+            first = min(due, key=lambda timer: timer.when)
+            self._timers.remove(first)
+            self._now = max(self._now, first.when)
+            first.callback()
+        self._now = end
+
+
+@dataclass
+class FakeLink:
+    """The core's Link: what was sent over it."""
+
+    added: dict[int, Inflight] = field(default_factory=dict)
+    aborted: list[int] = field(default_factory=list)
+
+    def add(self, handle: int, inflight: Inflight) -> None:
+        self.added[handle] = inflight
+
+    def abort(self, handle: int) -> None:
+        self.aborted.append(handle)
+
+
+class FakeFleet:
+    """A fleet of replicas named "a", "b" and so on, none of them connected yet."""
+
+    def __init__(self, num_replicas: int = 2, tokenizer_fingerprint: bytes = b"") -> None:
+        self.clock = ManualClock()
+        names = "abcdefgh"[:num_replicas]
+        self.links = {name: FakeLink() for name in names}
+        self.fleet = Fleet(
+            self.links,
+            self.clock,
+            times=TIMES,
+            rng=random.Random(0),
+            tokenizer_fingerprint=tokenizer_fingerprint,
+        )
+        self.replicas = dict(zip(names, self.fleet.replicas, strict=True))
+
+    def connect(self, *names: str, fingerprint: bytes = b"f", limits: ModelLimits = LIMITS) -> None:
+        """Opens sessions that can run steps."""
+        for name in names:
+            replica = self.replicas[name]
+            replica.opened(ReplicaDescription("tiny", limits, fingerprint, b""))
+            replica.state_changed(ReplicaState(ready=True))
+
+    def start(self, *, max_tokens: int = 8, num_prompts: int = 1, n: int = 1) -> Mailbox:
+        """A request of `n` answers to each prompt."""
+        requests = [
+            EngineRequest("r", prompt, Sampling(max_tokens=max_tokens), 0, "", 0, "")
+            for prompt in ([1, 2, number] for number in range(num_prompts))
+            for _ in range(n)
+        ]
+        return self.fleet.start(requests)
+
+    def has(self, name: str) -> list[Inflight]:
+        """The sequences that a replica has."""
+        return self.replicas[name].inflights()
+
+    def handle(self, replica: Replica, inflight: Inflight) -> int:
+        """The handle by which a replica knows a sequence."""
+        (handle,) = (handle for handle, one in replica.running.items() if one is inflight)
+        return handle
