@@ -181,6 +181,6 @@ async def test_ten_seconds_of_hostility_leave_nothing(model: Path, key: str):
             await until(lambda: scheduler.num_running == 0)
             await until(lambda: usage_of(gateway.pid).num_files <= before.num_files + 2)
             assert target.defects == []
-            assert not [line for line in gateway.log if "Traceback" in line]
+            assert not [line for line in gateway.log if "Traceback" in line], "".join(gateway.log)
             assert pauses["work"] < 2 * MOST_WORK, pauses
             await until(lambda: usage_of(gateway.pid).rss - before.rss < MOST_GROWTH_BYTES)
