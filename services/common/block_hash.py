@@ -1,11 +1,12 @@
-"""The hash of a full KV-cache block: what a prefix is found by, on every machine.
+"""The hash of a full KV-cache block, by which prefixes are found. The same on every machine.
 
     hash(block) = SHA-256( parent digest | token ids, int32 little-endian | extra keys )
 
-The chain starts at the model's fingerprint, so that equal tokens of two models never meet. Extra
-keys are what changes the keys and values besides the tokens: today the cache salt, which goes into
-the first block only, since every later one inherits it through its parent. Chained block hashes
-are vLLM's automatic prefix caching; a canonical encoding in place of pickle makes them portable.
+The chain starts at the model's fingerprint, so that equal tokens of two models have different
+hashes. Extra keys are what changes the keys and values besides the tokens: today the cache salt,
+which goes into the first block only, since every later one inherits it through its parent. Chained
+block hashes are vLLM's automatic prefix caching; a canonical encoding in place of pickle makes them
+portable.
 """
 
 import struct
@@ -28,7 +29,7 @@ def pack_token_ids(token_ids: Sequence[int]) -> bytes:
 
 
 def unpack_token_ids(packed: bytes) -> list[int]:
-    """The inverse of `pack_token_ids`. Raises ValueError when the length is no multiple of 4."""
+    """The inverse of `pack_token_ids`. Raises ValueError if the length is no multiple of 4."""
     num_tokens, rest = divmod(len(packed), 4)
     if rest:
         raise ValueError(f"{len(packed)} bytes are no whole number of int32")

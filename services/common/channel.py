@@ -24,7 +24,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 250),
-    # Without these a stream that is read slowly is given megabytes of buffer in this process.
+    # Otherwise a stream that is read slowly gets megabytes of buffer in this process.
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", 65_535),
 )

@@ -1,4 +1,4 @@
-"""What can go wrong between a client and an engine, in kinds that have one status each.
+"""The errors of all services, in kinds that have one gRPC status each.
 
     StepwellError
     ├── InvalidArgument      the request is wrong whatever the state; names the field
@@ -7,8 +7,8 @@
     ├── Unauthenticated      no key, or a wrong one
     ├── PayloadTooLarge      the body is larger than what is read
     ├── ResourceExhausted    refused before queueing, or evicted from the queue; says when to retry
-    ├── FailedPrecondition   right at another time: fenced, out of sequence, in use
-    ├── Aborted              taken over or given up after it was accepted
+    ├── FailedPrecondition   the state does not allow it: fenced, out of sequence, in use
+    ├── Aborted              taken over or cancelled after it was accepted
     ├── Unavailable          a part is away or draining; says when to try again
     │   └── DeadlineExceeded no answer came in the time that the caller gave
     └── InternalError        a defect here
@@ -53,7 +53,7 @@ class OutOfRange(InvalidArgument):
 
 
 class NotFound(StepwellError):
-    """There is nothing of that name."""
+    """No model, pool or request has that name."""
 
     reason = "NOT_FOUND"
 
@@ -79,13 +79,13 @@ class ResourceExhausted(StepwellError):
 
 
 class FailedPrecondition(StepwellError):
-    """Right at another time: a stale generation, a number out of sequence, blocks in use."""
+    """The state does not allow it: a stale generation, a number out of sequence, blocks in use."""
 
     reason = "FAILED_PRECONDITION"
 
 
 class Aborted(StepwellError):
-    """Accepted once, and then taken over or given up."""
+    """Accepted, and then taken over or cancelled."""
 
     reason = "ABORTED"
 

@@ -1,4 +1,4 @@
-"""What belongs to one scheduler at a time: a worker, a pool."""
+"""A worker, or a pool, belongs to one scheduler at a time."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from services.common.errors import FailedPrecondition
 
 
 class Taken(FailedPrecondition):
-    """It belongs to another scheduler, which the message names."""
+    """It belongs to another scheduler, named in the message."""
 
     reason = "TAKEN"
 
@@ -41,7 +41,7 @@ class Lease:
 
     A holder of the same name that started later takes it over at once: it is the process that
     replaces the first, whose connection may not have ended yet. The first is refused from then on,
-    so that two of them never take it from each other in turns. Leases with fencing are Gray and
+    so that the two do not take it from each other in turns. Leases with fencing are Gray and
     Cheriton's (1989); here the generation of each step is the fence.
     """
 
@@ -63,7 +63,7 @@ class Lease:
         self._num_uses += 1
 
     def release(self, holder: Holder) -> None:
-        """Ends one use; nothing happens if it belongs to another holder by now."""
+        """Ends one use; does nothing if it belongs to another holder by now."""
         if holder == self._holder:
             self._num_uses -= 1
             self._free_at = self._clock() + self._grace_seconds

@@ -1,4 +1,4 @@
-"""Logs: one line an event, text for people or JSON for machines, with its trace."""
+"""Logs: one line an event, as text or JSON, with the ids of the current trace."""
 
 import enum
 import json
@@ -25,7 +25,7 @@ class LogFormat(enum.Enum):
 
 
 class LogLevel(enum.Enum):
-    """What is logged: this and everything more severe."""
+    """The least severe level that is logged."""
 
     DEBUG = "debug"
     INFO = "info"

@@ -1,7 +1,7 @@
 """A prompt given as the embeddings of its tokens instead of the tokens.
 
-Whoever holds no tensors carries the numbers as bytes: it checks their amount, and gives them a
-name for the prefix cache. Tokens of such a prompt are all 0 wherever a token must stand.
+Services without tensors carry the numbers as bytes, check how many there are, and salt the prefix
+cache with their digest. Where a token is needed, each token of such a prompt is 0.
 """
 
 import enum
@@ -12,7 +12,7 @@ from hashlib import sha256
 from services.common.errors import InvalidArgument
 
 PLACEHOLDER_TOKEN = 0
-# Looked at at once; a multiple of every number's size.
+# Checked at once; a multiple of every number's size.
 _CHECKED_BYTES = 2**18
 
 
@@ -38,8 +38,8 @@ class EmbedsDtype(enum.Enum):
 class PromptEmbeds:
     """Rows of a matrix [num_tokens, hidden_size], little-endian.
 
-    Making one raises InvalidArgument where there are no rows, or more of them than numbers: how
-    many tokens it stands for is bounded by its bytes.
+    Raises InvalidArgument if there are no rows, or more rows than numbers: the number of tokens is
+    bounded by the bytes.
     """
 
     num_tokens: int
@@ -55,7 +55,7 @@ class PromptEmbeds:
 
     @property
     def placeholders(self) -> list[int]:
-        """The tokens that stand for it."""
+        """Tokens in place of the rows."""
         return [PLACEHOLDER_TOKEN] * self.num_tokens
 
     def rest(self, num_computed_tokens: int) -> "PromptEmbeds | None":
@@ -94,7 +94,7 @@ class PromptEmbeds:
 def _is_finite(data: bytes, dtype: EmbedsDtype) -> bool:
     """Whether no number is infinite or NaN: of those all bits of the exponent are set.
 
-    All numbers are looked at at once, as digits of one integer. Adding the exponent's last bit to
+    All numbers are checked at once, as digits of one integer. Adding the exponent's last bit to
     each exponent carries into the bit of the sign, which was cleared, where all its bits are set.
     """
     bits = 8 * dtype.itemsize

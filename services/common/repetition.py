@@ -1,7 +1,7 @@
-"""Answers that go round in circles: the same few tokens over and over, to no end.
+"""Answers that repeat the same few tokens again and again.
 
-The rule is that of vLLM's `repetition_detection`. It lives here because the scheduler ends a
-request by it, and the gateway must come to the same end when a scheduler dies before it says so.
+The rule is that of vLLM's `repetition_detection`. The scheduler ends a request by it, and so does
+the gateway, if a scheduler dies after the last token and before its finish reason was sent.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from services.common.errors import InvalidArgument
 
 FIELD = "repetition_detection"
 MAX_PATTERN_SIZE = 1024
-"""What a token may cost: it is compared with as many earlier ones."""
+"""Bounds the cost of a token, which is compared with as many earlier ones."""
 MAX_COUNT = 2**31 - 1
 
 
@@ -27,7 +27,7 @@ class RepetitionDetection:
     def of(
         cls, max_pattern_size: int, min_pattern_size: int, min_count: int
     ) -> "RepetitionDetection | None":
-        """As clients say it: a longest pattern of 0 is none, a shortest of 0 is 1."""
+        """From a client's numbers: with both sizes 0 there is none; a shortest size of 0 is 1."""
         if max_pattern_size == min_pattern_size == 0:
             return None
         return cls(max_pattern_size, min_pattern_size or 1, min_count)
@@ -59,9 +59,9 @@ class RepetitionDetection:
         )
 
     def _repeats(self, token_ids: Sequence[int], size: int) -> bool:
-        """Whether a pattern of this size stands at the end often enough: then the end, but for one
-        pattern, equals itself shifted by one. Longer and longer ends are compared, so that a
-        difference costs no more than it lies away.
+        """Whether the tokens end in `min_count` patterns of this size: then the end, but for one
+        pattern, equals itself shifted by one pattern. Longer and longer ends are compared, so that
+        the cost is in proportion to the distance of the first difference.
         """
         end, wanted, length = len(token_ids), size * (self.min_count - 1), 1
         while length < wanted:

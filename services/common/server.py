@@ -18,9 +18,9 @@ from services.common.channel import KEEPALIVE_OPTIONS, MAX_MESSAGE_BYTES
 logger = logging.getLogger(__name__)
 
 LIVENESS = ""
-"""What health is asked about for liveness: not SERVING means that the process is to be replaced."""
+"""The name of liveness in grpc.health.v1: if it is not SERVING, the process is to be replaced."""
 READINESS = "ready"
-"""What health is asked about for readiness: SERVING means that requests can be served now."""
+"""The name of readiness in grpc.health.v1: if it is SERVING, requests can be served now."""
 
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -29,9 +29,9 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.so_reuseport", 0),
     *KEEPALIVE_OPTIONS,
     # The shortest interval between pings of a client without traffic. After two shorter ones the
-    # server ends the connection ("Too many pings"). Left alone, grpc demands five minutes.
+    # server ends the connection ("Too many pings"). grpc's default is five minutes.
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
-    # Without this the window grows to megabytes, and a stream that nobody reads swallows them.
+    # Otherwise the window grows to megabytes, which a stream that is not read takes up.
     ("grpc.http2.bdp_probe", 0),
 )
 
@@ -91,18 +91,16 @@ class GrpcServer:
         return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
 
     async def set_ready(self, ready: bool) -> None:
-        """Whether requests can be served now, as health answers it. They cannot once `drain` has
-        begun, whatever is said here.
-        """
+        """Sets readiness. Not ready once `drain` has begun, for any `ready`."""
         for name in (READINESS, *self._names):
             await self._health.set(name, _status(ready and not self._draining))
 
     async def set_live(self, live: bool) -> None:
-        """Whether the process can go on; a supervisor replaces one that cannot."""
+        """Sets liveness; a supervisor replaces a process that is not live."""
         await self._health.set(LIVENESS, _status(live))
 
     async def drain(self, grace_seconds: float) -> None:
-        """Turns not ready, takes no new calls, gives running ones the grace, then ends them."""
+        """Sets not ready, refuses new calls, and ends running ones after `grace_seconds`."""
         self._draining = True
         await self.set_ready(False)
         await self._server.stop(grace_seconds)
@@ -114,7 +112,7 @@ def _status(serving: bool) -> health_pb2.HealthCheckResponse.ServingStatus:
 
 
 def _why_not(address: str) -> str:
-    """Why an address cannot be bound, as far as that can be seen."""
+    """The likely reason why an address cannot be bound."""
     if address.startswith("unix:") and not Path(address.removeprefix("unix:")).parent.is_dir():
         return "there is no such directory"
     return "it is taken, or no address of this machine"

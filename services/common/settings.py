@@ -2,8 +2,8 @@
 
 A field `max_num_seqs` of the scheduler is the flag `--max-num-seqs` and the variable
 `STEPWELL_SCHEDULER_MAX_NUM_SEQS`; a flag wins over a variable, a variable over the default.
-A value that does not parse, fails its check, or a name that nothing answers to, ends the process
-with one sentence and exit status 2.
+A value that does not parse or fails its check, and an unknown name, end the process with one
+sentence and exit status 2.
 """
 
 import argparse

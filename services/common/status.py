@@ -20,7 +20,7 @@ _CONNECTION_ENDS = (
     ("Connection reset", "closed the connection"),
     ("Socket closed", "closed the connection"),
 )
-"""Parts of what grpc says of a connection, and what that means."""
+"""Parts of grpc's messages about connections, and what they mean."""
 
 STATUS_OF: dict[type[errors.StepwellError], grpc.StatusCode] = {
     errors.InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
@@ -68,7 +68,7 @@ def to_rich_status(error: errors.StepwellError) -> status_pb2.Status:
 
 
 def from_rpc_error(rpc_error: grpc.aio.AioRpcError) -> errors.StepwellError:
-    """The error that a server raised, as it was; other failures of a call by their status."""
+    """The error that a server raised; for other failures of a call, one by the status."""
     kind = _KIND_OF.get(rpc_error.code(), errors.InternalError)
     message = rpc_error.details() or rpc_error.code().name
     reason = field = retry_after_seconds = None
@@ -90,8 +90,8 @@ def from_rpc_error(rpc_error: grpc.aio.AioRpcError) -> errors.StepwellError:
 
 
 def from_peer(peer: str, rpc_error: grpc.aio.AioRpcError) -> errors.StepwellError:
-    """As `from_rpc_error`; what grpc itself says of a connection, in lines of addresses and errors
-    of the system, becomes a sentence about the peer, such as "the worker at 10.0.0.7:9003".
+    """As `from_rpc_error`, but errors of the connection itself become a sentence about the peer,
+    such as "the worker at 10.0.0.7:9003 closed the connection".
     """
     if rpc_status.from_call(rpc_error) is None:
         if rpc_error.code() is grpc.StatusCode.UNAVAILABLE:
@@ -102,7 +102,7 @@ def from_peer(peer: str, rpc_error: grpc.aio.AioRpcError) -> errors.StepwellErro
 
 
 def _connection_end(details: str) -> str:
-    """What became of a connection, by grpc's words, which are quoted where they say more."""
+    """What happened to a connection; grpc's message is quoted if it is not known."""
     for words, meaning in _CONNECTION_ENDS:
         if words in details:
             return meaning

@@ -1,4 +1,4 @@
-"""Tracing: OTLP when an endpoint is set, nothing at all when none is.
+"""Tracing: over OTLP if an endpoint is set, else none.
 
 Sampling is parent-based: the service where a trace begins decides by ratio, and the services below
 follow the flag in the W3C `traceparent` that travels in messages. An unsampled trace context is
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Tracing:
-    """A service's tracer. Without a provider every span is the same inert object."""
+    """A service's tracer. Without a provider every span is INVALID_SPAN."""
 
     tracer: trace.Tracer
     provider: TracerProvider | None
@@ -87,7 +87,7 @@ class Tracing:
         attributes: Attributes | None = None,
         start_unix_nanos: int | None = None,
     ) -> Span:
-        """Starts a span under a sampled `traceparent`; an inert one when that names no span."""
+        """Starts a span under `traceparent`; INVALID_SPAN if that names no span."""
         if not traceparent or parse_traceparent(traceparent) is None:
             return INVALID_SPAN
         return self.start(
