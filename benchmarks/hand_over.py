@@ -1,50 +1,28 @@
 """What the services say in messages, handed over as objects: requests, steps, outputs."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 
 import numpy as np
 
 from services.common.ids import RequestKey
 from services.common.pool_operations import BlockTables
-from services.common.sampling import SamplingParams
 from services.gateway.core.request import EngineRequest
-from services.gateway.core.sampling import Sampling
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
-from services.scheduler.core.request import Request, StopConditions
+from services.scheduler.core.request import Request
 from services.worker.core.step import AppendedBlocks, Int32Array, NewRequest, StepInput, StepOutput
 
 _GENERATION = 1
-_SAME_NAME = {field.name for field in fields(SamplingParams)} & {
-    field.name for field in fields(Sampling)
-}
 
 
 def to_request(asked: EngineRequest, key: int) -> Request:
     """The scheduler's request for the gateway's. `key` is its number towards the pool."""
-    sampling = asked.sampling
-    if sampling.max_tokens is None:
-        raise AssertionError("the gateway sets max_tokens")
     return Request(
         request_id=asked.request_id,
         key=RequestKey(key),
         token_ids=list(asked.prompt_token_ids),
         num_prompt_tokens=len(asked.prompt_token_ids),
-        stop=StopConditions(
-            sampling.max_tokens,
-            frozenset(sampling.eos_token_ids),
-            frozenset(sampling.stop_token_ids),
-        ),
         arrival_time=asked.arrival_unix_nanos / 1e9,
-        sampling=_to_params(sampling),
-    )
-
-
-def _to_params(sampling: Sampling) -> SamplingParams:
-    return SamplingParams(
-        **{name: getattr(sampling, name) for name in _SAME_NAME},
-        logit_bias_token_ids=tuple(sampling.logit_bias),
-        logit_bias_values=tuple(sampling.logit_bias.values()),
+        sampling=asked.sampling,
     )
 
 
@@ -65,7 +43,7 @@ def to_step(plan: SchedulerOutput) -> StepInput:
 
 
 def _new_request(request: Request, tables: BlockTables) -> NewRequest:
-    if request.row is None or not isinstance(request.sampling, SamplingParams):
+    if request.row is None:
         raise AssertionError(f"{request.request_id} is not ready to be sent")
     return NewRequest(
         row=request.row,

@@ -26,14 +26,14 @@ import uvloop
 from benchmarks.hand_over import to_output, to_request, to_step
 from benchmarks.load import Load, run_load
 from services.cli.replay.inprocess_pool import InProcessPool
+from services.common.sampling import SamplingParams
 from services.common.settings import parse_settings
 from services.gateway.adapters.hf_tokenizer import load_tokenizer
 from services.gateway.core.defaults import SamplingDefaults
-from services.gateway.core.delta import Finish, FinishReason
+from services.gateway.core.delta import Finish
 from services.gateway.core.inference import Inference
 from services.gateway.core.inflight import Inflight, Mailbox
 from services.gateway.core.request import ClientRequest, EngineRequest, ModelLimits, Prompt
-from services.gateway.core.sampling import Sampling
 from services.scheduler.__main__ import make_config
 from services.scheduler.adapters.replica import ReplicaShape
 from services.scheduler.core.config import SchedulerConfig
@@ -49,7 +49,7 @@ from services.scheduler.core.request import Request
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.settings import SchedulerSettings
 from services.worker.adapters.compute import ComputeThread
-from services.worker.adapters.converters import description_to_message
+from services.worker.adapters.converters import description_to_proto
 from services.worker.build import build_worker
 from services.worker.core.runner import Runner
 from services.worker.core.worker import Worker, WorkerDescription
@@ -158,7 +158,7 @@ class LocalEngine:
         for request in requests:
             inflight = self._waiting.pop(request, None)
             if inflight is not None and request.finish_reason is not None:
-                inflight.finished(Finish(FinishReason(request.finish_reason.value)))
+                inflight.finished(Finish(request.finish_reason))
                 del self._requests[inflight]
 
     def _drop(self, inflight: Inflight) -> None:
@@ -183,7 +183,7 @@ class InProcessClient:
         request = ClientRequest(
             request_id="benchmark",
             prompts=(Prompt(list(prompt)),),
-            sampling=Sampling(temperature=0, max_tokens=num_tokens),
+            sampling=SamplingParams(temperature=0, max_tokens=num_tokens),
             ignore_eos=True,
         )
         async for news in self._inference.run(await self._inference.prepare(request)):
@@ -204,7 +204,7 @@ class InProcess:
     async def __aenter__(self) -> "InProcess":
         worker = await self._compute.submit(self._load)
         built = worker.description
-        shape = ReplicaShape(description_to_message(built), built.num_blocks)
+        shape = ReplicaShape(description_to_proto(built), built.num_blocks)
         config = make_config(SchedulerSettings(kvpool="", workers=()), shape)
         local = LocalEngine(_limits(built, config))
         pool = InProcessPool(built.num_blocks, built.block_size, groups=config.groups)

@@ -26,10 +26,11 @@ from services.cli.replay.inprocess_pool import InProcessPool
 from services.common.block_hash import BlockHash, hash_full_blocks
 from services.common.ids import RequestKey
 from services.common.pool_operations import Admission, Admit, Lookup, Release
+from services.common.sampling import SamplingParams
 from services.kvpool.core.block_pool import BlockPool
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
-from services.scheduler.core.request import Request, StopConditions
+from services.scheduler.core.request import Request
 from services.scheduler.core.scheduler import Scheduler
 
 SIZES = (16, 64, 256, 1024)
@@ -138,7 +139,7 @@ def _request(number: int, num_tokens: int) -> Request:
         key=RequestKey(number + 1),
         token_ids=tokens,
         num_prompt_tokens=num_tokens,
-        stop=StopConditions(100_000, frozenset([2])),
+        sampling=SamplingParams(max_tokens=100_000, eos_token_ids=(2,)),
     )
 
 

@@ -29,7 +29,7 @@ from services.scheduler.adapters.statistics import StepCounts
 from services.scheduler.adapters.step_tracer import StepTracer as SchedulerTracer
 from services.scheduler.adapters.traced_ports import TracedExecutor, TracedPool
 from services.scheduler.core.output import EngineCoreOutput, ModelRunnerOutput, SchedulerOutput
-from services.scheduler.core.request import Request, StopConditions
+from services.scheduler.core.request import Request
 from services.worker.adapters.telemetry import StepTimes
 from services.worker.adapters.telemetry import StepTracer as WorkerTracer
 from services.worker.core.step import NewRequest, StepInput, StepOutput
@@ -149,7 +149,7 @@ def _request(number: int, traceparent: str) -> Request:
         key=RequestKey(number),
         token_ids=[0],
         num_prompt_tokens=1,
-        stop=StopConditions(1),
+        sampling=SamplingParams(max_tokens=1),
         arrival_time=time.time(),
         traceparent=traceparent,
     )

@@ -4,8 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from stepwell.common.v1 import common_pb2
-
 from services.common.errors import FailedPrecondition
 
 
@@ -22,11 +20,6 @@ class Holder:
     name: str
     """Of its replica."""
     started_unix_nanos: int
-
-    @classmethod
-    def from_message(cls, owner: common_pb2.Owner) -> "Holder":
-        """The process that a message names; one that says nothing has no name."""
-        return cls(owner.name, owner.started_unix_nanos)
 
     def __str__(self) -> str:
         if not self.name:

@@ -1,4 +1,4 @@
-"""How one request samples: the contract's parameters with defaults resolved, and their ranges."""
+"""The sampling parameters of a request, and their ranges."""
 
 from dataclasses import dataclass
 
@@ -8,14 +8,17 @@ from services.common.repetition import RepetitionDetection
 MAX_SEED = 2**64 - 1
 MAX_INT32 = 2**31 - 1
 MAX_FLOAT32 = 2.0**128 - 2.0**104
-# Beyond these a penalised logit is no float32 any more, and nothing is left to sample from.
+# Beyond these a penalised logit is not a float32 any more, and no token can be sampled.
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 2.0**-100, 2.0**100
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """`stepwell.common.v1.SamplingParams` but for `max_tokens`: fields have the contract's names,
-    meanings and ranges.
+    """How the next token is chosen, and when a request ends: stepwell.common.v1.SamplingParams,
+    field by field, where meanings and ranges are specified.
+
+    None is "not given": the gateway resolves `seed`, `max_tokens` and `eos_token_ids` before a
+    request reaches the scheduler.
     """
 
     temperature: float = 1.0
@@ -29,7 +32,8 @@ class SamplingParams:
     logit_bias_values: tuple[float, ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
-    seed: int = 0
+    seed: int | None = None
+    max_tokens: int | None = None
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
@@ -39,7 +43,7 @@ class SamplingParams:
 
     @property
     def penalises(self) -> bool:
-        """Whether a token's past occurrences change its logit."""
+        """Whether earlier occurrences of a token change its logit."""
         return (
             self.repetition_penalty != 1.0
             or self.presence_penalty != 0.0
@@ -48,15 +52,16 @@ class SamplingParams:
 
     @property
     def filters(self) -> bool:
-        """Whether tokens that are not banned may be kept from being drawn."""
+        """Whether tokens are cut from the distribution by their probability."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     def validate(self, vocab_size: int) -> None:
-        """Raise `InvalidArgument` for the first field that no model of this size can honour.
-
-        Refuses values out of the contract's ranges (NaN is out of every range), token ids that
-        the vocabulary lacks, and combinations that leave no token to sample.
+        """Raises InvalidArgument, which names the field, for the first value that is out of range
+        (NaN is out of every range), token id that the vocabulary lacks, or combination that leaves
+        no token to sample.
         """
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise _invalid("max_tokens", f"must be at least 1, not {self.max_tokens}")
         self._validate_numbers(vocab_size)
         self._validate_tokens(vocab_size)
         self._validate_choice(vocab_size)
@@ -76,7 +81,8 @@ class SamplingParams:
         _require_range("min_p", self.min_p, 0, 1)
         _require_range("presence_penalty", self.presence_penalty, -2, 2)
         _require_range("frequency_penalty", self.frequency_penalty, -2, 2)
-        _require_range("seed", self.seed, 0, MAX_SEED)
+        if self.seed is not None:
+            _require_range("seed", self.seed, 0, MAX_SEED)
         for field, count in (("top_k", self.top_k), ("min_tokens", self.min_tokens)):
             _require_range(field, count, 0, MAX_INT32)
         for field, wanted in (

@@ -4,11 +4,11 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from services.common.sampling import SamplingParams
 from services.gateway.core.fleet import Fleet, FleetTimes
 from services.gateway.core.inflight import Inflight, Mailbox
 from services.gateway.core.replica import Replica, ReplicaDescription, ReplicaState
 from services.gateway.core.request import EngineRequest, ModelLimits
-from services.gateway.core.sampling import Sampling
 
 LIMITS = ModelLimits(100, 90, 320, (0,), priority_scheduling=False, hidden_size=4)
 TIMES = FleetTimes(resubmit_timeout_seconds=30.0, migrate_after_seconds=1.0)
@@ -93,7 +93,7 @@ class FakeFleet:
     def start(self, *, max_tokens: int = 8, num_prompts: int = 1, n: int = 1) -> Mailbox:
         """A request of `n` answers to each prompt."""
         requests = [
-            EngineRequest("r", prompt, Sampling(max_tokens=max_tokens), 0, "", 0, "")
+            EngineRequest("r", prompt, SamplingParams(max_tokens=max_tokens), 0, "", 0, "")
             for prompt in ([1, 2, number] for number in range(num_prompts))
             for _ in range(n)
         ]

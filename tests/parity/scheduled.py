@@ -3,18 +3,22 @@ and no wire.
 """
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stepwell.common.v1 import common_pb2
 
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.common.kv_cache_groups import AttentionType, GroupSpec
-from services.scheduler.adapters.worker_messages import to_execute_request, to_step_output
+from services.common.sampling_proto import sampling_from_proto
+from services.scheduler.adapters.converters import (
+    model_runner_output_from_proto,
+    scheduler_output_to_proto,
+)
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
-from services.scheduler.core.request import Request, StopConditions
+from services.scheduler.core.request import Request
 from services.scheduler.core.scheduler import Scheduler
-from services.worker.adapters.converters import output_to_message, step_from_message
+from services.worker.adapters.converters import step_from_proto, step_output_to_proto
 from services.worker.core.runner import Runner
 from tests.parity.situations import BLOCK_SIZE, MAX_MODEL_LEN, MAX_TOKENS, Situation, prompts
 
@@ -58,8 +62,7 @@ async def generate(
             key=number + 1,
             token_ids=list(prompt),
             num_prompt_tokens=len(prompt),
-            stop=StopConditions(MAX_TOKENS),
-            sampling=sampling,
+            sampling=replace(sampling_from_proto(sampling), max_tokens=MAX_TOKENS),
         )
         for number, prompt in enumerate(prompts())
     ]
@@ -99,5 +102,7 @@ def pool_groups(runner: Runner) -> list[GroupSpec]:
 
 def execute(runner: Runner, plan: SchedulerOutput) -> ModelRunnerOutput:
     """Runs a step as the worker would that gets it over the wire."""
-    step = step_from_message(to_execute_request(plan, generation=1, traceparent=""))
-    return to_step_output(output_to_message(runner.execute(step), queue_nanos=0, execute_nanos=0))
+    step = step_from_proto(scheduler_output_to_proto(plan, generation=1, traceparent=""))
+    return model_runner_output_from_proto(
+        step_output_to_proto(runner.execute(step), queue_nanos=0, execute_nanos=0)
+    )

@@ -5,9 +5,10 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+from services.common.sampling import SamplingParams
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.engine_core import EngineCore, EngineState
-from services.scheduler.core.request import Request, StopConditions
+from services.scheduler.core.request import Request
 from services.scheduler.core.scheduler import Scheduler
 from tests.scheduler.fakes import (
     SECONDS,
@@ -47,8 +48,8 @@ class Bench:
 
     def add(self, name: str, token_ids: list[int], max_tokens: int = 8) -> Request:
         self._num_requests += 1
-        stop = StopConditions(max_tokens)
-        request = Request(name, self._num_requests, list(token_ids), len(token_ids), stop)
+        sampling = SamplingParams(max_tokens=max_tokens)
+        request = Request(name, self._num_requests, list(token_ids), len(token_ids), sampling)
         self.engine.add(request)
         return request
 

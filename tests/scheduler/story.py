@@ -7,11 +7,12 @@ from typing import Any
 
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.common.repetition import RepetitionDetection
+from services.common.sampling import SamplingParams
 from services.kvpool.core.kv_pool import KVPool as PoolCore
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.ports import KVPool
-from services.scheduler.core.request import Request, StopConditions
+from services.scheduler.core.request import Request
 from services.scheduler.core.scheduler import Scheduler
 from tests.scheduler.paged_model import PagedModel
 
@@ -96,8 +97,12 @@ class Story:
             request_id=name,
             key=self._num_requests,
             token_ids=list(token_ids),
-            stop=StopConditions(
-                max_tokens, frozenset(eos), frozenset(stop), repetition, min_tokens
+            sampling=SamplingParams(
+                max_tokens=max_tokens,
+                eos_token_ids=tuple(eos),
+                stop_token_ids=tuple(stop),
+                repetition_detection=repetition,
+                min_tokens=min_tokens,
             ),
             **fields,
         )

@@ -5,10 +5,12 @@ from dataclasses import dataclass, field
 
 from services.cli.replay.fields import Field
 from services.common.errors import InvalidArgument
+from services.common.finish_reason import FinishReason
 from services.common.ids import RequestKey
 from services.common.repetition import RepetitionDetection
+from services.common.sampling import SamplingParams
 from services.scheduler.core.output import EngineCoreOutputs
-from services.scheduler.core.request import FinishReason, Request, StopConditions
+from services.scheduler.core.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +21,7 @@ class Arrival:
     request_id: str
     token_ids: list[int]
     num_prompt_tokens: int
-    stop: StopConditions
+    sampling: SamplingParams
     priority: int
     arrival_time: float
     cache_salt: str
@@ -103,7 +105,7 @@ def new_request(arrival: Arrival) -> Request:
         key=RequestKey(arrival.key),
         token_ids=list(arrival.token_ids),
         num_prompt_tokens=arrival.num_prompt_tokens,
-        stop=arrival.stop,
+        sampling=arrival.sampling,
         priority=arrival.priority,
         arrival_time=arrival.arrival_time,
         cache_salt=arrival.cache_salt,
@@ -124,12 +126,12 @@ def read_arrival(entry: Field, max_model_len: int) -> Arrival:
         request_id=entry["id"].text(),
         token_ids=token_ids,
         num_prompt_tokens=num_prompt_tokens,
-        stop=StopConditions(
-            entry["max_tokens"].integer(num_output_tokens + 1),
-            frozenset(entry["eos_token_ids"].integers()),
-            frozenset(entry["stop_token_ids"].integers()),
-            _read_repetition(entry["repetition_detection"]),
-            entry["min_tokens"].integer(),
+        sampling=SamplingParams(
+            max_tokens=entry["max_tokens"].integer(num_output_tokens + 1),
+            eos_token_ids=tuple(entry["eos_token_ids"].integers()),
+            stop_token_ids=tuple(entry["stop_token_ids"].integers()),
+            repetition_detection=_read_repetition(entry["repetition_detection"]),
+            min_tokens=entry["min_tokens"].integer(),
         ),
         priority=entry["priority"].integer(-(2**31)),
         arrival_time=entry["arrival_time"].number(-1e18, 1e18),

@@ -9,12 +9,13 @@ from services.cli.replay.history import History, new_request, read_arrival
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.cli.replay.log_file import Header
 from services.cli.replay.statistics import RunStatistics
+from services.common.finish_reason import FinishReason
 from services.common.pool_operations import Operation, Outcome
 from services.scheduler.core import ports
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.recorder import Entry, RecordingScheduler
-from services.scheduler.core.request import FinishReason, Request
+from services.scheduler.core.request import Request
 from services.scheduler.core.scheduler import PauseMode
 
 _ABSENT = object()

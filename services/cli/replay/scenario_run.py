@@ -11,9 +11,10 @@ from services.cli.replay.inprocess_pool import InProcessPool
 from services.cli.replay.scenario import Abort, Arrival, Scenario
 from services.cli.replay.scenario_model import continuation, proposals
 from services.common.ids import RequestKey
+from services.common.sampling import SamplingParams
 from services.kvpool.core.kv_pool import KVPool
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
-from services.scheduler.core.request import Request, StopConditions
+from services.scheduler.core.request import Request
 from services.scheduler.core.scheduler import Scheduler
 
 Record = dict[str, Any]
@@ -125,7 +126,11 @@ class ScenarioRun:
             key=RequestKey(len(self._requests) + 1),
             token_ids=list(prompt),
             num_prompt_tokens=len(prompt),
-            stop=StopConditions(arrival.max_tokens, arrival.eos_token_ids, arrival.stop_token_ids),
+            sampling=SamplingParams(
+                max_tokens=arrival.max_tokens,
+                eos_token_ids=tuple(arrival.eos_token_ids),
+                stop_token_ids=tuple(arrival.stop_token_ids),
+            ),
             priority=arrival.priority,
             arrival_time=arrival.arrival_time,
             cache_salt=arrival.cache_salt,

@@ -17,10 +17,11 @@ from services.cli.replay.history import Abort, Arrival, Event, History, new_requ
 from services.cli.replay.log_replay import LosablePool
 from services.cli.replay.statistics import RunStatistics
 from services.common.errors import StepwellError
+from services.common.finish_reason import FinishReason
 from services.scheduler.core.capacity import max_request_tokens, state_space_conflict
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
-from services.scheduler.core.request import FinishReason, Request
+from services.scheduler.core.request import Request
 from services.scheduler.core.scheduler import Scheduler
 
 
@@ -170,5 +171,5 @@ _ENDS_BY_EVENTS = {FinishReason.ABORT, FinishReason.QUEUE_TIMEOUT, FinishReason.
 
 def _token_that_ends_nothing(request: Request) -> int:
     """A token that does not end the request."""
-    ending = request.stop.ending_token_ids
+    ending = request.ending_token_ids
     return next(token for token in range(len(ending) + 1) if token not in ending)

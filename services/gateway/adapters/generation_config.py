@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from services.common.errors import FailedPrecondition, InvalidArgument
+from services.common.sampling import SamplingParams
 from services.gateway.core.defaults import SamplingDefaults
-from services.gateway.core.sampling import Sampling, check_sampling
+from services.gateway.core.sampling import check_sampling
 
 AUTO, VLLM = "auto", "vllm"
 _FILE = "generation_config.json"
@@ -35,7 +36,7 @@ def read_sampling_defaults(setting: str, model: Path) -> SamplingDefaults:
         top_k = _whole(path, told, "top_k", least=-1)
         given["top_k"] = max(top_k, 0)
     longest = _whole(path, told, "max_new_tokens", least=1) if "max_new_tokens" in told else None
-    sampling = Sampling(**given)
+    sampling = SamplingParams(**given)
     try:
         check_sampling(sampling, vocab_size=1)  # it names no token
     except InvalidArgument as error:

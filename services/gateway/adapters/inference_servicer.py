@@ -13,11 +13,11 @@ from stepwell.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 
 from services.common import names
 from services.common.errors import InvalidArgument
-from services.common.prompt_embeds_messages import prompt_embeds_from_message
+from services.common.finish_reason_proto import finish_reason_to_proto
+from services.common.prompt_embeds_proto import prompt_embeds_from_proto
 from services.gateway.adapters.converters import (
-    from_sampling_proto,
-    to_finish_reason,
-    to_logprobs_proto,
+    client_sampling_from_proto,
+    logprobs_to_proto,
 )
 from services.gateway.adapters.metrics import Metrics
 from services.gateway.adapters.observation import Observer
@@ -153,7 +153,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         return ClientRequest(
             request_id=request.request_id or f"gen-{secrets.token_hex(12)}",
             prompts=(await self._prompt(request),),
-            sampling=from_sampling_proto(request.sampling, self._inference.default_sampling),
+            sampling=client_sampling_from_proto(request.sampling, self._inference.default_sampling),
             n=request.n if request.HasField("n") else 1,
             stop=tuple(request.stop),
             include_stop_str_in_output=request.include_stop_str_in_output,
@@ -165,7 +165,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
 
     async def _prompt(self, request: gateway_pb2.GenerateRequest) -> Prompt:
         if request.WhichOneof("prompt") == "embeds":
-            embeds = prompt_embeds_from_message(request.embeds)
+            embeds = prompt_embeds_from_proto(request.embeds)
             await asyncio.to_thread(embeds.check_finite)
             return Prompt(embeds.placeholders, embeds=embeds)
         return Prompt(await self._prompt_tokens(request))
@@ -216,12 +216,12 @@ def _to_response(piece: Piece, generation: Generation) -> gateway_pb2.GenerateRe
         index=piece.index,
         text=piece.text,
         token_ids=piece.token_ids,
-        logprobs=to_logprobs_proto(piece.logprobs),
-        prompt_logprobs=to_logprobs_proto(piece.prompt_logprobs),
+        logprobs=logprobs_to_proto(piece.logprobs),
+        prompt_logprobs=logprobs_to_proto(piece.prompt_logprobs),
     )
     if piece.finish_reason is not None:
         choice = generation.choices[piece.index]
-        response.finish_reason = to_finish_reason(piece.finish_reason)
+        response.finish_reason = finish_reason_to_proto(piece.finish_reason)
         response.usage.num_prompt_tokens = choice.num_prompt_tokens
         response.usage.num_cached_tokens = choice.num_cached_tokens
         response.usage.num_generated_tokens = choice.num_output_tokens

@@ -10,11 +10,11 @@ from services.common.channel import open_channel
 from services.common.queue_state_proto import queue_state_from_proto
 from services.gateway.adapters.converters import (
     description_from_proto,
-    from_finished,
-    from_logprobs_proto,
-    from_rejection,
+    finish_from_proto,
+    inflight_to_proto,
+    logprobs_from_proto,
+    rejection_from_proto,
     replica_state_from_proto,
-    to_add_request,
 )
 from services.gateway.core.inflight import Inflight
 from services.gateway.core.replica import Replica
@@ -35,7 +35,7 @@ class _Add:
     inflight: Inflight
 
     def message(self) -> scheduler_pb2.SessionRequest:
-        add = to_add_request(self.handle, self.inflight, asyncio.get_running_loop().time())
+        add = inflight_to_proto(self.handle, self.inflight, asyncio.get_running_loop().time())
         return scheduler_pb2.SessionRequest(add=add)
 
 
@@ -176,10 +176,10 @@ def apply_deltas(deltas: scheduler_pb2.StepDeltas, replica: Replica) -> None:
     for message in deltas.logprobs:
         if (inflight := running.get(message.handle)) is not None:
             if len(message.sampled.ranks):
-                inflight.logprobs(from_logprobs_proto(message.sampled))
+                inflight.logprobs(logprobs_from_proto(message.sampled))
             if len(message.prompt.ranks):
-                inflight.prompt_logprobs(from_logprobs_proto(message.prompt))
+                inflight.prompt_logprobs(logprobs_from_proto(message.prompt))
     for finished in deltas.finished:
-        replica.finished(finished.handle, from_finished(finished))
+        replica.finished(finished.handle, finish_from_proto(finished))
     for rejected in deltas.rejected:
-        replica.rejected(rejected.handle, from_rejection(rejected))
+        replica.rejected(rejected.handle, rejection_from_proto(rejected))

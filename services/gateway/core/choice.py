@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from services.gateway.core.delta import Delta, FinishReason
+from services.common.finish_reason import FinishReason
+from services.gateway.core.delta import Delta
 from services.gateway.core.detokenizer import new_detokenizer
 from services.gateway.core.logprobs import LogprobRows
 from services.gateway.core.ports import Tokenizer

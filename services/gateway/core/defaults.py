@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field, replace
 
+from services.common.sampling import SamplingParams
 from services.gateway.core.request import ClientRequest
-from services.gateway.core.sampling import Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,7 @@ class SamplingDefaults:
     * `most_tokens`: no answer gets longer, whatever its client asks; None: no bound.
     """
 
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     max_tokens: int | None = None
     most_tokens: int | None = None
 

@@ -1,21 +1,11 @@
 """News of one sequence, in the engine's terms."""
 
-import enum
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from services.common.errors import StepwellError
+from services.common.finish_reason import FinishReason
 from services.gateway.core.logprobs import LogprobRows
-
-
-class FinishReason(enum.Enum):
-    """Why a sequence ended, in OpenAI's words where it has one."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    ABORT = "abort"
-    REPETITION = "repetition"
-    """The answer went round in circles; vLLM's word."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from services.common.errors import StepwellError
-from services.gateway.core.delta import Delta, Finish, FinishReason
+from services.common.finish_reason import FinishReason
+from services.gateway.core.delta import Delta, Finish
 from services.gateway.core.logprobs import LogprobRows
 from services.gateway.core.request import EngineRequest
 

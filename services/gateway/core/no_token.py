@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from services.common.errors import InvalidArgument
+from services.common.sampling import SamplingParams
 from services.gateway.core.request import EngineRequest
-from services.gateway.core.sampling import Sampling
 
 NAN_IN_LOGITS = "NAN_IN_LOGITS"
 
@@ -31,7 +31,7 @@ def why_no_token(
     return None
 
 
-def _bans_every_token(sampling: Sampling, output: Sequence[int], vocab_size: int) -> bool:
+def _bans_every_token(sampling: SamplingParams, output: Sequence[int], vocab_size: int) -> bool:
     """Whether all tokens that may come next are banned: they would complete a bad word, or end the
     answer before its time.
     """

@@ -6,8 +6,8 @@ from typing import Literal, get_args
 
 from services.common.errors import InvalidArgument, OutOfRange
 from services.common.prompt_embeds import PromptEmbeds
-from services.common.sampling import MAX_INT32
-from services.gateway.core.sampling import Sampling, check_sampling, check_token_ids
+from services.common.sampling import MAX_INT32, SamplingParams
+from services.gateway.core.sampling import check_sampling, check_token_ids
 from services.gateway.core.seeds import answer_seed
 
 MAX_STOP_STRINGS = 64
@@ -75,7 +75,7 @@ class ClientRequest:
 
     request_id: str
     prompts: tuple[Prompt, ...]
-    sampling: Sampling
+    sampling: SamplingParams
     n: int = 1
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
@@ -101,7 +101,7 @@ class EngineRequest:
 
     request_id: str
     prompt_token_ids: list[int]
-    sampling: Sampling
+    sampling: SamplingParams
     priority: int
     cache_salt: str
     arrival_unix_nanos: int
@@ -175,7 +175,7 @@ def _max_tokens(request: ClientRequest, num_prompt_tokens: int, limits: ModelLim
     return room if request.default_max_tokens is None else min(room, request.default_max_tokens)
 
 
-def check_prompt(prompt: Prompt, sampling: Sampling, limits: ModelLimits) -> None:
+def check_prompt(prompt: Prompt, sampling: SamplingParams, limits: ModelLimits) -> None:
     """Raises InvalidArgument or OutOfRange for a prompt that cannot be served."""
     length = len(prompt.token_ids)
     if length == 0:

@@ -1,10 +1,8 @@
-"""Sampling parameters as a client gives them, and what is wrong with them."""
+"""Checks of a client's sampling parameters: how large they may be, with errors in its names."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 from services.common.errors import InvalidArgument
-from services.common.repetition import RepetitionDetection
 from services.common.sampling import SamplingParams
 
 MAX_LOGPROBS = 20
@@ -15,47 +13,15 @@ MAX_ALLOWED_TOKEN_IDS = 16_384
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIASES = 4096
 
-# Where the contract's name of a parameter is not the client's.
+# The client's names of parameters that the contract calls otherwise.
 _CLIENT_NAMES = {"logit_bias_token_ids": "logit_bias", "logit_bias_values": "logit_bias"}
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How the next token is chosen and when the engine ends a sequence. None is "not said".
-
-    `top_k` 0 keeps all tokens; empty `allowed_token_ids` allows all; `eos_token_ids` is empty when
-    the client ignores end of sequence; `logprobs` counts tokens besides the sampled one.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    allowed_token_ids: tuple[int, ...] = ()
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    seed: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    eos_token_ids: tuple[int, ...] = ()
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    repetition_detection: RepetitionDetection | None = None
-
-
-def check_sampling(sampling: Sampling, vocab_size: int) -> None:
-    """Raises InvalidArgument that names the first parameter out of its range."""
+def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
+    """Raises InvalidArgument, which names the first parameter that is out of its range."""
     _check_sizes(sampling)
-    if sampling.max_tokens is not None and sampling.max_tokens < 1:
-        raise InvalidArgument(
-            f"max_tokens must be at least 1, not {sampling.max_tokens}", field="max_tokens"
-        )
     try:
-        _params(sampling).validate(vocab_size)
+        sampling.validate(vocab_size)
     except InvalidArgument as error:
         name = _CLIENT_NAMES.get(error.field or "", error.field)
         message = error.message.replace(error.field or "", name or "", 1)
@@ -71,30 +37,6 @@ def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> Non
         )
 
 
-def _params(sampling: Sampling) -> SamplingParams:
-    s = sampling
-    return SamplingParams(
-        temperature=s.temperature,
-        top_k=s.top_k,
-        top_p=s.top_p,
-        min_p=s.min_p,
-        presence_penalty=s.presence_penalty,
-        frequency_penalty=s.frequency_penalty,
-        repetition_penalty=s.repetition_penalty,
-        logit_bias_token_ids=tuple(s.logit_bias),
-        logit_bias_values=tuple(s.logit_bias.values()),
-        allowed_token_ids=s.allowed_token_ids,
-        bad_words=s.bad_words,
-        seed=s.seed or 0,
-        min_tokens=s.min_tokens,
-        stop_token_ids=s.stop_token_ids,
-        eos_token_ids=s.eos_token_ids,
-        logprobs=s.logprobs,
-        prompt_logprobs=s.prompt_logprobs,
-        repetition_detection=s.repetition_detection,
-    )
-
-
 def check_bad_words(sizes: Sequence[int]) -> None:
     """Raises InvalidArgument for too many token sequences of these sizes, or too long ones."""
     for size, most in ((len(sizes), 2 * MAX_BAD_WORDS), (sum(sizes), MAX_BAD_WORDS_TOKENS)):
@@ -104,11 +46,11 @@ def check_bad_words(sizes: Sequence[int]) -> None:
             )
 
 
-def _check_sizes(sampling: Sampling) -> None:
-    """Bounds what a request may cost before anything is done with it."""
+def _check_sizes(sampling: SamplingParams) -> None:
+    """Bounds the work that a request can cause, before any of it is done."""
     check_bad_words([len(word) for word in sampling.bad_words])
     for name, size, most in (
-        ("logit_bias", len(sampling.logit_bias), MAX_LOGIT_BIASES),
+        ("logit_bias", len(sampling.logit_bias_token_ids), MAX_LOGIT_BIASES),
         ("stop_token_ids", len(sampling.stop_token_ids), MAX_STOP_TOKEN_IDS),
         ("allowed_token_ids", len(sampling.allowed_token_ids), MAX_ALLOWED_TOKEN_IDS),
     ):

@@ -10,6 +10,7 @@ from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
 
 from services.common.ids import PoolId
 from services.common.lease import Holder, Lease
+from services.common.lease_proto import holder_from_proto
 from services.common.pool_operations_proto import (
     block_hashes_from_proto,
     operations_from_proto,
@@ -55,7 +56,7 @@ class KVPoolServicer(kvpool_pb2_grpc.KVPoolServicer):
         self, request: kvpool_pb2.OpenPoolRequest, _context: Context
     ) -> kvpool_pb2.OpenPoolResponse:
         """Begins a new life of a pool."""
-        pool_id, holder = PoolId(request.pool_id), Holder.from_message(request.owner)
+        pool_id, holder = PoolId(request.pool_id), holder_from_proto(request.owner)
         config = converters.pool_config_from_proto(request)
         lease, _ = self._leases.get(pool_id) or (self._new_lease(pool_id), holder)
         lease.take(holder)

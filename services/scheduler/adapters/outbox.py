@@ -7,21 +7,13 @@ import asyncio
 from collections.abc import Sequence
 from itertools import chain
 
-from stepwell.common.v1 import common_pb2
 from stepwell.scheduler.v1 import scheduler_pb2
 from stepwell.worker.v1 import worker_pb2
 
-from services.scheduler.core.request import FinishReason, Request
+from services.common.finish_reason import FinishReason
+from services.common.finish_reason_proto import finish_reason_to_proto
+from services.scheduler.core.request import Request
 
-_FINISH_REASONS = {
-    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
-    FinishReason.ABORT: common_pb2.FINISH_REASON_ABORT,
-    FinishReason.NAN_IN_LOGITS: common_pb2.FINISH_REASON_NAN_IN_LOGITS,
-    FinishReason.REPETITION: common_pb2.FINISH_REASON_REPETITION,
-    FinishReason.STEP_FAILED: common_pb2.FINISH_REASON_STEP_FAILED,
-    FinishReason.QUEUE_TIMEOUT: common_pb2.FINISH_REASON_QUEUE_TIMEOUT,
-}
 _MESSAGES = {
     FinishReason.NAN_IN_LOGITS: "the model's logits held NaN: no token could be chosen",
     FinishReason.STEP_FAILED: "the workers were lost in every step of this request, "
@@ -82,7 +74,7 @@ class Outbox:
             raise AssertionError(f"{request.request_id} has not ended")
         self._deltas.finished.add(
             handle=handle,
-            reason=_FINISH_REASONS[request.finish_reason],
+            reason=finish_reason_to_proto(request.finish_reason),
             stop_token_id=request.stop_token_id,
             message=_MESSAGES.get(request.finish_reason, ""),
         )

@@ -3,12 +3,12 @@
 import asyncio
 from collections.abc import Callable
 
+from services.common.finish_reason import FinishReason
 from services.common.queue_state import QueueState
 from services.scheduler.adapters.sessions import Sessions
 from services.scheduler.adapters.statistics import StepCounts
 from services.scheduler.core.engine_core import EngineCore, EngineState
 from services.scheduler.core.queue_estimate import QueueEstimate, expected_tokens
-from services.scheduler.core.request import FinishReason
 
 PERIOD_SECONDS = 0.1
 

@@ -4,18 +4,20 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from stepwell.common.v1 import common_pb2
 from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common.block_hash import unpack_token_ids
 from services.common.errors import InvalidArgument, OutOfRange
 from services.common.ids import RequestKey
 from services.common.prompt_embeds import PromptEmbeds
-from services.common.prompt_embeds_messages import prompt_embeds_from_message
+from services.common.prompt_embeds_proto import prompt_embeds_from_proto
 from services.common.queue_state import QueueState
-from services.common.sampling_messages import repetition_from_message, sampling_from_message
+from services.common.sampling import SamplingParams
+from services.common.sampling_proto import sampling_from_proto
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.policies import find_policy
-from services.scheduler.core.request import Request, StopConditions
+from services.scheduler.core.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,25 +49,18 @@ class RequestIntake:
         if not prompt:
             raise InvalidArgument("prompt_token_ids is empty", field="prompt_token_ids")
         self._check_length(len(prompt), len(output))
-        self._check_sampling(message, len(output))
+        sampling = self._sampling(message.sampling, len(output))
         if message.priority and not find_policy(self.config.policy).uses_priority:
             raise InvalidArgument(
                 "priority is not 0, but this replica does not schedule by priority",
                 field="priority",
             )
-        sampling = message.sampling
         return Request(
             request_id=message.request_id,
             key=RequestKey(self.next_key()),
             token_ids=prompt + output,
             num_prompt_tokens=len(prompt),
-            stop=StopConditions(
-                max_tokens=sampling.max_tokens,
-                eos_token_ids=frozenset(sampling.eos_token_ids),
-                stop_token_ids=frozenset(sampling.stop_token_ids),
-                repetition=repetition_from_message(sampling),
-                min_tokens=sampling.min_tokens,
-            ),
+            sampling=sampling,
             priority=message.priority,
             arrival_time=message.arrival_unix_nanos / 1e9,
             latest_start=latest_start,
@@ -73,8 +68,7 @@ class RequestIntake:
             prompt_embeds=embeds,
             traceparent=message.traceparent,
             queued_unix_nanos=self.unix_nanos(),
-            sampling=sampling,
-            reads_prefix_cache=not sampling.HasField("prompt_logprobs"),
+            reads_prefix_cache=sampling.prompt_logprobs is None,
         )
 
     def _latest_start(self, message: scheduler_pb2.AddRequest) -> float | None:
@@ -98,7 +92,7 @@ class RequestIntake:
         ):
             if is_given:
                 raise InvalidArgument(f"{name}: an embedded prompt has no tokens", field=name)
-        embeds = prompt_embeds_from_message(message.prompt_embeds)
+        embeds = prompt_embeds_from_proto(message.prompt_embeds)
         embeds.check(self.hidden_size)
         return embeds
 
@@ -133,17 +127,19 @@ class RequestIntake:
                 reason="LARGER_THAN_POOL",
             )
 
-    def _check_sampling(self, message: scheduler_pb2.AddRequest, num_output: int) -> None:
+    def _sampling(self, message: common_pb2.SamplingParams, num_output: int) -> SamplingParams:
         for name in ("seed", "max_tokens"):
-            if not message.sampling.HasField(name):
+            if not message.HasField(name):
                 raise InvalidArgument(f"sampling.{name} is not set", field=f"sampling.{name}")
-        if message.sampling.max_tokens <= num_output:
+        if message.max_tokens <= num_output:
             raise InvalidArgument(
-                f"sampling.max_tokens is {message.sampling.max_tokens}, "
+                f"sampling.max_tokens is {message.max_tokens}, "
                 f"but the output has {num_output} tokens already",
                 field="sampling.max_tokens",
             )
+        sampling = sampling_from_proto(message)
         try:
-            sampling_from_message(message.sampling).validate(self.vocab_size)
+            sampling.validate(self.vocab_size)
         except InvalidArgument as error:
             raise InvalidArgument(error.message, field=f"sampling.{error.field}") from error
+        return sampling

@@ -8,12 +8,13 @@ from stepwell.scheduler.v1 import scheduler_pb2
 from stepwell.worker.v1 import worker_pb2
 
 from services.common.errors import StepwellError
+from services.common.finish_reason import FinishReason
 from services.common.queue_state import QueueState
 from services.common.queue_state_proto import queue_state_to_proto
 from services.common.status import status_code
 from services.scheduler.adapters.outbox import Outbox
 from services.scheduler.core.output import EngineCoreOutputs
-from services.scheduler.core.request import FinishReason, Request
+from services.scheduler.core.request import Request
 
 
 @dataclass(slots=True, eq=False)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from stepwell.worker.v1 import worker_pb2
 
 from services.scheduler.adapters.alarm import Alarm
-from services.scheduler.adapters.worker_messages import to_step_output
+from services.scheduler.adapters.converters import model_runner_output_from_proto
 from services.scheduler.core.deadlines import Deadlines
 from services.scheduler.core.output import ModelRunnerOutput
 from services.scheduler.core.ports import WorkersLost
@@ -53,7 +53,7 @@ class Step:
 
     def _resolve(self, response: worker_pb2.ExecuteResponse) -> None:
         try:
-            self.output.set_result(to_step_output(response))
+            self.output.set_result(model_runner_output_from_proto(response))
         except ValueError as error:  # arrays that are none
             self.output.set_exception(error)
 

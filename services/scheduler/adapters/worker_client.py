@@ -11,8 +11,8 @@ from stepwell.common.v1 import common_pb2
 from stepwell.worker.v1 import worker_pb2, worker_pb2_grpc
 
 from services.common.status import from_peer
+from services.scheduler.adapters.converters import scheduler_output_to_proto
 from services.scheduler.adapters.steps_in_flight import Step, StepsInFlight
-from services.scheduler.adapters.worker_messages import to_execute_request
 from services.scheduler.core.deadlines import Deadlines
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.ports import WorkersLost
@@ -151,7 +151,7 @@ class WorkerGroup:
     async def submit(
         self, plan: SchedulerOutput, traceparent: str = ""
     ) -> asyncio.Future[ModelRunnerOutput]:
-        request = to_execute_request(plan, self._generation, traceparent)
+        request = scheduler_output_to_proto(plan, self._generation, traceparent)
         num_tokens = sum(plan.num_scheduled_tokens)
         return await self._send(request, num_tokens, self._steps.allowed_seconds(num_tokens))
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 
 from services.common.errors import FailedPrecondition, Unavailable
+from services.common.finish_reason import FinishReason
 from services.scheduler.core.fault_trials import FaultTrials
 from services.scheduler.core.losses import Losses
 from services.scheduler.core.output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
@@ -20,7 +21,7 @@ from services.scheduler.core.ports import (
     StepObserver,
     WorkersLost,
 )
-from services.scheduler.core.request import FinishReason, Request
+from services.scheduler.core.request import Request
 from services.scheduler.core.scheduler import PauseMode, Scheduler
 
 logger = logging.getLogger(__name__)

@@ -38,12 +38,13 @@ from dataclasses import fields
 from enum import Enum
 from typing import Any
 
+from services.common.finish_reason import FinishReason
 from services.common.pool_operations import BlockTables, Operation, Outcome
 from services.common.repetition import RepetitionDetection
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.ports import KVPool, PoolLost
-from services.scheduler.core.request import FinishReason, Request
+from services.scheduler.core.request import Request
 from services.scheduler.core.scheduler import PauseMode, Scheduler
 
 SCHEMA = "stepwell.step_log"
@@ -77,6 +78,7 @@ class RecordingScheduler(Scheduler):
         self._record = record
 
     def add(self, request: Request) -> None:
+        sampling = request.sampling
         self._record(
             {
                 "call": "add",
@@ -84,11 +86,11 @@ class RecordingScheduler(Scheduler):
                 "id": request.request_id,
                 "tokens": list(request.token_ids),
                 "num_prompt_tokens": request.num_prompt_tokens,
-                "max_tokens": request.stop.max_tokens,
-                "eos_token_ids": sorted(request.stop.eos_token_ids),
-                "stop_token_ids": sorted(request.stop.stop_token_ids),
-                "repetition_detection": _repetition(request.stop.repetition),
-                "min_tokens": request.stop.min_tokens,
+                "max_tokens": sampling.max_tokens,
+                "eos_token_ids": sorted(set(sampling.eos_token_ids)),
+                "stop_token_ids": sorted(set(sampling.stop_token_ids)),
+                "repetition_detection": _repetition(sampling.repetition_detection),
+                "min_tokens": sampling.min_tokens,
                 "priority": request.priority,
                 "arrival_time": request.arrival_time,
                 "cache_salt": request.cache_salt,

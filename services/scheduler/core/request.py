@@ -5,9 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.common.block_hash import BlockHash, hash_full_blocks
+from services.common.finish_reason import FinishReason
 from services.common.ids import RequestKey
 from services.common.prompt_embeds import PromptEmbeds
 from services.common.repetition import RepetitionDetection
+from services.common.sampling import SamplingParams
 from services.scheduler.core.computed_tokens import ComputedTokens
 
 
@@ -20,41 +22,6 @@ class RequestStatus(enum.Enum):
     FINISHED = "finished"
 
 
-class FinishReason(enum.Enum):
-    """Why a request ended."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    ABORT = "abort"
-    NAN_IN_LOGITS = "nan_in_logits"
-    """The model's logits held NaN: no token could be chosen."""
-    REPETITION = "repetition"
-    """The output repeated itself."""
-    STEP_FAILED = "step_failed"
-    """The workers were lost in every step of the request, also where it was alone."""
-    QUEUE_TIMEOUT = "queue_timeout"
-    """It waited as long as it may without being scheduled."""
-
-
-@dataclass(frozen=True, slots=True)
-class StopConditions:
-    """When a request ends by itself."""
-
-    max_tokens: int
-    eos_token_ids: frozenset[int] = frozenset()
-    stop_token_ids: frozenset[int] = frozenset()
-    repetition: RepetitionDetection | None = None
-    min_tokens: int = 0
-    """Output tokens before which no repetition is looked for. Before them the sampler chooses no
-    token that ends a request.
-    """
-    ending_token_ids: frozenset[int] = field(init=False)
-    """The union of both."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "ending_token_ids", self.eos_token_ids | self.stop_token_ids)
-
-
 @dataclass(slots=True, eq=False)
 class Request(ComputedTokens):
     """One sequence. Equal only to itself."""
@@ -65,7 +32,7 @@ class Request(ComputedTokens):
     token_ids: list[int]
     """Prompt, then output; grows as tokens are sampled."""
     num_prompt_tokens: int
-    stop: StopConditions
+    sampling: SamplingParams
     priority: int = 0
     arrival_time: float = 0.0
     """Seconds on any clock that all requests of a replica share."""
@@ -79,8 +46,6 @@ class Request(ComputedTokens):
     """When it came to this replica: long after its arrival if another replica was lost with it.
     Carried through, for traces.
     """
-    sampling: object = None
-    """How the worker samples; carried through."""
     prompt_embeds: PromptEmbeds | None = None
     """Embeddings in place of the prompt's tokens, which are placeholders then; carried through.
     `cache_salt` keeps its blocks apart from those of other embeddings.
@@ -92,7 +57,7 @@ class Request(ComputedTokens):
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     ending_token_ids: frozenset[int] = field(init=False, default=frozenset())
-    """Those of `stop`."""
+    """Tokens that end the request: end of sequence and stop tokens."""
     fast_path_end: int = 0
     """The step before which it leaves the fast path, while it is on it."""
     admission_number: int = 0
@@ -123,7 +88,9 @@ class Request(ComputedTokens):
     """Full blocks published under their hash."""
 
     def __post_init__(self) -> None:
-        self.ending_token_ids = self.stop.ending_token_ids
+        self.ending_token_ids = frozenset(
+            (*self.sampling.eos_token_ids, *self.sampling.stop_token_ids)
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -175,23 +142,24 @@ class Request(ComputedTokens):
         Checked in vLLM's order: end of sequence, stop tokens, length, then repetition. The sampler
         does not choose the first two before min_tokens.
         """
+        repetition = self.sampling.repetition_detection
         for count, token_id in enumerate(token_ids, start=1):
             self.token_ids.append(token_id)
             if token_id in self.ending_token_ids:
                 self.finish(FinishReason.STOP)
-                if token_id not in self.stop.eos_token_ids:
+                if token_id not in self.sampling.eos_token_ids:
                     self.stop_token_id = token_id
                 return token_ids[:count]
             if len(self.token_ids) >= self.max_num_tokens:
                 self.finish(FinishReason.LENGTH)
                 return token_ids[:count]
-            if self.stop.repetition is not None and self._repeats_itself(self.stop.repetition):
+            if repetition is not None and self._repeats_itself(repetition):
                 self.finish(FinishReason.REPETITION)
                 return token_ids[:count]
         return token_ids
 
     def _repeats_itself(self, repetition: RepetitionDetection) -> bool:
-        return self.num_output_tokens >= self.stop.min_tokens and repetition.found_at_end(
+        return self.num_output_tokens >= self.sampling.min_tokens and repetition.found_at_end(
             self.token_ids, self.num_prompt_tokens
         )
 

@@ -102,7 +102,7 @@ class RunningPlanner:
         num_new = num_tokens - num_computed
         if num_new <= 0:
             # The next token is in flight. It may be the last, even if every draft is rejected.
-            if num_tokens + 1 >= request.num_prompt_tokens + request.stop.max_tokens:
+            if num_tokens + 1 >= request.max_num_tokens:
                 return 0
             num_new = 1
         if request.draft_token_ids:
@@ -120,7 +120,7 @@ class RunningPlanner:
         """The first number of computed tokens at which a decoding request must be looked at: it
         needs a block, reaches its greatest length, or has filled a block. 0: always.
         """
-        if request.stop.repetition is not None:
+        if request.sampling.repetition_detection is not None:
             return 0
         config = self._config
         end = min(request.num_slots - config.num_lookahead_tokens, request.max_num_tokens - 2)

@@ -4,6 +4,7 @@ from collections.abc import Collection, Sequence
 from enum import Enum
 from itertools import islice
 
+from services.common.finish_reason import FinishReason
 from services.common.pool_operations import BlockTables, StopReason
 from services.scheduler.core.admission import AdmissionPlanner, PlannedAdmission
 from services.scheduler.core.batch_rows import BatchRows
@@ -18,7 +19,7 @@ from services.scheduler.core.output import (
 )
 from services.scheduler.core.policies import find_policy
 from services.scheduler.core.ports import KVPool
-from services.scheduler.core.request import FinishReason, Request, RequestStatus
+from services.scheduler.core.request import Request, RequestStatus
 from services.scheduler.core.running_planner import RunningPlanner
 from services.scheduler.core.running_requests import RunningRequests
 from services.scheduler.core.step_builder import StepBuilder
@@ -82,8 +83,10 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queues a request that arrived."""
-        longest = request.num_prompt_tokens + request.stop.max_tokens
-        request.max_num_tokens = min(longest, self.config.max_model_len)
+        request.max_num_tokens = self.config.max_model_len
+        if request.sampling.max_tokens is not None:
+            longest = request.num_prompt_tokens + request.sampling.max_tokens
+            request.max_num_tokens = min(longest, request.max_num_tokens)
         if self._admit_only is None:
             self.waiting.add(request)
         else:

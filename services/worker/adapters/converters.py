@@ -7,8 +7,8 @@ import numpy as np
 from stepwell.common.v1 import common_pb2
 from stepwell.worker.v1 import worker_pb2
 
-from services.common.prompt_embeds_messages import prompt_embeds_from_message
-from services.common.sampling_messages import sampling_from_message
+from services.common.prompt_embeds_proto import prompt_embeds_from_proto
+from services.common.sampling_proto import sampling_from_proto
 from services.worker.core.errors import InvalidStep
 from services.worker.core.kv_groups import LayerGroup
 from services.worker.core.step import (
@@ -26,7 +26,7 @@ _INT32_BYTES = 4
 _INT32 = np.dtype("<i4")
 
 
-def step_from_message(message: worker_pb2.ExecuteRequest) -> StepInput:
+def step_from_proto(message: worker_pb2.ExecuteRequest) -> StepInput:
     """The step. Raises InvalidStep when a packed array is not one."""
     return StepInput(
         generation=message.generation,
@@ -50,7 +50,7 @@ def step_from_message(message: worker_pb2.ExecuteRequest) -> StepInput:
     )
 
 
-def output_to_message(
+def step_output_to_proto(
     output: StepOutput, *, queue_nanos: int, execute_nanos: int
 ) -> worker_pb2.ExecuteResponse:
     """The answer to a step."""
@@ -68,7 +68,7 @@ def output_to_message(
     )
 
 
-def description_to_message(description: WorkerDescription) -> worker_pb2.DescribeResponse:
+def description_to_proto(description: WorkerDescription) -> worker_pb2.DescribeResponse:
     """The answer to Describe."""
     return worker_pb2.DescribeResponse(
         incarnation=description.incarnation,
@@ -108,11 +108,11 @@ def _new_request(message: worker_pb2.NewRequest) -> NewRequest:
         row=message.row,
         token_ids=_array(message.token_ids, "new_requests.token_ids"),
         num_prompt_tokens=message.num_prompt_tokens,
-        sampling=sampling_from_message(message.sampling),
+        sampling=sampling_from_proto(message.sampling),
         block_tables=tuple(
             _array(table.block_ids, "new_requests.block_tables") for table in message.block_tables
         ),
-        prompt_embeds=prompt_embeds_from_message(message.prompt_embeds)
+        prompt_embeds=prompt_embeds_from_proto(message.prompt_embeds)
         if message.HasField("prompt_embeds")
         else None,
         num_placeholders=message.num_placeholders,

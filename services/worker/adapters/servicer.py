@@ -13,13 +13,14 @@ import grpc
 from stepwell.worker.v1 import worker_pb2, worker_pb2_grpc
 
 from services.common.errors import Aborted, StepwellError, Unavailable
-from services.common.lease import Holder, Lease
+from services.common.lease import Lease
+from services.common.lease_proto import holder_from_proto
 from services.common.telemetry import Tracing
 from services.worker.adapters.compute import ComputeThread
 from services.worker.adapters.converters import (
-    description_to_message,
-    output_to_message,
-    step_from_message,
+    description_to_proto,
+    step_from_proto,
+    step_output_to_proto,
 )
 from services.worker.adapters.telemetry import StepTimes, StepTracer
 from services.worker.core.device_tokens import PendingOutput
@@ -68,7 +69,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         context: _Context,
     ) -> worker_pb2.DescribeResponse:
         """See the contract."""
-        message = description_to_message(self._loaded().description)
+        message = description_to_proto(self._loaded().description)
         message.seen_generation = self._seen_generation
         return message
 
@@ -82,7 +83,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         first = await anext(aiter(request_iterator), None)
         if first is None:
             return
-        worker, holder = self._loaded(), Holder.from_message(first.owner)
+        worker, holder = self._loaded(), holder_from_proto(first.owner)
         self._lease.take(holder)
         self._seen_generation = max(self._seen_generation, first.generation)
         if self._stream is not None:
@@ -214,7 +215,7 @@ class _StepStream:
 
     def _submit(self, message: worker_pb2.ExecuteRequest) -> _PendingStep:
         arrived = time.perf_counter_ns()
-        step = step_from_message(message)
+        step = step_from_proto(message)
         begun = self._compute.submit(lambda: self._begin(step), _allowed_seconds(message))
         begun.add_done_callback(self._wake)
         return _PendingStep(message, step, arrived, begun)
@@ -263,7 +264,7 @@ class _StepStream:
                 epoch + pending.arrived_nanos, epoch + run.started_nanos, epoch + run.ended_nanos
             ),
         )
-        return output_to_message(
+        return step_output_to_proto(
             run.output,
             queue_nanos=run.started_nanos - pending.arrived_nanos,
             execute_nanos=run.ended_nanos - run.started_nanos,

@@ -108,7 +108,7 @@ class Sampler:
         temperature = np.float32(params.temperature)
         self._requests[batch_row] = _Request(params, temperature, edits)
         self._num_tokens[batch_row] = len(token_ids)
-        self._seeds[batch_row] = params.seed
+        self._seeds[batch_row] = params.seed or 0
         self._filters[:, batch_row] = temperature, params.top_k, params.top_p, params.min_p
         self._is_plain[batch_row] = temperature == 0 and not edits
         self._is_edited[batch_row] = bool(edits)

@@ -27,12 +27,13 @@ from services.cli.replay.scenario_model import next_token
 from services.cli.replay.statistics import RunStatistics
 from services.cli.replay.what_if import WhatIf, changed_config
 from services.common.repetition import RepetitionDetection
+from services.common.sampling import SamplingParams
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput, WaitReason
 from services.scheduler.core.policies import POLICIES
 from services.scheduler.core.ports import PoolLost
 from services.scheduler.core.recorder import Entry, RecordingScheduler
-from services.scheduler.core.request import Request, StopConditions
+from services.scheduler.core.request import Request
 from tests.cli.recorded_logs import crowded, record
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -110,10 +111,10 @@ def requests(draw: st.DrawFn) -> list[Request]:
             key=number + 1,
             token_ids=[number % 2, *range(num_prompt - 1)],
             num_prompt_tokens=num_prompt,
-            stop=StopConditions(
-                max_tokens,
-                frozenset((7, 8, 9)),
-                repetition=RepetitionDetection(2, 1, 2) if number % 3 else None,
+            sampling=SamplingParams(
+                max_tokens=max_tokens,
+                eos_token_ids=(7, 8, 9),
+                repetition_detection=RepetitionDetection(2, 1, 2) if number % 3 else None,
                 min_tokens=number % 4,
             ),
             priority=draw(st.integers(0, 2)),

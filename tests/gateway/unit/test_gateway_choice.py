@@ -6,13 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.common.finish_reason import FinishReason
+from services.common.sampling import SamplingParams
 from services.gateway.adapters.hf_tokenizer import HfTokenizer, load_tokenizer
 from services.gateway.core.choice import Choice
-from services.gateway.core.delta import Delta, Finish, FinishReason
+from services.gateway.core.delta import Delta, Finish
 from services.gateway.core.generation import Answer
 from services.gateway.core.logprobs import LogprobRows
 from services.gateway.core.request import ClientRequest, EngineRequest, Prompt
-from services.gateway.core.sampling import Sampling
 from services.gateway.core.seeds import child_seed
 from services.gateway.core.stop_strings import StopPatterns
 from tests.gateway.tiny_tokenizer import write_tokenizer
@@ -26,7 +27,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> HfTokenizer:
 
 
 def make_choice(tokenizer: HfTokenizer, **fields) -> Choice:
-    sampling = Sampling(
+    sampling = SamplingParams(
         max_tokens=100,
         eos_token_ids=(EOS,),
         logprobs=fields.pop("logprobs", None),

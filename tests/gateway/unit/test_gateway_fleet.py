@@ -9,8 +9,9 @@ from services.common.errors import (
     StepwellError,
     Unavailable,
 )
+from services.common.finish_reason import FinishReason
 from services.common.queue_state import QueueState
-from services.gateway.core.delta import Delta, Finish, FinishReason
+from services.gateway.core.delta import Delta, Finish
 from services.gateway.core.fleet import MAX_LOSSES_COMPUTED, MAX_LOSSES_WAITED
 from services.gateway.core.inflight import Mailbox
 from services.gateway.core.no_token import NAN_IN_LOGITS

@@ -2,16 +2,17 @@
 
 from itertools import count
 
+from services.common.finish_reason import FinishReason
 from services.common.repetition import RepetitionDetection
-from services.gateway.core.delta import Finish, FinishReason
+from services.common.sampling import SamplingParams
+from services.gateway.core.delta import Finish
 from services.gateway.core.inflight import Mailbox, ended
 from services.gateway.core.logprobs import LogprobRows
 from services.gateway.core.request import EngineRequest
-from services.gateway.core.sampling import Sampling
 
 
 def make(**sampling) -> Mailbox:
-    request = EngineRequest("r", [1, 2, 3, 4, 5], Sampling(**sampling), 0, "", 0, "")
+    request = EngineRequest("r", [1, 2, 3, 4, 5], SamplingParams(**sampling), 0, "", 0, "")
     return Mailbox([request], count(), lambda inflight: inflight.release())
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from services.common.sampling import SamplingParams
 from services.gateway.adapters.hf_tokenizer import load_tokenizer
 from services.gateway.adapters.http.chat import ChatDialect
 from services.gateway.adapters.http.completions import CompletionDialect
@@ -15,7 +16,6 @@ from services.gateway.core.choice import Piece
 from services.gateway.core.generation import Answer, Usage
 from services.gateway.core.logprobs import LogprobRows
 from services.gateway.core.request import ClientRequest, Prompt
-from services.gateway.core.sampling import Sampling
 from services.gateway.core.tokens import TokenText
 
 NUM_ANSWERS, NUM_TOKENS, WIDTH = 16, 250, 21
@@ -39,7 +39,7 @@ def test_pieces_are_the_same_json():
 @pytest.mark.parametrize("kind", [ChatDialect, CompletionDialect])
 def test_many_logprobs_are_never_whole_in_memory(kind: type[Dialect], model: Path):
     tokens = TokenText(load_tokenizer(model))
-    request = ClientRequest("r", (Prompt([5]),), Sampling(logprobs=WIDTH - 1), n=NUM_ANSWERS)
+    request = ClientRequest("r", (Prompt([5]),), SamplingParams(logprobs=WIDTH - 1), n=NUM_ANSWERS)
     envelope = Envelope("r", 0, "tiny", False, False, False, False, False)
     dialect = kind(envelope, request, tokens)
     tracemalloc.start()

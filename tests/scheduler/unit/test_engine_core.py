@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from services.common.errors import FailedPrecondition, Unavailable
+from services.common.finish_reason import FinishReason
 from services.scheduler.core.engine_core import EngineState
-from services.scheduler.core.request import FinishReason
 from tests.scheduler.engine_bench import Bench, eventually, running
 from tests.scheduler.paged_model import continuation
 from tests.scheduler.story import prompt

@@ -4,10 +4,12 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from services.common.finish_reason import FinishReason
+from services.common.sampling import SamplingParams
 from services.scheduler.core.fault_search import FaultSearch
 from services.scheduler.core.losses import backoff_seconds
 from services.scheduler.core.output import SchedulerOutput
-from services.scheduler.core.request import FinishReason, Request, StopConditions
+from services.scheduler.core.request import Request
 from tests.scheduler.engine_bench import Bench, eventually, running
 from tests.scheduler.paged_model import continuation
 from tests.scheduler.story import prompt
@@ -23,7 +25,10 @@ async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
 
 
 def make_requests(*names: str) -> list[Request]:
-    return [Request(name, key, [1] * 10, 10, StopConditions(10)) for key, name in enumerate(names)]
+    return [
+        Request(name, key, [1] * 10, 10, SamplingParams(max_tokens=10))
+        for key, name in enumerate(names)
+    ]
 
 
 def plan(requests: list[Request], num_tokens: int = 10) -> SchedulerOutput:

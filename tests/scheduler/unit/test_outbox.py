@@ -8,10 +8,12 @@ from stepwell.scheduler.v1 import scheduler_pb2
 from stepwell.worker.v1 import worker_pb2
 
 from services.common.errors import InvalidArgument, ResourceExhausted
+from services.common.finish_reason import FinishReason
+from services.common.sampling import SamplingParams
 from services.scheduler.adapters.outbox import Outbox
 from services.scheduler.adapters.sessions import GatewaySession, Sessions
 from services.scheduler.core.output import EngineCoreOutputs, SchedulerOutput
-from services.scheduler.core.request import FinishReason, Request, StopConditions
+from services.scheduler.core.request import Request
 
 ENDS_WITH_A_STATUS = {
     FinishReason.NAN_IN_LOGITS,
@@ -21,7 +23,7 @@ ENDS_WITH_A_STATUS = {
 
 
 def make_request(name: str = "a") -> Request:
-    return Request(name, 1, [1, 2, 3], 3, StopConditions(10))
+    return Request(name, 1, [1, 2, 3], 3, SamplingParams(max_tokens=10))
 
 
 async def take(session: GatewaySession) -> scheduler_pb2.StepDeltas:

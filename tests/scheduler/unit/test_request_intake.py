@@ -13,6 +13,7 @@ from services.common.errors import InvalidArgument, OutOfRange, ResourceExhauste
 from services.common.prompt_embeds import EmbedsDtype, PromptEmbeds
 from services.common.queue_state import QueueState
 from services.common.repetition import RepetitionDetection
+from services.common.sampling import SamplingParams
 from services.scheduler.adapters.request_intake import RequestIntake
 from services.scheduler.core.config import SchedulerConfig
 
@@ -66,9 +67,15 @@ def test_what_is_let_in_is_the_cores_own() -> None:
     )
     assert (request.request_id, request.key) == ("a", 1)
     assert (request.token_ids, request.num_prompt_tokens) == ([7, 8, 9, 1, 2], 3)
-    assert (request.stop.max_tokens, request.stop.stop_token_ids) == (5, {5})
-    assert request.stop.eos_token_ids == {6, 7}
-    assert (request.stop.repetition, request.stop.min_tokens) == (RepetitionDetection(9, 1, 4), 3)
+    assert request.sampling == SamplingParams(
+        seed=1,
+        max_tokens=5,
+        stop_token_ids=(5,),
+        eos_token_ids=(6, 7),
+        min_tokens=3,
+        repetition_detection=RepetitionDetection(9, 1, 4),
+    )
+    assert request.ending_token_ids == {5, 6, 7}
     assert (request.priority, request.arrival_time) == (-3, 2.5)
     assert (request.cache_salt, request.traceparent) == ("salt", "00-1-2-01")
     assert request.reads_prefix_cache

@@ -2,7 +2,8 @@
 
 import pytest
 
-from services.scheduler.core.request import Request, StopConditions
+from services.common.sampling import SamplingParams
+from services.scheduler.core.request import Request
 from services.scheduler.core.running_requests import RunningRequests
 from tests.scheduler.story import Story, names, prompt
 
@@ -11,7 +12,7 @@ def requests_running(*request_ids: str) -> tuple[RunningRequests, dict[str, Requ
     """Requests that were admitted in this order, each with ten tokens computed."""
     running = RunningRequests()
     requests = {
-        name: Request(name, key, [7] * 10, 10, StopConditions(50))
+        name: Request(name, key, [7] * 10, 10, SamplingParams(max_tokens=50))
         for key, name in enumerate(request_ids)
     }
     for request in requests.values():

@@ -28,11 +28,15 @@ from services.common.pool_operations_proto import (
     outcome_from_proto,
     outcome_to_proto,
 )
+from services.common.sampling import SamplingParams
 from services.kvpool.core.kv_pool import KVPool
 from services.kvpool.core.pool_config import PoolConfig
-from services.scheduler.adapters.worker_messages import to_execute_request, to_step_output
+from services.scheduler.adapters.converters import (
+    model_runner_output_from_proto,
+    scheduler_output_to_proto,
+)
 from services.scheduler.core.output import SchedulerOutput
-from services.scheduler.core.request import Request, StopConditions
+from services.scheduler.core.request import Request
 from tests.scheduler.story import Story, prompt
 
 HASHES = [BlockHash(bytes([number]) * 32) for number in range(4)]
@@ -144,14 +148,12 @@ async def test_a_busy_replica_hears_the_same_in_process_and_in_bytes() -> None:
 
 
 def request_in_row(row: int, token_ids: list[int]) -> Request:
-    sampling = common_pb2.SamplingParams(seed=row, temperature=0)
     request = Request(
         f"r{row}",
         row,
         token_ids,
         len(token_ids) - 1,
-        StopConditions(9),
-        sampling=sampling,
+        SamplingParams(seed=row, temperature=0, max_tokens=9),
         traceparent=f"trace-{row}",
     )
     request.row = row
@@ -169,7 +171,7 @@ def test_a_step_is_a_difference_to_the_workers_batch() -> None:
         appended_blocks={old: ([6], [7, 8])},
         removed_rows=[1, 2],
     )
-    message = to_execute_request(plan, 4, "trace")
+    message = scheduler_output_to_proto(plan, 4, "trace")
     assert (message.generation, message.step, message.traceparent) == (4, 9, "trace")
     assert unpack_token_ids(message.removed_rows) == [1, 2]
     assert unpack_token_ids(message.rows) == [5, 2]
@@ -192,7 +194,7 @@ def test_a_decoding_request_costs_twelve_bytes() -> None:
         requests = [request_in_row(row, [1]) for row in range(count)]
         ones = [1] * count
         plan = SchedulerOutput(1, requests, ones, ones)
-        return len(to_execute_request(plan, 1, "").SerializeToString())
+        return len(scheduler_output_to_proto(plan, 1, "").SerializeToString())
 
     assert (step(100) - step(50)) / 50 <= 12.5
 
@@ -201,7 +203,7 @@ def test_what_came_of_a_step_is_told_by_request() -> None:
     logprobs = worker_pb2.RequestLogprobs(
         index=2, sampled=common_pb2.Logprobs(width=1, token_ids=[7], logprobs=[-0.5], ranks=[1])
     )
-    output = to_step_output(
+    output = model_runner_output_from_proto(
         worker_pb2.ExecuteResponse(
             num_tokens=pack_token_ids([1, 0, 2]),
             token_ids=pack_token_ids([5, 6, 7]),

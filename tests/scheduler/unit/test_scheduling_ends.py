@@ -4,9 +4,11 @@ from typing import Any
 
 import pytest
 
+from services.common.finish_reason import FinishReason
 from services.common.repetition import RepetitionDetection
+from services.common.sampling import SamplingParams
 from services.scheduler.core.output import ModelRunnerOutput
-from services.scheduler.core.request import FinishReason, Request, StopConditions
+from services.scheduler.core.request import Request
 from tests.scheduler.paged_model import continuation, next_token
 from tests.scheduler.story import Story, prompt
 
@@ -108,8 +110,8 @@ async def test_repetition_comes_last_and_not_before_min_tokens(
 
 
 def test_of_several_tokens_those_after_the_repetition_are_left_out() -> None:
-    stop = StopConditions(100, repetition=RepetitionDetection(2, 2, 2))
-    request = Request("a", 1, [5, 6, 5, 6], 2, stop, max_num_tokens=100)
+    sampling = SamplingParams(max_tokens=100, repetition_detection=RepetitionDetection(2, 2, 2))
+    request = Request("a", 1, [5, 6, 5, 6], 2, sampling, max_num_tokens=100)
     assert request.append_output_token_ids([7, 5, 6, 5, 6, 7]) == [7, 5, 6, 5, 6]
     assert request.finish_reason is FinishReason.REPETITION
 

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from services.cli.replay.inprocess_pool import InProcessPool
+from services.common.finish_reason import FinishReason
 from services.common.pool_operations import Operation, Outcome
 from services.scheduler.core import ports
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.policies import POLICIES
-from services.scheduler.core.request import FinishReason, Request
+from services.scheduler.core.request import Request
 from tests.scheduler.invariants import Before, check_step
 from tests.scheduler.paged_model import continuation
 from tests.scheduler.story import Story

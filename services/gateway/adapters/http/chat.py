@@ -10,8 +10,8 @@ from services.gateway.adapters.http.dialect import Dialect, stop_reason
 from services.gateway.adapters.http.json_pieces import LongList, listed
 from services.gateway.adapters.http.sampling import (
     check_stream_options,
+    sampling_from_body,
     stop_strings,
-    to_sampling,
 )
 from services.gateway.core.choice import Piece
 from services.gateway.core.generation import Answer
@@ -53,7 +53,7 @@ async def chat_request(
     return ClientRequest(
         request_id=request_id,
         prompts=(Prompt(token_ids),),
-        sampling=await to_sampling(
+        sampling=await sampling_from_body(
             body,
             inference,
             max_tokens=_max_tokens(body),

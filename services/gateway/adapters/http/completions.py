@@ -12,8 +12,8 @@ from services.gateway.adapters.http.embeds import read_prompt_embeds
 from services.gateway.adapters.http.json_pieces import listed
 from services.gateway.adapters.http.sampling import (
     check_stream_options,
+    sampling_from_body,
     stop_strings,
-    to_sampling,
 )
 from services.gateway.core.choice import Piece
 from services.gateway.core.echo import echoed
@@ -46,7 +46,7 @@ async def completion_request(
     return ClientRequest(
         request_id=request_id,
         prompts=await _prompts(body, inference),
-        sampling=await to_sampling(
+        sampling=await sampling_from_body(
             body,
             inference,
             max_tokens=None if prompt_only else body.max_tokens,

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from services.common.finish_reason import FinishReason
 from services.gateway.adapters.http.json_pieces import (
     HoldsLongList,
     LongList,
@@ -12,7 +13,6 @@ from services.gateway.adapters.http.json_pieces import (
     to_json,
 )
 from services.gateway.core.choice import Piece
-from services.gateway.core.delta import FinishReason
 from services.gateway.core.generation import Answer, Usage
 from services.gateway.core.request import ClientRequest
 from services.gateway.core.tokens import TokenText

@@ -1,53 +1,43 @@
-"""From a body's parameters to the core's, for both APIs."""
+"""Sampling parameters from the body of a request, for both APIs."""
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
 
 from services.common.errors import InvalidArgument
 from services.common.repetition import RepetitionDetection
+from services.common.sampling import SamplingParams
 from services.gateway.adapters.http.bodies import RepetitionDetectionBody, SamplingBody
 from services.gateway.core.inference import Inference
-from services.gateway.core.sampling import Sampling
 
 _MASK = 2**64 - 1
-# What vLLM's clients write for top_k when they want no limit.
+# vLLM's clients send this top_k for "no limit".
 _EVERY_TOKEN = -1
 
 
-async def to_sampling(
+async def sampling_from_body(
     body: SamplingBody,
     inference: Inference,
     *,
     max_tokens: int | None,
     logprobs: int | None,
     prompt_logprobs: int | None,
-) -> Sampling:
-    """Sampling parameters of a body; what it does not say is the server's default."""
-    given = {
-        name: value
-        for name in (
-            "temperature",
-            "top_p",
-            "min_p",
-            "presence_penalty",
-            "frequency_penalty",
-            "repetition_penalty",
-            "min_tokens",
-        )
+) -> SamplingParams:
+    """Sampling parameters of a body; absent ones are the server's defaults."""
+    given: dict[str, Any] = {
+        name: _READERS[name](value) if name in _READERS else value
+        for name in _SAME_NAMES
         if (value := getattr(body, name)) is not None
     }
-    if body.top_k is not None:
-        given["top_k"] = 0 if body.top_k == _EVERY_TOKEN else body.top_k
+    logit_bias = _logit_bias(body.logit_bias)
     return replace(
         inference.default_sampling,
-        logit_bias=_logit_bias(body.logit_bias),
-        allowed_token_ids=_allowed(body.allowed_token_ids),
+        logit_bias_token_ids=tuple(logit_bias),
+        logit_bias_values=tuple(logit_bias.values()),
         bad_words=await inference.bad_words(body.bad_words or ()),
-        seed=None if body.seed is None else body.seed & _MASK,
         max_tokens=max_tokens,
-        stop_token_ids=tuple(body.stop_token_ids or ()),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
-        repetition_detection=_repetition(body.repetition_detection),
         **given,
     )
 
@@ -72,12 +62,6 @@ def check_stream_options(body: SamplingBody) -> None:
         )
 
 
-def _repetition(body: RepetitionDetectionBody | None) -> RepetitionDetection | None:
-    if body is None:
-        return None
-    return RepetitionDetection.of(body.max_pattern_size, body.min_pattern_size, body.min_count)
-
-
 def _logit_bias(bias: dict[str, float] | None) -> dict[int, float]:
     shifts = {}
     for token, shift in (bias or {}).items():
@@ -89,12 +73,40 @@ def _logit_bias(bias: dict[str, float] | None) -> dict[int, float]:
     return shifts
 
 
-def _allowed(token_ids: list[int] | None) -> tuple[int, ...]:
-    if token_ids is None:
-        return ()
+def _allowed(token_ids: list[int]) -> tuple[int, ...]:
     if not token_ids:
         raise InvalidArgument(
             "allowed_token_ids must not be empty: nothing could be generated",
             field="allowed_token_ids",
         )
     return tuple(token_ids)
+
+
+def _repetition(body: RepetitionDetectionBody) -> RepetitionDetection | None:
+    return RepetitionDetection.of(body.max_pattern_size, body.min_pattern_size, body.min_count)
+
+
+_READERS: dict[str, Callable[[Any], object]] = {
+    "top_k": lambda top_k: 0 if top_k == _EVERY_TOKEN else top_k,
+    "seed": lambda seed: seed & _MASK,
+    "allowed_token_ids": _allowed,
+    "stop_token_ids": tuple,
+    "repetition_detection": _repetition,
+}
+"""Reads the parameters that are not numbers, or for which clients send other ones."""
+
+_COMPUTED = {
+    "logit_bias_token_ids",
+    "logit_bias_values",
+    "bad_words",
+    "max_tokens",
+    "logprobs",
+    "prompt_logprobs",
+    "eos_token_ids",
+}
+"""Parameters that more than one field of a body decides, or none of the same name."""
+
+_SAME_NAMES = tuple(field.name for field in fields(SamplingParams) if field.name not in _COMPUTED)
+
+if _missing := set(_SAME_NAMES) - SamplingBody.model_fields.keys():
+    raise TypeError(f"request bodies lack the sampling parameters {sorted(_missing)}")

@@ -4,17 +4,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import cast
 
-from stepwell.common.v1 import common_pb2
 from stepwell.worker.v1 import worker_pb2
 
 from services.common.block_hash import pack_token_ids, unpack_token_ids
 from services.common.pool_operations import BlockTables
-from services.common.prompt_embeds_messages import prompt_embeds_to_message
+from services.common.prompt_embeds_proto import prompt_embeds_to_proto
+from services.common.sampling_proto import sampling_to_proto
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.request import Request
 
 
-def to_execute_request(
+def scheduler_output_to_proto(
     plan: SchedulerOutput, generation: int, traceparent: str
 ) -> worker_pb2.ExecuteRequest:
     """The step as a difference to the workers' batch."""
@@ -32,7 +32,7 @@ def to_execute_request(
     )
 
 
-def to_step_output(response: worker_pb2.ExecuteResponse) -> ModelRunnerOutput:
+def model_runner_output_from_proto(response: worker_pb2.ExecuteResponse) -> ModelRunnerOutput:
     """What came of the step."""
     return ModelRunnerOutput(
         _sampled(unpack_token_ids(response.token_ids), unpack_token_ids(response.num_tokens)),
@@ -69,17 +69,15 @@ def _new_requests(plan: SchedulerOutput) -> list[worker_pb2.NewRequest]:
 def _new_request(
     request: Request, tables: BlockTables, num_computed_tokens: int
 ) -> worker_pb2.NewRequest:
-    if not isinstance(request.sampling, common_pb2.SamplingParams):
-        raise AssertionError(f"{request.request_id} came without sampling parameters")
     embeds = request.prompt_embeds
     return worker_pb2.NewRequest(
         row=_rows([request])[0],
         token_ids=pack_token_ids(request.token_ids),
         num_prompt_tokens=request.num_prompt_tokens,
-        sampling=request.sampling,
+        sampling=sampling_to_proto(request.sampling),
         block_tables=[worker_pb2.BlockTable(block_ids=pack_token_ids(ids)) for ids in tables],
         traceparent=request.traceparent,
-        prompt_embeds=prompt_embeds_to_message(embeds and embeds.rest(num_computed_tokens)),
+        prompt_embeds=prompt_embeds_to_proto(embeds and embeds.rest(num_computed_tokens)),
         num_placeholders=embeds.num_tokens if embeds is not None else 0,
     )
 

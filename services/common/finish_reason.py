@@ -1,0 +1,19 @@
+"""Why a request ended."""
+
+import enum
+
+
+class FinishReason(enum.Enum):
+    """Why a request ended; values are OpenAI's and vLLM's words where they have one."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    NAN_IN_LOGITS = "nan_in_logits"
+    """The model's logits held NaN: no token could be sampled."""
+    REPETITION = "repetition"
+    """The output repeated one pattern, as `repetition_detection` describes."""
+    STEP_FAILED = "step_failed"
+    """The workers were lost in every step of the request, also in those with no other request."""
+    QUEUE_TIMEOUT = "queue_timeout"
+    """The request was not scheduled within the time that it may wait."""

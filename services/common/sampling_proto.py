@@ -1,0 +1,73 @@
+"""Sampling parameters from and to their message.
+
+Both directions go through all fields of the dataclass. A field of plain numbers needs no line here.
+"""
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+from stepwell.common.v1 import common_pb2
+
+from services.common.proto_fields import require_same_fields
+from services.common.repetition import RepetitionDetection
+from services.common.sampling import SamplingParams
+
+require_same_fields(SamplingParams, common_pb2.SamplingParams.DESCRIPTOR)
+require_same_fields(RepetitionDetection, common_pb2.RepetitionDetection.DESCRIPTOR)
+
+_DEFAULTS = SamplingParams()
+_NAMES = tuple(field.name for field in fields(SamplingParams))
+
+
+def sampling_from_proto(
+    message: common_pb2.SamplingParams, defaults: SamplingParams = _DEFAULTS
+) -> SamplingParams:
+    """The parameters of a message, absent fields as in `defaults`; not validated."""
+    given: dict[str, Any] = {
+        field.name: _READERS[field.name](value) if field.name in _READERS else value
+        for field, value in message.ListFields()
+    }
+    return replace(defaults, **given)
+
+
+def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
+    """The message of the parameters; those at their default are left out."""
+    given: dict[str, Any] = {}
+    for name in _NAMES:
+        value = getattr(params, name)
+        if value != getattr(_DEFAULTS, name):
+            given[name] = _WRITERS[name](value) if name in _WRITERS else value
+    return common_pb2.SamplingParams(**given)
+
+
+def _repetition_from_proto(message: common_pb2.RepetitionDetection) -> RepetitionDetection | None:
+    return RepetitionDetection.of(
+        message.max_pattern_size, message.min_pattern_size, message.min_count
+    )
+
+
+def _repetition_to_proto(repetition: RepetitionDetection) -> common_pb2.RepetitionDetection:
+    return common_pb2.RepetitionDetection(
+        max_pattern_size=repetition.max_pattern_size,
+        min_pattern_size=repetition.min_pattern_size,
+        min_count=repetition.min_count,
+    )
+
+
+_READERS: dict[str, Callable[[Any], object]] = {
+    "logit_bias_token_ids": tuple,
+    "logit_bias_values": tuple,
+    "allowed_token_ids": tuple,
+    "bad_words": lambda words: tuple(tuple(word.ids) for word in words),
+    "stop_token_ids": tuple,
+    "eos_token_ids": tuple,
+    "repetition_detection": _repetition_from_proto,
+}
+"""Reads the fields that are not plain numbers."""
+
+_WRITERS: dict[str, Callable[[Any], object]] = {
+    "bad_words": lambda words: [common_pb2.TokenIds(ids=word) for word in words],
+    "repetition_detection": _repetition_to_proto,
+}
+"""Writes the fields that consist of messages."""
