@@ -51,8 +51,8 @@ def machine_text(found: Mapping[str, str], command: str) -> str:
     return text
 
 
-def serving_table(rows: Sequence[Row]) -> str:
-    """Latencies and throughput of each side at each concurrency."""
+def serving_table(rows: Sequence[Row], reference: str = "one process") -> str:
+    """Latencies and throughput of each side at each concurrency, beside a reference's."""
     return table_text(
         (
             "at once",
@@ -61,7 +61,7 @@ def serving_table(rows: Sequence[Row]) -> str:
             "ITL ms, median / p99",
             "end to end ms",
             "tokens/s",
-            "tokens/s to one process",
+            f"tokens/s to {reference}",
         ),
         (
             (

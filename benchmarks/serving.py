@@ -1,12 +1,15 @@
 """`make bench`: what serving through separate services costs, and where the cost lies.
 
     python -m benchmarks.serving [--quick] [--model DIR|15m|135m|1.1b]... [--concurrency 1,8,32]
-                                 [--json FILE]
+                                 [--json FILE] [--baseline DIR]
 
 For each model the same load goes through the four services (gRPC, and HTTP with server-sent events)
 and through everything in one process, in turns: whatever else the machine does meets all of them.
 Then a step is taken apart, hop by hop, and with the first model it is measured what tracing costs.
 Tables go to standard output, progress to standard error.
+
+With --baseline the services are compared with those of another checkout instead, each run by its
+own `stepwell up`.
 """
 
 import argparse
@@ -27,6 +30,7 @@ from typing import Any
 import uvloop
 
 from benchmarks import report
+from benchmarks.checkout import Checkout
 from benchmarks.child import InProcessChild
 from benchmarks.hops import HopRun, median_hops, run_hops
 from benchmarks.load import Load
@@ -39,6 +43,8 @@ RANDOM_MODELS = ("15m", "135m", "1.1b")
 DEFAULT_MODELS = ("models/demo", "135m")
 SCHEDULE = Schedule((1, 8, 32), num_rounds=5, requests_each=3, prompt_tokens=128, output_tokens=64)
 QUICK = Schedule((1, 4), num_rounds=1, requests_each=1, prompt_tokens=32, output_tokens=8)
+PAIRED_ROUNDS = 8
+"""Rounds beside another checkout, for each round otherwise: the difference sought is small."""
 SPARE_BLOCKS = 64
 BLOCK_SIZE = 16
 
@@ -51,6 +57,7 @@ class Options:
     schedule: Schedule
     trace_ratios: tuple[float, ...]
     json_file: Path | None
+    baseline: Path | None
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -76,6 +83,9 @@ async def measure(options: Options, command: str) -> dict[str, Any]:
     show(report.machine_text(found, command))
     models = [await asyncio.to_thread(find_model, name) for name in options.models]
     for number, model in enumerate(models):
+        if options.baseline is not None:
+            results["models"][model.name] = await measure_baseline(options, model, options.baseline)
+            continue
         found_here = await measure_model(options, model, with_tracing=number == 0)
         results["models"][model.name] = found_here
     return results
@@ -134,6 +144,29 @@ async def measure_serving(
         report.processor_table(rows),
     )
     return [asdict(row) for row in rows]
+
+
+async def measure_baseline(options: Options, model: Path, root: Path) -> dict[str, Any]:
+    """The services of this checkout beside those of another one, through each API."""
+    tell(f"starting {model.name} in this checkout and in {root}")
+    ours = Checkout(Path(__file__).parents[1], model, options.num_blocks)
+    theirs = Checkout(root, model, options.num_blocks)
+    schedule = replace(options.schedule, num_rounds=options.schedule.num_rounds * PAIRED_ROUNDS)
+    results: dict[str, Any] = {}
+    async with AsyncExitStack() as scope:
+        await enter_all(scope, theirs, ours)
+        for api, side in (("gRPC", GrpcSide), ("HTTP", HttpSide)):
+            sides: dict[str, Side] = {"before": side(theirs), "now": side(ours)}
+            rows = await compare(sides, schedule, vocab_size(model), tell)
+            show(
+                f"### {model.name} through {api}, beside another checkout",
+                report.serving_table(rows, "before"),
+                report.rounds_text(rows),
+                "Processor time per output token, in microseconds:",
+                report.processor_table(rows),
+            )
+            results[api] = [asdict(row) for row in rows]
+    return results
 
 
 async def hop_runs(options: Options, model: Path, stack: Stack) -> list[HopRun]:
@@ -256,6 +289,12 @@ def parse_options(argv: Sequence[str]) -> Options:
     parser.add_argument(
         "--quick", action="store_true", help="one short round: shows that it works, no more"
     )
+    parser.add_argument(
+        "--baseline",
+        type=Path,
+        metavar="DIR",
+        help="compare with the services of another checkout, its gen/ built",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there too")
     parsed = parser.parse_args(argv)
     schedule = QUICK if parsed.quick else SCHEDULE
@@ -263,11 +302,14 @@ def parse_options(argv: Sequence[str]) -> Options:
     for model in models:
         if model not in RANDOM_MODELS and not (Path(model) / "config.json").is_file():
             parser.error(f"{model} is neither a model directory nor one of {RANDOM_MODELS}")
+    if parsed.baseline is not None and not (parsed.baseline / "gen" / "stepwell").is_dir():
+        parser.error(f"{parsed.baseline} is not a checkout with gen/ built (make proto)")
     return Options(
         models=models,
         schedule=replace(schedule, concurrencies=parsed.concurrency or schedule.concurrencies),
         trace_ratios=(1.0,) if parsed.quick else (0.01, 1.0),
         json_file=parsed.json,
+        baseline=parsed.baseline and parsed.baseline.resolve(),
     )
 
 

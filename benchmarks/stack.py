@@ -103,15 +103,22 @@ class Stack:
 
 
 def spawn(
-    command: Sequence[str], environ: Mapping[str, str], log: Path, *, talks: bool = False
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    log: Path,
+    *,
+    talks: bool = False,
+    directory: Path | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Starts a program whose output goes to a log; if it `talks`, standard output and input are
-    pipes. The kernel ends it if this process is killed; call it from the main thread.
+    """Starts a program, in a directory if one is given, whose output goes to a log; if it `talks`,
+    standard output and input are pipes. The kernel ends it if this process is killed; call it from
+    the main thread.
     """
     with log.open("wb") as output:
         return subprocess.Popen(
             (sys.executable, "-I", "-S", launcher.__file__, str(os.getpid()), *command),
             env=dict(environ),
+            cwd=directory,
             stdin=subprocess.PIPE if talks else subprocess.DEVNULL,
             stdout=subprocess.PIPE if talks else output,
             stderr=output,

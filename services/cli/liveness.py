@@ -17,12 +17,16 @@ class LivenessPolicy:
     and gets `loading_seconds`. A process that the system shows as stopped is not just slow: for it
     `stopped_share` of the time is enough. Before the first answer, of liveness or readiness, there
     is no limit.
+
+    It is asked `pause_seconds` after each answer, since a health check costs the child as much as a
+    message of a step; until it answers, the time is looked at every `period_seconds`.
     """
 
     factor: float = 2.0
     longest_seconds: float = 60.0
     loading_seconds: float = 60.0
     stopped_share: float = 0.5
+    pause_seconds: float = 0.6
     period_seconds: float = 0.2
 
     def silence_seconds(self, usual_seconds: float, num_hangs: int) -> float:
@@ -49,7 +53,7 @@ async def until_hung(
                 while not asking.done():
                     await asyncio.wait({asking}, timeout=policy.period_seconds)
                     if silence is None and is_ready():
-                        silence = _Silence(policy.period_seconds)
+                        silence = _Silence(policy.pause_seconds)
                     if silence is not None:
                         silence.update()
                         if why := _too_long(child, silence, usual, is_ready(), policy):
@@ -57,10 +61,10 @@ async def until_hung(
                 with suppress(NoAnswer):
                     if why := asking.result():
                         return why
-                    silence = _Silence(policy.period_seconds)
+                    silence = _Silence(policy.pause_seconds)
             finally:
                 asking.cancel()
-            await asyncio.sleep(policy.period_seconds)
+            await asyncio.sleep(policy.pause_seconds)
     finally:
         await check.close()
 
@@ -78,9 +82,9 @@ def _too_long(
 class _Silence:
     """Seconds since an answer in which this process ran."""
 
-    def __init__(self, period_seconds: float) -> None:
+    def __init__(self, pause_seconds: float) -> None:
         self.seconds = 0.0
-        self._longest_turn = 3 * period_seconds
+        self._longest_turn = 2 * pause_seconds
         self._loop = asyncio.get_running_loop()
         self._updated = self._loop.time()
 

@@ -121,8 +121,8 @@ def _why_not(address: str) -> str:
 class StatusInterceptor(grpc.aio.ServerInterceptor):
     """Turns a StepwellError of any handler into its status; anything else into INTERNAL.
 
-    Our streaming handlers are async generators. Those of the read-and-write style, such as the
-    health service's Watch, are left as they are.
+    Streaming handlers are async generators, or coroutines that write their responses; the health
+    service's own are left as they are.
     Cancellation passes through; a handler that finds the peer gone while it writes ends quietly.
 
     A method's handler is made once: the interceptors that follow this one are asked for it at its
@@ -154,19 +154,25 @@ def _with_statuses(handler: Any, method: str) -> Any:
             handler.request_deserializer,
             handler.response_serializer,
         )
-    if isasyncgenfunction(handler.unary_stream):
+    if handler.unary_stream is not None and not _is_health_watch(handler, method):
         return grpc.unary_stream_rpc_method_handler(
             _streaming(handler.unary_stream, method),
             handler.request_deserializer,
             handler.response_serializer,
         )
-    if isasyncgenfunction(handler.stream_stream):
+    if handler.stream_stream is not None:
         return grpc.stream_stream_rpc_method_handler(
             _streaming(handler.stream_stream, method),
             handler.request_deserializer,
             handler.response_serializer,
         )
     return handler
+
+
+def _is_health_watch(handler: Any, method: str) -> bool:
+    """Whether it is grpc's own handler, which raises none of our errors."""
+    is_health = method.startswith(f"/{health.SERVICE_NAME}/")
+    return is_health and not isasyncgenfunction(handler.unary_stream)
 
 
 def _answering(behavior: Any, method: str) -> Any:
@@ -180,7 +186,7 @@ def _answering(behavior: Any, method: str) -> Any:
 
 
 def _streaming(behavior: Any, method: str) -> Any:
-    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+    async def generate(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
             async with aclosing(behavior(request, context)) as responses:
                 async for response in responses:
@@ -188,7 +194,7 @@ def _streaming(behavior: Any, method: str) -> Any:
         except Exception as error:
             await _abort(context, error, method)
 
-    return call
+    return generate if isasyncgenfunction(behavior) else _answering(behavior, method)
 
 
 async def _abort(

@@ -73,17 +73,15 @@ class GrpcDoor(grpc.aio.ServerInterceptor):
     def _serve_message(
         self, handler: Any, check: Callable[[Context], None] | None, kind: type[Message]
     ) -> Any:
-        async def serve(messages: AsyncIterator[bytes], context: Context) -> AsyncIterator[Any]:
+        async def serve(messages: AsyncIterator[bytes], context: Context) -> None:
             self._keys.check(_authorization(context))
             if check is not None:
                 check(context)
             request = self._parse(await self._readers.read(messages), kind)
             if handler.unary_unary is not None:
-                yield await handler.unary_unary(request, context)
-                return
-            async with aclosing(handler.unary_stream(request, context)) as responses:
-                async for response in responses:
-                    yield response
+                await context.write(await handler.unary_unary(request, context))
+            else:
+                await handler.unary_stream(request, context)
 
         return serve
 

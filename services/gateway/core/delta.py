@@ -1,6 +1,6 @@
 """News of one sequence, in the engine's terms."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from services.common.errors import StepwellError
@@ -52,3 +52,25 @@ class Delta:
             if start + max_tokens >= len(token_ids):
                 delta.finish, delta.error = self.finish, self.error
             yield delta
+
+
+def parts_of(
+    deltas: list[tuple[int, Delta]], max_tokens: int
+) -> Sequence[Sequence[tuple[int, Delta]]]:
+    """Deltas, each with its sequence's index, in parts of about so many tokens each; none is empty.
+
+    Nearly always there is one part: a delta holds the tokens of one step unless its reader was
+    slow.
+    """
+    if sum([len(delta.token_ids) for _, delta in deltas]) <= max_tokens:
+        return (deltas,)
+    parts: list[list[tuple[int, Delta]]] = [[]]
+    num_tokens = 0
+    for index, delta in deltas:
+        for piece in delta.cut(max_tokens):
+            if num_tokens >= max_tokens:
+                parts.append([])
+                num_tokens = 0
+            parts[-1].append((index, piece))
+            num_tokens += len(piece.token_ids)
+    return parts

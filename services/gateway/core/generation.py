@@ -1,11 +1,11 @@
 """The life of one client request: its sequences at the engine, its answers as they grow."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from services.gateway.core.choice import Choice, Piece
-from services.gateway.core.delta import Delta
+from services.gateway.core.delta import Delta, parts_of
 from services.gateway.core.logprobs import LogprobRows, joined
 from services.gateway.core.ports import Engine, Subscription, Tokenizer
 from services.gateway.core.request import ClientRequest, EngineRequest
@@ -55,30 +55,18 @@ class Generation:
             num_open = len(self.choices)
             while num_open:
                 deltas = await subscription.receive()
-                for number, news in enumerate(self._accepted(deltas, subscription)):
+                for number, part in enumerate(parts_of(deltas, TOKENS_AT_A_TIME)):
                     if number:
                         await asyncio.sleep(0)
-                    num_open -= sum(piece.finish_reason is not None for piece in news)
+                    news = [
+                        self._accept(index, delta, subscription)
+                        for index, delta in part
+                        if self.choices[index].finish_reason is None
+                    ]
+                    num_open -= sum([piece.finish_reason is not None for piece in news])
                     yield news
         finally:
             subscription.close()
-
-    def _accepted(
-        self, deltas: list[tuple[int, Delta]], subscription: Subscription
-    ) -> Iterator[list[Piece]]:
-        """What deltas make, in lists of some TOKENS_AT_A_TIME tokens."""
-        news: list[Piece] = []
-        num_tokens = 0
-        for index, delta in deltas:
-            for part in delta.cut(TOKENS_AT_A_TIME):
-                if self.choices[index].finish_reason is not None:
-                    break
-                if num_tokens >= TOKENS_AT_A_TIME:
-                    yield news
-                    news, num_tokens = [], 0
-                news.append(self._accept(index, part, subscription))
-                num_tokens += len(part.token_ids)
-        yield news
 
     def _accept(self, index: int, delta: Delta, subscription: Subscription) -> Piece:
         self.was_taken |= delta.num_cached_tokens is not None or bool(delta.token_ids)

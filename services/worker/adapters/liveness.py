@@ -9,7 +9,7 @@ from services.worker.adapters.compute import ComputeThread
 
 logger = logging.getLogger(__name__)
 
-PERIOD_SECONDS = 0.1
+PERIOD_SECONDS = 0.25
 
 
 async def follow_liveness(

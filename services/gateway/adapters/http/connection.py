@@ -26,6 +26,10 @@ from services.gateway.adapters.http.until_close import answer_until_close
 MAX_HEADERS = 100
 BETWEEN_EVENTS = "between_events"
 """Key of the request's state, for answers that are events: whether the last one sent is whole."""
+SEND_BODY = "send_body"
+"""Key of the request's state: sends parts of a body past what wraps `send`, which is each token's
+path. Middlewares change the start of an answer and nothing else.
+"""
 MAX_PIPELINED = 8
 # So much is parsed before anything else happens on the event loop.
 _SLICE_BYTES = 16 * 1024
@@ -177,6 +181,8 @@ class GuardedConnection(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         if cycle.scope["http_version"] == "1.0":
             app = partial(answer_until_close, cycle, app)
+        else:
+            cycle.scope["state"][SEND_BODY] = cycle.send
 
         def start() -> None:
             if not cycle.disconnected:

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from services.common.errors import InternalError, StepwellError
-from services.gateway.adapters.http.connection import BETWEEN_EVENTS
+from services.gateway.adapters.http.connection import BETWEEN_EVENTS, SEND_BODY
 from services.gateway.adapters.http.deadline import each_until, until
 from services.gateway.adapters.http.dialect import Dialect, event
 from services.gateway.adapters.http.errors import error_body, error_response
@@ -144,6 +144,7 @@ async def _stream(
     state: dict[str, Any],
     send: Send,
 ) -> None:
+    send_body = state.get(SEND_BODY, send)
     opened = False
     async for news in pieces:
         choices = [] if opened else dialect.opening()
@@ -158,7 +159,7 @@ async def _stream(
             for number, events in enumerate(dialect.encode_chunks(choices, generation.usage)):
                 if number:
                     await asyncio.sleep(0)
-                await send({"type": "http.response.body", "body": events, "more_body": True})
+                await send_body({"type": "http.response.body", "body": events, "more_body": True})
             state[BETWEEN_EVENTS] = True
     last = dialect.closing(generation.usage())
     await send({"type": "http.response.body", "body": last})
