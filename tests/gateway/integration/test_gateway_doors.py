@@ -245,6 +245,7 @@ async def test_a_client_that_stops_sending_in_a_stream_gets_the_rest(served: Ser
     """Until it is gone, which is noticed though no token comes."""
     scheduler = served.scheduler
     body = json.dumps(BODY | {"stream": True, "max_tokens": 8}).encode()
+    scheduler.answer = [70] * 8  # each a character: parts of one would be held back
     for stays in (True, False):
         scheduler.permits = 2
         async with connected(served) as (reader, writer), asyncio.timeout(10):
