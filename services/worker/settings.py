@@ -101,7 +101,7 @@ class WorkerSettings(ServiceSettings):
         check=between(1, 65_535),
     )
     join_timeout_seconds: float = setting(
-        600.0, doc="time within which all ranks must have come together", check=at_least(1)
+        600.0, doc="time within which all ranks must have joined the group", check=at_least(1)
     )
     collective_timeout_seconds: float = setting(
         60.0, doc="longest that a rank waits for the others within a step", check=at_least(1)

@@ -1,8 +1,8 @@
-"""The one thread that touches tensors, and one that waits for what a device brings back.
+"""The thread that computes, and a thread that waits for downloads from a device.
 
-The event loop stays free while it computes, so that the next step's message is already decoded when
-the step before ends; and one thread means one team of the processor's workers. Waiting apart from
-it leaves it free to queue the next step.
+While a step computes the event loop is free, so that the next step's message is decoded before the
+step ends. Only one thread computes, since each would have its own team of OpenMP threads. Downloads
+are waited for in another thread, so that the next step can be queued meanwhile.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class ComputeThread:
-    """Runs functions one after the other, in the order they came."""
+    """Runs functions one after the other, in the order in which they were submitted."""
 
     def __init__(self) -> None:
         self._computing = _Lane("compute")
@@ -27,30 +27,32 @@ class ComputeThread:
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing more is begun."""
+        """Whether no further function is begun."""
         return self._computing.is_closed
 
     @property
     def overdue(self) -> "Overdue | None":
-        """What runs for longer than it may, if anything does. May be asked from any thread."""
+        """The function that runs for longer than it may, if there is one. For any thread."""
         return self._computing.overdue or self._waiting.overdue
 
     def submit(
         self, function: Callable[[], T], allowed_seconds: float = inf
     ) -> "asyncio.Future[T]":
-        """Queues `function`; its result or exception as a future of the running loop. Cancelled
-        before it began, it is not run. It is not ended after the allowed time, but `overdue` then.
+        """Queues `function`. Returns its result or exception as a future of the running loop.
+
+        A function whose future is cancelled before it begins is not run. One that takes longer than
+        the allowed time is not ended, but reported by `overdue`.
         """
         return self._computing.submit(function, allowed_seconds)
 
     def submit_wait(
         self, wait: Callable[[], T], allowed_seconds: float = inf
     ) -> "asyncio.Future[T]":
-        """As `submit`, for what only waits: behind other such, beside what computes."""
+        """As `submit`, for a function that only waits; it runs in the other thread."""
         return self._waiting.submit(wait, allowed_seconds)
 
     def close(self, patience_seconds: float | None = None) -> None:
-        """Drops what is queued, and waits for what runs: for ever, or so long."""
+        """Drops queued functions and waits for the running one, or for `patience_seconds`."""
         self._computing.close(patience_seconds)
         self._waiting.close(patience_seconds)
 
@@ -64,15 +66,15 @@ class Overdue:
 
 
 class _Lane:
-    """A thread and what it is to do. It does less between two functions than an executor (40 µs
-    instead of 65 with everything around it at work): to steps that queue up that time is lost.
+    """A thread and its queue of functions. Between two functions it takes less time than an
+    executor: 40 µs instead of 65 with all services at work.
     """
 
     def __init__(self, name: str) -> None:
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self.is_closed = False
         self._running: Overdue | None = None
-        """What runs and may not run for ever."""
+        """The running function, if its time is limited."""
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
@@ -91,7 +93,7 @@ class _Lane:
 
         def run() -> None:
             if self.is_closed or future.cancelled():
-                _tell(loop, future.cancel)
+                _call_in_loop(loop, future.cancel)
                 return
             if allowed_seconds != inf:
                 self._running = Overdue(time.monotonic(), allowed_seconds)
@@ -99,10 +101,10 @@ class _Lane:
                 result = function()
             except BaseException as error:
                 self._running = None
-                _tell(loop, _fail, future, error)
+                _call_in_loop(loop, _fail, future, error)
             else:
                 self._running = None
-                _tell(loop, _resolve, future, result)
+                _call_in_loop(loop, _resolve, future, result)
 
         self._tasks.put(run)
         return future
@@ -118,8 +120,10 @@ class _Lane:
             del run  # and with it what the function holds
 
 
-def _tell(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: object) -> None:
-    """Calls back in the loop; where it has ended nobody waits any more."""
+def _call_in_loop(
+    loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: object
+) -> None:
+    """Calls back in the loop, unless the loop has ended."""
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(callback, *args)
 

@@ -1,4 +1,4 @@
-"""Between the contract's messages and the core's types. Arrays share the messages' memory."""
+"""Converts between the contract's messages and the core's types. Arrays share messages' memory."""
 
 import sys
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""This process as a rank of a group: joins it, reports to it, and learns when it has broken."""
+"""This process as a rank of a group: joins it, leaves it, and is notified if it breaks."""
 
 import asyncio
 from collections.abc import Callable

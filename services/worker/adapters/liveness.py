@@ -1,4 +1,4 @@
-"""Tells health checks that the worker cannot go on while a step takes longer than it may."""
+"""Liveness for health checks: the worker is not live while a step takes longer than it may."""
 
 import asyncio
 import logging
@@ -17,10 +17,11 @@ async def follow_liveness(
     set_live: Callable[[bool], Awaitable[None]],
     period_seconds: float = PERIOD_SECONDS,
 ) -> None:
-    """Looks at what computes until cancelled, and calls `set_live` with each change.
+    """Checks whether a step is overdue, every `period_seconds`, until cancelled. Calls
+    `set_live` with each change.
 
-    What is overdue must be so in two looks: after this process was stopped for a while, a step that
-    is nearly done gets that time.
+    A step counts as hanging if two checks in a row find it overdue: after this process was stopped,
+    a step that is nearly done gets a period to end.
     """
     before, live = None, True
     while True:

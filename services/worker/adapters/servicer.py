@@ -29,10 +29,10 @@ from services.worker.core.step import StepInput, StepOutput
 from services.worker.core.worker import Worker
 
 MAX_STEPS_IN_FLIGHT = 4
-"""Steps of a stream that are taken in before the oldest is answered; further ones wait outside."""
+"""Steps of a stream that are read before the oldest is answered."""
 
 LEASE_GRACE_SECONDS = 2.0
-"""For the scheduler whose stream ended to open another one; then the worker is free for others."""
+"""Time within which only the scheduler whose stream has ended may open another."""
 
 _Context = grpc.aio.ServicerContext[worker_pb2.ExecuteRequest, worker_pb2.ExecuteResponse]
 
@@ -54,11 +54,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._stream: _StepStream | None = None
 
     def open(self, worker: Worker) -> None:
-        """From here on calls are answered."""
+        """Begins to answer calls."""
         self._worker = worker
 
     def close(self, reason: StepwellError | None = None) -> None:
-        """Ends the stream that is open, by default since the worker drains, and refuses calls."""
+        """Refuses calls, and ends the open stream with the reason; by default that it drains."""
         self._worker = None
         if self._stream is not None:
             self._stream.end(reason or Unavailable("the worker is draining"))
@@ -108,7 +108,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
 
 @dataclass(frozen=True, slots=True)
 class _BegunStep:
-    """A step that was run, or queued on a device, and when."""
+    """A step that was run, or queued on a device, and the times of that."""
 
     output: StepOutput | PendingOutput
     started_nanos: int
@@ -117,7 +117,7 @@ class _BegunStep:
 
 @dataclass(frozen=True, slots=True)
 class _RunStep:
-    """A step that was run, and when, by the clock that never goes back, in nanoseconds."""
+    """A step that was run, and the times of that by the monotonic clock, in nanoseconds."""
 
     output: StepOutput
     started_nanos: int
@@ -126,7 +126,7 @@ class _RunStep:
 
 @dataclass(slots=True)
 class _PendingStep:
-    """A step on its way; `downloaded` where a device still computes what was begun."""
+    """A step that is not answered yet. `downloaded`: its output, if a device still computes it."""
 
     message: worker_pb2.ExecuteRequest
     step: StepInput
@@ -135,18 +135,18 @@ class _PendingStep:
     downloaded: "asyncio.Future[StepOutput] | None" = None
 
     def cancel(self) -> None:
-        """Drops what has not begun."""
+        """Drops the parts that have not begun."""
         self.begun.cancel()
         if self.downloaded is not None:
             self.downloaded.cancel()
 
 
 class _StepStream:
-    """The steps of one stream. It begins with an empty batch.
+    """The steps of one stream, over a batch that is empty at first.
 
-    One task takes steps in, the one that asked for `responses` answers them; whatever happens wakes
-    the latter, which looks what it was. That is a few wake-ups a step and no task: this thread and
-    the one that computes share an interpreter, and what one spends the other waits for.
+    One task reads steps; the task that iterates over `responses` answers them. It is woken by every
+    event and then looks at the oldest step. That takes a few wake-ups and no new task for a step:
+    this thread and the compute thread share the interpreter's lock.
     """
 
     def __init__(self, runner: Runner, compute: ComputeThread, tracer: StepTracer) -> None:
@@ -161,7 +161,7 @@ class _StepStream:
         self._reset = compute.submit(runner.reset)
 
     def end(self, error: StepwellError) -> None:
-        """Makes the stream fail with `error`; steps that have not begun are dropped."""
+        """Makes the stream fail with `error`, and drops steps that have not begun."""
         self._closed = True
         if self._error is None:
             self._error = error
@@ -177,7 +177,7 @@ class _StepStream:
         first: worker_pb2.ExecuteRequest,
         others: AsyncIterator[worker_pb2.ExecuteRequest],
     ) -> AsyncGenerator[worker_pb2.ExecuteResponse, None]:
-        """Runs steps as they come and answers them in order, taking in the next meanwhile."""
+        """Runs steps in order, and yields their responses while the next ones are read."""
         await self._reset
         taking_in = asyncio.ensure_future(self._take_in(first, others))
         taking_in.add_done_callback(self._wake)
@@ -221,8 +221,9 @@ class _StepStream:
         return _PendingStep(message, step, arrived, begun)
 
     def _oldest(self) -> _RunStep | None:
-        """What came of the oldest step; None while it runs, or there is none. Waits meanwhile for
-        what a device still computes of it, while the step behind is begun.
+        """The oldest step, once it has run; None before that, or if there is none.
+
+        If a device still computes it, starts to wait for the download in the other thread.
         """
         if not self._pending or not self._pending[0].begun.done():
             return None
@@ -243,7 +244,7 @@ class _StepStream:
         self._changed.set()
 
     def _begin(self, step: StepInput) -> _BegunStep:
-        """In the compute thread. A step that fails closes the stream for those behind it."""
+        """Runs in the compute thread. If a step fails, the stream's other steps are dropped."""
         if self._closed:
             raise Aborted("the stream ended before this step began")
         started = time.perf_counter_ns()
@@ -272,5 +273,5 @@ class _StepStream:
 
 
 def _allowed_seconds(message: worker_pb2.ExecuteRequest) -> float:
-    """How long the step may take once it has begun."""
+    """The time that the step may take once it has begun."""
     return message.timeout_millis / 1000 or inf

@@ -1,4 +1,4 @@
-"""Spans of steps and of requests. What is not sampled costs a comparison or two a step."""
+"""Spans of steps and of requests. Without sampling, a step costs a comparison or two."""
 
 from dataclasses import dataclass
 
@@ -92,7 +92,7 @@ class StepTracer:
             self._record_requests(step, output, times)
 
     def close(self) -> None:
-        """Ends what is open."""
+        """Ends the spans that are open."""
         for row in list(self._requests):
             self._end_request(row)
 

@@ -1,8 +1,8 @@
-"""The persistent batch: what the worker remembers of each running request between steps.
+"""The persistent batch: the state of each running request that the worker keeps between steps.
 
-A request is sent once, in full, and takes a row. After that only differences arrive, and the
-worker appends what it samples to its own copy of the tokens, so that a step can be planned and sent
-before the one ahead of it has run. The idea is vLLM's persistent input batch.
+A request is sent once, in full, and takes a row. After that only differences are sent. The worker
+appends sampled tokens to its own copy, so that the scheduler can plan and send a step before the
+step ahead of it has run. The idea is vLLM's persistent input batch.
 """
 
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ from services.worker.core.step_check import StepCheck
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """What the batch can hold, and what a step may ask for.
+    """Limits of the batch and of its steps.
 
-    `windows`: of each KV-cache group, the tokens that its layers see; None: all of them.
+    `windows`: by KV-cache group, the number of tokens that its layers see; None: all of them.
     """
 
     max_num_seqs: int
@@ -32,11 +32,11 @@ class BatchLimits:
 
     @property
     def max_blocks_per_seq(self) -> int:
-        """Blocks of a sequence of the greatest length."""
+        """Blocks of a sequence of max_model_len tokens."""
         return -(-self.max_model_len // self.block_size)
 
     def room(self, num_blocks: int) -> int:
-        """Tokens of a sequence that so many blocks hold."""
+        """The number of tokens of one sequence that fit in so many blocks."""
         return min(num_blocks * self.block_size, self.max_model_len)
 
 
@@ -45,13 +45,13 @@ class PersistentBatch:
 
     `apply` checks a step against the batch and only then changes it. Arrays are indexed by row:
 
-    * `token_ids` int32 [max_num_seqs, max_model_len + 1], of which `num_tokens` are known: prompt,
-      output so far, and what was sampled here since;
+    * `token_ids` int32 [max_num_seqs, max_model_len + 1], of which `num_tokens` are known:
+      the prompt, the output sent with the request, and the tokens sampled here since;
     * `num_prompt_tokens`;
-    * `room`: tokens that a request's blocks hold, in the group with the fewest;
+    * `room`: tokens that fit in a request's blocks, in the group with the fewest;
     * `block_tables` int32 [num_groups, max_num_seqs, max_blocks_per_seq], of which
-      `num_blocks` [num_groups, max_num_seqs] are set. Where a window has moved on an entry is the
-      null block or whatever it was before: nobody reads it.
+      `num_blocks` [num_groups, max_num_seqs] are set. Entries before a group's window are the null
+      block or an earlier block of the request, and are not read.
     """
 
     def __init__(self, limits: BatchLimits) -> None:
@@ -72,11 +72,11 @@ class PersistentBatch:
         return sorted(self.sampling)
 
     def clear(self) -> None:
-        """Forgets every request."""
+        """Removes every request."""
         self.sampling.clear()
 
     def apply(self, step: StepInput) -> None:
-        """Takes over the difference that `step` brings. Raises InvalidStep, changing nothing."""
+        """Applies the difference in `step`. Raises InvalidStep before anything is changed."""
         StepCheck(self, step).run()
         for row in step.removed_rows.tolist():
             del self.sampling[row]
@@ -100,7 +100,7 @@ class PersistentBatch:
         self.num_tokens[row] += len(token_ids)
 
     def append_unknown(self, rows: Int32Array) -> None:
-        """One more token of each of these requests; which one is not known here."""
+        """Counts one more token of each of these requests, whose id the device alone knows."""
         self.num_tokens[rows] += 1
 
     def _enter(self, request: NewRequest) -> None:

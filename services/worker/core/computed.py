@@ -1,4 +1,4 @@
-"""What the model is to make of a step's tokens, and whose they are."""
+"""The requests of a step as the model computes them, and the logits that it returns."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ from services.worker.backends.attention import Int32Array, Int64Array
 class StepRequests:
     """The requests of a step, in the layout's order.
 
-    `order`: which of the step's requests each is. `ends`: tokens that each has once the step is
-    done, drafts included. `num_draft_tokens` None: there are none.
+    `order`: index of each in the step. `rows`: its row of the batch. `ends`: its number of tokens
+    after the step, drafts included. `num_draft_tokens`: None if the step has no drafts.
     """
 
     order: Int64Array
@@ -25,7 +25,10 @@ class StepRequests:
     num_draft_tokens: Int32Array | None
 
     def sampling(self, num_tokens: Int32Array) -> "SamplingRequests":
-        """Who is sampled: whose last known token is computed; `num_tokens` are known of each."""
+        """The requests to sample for: those whose last known token is computed.
+
+        `num_tokens`: known tokens of each request.
+        """
         drafts = self.num_draft_tokens
         known = self.ends if drafts is None else self.ends - drafts
         requests = np.flatnonzero(known == num_tokens)
@@ -40,10 +43,10 @@ class StepRequests:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRequests:
-    """Which of a step's requests are sampled.
+    """The requests of a step that tokens are sampled for.
 
-    `tokens`, rising, are those whose logits that takes: of each request its last known one and its
-    drafts, from `firsts` on.
+    `tokens`: rising indexes of the step's tokens whose logits are needed: each request's last known
+    token and its drafts. `firsts`: index in `tokens` of each request's first.
     """
 
     requests: Int64Array
@@ -53,8 +56,10 @@ class SamplingRequests:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """What the model made of a step: `logits`, float32 [num sampling tokens, vocab_size], or None
-    where there are none, and `logits_of` what other tokens are asked for, int64 [n].
+    """The model's results for a step.
+
+    `logits`: of the sampling tokens, float32 [n, vocab_size]; None if there are none. `logits_of`:
+    computes the logits of other tokens, given by their indexes, int64 [n].
     """
 
     logits: torch.Tensor | None

@@ -1,8 +1,8 @@
-"""Steps of decodes alone as programs over memory that stays the same.
+"""Steps that consist of decodes, as programs over fixed memory.
 
-A step of n decodes runs as the program of the next power of two. Its inputs are copied into the
-program's memory and its logits read from there; nothing else of it changes from step to step, so
-a device may record it once and repeat it, without a Python call in between.
+A step of n decodes runs as the program for the next power of two. Its inputs are copied into the
+program's memory and its logits read from there. Nothing else changes from step to step, so that a
+device can record the program once and repeat it without calls from Python.
 """
 
 from collections.abc import Sequence
@@ -16,31 +16,30 @@ from services.worker.models.model import Model
 
 
 class DecodeStep(LayerAttention, Protocol):
-    """Attention of one step of decodes, whose inputs are replaced in place."""
+    """Attention of a step of decodes, whose inputs are replaced in place."""
 
     @property
     def num_lanes(self) -> int:
-        """Tokens that it is called for."""
+        """The number of tokens that it is called for."""
         ...
 
     def set(self, layouts: Sequence[StepLayout]) -> None:
-        """Takes over a step of decodes alone, `num_lanes` at most; other lanes do no harm.
-
-        One layout for each KV-cache group.
+        """Copies in the inputs of a step of at most `num_lanes` decodes, with one layout for each
+        KV-cache group. The lanes behind them write to no request's blocks.
         """
         ...
 
 
 class StaticAttention(Protocol):
-    """An attention implementation whose decodes can be repeated."""
+    """An attention implementation whose steps of decodes can be repeated."""
 
     def decode_step(self, num_decodes: int) -> DecodeStep:
-        """The step for so many decodes, rounded up to a power of two."""
+        """Attention for so many decodes, rounded up to a power of two."""
         ...
 
 
 class DecodeBuckets:
-    """The programs of a model, by their number of lanes."""
+    """The programs of a model, by number of lanes."""
 
     def __init__(self, model: Model, attention: StaticAttention, device: Device) -> None:
         self._model = model
@@ -80,7 +79,7 @@ class _Program:
         count = layouts[0].num_decodes
         self._step.set(layouts)
         self._token_ids[:count].copy_(token_ids)
-        self._token_ids[count:].zero_()  # all alike, lanes without a request pick the same experts
+        self._token_ids[count:].zero_()  # unused lanes then route to the same experts
         self._positions[:count].copy_(self._device.upload(positions), non_blocking=True)
         self._positions[count:].zero_()
         return self._run()[:count]

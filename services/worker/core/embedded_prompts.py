@@ -1,4 +1,4 @@
-"""Prompts that came as embeddings: what a step computes in place of its tokens' own."""
+"""Prompts that are given as embeddings, in place of the embeddings of their tokens."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class _Embeds:
-    """What is seen of the tokens [begin, end) of a row, [end - begin, hidden_size]."""
+    """The embeddings of the tokens [begin, end) of a row, [end - begin, hidden_size]."""
 
     begin: int
     end: int
@@ -28,21 +28,21 @@ class _Embeds:
 
 
 class EmbeddedPrompts:
-    """The embeddings of each row whose prompt came as such: they stand for its first tokens."""
+    """The embeddings of each row whose prompt has them: those of its first tokens."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
         self._embeds: dict[int, _Embeds] = {}
 
     def clear(self) -> None:
-        """Forgets every row."""
+        """Drops the embeddings of every row."""
         self._embeds.clear()
 
     def read(self, step: StepInput, device: torch.device) -> dict[int, _Embeds]:
-        """The matrices that new requests bring, by row, as the model wants them.
+        """The embeddings of new requests, by row, in the model's data type and on its device.
 
-        Raises InvalidArgument where one is not as wide as the model, or not what is missing of its
-        prompt.
+        Raises InvalidArgument for embeddings of another width than the model's, or of other tokens
+        than those of the prompt that are not computed.
         """
         found: dict[int, _Embeds] = {}
         if not step.new_requests:
@@ -65,7 +65,7 @@ class EmbeddedPrompts:
         return found
 
     def replace(self, step: StepInput, entering: dict[int, _Embeds]) -> None:
-        """Takes over who leaves and who enters with a step."""
+        """Drops the embeddings of rows that the step removes, and adds those that enter."""
         for row in step.removed_rows.tolist():
             self._embeds.pop(row, None)
         self._embeds |= entering
@@ -73,8 +73,8 @@ class EmbeddedPrompts:
     def of_step(
         self, step: StepInput, tokens: StepTokens, token_ids: torch.Tensor
     ) -> torch.Tensor | None:
-        """Embeddings [num_tokens, hidden_size] of a step, in the layout's order; None where all
-        are those of its tokens.
+        """Embeddings [num_tokens, hidden_size] of a step, in the layout's order; None if all of
+        them are looked up by token id.
         """
         embedded: torch.Tensor | None = None
         if not self._embeds:

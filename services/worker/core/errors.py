@@ -1,4 +1,4 @@
-"""What a worker refuses.
+"""Errors of the worker's core.
 
 InvalidArgument
 └── InvalidStep          a step contradicts the batch or the limits

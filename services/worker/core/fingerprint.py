@@ -1,7 +1,8 @@
-"""The fingerprint: what makes two workers' KV blocks interchangeable, and so roots block hashes.
+"""The fingerprint of a model: workers with the same one have interchangeable KV blocks. It is the
+root of block hashes.
 
 It covers configuration, weights, tokenizer, block size, the cache's data type and the version of
-the block hash. Not the path: a copy of a model is the same model.
+the block hash. It does not cover the path: a copy of a model has the same fingerprint.
 """
 
 import json
@@ -30,10 +31,10 @@ def model_fingerprint(
     rope_length: int = 0,
     groups: Sequence[LayerGroup] = (),
 ) -> bytes:
-    """32 bytes; equal exactly when cached keys and values mean the same.
+    """32 bytes, equal for two workers exactly if their cached keys and values are interchangeable.
 
-    `rope_length`: the length that rotary frequencies were fixed for, where they depend on one.
-    `groups`: which layers lie together in a block; they may depend on the longest sequence too.
+    `rope_length`: the length that rotary frequencies are fixed for; 0 if they depend on none.
+    `groups`: the layers that share a block; these may depend on the longest sequence.
     """
     digest = sha256()
 

@@ -1,7 +1,7 @@
-"""How many blocks of keys and values fit, and why.
+"""The number of blocks of keys and values, and a sentence that explains it.
 
-The memory is given, or a share of what is available once the weights are loaded, less what a step's
-activations need; never more than the batch could use. The answer explains itself in one sentence.
+The memory is given, or is a share of what is available once the weights are loaded, less what a
+step's activations need. It is never more than the batch can use.
 """
 
 from bisect import bisect_right
@@ -18,9 +18,9 @@ _MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class KVCacheDemand:
-    """What the cache is for. `max_model_len_asked`: whether the length was asked for by name.
+    """What the cache must hold. `max_model_len_asked`: whether the length is set by the operator.
 
-    `bytes_per_block` is over all pages of a block, whichever group owns it.
+    `bytes_per_block`: of all pages of a block.
     """
 
     bytes_per_block: int
@@ -52,8 +52,9 @@ class KVCacheDemand:
 class FreeMemory:
     """Memory of which a share may be used: `utilization` of `of_bytes`.
 
-    What is `used_bytes` of the share already, and what the largest step needs besides weights and
-    cache, is not for the cache. `of_what` completes the sentence "64 GiB ...".
+    The cache gets that share less `used_bytes`, which are in use, and less `activation_bytes`,
+    which the largest step needs besides weights and cache. `of_what` completes the sentence
+    "64 GiB ...".
     """
 
     of_bytes: int
@@ -74,7 +75,7 @@ class KVCacheMemory:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSizing:
-    """The blocks of the cache, the null block included; the longest sequence; why."""
+    """The blocks of the cache, including the null block; the longest sequence; the reason."""
 
     num_blocks: int
     max_model_len: int
@@ -82,11 +83,11 @@ class KVCacheSizing:
 
 
 def size_kv_cache(demand: KVCacheDemand, memory: KVCacheMemory) -> KVCacheSizing:
-    """Finds the number of blocks.
+    """The number of blocks for this demand.
 
-    A length that was not asked for is lowered to what fits. Raises KVCacheTooSmall when one
-    sequence of the asked length, or of a single block, does not fit, and NotEnoughMemory when more
-    is asked for than there is.
+    A length that is not set by the operator is lowered to what fits. Raises KVCacheTooSmall if one
+    sequence of the length that is set, or of a single block, does not fit, and NotEnoughMemory if
+    the settings demand more memory than there is.
     """
     fitting, reason = _fitting_blocks(demand, memory)
     num_blocks = min(fitting, demand.most_blocks)
@@ -154,10 +155,10 @@ def estimate_activation_bytes(
     attention_bytes: int,
     itemsize: int,
 ) -> int:
-    """An upper estimate of what the largest step holds besides weights and cache.
+    """An upper estimate of the memory of the largest step besides weights and cache.
 
-    Per token: residual, normalized and attended states, the fused projections. Per sampled row:
-    logits in float32 and the sampler's copies. And what attention holds.
+    For each token: residual, normalized and attended states, and the fused projections. For each
+    row that is sampled: logits in float32 and the sampler's copies. Then `attention_bytes`.
     """
     per_token = (6 * hidden_size + 4 * intermediate_size) * itemsize
     per_row = 4 * 4 * vocab_size

@@ -1,4 +1,4 @@
-"""The tokens of a step in the order that attention wants."""
+"""The tokens of a step, in the order that attention needs."""
 
 from dataclasses import dataclass
 
@@ -11,11 +11,11 @@ from services.worker.core.step import StepInput
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
-    """Token ids and positions, int64 [num_tokens], and where their keys and values lie.
+    """Token ids and positions, int64 [num_tokens], and the layouts of their keys and values.
 
-    `order`: which of the step's requests is laid out first, second and so on; `first_tokens` int32:
-    where each begins among the tokens, in the step's order. `layouts`: one for each KV-cache group;
-    they differ in tables alone.
+    `order`: indexes of the step's requests in the order of the layout. `first_tokens` int32: the
+    index of each request's first token, in the step's order. `layouts`: one for each KV-cache
+    group; they differ in their tables.
     """
 
     token_ids: Int64Array
@@ -26,7 +26,7 @@ class StepTokens:
 
 
 def lay_out(step: StepInput, batch: PersistentBatch) -> StepTokens:
-    """Puts requests with one token first, by length, and the others behind them as they come."""
+    """Orders requests: those with one token by length, then the others in the step's order."""
     counts = step.num_scheduled_tokens
     seq_lens = step.num_computed_tokens + counts
     is_decode = counts == 1

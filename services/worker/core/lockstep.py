@@ -1,14 +1,14 @@
-"""Keeps the ranks of a group at the same step, and holds what they make of it against each other.
+"""Keeps the ranks of a group at the same step, and compares their results.
 
-The ranks are sent the same bytes, but each over a stream of its own; when streams end, one may have
-begun a step that another never saw. So before each step the ranks say which one they are about to
-run. Steps of a newer generation win: a rank with an older one drops it, and the others wait for it.
-Newer is greater, also where a clock was set back: workers say which generation they saw last, and
-a pool begins none below it.
+The ranks receive the same bytes, each over a stream of its own. When streams end, one rank may have
+received a step that another did not. So before each step the ranks exchange the numbers of the
+steps that they are about to run. A rank with an older generation drops its step, and the others
+wait until it has one of the newest. A newer generation is a greater number even if a clock was set
+back: workers report the last generation that they received, and a pool begins none below it.
 
-Every so many steps a digest of what went in and of what came out travels with that, some steps
-later, when no device computes it any more. Sums over ranks are the same bits on each, and so must
-be all that is made of them; where it is not, memory or a kernel is broken, and no token after that
+Every so many steps a digest of a step's input and output is exchanged too, some steps later, when
+no device computes it any more. Sums over ranks are the same bits on each rank, and so must be
+everything computed from them. If digests differ, memory or a kernel is faulty, and no later token
 can be trusted.
 """
 
@@ -26,16 +26,16 @@ from services.worker.parallel.errors import GroupBroken
 from services.worker.parallel.ranks import Ranks
 
 _LAG = 2
-"""Steps between one and the comparison of its results: as many as may be in flight."""
+"""Steps from one to the comparison of its results: as many as may be in flight."""
 
 _Output = StepOutput | PendingOutput
 
 
 class Lockstep:
-    """Runs this rank's steps together with those of its peers.
+    """Runs this rank's steps together with those of the other ranks.
 
-    `explain` takes a failure and gives back what to raise, the end of a peer where that caused it;
-    whoever made it ends the process.
+    `explain` takes a failure and returns the error to raise: the end of another rank if that caused
+    it. The owner of the group ends the process then.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class Lockstep:
         self._current: _Checked | None = None
 
     def run(self, step: StepInput, begin: Callable[[StepInput], _Output]) -> _Output:
-        """`begin(step)`, on all ranks at once.
+        """Calls `begin(step)` when all ranks are about to run the step.
 
-        Raises Aborted for a step that was overtaken, GroupBroken when the ranks cannot go on.
+        Raises Aborted for a step of an older generation, and GroupBroken if the ranks cannot go on.
         """
         try:
-            self._meet(step)
+            self._agree_on(step)
             checked = step.step % self._check_every_steps == 0
             self._current = _Checked(step) if checked else None
             output = begin(step)
@@ -71,12 +71,12 @@ class Lockstep:
         self._begun.append(self._current)
         return output
 
-    def saw(self, hidden: torch.Tensor) -> None:
-        """The hidden states of the step that is run."""
+    def add_hidden_states(self, hidden: torch.Tensor) -> None:
+        """Takes the hidden states of the current step into its digest, if it is compared."""
         if self._current is not None:
             self._current.add(hidden.detach().view(torch.uint8).cpu().numpy())
 
-    def _meet(self, step: StepInput) -> None:
+    def _agree_on(self, step: StepInput) -> None:
         """Returns when every rank is about to run this step."""
         if step.generation != self._generation:
             self._generation = step.generation
@@ -84,24 +84,24 @@ class Lockstep:
         due = self._begun[0]
         own = [step.generation, step.step, 0 if due is None else due.digest()]
         while True:
-            said = self._ranks.exchange(own)
-            newest = max(generation for generation, _, _ in said)
+            exchanged = self._ranks.exchange(own)
+            newest = max(generation for generation, _, _ in exchanged)
             if step.generation < newest:
                 self._generation = None
                 raise Aborted(f"step {step.step} is of a generation that is over")
-            if all(generation == newest for generation, _, _ in said):
+            if all(generation == newest for generation, _, _ in exchanged):
                 break
-        if len({number for _, number, _ in said}) > 1:
-            raise GroupBroken(f"the ranks are at different steps: {[x[1] for x in said]}")
-        if due is not None and len({digest for _, _, digest in said}) > 1:
+        if len({number for _, number, _ in exchanged}) > 1:
+            raise GroupBroken(f"the ranks are at different steps: {[x[1] for x in exchanged]}")
+        if due is not None and len({digest for _, _, digest in exchanged}) > 1:
             raise GroupBroken(
                 f"the ranks computed different results in step {due.step.step}: "
-                f"{[f'{digest:x}' for _, _, digest in said]}"
+                f"{[f'{digest:x}' for _, _, digest in exchanged]}"
             )
 
 
 class _Checked:
-    """A step whose results are to be compared."""
+    """A step whose results are compared."""
 
     def __init__(self, step: StepInput) -> None:
         self.step = step
@@ -123,7 +123,7 @@ class _Checked:
         self._digest.update(np.ascontiguousarray(array).data)
 
     def digest(self) -> int:
-        """Of input, hidden states and output; waits for a device that still computes it."""
+        """The digest of input, hidden states and output. Waits until these are computed."""
         output = self.output.wait() if isinstance(self.output, PendingOutput) else self.output
         if output is not None:
             for array in (output.num_tokens, output.token_ids, output.nan_requests):

@@ -1,16 +1,17 @@
-"""The runner: one step from a difference of the batch to sampled tokens.
+"""The runner: runs one step, from a difference to the batch to sampled tokens.
 
- 1. The persistent batch takes over the difference.
- 2. Requests are put in the order that attention wants: single tokens by length, then chunks.
+ 1. The difference is applied to the persistent batch.
+ 2. Requests are put in the order that attention needs: single tokens by length, then chunks.
  3. The model runs once over all scheduled tokens.
- 4. Only positions that are sampled, or whose prompt log-probabilities are asked for, meet the
-    vocabulary.
- 5. Sampled tokens join the batch, so that the next step needs nothing from outside.
+ 4. Logits are computed for positions that are sampled, or whose prompt log-probabilities are asked
+    for, and for no others.
+ 5. Sampled tokens are appended to the batch, so that the next step need not send them.
 
-A draft token stands if it is the token that the sampler takes at its position; the first that is
-not is replaced by the sampler's own. Draws being a function of seed and position, the output is
-the one without drafts, token for token, and a draft is accepted with the probability that the
-model gives it: the rate of rejection sampling (Leviathan et al.) for drafts that are certain.
+A draft token is accepted if it is the token that the sampler draws at its position. The first one
+that is not is replaced by the sampler's token. Since draws are a function of seed and position, the
+output is the same, token for token, as without drafts, and a draft is accepted with the probability
+that the model gives it: the rate of rejection sampling (Leviathan et al.) for drafts that are
+proposed with certainty.
 """
 
 import numpy as np
@@ -37,9 +38,9 @@ _PROMPT_LOGPROB_ROWS = 128
 class Runner:
     """Runs steps, one after the other, over one model, one cache and one batch. Not thread-safe.
 
-    On a device that the host may run ahead of, `device_tokens` keeps sampled tokens there, so that
-    `begin` need not wait for them, and `buckets` run steps of decodes alone. With a `lockstep` each
-    step is run together with the other ranks.
+    `device_tokens`: keeps sampled tokens on the device, so that `begin` does not wait for them.
+    `buckets`: run steps that consist of decodes. `lockstep`: runs each step together with the other
+    ranks.
     """
 
     def __init__(
@@ -63,15 +64,15 @@ class Runner:
         self._sampler = Sampler(limits.max_num_seqs, limits.vocab_size)
         self._generation: int | None = None
         self._prompt_watchers: set[int] = set()
-        """Rows whose requests want log-probabilities of their prompts."""
+        """Rows whose requests ask for log-probabilities of their prompts."""
 
     @property
     def limits(self) -> BatchLimits:
-        """What it holds, and what a step may ask for."""
+        """Limits of the batch and of its steps."""
         return self._batch.limits
 
     def reset(self) -> None:
-        """Empties the batch, in whatever state a failed step left it."""
+        """Empties the batch, also after a step that failed half-way."""
         limits = self._batch.limits
         self._batch.clear()
         self._prompt_watchers.clear()
@@ -81,15 +82,15 @@ class Runner:
         self._sampler = Sampler(limits.max_num_seqs, limits.vocab_size)
 
     def execute(self, step: StepInput) -> StepOutput:
-        """Runs one step to its end. Raises as `begin` does."""
+        """Runs one step and waits for its output. Raises as `begin` does."""
         output = self.begin(step)
         return output if isinstance(output, StepOutput) else output.wait()
 
     @torch.inference_mode()
     def begin(self, step: StepInput) -> StepOutput | PendingOutput:
-        """Runs one step; where its tokens stay on the device, only queues it there.
+        """Runs one step; if its tokens stay on the device, queues it there and returns.
 
-        Raises InvalidArgument, with the batch unchanged, for a bad one; and as Lockstep does.
+        Raises InvalidArgument for an invalid step, with the batch unchanged, and as Lockstep does.
         """
         if self._lockstep is not None:
             return self._lockstep.run(step, self._begin)
@@ -153,11 +154,11 @@ class Runner:
             wanted,
         )
         if self._lockstep is not None:
-            self._lockstep.saw(hidden)
+            self._lockstep.add_hidden_states(hidden)
         return Computed(found, lambda some: self._model.compute_logits(hidden[some]))
 
     def _place_drafts(self, step: StepInput) -> None:
-        """Writes drafts behind the known tokens; they become known when they are accepted."""
+        """Writes drafts behind the known tokens. They count as known once they are accepted."""
         if not len(step.draft_token_ids):
             return
         first = 0
@@ -175,7 +176,7 @@ class Runner:
         computed: Computed,
         prompt: dict[int, LogprobRows],
     ) -> StepOutput | PendingOutput:
-        """Samples every request that is to be sampled; verifies its drafts."""
+        """Samples the next tokens, and verifies drafts."""
         sampled, logits = Sampled(), computed.logits
         if logits is not None:
             rows, order = requests.rows[sampling.requests], requests.order[sampling.requests]
@@ -198,7 +199,7 @@ class Runner:
         logits: torch.Tensor,
         sampled: Sampled,
     ) -> None:
-        """Samples token by token, of each request until one is not the draft at its position."""
+        """Samples each request token by token, until one is not the draft at its position."""
         drafts = requests.num_draft_tokens
         assert drafts is not None
         known = requests.ends - drafts
@@ -218,7 +219,7 @@ class Runner:
     def _can_sample_on_device(
         self, requests: StepRequests, rows: Int32Array, prompt: dict[int, LogprobRows]
     ) -> bool:
-        """Whether nothing that the device computes is needed here before the step is answered."""
+        """Whether the host needs no result of the device before it returns from the step."""
         return (
             self._device_tokens is not None
             and not prompt
@@ -238,7 +239,7 @@ class Runner:
     def _prompt_logprobs(
         self, requests: StepRequests, computed: Computed
     ) -> dict[int, LogprobRows]:
-        """Log-probabilities of prompt tokens that follow a position of this step, by request."""
+        """Log-probabilities of the prompt tokens that follow this step's positions, by request."""
         found: dict[int, LogprobRows] = {}
         if not self._prompt_watchers:
             return found

@@ -1,4 +1,4 @@
-"""What a step samples, collected by request."""
+"""The tokens and log-probabilities that a step samples, collected by request."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from services.worker.sampling.sampler import LogprobRows, SamplerOutput
 
 
 class Sampled:
-    """Collects what is sampled in a step, by request."""
+    """Collects sampled tokens and log-probabilities by request."""
 
     def __init__(self) -> None:
         self._indexes: list[np.ndarray] = []
@@ -16,7 +16,7 @@ class Sampled:
         self._nan_requests: list[int] = []
 
     def add(self, indexes: np.ndarray, output: SamplerOutput) -> None:
-        """One more token of each of the requests `indexes`, which `output` has in their order."""
+        """Adds one token of each request in `indexes`; rows of `output` are in that order."""
         self._indexes.append(indexes)
         self._token_ids.append(output.token_ids)
         for row, rows in output.logprobs.items():
@@ -25,7 +25,7 @@ class Sampled:
             self._nan_requests.extend(indexes[output.nan_rows].tolist())
 
     def output(self, step: StepInput, prompt: dict[int, LogprobRows]) -> StepOutput:
-        """Everything, in the step's order."""
+        """The output of the step, in the order of its requests."""
         num_tokens = np.zeros(len(step.rows), np.int32)
         token_ids = no_ints()
         if self._indexes:
@@ -51,7 +51,7 @@ class Sampled:
 
 
 def joined(parts: list[LogprobRows]) -> LogprobRows:
-    """Rows of consecutive positions, one after the other; at least one part."""
+    """The rows of all parts, of which there is at least one, in order."""
     if len(parts) == 1:
         return parts[0]
     return LogprobRows(

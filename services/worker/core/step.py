@@ -1,4 +1,4 @@
-"""One engine step, in and out, as the runner sees it."""
+"""Input and output of one engine step, as the runner uses them."""
 
 from dataclasses import dataclass, field
 
@@ -19,10 +19,10 @@ def no_ints() -> Int32Array:
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """A request that enters the batch, whole: known tokens, and its block tables by group.
+    """A request that enters the batch: its known tokens, and its block tables by group.
 
-    Its first `num_placeholders` tokens stand for embeddings, of which `prompt_embeds` has the last
-    ones; those of tokens that are computed already are left out.
+    Its first `num_placeholders` tokens are placeholders for embeddings. `prompt_embeds` holds those
+    of the last of them; embeddings of tokens that are computed already may be left out.
     """
 
     row: int
@@ -36,7 +36,9 @@ class NewRequest:
 
 @dataclass(frozen=True, slots=True)
 class AppendedBlocks:
-    """Growth of tables in one group: `num_blocks[i]` of the concatenated ids to `rows[i]`."""
+    """Blocks appended to tables of one group: `num_blocks[i]` of the concatenated ids to the table
+    of `rows[i]`.
+    """
 
     rows: Int32Array
     num_blocks: Int32Array
@@ -45,13 +47,13 @@ class AppendedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """A difference to the batch, and what to compute of it.
+    """A difference to the batch, and the tokens to compute.
 
-    Order of effect: `removed_rows` leave, `new_requests` enter, tables grow, `block_ids_to_zero`
-    are cleared in all layers, `rows` compute. `num_scheduled_tokens`, `num_computed_tokens` and
-    `num_draft_tokens` are parallel to `rows`; the last is empty when the step has no drafts. Draft
-    tokens are the last of a request's scheduled tokens. Another generation than the step before:
-    batch and cache start empty.
+    Applied in this order: `removed_rows` are freed, `new_requests` enter, blocks are appended to
+    tables, `block_ids_to_zero` are cleared in all layers, the tokens of `rows` are computed.
+    `num_scheduled_tokens`, `num_computed_tokens` and `num_draft_tokens` are parallel to `rows`; the
+    last is empty if the step has no drafts. Draft tokens are the last of a request's scheduled
+    tokens. If the generation is another than that of the step before, batch and cache start empty.
     """
 
     generation: int
@@ -69,7 +71,9 @@ class StepInput:
 
 @dataclass(frozen=True, slots=True)
 class RequestLogprobs:
-    """Log-probabilities of one request: of its sampled tokens, of prompt tokens; None unasked."""
+    """Log-probabilities of one request: of its sampled tokens and of prompt tokens; None where the
+    request does not ask for them.
+    """
 
     sampled: LogprobRows | None
     prompt: LogprobRows | None
@@ -77,10 +81,10 @@ class RequestLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a step brought, in the order of its requests.
+    """The output of a step, in the order of its requests.
 
-    `num_tokens[i]` of the concatenated `token_ids` belong to request i. `logprobs` by index of the
-    request. `nan_requests`: indexes whose logits held NaN.
+    `num_tokens[i]` of the concatenated `token_ids` belong to request i. `logprobs`: by index of the
+    request. `nan_requests`: indexes of requests whose logits held NaN.
     """
 
     generation: int

@@ -1,4 +1,4 @@
-"""Whether a step fits the batch and the worker's limits, before anything of it is applied."""
+"""Checks a step against the batch and the worker's limits, before any part of it is applied."""
 
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ _NO_DRAFTS = np.zeros(1, np.int32)
 
 
 class StepCheck:
-    """Checks one step against the batch as it will be when the step's difference is applied."""
+    """Checks one step against the batch as it will be once the step's difference is applied."""
 
     def __init__(self, batch: "PersistentBatch", step: StepInput) -> None:
         self._batch = batch
@@ -24,7 +24,7 @@ class StepCheck:
         self._in_use = set(batch.sampling)
         self._new: dict[int, NewRequest] = {}
         self._appended: list[dict[int, int]] = [{} for _ in self._limits.windows]
-        """By group, how many blocks each table grows by."""
+        """By group: the number of blocks appended to each row's table."""
 
     def run(self) -> None:
         """Raises InvalidStep for the first contradiction."""
@@ -131,7 +131,7 @@ class StepCheck:
         self._check_token_ids(self._step.draft_token_ids, "draft_token_ids")
 
     def _check_requests(self) -> None:
-        """Checks all rows at once; only a wrong one is looked at by itself."""
+        """Checks all requests at once, and then the first invalid one by itself."""
         step = self._step
         scheduled = step.num_scheduled_tokens
         computed = step.num_computed_tokens.astype(np.int64)
@@ -147,7 +147,7 @@ class StepCheck:
             self._refuse_request(*(int(column[index]) for column in columns))
 
     def _known_and_room(self) -> tuple[Int32Array, Int32Array]:
-        """Tokens that each index's request knows, and those that it has room for."""
+        """The number of known tokens of each request, and of tokens that fit in its blocks."""
         rows = self._step.rows
         known, room = self._batch.num_tokens[rows], self._batch.room[rows]
         for row, request in self._new.items():
@@ -218,5 +218,5 @@ class StepCheck:
 
 
 def _leading_nulls(table: Int32Array) -> int:
-    """Null blocks before a table's first block; a table of nothing else has none."""
+    """The number of null blocks before a table's first block; 0 if it has no other block."""
     return int(np.argmax(table != 0)) if len(table) else 0

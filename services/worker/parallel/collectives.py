@@ -15,13 +15,13 @@ _RING_BYTES = 2**18
 
 
 class GlooRanks:
-    """See Ranks. Of tensors on the CPU. A call that takes longer than the timeout raises
-    RuntimeError, as does one whose peer has ended.
+    """See Ranks; for tensors on the CPU. A call raises RuntimeError if it takes longer than the
+    timeout, or if another rank has ended.
 
-    A sum is gathered and then added in rank order, in float32: gloo's ring would add different
-    parts of a tensor in different orders, so that a row's last bit depended on its place in the
-    step. Of two the order is the same, and the ring is faster where there is much to send (half
-    the time for 4 MiB, twice that for 2 KiB).
+    A sum is gathered and then added in rank order, in float32: gloo's ring adds different parts of
+    a tensor in different orders, which would make a row's last bit depend on its index in the step.
+    With two ranks the order does not matter, and the ring is faster for large tensors (half the
+    time for 4 MiB, twice the time for 2 KiB).
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class GlooRanks:
 
 
 class NcclRanks:
-    """See Ranks. Of tensors on CUDA, queued on the device; `host` exchanges numbers.
+    """See Ranks; for tensors on CUDA, queued on the device. `host` exchanges numbers.
 
-    NCCL reduces each element at one place and hands it on, so that all ranks get the same bits.
+    NCCL reduces each element on one rank and sends the result, so that all ranks get the same bits.
     """
 
     def __init__(self, store: Any, host: Ranks, timeout: datetime.timedelta) -> None:

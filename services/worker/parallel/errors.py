@@ -1,4 +1,4 @@
-"""Why a group of ranks cannot work, or go on.
+"""Errors of groups of ranks.
 
 Unavailable
 └── GroupBroken          the ranks cannot go on together; each of them ends
@@ -9,12 +9,14 @@ from services.common.errors import Unavailable
 
 
 class GroupBroken(Unavailable):
-    """The ranks of a group cannot go on together; the message says why. The process is to end."""
+    """The ranks of a group cannot go on together, for the reason in the message. The process must
+    end.
+    """
 
     reason = "GROUP_BROKEN"
 
 
 class RankLost(GroupBroken):
-    """A peer's process has ended, or cannot be reached any more."""
+    """The process of another rank has ended, or cannot be reached."""
 
     reason = "RANK_LOST"

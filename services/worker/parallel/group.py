@@ -1,9 +1,11 @@
-"""How ranks come together: rank 0 listens, and through it all find each other.
+"""How ranks form a group: rank 0 listens, and the others find each other through it.
 
-1. Everybody connects to the store that rank 0 keeps; a rank that comes twice is refused.
-2. Each says where it is; every two connect, so that each notices the end of any other.
+1. Each rank connects to the store that rank 0 keeps; a second one with the same number is refused.
+2. Each writes its address to the store, and every two ranks connect, so that each notices the end
+   of any other.
 3. Collectives are set up, over the interfaces that reach rank 0.
-4. What must be the same on all ranks is compared, and what may differ is settled.
+4. Values that must be the same on all ranks are compared; of others, such as the number of blocks,
+   all ranks take the smallest.
 """
 
 import datetime
@@ -32,17 +34,17 @@ _RANK_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """How long ranks wait for each other: to come together, and within a step."""
+    """How long ranks wait for each other: when the group is formed, and within a step."""
 
     join_seconds: float = 600.0
     collective_seconds: float = 60.0
 
 
 class Group:
-    """A group that came together. `ranks`: what the model's parts compute with.
+    """A group, formed on construction. `ranks`: the collectives of the model's parts.
 
     `local_ranks`: the ranks of this machine or container, which share its memory and processors.
-    `checkpoint_reached` is called while waiting, and may raise to give up.
+    `checkpoint_reached` is called while waiting, and may raise to stop waiting.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class Group:
             peers = self._connect_peers(address)
         except (OSError, RuntimeError) as error:
             raise GroupBroken(
-                f"the ranks cannot meet at {membership.master_addr}:{membership.master_port}: "
+                f"the ranks cannot connect at {membership.master_addr}:{membership.master_port}: "
                 f"{str(error).splitlines()[0]}"
             ) from error
         self.watch = Watch(peers, on_broken)
@@ -80,8 +82,9 @@ class Group:
         return NcclRanks(self._store, self.ranks, self._timeout)
 
     def gather(self, what: str, value: str) -> list[str]:
-        """What each rank says, in rank order; waits for the slowest without a deadline, since one
-        that is gone is noticed.
+        """The value of each rank, in rank order, under the name `what`.
+
+        Waits for all ranks, without a deadline: the end of a rank is noticed.
         """
         size = self.membership.size
         self._store.set(f"{what}/{self.membership.rank}", value)
@@ -90,20 +93,20 @@ class Group:
 
     def require_same(self, values: Mapping[str, str]) -> None:
         """Raises GroupBroken unless all ranks have the same values, by name."""
-        said = [json.loads(text) for text in self.gather("values", json.dumps(dict(values)))]
-        for rank, other in enumerate(said):
-            for name, first in said[0].items():
+        gathered = [json.loads(text) for text in self.gather("values", json.dumps(dict(values)))]
+        for rank, other in enumerate(gathered):
+            for name, first in gathered[0].items():
                 if other.get(name) != first:
                     raise GroupBroken(
                         f"{name} is {first} on rank 0, but {other.get(name)} on rank {rank}"
                     )
 
     def smallest(self, what: str, value: int) -> int:
-        """The least that a rank says."""
+        """The smallest value of all ranks, under the name `what`."""
         return min(map(int, self.gather(what, str(value))))
 
     def close(self) -> None:
-        """Leaves, and the others notice."""
+        """Closes the connections, by which the other ranks notice that this one leaves."""
         self.watch.close()
 
     def _own_address(self) -> str:
@@ -113,13 +116,13 @@ class Group:
             try:
                 family, _, _, _, address = socket.getaddrinfo(*master, type=socket.SOCK_DGRAM)[0]
                 with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                    probe.connect(address)  # of datagrams: nothing is sent
+                    probe.connect(address)  # for datagrams this sends nothing
                     return str(probe.getsockname()[0])
             except OSError as error:
                 self._wait(f"MASTER_ADDR {master[0]} cannot be reached: {error.strerror}")
 
     def _open_store(self, own_address: str) -> Any:
-        """The store, which rank 0 keeps, and only at the address where it is looked for."""
+        """The store. Rank 0 keeps it, and listens only at the address that the others know."""
         membership = self.membership
         address, port = membership.master_addr, membership.master_port
         given: dict[str, Any] = {}
@@ -159,7 +162,7 @@ class Group:
             )
 
     def _connect_peers(self, address: str) -> dict[int, socket.socket]:
-        """A connection with every other rank: to those below, from those above."""
+        """A connection with every other rank: opened to those below, accepted from those above."""
         rank, size = self.membership.rank, self.membership.size
         peers = {}
         with _listen(address, 0, size) as listener:
@@ -177,11 +180,11 @@ class Group:
                     connection.settimeout(10)
                     number = int.from_bytes(connection.recv(_RANK_BYTES), "little")
                 except OSError:
-                    self._wait(f"rank {missing[0]} has not come")
+                    self._wait(f"rank {missing[0]} has not joined")
                     continue
                 if number in missing:
                     peers[number] = connection
-                else:  # no rank: somebody who tries ports
+                else:  # not a rank, but another client that tries ports
                     connection.close()
         return peers
 
@@ -199,15 +202,15 @@ class Group:
                 if self._store.check(keys):
                     return
             except RuntimeError as error:
-                raise GroupBroken("rank 0, where the ranks meet, is gone") from error
+    raise GroupBroken("rank 0, through which the ranks connect, is gone") from error
             self._wait(f"{keys[0].partition('/')[0]} is not known")
 
     def _wait(self, why: str) -> None:
-        """A moment. Raises GroupBroken when the time to come together is over."""
+        """Sleeps briefly. Raises GroupBroken with the reason `why` after the join timeout."""
         self._checkpoint_reached()
         if self._deadline is not None and time.monotonic() > self._deadline:
             raise GroupBroken(
-                f"the ranks have not come together within {self._timeouts.join_seconds:g} s: {why}"
+                f"the ranks have not joined within {self._timeouts.join_seconds:g} s: {why}"
             )
         time.sleep(_LOOK_AGAIN_SECONDS)
 
@@ -218,14 +221,14 @@ def _listen(address: str, port: int, backlog: int) -> socket.socket:
 
 
 def select_cuda_device(local_ranks: list[int], rank: int) -> None:
-    """Makes a GPU of its own the current one of each rank on a machine. Raises GroupBroken."""
+    """Gives each rank on a machine a GPU of its own. Raises GroupBroken if there are too few."""
     available = torch.cuda.device_count()
     if 0 < available < len(local_ranks):
         raise GroupBroken(
             f"{len(local_ranks)} ranks are on this machine, which has {available} GPUs: each "
             "takes one, or set --device cpu"
         )
-    if available:  # without one, the platform complains
+    if available:  # without one, the platform raises
         torch.cuda.set_device(local_ranks.index(rank))
 
 

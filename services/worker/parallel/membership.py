@@ -1,4 +1,4 @@
-"""Which rank of which group this process is, by flags or by the usual conventions.
+"""The rank of this process and its group, by flags or by environment variables.
 
 torch's launchers set WORLD_SIZE, RANK, MASTER_ADDR and MASTER_PORT; a Kubernetes StatefulSet ends
 its pods' host names with their ordinals.
@@ -19,7 +19,7 @@ _ORDINAL = re.compile(r"-(\d+)$")
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """A place in a group of `size` ranks that meet where rank 0 listens."""
+    """A rank of a group of `size` ranks, of which rank 0 listens at the master's address."""
 
     rank: int = 0
     size: int = 1
@@ -28,7 +28,9 @@ class Membership:
 
 
 def find_membership(settings: WorkerSettings, environ: Mapping[str, str]) -> Membership:
-    """Flags win over the conventions' variables. Raises SettingError for what cannot be."""
+    """The membership; flags override variables. Raises SettingError for values that contradict each
+    other.
+    """
     size = settings.tensor_parallel_size or _number(environ, "WORLD_SIZE") or 1
     if size == 1:
         if settings.rank:
@@ -43,7 +45,7 @@ def find_membership(settings: WorkerSettings, environ: Mapping[str, str]) -> Mem
 
 
 def _rank(settings: WorkerSettings, environ: Mapping[str, str]) -> tuple[int, str]:
-    """The rank, and what it was found in."""
+    """The rank, and the name of the flag or variable that gives it."""
     if settings.rank is not None:
         return settings.rank, "--rank"
     rank = _number(environ, "RANK")

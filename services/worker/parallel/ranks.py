@@ -1,4 +1,4 @@
-"""What the parts of a divided model need of each other, and the projections that are divided.
+"""Collectives of the ranks that share a model, and the projections that are divided over them.
 
 The division is Megatron-LM's (Shoeybi et al.): the projections into heads and into the inside of an
 MLP are divided by columns, those out of them by rows, so that a layer has two sums over the ranks.
@@ -12,18 +12,18 @@ from services.worker.backends.kernels import Linear
 
 
 class Ranks(Protocol):
-    """The ranks of a group as one of them sees it. All of them make the same calls in the same
-    order, with tensors of the same shape; what comes back is the same bits on each.
+    """The collectives of a group, on one rank. All ranks make the same calls in one order, with
+    tensors of the same shape, and get the same bits.
     """
 
     @property
     def rank(self) -> int:
-        """This one, from 0."""
+        """The number of this rank, from 0."""
         ...
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         ...
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
@@ -37,7 +37,7 @@ class Ranks(Protocol):
         ...
 
     def exchange(self, numbers: list[int]) -> list[list[int]]:
-        """The numbers, below 2^63, of each rank. On the host: waits for every rank."""
+        """The numbers, below 2^63, of each rank. Waits on the host for every rank."""
         ...
 
 
@@ -56,7 +56,7 @@ class Alone:
         return part
 
     def exchange(self, numbers: list[int]) -> list[list[int]]:
-        """Its own."""
+        """The numbers of this rank."""
         return [numbers]
 
 

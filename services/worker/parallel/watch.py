@@ -1,9 +1,9 @@
-"""Notices at once when a peer is gone.
+"""Notices at once when another rank has ended.
 
-Every two ranks hold a connection on which nothing is said. The kernel closes a process's
-connections however it ends, so that its peers know within a round trip, also while no step runs
-and whatever a collective does about it; keepalive probes find a machine that went silent. A rank
-that ends for a reason says it first.
+Every two ranks hold an idle connection. The kernel closes a process's connections when it ends, for
+whatever reason, so that the other ranks notice within a round trip, also while no step runs or a
+collective waits. Keepalive probes find a machine that does not answer. A rank that ends for a known
+reason sends it first.
 """
 
 import logging
@@ -24,8 +24,8 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 class Watch:
     """Watches the connections to all peers, by rank, in a thread of its own.
 
-    `on_broken` is called once, from that thread or from whoever reports, with why the group cannot
-    go on; never after `close`.
+    `on_broken` is called once, in that thread or in the one that calls `report`, with the reason;
+    never after `close`.
     """
 
     def __init__(
@@ -44,25 +44,27 @@ class Watch:
         self._thread.start()
 
     def report(self, error: GroupBroken) -> GroupBroken:
-        """The group is broken: tells the peers why. Returns the error that was first."""
+        """Marks the group as broken and sends the reason to the other ranks. Returns the error that
+        was reported first.
+        """
         with self._lock:
             first, self._broken = self._broken is None, self._broken or error
-            told, closed = self._broken, self._closed
+            reported, closed = self._broken, self._closed
         if first and not closed:
             self._is_broken.set()
             for connection in self._peers.values():
                 with suppress(OSError):
-                    connection.sendall(str(told).encode()[:_LONGEST_REASON])
-            self._on_broken(told)
-        return told
+                    connection.sendall(str(reported).encode()[:_LONGEST_REASON])
+            self._on_broken(reported)
+        return reported
 
     def explain(self, error: GroupBroken, patience_seconds: float = 0.5) -> GroupBroken:
-        """Reports a failure that a peer's end may have caused, which is then known in a moment."""
+        """Reports a failure; first waits briefly, since another rank's end may be its cause."""
         self._is_broken.wait(patience_seconds)
         return self.report(error)
 
     def close(self) -> None:
-        """Lets peers be, and be told of this rank's end by the end of its connections."""
+        """Stops watching and closes the connections, by which other ranks notice this one's end."""
         with self._lock:
             self._closed = True
         self._waker.close()

@@ -1,4 +1,4 @@
-"""Ranks as processes: they come together, agree, and end together."""
+"""Ranks as processes: they form a group, agree, and end together."""
 
 import asyncio
 import signal
@@ -110,7 +110,7 @@ async def test_a_rank_alone_gives_up_in_time(directory: Path) -> None:
     status, lines = await outcome(process)
     assert status == 1
     assert lines[-1] == (
-        "stepwell worker: the ranks have not come together within 1 s: rank 1 has not come"
+        "stepwell worker: the ranks have not joined within 1 s: rank 1 has not joined"
     )
 
 
@@ -120,7 +120,7 @@ async def test_a_taken_meeting_place_ends_the_start_with_one_sentence(directory:
         process, *_ = await start_ranks(directory, [], WORLD_SIZE="2", MASTER_PORT=port)
         status, lines = await outcome(process)
     assert status == 1
-    assert lines[-1].startswith(f"stepwell worker: the ranks cannot meet at 127.0.0.1:{port}: ")
+    assert lines[-1].startswith(f"stepwell worker: the ranks cannot connect at 127.0.0.1:{port}: ")
     assert not any("Traceback" in line for line in lines)
 
 

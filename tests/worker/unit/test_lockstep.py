@@ -194,7 +194,7 @@ def test_arrays_of_any_shape_join_a_digest() -> None:
         own = lockstep(thread)
 
         def begin(step: StepInput) -> StepOutput:
-            own.saw(torch.ones(2, 4, dtype=torch.bfloat16))
+            own.add_hidden_states(torch.ones(2, 4, dtype=torch.bfloat16))
             empty = np.empty(0, np.int32)
             return StepOutput(step.generation, step.step, empty, empty)
 
