@@ -1,8 +1,8 @@
-"""The architectures that run natively, and what each does whatever its config.json says.
+"""The architectures that run natively, and the traits of each that config.json does not give.
 
 All of them are one network, a pre-norm decoder with rotary positions, grouped queries and gated
-MLPs; `Traits` names what differs. A trait is read here and nowhere else by architecture: what
-follows from it stands in ModelConfig, and the layers know only that.
+MLPs; `Traits` names their differences. Traits are looked up by architecture only when config.json
+is read; the layers are built from ModelConfig, which holds their consequences.
 """
 
 import enum
@@ -33,7 +33,7 @@ class Biases(enum.Enum):
 
 
 class Windows(enum.Enum):
-    """Which layers see no further back than `sliding_window`."""
+    """Which layers have a window of `sliding_window` tokens."""
 
     NONE = "none"
     ALL = "every layer, where sliding_window is set"
@@ -43,7 +43,7 @@ class Windows(enum.Enum):
 
 
 class ExpertLayout(enum.Enum):
-    """What config.json and checkpoints call experts."""
+    """The names of experts in config.json and checkpoints."""
 
     MIXTRAL = "mixtral"
     QWEN3 = "qwen3"
@@ -51,20 +51,21 @@ class ExpertLayout(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What an architecture always does, and what holds where its config.json is silent.
+    """Properties that an architecture always has, and its defaults for keys of config.json.
 
-    * `mlp_bias`: the MLP has biases where config.json says so.
+    * `mlp_bias`: the MLP has biases if config.json has `mlp_bias`.
     * `qk_norm`: queries and keys are normalized per head.
-    * `default_window` None: without `sliding_window` nothing slides. `window_pattern`: of so many
-      layers the last one does not slide.
+    * `default_window`: where `sliding_window` is absent; None: no layer has a window then.
+      `window_pattern`: of so many layers the last one has no window.
     * `experts` None: MLPs are dense.
-    * `output_norms`: what attention and MLP give is normalized before it joins the residual.
-    * `norm_weight_offset`: checkpoints hold norm weights less this.
+    * `output_norms`: outputs of attention and MLP are normalized before they are added to the
+      residual.
+    * `norm_weight_offset`: added to the norm weights of checkpoints.
     * `scaled_embedding`: embeddings are multiplied by the root of `hidden_size`.
     * `query_pre_attn_scalar`: attention is scaled by the root of that key, not of `head_dim`; its
       default. `softcaps`: defaults of `attn_logit_softcapping` and `final_logit_softcapping`, where
       these are read.
-    * `local_theta`: base of the rotary embedding of layers that slide, where it is their own.
+    * `local_theta`: base of the rotary embedding of layers with a window, if it is another one.
     """
 
     biases: Biases = Biases.CONFIGURED

@@ -1,4 +1,4 @@
-"""What config.json says of a decoder that runs natively."""
+"""The configuration of a decoder that runs natively, as read from config.json."""
 
 import enum
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from services.worker.models.rope import RopeConfig, read_rope_configs
 
 
 class DtypeSetting(enum.Enum):
-    """In what data type weights and cache are held."""
+    """The data type of weights and cache."""
 
     AUTO = "auto"
     FLOAT32 = "float32"
@@ -37,18 +37,19 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The shape of a decoder: what its tensors must be and how they are used.
+    """The shapes of a decoder's tensors, and how they are used.
 
-    * `layers`: what may differ from layer to layer.
-    * `qkv_bias`, `output_bias` and `mlp_bias` say which projections have one.
+    * `layers`: properties that may differ from layer to layer.
+    * `qkv_bias`, `output_bias`, `mlp_bias`: whether these projections have biases.
     * `qk_norm`: queries and keys are normalized per head.
-    * `output_norms`: what attention and MLP give is normalized before it joins the residual.
-    * `norm_weight_offset`: checkpoints hold the weights of norms less this.
-    * `activation`: what the MLPs do to their gates.
+    * `output_norms`: outputs of attention and MLP are normalized before they are added to the
+      residual.
+    * `norm_weight_offset`: added to the norm weights of checkpoints.
+    * `activation`: the activation of the MLPs' gates.
     * `embedding_scale`, `attention_scale`: factors of embeddings, and of queries times keys.
     * `attention_softcap`, `logits_softcap`: c tanh(x / c) instead of x, for the scores of attention
       and for logits; None: x.
-    * `checkpoint_dtype` None: config.json does not say.
+    * `checkpoint_dtype`: None if config.json does not give it.
     """
 
     architecture: Architecture
@@ -78,7 +79,7 @@ class ModelConfig:
 
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
-        """What attention does in each layer."""
+        """The attention of each layer."""
         return tuple(
             AttentionLayer(
                 self.num_heads,
@@ -93,7 +94,7 @@ class ModelConfig:
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers."""
+        """The number of decoder layers."""
         return len(self.layers)
 
 
@@ -144,10 +145,10 @@ def read_model_config(directory: Path) -> ModelConfig:
 
 
 def resolve_dtype(setting: DtypeSetting, checkpoint_dtype: torch.dtype | None) -> torch.dtype:
-    """The data type to run in.
+    """The data type to compute in.
 
     Auto is bfloat16 for a bfloat16 checkpoint on a processor that computes in it, else float32,
-    which holds every checkpoint exactly.
+    which represents the numbers of every checkpoint exactly.
     """
     match setting:
         case DtypeSetting.FLOAT32:
@@ -160,9 +161,9 @@ def resolve_dtype(setting: DtypeSetting, checkpoint_dtype: torch.dtype | None) -
 
 
 def resolve_max_model_len(rope: RopeConfig, asked: int | None, path: Path) -> int:
-    """The longest sequence to serve: what was asked for, or what the model was made for.
+    """The longest sequence to serve: `asked`, or by default the model's own limit.
 
-    Raises ModelConfigError when the model cannot do it.
+    Raises ModelConfigError if the model cannot serve it.
     """
     if asked is not None and asked > rope.max_model_len:
         raise ModelConfigError(
@@ -213,7 +214,7 @@ def _eos_token_ids(directory: Path, reader: JsonReader) -> tuple[int, ...]:
 
 
 def _check_features(reader: JsonReader, traits: Traits) -> None:
-    """Refuses, by name, what the layers here do not do."""
+    """Raises UnsupportedModel for a feature that the layers here do not implement."""
     key = traits.activation_key
     activation = reader.text(key, traits.activation.value)
     same = {activation, "silu"} if activation == "swish" else {activation}

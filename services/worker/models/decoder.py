@@ -1,8 +1,8 @@
-"""The decoder that all native architectures are: attention and gated MLPs, each behind a norm.
+"""The decoder of all native architectures: attention and gated MLPs, each behind a norm.
 
-What one has and another has not is in its weights (biases, query-key norms, norms of what is added
-to the residual, experts) and in its configuration (windows, scales, caps): see ModelConfig. The
-projections of queries, keys and values are one matrix, as are those of gate and up.
+Architectures differ in their weights (biases, query-key norms, norms of outputs, experts) and in
+their configuration (windows, scales, caps): see ModelConfig. The projections of queries, keys and
+values are one matrix, as are those of gate and up.
 """
 
 import torch
@@ -58,7 +58,7 @@ class Decoder:
         embedded: torch.Tensor | None = None,
         wanted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See Model; hidden states are normalized. On the way there are rows of padding."""
+        """See Model; hidden states are normalized. The layers compute padded rows too."""
         if self._fused is not None and self._fused.accepts(attention):
             hidden, logits = self._fused(token_ids, attention, embedded, wanted)
             return hidden, None if logits is None else self._capped(logits)

@@ -1,9 +1,9 @@
-"""What can be wrong with a model directory.
+"""Errors of model directories.
 
     ModelError
-    ├── ModelFileError          a file is missing, cut short, or not what its name says
-    ├── ModelConfigError        config.json asks for something wrong or contradictory
-    │   └── UnsupportedModel    it asks for something that this worker does not have
+    ├── ModelFileError          a file is missing, cut short, or of another format
+    ├── ModelConfigError        config.json holds a wrong or contradictory value
+    │   └── UnsupportedModel    it describes a model that this worker cannot run
     └── ModelTensorError        the tensors are not those that config.json describes
 
 Each message is one sentence that names the file and the problem; it ends the worker's start.
@@ -25,7 +25,7 @@ class ModelError(StepwellError):
 
 
 class ModelFileError(ModelError):
-    """A file is missing, cut short, or not what its name says."""
+    """A file is missing, cut short, or of another format."""
 
     reason = "MODEL_FILE"
 
@@ -37,15 +37,15 @@ class ModelConfigError(ModelError):
 
 
 class UnsupportedModel(ModelConfigError):
-    """config.json asks for something that this worker does not have."""
+    """config.json describes a model that this worker cannot run."""
 
     reason = "MODEL_UNSUPPORTED"
 
 
 def quantized(path: Path, quantization_config: object) -> UnsupportedModel:
-    """The refusal of quantized weights, by the name of their method where there is one."""
-    told = quantization_config if isinstance(quantization_config, dict) else {}
-    method = told.get("quant_method")
+    """The error for quantized weights, with the name of their method if config.json gives it."""
+    values = quantization_config if isinstance(quantization_config, dict) else {}
+    method = values.get("quant_method")
     how = f"weights quantized by {str(method)[:40]!r}" if method else "quantized weights"
     return UnsupportedModel(path, f"quantization_config: {how} are not read")
 

@@ -1,7 +1,7 @@
-"""Where the experts of a layer lie in a checkpoint.
+"""Names and shapes of the experts of a layer in a checkpoint.
 
-Each expert by itself, in the names of its architecture, or all of a layer stacked, as transformers
-holds them in memory: whichever the checkpoint has.
+A checkpoint holds tensors for each expert, under the names of its architecture, or all experts of a
+layer stacked, as transformers holds them in memory.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ STACKED_DOWN = "mlp.experts.down_proj"
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """Tensors of a layer with experts of their own; in those of an expert stands its number."""
+    """Names of a layer's tensors; `{}` in those of an expert stands for its number."""
 
     router: str
     gate: str
@@ -43,7 +43,7 @@ _NAMES = {
 
 
 def expert_names(config: ExpertsConfig) -> ExpertNames:
-    """Names within a layer, where each expert is by itself."""
+    """Names within a layer, for checkpoints with tensors for each expert."""
     return _NAMES[config.layout]
 
 

@@ -1,4 +1,4 @@
-"""What config.json says of single layers: how far they see, how they rotate, whether they route."""
+"""The configuration of single layers, from config.json: windows, rotary embeddings and experts."""
 
 from dataclasses import dataclass
 
@@ -13,9 +13,9 @@ SLIDING = "sliding_attention"
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """Experts of a layer: gated MLPs, of which each token meets the few that a router picks.
+    """Experts of a layer: gated MLPs, of which a router picks a few for each token.
 
-    `normalized`: the weights of the picked ones are scaled to a sum of 1.
+    `normalized`: the weights of the picked experts are scaled to a sum of 1.
     """
 
     layout: ExpertLayout
@@ -27,10 +27,10 @@ class ExpertsConfig:
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """What may differ from layer to layer.
+    """Properties that may differ from layer to layer.
 
-    `window`: tokens that a query sees, its own the last of them; None: itself and all before it.
-    `experts` None: one dense MLP.
+    `window`: the number of tokens that a query sees, its own included; None: all up to its own.
+    `experts`: None for one dense MLP.
     """
 
     window: int | None
@@ -89,7 +89,7 @@ def _sliding_layers(reader: JsonReader, traits: Traits, num_layers: int) -> list
 
 
 def _listed(reader: JsonReader, num_layers: int) -> list[bool] | None:
-    """Which layers slide by `layer_types`; None when it is absent."""
+    """Which layers have a window according to `layer_types`; None if that is absent."""
     types = reader.raw("layer_types")
     if types is None:
         return None
@@ -122,7 +122,7 @@ def _experts(reader: JsonReader, traits: Traits) -> ExpertsConfig | None:
 
 
 def _routes(reader: JsonReader, traits: Traits, index: int) -> bool:
-    """Whether a layer has experts: Qwen3-MoE may leave some dense."""
+    """Whether a layer has experts: in Qwen3-MoE some layers may have a dense MLP."""
     if traits.experts is not ExpertLayout.QWEN3:
         return traits.experts is not None
     step = reader.positive_int("decoder_sparse_step", 1)

@@ -1,4 +1,4 @@
-"""Loading a model directory: natively where there is code for it, else through transformers."""
+"""Loads a model directory: natively if there is code for its architecture, else by transformers."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,10 +26,8 @@ from services.worker.parallel.ranks import ALONE, Ranks
 
 
 def check_configuration(directory: Path, num_ranks: int = 1) -> None:
-    """Raises ModelError for a configuration that is wrong, or that so many ranks cannot divide,
-    before anything costly is begun.
-
-    One that transformers is to read is left to it.
+    """Raises ModelError for a wrong configuration, or one that so many ranks cannot divide, before
+    anything is loaded. The configuration of a model without native code is not checked.
     """
     name = read_architecture(directory)
     if is_native(name):
@@ -38,7 +36,7 @@ def check_configuration(directory: Path, num_ranks: int = 1) -> None:
 
 
 def is_native(name: str) -> bool:
-    """Whether there is code for an architecture here."""
+    """Whether there is native code for an architecture."""
     return any(name == native.value for native in Architecture)
 
 
@@ -105,7 +103,7 @@ def _load_natively(
 def _shortened(
     layers: tuple[AttentionLayer, ...], max_model_len: int
 ) -> tuple[AttentionLayer, ...]:
-    """A window that is no shorter than the longest sequence hides nothing, and is none."""
+    """The layers, without windows that are no shorter than the longest sequence."""
     return tuple(
         replace(layer, window=None)
         if layer.window is not None and layer.window >= max_model_len

@@ -1,4 +1,4 @@
-"""What follows attention in a layer: one gated MLP, or experts of which each token meets a few."""
+"""The MLP of a layer: one gated MLP, or experts, of which a router picks a few for each token."""
 
 from dataclasses import dataclass
 
@@ -12,13 +12,13 @@ from services.worker.parallel.ranks import Ranks
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Gated MLPs behind a router: each token meets the `num_picked` that it scores highest, and
-    gets their weighted sum.
+    """Gated MLPs behind a router: the result of a token is the weighted sum of the `num_picked`
+    experts with its highest scores.
 
-    Tokens are grouped by expert, so that an expert is one multiplication, and those that nobody
-    picked cost nothing. A token's sum runs in the order of the experts' numbers, whoever is in the
-    step with it. `normalized`: the picked weights are scaled to a sum of 1. Jiang et al., Mixtral
-    of Experts.
+    Tokens are grouped by expert, so that each expert is one multiplication, and one that no token
+    picks is not computed. A token's sum is added up in the order of the experts' numbers, whatever
+    other tokens are in the step. `normalized`: the picked weights are scaled to a sum of 1. Jiang
+    et al., Mixtral of Experts.
     """
 
     router: Linear
@@ -50,8 +50,9 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class GroupedExperts:
-    """As Experts, with all of them in two multiplications whose shapes say nothing of who picked
-    whom: nobody waits for the device, and it may record them. Who is not picked is not read.
+    """As Experts, with all experts in two multiplications, whose shapes do not depend on the picks:
+    the host need not wait for the device, and the device may record them. The weights of experts
+    that no token picks are not read.
 
     `gate_up` [num_experts, 2 * intermediate_size, hidden_size], gates before values, `down`
     [num_experts, hidden_size, intermediate_size].
@@ -96,7 +97,7 @@ def _multiplied(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -
 
 @dataclass(frozen=True, slots=True)
 class SummedMlp:
-    """An MLP whose inside is divided: what the ranks make of a token is summed."""
+    """An MLP that is divided over ranks, whose results are summed."""
 
     part: Mlp
     ranks: Ranks

@@ -1,4 +1,4 @@
-"""A decoder in memory, and what is asked of it."""
+"""The interface of a decoder, and a decoder in memory with its properties."""
 
 import logging
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class Model(Protocol):
     """A decoder over a paged cache."""
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Token ids, int64 [n] -> what the first layer sees of them, new, [n, hidden_size]."""
+        """Token ids, int64 [n] -> the input of the first layer, a new tensor [n, hidden_size]."""
         ...
 
     def forward(
@@ -29,10 +29,10 @@ class Model(Protocol):
         wanted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Token ids and positions, int64 [n] -> hidden states [n, hidden_size], and the logits of
-        those that are wanted, float32 [m, vocab_size].
+        the wanted ones, float32 [m, vocab_size], or None if m is 0.
 
-        `embedded` [n, hidden_size] is seen in place of `embed(token_ids)`, and may be overwritten.
-        `wanted` int64 [m], rising: whose logits; None: all. No logits come where m is 0.
+        `embedded` [n, hidden_size] replaces `embed(token_ids)`, and may be overwritten. `wanted`
+        int64 [m]: rising indexes of the tokens whose logits are returned; None: of all.
         """
         ...
 
@@ -42,7 +42,7 @@ class Model(Protocol):
 
 
 def wanted_rows(whole: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor | None:
-    """The rows that Model.forward is asked for; None where it is asked for none."""
+    """The wanted rows, see Model.forward; None if no rows are wanted."""
     if wanted is None:
         return whole
     return whole[wanted] if len(wanted) else None
@@ -51,19 +51,19 @@ def wanted_rows(whole: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tenso
 def wanted_logits(
     model: Model, hidden: torch.Tensor, wanted: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """The logits that Model.forward answers with, of hidden states that are there."""
+    """The logits that Model.forward returns, computed from hidden states."""
     rows = wanted_rows(hidden, wanted)
     return None if rows is None else model.compute_logits(rows)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A decoder in memory, and what the worker must know of it.
+    """A decoder in memory, and its properties.
 
-    `max_model_len` is the longest sequence to serve. `attention`: how each layer attends.
-    `is_native`: its layers are ours, not transformers'. `rope_length`: see model_fingerprint.
-    `is_static`: what it computes for a step depends on the
-    number of tokens alone, never on values, so that a device can record it.
+    `max_model_len`: the longest sequence to serve. `attention`: of each layer. `rope_length`: see
+    model_fingerprint. `is_native`: its layers are ours, not transformers'. `is_static`: the
+    operations of a step depend on the number of tokens alone, never on values, so that a device can
+    record them.
     """
 
     model: Model
@@ -82,12 +82,12 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """What is asked of a model. `max_model_len` None: what it was made for."""
+    """Options of loading a model. `max_model_len`: None for the model's own limit."""
 
     max_model_len: int | None
     dtype: DtypeSetting
 
 
 def log_loading(architecture: str, directory: Path, dtype: torch.dtype) -> None:
-    """Logs what is about to be read."""
+    """Logs which model is read, from where, in which data type."""
     logger.info("loading %s from %s in %s", architecture, directory, str(dtype)[6:])

@@ -1,4 +1,4 @@
-"""Rotary position embeddings and the ways in which checkpoints stretch them.
+"""Rotary position embeddings, and how checkpoints stretch them to longer sequences.
 
 Rotary embeddings: Su et al., RoFormer. Linear: Chen et al., position interpolation. Dynamic: the
 "NTK-aware" change of base. YaRN: Peng et al. Llama 3: smoothed interpolation by wavelength.
@@ -19,7 +19,7 @@ DEFAULT_THETA = 10000.0
 
 
 class RopeType(enum.Enum):
-    """How frequencies are stretched."""
+    """How frequencies are changed for longer sequences."""
 
     DEFAULT = "default"
     LINEAR = "linear"
@@ -30,7 +30,7 @@ class RopeType(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """One checkpoint's rotary embedding; fields that its type does not use hold their defaults.
+    """The rotary embedding of a checkpoint; fields that its type does not use hold their defaults.
 
     `max_position_embeddings` is config.json's; `original_max_position_embeddings` the length the
     model was trained at, before stretching. `attention_factor` None: derived from `factor`.
@@ -52,7 +52,7 @@ class RopeConfig:
 
     @property
     def max_model_len(self) -> int:
-        """Longest sequence that the stretched embedding is meant for."""
+        """The longest sequence that the stretched embedding is made for."""
         match self.rope_type:
             case RopeType.LINEAR | RopeType.DYNAMIC:
                 return int(self.max_position_embeddings * self.factor)
@@ -159,8 +159,8 @@ def inverse_frequencies(
             return plain / rope.factor, 1.0
         case RopeType.DYNAMIC:
             length = max(max_model_len, rope.max_position_embeddings)
-            growth = rope.factor * length / rope.max_position_embeddings - (rope.factor - 1)
-            return 1.0 / ((rope.theta * growth ** (head_dim / (head_dim - 2))) ** exponents), 1.0
+            stretch = rope.factor * length / rope.max_position_embeddings - (rope.factor - 1)
+            return 1.0 / ((rope.theta * stretch ** (head_dim / (head_dim - 2))) ** exponents), 1.0
         case RopeType.LLAMA3:
             return _llama3(rope, plain), 1.0
         case RopeType.YARN:

@@ -1,12 +1,12 @@
-"""Which part of a decoder a rank holds.
+"""The part of a decoder that a rank holds.
 
-Heads, the inside of each MLP and the rows of the output projection are divided: equally, or with
-one more in the first ranks' parts. Heads of queries stay with those of keys and values that they
-attend with; where there are fewer of the latter than ranks, neighbours hold the same one, as in
-vLLM.
-Embeddings are whole on each rank: a step reads but its own rows of them, so that a part would save
-no time and cost one more sum; the output projection is read whole in each step, so it is divided,
-unless its parts could not be equal, which gathering wants.
+Heads, the inner dimension of each MLP and the rows of the output projection are divided equally, or
+with one more in the first ranks' parts. Heads of queries are on the rank of the heads of keys and
+values that they attend with. If there are fewer of the latter than ranks, several ranks hold the
+same one, as in vLLM.
+Embeddings are whole on each rank: a step reads only a few of their rows, so that dividing them
+would save no time and cost one more sum. The output projection is read whole in each step, so it is
+divided, unless its parts would differ in size, which gathering does not allow.
 """
 
 import logging
@@ -27,13 +27,13 @@ class Shard:
     size: int = 1
 
     def of(self, length: int) -> slice:
-        """Its part of so many."""
+        """Its part of a dimension of this length."""
         part, more = divmod(length, self.size)
         start = self.rank * part + min(self.rank, more)
         return slice(start, start + part + (self.rank < more))
 
     def of_head(self, num_rows: int) -> slice:
-        """Its rows of the output projection; all of them where parts would not be equal."""
+        """Its rows of the output projection; all rows if the parts would differ in size."""
         return slice(0, num_rows) if num_rows % self.size else self.of(num_rows)
 
     def kv_heads(self, num_kv_heads: int) -> slice:
@@ -62,19 +62,19 @@ class Shard:
         return heads.stop - heads.start, kv_heads.stop - kv_heads.start
 
     def config(self, config: ModelConfig) -> ModelConfig:
-        """What is computed here: the part's heads, the whole of everything else."""
+        """The configuration of this part: its number of heads, and otherwise that of the whole."""
         num_heads, num_kv_heads = self.count_heads(config.num_heads, config.num_kv_heads)
         return replace(config, num_heads=num_heads, num_kv_heads=num_kv_heads)
 
     def log_read(self, num_bytes: int, whole: int) -> None:
-        """Tells how much of a checkpoint was read for a part."""
+        """Logs how many of a checkpoint's bytes were read for this part."""
         if self.size > 1:
             own, all_of_it = num_bytes / 2**20, whole / 2**20
             logger.info("rank %d of %d read %.1f of %.1f MiB", self.rank, self.size, own, all_of_it)
 
 
 def check_divisible(num_heads: int, num_kv_heads: int, size: int, directory: Path) -> None:
-    """Raises UnsupportedModel, saying what would do, for heads that so many ranks cannot divide."""
+    """Raises UnsupportedModel, with the numbers that work, if this number cannot divide heads."""
     if size <= num_kv_heads or (size % num_kv_heads == 0 and size <= num_heads):
         return
     if num_kv_heads in (1, num_heads):
@@ -89,5 +89,5 @@ def check_divisible(num_heads: int, num_kv_heads: int, size: int, directory: Pat
 
 
 def of_width(part: slice, width: int) -> slice:
-    """Where the elements of a part lie whose entries are each so wide."""
+    """The range of elements of a part whose entries have `width` elements each."""
     return slice(part.start * width, part.stop * width)

@@ -1,9 +1,9 @@
-"""Attention for models that transformers runs: its attention interface, answered from our cache.
+"""Attention for models that transformers runs: an implementation of its attention interface.
 
 Models of transformers call the attention function that their configuration names. Ours is
-registered under ATTENTION_NAME and hands each call to whoever `answering` put in charge of the
-thread: the step of a paged cache, or a probe. Flattened batches need no masks: which tokens belong
-together is the cache's business, so no function that makes masks is registered beside it.
+registered under ATTENTION_NAME and passes each call to the function that `attending_with` has set
+for the thread: a step over a paged cache, or a probe. No function that makes masks is registered,
+since the cache determines which tokens each token of a flattened batch sees.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,26 +19,26 @@ from services.worker.backends.attention import LayerAttention
 
 ATTENTION_NAME = "stepwell"
 
-Answer = Callable[..., torch.Tensor]
+AttendFunction = Callable[..., torch.Tensor]
 """Called as transformers calls attention; returns [1, n, num_heads, head_dim]."""
 
-_answer: ContextVar[Answer] = ContextVar("answer")
+_attend_function: ContextVar[AttendFunction] = ContextVar("attend")
 
 
 @contextmanager
-def answering(answer: Answer) -> Iterator[None]:
-    """Within it, attention of models that transformers runs in this thread is `answer`'s."""
-    token = _answer.set(answer)
+def attending_with(attend: AttendFunction) -> Iterator[None]:
+    """Within it, attention of models that transformers runs in this thread is `attend`."""
+    token = _attend_function.set(attend)
     try:
         yield
     finally:
-        _answer.reset(token)
+        _attend_function.reset(token)
 
 
-def from_cache(attention: LayerAttention) -> Answer:
+def from_cache(attention: LayerAttention) -> AttendFunction:
     """Attention of a flattened batch over a paged cache. Queries and keys come rotated."""
 
-    def answer(
+    def attend(
         module: nn.Module,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -51,7 +51,7 @@ def from_cache(attention: LayerAttention) -> Answer:
         attended = attention(layer, heads[0], heads[1], heads[2], None)
         return attended.view(1, *heads[0].shape)
 
-    return answer
+    return attend
 
 
 def _attend(
@@ -63,7 +63,7 @@ def _attend(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """The function that transformers calls: heads [1, heads, n, head_dim]."""
-    return _answer.get()(module, query, key, value, *args, **options), None
+    return _attend_function.get()(module, query, key, value, *args, **options), None
 
 
 AttentionInterface.register(ATTENTION_NAME, _attend)

@@ -1,7 +1,7 @@
-"""Reading a checkpoint into a model of transformers, whole or a rank's part of it.
+"""Reads a checkpoint into a model of transformers, whole or a rank's part of it.
 
-What transformers knows of the names in checkpoints, of tied weights and of buffers that are in none
-holds for parts too: it is given tensors that are read when it takes them, each its part alone.
+transformers' own loading handles names in checkpoints, tied weights and buffers that no checkpoint
+holds. For a part it is given tensors that read only their part, at the moment when it copies them.
 """
 
 import threading
@@ -57,7 +57,7 @@ def load_part(
 
 
 class _LazyTensor:
-    """A tensor of a checkpoint that reads a part of itself when somebody takes its elements."""
+    """A tensor of a checkpoint that is indexed by transformers, and reads its part only then."""
 
     def __init__(self, reader: TensorReader, name: str, part_of: Callable[[str], Part]) -> None:
         self._reader = reader
@@ -89,7 +89,7 @@ def _load(
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         with _one_at_a_time:
-            model, told = cls.from_pretrained(
+            model, report = cls.from_pretrained(
                 source,
                 config=config,
                 dtype=dtype,
@@ -110,7 +110,7 @@ def _load(
         raise ModelFileError(
             directory, f"transformers does not load it: {one_line(error)}"
         ) from error
-    missing = sorted([*told["missing_keys"], *(key for key, *_ in told["mismatched_keys"])])
+    missing = sorted([*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])])
     if missing:
         raise ModelTensorError(
             directory, f"tensor {missing[0]} is missing or of another shape than config.json says"

@@ -18,8 +18,8 @@ from services.worker.backends.attention import AttentionLayer, LayerAttention
 from services.worker.models.model import wanted_logits
 from services.worker.models.transformers_attention import (
     ATTENTION_NAME,
-    Answer,
-    answering,
+    AttendFunction,
+    attending_with,
     from_cache,
 )
 from services.worker.models.transformers_probe import Probe, Refused
@@ -66,21 +66,21 @@ class TransformersDecoder:
         wanted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See Model."""
-        answer, num_tokens = from_cache(attention), len(token_ids)
+        attend, num_tokens = from_cache(attention), len(token_ids)
         padding = (0, self._padded_rows(num_tokens) - num_tokens)
         positions = F.pad(positions, padding)
         if embedded is None:
-            hidden = self._forward(answer, positions, input_ids=F.pad(token_ids, padding)[None])
+            hidden = self._forward(attend, positions, input_ids=F.pad(token_ids, padding)[None])
         else:
             embedded = F.pad(embedded, (0, 0, *padding))
-            hidden = self._forward(answer, positions, inputs_embeds=embedded[None])
+            hidden = self._forward(attend, positions, inputs_embeds=embedded[None])
         hidden = hidden[:num_tokens]
         return hidden, wanted_logits(self, hidden, wanted)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [n, hidden_size] -> logits, float32 [n, vocab_size].
 
-        With whatever the model does to them after its projection.
+        Includes what the model computes after its projection.
         """
         num_rows = len(hidden)
         padded = F.pad(hidden, (0, 0, 0, self._padded_rows(num_rows) - num_rows))
@@ -90,17 +90,17 @@ class TransformersDecoder:
         return logits[0, :num_rows].float()
 
     def probe(self, model: PreTrainedModel) -> tuple[AttentionLayer, ...]:
-        """How each layer attends. Raises Refused for a model that cannot be served like this.
+        """The attention of each layer. Raises Refused for a model that cannot be served like this.
 
-        The logits of a few tokens must be those that the model computes with attention of its own:
-        what it does to scores or logits past what it tells is found out.
+        The logits of a few tokens must be those that the model computes with its own attention;
+        otherwise it changes scores or logits in a way that its calls of attention do not show.
         """
         longest = min(_PROBE_TOKENS, model.config.max_position_embeddings)
         positions = torch.arange(longest, device=model.device)
         token_ids = positions % model.config.vocab_size
-        look = Probe()
-        hidden = self._forward(look, positions, input_ids=token_ids[None])
-        layers = look.layers(model.config.num_hidden_layers)
+        probe = Probe()
+        hidden = self._forward(probe, positions, input_ids=token_ids[None])
+        layers = probe.layers(model.config.num_hidden_layers)
         logits = self.compute_logits(hidden)
         model.set_attn_implementation("eager")
         own = model(input_ids=token_ids[None], use_cache=False).logits[0].float()
@@ -111,22 +111,22 @@ class TransformersDecoder:
         return layers
 
     def _forward(
-        self, answer: Answer, positions: torch.Tensor, **inputs: torch.Tensor
+        self, attend: AttendFunction, positions: torch.Tensor, **inputs: torch.Tensor
     ) -> torch.Tensor:
-        with answering(answer):
+        with attending_with(attend):
             output = self._body(position_ids=positions[None], use_cache=False, **inputs)
         hidden: torch.Tensor = output.last_hidden_state
         return hidden[0]
 
 
 class _States(MoeModelOutputWithPast):
-    """What the body of any decoder answers with: routers' logits and cross-attentions included."""
+    """The output of the body of any decoder, with routers' logits and cross-attentions."""
 
     cross_attentions = None
 
 
 class _GivenStates(nn.Module):
-    """Stands in for the body of a model and answers with hidden states that are there already."""
+    """Replaces the body of a model, and returns given hidden states."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class _GivenStates(nn.Module):
 
     @property
     def decoder(self) -> "_GivenStates":
-        """Where a model asks a part of its body, as OPT does."""
+        """For models that call a part of their body, such as OPT."""
         return self
 
     def forward(self, *_: Any, **__: Any) -> _States:

@@ -1,8 +1,8 @@
-"""The part of a model that transformers runs which a rank holds.
+"""The part that a rank holds of a model that transformers runs.
 
-Divided layers take the places of the whole ones before a checkpoint is read, and of their tensors
-only this rank's part is read. Attention is divided by heads, everything else evenly. What a layer
-knows of the number of its heads is corrected.
+Divided layers replace the whole ones before a checkpoint is read, and only this rank's part of
+their tensors is read. Attention is divided by heads, everything else evenly. The number of heads
+that a layer stores is corrected.
 """
 
 from collections.abc import Iterable
@@ -47,7 +47,7 @@ class Division:
         self._parts: dict[str, Part] = {}
 
     def apply(self, model: PreTrainedModel) -> None:
-        """Puts divided layers, without weights, in the places of whole ones.
+        """Replaces whole layers by divided ones, without weights.
 
         Raises Refused, UnsupportedModel for a number of ranks that cannot divide its heads.
         """
@@ -141,7 +141,7 @@ class Division:
         return of_width(heads, width // count)
 
     def _correct_counts(self, attention: nn.Module) -> None:
-        """Lets attention know how many heads it has here, under whatever name it keeps that."""
+        """Sets the attributes in which an attention layer stores its numbers of heads."""
         num_heads, num_kv_heads = self.shard.count_heads(self._num_heads, self._num_kv_heads)
         self.heads = (num_heads, num_kv_heads)
         counts = dict.fromkeys(_COUNTS_OF_HEADS, (self._num_heads, num_heads))

@@ -1,7 +1,7 @@
 """Linear layers of a model that transformers runs, of which a rank holds a part.
 
-Each is made from the whole layer whose place it takes, without weights, and says in `parts` what of
-the whole one's tensors it holds. Batches have any shape [..., width]; ranks are told of rows.
+Each is made from the whole layer that it replaces, without weights. `parts` are the parts of the
+whole layer's tensors that it holds. Batches have any shape [..., width]; collectives get rows.
 """
 
 import torch

@@ -1,8 +1,8 @@
-"""Loading decoders that have no native code: transformers reads them and runs their layers.
+"""Loads decoders that have no native code: transformers reads them and runs their layers.
 
-What cannot work is refused in one sentence before the worker serves: what is no decoder, what does
-not attend in every layer, what attends past transformers' attention interface, and what would give
-a cached key another value later.
+A model that cannot be served is refused in one sentence before the worker serves: one that is no
+decoder, that does not attend in every layer, that does not use transformers' attention interface,
+or whose cached keys would have other values later.
 """
 
 import inspect
@@ -116,13 +116,13 @@ def _max_model_len(config: PretrainedConfig, asked: int | None, path: Path) -> i
 
 def _intermediate_size(config: PretrainedConfig) -> int:
     """The widest MLP's; some configurations name one for each layer."""
-    told = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    return max(told) if isinstance(told, list | tuple) else int(told)
+    size = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return max(size) if isinstance(size, list | tuple) else int(size)
 
 
 def _eos_token_ids(config: PretrainedConfig, model: PreTrainedModel) -> tuple[int, ...]:
-    told = getattr(model.generation_config, "eos_token_id", None)
-    found = config.eos_token_id if told is None else told
+    generation = getattr(model.generation_config, "eos_token_id", None)
+    found = config.eos_token_id if generation is None else generation
     if found is None:
         return ()
     return tuple(found) if isinstance(found, list) else (int(found),)
@@ -157,8 +157,8 @@ def _check_config(config: PretrainedConfig, path: Path) -> None:
 
 def _rope_types(config: PretrainedConfig) -> list[str]:
     """The kinds of rotary embedding: one for all layers, or one for each type of layer."""
-    told = getattr(config, "rope_parameters", None) or {}
-    entries = [told, *(entry for entry in told.values() if isinstance(entry, dict))]
+    values = getattr(config, "rope_parameters", None) or {}
+    entries = [values, *(entry for entry in values.values() if isinstance(entry, dict))]
     return [str(entry["rope_type"]) for entry in entries if entry.get("rope_type")]
 
 
@@ -200,7 +200,7 @@ def _probe(decoder: TransformersDecoder, model: PreTrainedModel) -> tuple[Attent
 def _check_windows(config: PretrainedConfig, layers: tuple[AttentionLayer, ...]) -> None:
     types = getattr(config, "layer_types", None)
     if types and [name == SLIDING for name in types] != [x.window is not None for x in layers]:
-        raise Refused("does not tell attention which of its layers have a window")
+        raise Refused("does not pass the windows of its layers to attention")
     if getattr(config, "attention_chunk_size", None) is not None:
         raise Refused("attends within chunks")
 

@@ -62,18 +62,18 @@ def read_plan(model: PreTrainedModel) -> dict[str, Style]:
     """The layers to divide, by name. Raises Refused for a plan that cannot be followed."""
     if any(getattr(model.config, "activation_sparsity_pattern", None) or ()):
         raise Refused("compares gates with all others of their layer (activation_sparsity_pattern)")
-    told = _OWN.get(model.config.model_type) or model.tp_plan or {}
-    modules = [name for name, _ in model.named_modules()]
+    styles = _OWN.get(model.config.model_type) or model.tp_plan or {}
+    modules = [module for module, _ in model.named_modules()]
     known = {style.value: style for style in Style}
     plan: dict[str, Style] = {}
-    for pattern, word in told.items():
-        style = known.get(_FORMER_NAMES.get(word, word))
+    for pattern, name in styles.items():
+        style = known.get(_FORMER_NAMES.get(name, name))
         if style is not None:
             plan |= dict.fromkeys(_matching(pattern, modules), style)
-        elif word not in _WHOLE:
-            tensors = [name for name, _ in model.named_parameters()]
+        elif name not in _WHOLE:
+            tensors = [tensor for tensor, _ in model.named_parameters()]
             if named := _matching(pattern, modules + tensors):
-                raise Refused(f"divides {named[0]} in a way, {word}, that is not known here")
+                raise Refused(f"divides {named[0]} in a way, {name}, that is not known here")
     if not _SUMMED & set(plan.values()):  # nothing, or no more than the head
         raise Refused("has no plan by which ranks could divide it")
     return plan

@@ -1,8 +1,8 @@
-"""A look at how a model that transformers runs attends, before it is trusted with a cache.
+"""Finds out how the layers of a model that transformers runs attend, before it is served.
 
-A few tokens go through the whole model. What its layers ask of attention says what pages they need,
-and what they ask for beyond what a paged cache gives is refused here, by name, instead of being
-computed wrongly later.
+A few tokens go through the whole model. The arguments of its calls of attention give the shape of
+the cache. A model that passes options which a paged cache does not implement is refused here, by
+the name of the option, since its results would be wrong.
 """
 
 from typing import Any
@@ -26,11 +26,11 @@ _HARMLESS = frozenset(
 
 
 class Refused(Exception):
-    """What a model asks of attention and does not get; the message completes 'the model ...'."""
+    """A model needs something that is not supported; the message completes 'the model ...'."""
 
 
 class Probe:
-    """Plain causal attention that notes what each layer asks for."""
+    """Plain causal attention that records the arguments of each layer's call."""
 
     def __init__(self) -> None:
         self._layers: dict[int, AttentionLayer] = {}

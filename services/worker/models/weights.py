@@ -1,8 +1,7 @@
-"""From a model directory to a decoder in memory."""
+"""Reads the weights of a native decoder from a checkpoint."""
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -21,59 +20,24 @@ from services.worker.models.expert_tensors import (
     STACKED_DOWN,
     STACKED_GATE_UP,
     STACKED_ROUTER,
-    Shapes,
     expert_names,
-    expert_tensors,
 )
 from services.worker.models.layer_config import ExpertsConfig
 from services.worker.models.mlp import Experts, GroupedExperts, SummedMlp
 from services.worker.models.shard import Shard, of_width
+from services.worker.models.tensor_shapes import (
+    EMBEDDING,
+    HEAD,
+    NORM,
+    expected_tensors,
+    norm_names,
+)
 from services.worker.parallel.ranks import ALONE, GatheredLinear, Ranks, SummedLinear
 
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 """Called with the number of layers read and the number there are."""
-
-_EMBEDDING = "model.embed_tokens.weight"
-_NORM = "model.norm.weight"
-_HEAD = "lm_head.weight"
-
-
-@dataclass(frozen=True, slots=True)
-class _NormNames:
-    """What a layer's norms are called; the name of the second differs with its place."""
-
-    attention_output: str | None
-    mlp: str
-    mlp_output: str | None
-
-
-_PLAIN = _NormNames(None, "post_attention_layernorm", None)
-_OUTPUT_NORMALIZED = _NormNames(
-    "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
-)
-
-
-def expected_tensors(config: ModelConfig, *, stacked_experts: bool) -> Shapes:
-    """Name and shape of every tensor that a checkpoint of this configuration holds.
-
-    `stacked_experts`: the experts of a layer lie in one tensor, not in one each.
-    """
-    shapes: Shapes = {
-        _EMBEDDING: (config.vocab_size, config.hidden_size),
-        _NORM: (config.hidden_size,),
-    }
-    if not config.tie_word_embeddings:
-        shapes[_HEAD] = (config.vocab_size, config.hidden_size)
-    for index, layer in enumerate(config.layers):
-        tensors = _attention_tensors(config)
-        if layer.experts is None:
-            tensors |= _mlp_tensors(config)
-        else:
-            tensors |= expert_tensors(layer.experts, config.hidden_size, stacked=stacked_experts)
-        shapes.update({f"model.layers.{index}.{name}": shape for name, shape in tensors.items()})
-    return shapes
 
 
 def load_weights(
@@ -84,16 +48,16 @@ def load_weights(
     progress: Progress,
     ranks: Ranks = ALONE,
 ) -> DecoderWeights:
-    """Reads, converts, fuses and packs all weights, layer by layer, as the kernels want them. Of
-    what is divided over ranks this one's part alone is read.
+    """Reads, converts, fuses and packs all weights, layer by layer, as the kernels need them. Only
+    this rank's part of tensors that are divided is read.
 
     Raises ModelError before anything is read when the tensors are not those of `config`.
     """
     shard = Shard(ranks.rank, ranks.size)
     stacked = any(name.endswith(STACKED_GATE_UP) for name in checkpoint.tensors)
     expected = expected_tensors(config, stacked_experts=stacked)
-    if config.tie_word_embeddings and _HEAD in checkpoint.tensors:
-        expected[_HEAD] = expected[_EMBEDDING]
+    if config.tie_word_embeddings and HEAD in checkpoint.tensors:
+        expected[HEAD] = expected[EMBEDDING]
     checkpoint.check(expected)
     with checkpoint.open() as reader:
         layers = []
@@ -101,12 +65,12 @@ def load_weights(
             layer = _LayerReader(reader, kernels, index, dtype, config.norm_weight_offset)
             layers.append(_load_layer(config, index, layer, ranks, stacked=stacked))
             progress(index + 1, config.num_layers)
-        embedding = reader.read(_EMBEDDING, dtype=dtype)
+        embedding = reader.read(EMBEDDING, dtype=dtype)
         rows = shard.of_head(config.vocab_size)
         head = embedding[rows]
-        if _HEAD in expected:
-            head = _own_head(reader.read_parts((_HEAD, (rows,)), dtype=dtype), head, config)
-        norm = _read_norm(reader, kernels, _NORM, dtype, config.norm_weight_offset)
+        if HEAD in expected:
+            head = _own_head(reader.read_parts((HEAD, (rows,)), dtype=dtype), head, config)
+        norm = _read_norm(reader, kernels, NORM, dtype, config.norm_weight_offset)
     shard.log_read(reader.num_bytes, sum(checkpoint.tensors[name].num_bytes for name in expected))
     projection = kernels.linear(head, None)
     if len(head) < config.vocab_size:
@@ -115,9 +79,9 @@ def load_weights(
 
 
 def _own_head(head: torch.Tensor, tied: torch.Tensor, config: ModelConfig) -> torch.Tensor:
-    """The checkpoint's head, or what it is tied to where the two are equal.
+    """The checkpoint's head, or the embedding that it is tied to if the two are equal.
 
-    Where they differ the head holds, whatever config.json says: as in transformers.
+    If they differ the head is used, also if config.json ties them: as in transformers.
     """
     if not config.tie_word_embeddings:
         return head
@@ -125,7 +89,7 @@ def _own_head(head: torch.Tensor, tied: torch.Tensor, config: ModelConfig) -> to
         return tied
     logger.warning(
         "tie_word_embeddings is true, but %s differs from %s: it is used as it is",
-        *(_HEAD, _EMBEDDING),
+        *(HEAD, EMBEDDING),
     )
     return head
 
@@ -185,7 +149,7 @@ def _load_layer(
     qkv = {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
     output = layer.columns("self_attn.o_proj", queries, bias=config.output_bias and not shard.rank)
     experts = config.layers[index].experts
-    norms = _OUTPUT_NORMALIZED if config.output_norms else _PLAIN
+    norms = norm_names(config)
     return LayerWeights(
         input_norm=layer.norm("input_layernorm"),
         qkv=layer.kernels.linear(*layer.fused(qkv, bias=config.qkv_bias)),
@@ -276,43 +240,3 @@ def _read_norm(
     if offset:
         return kernels.norm_weight(reader.read(name, dtype=torch.float32) + offset)
     return kernels.norm_weight(reader.read(name, dtype=dtype))
-
-
-def _attention_tensors(config: ModelConfig) -> Shapes:
-    hidden = config.hidden_size
-    queries = config.num_heads * config.head_dim
-    keys = config.num_kv_heads * config.head_dim
-    norms = _OUTPUT_NORMALIZED if config.output_norms else _PLAIN
-    named = ("input_layernorm", norms.attention_output, norms.mlp, norms.mlp_output)
-    shapes: Shapes = {f"{name}.weight": (hidden,) for name in named if name is not None}
-    if config.qk_norm:
-        shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (config.head_dim,)
-    return shapes | _projections(
-        {
-            "self_attn.q_proj": (queries, hidden, config.qkv_bias),
-            "self_attn.k_proj": (keys, hidden, config.qkv_bias),
-            "self_attn.v_proj": (keys, hidden, config.qkv_bias),
-            "self_attn.o_proj": (hidden, queries, config.output_bias),
-        }
-    )
-
-
-def _mlp_tensors(config: ModelConfig) -> Shapes:
-    hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-    return _projections(
-        {
-            "mlp.gate_proj": (inner, hidden, bias),
-            "mlp.up_proj": (inner, hidden, bias),
-            "mlp.down_proj": (hidden, inner, bias),
-        }
-    )
-
-
-def _projections(shapes: dict[str, tuple[int, int, bool]]) -> Shapes:
-    """Weights, and biases where there are."""
-    tensors: Shapes = {}
-    for name, (rows, columns, bias) in shapes.items():
-        tensors[f"{name}.weight"] = (rows, columns)
-        if bias:
-            tensors[f"{name}.bias"] = (rows,)
-    return tensors

@@ -202,7 +202,7 @@ class Group:
                 if self._store.check(keys):
                     return
             except RuntimeError as error:
-    raise GroupBroken("rank 0, through which the ranks connect, is gone") from error
+                raise GroupBroken("rank 0, through which the ranks connect, is gone") from error
             self._wait(f"{keys[0].partition('/')[0]} is not known")
 
     def _wait(self, why: str) -> None:

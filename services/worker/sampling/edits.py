@@ -1,7 +1,7 @@
 """Changes of a request's logits before the filters, in vLLM's order.
 
-An edit belongs to one request, changes one row of logits [V] in place, and is told of each token
-that the request samples.
+An edit belongs to one request. It changes one row of logits [V] in place, and is updated with each
+token that the request samples.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class LogitEdit(Protocol):
     """One change of the logits of one request."""
 
     def apply(self, logits: Float32Array) -> None:
-        """Change the row [V] in place; minus infinity bans a token."""
+        """Changes the row [V] in place; minus infinity bans a token."""
 
     def append(self, token_id: int) -> None:
-        """Take note of the request's next token."""
+        """Updates the edit with the request's next token."""
 
 
 def logit_edits(

@@ -28,7 +28,7 @@ _SAMPLING_STREAM = 0
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
-    """What one step sampled, in the order of its rows."""
+    """Tokens that one step samples, in the order of its rows."""
 
     token_ids: Int32Array  # [R]
     logprobs: dict[int, LogprobRows]  # by row, one row each, where the request wants them
@@ -37,8 +37,8 @@ class SamplerOutput:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """What simple rows need to be sampled, parallel arrays [R]; `top_k` 0 and the others' neutral
-    values for filters that are not wanted. `states` [R, 2] decide the draws; see race.py.
+    """Sampling parameters of simple rows, parallel arrays [R]. A filter that is not used has its
+    neutral value; that of `top_k` is 0. `states` [R, 2]: random states of the draws; see race.py.
     """
 
     temperatures: Float64Array
@@ -67,12 +67,12 @@ class Sampler:
       5. the draw: a race of exponentials, each a function of the request's seed, the position of
          the token in its sequence and the token's id (race.py).
 
-    Nothing a row does depends on another row, bit for bit: a request samples the same tokens alone
-    and in any batch, and after it was removed and added again with its output.
+    The result of a row does not depend on other rows, bit for bit: a request samples the same
+    tokens alone and in any batch, and after it was removed and added again with its output.
 
-    Greedy rows cost one pass over the batch. Any other row is taken by itself up to its filters:
-    it pays only for what it asks, and where the vocabulary is large this costs the same as passes
-    over the whole batch, without their memory. Races are run for several rows at a time.
+    Greedy rows take one pass over the batch. Other rows are computed one by one up to their
+    filters, each with the edits and filters that it has. For a large vocabulary this takes as long
+    as passes over the whole batch, and less memory. Races are run for several rows at a time.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
@@ -98,7 +98,7 @@ class Sampler:
     ) -> None:
         """Puts a request into a free row: its prompt and, when it comes back, its output so far.
 
-        The first `num_placeholders` tokens are none, and count for their number alone.
+        The first `num_placeholders` tokens only count as positions.
         """
         if self._requests[batch_row] is not None:
             raise ValueError(f"row {batch_row} is taken")
@@ -121,11 +121,11 @@ class Sampler:
         self._requests[batch_row] = None
 
     def is_simple(self, batch_rows: np.ndarray) -> bool:
-        """Whether requests are sampled by no more than `draws`: nothing edits their logits."""
+        """Whether `draws` is all that sampling these requests needs: no edits of logits."""
         return not self._is_edited[batch_rows].any()
 
     def num_logprobs(self, batch_rows: np.ndarray) -> dict[int, int]:
-        """How many of the most probable tokens requests ask for, by row, where they ask for
+        """The number of most probable tokens to report, by row, of requests that ask for
         log-probabilities.
         """
         found: dict[int, int] = {}
@@ -136,9 +136,9 @@ class Sampler:
         return found
 
     def draws(self, batch_rows: np.ndarray) -> Draws:
-        """What one more token of simple requests is drawn by, wherever their logits are.
+        """The draws of the next token of simple requests, to be sampled on a device.
 
-        The token, which need not be known here, becomes part of the requests.
+        The token counts as part of the requests from then on; its id need not be known.
         """
         states = self._states(batch_rows)
         self._num_tokens[batch_rows] += 1
@@ -148,9 +148,9 @@ class Sampler:
     def sample(self, logits: torch.Tensor, batch_rows: np.ndarray) -> SamplerOutput:
         """One token for each row of the logits float32 [R, V]; row i belongs to batch_rows[i].
 
-        The tokens become part of the requests. The logits are read only. A row is reported in
-        `nan_rows`, and has no log-probabilities, when NaN or infinity leaves nothing to sample
-        from; the other rows do not notice.
+        The tokens become part of the requests. The logits are not changed. A row is reported in
+        `nan_rows`, and has no log-probabilities, if NaN or infinity leaves no token to sample; this
+        does not affect other rows.
         """
         lines: Float32Array = logits.numpy(force=True)
         token_ids = lines.argmax(axis=1)
@@ -174,7 +174,7 @@ class Sampler:
         token_ids: Int64Array,
         usable: np.ndarray,
     ) -> None:
-        """The tokens of these rows, and whether there is one to take, in place."""
+        """Writes the tokens of these rows, and whether there is one to sample."""
         race, drawing = self._race, list[int]()
         race.clear()
         states = self._states(batch_rows[rows])
