@@ -18,7 +18,7 @@ class AttentionType(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class GroupSpec:
+class KVCacheGroup:
     """One group of layers that share a block table.
 
     `window` is in tokens: the query's own and those before it that a sliding window shows, or the

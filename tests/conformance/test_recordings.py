@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stepwell.common.v1 import common_pb2
 from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
 
 from services.cli.replay.scenario import read_scenario
 from services.cli.replay.scenario_run import ScenarioRun, run_scenario
 from services.common.channel import open_channel
 from services.common.ids import PoolId
+from services.common.kv_cache_groups import AttentionType, KVCacheGroup
 from services.common.server import GrpcServer
 from services.common.telemetry import configure_tracing
 from services.kvpool.adapters.event_feed import EventFeed
@@ -54,9 +54,7 @@ async def replay_over_grpc(scenario: Record) -> Record:
     server.add(kvpool_pb2_grpc.add_KVPoolServicer_to_server, servicer, "stepwell.kvpool.v1.KVPool")
     channel = open_channel(await server.start("127.0.0.1:0"))
     client = PoolClient(channel, "recording", timeout_seconds=10)
-    group = common_pb2.KVCacheGroup(
-        attention_type=common_pb2.ATTENTION_TYPE_FULL, block_size=config.block_size, num_layers=1
-    )
+    group = KVCacheGroup(AttentionType.FULL, config.block_size)
     try:
         await client.open(
             config.num_blocks,

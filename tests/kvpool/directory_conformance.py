@@ -7,17 +7,17 @@ directory may lag: the examples wait, with a deadline, until it says what it mus
 import asyncio
 
 from services.common.block_hash import BlockHash
-from services.common.kv_cache_groups import AttentionType, GroupSpec
+from services.common.kv_cache_groups import AttentionType, KVCacheGroup
 from services.kvpool.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, EventBatch
 from services.kvpool.core.ports import Directory
 from tests.kvpool.worked_examples import BLOCK_SIZE, hashes
 
 SECONDS = 30.0
 
-FULL = GroupSpec(AttentionType.FULL, BLOCK_SIZE)
-WINDOW = GroupSpec(AttentionType.SLIDING_WINDOW, BLOCK_SIZE, 6)  # its own token and five before
-CHUNK = GroupSpec(AttentionType.CHUNKED_LOCAL, BLOCK_SIZE, 8)  # two blocks
-STATE = GroupSpec(AttentionType.STATE_SPACE, BLOCK_SIZE)
+FULL = KVCacheGroup(AttentionType.FULL, BLOCK_SIZE)
+WINDOW = KVCacheGroup(AttentionType.SLIDING_WINDOW, BLOCK_SIZE, 6)  # its own token and five before
+CHUNK = KVCacheGroup(AttentionType.CHUNKED_LOCAL, BLOCK_SIZE, 8)  # two blocks
+STATE = KVCacheGroup(AttentionType.STATE_SPACE, BLOCK_SIZE)
 
 
 def stored(path: str, group: int = 0) -> BlocksStored:

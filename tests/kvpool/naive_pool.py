@@ -7,7 +7,7 @@ Which blocks a request needs is read off the tokens that its next query sees.
 
 from collections.abc import Sequence
 
-from services.common.kv_cache_groups import AttentionType, GroupSpec
+from services.common.kv_cache_groups import AttentionType, KVCacheGroup
 from services.common.pool_operations import (
     Admission,
     Admit,
@@ -29,7 +29,11 @@ NULL = 0
 
 class NaivePool:
     def __init__(
-        self, num_blocks: int, groups: Sequence[GroupSpec], caching: bool, drop_last: bool = False
+        self,
+        num_blocks: int,
+        groups: Sequence[KVCacheGroup],
+        caching: bool,
+        drop_last: bool = False,
     ) -> None:
         self.free = list(range(1, num_blocks))
         self.published: list[tuple[int, bytes, int]] = []

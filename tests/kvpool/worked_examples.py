@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 
 from services.common.block_hash import BlockHash
-from services.common.kv_cache_groups import AttentionType, GroupSpec
+from services.common.kv_cache_groups import AttentionType, KVCacheGroup
 from services.common.pool_operations import (
     Admission,
     Admit,
@@ -28,7 +28,7 @@ def hashes(path: str) -> list[BlockHash]:
 
 
 def make_pool(num_blocks: int, *, num_groups: int = 1, caching: bool = True) -> KVPool:
-    groups = (GroupSpec(AttentionType.FULL, BLOCK_SIZE),) * num_groups
+    groups = (KVCacheGroup(AttentionType.FULL, BLOCK_SIZE),) * num_groups
     return KVPool(PoolConfig(num_blocks, groups, caching))
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from stepwell.common.v1 import common_pb2
 
 from services.cli.replay.inprocess_pool import InProcessPool
-from services.common.kv_cache_groups import AttentionType, GroupSpec
+from services.common.kv_cache_groups import AttentionType, KVCacheGroup
 from services.common.sampling_proto import sampling_from_proto
 from services.scheduler.adapters.converters import (
     model_runner_output_from_proto,
@@ -90,12 +90,12 @@ async def generate(
     )
 
 
-def pool_groups(runner: Runner) -> list[GroupSpec]:
+def pool_groups(runner: Runner) -> list[KVCacheGroup]:
     """The runner's KV-cache groups, as the pool is told of them."""
     return [
-        GroupSpec(AttentionType.FULL, BLOCK_SIZE)
+        KVCacheGroup(AttentionType.FULL, BLOCK_SIZE)
         if window is None
-        else GroupSpec(AttentionType.SLIDING_WINDOW, BLOCK_SIZE, window)
+        else KVCacheGroup(AttentionType.SLIDING_WINDOW, BLOCK_SIZE, window)
         for window in runner.limits.windows
     ]
 

@@ -7,7 +7,7 @@ before left. Each value names the group, so that a block that is in two hands sh
 
 from collections.abc import Iterable, Sequence
 
-from services.common.kv_cache_groups import AttentionType, GroupSpec
+from services.common.kv_cache_groups import AttentionType, KVCacheGroup
 
 Tables = Sequence[Sequence[int]]
 """The block table of a request in each group."""
@@ -18,9 +18,9 @@ _STATE = "state"
 class PagedCache:
     """Keys and values, one digest a position, and states, one digest a block."""
 
-    def __init__(self, block_size: int, groups: Sequence[GroupSpec] = ()) -> None:
+    def __init__(self, block_size: int, groups: Sequence[KVCacheGroup] = ()) -> None:
         self._block_size = block_size
-        self._groups = groups or [GroupSpec(AttentionType.FULL, block_size)]
+        self._groups = groups or [KVCacheGroup(AttentionType.FULL, block_size)]
         self._blocks: dict[int, dict[int | str, tuple[int, int]]] = {}
 
     def zero(self, block_ids: Iterable[int]) -> None:
@@ -62,7 +62,7 @@ class PagedCache:
         return self._blocks.setdefault(block, {})
 
 
-def _first_seen(spec: GroupSpec, query: int) -> int:
+def _first_seen(spec: KVCacheGroup, query: int) -> int:
     """The first position that a query sees; of what precedes a state, none."""
     match spec.attention_type:
         case AttentionType.FULL:

@@ -10,7 +10,7 @@ and what it stored for wrong guesses stays there until it is overwritten.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from services.common.kv_cache_groups import GroupSpec
+from services.common.kv_cache_groups import KVCacheGroup
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.request import Request
 from tests.scheduler.paged_cache import PagedCache, Tables
@@ -106,7 +106,7 @@ class PagedModel:
         block_size: int,
         num_rows: int,
         num_speculative_tokens: int = 0,
-        groups: Sequence[GroupSpec] = (),
+        groups: Sequence[KVCacheGroup] = (),
     ) -> None:
         self._num_rows = num_rows
         self._num_speculative_tokens = num_speculative_tokens

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from hypothesis import strategies as st
 
-from services.common.kv_cache_groups import AttentionType, GroupSpec
+from services.common.kv_cache_groups import AttentionType, KVCacheGroup
 from tests.scheduler.paged_model import continuation
 
 MAX_PROMPT = 24
@@ -167,10 +167,10 @@ def _config(choices: Choices) -> dict[str, Any]:
     }
 
 
-def _groups(choices: Choices, block_size: int) -> tuple[GroupSpec, ...]:
+def _groups(choices: Choices, block_size: int) -> tuple[KVCacheGroup, ...]:
     """Every other model has one group of full attention, the others one to three of any kind."""
     if not choices.one_in(2):
-        return (GroupSpec(AttentionType.FULL, block_size),)
+        return (KVCacheGroup(AttentionType.FULL, block_size),)
     groups = []
     for _ in range(1 + choices.below(3)):
         kind = choices.among(*AttentionType)
@@ -178,7 +178,7 @@ def _groups(choices: Choices, block_size: int) -> tuple[GroupSpec, ...]:
             AttentionType.SLIDING_WINDOW: 2 + choices.below(12),
             AttentionType.CHUNKED_LOCAL: block_size * (1 + choices.below(3)),
         }
-        groups.append(GroupSpec(kind, block_size, window.get(kind, 0)))
+        groups.append(KVCacheGroup(kind, block_size, window.get(kind, 0)))
     return tuple(groups)
 
 

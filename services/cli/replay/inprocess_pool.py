@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from services.common.kv_cache_groups import AttentionType, GroupSpec
+from services.common.kv_cache_groups import AttentionType, KVCacheGroup
 from services.common.pool_operations import Operation, Outcome
 from services.kvpool.core.kv_pool import KVPool
 from services.kvpool.core.pool_config import PoolConfig
@@ -20,10 +20,10 @@ class InProcessPool:
         block_size: int,
         *,
         enable_prefix_caching: bool = True,
-        groups: Sequence[GroupSpec] = (),
+        groups: Sequence[KVCacheGroup] = (),
         drop_last_hit_block: bool = False,
     ) -> None:
-        groups = groups or [GroupSpec(AttentionType.FULL, block_size)]
+        groups = groups or [KVCacheGroup(AttentionType.FULL, block_size)]
         self.core = KVPool(
             PoolConfig(
                 num_blocks=num_blocks,

@@ -12,7 +12,7 @@ from services.cli.errors import CommandError
 from services.cli.replay.fields import Field, FieldError, parse_json
 from services.cli.replay.settings import read_config
 from services.common.errors import StepwellError
-from services.common.kv_cache_groups import AttentionType, GroupSpec
+from services.common.kv_cache_groups import AttentionType, KVCacheGroup
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.recorder import SCHEMA, VERSION
 
@@ -163,8 +163,8 @@ def _read_header(top: Field) -> Header:
     return Header(top["model_name"].text(), replace(config, groups=groups))
 
 
-def _read_group(group: Field, config: SchedulerConfig) -> GroupSpec:
-    return GroupSpec(
+def _read_group(group: Field, config: SchedulerConfig) -> KVCacheGroup:
+    return KVCacheGroup(
         AttentionType(group["attention_type"].one_of([kind.value for kind in AttentionType])),
         group["block_size"].integer(config.block_size, config.block_size),
         group["window"].integer(),

@@ -2,10 +2,9 @@
 
 from collections.abc import Iterable
 
-from stepwell.common.v1 import common_pb2
 from stepwell.kvpool.v1 import kvpool_pb2
 
-from services.common.kv_cache_groups import AttentionType, GroupSpec
+from services.common.kv_cache_groups_proto import kv_cache_group_from_proto
 from services.kvpool.core.errors import UnsupportedGroup
 from services.kvpool.core.events import (
     AllBlocksCleared,
@@ -18,25 +17,18 @@ from services.kvpool.core.pool_config import PoolConfig
 from services.kvpool.core.pool_host import HostedPool
 from services.kvpool.core.ports import PoolMatch
 
-_ATTENTION_TYPES = {
-    common_pb2.ATTENTION_TYPE_FULL: AttentionType.FULL,
-    common_pb2.ATTENTION_TYPE_SLIDING_WINDOW: AttentionType.SLIDING_WINDOW,
-    common_pb2.ATTENTION_TYPE_CHUNKED_LOCAL: AttentionType.CHUNKED_LOCAL,
-    common_pb2.ATTENTION_TYPE_STATE_SPACE: AttentionType.STATE_SPACE,
-}
-
 
 def pool_config_from_proto(request: kvpool_pb2.OpenPoolRequest) -> PoolConfig:
     """The shape of a pool. Raises UnsupportedGroup for a kind of attention that is not known."""
     groups = []
-    for index, group in enumerate(request.groups):
-        attention_type = _ATTENTION_TYPES.get(group.attention_type)
-        if attention_type is None:
+    for index, message in enumerate(request.groups):
+        group = kv_cache_group_from_proto(message)
+        if group is None:
             raise UnsupportedGroup(
-                "the kind of attention is not said, or not known here",
+                "the attention type is not set, or not known here",
                 field=f"groups[{index}].attention_type",
             )
-        groups.append(GroupSpec(attention_type, group.block_size, group.window, group.num_layers))
+        groups.append(group)
     return PoolConfig(
         num_blocks=request.num_blocks,
         groups=tuple(groups),

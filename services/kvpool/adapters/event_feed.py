@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 from services.common.ids import PoolId
-from services.common.kv_cache_groups import GroupSpec
+from services.common.kv_cache_groups import KVCacheGroup
 from services.kvpool.core.errors import Draining
 from services.kvpool.core.events import AllBlocksCleared, EventBatch
 
@@ -30,7 +30,7 @@ class EventFeed:
         self,
         pool_id: PoolId,
         generation: int,
-        groups: Sequence[GroupSpec],  # noqa: ARG002 - hashes are passed on as they come
+        groups: Sequence[KVCacheGroup],  # noqa: ARG002 - hashes are passed on as they come
     ) -> None:
         """Sends the watchers of a pool an empty snapshot: it begins a new life."""
         self.publish(pool_id, EventBatch(generation, 0, True, ()))

@@ -9,7 +9,7 @@ from itertools import takewhile
 
 from services.common.block_hash import BlockHash
 from services.common.ids import PoolId
-from services.common.kv_cache_groups import AttentionType, GroupSpec
+from services.common.kv_cache_groups import AttentionType, KVCacheGroup
 from services.kvpool.core.events import (
     AllBlocksCleared,
     BlocksRemoved,
@@ -23,7 +23,7 @@ from services.kvpool.core.ports import PoolMatch
 @dataclass(slots=True)
 class _Entry:
     generation: int
-    groups: Sequence[GroupSpec]
+    groups: Sequence[KVCacheGroup]
     cached: list[set[BlockHash]]
 
     def apply(self, event: Event) -> None:
@@ -52,7 +52,7 @@ class _Entry:
 
 
 def _usable(
-    group: GroupSpec, cached: AbstractSet[BlockHash], chain: Sequence[BlockHash], depth: int
+    group: KVCacheGroup, cached: AbstractSet[BlockHash], chain: Sequence[BlockHash], depth: int
 ) -> int:
     """Blocks of the longest prefix, at most so many, of which one group has all that it reads.
 
@@ -76,7 +76,7 @@ class MemoryDirectory:
     def __init__(self) -> None:
         self._entries: dict[PoolId, _Entry] = {}
 
-    def open(self, pool_id: PoolId, generation: int, groups: Sequence[GroupSpec]) -> None:
+    def open(self, pool_id: PoolId, generation: int, groups: Sequence[KVCacheGroup]) -> None:
         """A pool begins a new life, empty; an older life than the known one is ignored."""
         known = self._entries.get(pool_id)
         if known is None or known.generation < generation:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from services.common.block_hash import BlockHash
 from services.common.ids import BlockId
-from services.common.kv_cache_groups import AttentionType, GroupSpec
+from services.common.kv_cache_groups import AttentionType, KVCacheGroup
 from services.kvpool.core.block_pool import BlockPool
 from services.kvpool.core.errors import UnsupportedGroup
 from services.kvpool.core.full_attention import FullAttentionManager
@@ -111,7 +111,7 @@ class HybridCoordinator(Coordinator):
 
 
 def create_coordinator(
-    specs: Sequence[GroupSpec],
+    specs: Sequence[KVCacheGroup],
     blocks: BlockPool,
     *,
     enable_prefix_caching: bool,
@@ -128,7 +128,7 @@ def create_coordinator(
 
 
 def _create_group(
-    group: int, spec: GroupSpec, blocks: BlockPool, *, drop_last_hit_block: bool
+    group: int, spec: KVCacheGroup, blocks: BlockPool, *, drop_last_hit_block: bool
 ) -> GroupManager:
     def refuse(text: str, field: str) -> UnsupportedGroup:
         return UnsupportedGroup(text, field=f"groups[{group}].{field}")

@@ -5,7 +5,7 @@ needs, which are freed while it runs, and which make a prefix hit; so each kind 
 manager, and a coordinator calls them all. vLLM's hybrid KV-cache manager divides the work in the
 same way.
 
-Everything follows from one rule of the kind, `GroupSpec.first_seen_block`: a request that has
+Everything follows from one rule of the kind, `KVCacheGroup.first_seen_block`: a request that has
 computed n tokens needs the blocks from there on and no earlier one. Earlier ones are freed while it
 runs, and a prefix of n tokens is a hit if the blocks from there on are cached, even if earlier ones
 are not. Table entries that hold nothing name the null block.
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from services.common.block_hash import BlockHash
 from services.common.ids import NULL_BLOCK, BlockId
-from services.common.kv_cache_groups import GroupSpec
+from services.common.kv_cache_groups import KVCacheGroup
 from services.kvpool.core.block_pool import BlockPool
 
 
@@ -53,7 +53,7 @@ class GroupManager(ABC):
     __slots__ = ("_block_size", "_group", "_num_dropped", "_pool", "_spec")
 
     def __init__(
-        self, group: int, spec: GroupSpec, pool: BlockPool, *, drop_last_hit_block: bool = False
+        self, group: int, spec: KVCacheGroup, pool: BlockPool, *, drop_last_hit_block: bool = False
     ) -> None:
         self._group = group
         self._spec = spec

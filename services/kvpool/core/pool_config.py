@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from services.common.kv_cache_groups import GroupSpec
+from services.common.kv_cache_groups import KVCacheGroup
 from services.kvpool.core.errors import InvalidPool
 
 
@@ -17,7 +17,7 @@ class PoolConfig:
     """
 
     num_blocks: int
-    groups: tuple[GroupSpec, ...]
+    groups: tuple[KVCacheGroup, ...]
     enable_prefix_caching: bool = True
     fingerprint: bytes = b""
     drop_last_hit_block: bool = False

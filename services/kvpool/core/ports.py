@@ -8,7 +8,7 @@ from typing import Protocol
 
 from services.common.block_hash import BlockHash
 from services.common.ids import PoolId
-from services.common.kv_cache_groups import GroupSpec
+from services.common.kv_cache_groups import KVCacheGroup
 from services.kvpool.core.events import EventBatch
 
 
@@ -24,7 +24,7 @@ class PoolMatch:
 class EventSink(Protocol):
     """Gets every change to the prefix indexes, in order. It neither blocks nor raises."""
 
-    def open(self, pool_id: PoolId, generation: int, groups: Sequence[GroupSpec]) -> None:
+    def open(self, pool_id: PoolId, generation: int, groups: Sequence[KVCacheGroup]) -> None:
         """A pool begins a new life, empty; what earlier ones published is forgotten."""
 
     def publish(self, pool_id: PoolId, batch: EventBatch) -> None:

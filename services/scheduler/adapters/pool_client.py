@@ -10,6 +10,8 @@ from stepwell.common.v1 import common_pb2
 from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
 
 from services.common.errors import StepwellError, Unavailable
+from services.common.kv_cache_groups import KVCacheGroup
+from services.common.kv_cache_groups_proto import kv_cache_group_to_proto
 from services.common.pool_operations import Operation, Outcome
 from services.common.pool_operations_proto import operation_to_proto, outcome_from_proto
 from services.common.status import from_peer
@@ -59,7 +61,7 @@ class PoolClient:
     async def open(
         self,
         num_blocks: int,
-        groups: Sequence[common_pb2.KVCacheGroup],
+        groups: Sequence[KVCacheGroup],
         fingerprint: bytes,
         *,
         enable_prefix_caching: bool,
@@ -75,7 +77,7 @@ class PoolClient:
                 kvpool_pb2.OpenPoolRequest(
                     pool_id=self._pool_id,
                     num_blocks=num_blocks,
-                    groups=groups,
+                    groups=map(kv_cache_group_to_proto, groups),
                     enable_prefix_caching=enable_prefix_caching,
                     fingerprint=fingerprint,
                     drop_last_hit_block=drop_last_hit_block,

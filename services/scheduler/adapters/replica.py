@@ -5,11 +5,11 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from stepwell.common.v1 import common_pb2
 from stepwell.worker.v1 import worker_pb2
 
 from services.common.errors import FailedPrecondition, InvalidArgument, StepwellError
-from services.common.kv_cache_groups import AttentionType, GroupSpec
+from services.common.kv_cache_groups import KVCacheGroup
+from services.common.kv_cache_groups_proto import kv_cache_group_from_proto
 from services.common.lease import Taken
 from services.scheduler.adapters.pool_client import PoolClient
 from services.scheduler.adapters.worker_client import WorkerGroup
@@ -20,13 +20,6 @@ logger = logging.getLogger(__name__)
 FIRST_RETRY_SECONDS = 0.05
 LAST_RETRY_SECONDS = 0.25
 QUIET_SECONDS = 5.0
-
-_ATTENTION_TYPES = {
-    common_pb2.ATTENTION_TYPE_FULL: AttentionType.FULL,
-    common_pb2.ATTENTION_TYPE_SLIDING_WINDOW: AttentionType.SLIDING_WINDOW,
-    common_pb2.ATTENTION_TYPE_CHUNKED_LOCAL: AttentionType.CHUNKED_LOCAL,
-    common_pb2.ATTENTION_TYPE_STATE_SPACE: AttentionType.STATE_SPACE,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +35,10 @@ class ReplicaShape:
         return self.description.groups[0].block_size
 
     @property
-    def groups(self) -> tuple[GroupSpec, ...]:
+    def groups(self) -> tuple[KVCacheGroup, ...]:
         """The groups of layers that share the pool."""
-        return tuple(
-            GroupSpec(
-                _ATTENTION_TYPES[group.attention_type],
-                group.block_size,
-                group.window,
-                group.num_layers,
-            )
-            for group in self.description.groups
-        )
+        groups = map(kv_cache_group_from_proto, self.description.groups)
+        return tuple(group for group in groups if group is not None)
 
 
 class ReplicaClient:
@@ -112,7 +98,7 @@ class ReplicaClient:
             shape = replace(shape, num_blocks=self._shape.num_blocks)
         generation = await self._pool.open(
             shape.num_blocks,
-            shape.description.groups,
+            shape.groups,
             shape.description.fingerprint,
             enable_prefix_caching=self._enable_prefix_caching,
             drop_last_hit_block=shape.description.drop_last_hit_block,
@@ -149,7 +135,7 @@ def _conflict(rank: worker_pb2.DescribeResponse, first: worker_pb2.DescribeRespo
     if not rank.groups:
         return "describes no group of layers for the KV cache"
     for index, group in enumerate(rank.groups):
-        if group.attention_type not in _ATTENTION_TYPES:
+        if kv_cache_group_from_proto(group) is None:
             return f"describes group {index} with an attention type that is not known here"
     sizes = {group.block_size for group in rank.groups}
     if len(sizes) > 1:

@@ -20,9 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from stepwell.common.v1 import common_pb2
-
 from services.common.errors import InvalidArgument
+from services.common.kv_cache_groups import KVCacheGroup
 from services.scheduler.adapters.replica import ReplicaShape
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.ports import KVPool
@@ -128,16 +127,14 @@ def header(config: SchedulerConfig, shape: ReplicaShape, started_unix_nanos: int
         "started_unix_nanos": started_unix_nanos,
         "fingerprint": config.fingerprint.hex(),
         "config": config_entry(config),
-        "pool": {"num_blocks": config.num_blocks, "groups": _groups(shape.description.groups)},
+        "pool": {"num_blocks": config.num_blocks, "groups": _groups(shape.groups)},
     }
 
 
-def _groups(groups: Sequence[common_pb2.KVCacheGroup]) -> list[Entry]:
+def _groups(groups: Sequence[KVCacheGroup]) -> list[Entry]:
     return [
         {
-            "attention_type": common_pb2.AttentionType.Name(group.attention_type)
-            .removeprefix("ATTENTION_TYPE_")
-            .lower(),
+            "attention_type": group.attention_type.value,
             "block_size": group.block_size,
             "window": group.window,
             "num_layers": group.num_layers,

@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 
-from services.common.kv_cache_groups import AttentionType, GroupSpec
+from services.common.kv_cache_groups import AttentionType, KVCacheGroup
 from services.scheduler.core.config import SchedulerConfig
 
 
@@ -13,7 +13,7 @@ def max_request_tokens(config: SchedulerConfig) -> int:
     windows and states what they hold at once when a prompt comes in the largest steps, or drafts
     are verified while those of the step before may yet be rejected.
     """
-    groups = config.groups or (GroupSpec(AttentionType.FULL, config.block_size),)
+    groups = config.groups or (KVCacheGroup(AttentionType.FULL, config.block_size),)
     num_step_tokens = max(config.token_budget, 1 + 2 * config.num_speculative_tokens)
     num_step_tokens += config.num_lookahead_tokens
 

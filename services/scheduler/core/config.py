@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from services.common.kv_cache_groups import AttentionType, GroupSpec
+from services.common.kv_cache_groups import AttentionType, KVCacheGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class SchedulerConfig:
     """
     watermark: float = 0.0
     """Share of the pool that stays free when a request joins running ones."""
-    groups: tuple[GroupSpec, ...] = ()
+    groups: tuple[KVCacheGroup, ...] = ()
     """Groups of layers with a block table each; empty: one, of full attention."""
 
     @property

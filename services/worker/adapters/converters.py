@@ -7,10 +7,10 @@ import numpy as np
 from stepwell.common.v1 import common_pb2
 from stepwell.worker.v1 import worker_pb2
 
+from services.common.kv_cache_groups_proto import kv_cache_group_to_proto
 from services.common.prompt_embeds_proto import prompt_embeds_from_proto
 from services.common.sampling_proto import sampling_from_proto
 from services.worker.core.errors import InvalidStep
-from services.worker.core.kv_groups import LayerGroup
 from services.worker.core.step import (
     AppendedBlocks,
     Int32Array,
@@ -78,7 +78,10 @@ def description_to_proto(description: WorkerDescription) -> worker_pb2.DescribeR
         max_model_len=description.max_model_len,
         vocab_size=description.vocab_size,
         eos_token_ids=description.eos_token_ids,
-        groups=[_group(group, description.block_size) for group in description.groups],
+        groups=[
+            kv_cache_group_to_proto(group.kv_cache_group(description.block_size))
+            for group in description.groups
+        ],
         num_blocks=description.num_blocks,
         bytes_per_block=description.bytes_per_block,
         max_num_seqs=description.max_num_seqs,
@@ -88,18 +91,6 @@ def description_to_proto(description: WorkerDescription) -> worker_pb2.DescribeR
         kv_cache_sizing=description.kv_cache_sizing,
         dtype=description.dtype,
         hidden_size=description.hidden_size,
-    )
-
-
-def _group(group: LayerGroup, block_size: int) -> common_pb2.KVCacheGroup:
-    slides = group.window is not None
-    return common_pb2.KVCacheGroup(
-        attention_type=(
-            common_pb2.ATTENTION_TYPE_SLIDING_WINDOW if slides else common_pb2.ATTENTION_TYPE_FULL
-        ),
-        block_size=block_size,
-        window=group.window or 0,
-        num_layers=len(group.layers),
     )
 
 

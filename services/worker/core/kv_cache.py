@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from services.worker.backends.out_of_memory import NotEnoughMemory
 from services.worker.core.errors import KVCacheTooSmall
-from services.worker.core.kv_groups import LayerGroup, most_blocks
+from services.worker.core.kv_groups import LayerGroup
 
 _NULL_BLOCKS = 1
 _SHORTEST_SEQUENCE = 2
@@ -38,7 +38,12 @@ class KVCacheDemand:
 
     def blocks_of(self, num_tokens: int) -> int:
         """Most blocks that a sequence of so many tokens holds at once, over all groups."""
-        return most_blocks(self.groups, num_tokens, self.block_size, self.max_num_batched_tokens)
+        return sum(
+            group.kv_cache_group(self.block_size).max_held_blocks(
+                num_tokens, self.max_num_batched_tokens
+            )
+            for group in self.groups
+        )
 
     def longest_within(self, num_blocks: int) -> int:
         """The longest sequence, in whole blocks up to `max_model_len`, that so many hold."""

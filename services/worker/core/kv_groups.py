@@ -16,6 +16,8 @@ blocks in one group only, and no more than a window's in the other six.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from services.common.kv_cache_groups import AttentionType, KVCacheGroup
+
 _PADDED_RATHER_THAN_CUT = 1.5
 """Kinds of layers whose numbers differ by less than this factor each make one group."""
 
@@ -26,6 +28,11 @@ class LayerGroup:
 
     window: int | None
     layers: tuple[int, ...]
+
+    def kv_cache_group(self, block_size: int) -> KVCacheGroup:
+        """The group as scheduler and pool know it, without the indices of its layers."""
+        kind = AttentionType.FULL if self.window is None else AttentionType.SLIDING_WINDOW
+        return KVCacheGroup(kind, block_size, self.window or 0, len(self.layers))
 
 
 def group_layers(windows: Sequence[int | None]) -> tuple[LayerGroup, ...]:
@@ -45,26 +52,4 @@ def group_layers(windows: Sequence[int | None]) -> tuple[LayerGroup, ...]:
         for window, layers in kinds.items()
         for num_groups in [-(-len(layers) // size)]
         for first in range(num_groups)
-    )
-
-
-def pages_per_block(groups: Sequence[LayerGroup]) -> int:
-    """Pages of a block: the layers of the largest group."""
-    return max(len(group.layers) for group in groups)
-
-
-def most_blocks(
-    groups: Sequence[LayerGroup], num_tokens: int, block_size: int, num_step_tokens: int
-) -> int:
-    """Most blocks that a sequence of so many tokens holds at once, over all groups.
-
-    Computed in steps of at most `num_step_tokens`, a group with a window holds what the window
-    shows, a step, and one block more since a window may begin within one.
-    """
-    whole = -(-num_tokens // block_size)
-    return sum(
-        whole
-        if group.window is None
-        else min(whole, -(-(group.window - 1 + num_step_tokens) // block_size) + 1)
-        for group in groups
     )

@@ -6,16 +6,16 @@ import random
 import pytest
 
 from services.common.ids import PoolId
-from services.common.kv_cache_groups import AttentionType, GroupSpec
+from services.common.kv_cache_groups import AttentionType, KVCacheGroup
 from services.kvpool.adapters.memory_directory import MemoryDirectory
 from services.kvpool.core.pool_config import PoolConfig
 from services.kvpool.core.pool_host import PoolHost, PoolLimits
 from tests.kvpool.worked_examples import BLOCK_SIZE, admit, commit, grow, hashes, lookup, release
 
-FULL = GroupSpec(AttentionType.FULL, BLOCK_SIZE)
-WINDOW = GroupSpec(AttentionType.SLIDING_WINDOW, BLOCK_SIZE, 6)
-CHUNK = GroupSpec(AttentionType.CHUNKED_LOCAL, BLOCK_SIZE, 8)
-STATE = GroupSpec(AttentionType.STATE_SPACE, BLOCK_SIZE)
+FULL = KVCacheGroup(AttentionType.FULL, BLOCK_SIZE)
+WINDOW = KVCacheGroup(AttentionType.SLIDING_WINDOW, BLOCK_SIZE, 6)
+CHUNK = KVCacheGroup(AttentionType.CHUNKED_LOCAL, BLOCK_SIZE, 8)
+STATE = KVCacheGroup(AttentionType.STATE_SPACE, BLOCK_SIZE)
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ STATE = GroupSpec(AttentionType.STATE_SPACE, BLOCK_SIZE)
     ],
     ids=lambda groups: "+".join(group.attention_type.value for group in groups),
 )
-def test_a_directory_is_as_deep_as_the_pool(groups: tuple[GroupSpec, ...]) -> None:
+def test_a_directory_is_as_deep_as_the_pool(groups: tuple[KVCacheGroup, ...]) -> None:
     directory, rng = MemoryDirectory(), random.Random(3)
     host: PoolHost[str] = PoolHost(PoolLimits(1, 100), [directory], lambda: 1)
     hosted = host.open(PoolId("p"), PoolConfig(40, groups))

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from services.common.kv_cache_groups import AttentionType, GroupSpec
+from services.common.kv_cache_groups import AttentionType, KVCacheGroup
 from services.common.pool_operations import (
     Admit,
     Grow,
@@ -24,14 +24,14 @@ from tests.kvpool.worked_examples import (
     release,
 )
 
-FULL = GroupSpec(AttentionType.FULL, BLOCK_SIZE)
-WINDOW = GroupSpec(AttentionType.SLIDING_WINDOW, BLOCK_SIZE, 6)  # its own token and five before
-CHUNK = GroupSpec(AttentionType.CHUNKED_LOCAL, BLOCK_SIZE, 8)  # two blocks
-STATE = GroupSpec(AttentionType.STATE_SPACE, BLOCK_SIZE)
+FULL = KVCacheGroup(AttentionType.FULL, BLOCK_SIZE)
+WINDOW = KVCacheGroup(AttentionType.SLIDING_WINDOW, BLOCK_SIZE, 6)  # its own token and five before
+CHUNK = KVCacheGroup(AttentionType.CHUNKED_LOCAL, BLOCK_SIZE, 8)  # two blocks
+STATE = KVCacheGroup(AttentionType.STATE_SPACE, BLOCK_SIZE)
 
 
 def pool_of(
-    *groups: GroupSpec, num_blocks: int = 16, caching: bool = True, drop_last: bool = False
+    *groups: KVCacheGroup, num_blocks: int = 16, caching: bool = True, drop_last: bool = False
 ) -> KVPool:
     return KVPool(PoolConfig(num_blocks, groups, caching, b"", drop_last))
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.common.kv_cache_groups import AttentionType, GroupSpec
+from services.common.kv_cache_groups import AttentionType, KVCacheGroup
 from services.kvpool.adapters.memory_directory import MemoryDirectory
 from services.kvpool.core.errors import InvalidPool, PoolNotFound, TooManyPools
 from services.kvpool.core.pool_config import PoolConfig
@@ -10,7 +10,7 @@ from services.kvpool.core.pool_host import PoolHost, PoolLimits
 from services.kvpool.core.ports import PoolMatch
 from tests.kvpool.worked_examples import admit, hashes
 
-CONFIG = PoolConfig(8, (GroupSpec(AttentionType.FULL, 4),))
+CONFIG = PoolConfig(8, (KVCacheGroup(AttentionType.FULL, 4),))
 
 
 def make_host(now: int, *sinks: MemoryDirectory) -> PoolHost[str]:

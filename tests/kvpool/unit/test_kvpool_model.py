@@ -14,7 +14,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from services.common.kv_cache_groups import AttentionType, GroupSpec
+from services.common.kv_cache_groups import AttentionType, KVCacheGroup
 from services.common.pool_operations import (
     Admission,
     Admit,
@@ -70,16 +70,16 @@ class Choices:
         return [left.pop(self.upto(len(left) - 1)) for _ in range(number)]
 
 
-def spec(kind: str, block_size: int, window: int) -> GroupSpec:
+def spec(kind: str, block_size: int, window: int) -> KVCacheGroup:
     match kind:
         case "w":
-            return GroupSpec(AttentionType.SLIDING_WINDOW, block_size, window + 1)
+            return KVCacheGroup(AttentionType.SLIDING_WINDOW, block_size, window + 1)
         case "c":
-            return GroupSpec(AttentionType.CHUNKED_LOCAL, block_size, window * block_size)
+            return KVCacheGroup(AttentionType.CHUNKED_LOCAL, block_size, window * block_size)
         case "s":
-            return GroupSpec(AttentionType.STATE_SPACE, block_size)
+            return KVCacheGroup(AttentionType.STATE_SPACE, block_size)
         case _:
-            return GroupSpec(AttentionType.FULL, block_size)
+            return KVCacheGroup(AttentionType.FULL, block_size)
 
 
 class PoolMachine(RuleBasedStateMachine):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.common.kv_cache_groups import AttentionType, GroupSpec
+from services.common.kv_cache_groups import AttentionType, KVCacheGroup
 from services.common.pool_operations import (
     Admission,
     Admit,
@@ -24,7 +24,7 @@ from services.kvpool.core.kv_pool import KVPool
 from services.kvpool.core.pool_config import PoolConfig
 from tests.kvpool.worked_examples import admission, admit, hashes, make_pool
 
-FULL = GroupSpec(AttentionType.FULL, 4)
+FULL = KVCacheGroup(AttentionType.FULL, 4)
 
 
 def test_a_transaction_stops_at_the_first_item_that_does_not_fit():
@@ -110,38 +110,44 @@ def test_a_lookup_is_remembered_until_the_request_is_released():
 @pytest.mark.parametrize(
     ("config", "error", "field"),
     [
-        (PoolConfig(1, (GroupSpec(AttentionType.FULL, 4),)), InvalidPool, "num_blocks"),
+        (PoolConfig(1, (KVCacheGroup(AttentionType.FULL, 4),)), InvalidPool, "num_blocks"),
         (PoolConfig(8, ()), InvalidPool, "groups"),
-        (PoolConfig(8, (GroupSpec(AttentionType.FULL, 0),)), InvalidPool, "groups[0].block_size"),
         (
-            PoolConfig(8, (GroupSpec(AttentionType.FULL, 4), GroupSpec(AttentionType.FULL, 8))),
+            PoolConfig(8, (KVCacheGroup(AttentionType.FULL, 0),)),
+            InvalidPool,
+            "groups[0].block_size",
+        ),
+        (
+            PoolConfig(
+                8, (KVCacheGroup(AttentionType.FULL, 4), KVCacheGroup(AttentionType.FULL, 8))
+            ),
             InvalidPool,
             "groups[1].block_size",
         ),
         (
-            PoolConfig(8, (GroupSpec(AttentionType.SLIDING_WINDOW, 4, 1),)),
+            PoolConfig(8, (KVCacheGroup(AttentionType.SLIDING_WINDOW, 4, 1),)),
             UnsupportedGroup,
             "groups[0].window",
         ),
         (
-            PoolConfig(8, (FULL, GroupSpec(AttentionType.CHUNKED_LOCAL, 4, 6))),
+            PoolConfig(8, (FULL, KVCacheGroup(AttentionType.CHUNKED_LOCAL, 4, 6))),
             UnsupportedGroup,
             "groups[1].window",
         ),
         (
             PoolConfig(
-                8, (FULL, GroupSpec(AttentionType.CHUNKED_LOCAL, 4, 8)), drop_last_hit_block=True
+                8, (FULL, KVCacheGroup(AttentionType.CHUNKED_LOCAL, 4, 8)), drop_last_hit_block=True
             ),
             UnsupportedGroup,
             "groups[1].attention_type",
         ),
         (
-            PoolConfig(8, (GroupSpec(AttentionType.STATE_SPACE, 4, 8),)),
+            PoolConfig(8, (KVCacheGroup(AttentionType.STATE_SPACE, 4, 8),)),
             UnsupportedGroup,
             "groups[0].window",
         ),
         (
-            PoolConfig(8, (GroupSpec(AttentionType.FULL, 4, 16),)),
+            PoolConfig(8, (KVCacheGroup(AttentionType.FULL, 4, 16),)),
             UnsupportedGroup,
             "groups[0].window",
         ),

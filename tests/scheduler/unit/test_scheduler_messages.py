@@ -8,7 +8,7 @@ from stepwell.worker.v1 import worker_pb2
 
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.common.block_hash import BlockHash, pack_token_ids, unpack_token_ids
-from services.common.kv_cache_groups import AttentionType, GroupSpec
+from services.common.kv_cache_groups import AttentionType, KVCacheGroup
 from services.common.pool_operations import (
     Admission,
     Admit,
@@ -52,7 +52,7 @@ def over_the_wire(core: KVPool, *operations: Operation) -> Outcome:
 
 
 def make_core(num_blocks: int, num_groups: int = 1) -> KVPool:
-    groups = (GroupSpec(AttentionType.FULL, 4),) * num_groups
+    groups = (KVCacheGroup(AttentionType.FULL, 4),) * num_groups
     return KVPool(PoolConfig(num_blocks=num_blocks, groups=groups))
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.common.ids import RequestKey
-from services.common.kv_cache_groups import AttentionType, GroupSpec
+from services.common.kv_cache_groups import AttentionType, KVCacheGroup
 from services.common.pool_operations import Grow, Operation, Outcome
 from services.scheduler.core.capacity import max_request_tokens, state_space_conflict
 from services.scheduler.core.config import SchedulerConfig
@@ -15,10 +15,10 @@ from services.scheduler.core.ports import KVPool
 from tests.scheduler.paged_model import continuation
 from tests.scheduler.story import BLOCK_SIZE, Story, prompt
 
-FULL = GroupSpec(AttentionType.FULL, BLOCK_SIZE)
-WINDOW = GroupSpec(AttentionType.SLIDING_WINDOW, BLOCK_SIZE, 6)  # its own token and five before
-CHUNK = GroupSpec(AttentionType.CHUNKED_LOCAL, BLOCK_SIZE, 8)  # two blocks
-STATE = GroupSpec(AttentionType.STATE_SPACE, BLOCK_SIZE)
+FULL = KVCacheGroup(AttentionType.FULL, BLOCK_SIZE)
+WINDOW = KVCacheGroup(AttentionType.SLIDING_WINDOW, BLOCK_SIZE, 6)  # its own token and five before
+CHUNK = KVCacheGroup(AttentionType.CHUNKED_LOCAL, BLOCK_SIZE, 8)  # two blocks
+STATE = KVCacheGroup(AttentionType.STATE_SPACE, BLOCK_SIZE)
 
 
 def tables(story: Story, key: int) -> tuple[tuple[int, ...], ...]:
@@ -229,7 +229,7 @@ async def test_without_states_nothing_is_zeroed() -> None:
 # What can be served.
 
 
-def config(*groups: GroupSpec, **fields: int | bool) -> SchedulerConfig:
+def config(*groups: KVCacheGroup, **fields: int | bool) -> SchedulerConfig:
     limits = {
         "max_num_seqs": 4,
         "max_num_batched_tokens": 8,
@@ -257,7 +257,7 @@ def config(*groups: GroupSpec, **fields: int | bool) -> SchedulerConfig:
     ],
 )
 def test_the_longest_request_is_one_that_all_groups_hold(
-    groups: tuple[GroupSpec, ...], longest: int
+    groups: tuple[KVCacheGroup, ...], longest: int
 ) -> None:
     assert max_request_tokens(config(*groups)) == longest
 
@@ -271,7 +271,7 @@ def test_drafts_that_may_yet_be_rejected_hold_a_window_open() -> None:
 
 
 @pytest.mark.parametrize("groups", [(FULL, WINDOW), (FULL, STATE), (WINDOW, WINDOW, WINDOW)])
-async def test_the_longest_request_runs_to_its_end(groups: tuple[GroupSpec, ...]) -> None:
+async def test_the_longest_request_runs_to_its_end(groups: tuple[KVCacheGroup, ...]) -> None:
     longest = max_request_tokens(config(*groups))
     story = Story(groups=groups, num_blocks=13, max_num_batched_tokens=8, max_model_len=longest)
     request = story.add("a", prompt(longest - 5), max_tokens=100)

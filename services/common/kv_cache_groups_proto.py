@@ -1,0 +1,29 @@
+"""KV-cache groups from and to their message."""
+
+from stepwell.common.v1 import common_pb2
+
+from services.common.kv_cache_groups import AttentionType, KVCacheGroup
+from services.common.proto_enum import ProtoEnum
+from services.common.proto_fields import require_same_fields
+
+require_same_fields(KVCacheGroup, common_pb2.KVCacheGroup.DESCRIPTOR)
+
+_ATTENTION_TYPES = ProtoEnum(AttentionType, common_pb2.AttentionType, "ATTENTION_TYPE_")
+
+
+def kv_cache_group_from_proto(message: common_pb2.KVCacheGroup) -> KVCacheGroup | None:
+    """The group of a message; None if its attention type is not set, or not known here."""
+    attention_type = _ATTENTION_TYPES.from_proto(message.attention_type)
+    if attention_type is None:
+        return None
+    return KVCacheGroup(attention_type, message.block_size, message.window, message.num_layers)
+
+
+def kv_cache_group_to_proto(group: KVCacheGroup) -> common_pb2.KVCacheGroup:
+    """The message of a group."""
+    return common_pb2.KVCacheGroup(
+        attention_type=_ATTENTION_TYPES.to_proto(group.attention_type),
+        block_size=group.block_size,
+        window=group.window,
+        num_layers=group.num_layers,
+    )
