@@ -41,17 +41,24 @@ class ComputedTokens:
     def num_computed_tokens(self, num_tokens: int) -> None:
         self.origin = num_tokens - self.clock.now
 
+    def add_computed_tokens(self, num_tokens: int) -> int:
+        """Counts further tokens as computed; returns the new count."""
+        self.origin = origin = self.origin + num_tokens
+        return origin + self.clock.now
+
     def enter_fast_path(self, clock: StepClock) -> None:
         """Lets the count grow with a clock."""
         self.origin -= clock.now
         self.clock = clock
         self.is_on_fast_path = True
 
-    def leave_fast_path(self) -> None:
-        """Keeps the count at what it is now."""
-        self.origin += self.clock.now
-        self.clock = _STOPPED
-        self.is_on_fast_path = False
+
+def leave_fast_path(requests: Iterable[ComputedTokens]) -> None:
+    """Keeps the counts at what they are now."""
+    for request in requests:
+        request.origin += request.clock.now
+        request.clock = _STOPPED
+        request.is_on_fast_path = False
 
 
 def num_computed_tokens_of(requests: Iterable[ComputedTokens]) -> list[int]:

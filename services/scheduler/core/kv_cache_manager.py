@@ -4,7 +4,7 @@ Every method makes at most one transaction. What the pool knows of a request is 
 request; operations that go with the next transaction, whatever that is about, are kept here.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from services.common.block_hash import BlockHash
 from services.common.ids import BlockId
@@ -61,7 +61,7 @@ class KVCacheManager:
         self,
         builder: StepBuilder,
         growing: Sequence[Request],
-        leaving: Iterable[Request],
+        leaving: Collection[Request],
         looked_up: Sequence[Request],
         traceparent: str,
     ) -> Outcome:
@@ -156,18 +156,19 @@ class KVCacheManager:
             list(map(self.num_slots, ends)),
         )
 
-    def _filling(self, builder: StepBuilder, leaving: Iterable[Request]) -> list[_Filling]:
+    def _filling(self, builder: StepBuilder, leaving: Collection[Request]) -> list[_Filling]:
         """Requests of which the step fills blocks, in the order of admission."""
         if not self._config.enable_prefix_caching:
             return []
         size = self._config.block_size
         filling: list[_Filling] = []
-        for request in leaving:
-            end = request.num_computed_tokens + 1
+        for request, start in zip(leaving, num_computed_tokens_of(leaving), strict=True):
+            end = start + 1
             if end % size == 0 and end <= len(request.token_ids):
                 filling.append((request.admission_number, end, request))
-        for request, num_new in builder.off_fast_path.items():
-            end = request.num_computed_tokens + num_new
+        starts = num_computed_tokens_of(builder.off_fast_path)
+        for (request, num_new), start in zip(builder.off_fast_path.items(), starts, strict=True):
+            end = start + num_new
             full = (request.num_committed_blocks + 1) * size
             if end >= full and len(request.token_ids) >= full:
                 filling.append(

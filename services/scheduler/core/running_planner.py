@@ -1,6 +1,7 @@
 """What a step computes of the requests that run: arithmetic on tokens, no transaction."""
 
 from services.scheduler.core.chunks import aligned_chunk
+from services.scheduler.core.computed_tokens import num_computed_tokens_of
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.kv_cache_manager import KVCacheManager
 from services.scheduler.core.request import Request
@@ -37,8 +38,8 @@ class RunningPlanner:
         """
         running, growing = self._running, list[Request]()
         run_begin, is_enough = begin, builder.token_budget >= len(running) - begin
-        for request in running.off_fast_path(begin):
-            num_computed = request.num_computed_tokens
+        looked_at = running.off_fast_path(begin)
+        for request, num_computed in zip(looked_at, num_computed_tokens_of(looked_at), strict=True):
             num_new = num_decided
             if num_new is None:
                 num_new = self._num_new_tokens(builder, request, num_computed)
@@ -64,8 +65,7 @@ class RunningPlanner:
         """
         self._running.advance()
         for request, num_new in builder.off_fast_path.items():
-            num_computed = request.num_computed_tokens + num_new
-            request.num_computed_tokens = num_computed
+            num_computed = request.add_computed_tokens(num_new)
             request.is_prefill_chunk = num_computed < len(request.token_ids)
             if self._config.num_speculative_tokens:
                 request.draft_token_ids = self._placeholder_drafts(request)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import count
 from operator import attrgetter
 
-from services.scheduler.core.computed_tokens import StepClock
+from services.scheduler.core.computed_tokens import StepClock, leave_fast_path
 from services.scheduler.core.request import Request
 
 _admission_number = attrgetter("admission_number")
@@ -66,8 +66,7 @@ class RunningRequests:
         those off the fast path whose steps on it are over.
         """
         if due := self._calendar.pop(self._clock.now, None):
-            for request in due:
-                request.leave_fast_path()
+            leave_fast_path(due)
             self._off_fast_path |= due
         requests = sorted(self._off_fast_path, key=_admission_number)
         if begin == 0:
@@ -94,7 +93,7 @@ class RunningRequests:
             leaving.remove(request)
             if not leaving:
                 del self._calendar[request.fast_path_end]
-            request.leave_fast_path()
+            leave_fast_path((request,))
             self._off_fast_path.add(request)
 
     def advance(self) -> None:
