@@ -34,8 +34,8 @@ from services.gateway.core.delta import Finish
 from services.gateway.core.inference import Inference
 from services.gateway.core.inflight import Inflight, Mailbox
 from services.gateway.core.request import ClientRequest, EngineRequest, ModelLimits, Prompt
-from services.scheduler.__main__ import make_config
 from services.scheduler.adapters.replica import ReplicaShape
+from services.scheduler.adapters.replica_config import scheduler_config
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.engine_core import EngineCore
 from services.scheduler.core.output import (
@@ -205,7 +205,7 @@ class InProcess:
         worker = await self._compute.submit(self._load)
         built = worker.description
         shape = ReplicaShape(description_to_proto(built), built.num_blocks)
-        config = make_config(SchedulerSettings(kvpool="", workers=()), shape)
+        config = scheduler_config(SchedulerSettings(kvpool="", workers=()), shape)
         local = LocalEngine(_limits(built, config))
         pool = InProcessPool(built.num_blocks, built.block_size, groups=config.groups)
         local.engine = EngineCore(

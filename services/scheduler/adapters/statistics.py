@@ -1,4 +1,4 @@
-"""A look at the replica, put together when somebody asks: RPC GetStats, and Prometheus."""
+"""The replica's numbers at the time of a request for them: RPC GetStats, and Prometheus."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -32,7 +32,7 @@ RECENT_STEPS = 100
 
 
 class StepCounts:
-    """Running totals over steps, for whoever watches the engine to add to."""
+    """Running totals over steps, which the engine's observer adds to."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -46,7 +46,7 @@ class StepCounts:
 
     @property
     def mean_step_nanos(self) -> int:
-        """Mean time that recent steps took, without what overlapped; 0 before the first."""
+        """Mean time of recent steps, without their overlap; 0 before the first."""
         return sum(self.step_nanos) // len(self.step_nanos) if self.step_nanos else 0
 
 
@@ -68,7 +68,7 @@ class Statistics(Collector):
         self._model_name = model_name
 
     def message(self) -> scheduler_pb2.GetStatsResponse:
-        """The numbers as GetStats tells them."""
+        """The numbers as the answer to GetStats."""
         engine, scheduler, counts = self._engine, self._engine.scheduler, self._counts
         reason = counts.wait_reasons.current if engine.num_waiting else None
         return scheduler_pb2.GetStatsResponse(
@@ -100,7 +100,13 @@ class Statistics(Collector):
     def collect(self) -> Iterator[Metric]:
         """The numbers as Prometheus reads them."""
         stats = self.message()
-        labels = {"model_name": self._model_name}
+        yield from self._gauges(stats)
+        yield from self._counters(stats)
+        yield self._recoveries()
+        yield from self._wait_reasons(stats)
+        yield _cache_config(stats)
+
+    def _gauges(self, stats: scheduler_pb2.GetStatsResponse) -> Iterator[Metric]:
         usage = 1 - stats.num_free_blocks / stats.num_usable_blocks
         gauges: Sequence[tuple[str, str, float]] = (
             (names.METRIC_NUM_REQUESTS_RUNNING, "Requests that run.", stats.num_running),
@@ -108,6 +114,12 @@ class Statistics(Collector):
             (names.METRIC_KV_CACHE_USAGE, "Share of the KV cache in use; 1 is all.", usage),
             (names.METRIC_STEP_SECONDS, "Mean of recent steps.", stats.mean_step_nanos / 1e9),
         )
+        for name, text, value in gauges:
+            gauge = GaugeMetricFamily(name, text, labels=["model_name"])
+            gauge.add_metric([self._model_name], value)
+            yield gauge
+
+    def _counters(self, stats: scheduler_pb2.GetStatsResponse) -> Iterator[Metric]:
         counters: Sequence[tuple[str, str, float]] = (
             (names.METRIC_NUM_PREEMPTIONS, "Preemptions.", stats.num_preemptions),
             (
@@ -126,46 +138,46 @@ class Statistics(Collector):
                 self._counts.num_scheduled_tokens,
             ),
         )
-        for name, text, value in gauges:
-            gauge = GaugeMetricFamily(name, text, labels=list(labels))
-            gauge.add_metric(list(labels.values()), value)
-            yield gauge
         for name, text, value in counters:
-            counter = CounterMetricFamily(name, text, labels=list(labels))
-            counter.add_metric(list(labels.values()), value)
+            counter = CounterMetricFamily(name, text, labels=["model_name"])
+            counter.add_metric([self._model_name], value)
             yield counter
+
+    def _recoveries(self) -> Metric:
         recoveries = CounterMetricFamily(
             names.METRIC_RECOVERIES,
-            "Generations that began anew since the pool or the workers were lost, or hung.",
-            labels=[*labels, "lost"],
+            "Generations that were begun because the pool or the workers were lost, or hung.",
+            labels=["model_name", "lost"],
         )
-        for lost, count in (
-            ("pool", self._engine.losses.num_of_pool),
-            ("workers", self._engine.losses.num_of_workers),
-        ):
-            recoveries.add_metric([*labels.values(), lost], count)
-        yield recoveries
+        losses = self._engine.losses
+        for lost, count in (("pool", losses.num_of_pool), ("workers", losses.num_of_workers)):
+            recoveries.add_metric([self._model_name, lost], count)
+        return recoveries
+
+    def _wait_reasons(self, stats: scheduler_pb2.GetStatsResponse) -> Iterator[Metric]:
         waiting = GaugeMetricFamily(
             names.METRIC_NUM_REQUESTS_WAITING_BY_REASON,
-            "Requests that wait, by what is in their way.",
-            labels=[*labels, "reason"],
+            "Requests that wait, by the reason.",
+            labels=["model_name", "reason"],
         )
-        passed_over = CounterMetricFamily(
+        steps = CounterMetricFamily(
             names.METRIC_WAIT_STEPS,
-            "Steps after which requests still waited, by what was in their way.",
-            labels=[*labels, "reason"],
+            "Steps after which requests still waited, by the reason.",
+            labels=["model_name", "reason"],
         )
         reasons = self._counts.wait_reasons
         for reason in WaitReason:
-            in_the_way = reason is reasons.current
-            values = [*labels.values(), reason.value]
-            waiting.add_metric(values, stats.num_waiting if in_the_way else 0)
-            passed_over.add_metric(values, reasons.num_steps[reason])
+            labels = [self._model_name, reason.value]
+            waiting.add_metric(labels, stats.num_waiting if reason is reasons.current else 0)
+            steps.add_metric(labels, reasons.num_steps[reason])
         yield waiting
-        yield passed_over
-        info = InfoMetricFamily(
-            names.METRIC_CACHE_CONFIG.removesuffix("_info"), "Shape of the cache.", labels=[]
-        )
-        shape = {"block_size": stats.block_size, "num_gpu_blocks": stats.num_usable_blocks + 1}
-        info.add_metric([], {key: str(value) for key, value in shape.items()})
-        yield info
+        yield steps
+
+
+def _cache_config(stats: scheduler_pb2.GetStatsResponse) -> Metric:
+    info = InfoMetricFamily(
+        names.METRIC_CACHE_CONFIG.removesuffix("_info"), "Shape of the cache.", labels=[]
+    )
+    shape = {"block_size": stats.block_size, "num_gpu_blocks": stats.num_usable_blocks + 1}
+    info.add_metric([], {key: str(value) for key, value in shape.items()})
+    return info

@@ -1,0 +1,80 @@
+"""The configuration of the scheduler, from its settings and what the replica can do."""
+
+from dataclasses import replace
+
+from stepwell.scheduler.v1 import scheduler_pb2
+
+from services.common.errors import FailedPrecondition
+from services.scheduler.adapters.replica import ReplicaShape
+from services.scheduler.core.capacity import max_request_tokens, state_space_conflict
+from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.policies import find_policy
+from services.scheduler.settings import SchedulerSettings
+
+SHORTEST_SEQUENCE = 2
+"""A token of a prompt, and one to generate."""
+
+
+def scheduler_config(settings: SchedulerSettings, shape: ReplicaShape) -> SchedulerConfig:
+    """The configuration by the settings, limited to what the workers are built for and the pool can
+    hold.
+
+    Raises FailedPrecondition if a sequence could get longer than the step that must hold it, if the
+    pool does not hold even the shortest, or if states would have to be cached and cannot be.
+    """
+    built = shape.description
+    config = SchedulerConfig(
+        max_num_seqs=min(settings.max_num_seqs or built.max_num_seqs, built.max_num_seqs),
+        max_num_batched_tokens=min(
+            settings.max_num_batched_tokens or built.max_num_batched_tokens,
+            built.max_num_batched_tokens,
+        ),
+        max_model_len=built.max_model_len,
+        block_size=shape.block_size,
+        num_blocks=shape.num_blocks,
+        fingerprint=built.fingerprint,
+        policy=settings.policy,
+        async_scheduling=settings.async_scheduling,
+        enable_prefix_caching=settings.enable_prefix_caching,
+        enable_chunked_prefill=settings.enable_chunked_prefill,
+        long_prefill_token_threshold=settings.long_prefill_token_threshold,
+        long_prefill_token_threshold_adaptive=settings.long_prefill_token_threshold_adaptive,
+        scheduler_reserve_full_isl=settings.scheduler_reserve_full_isl,
+        watermark=settings.watermark,
+        groups=shape.groups,
+        drop_last_hit_block=built.drop_last_hit_block,
+    )
+    config = replace(config, max_model_len=max_request_tokens(config))
+    if config.max_model_len < SHORTEST_SEQUENCE:
+        raise FailedPrecondition(
+            f"{shape.num_blocks} blocks, one of them the null block, do not hold a single token in "
+            f"each of {len(config.groups)} groups of layers: give the worker's KV cache more memory"
+        )
+    if conflict := state_space_conflict(config):
+        raise FailedPrecondition(conflict)
+    if not config.enable_chunked_prefill and config.token_budget < config.max_model_len:
+        raise FailedPrecondition(
+            f"without chunked prefill a step of {config.token_budget} tokens cannot hold a "
+            f"sequence of {config.max_model_len}: raise max_num_batched_tokens of the worker"
+        )
+    return config
+
+
+def session_opened_to_proto(
+    shape: ReplicaShape, config: SchedulerConfig, incarnation: str
+) -> scheduler_pb2.SessionOpened:
+    """The first message of a session: what the replica serves, and its limits."""
+    built = shape.description
+    return scheduler_pb2.SessionOpened(
+        incarnation=incarnation,
+        model_name=built.model_name,
+        max_model_len=built.max_model_len,
+        vocab_size=built.vocab_size,
+        max_request_tokens=config.max_model_len,
+        fingerprint=built.fingerprint,
+        tokenizer_fingerprint=built.tokenizer_fingerprint,
+        block_size=config.block_size,
+        eos_token_ids=built.eos_token_ids,
+        priority_scheduling=find_policy(config.policy).uses_priority,
+        hidden_size=built.hidden_size,
+    )
