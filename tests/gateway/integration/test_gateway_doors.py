@@ -260,6 +260,20 @@ async def test_a_client_that_stops_sending_in_a_stream_gets_the_rest(served: Ser
     assert len(scheduler.aborts) == 1
 
 
+async def test_a_client_that_leaves_ends_the_request_before_the_one_it_sent_last(
+    served: Serving, caplog: pytest.LogCaptureFixture
+):
+    scheduler = served.scheduler
+    body = json.dumps(BODY | {"stream": True, "max_tokens": 8}).encode()
+    scheduler.permits = 2
+    async with connected(served) as (reader, writer), asyncio.timeout(10):
+        writer.write(post("/v1/completions", body) + GET)
+        await reader.readuntil(b"data: {")
+    await until(lambda: scheduler.num_running == 0, 5)
+    assert len(scheduler.aborts) == 1
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/models/tiny", "/health", "/metrics"])
 async def test_head_is_get_without_the_body(served: Serving, path: str):
     answer = await served.http.head(path)

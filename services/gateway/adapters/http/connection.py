@@ -74,6 +74,7 @@ class GuardedConnection(HttpToolsProtocol):
         self._num_header_bytes = 0
         self._num_body_bytes = 0
         self._refusal: tuple[int, str] | None = None
+        self._answered: RequestResponseCycle | None = None
 
     # The transport's side.
 
@@ -100,6 +101,11 @@ class GuardedConnection(HttpToolsProtocol):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
+        # uvicorn ends the latest request alone, which may wait behind the one being answered.
+        answered = self._answered
+        if answered is not None and not answered.response_complete:
+            answered.disconnected = True
+            answered.message_event.set()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -183,6 +189,8 @@ class GuardedConnection(HttpToolsProtocol):
             app = partial(answer_until_close, cycle, app)
         else:
             cycle.scope["state"][SEND_BODY] = cycle.send
+
+        self._answered = cycle
 
         def start() -> None:
             if not cycle.disconnected:
