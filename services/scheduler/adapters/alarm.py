@@ -1,4 +1,4 @@
-"""A timer that does not blame others for time in which this process stood still."""
+"""A timer that allows for time in which the event loop did not run."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,9 +10,9 @@ _GRACE_SECONDS = 1.0
 class Alarm:
     """Calls `ring` after so many seconds, unless cancelled before.
 
-    When the event loop comes to it late, it did not run meanwhile, and what it waits for may be
-    there, unread: then it gets another second. Costs little more than the loop's bare timer, a
-    tenth of `asyncio.timeout`.
+    If the event loop calls the timer late, it did not run in between, and an answer may have
+    arrived that was not read: then the timer runs for another second. It takes little more time
+    than the loop's own timer, a tenth of `asyncio.timeout`.
     """
 
     __slots__ = ("_due", "_loop", "_ring", "_timer")
@@ -24,7 +24,7 @@ class Alarm:
         self._timer = self._loop.call_at(self._due, self._rings)
 
     def cancel(self) -> None:
-        """It does not ring any more."""
+        """Stops the timer."""
         self._timer.cancel()
 
     def _rings(self) -> None:

@@ -1,4 +1,4 @@
-"""Whether a step can run, as sessions and health checks are told."""
+"""Sends sessions and the health service whether a step can run."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -12,9 +12,9 @@ HEARTBEAT_SECONDS = 1.0
 
 
 class ReplicaReadiness:
-    """A `Readiness` that tells every session at once, and again every second.
+    """A `Readiness` that sends its state to every session at each change and every second.
 
-    `set_ready` is told of each change, for the health service.
+    `set_ready` is called at each change, for the health service.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class ReplicaReadiness:
         self._sessions = sessions
         self._set_ready = set_ready
         self._heartbeat_seconds = heartbeat_seconds
-        self._lack = ""
+        self._reason = ""
         self._is_draining = False
         self._changed = asyncio.Event()
 
@@ -34,16 +34,16 @@ class ReplicaReadiness:
         self.not_ready("")
 
     def not_ready(self, reason: str) -> None:
-        self._lack = reason
+        self._reason = reason
         self._changed.set()
 
     def drain(self) -> None:
-        """From here on new requests are refused."""
+        """Announces that new requests are refused."""
         self._is_draining = True
         self._changed.set()
 
     async def run(self) -> None:
-        """Keeps health and sessions informed until cancelled."""
+        """Sends the state until cancelled."""
         was_ready: bool | None = None
         while True:
             self._changed.clear()
@@ -57,7 +57,7 @@ class ReplicaReadiness:
                     await self._changed.wait()
 
     def _state(self) -> scheduler_pb2.ReplicaState:
-        reason = self._lack or ("the scheduler is draining" if self._is_draining else "")
+        reason = self._reason or ("the scheduler is draining" if self._is_draining else "")
         return scheduler_pb2.ReplicaState(
             ready=not reason, reason=reason, draining=self._is_draining
         )

@@ -1,4 +1,4 @@
-"""The step log: one JSON object a line, of what the scheduler was told and what it decided.
+"""The step log: a JSON object in each line, of the scheduler's calls and its decisions.
 
     {"schema": "stepwell.step_log", "version": 3, "config": {...}, "pool": {...}, ...}
     {"call": "add", "key": 1, "id": "...", "tokens": [...], ...}
@@ -6,8 +6,8 @@
     {"call": "update_from_output", "step": 0, "token_ids": [[17]], ...}
     {"call": "end"}
 
-It holds prompts and answers in tokens: who reads it reads what users wrote, so the file is its
-owner's alone. `services.scheduler.core.recorder` makes the entries, `stepwell replay` reads them.
+It holds prompts and answers as tokens, so only the owner of the file may read it.
+`services.scheduler.core.recorder` makes the entries, `stepwell replay` reads them.
 """
 
 import json
@@ -38,14 +38,14 @@ logger = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 0.5
 MAX_WAITING_BYTES = 64 * 2**20
-"""What may wait to be written before the log is given up."""
+"""Most bytes that wait to be written; if there are more, the log ends."""
 
 
 class StepLog:
-    """A file that a thread writes, at least every `FLUSH_SECONDS`. For one thread to write to.
+    """A file that a thread writes every `FLUSH_SECONDS`. `write` is for one thread to call.
 
-    It never holds up whoever writes: when the disk refuses, or is so slow that too much waits, the
-    log ends there, with a warning, and what is written so far can be replayed.
+    `write` never waits for the disk. If the disk fails, or is so slow that too many bytes wait, the
+    log ends with a warning; what was written before can be replayed.
     """
 
     def __init__(self, file: BinaryIO, max_waiting_bytes: int = MAX_WAITING_BYTES) -> None:
@@ -60,7 +60,7 @@ class StepLog:
         self._thread.start()
 
     def write(self, entry: Entry) -> None:
-        """Adds a line. Never blocks on the disk."""
+        """Adds a line."""
         if self._has_ended:
             return
         line = json.dumps(entry, separators=(",", ":")) + "\n"
@@ -72,7 +72,7 @@ class StepLog:
         self._give_up(f"{self._max_waiting_bytes} bytes wait to be written")
 
     def close(self) -> None:
-        """Writes what waits and a last line, which says that nothing is missing."""
+        """Writes the remaining lines, and a last one that marks the log as complete."""
         self.write({"call": "end"})
         self._closing.set()
         self._thread.join()
@@ -105,7 +105,7 @@ def scheduler_with_log(
 ) -> Iterator[Scheduler]:
     """A scheduler, with a log of its steps if there is a path for it.
 
-    Raises InvalidArgument when nothing can be written there.
+    Raises InvalidArgument if no file can be created there.
     """
     if path is None:
         yield Scheduler(config, pool)
@@ -119,7 +119,7 @@ def scheduler_with_log(
 
 
 def header(config: SchedulerConfig, shape: ReplicaShape, started_unix_nanos: int) -> Entry:
-    """The first line: all that a replay needs besides the calls."""
+    """The first line: what a replay needs besides the calls."""
     return {
         "schema": SCHEMA,
         "version": VERSION,
@@ -144,8 +144,8 @@ def _groups(groups: Sequence[KVCacheGroup]) -> list[Entry]:
 
 
 def create_log_file(path: Path) -> BinaryIO:
-    """A new file. One that is there already, from before a crash maybe, is left as it is: the next
-    free of PATH, NAME.2.jsonl, NAME.3.jsonl, ... is taken.
+    """A new file. An existing file, perhaps from before a crash, is not changed: the file gets the
+    first name of PATH, NAME.2.jsonl, NAME.3.jsonl, ... that does not exist.
     """
     compress = _compressor() if path.suffix == ".zst" else None
     stem, dot, suffix = path.name.partition(".")
@@ -168,10 +168,9 @@ def create_log_file(path: Path) -> BinaryIO:
 
 
 class _CompressedFile:
-    """A file in which each write is a frame of its own, whole and with a checksum.
+    """A file in which each write is one complete frame with a checksum.
 
-    What has been written can be read up to its last frame while the file grows, and when the
-    process that wrote it was killed.
+    All frames can be read while the file grows, and after the process that wrote it was killed.
     """
 
     def __init__(self, file: BinaryIO, compress: Callable[[bytes], bytes]) -> None:
@@ -190,13 +189,13 @@ class _CompressedFile:
         return len(content)
 
     def flush(self) -> None:
-        """Hands what was written to the system."""
+        """Flushes the file's buffer to the operating system."""
         self._file.flush()
 
 
 def _compressor() -> Callable[[BinaryIO], BinaryIO]:
     try:
-        import zstandard  # noqa: PLC0415 - an extra, for those who want it
+        import zstandard  # noqa: PLC0415 - an optional dependency
     except ImportError:
         raise InvalidArgument(
             "--step-log *.zst needs zstandard: pip install 'stepwell[zstd]'", field="step_log"

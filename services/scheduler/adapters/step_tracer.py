@@ -1,10 +1,10 @@
-"""Traces of steps and requests, from what the engine tells its observers.
+"""Traces of steps and requests, from the calls of the engine to its observer.
 
 A step is a trace of its own, linked to the sampled requests it serves. A sampled request gets, in
-its own trace, spans for the time it queued, the chunks of its prompt, and its decoding. Each wait
-is explained where it is spent, in the first of these or, after a preemption, in one of the others:
-an event whenever something else came in the way, with the step, and in how many steps the request
-was passed over for which reason. Nobody goes through the queue for that (`wait_reasons`).
+its own trace, spans for the time it queued, the chunks of its prompt, and its decoding. The span in
+which a request waits explains why: it has an event at each change of the reason, with the step, and
+attributes with the number of steps in which the request was not admitted, by reason. A request
+waits in the first span or, after a preemption, in one of the others. See `wait_reasons`.
 """
 
 import time
@@ -29,7 +29,7 @@ class _StepTrace:
 
 @dataclass(slots=True)
 class _RequestTrace:
-    """The span of what a request is doing now: its prompt, then its decoding."""
+    """The current span of a request: of its prompt, then of its decoding."""
 
     span: Span
     is_decoding: bool = False
@@ -119,7 +119,7 @@ class StepTracer:
             counts.num_lost_tokens += preemption.num_lost_tokens
         for request in plan.new:
             counts.num_prompt_tokens += request.num_prompt_tokens
-            cached = request.num_cached_tokens or 0  # of output that it came with, too
+            cached = request.num_cached_tokens or 0  # also of the output that it arrived with
             counts.num_cached_tokens += min(cached, request.num_prompt_tokens)
 
     def _trace_plan(self, plan: SchedulerOutput, span: Span) -> None:
@@ -129,7 +129,7 @@ class StepTracer:
         for request in plan.resumed:
             if request in self._requests:
                 self._note_resumption(request, plan.step)
-            elif request in self._waiting:  # it was admitted in a step that came to nothing
+            elif request in self._waiting:  # it was admitted in a step that was lost
                 self._leave_queue(request)
         for preemption in plan.preemptions:
             attributes: Attributes = {
@@ -160,7 +160,7 @@ class StepTracer:
             request,
             {
                 names.ATTR_REQUEST_ID: request.request_id,
-                # What it brought along from a replica that was lost.
+                # Those with which it came from a replica that was lost.
                 names.ATTR_NUM_OUTPUT_TOKENS: request.num_output_tokens,
             },
             start_unix_nanos=request.queued_unix_nanos,
@@ -197,7 +197,7 @@ class StepTracer:
         self._waiting[request] = self._counts.wait_reasons.begin()
 
     def _explain_wait(self, request: Request, span: Span) -> Attributes:
-        """Notes what was in the way, from when on; returns in how many steps each of it was."""
+        """Adds an event for each wait reason; returns in how many steps each applied."""
         waiting, reasons = self._waiting.pop(request), self._counts.wait_reasons
         for change in reasons.changes_since(waiting):
             span.add_event(

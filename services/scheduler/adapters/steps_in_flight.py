@@ -14,8 +14,8 @@ from services.scheduler.core.ports import WorkersLost
 
 
 class Step:
-    """A step that was sent. `output` resolves when the last rank has answered: they answer alike,
-    and one answer is taken. A rank that is lost, or late, fails it.
+    """A step that was sent. `output` resolves when the last rank has answered: the answers of all
+    ranks are equal, and the last one is used. It fails if a rank is lost or late.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class Step:
         self._missing = set(steps.ranks)
 
     def answered(self, rank: str, response: worker_pb2.ExecuteResponse) -> None:
-        """A rank is done."""
+        """Notes the answer of a rank."""
         self._missing.discard(rank)
         if not self._missing:
             self._steps.done(self)
@@ -37,7 +37,7 @@ class Step:
                 self._resolve(response)
 
     def overdue(self) -> None:
-        """The time is over."""
+        """Fails the step because its time is over."""
         late = ", ".join(address for address in self._steps.ranks if address in self._missing)
         self.fail(
             f"step {self.number} was not done within {self.allowed_seconds:.3g} s "
@@ -45,22 +45,22 @@ class Step:
         )
 
     def fail(self, message: str, reason: str | None = None) -> None:
-        """There will be no answer."""
+        """Fails the step, if it is not done."""
         self._steps.forget(self)
         if not self.output.done():
             self.output.set_exception(WorkersLost(message, reason=reason))
-            self.output.exception()  # an output that nothing waits for is no error
+            self.output.exception()  # asyncio logs exceptions that are not retrieved
 
     def _resolve(self, response: worker_pb2.ExecuteResponse) -> None:
         try:
             self.output.set_result(model_runner_output_from_proto(response))
-        except ValueError as error:  # arrays that are none
+        except ValueError as error:  # bytes that are not an array
             self.output.set_exception(error)
 
 
 class StepsInFlight:
-    """The steps of all ranks, oldest first. Ranks run them one after the other, so that the time of
-    a step begins when the one before it is done.
+    """The steps of all ranks, oldest first. They run one after the other: the time of a step
+    begins when the step before it is done.
     """
 
     def __init__(self, ranks: Iterable[str], deadlines: Deadlines) -> None:
@@ -71,11 +71,11 @@ class StepsInFlight:
         self._began = 0.0
 
     def allowed_seconds(self, size: int) -> float:
-        """How long a step of so many tokens may take."""
+        """How long a step of `size` tokens may take."""
         return self._deadlines.seconds(size)
 
     def add(self, number: int, size: int, allowed_seconds: float) -> Step:
-        """A step of so many tokens is about to be sent."""
+        """Adds a step of `size` tokens, which is about to be sent."""
         step = Step(self, number, size, allowed_seconds)
         self._steps.append(step)
         if len(self._steps) == 1:
@@ -83,14 +83,14 @@ class StepsInFlight:
         return step
 
     def done(self, step: Step) -> None:
-        """Every rank has answered the step."""
+        """Notes how long a step took that every rank has answered."""
         if self._steps and self._steps[0] is step:
             took = asyncio.get_running_loop().time() - self._began
             self._deadlines.took(step.size, took)
         self.forget(step)
 
     def forget(self, step: Step) -> None:
-        """The step is not waited for any more."""
+        """Removes a step; the time of the one behind it begins."""
         if step not in self._steps:
             return
         was_oldest = self._steps[0] is step

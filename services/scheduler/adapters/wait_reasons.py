@@ -1,8 +1,9 @@
-"""Why requests waited, kept once for all of them.
+"""Why requests waited, noted once for all of them.
 
-The head of the queue never gives way to those behind it, so that what is in its way is in the way
-of all. A step therefore notes one reason, however many wait, and a request that leaves the queue
-reads what was noted while it was in it: a difference of two counts, and the changes in between.
+No request is admitted before the head of the queue, so the reason why the head waits is the reason
+of all. A step therefore notes one reason, however many requests wait. For a request that leaves the
+queue the reasons are read that were noted while it was in it: a difference of two counts, and the
+changes in between.
 """
 
 import time
@@ -18,7 +19,7 @@ MAX_CHANGES = 64
 
 @dataclass(frozen=True, slots=True)
 class ReasonChange:
-    """From a step on, something was in the way that had not been."""
+    """The reason was another one from this step on."""
 
     step: int
     unix_nanos: int
@@ -27,7 +28,7 @@ class ReasonChange:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """The moment at which a request began to wait, and how things stood."""
+    """When a request began to wait, and the state of `WaitReasons` at that time."""
 
     next_step: int
     unix_nanos: int
@@ -37,13 +38,13 @@ class Waiting:
 
 
 class WaitReasons:
-    """What was in the way of the head of the queue, step by step."""
+    """Why the head of the queue waited, step by step."""
 
     def __init__(self, unix_nanos: Callable[[], int] = time.time_ns) -> None:
         self.current: WaitReason | None = None
-        """After the last step, or in a pause; None when nobody waited then."""
+        """After the last step, or in a pause; None if no request waited then."""
         self.num_steps: Counter[WaitReason] = Counter()
-        """Steps after which requests still waited. A pause has none."""
+        """Steps after which requests still waited, by reason. A pause has no steps."""
         self._unix_nanos = unix_nanos
         self._is_paused = False
         self._next_step = 0
@@ -51,7 +52,7 @@ class WaitReasons:
         self._changes: deque[tuple[int, ReasonChange]] = deque(maxlen=MAX_CHANGES)
 
     def planned(self, step: int, reason: WaitReason | None) -> None:
-        """A step was decided; in a pause, one whose planning had begun."""
+        """Notes the reason of a planned step; in a pause, of one whose planning had begun."""
         if reason is not self.current:
             self._change(step, reason)
         if reason is not None:
@@ -61,19 +62,19 @@ class WaitReasons:
             self._change(self._next_step, WaitReason.PAUSED)
 
     def paused(self) -> None:
-        """No step is planned until further notice."""
+        """Notes that no step is planned until `resumed`."""
         if not self._is_paused:
             self._is_paused = True
             self._change(self._next_step, WaitReason.PAUSED)
 
     def resumed(self) -> None:
-        """That is over; what else is in the way the next step tells."""
+        """Notes the end of a pause. The next step gives the next reason."""
         if self._is_paused:
             self._is_paused = False
             self.current = None
 
     def begin(self) -> Waiting:
-        """For a request that begins to wait."""
+        """The state to keep for a request that begins to wait."""
         return Waiting(
             self._next_step,
             self._unix_nanos(),
@@ -83,11 +84,11 @@ class WaitReasons:
         )
 
     def steps_since(self, waiting: Waiting) -> Counter[WaitReason]:
-        """In how many steps a request was passed over, by reason."""
+        """In how many steps a request was not admitted, by reason."""
         return self.num_steps - waiting.num_steps
 
     def changes_since(self, waiting: Waiting) -> list[ReasonChange]:
-        """What was in a request's way, in order, the first from when it began to wait."""
+        """Why a request waited, in order, the first reason from when it began to wait."""
         changes = [change for number, change in self._changes if number >= waiting.num_changes]
         if waiting.reason is not None and self._lasted(waiting, waiting.reason, changes):
             began = ReasonChange(waiting.next_step, waiting.unix_nanos, waiting.reason)
@@ -97,11 +98,11 @@ class WaitReasons:
     def _lasted(
         self, waiting: Waiting, reason: WaitReason, changes: Sequence[ReasonChange]
     ) -> bool:
-        """Whether what was in the way when a request came was in its way too."""
+        """Whether the reason at the time when a request began to wait applied to it too."""
         if reason is WaitReason.PAUSED:
             return True
         if self._num_changes - waiting.num_changes > len(changes):
-            return False  # the first ones are forgotten
+            return False  # the first changes are no longer kept
         changed_at_once = bool(changes) and changes[0].step == waiting.next_step
         return not changed_at_once and self.num_steps[reason] > waiting.num_steps[reason]
 

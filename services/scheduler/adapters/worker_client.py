@@ -1,4 +1,4 @@
-"""The workers over gRPC: the same bytes to every rank, one stream each, steps in flight."""
+"""The workers over gRPC: one stream to each rank, and the same bytes on all of them."""
 
 import asyncio
 import logging
@@ -25,23 +25,23 @@ DESCRIBE_TIMEOUT_SECONDS = 5.0
 
 
 STEP_FLOOR_SECONDS = 2.0
-"""No step is given up before, however short steps are: the machine may be busy."""
+"""The least time that a step is allowed, however short steps are: the machine may be busy."""
 
 
 class Rank:
-    """One worker and its stream of steps. The stream that ends takes every waiting step with it."""
+    """One worker and its stream of steps. If the stream ends, the steps without an answer fail."""
 
     def __init__(self, address: str, channel: grpc.aio.Channel) -> None:
         self.address = address
         self.on_lost: Callable[[str], None] = lambda _: None
-        """Is told when the stream has ended otherwise than by `close`."""
+        """Called with a message if the stream ends by itself."""
         self._stub = worker_pb2_grpc.WorkerStub(channel)
         self._call: _ExecuteCall | None = None
         self._reader: asyncio.Task[None] | None = None
         self._waiting: deque[Step] = deque()
 
     async def describe(self) -> worker_pb2.DescribeResponse:
-        """What the worker runs. Raises StepwellError while it is away or still loading."""
+        """What the worker runs. Raises StepwellError if it is not reached or is still loading."""
         try:
             return await self._stub.Describe(
                 worker_pb2.DescribeRequest(), timeout=DESCRIBE_TIMEOUT_SECONDS
@@ -50,7 +50,7 @@ class Rank:
             raise from_peer(f"the worker at {self.address}", error) from error
 
     def open(self) -> None:
-        """Begins a new stream, with an empty batch."""
+        """Begins a new stream, for which the worker's batch is empty."""
         self.close()
         self._call = self._stub.Execute()
         self._reader = asyncio.create_task(self._read(self._call), name=f"read {self.address}")
@@ -68,7 +68,7 @@ class Rank:
     async def submit(self, request: worker_pb2.ExecuteRequest, step: Step) -> None:
         """Sends a step. Raises WorkersLost when the stream has ended."""
         if self._call is None:
-            raise WorkersLost(f"the worker at {self.address} is away")
+            raise WorkersLost(f"the worker at {self.address} has no stream")
         self._waiting.append(step)
         try:
             await self._call.write(request)
@@ -101,7 +101,7 @@ class WorkerGroup:
         self, ranks: Sequence[Rank], step_timeout_seconds: float, owner: common_pb2.Owner
     ) -> None:
         self.on_lost: Callable[[WorkersLost], None] = lambda _: None
-        """Is told of a loss also where no step is in flight."""
+        """Called at a loss, also if no step is in flight."""
         self._ranks = ranks
         for rank in ranks:
             rank.on_lost = self._rank_lost
@@ -113,7 +113,7 @@ class WorkerGroup:
         self._generation = 0
 
     async def describe(self) -> list[worker_pb2.DescribeResponse]:
-        """What each rank runs, in rank order. Raises StepwellError for the first that is away."""
+        """What each rank runs, in rank order. Raises StepwellError if one cannot be reached."""
         ranks = list(await asyncio.gather(*(rank.describe() for rank in self._ranks)))
         incarnations = [rank.incarnation for rank in ranks]
         if incarnations != self._incarnations:
@@ -123,12 +123,12 @@ class WorkerGroup:
         return ranks
 
     async def open(self, generation: int) -> None:
-        """Begins a new generation on every rank, and returns when each has run a step of nothing.
+        """Begins a new generation on every rank, and returns when each has run an empty step.
         Raises WorkersLost.
 
-        A worker that hangs in a step still describes itself. And of several ranks one that waits
-        for the others, in a step that not all were sent before their streams ended, learns from
-        them that it is over, even if there is nothing to compute for long.
+        The empty step finds a worker that hangs in a step, which still answers Describe. It also
+        ends a step that only some ranks were sent before their streams ended: a rank that waits in
+        it for the others learns of its end from them, even if no further step comes for long.
         """
         self._generation = generation
         self._is_open = False

@@ -1,4 +1,4 @@
-"""What a pool of several groups can hold of one request, and what cannot be served at all."""
+"""How many tokens of one request a pool holds, and which configurations cannot be served."""
 
 from bisect import bisect_right
 
@@ -9,9 +9,9 @@ from services.scheduler.core.config import SchedulerConfig
 def max_request_tokens(config: SchedulerConfig) -> int:
     """Tokens, at most `max_model_len`, that a request alone in the pool could come to hold.
 
-    All groups take their blocks from the one pool: full attention as many as there are tokens,
-    windows and states what they hold at once when a prompt comes in the largest steps, or drafts
-    are verified while those of the step before may yet be rejected.
+    All groups take their blocks from the one pool. Full attention needs blocks for all tokens;
+    windows and states need what they hold at once while a prompt is computed in the largest steps,
+    or while drafts are verified and those of the step before may still be rejected.
     """
     groups = config.groups or (KVCacheGroup(AttentionType.FULL, config.block_size),)
     num_step_tokens = max(config.token_budget, 1 + 2 * config.num_speculative_tokens)
@@ -25,7 +25,10 @@ def max_request_tokens(config: SchedulerConfig) -> int:
 
 
 def state_space_conflict(config: SchedulerConfig) -> str | None:
-    """What in a configuration is at odds with state-space layers, in one sentence, if anything."""
+    """Why a model with state-space layers cannot be served so, in one sentence; None if it can.
+
+    No worker has such layers today: tests and replays use this, and hybrid models will.
+    """
     if not any(group.attention_type is AttentionType.STATE_SPACE for group in config.groups):
         return None
     if config.num_speculative_tokens or config.num_lookahead_tokens:

@@ -1,16 +1,19 @@
-"""Where the chunks of a prompt end when states are cached."""
+"""Where the chunks of a prompt end if states are cached.
+
+No worker has state-space layers today: tests use this, and hybrid models will.
+"""
 
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.request import Request
 
 
 def aligned_chunk(config: SchedulerConfig, request: Request, start: int, num_tokens: int) -> int:
-    """How many of `num_tokens` tokens from `start` on a request should get, so that a step ends
-    where a state can be cached. 0 if the budget does not reach that far: it waits for a fuller one.
+    """How many of `num_tokens` tokens from `start` on a request gets, so that a step ends where a
+    state can be cached. 0 if the budget does not reach that far.
 
-    Chunks end on block boundaries, one of them on the last that can be a hit for others; what is
-    left of the prompt comes in a chunk of its own. Where a hit's last block is dropped, the last
-    boundary of use lies one block earlier. Decoding is left alone. As in vLLM's "align" mode.
+    Chunks end on block boundaries, one of them on the last that other requests can hit; the rest of
+    the prompt is a chunk of its own. If the last block of a hit is dropped, that boundary is one
+    block earlier. Decoding requests get all tokens. As in vLLM's "align" mode.
     """
     if start >= max(request.num_prompt_tokens, request.num_tokens - 1):
         return num_tokens

@@ -1,14 +1,14 @@
 """How long work may take, by how long such work took before.
 
-A fixed timeout must be longer than the longest step of the slowest machine, and notices a hang as
-late. So each class of sizes, one for each power of two, keeps about the longest time that it took
-lately (a maximum that decays), and work may take a multiple of that. A class that has not been
-measured gets the longest time allowed: the first step of its kind may compile or allocate.
+A fixed timeout must be longer than the longest step of the slowest machine, and notices a hang only
+after that time. So for each class of sizes, one for each power of two, about the longest recent
+time is kept (a maximum that decays), and work may take a multiple of it. A class without a measured
+time gets the longest time allowed: its first step may compile or allocate.
 """
 
 _FACTOR = 10.0
 _KEPT_SHARE = 0.98
-"""A time shorter than the longest pulls that towards it by the rest."""
+"""By a shorter time the longest one decays to this share of itself, plus the rest of that time."""
 
 
 class Deadlines:

@@ -1,4 +1,4 @@
-"""What a step is: who gets how many tokens, with which blocks; and what came of it."""
+"""What a step computes: how many tokens of which requests, in which blocks; and its outputs."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,29 +10,27 @@ from services.scheduler.core.request import Request
 
 
 class WaitReason(Enum):
-    """Why the head of the queue, and so everyone behind it, was not admitted in a step: nobody who
-    waits gives way to others.
-    """
+    """Why the head of the queue was not admitted in a step, and therefore no request behind it."""
 
     BUDGET = "budget"
     """The step's tokens were used up, or the whole prompt must fit and does not."""
     MAX_SEQS = "max_seqs"
     """As many requests run as may."""
     NO_BLOCKS = "no_blocks"
-    """It does not fit in the pool, or somebody who ran had just to give way."""
+    """It does not fit in the pool, or a running request was preempted in the step."""
     HELD_BACK = "held_back"
-    """A request is searched for whose steps always fail: few run at a time until it is found."""
+    """Requests are held back while one of them is searched for whose steps always fail."""
     PAUSED = "paused"
-    """An operator let no step be planned; no step that was planned has this for a reason."""
+    """An operator paused the engine. No step has this reason, because none is planned."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preemption:
-    """One request gave way."""
+    """One request was preempted."""
 
     victim: Request
     cause: Request
-    """Who needed the blocks; the victim itself, where there was nobody less important."""
+    """The request that needed the blocks; the victim itself if it was the last by the policy."""
     num_lost_tokens: int
     """Tokens of the victim that must be computed again."""
 
@@ -45,11 +43,11 @@ class SchedulerOutput:
     requests: list[Request] = field(default_factory=list)
     num_scheduled_tokens: list[int] = field(default_factory=list)
     num_computed_tokens: list[int] = field(default_factory=list)
-    """Where each one starts, prefix hit included."""
+    """Tokens of each that are computed before the step, prefix hit included."""
     block_tables: dict[Request, BlockTables] = field(default_factory=dict)
-    """Full tables of those admitted in this step."""
+    """Full block tables of requests that are admitted in this step."""
     appended_blocks: dict[Request, BlockTables] = field(default_factory=dict)
-    """New blocks of those that ran before."""
+    """New blocks of requests that ran before."""
     draft_token_ids: dict[Request, list[int]] = field(default_factory=dict)
     """Drafts at the end of a request's scheduled tokens, to be verified."""
     new: list[Request] = field(default_factory=list)
@@ -59,7 +57,7 @@ class SchedulerOutput:
     preemptions: list[Preemption] = field(default_factory=list)
     """In the order in which they happened."""
     wait_reason: WaitReason | None = None
-    """Why each request that still waits was not scheduled; None when nobody waits."""
+    """Why the requests that still wait were not admitted; None if no request waits."""
     removed_rows: list[int] = field(default_factory=list)
     """Rows of the workers' batch that were freed since the last plan."""
     block_ids_to_zero: list[BlockId] = field(default_factory=list)
@@ -67,7 +65,7 @@ class SchedulerOutput:
 
     @property
     def preempted(self) -> list[Request]:
-        """Who gave way, in that order."""
+        """The requests that were preempted, in that order."""
         return [preemption.victim for preemption in self.preemptions]
 
     @property
@@ -78,21 +76,21 @@ class SchedulerOutput:
 
 @dataclass(frozen=True, slots=True)
 class ModelRunnerOutput:
-    """What the workers answered. `token_ids` is parallel to the plan's requests."""
+    """What the workers computed in a step. `token_ids` is parallel to the plan's requests."""
 
     token_ids: Sequence[Sequence[int]]
     """Sampled tokens: none inside a prompt."""
     draft_token_ids: Sequence[Sequence[int]] = ()
-    """Proposals for the next step; parallel as well, or empty when nothing is proposed."""
+    """Drafts for the next step; parallel as well, or empty if the workers propose none."""
     logprobs: Mapping[int, object] = field(default_factory=dict)
-    """By index of the request, carried through."""
+    """By index of the request; carried through."""
     nan_requests: frozenset[int] = frozenset()
     """Indexes of requests whose logits held NaN."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineCoreOutput:
-    """News of one request."""
+    """New tokens of one request, or its end."""
 
     request: Request
     token_ids: Sequence[int]
@@ -100,14 +98,14 @@ class EngineCoreOutput:
 
 @dataclass(frozen=True, slots=True)
 class EngineCoreOutputs:
-    """News of a step. Iterates over the requests that have some, in scheduling order."""
+    """New tokens and ends of a step. Iterates over the requests with any, in scheduling order."""
 
     plan: SchedulerOutput
     token_ids: Sequence[Sequence[int] | None]
-    """New tokens, parallel to the plan's requests; None for those that had ended before."""
+    """New tokens, parallel to the plan's requests; None for requests that had ended before."""
     logprobs: Mapping[int, object]
     ended: Sequence[Request]
-    """Requests that the step brought to their end."""
+    """Requests that ended by the step."""
 
     def __iter__(self) -> Iterator[EngineCoreOutput]:
         ended = set(self.ended)

@@ -3,7 +3,7 @@
 from collections import deque
 
 MIN_COMPLETIONS = 8
-"""Fewer say too little of the rate at which requests end."""
+"""With fewer the rate at which requests end is not estimated from them."""
 MIN_BUSY_SECONDS = 0.5
 """Before that long nothing is estimated from tokens: the first steps take longer."""
 WINDOW_COMPLETIONS = 64
@@ -22,7 +22,7 @@ class QueueEstimate:
     a request is expected to take.
 
     Time in which no request waits counts by the share of `max_running` that run: else the rate
-    would be that of arrivals, and say nothing of what the replica can do.
+    would be that of arrivals, not what the replica can do.
     """
 
     def __init__(self, max_running: int) -> None:

@@ -1,35 +1,35 @@
-"""What a scheduler is told and what it decides, as entries of the step log.
+"""The calls of a scheduler and its decisions, as entries of the step log.
 
-An entry is a JSON object: `call` is the method that was called, the rest is what went in and what
-came out. A scheduler is a function of its calls, so a log that holds all of them, in order, can be
-driven again: the idea of record and replay, at the one seam where nothing is left to chance.
+An entry is a JSON object: `call` is the method that was called, the rest are its arguments and its
+results. A scheduler is a deterministic function of its calls, so a log that holds all of them, in
+order, can be replayed.
 
     add                  the request: key, id, tokens (prompt, earlier output), num_prompt_tokens,
                          max_tokens, eos_token_ids, stop_token_ids, repetition_detection (longest
                          and shortest pattern, count), min_tokens, priority, arrival_time,
                          cache_salt, reads_prefix_cache
-    pause                mode: keep or abort what is alive; no step until resume
+    pause                mode: keep or abort the requests; no step until resume
     resume
     abort                key, reason
     schedule             the plan: step, keys in scheduling order with num_scheduled_tokens and
                          num_computed_tokens before the step, new, resumed, preemptions (victim,
                          cause, tokens lost), block_tables and appended_blocks and draft_token_ids
-                         by key, wait_reason (why none of those that wait was scheduled),
+                         by key, wait_reason (why no waiting request was admitted),
                          removed_rows; then num_running, num_waiting and num_free_blocks
     update_from_output   step, and parallel to its keys token_ids and draft_token_ids; nan_requests
-                         and not_taken (what was taken instead; null: nothing) by index; ended
+                         and not_taken (what was appended instead; null: nothing) by index; ended
                          (key, reason, stop token)
     preempt_all          preempted
     forget_pool          preempted
     admit_only           keys: all other requests are held back; null: none
     flush                num_free_blocks
     reset_prefix_cache   done
-    end                  nothing follows; a log without it was cut short
+    end                  the last entry; a log without it was cut short
 
-Requests go by their key, a block table is a list of block ids for each group. A step that was being
-planned when a pause was asked for comes after its entry; so do the aborts and the flush that the
-pause makes. A reset that preempts is preempt_all and reset_prefix_cache. VERSION grows with every
-change after which an older log means something else.
+Requests are given by their key, a block table as a list of block ids for each group. The entry of a
+step that was being planned when a pause began follows the entry of the pause; so do those of the
+aborts and the flush that the pause makes. A reset that preempts is preempt_all and
+reset_prefix_cache. VERSION grows with every change after which an older log cannot be read.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -51,11 +51,11 @@ SCHEMA = "stepwell.step_log"
 VERSION = 3
 
 Entry = dict[str, Any]
-"""Made of what JSON knows, and equal to itself after a turn through JSON."""
+"""Of JSON's types: equal to itself after it was written as JSON and read again."""
 
 
 def config_entry(config: SchedulerConfig) -> Entry:
-    """A configuration, but for its fingerprint and its groups, which stand apart from it."""
+    """A configuration without its fingerprint and its groups, which the header holds beside it."""
     values = {name.name: getattr(config, name.name) for name in fields(config)}
     del values["fingerprint"], values["groups"]
     return {
@@ -64,10 +64,11 @@ def config_entry(config: SchedulerConfig) -> Entry:
 
 
 class RecordingScheduler(Scheduler):
-    """A scheduler that tells `record` of every call, once it is done.
+    """A scheduler that passes an entry of every call to `record`, after the call is done.
 
-    `add`, `abort` and `admit_only` are told before they change anything. A call that the loss of
-    the pool cut short is told with `lost_after`: how many transactions the pool had answered in it.
+    Entries of `add`, `abort` and `admit_only` are passed before they change anything. The entry of
+    a call that failed because the pool was lost has `lost_after`: the number of transactions that
+    the pool had answered in the call.
     """
 
     def __init__(
@@ -177,8 +178,8 @@ class RecordingScheduler(Scheduler):
         return victims
 
     def admit_only(self, requests: Collection[Request] | None) -> None:
-        alive = [request for request in requests or () if not request.is_finished]
-        keys = None if requests is None else sorted(request.key for request in alive)
+        unfinished = [request for request in requests or () if not request.is_finished]
+        keys = None if requests is None else sorted(request.key for request in unfinished)
         self._record({"call": "admit_only", "keys": keys})
         super().admit_only(requests)
 
