@@ -1,6 +1,6 @@
 """Groups of layers that share a block table: what each kind of attention sees, and what it holds.
 
-Pool, scheduler and whoever looks into a pool from outside follow the same two rules: which block is
+Pool, scheduler and directory follow the same two rules: which block is
 the first that a query still sees, and how many blocks a request holds at most.
 """
 
