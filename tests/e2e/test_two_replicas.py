@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.replicas import Replicas
+from benchmarks.soak.replicas import Replicas
 from services.cli.settings import UpSettings
 from services.cli.supervisor import RestartPolicy
 from tests.e2e.conftest import TinyModel

@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.e2e.tiny import save_servable_model
 
 ROOT = Path(__file__).parents[3]
-COMMAND = [sys.executable, "-m", "benchmarks.idle"]
+COMMAND = [sys.executable, "-m", "benchmarks.soak", "idle"]
 
 
 def test_services_that_are_left_alone_keep_their_cache(tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.invariance_price import LOADS, MODES, StepTimer, build, table
-from benchmarks.random_model import Shape, write_model
+from benchmarks.common.random_model import Shape, write_model
+from benchmarks.worker.invariance_price import LOADS, MODES, StepTimer, build, table
 from services.worker.models.config import DtypeSetting
 
 TINY = Shape(64, 2, 1, 1, 128, 512, tied_embeddings=True)

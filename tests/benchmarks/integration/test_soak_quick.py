@@ -9,7 +9,7 @@ import pytest
 from tests.e2e.tiny import save_servable_model
 
 ROOT = Path(__file__).parents[3]
-COMMAND = [sys.executable, "-m", "benchmarks.soak"]
+COMMAND = [sys.executable, "-m", "benchmarks.soak", "endurance"]
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-COMMAND = [sys.executable, "-m", "benchmarks.step_overhead"]
+COMMAND = [sys.executable, "-m", "benchmarks.step"]
 PROCESSES = {"worker", "kvpool", "scheduler", "client"}
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.random_model import Shape, write_model
-from benchmarks.worker_loads import NAMES, PREFIX
+from benchmarks.common.random_model import Shape, write_model
+from benchmarks.worker.loads import NAMES, PREFIX
 
 ROOT = Path(__file__).parents[3]
 COMMAND = [sys.executable, "-m", "benchmarks.worker", "--threads", "1", "--rounds", "1"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.figures import (
+from benchmarks.common.figures import (
     Figures,
     figures_of,
     interleaved,
@@ -10,7 +10,7 @@ from benchmarks.figures import (
     median_ratio,
     percentile,
 )
-from benchmarks.load import Load, RequestTimes
+from benchmarks.common.load import Load, RequestTimes
 
 MS = 1_000_000
 

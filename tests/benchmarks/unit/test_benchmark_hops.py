@@ -2,10 +2,10 @@
 
 import pytest
 
-from benchmarks import hops
-from benchmarks.hops import HopRun, median_hops
-from benchmarks.load import RequestTimes
-from benchmarks.spans import SpanRecord
+from benchmarks.common import hops
+from benchmarks.common.hops import HopRun, median_hops
+from benchmarks.common.load import RequestTimes
+from benchmarks.common.spans import SpanRecord
 from services.common import names
 
 US = 1_000

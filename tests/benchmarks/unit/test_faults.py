@@ -4,8 +4,8 @@ import signal
 from collections import Counter
 from random import Random
 
-from benchmarks.fault_streams import Answer, Counts, make_request
-from benchmarks.faults import Effect, Fault, draw_fault, report
+from benchmarks.soak.checked_streams import Answer, Counts, make_request
+from benchmarks.soak.faults import Effect, Fault, draw_fault, report
 
 NAMES = ["scheduler-0", "kvpool-0", "worker-0"]
 

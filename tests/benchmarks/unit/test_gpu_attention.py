@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.gpu_attention import main
+from benchmarks.gpu.__main__ import main
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -2,7 +2,7 @@
 
 import torch
 
-from benchmarks.gpu_operations import experts_difference, sampling_differences
+from benchmarks.gpu.operations import experts_difference, sampling_differences
 from services.worker.backends.device import CpuDevice
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.llama_weights import llama_name, llama_order, read_bfloat16
-from benchmarks.random_model import SIZES, tensor_dims
+from benchmarks.common.random_model import SIZES, tensor_dims
+from benchmarks.worker.llama_weights import llama_name, llama_order, read_bfloat16
 
 CONFIG = {"num_attention_heads": 2, "num_key_value_heads": 1}
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.random_model import SIZES, tensor_dims, write_model
+from benchmarks.common.random_model import SIZES, tensor_dims, write_model
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_its_tokenizer_spells_bytes_and_knows_the_whole_vocabulary(directory: Pa
 
 
 def test_the_same_command_writes_the_same_bytes(directory: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.random_model", "--size", "15m", "--out"]
+    command = [sys.executable, "-m", "benchmarks.common.random_model", "--size", "15m", "--out"]
     printed = subprocess.run([*command, tmp_path], check=True, capture_output=True, text=True)
     assert "15.2M parameters" in printed.stdout
     names = sorted(path.name for path in directory.iterdir())

@@ -6,9 +6,9 @@ from random import Random
 
 import pytest
 
-from benchmarks.growth import slope_of
-from benchmarks.process_usage import Usage, usage_of
-from benchmarks.soak_report import Sample, findings, table
+from benchmarks.common.process_usage import Usage, usage_of
+from benchmarks.soak.findings import Sample, findings, table
+from benchmarks.soak.slope import slope_of
 
 MB = 1_000_000
 FLAT = Usage(rss=100 * MB, pss=80 * MB, num_threads=9, num_files=30)

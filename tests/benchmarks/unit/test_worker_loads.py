@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from benchmarks.random_model import Shape
-from benchmarks.worker_limits import Limits
-from benchmarks.worker_loads import (
+from benchmarks.common.random_model import Shape
+from benchmarks.worker.limits import Limits
+from benchmarks.worker.loads import (
     LOADS,
     MAX_REQUESTS,
     MAX_TOKENS,

@@ -2,9 +2,9 @@
 
 import pytest
 
-from benchmarks.worker_loads import PREFILL, PREFIX
-from benchmarks.worker_report import caption, table
-from benchmarks.worker_rounds import Comparison, Schedule, compare
+from benchmarks.worker.loads import PREFILL, PREFIX
+from benchmarks.worker.rounds import Comparison, Schedule, compare
+from benchmarks.worker.tables import caption, table
 
 _QUIETLY = (lambda: None, lambda _: None)
 

@@ -16,8 +16,8 @@ from random import Random
 import httpx
 import pytest
 
-from benchmarks.hostile_clients import BODIES, Target, attack, costly, grpc_message
-from benchmarks.process_usage import usage_of
+from benchmarks.common.process_usage import usage_of
+from benchmarks.soak.attacks import BODIES, Target, attack, costly, grpc_message
 from tests.gateway.fake_scheduler import FakeScheduler
 from tests.gateway.serving import until
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from benchmarks.invariance import InvariantWorld, products_differ
-from benchmarks.paged_world import Case
+from benchmarks.gpu.attention_check import Case
+from benchmarks.gpu.invariance_check import InvariantWorld, products_differ
 from services.worker.backends.cuda.fixed_tiles import FixedTilesLinear
 from services.worker.backends.device import CpuDevice
 from tests.worker.interpreted.interpreted_ops import AnywhereSplitK, WideCpu

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
-from benchmarks.gpu_parity import largest_difference
+from benchmarks.gpu.parity import largest_difference
 from services.worker.backends.attention import AttentionShape
 from services.worker.backends.cuda.kernels import BatchInvariantKernels, CudaKernels
 from services.worker.core.batch import BatchLimits

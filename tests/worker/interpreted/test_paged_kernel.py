@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.paged_world import Case, PagedWorld
+from benchmarks.gpu.attention_check import Case, PagedWorld
 from tests.worker.interpreted.interpreted_ops import AnywhereSplitK, WideCpu
 
 # Every page size, ratio of heads, and kind of window; pairs of them, not all combinations.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.random_model import Shape, write_model
+from benchmarks.common.random_model import Shape, write_model
 from services.worker.platforms.cpu_kernels import KernelsSetting
 from tests.worker.runner_driver import Driver, Request, build_runner
 

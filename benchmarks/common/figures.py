@@ -1,0 +1,87 @@
+"""From times to figures: latencies and throughput of a run, and the median over runs."""
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+
+from benchmarks.common.load import RequestTimes
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What one run showed. Latencies in milliseconds.
+
+    * ttft: from sending a request to its first token;
+    * itl: between tokens of a request; k tokens that come together share the wait for them;
+    * e2e: from sending a request to its last token;
+    * tokens_per_second: all output over the time from the first request to the last token.
+    """
+
+    ttft_median: float
+    ttft_p99: float
+    itl_median: float
+    itl_p99: float
+    e2e_median: float
+    tokens_per_second: float
+
+
+def percentile(values: Iterable[float], percent: float) -> float:
+    """The smallest value that at least `percent` of all are not above (nearest rank)."""
+    ordered = sorted(values)
+    if not ordered:
+        raise ValueError("no values")
+    return ordered[max(math.ceil(len(ordered) * percent / 100), 1) - 1]
+
+
+def figures_of(times: Sequence[RequestTimes]) -> Figures:
+    """The figures of one run, in which every request has at least one token."""
+    first_tokens = [_millis(taken.arrivals[0][0] - taken.sent) for taken in times]
+    gaps = [gap for taken in times for gap in _gaps(taken)] or [0.0]
+    whole = [_millis(taken.arrivals[-1][0] - taken.sent) for taken in times]
+    begun = min(taken.sent for taken in times)
+    ended = max(taken.arrivals[-1][0] for taken in times)
+    return Figures(
+        ttft_median=statistics.median(first_tokens),
+        ttft_p99=percentile(first_tokens, 99),
+        itl_median=statistics.median(gaps),
+        itl_p99=percentile(gaps, 99),
+        e2e_median=statistics.median(whole),
+        tokens_per_second=sum(taken.num_tokens for taken in times) * 1e9 / (ended - begun),
+    )
+
+
+def median_figures(rounds: Sequence[Figures]) -> Figures:
+    """Of each figure the median of its rounds."""
+    columns = [asdict(figures) for figures in rounds]
+    return Figures(
+        **{
+            field.name: statistics.median(column[field.name] for column in columns)
+            for field in fields(Figures)
+        }
+    )
+
+
+def median_ratio(these: Sequence[Figures], those: Sequence[Figures]) -> float:
+    """Throughput of these to those: the median over rounds, each against its neighbour in time."""
+    return statistics.median(
+        this.tokens_per_second / that.tokens_per_second
+        for this, that in zip(these, those, strict=True)
+    )
+
+
+def interleaved(names: Sequence[str], num_rounds: int) -> list[list[str]]:
+    """The order of each round: everyone once, beginning one place later than the round before."""
+    return [
+        [names[(start + place) % len(names)] for place in range(len(names))]
+        for start in range(num_rounds)
+    ]
+
+
+def _gaps(taken: RequestTimes) -> Iterable[float]:
+    for (before, _), (now, count) in zip(taken.arrivals, taken.arrivals[1:], strict=False):
+        yield from [_millis(now - before) / count] * count
+
+
+def _millis(nanos: int) -> float:
+    return nanos / 1e6

@@ -1,0 +1,279 @@
+"""Everything in one process: what the services are measured against.
+
+    python -m benchmarks.common.in_process --model models/demo --num-blocks 1000
+
+The real cores of all four services over each other: the gateway's inference and detokenizing, the
+scheduler's policy and engine loop, the pool, the worker's runner in its one compute thread. What is
+missing is what separates processes: gRPC, messages, sockets. As a program it answers on standard
+output, a line of JSON each, the loads that it reads from standard input.
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import sys
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import uvloop
+
+from benchmarks.common.conversions import to_output, to_request, to_step
+from benchmarks.common.load import Load, run_load
+from services.cli.replay.inprocess_pool import InProcessPool
+from services.common.sampling import SamplingParams
+from services.common.settings import parse_settings
+from services.gateway.adapters.hf_tokenizer import load_tokenizer
+from services.gateway.core.defaults import SamplingDefaults
+from services.gateway.core.delta import Finish
+from services.gateway.core.inference import Inference
+from services.gateway.core.inflight import Inflight, Mailbox
+from services.gateway.core.request import ClientRequest, EngineRequest, ModelLimits, Prompt
+from services.scheduler.adapters.replica import ReplicaShape
+from services.scheduler.adapters.replica_config import scheduler_config
+from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.engine_core import EngineCore
+from services.scheduler.core.output import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    ModelRunnerOutput,
+    SchedulerOutput,
+)
+from services.scheduler.core.ports import PoolLost
+from services.scheduler.core.request import Request
+from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.settings import SchedulerSettings
+from services.worker.adapters.compute import ComputeThread
+from services.worker.adapters.converters import description_to_proto
+from services.worker.build import build_worker
+from services.worker.core.runner import Runner
+from services.worker.core.worker import Worker, WorkerDescription
+from services.worker.platforms.processors import usable_processors
+from services.worker.platforms.threads import choose_threads
+from services.worker.settings import WorkerSettings
+
+
+class RunnerExecutor:
+    """The scheduler's `Executor` over a runner in its thread."""
+
+    def __init__(self, runner: Runner, compute: ComputeThread) -> None:
+        self._runner = runner
+        self._compute = compute
+
+    async def submit(
+        self,
+        plan: SchedulerOutput,
+        traceparent: str = "",  # noqa: ARG002 - nothing is traced
+    ) -> asyncio.Future[ModelRunnerOutput]:
+        step = to_step(plan)
+        return self._compute.submit(lambda: to_output(self._runner.execute(step)))
+
+
+class OneReplica:
+    """The scheduler's `Replica` where nothing can be lost but the process."""
+
+    async def reopen(self) -> None:
+        raise PoolLost("there is nothing to open again in one process")
+
+
+class Unobserved:
+    """The scheduler's `StepObserver` and its `Readiness`, where nothing is watched."""
+
+    def ready(self) -> None:
+        pass
+
+    def not_ready(self, reason: str) -> None:
+        pass
+
+    def arrived(self, requests: Sequence[Request]) -> None:
+        pass
+
+    def begin(self) -> str:
+        return ""
+
+    def planned(self, plan: SchedulerOutput) -> None:
+        pass
+
+    def done(self, plan: SchedulerOutput, updates: Iterable[EngineCoreOutput]) -> None:
+        pass
+
+    def ended(self, requests: Sequence[Request]) -> None:
+        pass
+
+    def paused(self) -> None:
+        pass
+
+    def resumed(self) -> None:
+        pass
+
+    def preempted(self, requests: Sequence[Request]) -> None:
+        pass
+
+    def lost(self, preempted: Sequence[Request]) -> None:
+        pass
+
+
+class LocalEngine:
+    """The gateway's `Engine` and the scheduler's `Delivery` at once: news by function calls."""
+
+    def __init__(self, limits: ModelLimits) -> None:
+        self.engine: EngineCore
+        self._limits = limits
+        self._keys = itertools.count(1)
+        self._numbers = itertools.count()
+        self._waiting: dict[Request, Inflight] = {}
+        self._requests: dict[Inflight, Request] = {}
+
+    def limits(self) -> ModelLimits:
+        return self._limits
+
+    def check_room(self, deadline: float | None) -> None:
+        pass
+
+    def start(self, requests: Sequence[EngineRequest]) -> Mailbox:
+        mailbox = Mailbox(requests, self._numbers, self._drop)
+        for inflight in mailbox.inflights:
+            request = to_request(inflight.request, next(self._keys))
+            self._waiting[request] = inflight
+            self._requests[inflight] = request
+            self.engine.add(request)
+        return mailbox
+
+    def deliver(self, update: EngineCoreOutputs) -> None:
+        for request in update.plan.new:
+            if request in self._waiting:
+                self._waiting[request].admitted(request.num_cached_tokens or 0)
+        for news in update:
+            inflight = self._waiting.get(news.request)
+            if inflight is not None and news.token_ids:
+                inflight.tokens(list(news.token_ids))
+        self.deliver_ends(update.ended)
+
+    def deliver_ends(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            inflight = self._waiting.pop(request, None)
+            if inflight is not None and request.finish_reason is not None:
+                inflight.finished(Finish(request.finish_reason))
+                del self._requests[inflight]
+
+    def _drop(self, inflight: Inflight) -> None:
+        request = self._requests.pop(inflight, None)
+        if request is not None:
+            del self._waiting[request]
+            self.engine.abort([request])
+
+
+class InProcessClient:
+    """The gateway's core as a client of the load."""
+
+    def __init__(self, inference: Inference) -> None:
+        self._inference = inference
+
+    async def generate(
+        self,
+        prompt: Sequence[int],
+        num_tokens: int,
+        traceparent: str = "",  # noqa: ARG002 - nothing is traced
+    ) -> AsyncIterator[int]:
+        request = ClientRequest(
+            request_id="benchmark",
+            prompts=(Prompt(list(prompt)),),
+            sampling=SamplingParams(temperature=0, max_tokens=num_tokens),
+            ignore_eos=True,
+        )
+        async for news in self._inference.run(await self._inference.prepare(request)):
+            for piece in news:
+                if piece.token_ids:
+                    yield len(piece.token_ids)
+
+
+class InProcess:
+    """The composition. `client` is there while its context is entered."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self._settings = settings
+        self._compute = ComputeThread()
+        self._tasks = AsyncExitStack()
+        self.client: InProcessClient
+
+    async def __aenter__(self) -> "InProcess":
+        worker = await self._compute.submit(self._load)
+        built = worker.description
+        shape = ReplicaShape(description_to_proto(built), built.num_blocks)
+        config = scheduler_config(SchedulerSettings(kvpool="", workers=()), shape)
+        local = LocalEngine(_limits(built, config))
+        pool = InProcessPool(built.num_blocks, built.block_size, groups=config.groups)
+        local.engine = EngineCore(
+            Scheduler(config, pool),
+            RunnerExecutor(worker.runner, self._compute),
+            OneReplica(),
+            local,
+            Unobserved(),
+            Unobserved(),
+        )
+        inference = Inference(
+            built.model_name,
+            load_tokenizer(self._settings.model),
+            local,
+            defaults=SamplingDefaults(),
+            max_choices=1,
+            max_items=2**17,
+            max_logprobs=2**22,
+            draw_seed=lambda: 0,
+            unix_nanos=time.time_ns,
+        )
+        self.client = InProcessClient(inference)
+        # A defect in the engine ends whoever waits for it.
+        group = await self._tasks.enter_async_context(asyncio.TaskGroup())
+        self._tasks.callback(group.create_task(local.engine.run()).cancel)
+        return self
+
+    async def __aexit__(self, *raised: Any) -> None:
+        try:
+            await self._tasks.__aexit__(*raised)
+        finally:
+            self._compute.close()
+
+    def _load(self) -> Worker:
+        threads = choose_threads(usable_processors(), asked=self._settings.num_threads)
+        torch.set_num_threads(threads.num_threads)
+        return build_worker(self._settings, "in-process", lambda: None)
+
+
+def _limits(built: WorkerDescription, config: SchedulerConfig) -> ModelLimits:
+    return ModelLimits(
+        max_model_len=built.max_model_len,
+        max_request_tokens=config.max_model_len,
+        vocab_size=built.vocab_size,
+        eos_token_ids=built.eos_token_ids,
+        priority_scheduling=False,
+        hidden_size=built.hidden_size,
+    )
+
+
+async def _answer_loads(settings: WorkerSettings) -> None:
+    """Runs the loads that come, one after the other, until standard input ends."""
+    async with InProcess(settings) as composed:
+        print("ready", flush=True)
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            times = await run_load(composed.client, Load(**json.loads(line)))
+            print(json.dumps([asdict(taken) for taken in times]), flush=True)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.common.in_process")
+    parser.add_argument("--model", type=Path, required=True, help="directory of the model")
+    parser.add_argument("--num-blocks", type=int, required=True, help="blocks of the KV cache")
+    parsed = parser.parse_args()
+    flags = ["--model", str(parsed.model), "--num-blocks", str(parsed.num_blocks)]
+    uvloop.run(_answer_loads(parse_settings(WorkerSettings, "worker", flags, {})))
+
+
+if __name__ == "__main__":
+    main()

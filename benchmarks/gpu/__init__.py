@@ -1,0 +1,1 @@
+"""`python -m benchmarks.gpu`: whether a worker is right on a GPU, and how fast it is."""

@@ -1,0 +1,1 @@
+"""`python -m benchmarks.scheduler`: what planning a step costs, beside vLLM."""

@@ -1,0 +1,1 @@
+"""`python -m benchmarks.serving`: what serving through separate services costs."""

@@ -1,0 +1,93 @@
+"""The services of any checkout of Stepwell, run by that checkout's own `stepwell up`."""
+
+import asyncio
+import os
+import re
+import sys
+import tempfile
+import urllib.request
+from pathlib import Path
+from types import TracebackType
+
+from benchmarks.common.stack import HOST, START_SECONDS, end, environment, spawn, watch
+from services.cli.ports import claim_port
+
+_ASK_AGAIN_SECONDS = 0.2
+
+
+class Checkout:
+    """`stepwell up` in a checkout whose `gen/` is built, for as long as a measurement.
+
+    The interpreter and its packages are those of this process: only Stepwell's own code differs.
+    `async with` starts the services, returns when they serve, and stops them.
+    """
+
+    def __init__(self, root: Path, model: Path, num_blocks: int) -> None:
+        self._root = root
+        self._flags = ("--model", str(model.resolve()), "--num-blocks", str(num_blocks), "--quiet")
+        self._directory = tempfile.TemporaryDirectory(prefix="stepwell-bench-")
+        self.http = f"{HOST}:{claim_port(HOST, 0, '--http-port')}"
+        """host:port of the HTTP API."""
+        self.grpc = f"{HOST}:{claim_port(HOST, 0, '--grpc-port')}"
+        """host:port of the gRPC API."""
+
+    def pids(self) -> dict[str, int]:
+        """The process of each service."""
+        up = self._process.pid
+        threads = Path(f"/proc/{up}/task").glob("*/children")
+        children = [int(child) for thread in threads for child in thread.read_text().split()]
+        named = {_service(child): child for child in children}
+        return {name: pid for name, pid in named.items() if name}
+
+    async def __aenter__(self) -> "Checkout":
+        ports = (self.http.rpartition(":")[2], self.grpc.rpartition(":")[2])
+        path = os.pathsep.join(str(self._root / part) for part in ("", "gen"))
+        log = Path(self._directory.name) / "up.log"
+        self._process = spawn(
+            (
+                *(sys.executable, "-m", "services.cli", "up", *self._flags),
+                *("--http-port", ports[0], "--grpc-port", ports[1]),
+            ),
+            {**environment(), "PYTHONPATH": path},
+            log,
+            directory=self._root,
+        )
+        try:
+            async with asyncio.timeout(START_SECONDS), asyncio.TaskGroup() as waiting:
+                watching = waiting.create_task(watch({"stepwell up": self._process}, lambda _: log))
+                await _until_serving(self.http)
+                watching.cancel()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _where: TracebackType | None,
+    ) -> None:
+        await asyncio.to_thread(self._stop)
+
+    def _stop(self) -> None:
+        end([self._process])
+        self._directory.cleanup()
+
+
+async def _until_serving(http: str) -> None:
+    """Returns once `/health` says so: each release of Stepwell has it."""
+    while True:
+        try:
+            await asyncio.to_thread(urllib.request.urlopen, f"http://{http}/health", timeout=1)
+        except OSError:
+            await asyncio.sleep(_ASK_AGAIN_SECONDS)
+        else:
+            return
+
+
+def _service(pid: int) -> str:
+    """The service that a process runs, by its command `python -m services.NAME`, or nothing."""
+    command = Path(f"/proc/{pid}/cmdline").read_text()
+    found = re.search(r"\0services\.(\w+)\0", command)
+    return found[1] if found else ""

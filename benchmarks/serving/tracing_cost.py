@@ -1,0 +1,203 @@
+"""What spans cost by themselves: the work of tracing one step, in each service, in isolation.
+
+    python -m benchmarks.serving.tracing_cost --endpoint http://127.0.0.1:4317 --ratio 0.01
+                                              --requests 32
+
+Runs the services' own tracing code around a decode step that does nothing, and prints, as JSON,
+microseconds of processor time per step and service: making the spans, and encoding and sending them
+in the background. Without an endpoint it is what tracing costs when it is off.
+"""
+
+import argparse
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import numpy as np
+from opentelemetry.sdk.trace.sampling import Decision
+from stepwell.kvpool.v1 import kvpool_pb2
+from stepwell.worker.v1 import worker_pb2
+
+from services.common.ids import RequestKey
+from services.common.pool_operations import Operation, Outcome
+from services.common.sampling import SamplingParams
+from services.common.telemetry import Tracing, configure_tracing
+from services.kvpool.adapters.telemetry import traced
+from services.scheduler.adapters.statistics import StepCounts
+from services.scheduler.adapters.step_tracer import StepTracer as SchedulerTracer
+from services.scheduler.adapters.traced_ports import TracedExecutor, TracedPool
+from services.scheduler.core.output import EngineCoreOutput, ModelRunnerOutput, SchedulerOutput
+from services.scheduler.core.request import Request
+from services.worker.adapters.telemetry import StepTimes
+from services.worker.adapters.telemetry import StepTracer as WorkerTracer
+from services.worker.core.step import NewRequest, StepInput, StepOutput
+
+NUM_STEPS = 10_000
+_STEPS_PER_FLUSH = 100
+"""Exporters would drop what comes faster than they can send."""
+_SAMPLED_STEPS = 1_000
+
+Step = Callable[[int], Awaitable[None]]
+
+
+class _IdlePool:
+    async def transact(
+        self,
+        operations: Sequence[Operation],  # noqa: ARG002
+        traceparent: str = "",  # noqa: ARG002
+    ) -> Outcome:
+        return Outcome(1)
+
+
+class _IdleExecutor:
+    async def submit(
+        self,
+        plan: SchedulerOutput,
+        traceparent: str = "",  # noqa: ARG002
+    ) -> asyncio.Future[ModelRunnerOutput]:
+        answer: asyncio.Future[ModelRunnerOutput] = asyncio.get_running_loop().create_future()
+        answer.set_result(ModelRunnerOutput([[0]] * len(plan.requests)))
+        return answer
+
+
+def scheduler_steps(tracing: Tracing, traceparents: Sequence[str]) -> Step:
+    """The scheduler's part: the step, its transaction, its execution, links to its requests."""
+    tracer = SchedulerTracer(tracing, StepCounts())
+    pool = TracedPool(_IdlePool(), tracing)
+    executor = TracedExecutor(_IdleExecutor(), tracing)
+    requests = [_request(number, text) for number, text in enumerate(traceparents)]
+    updates = [EngineCoreOutput(request, [0]) for request in requests]
+    ones = [1] * len(requests)
+    tracer.begin()
+    tracer.planned(SchedulerOutput(-1, requests, ones, ones, new=requests))
+    tracer.done(SchedulerOutput(-1), updates)
+
+    async def step(number: int) -> None:
+        traceparent = tracer.begin()
+        await pool.transact([], traceparent)
+        plan = SchedulerOutput(number, requests, ones, ones)
+        tracer.planned(plan)
+        await (await executor.submit(plan, traceparent))
+        tracer.done(plan, updates)
+
+    return step
+
+
+def kvpool_steps(tracing: Tracing, traceparents: Sequence[str]) -> Step:
+    """The pool's part: one transaction of a traced step."""
+    answer = kvpool_pb2.TransactResponse(generation=1, num_free_blocks=1)
+    apply = traced(lambda _hosted, _request: answer, tracing)
+    sampler = _step_sampler(tracing)
+    hosted: Any = None  # what is applied looks at neither pool nor request
+    _ = traceparents
+
+    async def step(number: int) -> None:
+        apply(hosted, kvpool_pb2.TransactRequest(sequence=number, traceparent=sampler()))
+
+    return step
+
+
+def worker_steps(tracing: Tracing, traceparents: Sequence[str]) -> Step:
+    """The worker's part: one execution, and the phases of its requests."""
+    tracer, sampler = WorkerTracer(tracing, 0), _step_sampler(tracing)
+    count = len(traceparents)
+    ones, rows = np.ones(count, np.int32), np.arange(count, dtype=np.int32)
+    entering = tuple(
+        NewRequest(row, ones[:1], 1, SamplingParams(), (ones[:1],)) for row in range(count)
+    )
+    messages = [
+        worker_pb2.NewRequest(row=row, traceparent=text) for row, text in enumerate(traceparents)
+    ]
+    output = StepOutput(1, 0, num_tokens=ones, token_ids=ones)
+    now = time.time_ns()
+    times = StepTimes(now, now, now)
+    first = StepInput(1, 0, rows, ones, ones, new_requests=entering)
+    tracer.record(worker_pb2.ExecuteRequest(new_requests=messages), first, output, times)
+
+    async def step(number: int) -> None:
+        message = worker_pb2.ExecuteRequest(step=number, traceparent=sampler())
+        tracer.record(message, StepInput(1, number, rows, ones, ones), output, times)
+
+    return step
+
+
+SERVICES = {"scheduler": scheduler_steps, "kvpool": kvpool_steps, "worker": worker_steps}
+
+
+async def measure(
+    service: str, endpoint: str, ratio: float, num_requests: int, num_steps: int
+) -> float:
+    """Microseconds of processor time per step."""
+    tracing = configure_tracing(service, endpoint, ratio)
+    step = SERVICES[service](tracing, [_draw_traceparent(tracing) for _ in range(num_requests)])
+    await step(0)
+    begun = time.process_time_ns()
+    for number in range(1, num_steps + 1):
+        await step(number)
+        if tracing.provider is not None and number % _STEPS_PER_FLUSH == 0:
+            tracing.provider.force_flush()
+    micros = (time.process_time_ns() - begun) / num_steps / 1e3
+    tracing.shutdown()
+    return micros
+
+
+def _request(number: int, traceparent: str) -> Request:
+    return Request(
+        request_id=str(number),
+        key=RequestKey(number),
+        token_ids=[0],
+        num_prompt_tokens=1,
+        sampling=SamplingParams(max_tokens=1),
+        arrival_time=time.time(),
+        traceparent=traceparent,
+    )
+
+
+def _draw_traceparent(tracing: Tracing) -> str:
+    """The trace context of a request or step, sampled as often as the ratio says."""
+    if tracing.provider is None:
+        return ""
+    trace_id = secrets.randbits(128) | 1
+    decision = tracing.provider.sampler.should_sample(None, trace_id, "benchmark")
+    if decision.decision is not Decision.RECORD_AND_SAMPLE:
+        return ""
+    return f"00-{trace_id:032x}-{secrets.token_hex(8)}-01"
+
+
+def _step_sampler(tracing: Tracing) -> Callable[[], str]:
+    """Draws each step's trace context from a few thousand made ahead of time."""
+    drawn = [_draw_traceparent(tracing) for _ in range(5_000 if tracing.enabled else 1)]
+    place = 0
+
+    def draw() -> str:
+        nonlocal place
+        place = (place + 1) % len(drawn)
+        return drawn[place]
+
+    return draw
+
+
+async def _measure_all(endpoint: str, ratio: float, num_requests: int) -> dict[str, float]:
+    num_steps = NUM_STEPS if ratio < 1 or not endpoint else _SAMPLED_STEPS
+    return {
+        service: await measure(service, endpoint, ratio, num_requests, num_steps)
+        for service in SERVICES
+    }
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving.tracing_cost")
+    parser.add_argument("--endpoint", default="", help="OTLP/gRPC URL; empty: tracing is off")
+    parser.add_argument("--ratio", type=float, default=1.0, help="share of what is sampled")
+    parser.add_argument("--requests", type=int, default=1, help="requests in the step")
+    parsed = parser.parse_args()
+    found = asyncio.run(_measure_all(parsed.endpoint, parsed.ratio, parsed.requests))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""`python -m benchmarks.soak COMMAND`: services under load, faults and attacks, for long."""

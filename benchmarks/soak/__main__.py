@@ -1,0 +1,47 @@
+"""`python -m benchmarks.soak COMMAND [OPTION]...`: what the services withstand, for how long."""
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from services.common.grpc_core import silence_grpc
+
+COMMANDS = {
+    "endurance": "full load of mixed requests; fails if anything grows, leaks or breaks",
+    "faults": "services are killed, stopped and terminated; fails if an answer fails or changes",
+    "hostility": "generated attacks; fails if another client's stream pauses or memory grows",
+    "idle": "no requests for minutes; fails if the prefix cache is lost or a warning is logged",
+    "overload": "more load than the services can take; prints goodput and the time of refusals",
+}
+
+HELP = "\n".join(
+    [
+        "usage: python -m benchmarks.soak COMMAND [OPTION]...",
+        "",
+        *(f"  {name:<11}{summary}" for name, summary in COMMANDS.items()),
+        "",
+        "`python -m benchmarks.soak COMMAND --help` lists the options of a command.",
+    ]
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs one command and returns its exit status."""
+    name = argv[0] if argv else "--help"
+    if name in ("-h", "--help"):
+        print(HELP)
+        return 0
+    if name not in COMMANDS:
+        print(
+            f"there is no command {name!r}; the commands are {', '.join(COMMANDS)}", file=sys.stderr
+        )
+        return 2
+    # grpc reads this when it is imported, with the command. Lost connections are expected.
+    silence_grpc(os.environ)
+    status: int = import_module(f"benchmarks.soak.{name}").main(argv[1:])
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

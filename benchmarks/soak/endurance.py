@@ -1,0 +1,281 @@
+"""Keeps the four services at full load for long, and fails if anything grows, leaks or breaks.
+
+    python -m benchmarks.soak endurance --minutes 20 [--model DIR]
+
+Clients of every kind (benchmarks/soak/clients.py) ask without pause, more of them than may run at
+once, in a pool too small for those that do, so that blocks are evicted and requests preempted.
+Every few seconds each process is looked at. At the end, with everybody gone, every block must be
+free again. The table goes to standard output, progress to standard error; the exit status is 1
+
+* if a process's memory grows: by more than GROWN_BYTES after the warm-up, and the 95 % confidence
+  interval of its slope lies above the bound;
+* if it ends with more than MORE_HANDLES threads or files above what it had after the warm-up;
+* if a block or a request is left, an answer is not what was asked for, or a service ends.
+"""
+
+import argparse
+import asyncio
+import json
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+import uvloop
+
+from benchmarks.common.process_usage import usage_of
+from benchmarks.common.stack import Stack
+from benchmarks.soak.clients import KINDS, World
+from benchmarks.soak.findings import Finding, Sample, findings, table
+from services.cli.settings import UpSettings
+
+MAX_RUNNING = 16
+NUM_CLIENTS = 24
+LONGEST_TOKENS = 512
+BLOCK_SIZE = 16
+POOL_SEQUENCES = 3
+"""So many of the longest requests fill the pool."""
+WARM_UP_SHARE, WARM_UP_SECONDS = 0.25, 120.0
+"""The first part of a run does not count: that share of it, and no longer than that."""
+SAMPLES, SAMPLE_SECONDS = 60, 5.0
+"""Seconds between two looks, or less, so that a short run has that many."""
+ANSWER_SECONDS, SETTLE_SECONDS = 60.0, 15.0
+SHOWN_ERRORS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What to run, and what to put up with."""
+
+    model: Path
+    minutes: float
+    growth_mb_per_hour: float
+
+
+class Callers:
+    """Clients that ask one thing after the other until they are told to stop."""
+
+    def __init__(self, world: World) -> None:
+        self.done: Counter[str] = Counter()
+        self.errors: Counter[str] = Counter()
+        self.stopping = False
+        self._world = world
+
+    async def run(self) -> None:
+        """Returns when the last answer has come after `stopping` was set."""
+        async with asyncio.TaskGroup() as clients:
+            for number in range(NUM_CLIENTS):
+                clients.create_task(self._client(Random(f"client/{number}")))
+
+    async def _client(self, draw: Random) -> None:
+        names = list(KINDS)
+        weights = [often for often, _ in KINDS.values()]
+        while not self.stopping:
+            [name] = draw.choices(names, weights)
+            try:
+                await KINDS[name][1](self._world, draw)
+            except Exception as error:
+                # Whatever goes wrong is what is looked for; the others go on.
+                self.errors[f"{name}: {type(error).__name__}: {str(error)[:300]}"] += 1
+                await asyncio.sleep(0.1)
+            self.done[name] += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run showed."""
+
+    findings: tuple[Finding, ...]
+    done: Counter[str]
+    errors: Counter[str]
+    left_over: str
+    stats: dict[str, Any]
+
+    @property
+    def is_good(self) -> bool:
+        """Whether nothing grew, nothing was left and nothing broke."""
+        clean = not self.errors and not self.left_over
+        return clean and not any(finding.complaint for finding in self.findings)
+
+
+async def soak(options: Options) -> Outcome:
+    """Runs the load. Raises RuntimeError when a service ends."""
+    longest = min(LONGEST_TOKENS, _max_model_len(options.model))
+    settings = UpSettings(
+        model=options.model,
+        max_num_seqs=MAX_RUNNING,
+        num_blocks=POOL_SEQUENCES * -(-longest // BLOCK_SIZE) + 1,
+        max_model_len=longest,
+    )
+    seconds = 60 * options.minutes
+    async with Stack(settings) as stack, httpx.AsyncClient(trust_env=False) as http:
+        tell(f"serving {options.model.name} to {NUM_CLIENTS} clients for {options.minutes:g} min")
+        vocab_size = int(_config(options.model)["vocab_size"])
+        callers = Callers(World(stack.http, stack.grpc, vocab_size, longest))
+        load = asyncio.create_task(callers.run())
+        watcher = _Watcher(stack, http, lambda: sum(callers.done.values()))
+        await watcher.watch(seconds)
+        callers.stopping = True
+        await _ended(load)
+        left_over = await watcher.settle()
+        stats = (await watcher.status())["replicas"][0]["stats"]
+    warm_up = min(WARM_UP_SHARE * seconds, WARM_UP_SECONDS)
+    found = findings(watcher.samples, warm_up, options.growth_mb_per_hour)
+    return Outcome(found, callers.done, callers.errors, left_over, stats)
+
+
+async def _ended(load: "asyncio.Task[None]") -> None:
+    try:
+        await asyncio.wait_for(load, ANSWER_SECONDS)
+    except TimeoutError as error:
+        raise RuntimeError(f"requests are not answered within {ANSWER_SECONDS:g} s") from error
+
+
+class _Watcher:
+    """Looks at the services again and again."""
+
+    def __init__(self, stack: Stack, http: httpx.AsyncClient, num_done: Callable[[], int]) -> None:
+        self.samples: list[Sample] = []
+        self._stack = stack
+        self._http = http
+        self._num_done = num_done
+
+    async def watch(self, seconds: float) -> None:
+        """Takes samples for so long."""
+        begun = told = time.monotonic()
+        every = min(seconds / SAMPLES, SAMPLE_SECONDS)
+        while (passed := time.monotonic() - begun) < seconds:
+            self.samples.append(self._sample(passed))
+            if time.monotonic() - told >= max(60.0, every):
+                told = time.monotonic()
+                await self._tell(passed)
+            await asyncio.sleep(every)
+
+    async def status(self) -> dict[str, Any]:
+        """What the gateway says of itself and its replica."""
+        answer = await self._http.get(f"http://{self._stack.http}/status")
+        found: dict[str, Any] = answer.raise_for_status().json()
+        return found
+
+    async def settle(self) -> str:
+        """Waits until nothing runs and every block is free; what is left, or nothing."""
+        given_up = time.monotonic() + SETTLE_SECONDS
+        while left := _left_over(await self.status()):
+            if time.monotonic() > given_up:
+                return left
+            await asyncio.sleep(0.1)
+        return ""
+
+    def _sample(self, passed: float) -> Sample:
+        try:
+            usages = {name: usage_of(pid) for name, pid in self._stack.pids().items()}
+        except OSError as error:
+            raise RuntimeError(f"a service has ended: {error}") from error
+        return Sample(passed, usages)
+
+    async def _tell(self, passed: float) -> None:
+        stats = (await self.status())["replicas"][0]["stats"]
+        memory = ", ".join(
+            f"{name} {usage.rss / 1e6:.1f}" for name, usage in self.samples[-1].usages.items()
+        )
+        tell(
+            f"{passed / 60:5.1f} min: {self._num_done()} requests, {stats['num_running']} running, "
+            f"{stats['num_waiting']} waiting, {stats['num_free_blocks']} blocks free, "
+            f"{stats['num_preemptions']} preemptions; MB: {memory}"
+        )
+
+
+def _left_over(status: dict[str, Any]) -> str:
+    stats = status["replicas"][0]["stats"]
+    if stats is None:
+        return "the scheduler does not answer"
+    left = {
+        "requests in the gateway": status["requests_in_flight"],
+        "requests running": stats["num_running"],
+        "requests waiting": stats["num_waiting"],
+        "blocks not free": stats["num_usable_blocks"] - stats["num_free_blocks"],
+    }
+    return ", ".join(f"{count} {what}" for what, count in left.items() if count)
+
+
+def report(outcome: Outcome) -> str:
+    """Everything, for people."""
+    stats = outcome.stats
+    errors = [f"{count} times {text}" for text, count in outcome.errors.most_common(SHOWN_ERRORS)]
+    return "\n\n".join(
+        (
+            table(outcome.findings),
+            "\n".join(f"{count:>8}  {name}" for name, count in outcome.done.most_common()),
+            f"{outcome.done.total()} requests done, {outcome.errors.total()} went wrong; "
+            f"{stats['num_steps']} steps, {stats['num_generated_tokens']} tokens generated, "
+            f"{stats['num_cached_tokens']} of {stats['num_prompt_tokens']} prompt tokens found in "
+            f"the cache, {stats['num_preemptions']} preemptions; "
+            f"at the end {outcome.left_over or 'all blocks are free and no request is left'}",
+            *errors,
+            *(
+                f"{finding.process} grew: {finding.complaint}"
+                for finding in outcome.findings
+                if finding.complaint
+            ),
+        )
+    )
+
+
+def tell(line: str) -> None:
+    """Shows progress."""
+    print(f"{time.strftime('%H:%M:%S')}  {line}", file=sys.stderr, flush=True)
+
+
+def _config(model: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((model / "config.json").read_text())
+    return found
+
+
+def _max_model_len(model: Path) -> int:
+    return int(_config(model)["max_position_embeddings"])
+
+
+def parse_options(argv: Sequence[str]) -> Options:
+    """The command line. Ends the process with one sentence when it makes no sense."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.soak endurance",
+        description="Keep the services at full load; fail if anything grows, leaks or breaks.",
+    )
+    parser.add_argument("--minutes", type=float, default=20.0, help="how long (default: 20)")
+    parser.add_argument(
+        "--model", type=Path, default=Path("models/demo"), help="directory (default: models/demo)"
+    )
+    parser.add_argument(
+        "--growth-mb-per-hour",
+        type=float,
+        default=24.0,
+        metavar="MB",
+        help="how fast a process's memory may grow (default: 24)",
+    )
+    parsed = parser.parse_args(argv)
+    if not parsed.minutes > 0:
+        parser.error("argument --minutes: must be above 0")
+    if not (parsed.model / "config.json").is_file():
+        parser.error(f"{parsed.model} is not a model directory")
+    return Options(parsed.model, parsed.minutes, parsed.growth_mb_per_hour)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs, prints, judges."""
+    options = parse_options(argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        outcome = uvloop.run(soak(options))
+    except* (RuntimeError, httpx.HTTPError) as failed:
+        tell("; ".join(str(error) for error in failed.exceptions))
+        sys.exit(1)
+    except* KeyboardInterrupt:
+        sys.exit(130)
+    print(report(outcome))
+    return 0 if outcome.is_good else 1

@@ -1,0 +1,144 @@
+"""Attacks the four services, and holds what a well-behaved client notices of it.
+
+    python -m benchmarks.soak hostility --minutes 10 [--key KEY] [--model DIR] [--seed N]
+                                        [--attackers N]
+
+With --key the gateway asks for that key, and all clients send it; some attacks then come with a
+wrong key, or with none.
+
+A process of its own sends attacks of every kind (benchmarks/soak/attacks.py), HTTP and gRPC,
+drawn from the seed, at the lowest priority, so that its own computing takes little from the
+services. Meanwhile one client streams an answer after the other. The exit status is 1 if a pause in
+its streams is longer than the longest before the attacks by more than MOST_PAUSE_SECONDS, a process
+has grown by more than MOST_GROWTH_BYTES at the end, files are left open, or a server error was
+seen.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+
+import httpx
+import uvloop
+
+from benchmarks.common.process_usage import usage_of
+from benchmarks.common.stack import Stack
+from benchmarks.soak.attacks import Target, attack
+from services.cli.settings import UpSettings
+
+MOST_PAUSE_SECONDS, MOST_GROWTH_BYTES, MORE_FILES = 0.05, 50_000_000, 8
+CALM_SECONDS, SETTLE_SECONDS = 15.0, 40.0
+REFUSED_FOR_LOAD = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE)
+
+
+async def longest_pauses(http: str, model: str, seconds: float, key: str = "") -> list[float]:
+    """The pauses between events of streams, one after the other, longest last.
+
+    Raises httpx.HTTPStatusError if a request is refused for another reason than load.
+    """
+    pauses: list[float] = []
+    body = {"model": model, "prompt": "class Point:", "max_tokens": 128, "ignore_eos": True}
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    end = time.monotonic() + seconds
+    async with httpx.AsyncClient(
+        base_url=f"http://{http}", headers=headers, timeout=60, trust_env=False
+    ) as client:
+        while time.monotonic() < end:
+            request = body | {"stream": True, "seed": 1}
+            async with client.stream("POST", "/v1/completions", json=request) as answer:
+                if answer.status_code in REFUSED_FOR_LOAD:
+                    await asyncio.sleep(0.1)
+                    continue
+                answer.raise_for_status()
+                last: float | None = None
+                async for _ in answer.aiter_bytes():
+                    now = time.monotonic()
+                    if last is not None:
+                        pauses.append(now - last)
+                    last = now
+    return sorted(pauses)
+
+
+async def attack_for(target: Target, seconds: float, seed: int, num_attackers: int) -> list[str]:
+    """Attacks for so long; the defects that were seen."""
+    os.nice(19)
+    end = time.monotonic() + seconds
+
+    async def attacker(number: int) -> None:
+        draw = Random(f"{seed}/{number}")
+        while time.monotonic() < end:
+            await attack(target, draw)
+
+    await asyncio.gather(*map(attacker, range(num_attackers)))
+    return target.defects
+
+
+async def hostility(options: argparse.Namespace) -> bool:
+    """Runs it, prints what was found; whether all is well."""
+    seconds = 60 * options.minutes
+    settings = UpSettings(
+        model=options.model,
+        max_num_seqs=16,
+        num_blocks=2000,
+        api_keys=(options.key,) if options.key else None,
+    )
+    async with Stack(settings) as stack:
+        name = options.model.resolve().name
+        await longest_pauses(stack.http, name, CALM_SECONDS / 3, options.key)
+        before = {service: usage_of(pid) for service, pid in stack.pids().items()}
+        calm = await longest_pauses(stack.http, name, CALM_SECONDS, options.key)
+        attackers = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "benchmarks.soak", "hostility"),
+            *("--attack", stack.http, stack.grpc),
+            *("--seed", str(options.seed), "--attackers", str(options.attackers)),
+            *("--minutes", str(options.minutes), "--key", options.key),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        attacked = await longest_pauses(stack.http, name, seconds, options.key)
+        said, _ = await attackers.communicate()
+        defects = json.loads(said)
+        await asyncio.sleep(SETTLE_SECONDS)  # idle connections are ended after less
+        after = {service: usage_of(pid) for service, pid in stack.pids().items()}
+    pause = attacked[-1] - calm[-1]
+    print(f"pauses, ms: calm {_quantiles(calm)}; attacked {_quantiles(attacked)}")
+    good = pause <= MOST_PAUSE_SECONDS and not defects
+    for service, usage in after.items():
+        grown = usage.rss - before[service].rss
+        files = usage.num_files - before[service].num_files
+        print(f"{service}: {grown / 1e6:+.1f} MB, {files:+d} files")
+        good = good and grown <= MOST_GROWTH_BYTES and files <= MORE_FILES
+    print(f"server errors: {len(defects)} {defects[:5]}")
+    return good
+
+
+def _quantiles(pauses: list[float]) -> str:
+    at = [pauses[int(share * (len(pauses) - 1))] for share in (0.5, 0.99, 0.999, 1)]
+    return "p50 {:.1f}, p99 {:.1f}, p99.9 {:.1f}, longest {:.1f}".format(*(1000 * p for p in at))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Reads the options, runs."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.soak hostility",
+        description=(__doc__ or "").partition("\n")[0],
+    )
+    parser.add_argument("--model", type=Path, default=Path("models/demo"))
+    parser.add_argument("--minutes", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--attackers", type=int, default=4)
+    parser.add_argument("--key", default="", help="API key of all clients (default: none needed)")
+    parser.add_argument("--attack", nargs=2, metavar=("HTTP", "GRPC"), help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.attack is not None:
+        http, grpc = options.attack
+        target = Target(http, grpc, options.key)
+        seconds = 60 * options.minutes
+        print(json.dumps(uvloop.run(attack_for(target, seconds, options.seed, options.attackers))))
+        return 0
+    return 0 if uvloop.run(hostility(options)) else 1

@@ -1,0 +1,189 @@
+"""Goodput and refusals under more load than the services can take.
+
+    python -m benchmarks.soak overload [--seconds S] [--factor N] [--deadline-seconds S]
+                                       [--model DIR]
+
+1. Capacity: a closed loop of as many clients as run at once, each with the next request as soon as
+   its last one is done.
+2. Overload: requests arrive evenly at a multiple of the rate at which those ended, whatever becomes
+   of the ones before. Each has a deadline, by which its client gives up. Goodput is the tokens of
+   the requests that were done by then; refusals are timed from sending to the answer. Requests that
+   were queued and evicted before their first step are counted apart.
+
+Everything is on one machine, the clients too: what they cost the services lack.
+"""
+
+import argparse
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import uvloop
+from stepwell.common.v1 import common_pb2
+from stepwell.gateway.v1 import gateway_pb2, gateway_pb2_grpc
+
+from benchmarks.common.figures import percentile
+from benchmarks.common.stack import Stack
+from services.cli.settings import UpSettings
+from services.common.channel import open_channel
+from services.common.status import from_rpc_error
+
+REFUSED = grpc.StatusCode.RESOURCE_EXHAUSTED
+VOCAB_SIZE = 256
+"""Tokens that prompts are drawn from: every model has as many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What is measured."""
+
+    model: Path
+    seconds: float
+    factor: float
+    deadline_seconds: float
+    concurrency: int
+    prompt_tokens: int
+    output_tokens: int
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of the requests of one part."""
+
+    seconds: float = 0.0
+    num_sent: int = 0
+    num_done: int = 0
+    refusal_millis: list[float] = field(default_factory=list)
+    other: Counter[str] = field(default_factory=Counter)
+    """Requests that neither were done nor refused before they were queued, by what they got."""
+
+    def tokens_per_second(self, options: Options) -> float:
+        """Of the requests that were done."""
+        return self.num_done * options.output_tokens / self.seconds
+
+
+class Clients:
+    """Requests over one channel, and what becomes of them."""
+
+    def __init__(self, channel: grpc.aio.Channel, options: Options) -> None:
+        self._stub = gateway_pb2_grpc.InferenceStub(channel)
+        self._options = options
+        self._random = random.Random(0)
+
+    async def capacity(self, seconds: float) -> Outcome:
+        """A closed loop."""
+        outcome, until = Outcome(), time.monotonic() + seconds
+
+        async def client() -> None:
+            while time.monotonic() < until:
+                await self._send(outcome, None)
+
+        began = time.monotonic()
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(self._options.concurrency):
+                tasks.create_task(client())
+        outcome.seconds = time.monotonic() - began
+        return outcome
+
+    async def overload(self, seconds: float, rate: float) -> Outcome:
+        """An open loop of `rate` requests a second."""
+        outcome, began = Outcome(), time.monotonic()
+        async with asyncio.TaskGroup() as tasks:
+            while (passed := time.monotonic() - began) < seconds:
+                for _ in range(outcome.num_sent, int(passed * rate)):
+                    outcome.num_sent += 1
+                    tasks.create_task(self._send(outcome, self._options.deadline_seconds))
+                await asyncio.sleep(0.005)
+        outcome.seconds = time.monotonic() - began
+        return outcome
+
+    async def _send(self, outcome: Outcome, deadline_seconds: float | None) -> None:
+        options = self._options
+        request = gateway_pb2.GenerateRequest(
+            token_ids=common_pb2.TokenIds(
+                ids=[self._random.randrange(VOCAB_SIZE) for _ in range(options.prompt_tokens)]
+            ),
+            sampling=common_pb2.SamplingParams(temperature=0, max_tokens=options.output_tokens),
+            ignore_eos=True,
+        )
+        sent, num_tokens = time.monotonic(), 0
+        try:
+            async for response in self._stub.Generate(request, timeout=deadline_seconds):
+                num_tokens += len(response.token_ids)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not REFUSED:
+                outcome.other[error.code().name] += 1
+            elif from_rpc_error(error).error_reason == "QUEUE_TIMEOUT":
+                outcome.other["evicted from the queue"] += 1
+            else:
+                outcome.refusal_millis.append(1000 * (time.monotonic() - sent))
+        else:
+            outcome.num_done += 1
+
+
+async def measure(options: Options) -> tuple[Outcome, Outcome]:
+    """Capacity, then overload, of services that are started for it."""
+    settings = UpSettings(model=options.model, max_num_seqs=options.concurrency)
+    async with Stack(settings) as stack, open_channel(stack.grpc) as channel:
+        clients = Clients(channel, options)
+        await clients.capacity(options.seconds / 4)  # the first steps of each size take longer
+        capacity = await clients.capacity(options.seconds)
+        rate = options.factor * capacity.num_done / capacity.seconds
+        return capacity, await clients.overload(options.seconds, rate)
+
+
+def report(options: Options, capacity: Outcome, overload: Outcome) -> str:
+    """The figures, as a table."""
+    full, good = capacity.tokens_per_second(options), overload.tokens_per_second(options)
+    lines = [
+        f"| {options.factor:g} times the load, deadline {options.deadline_seconds:g} s | |",
+        "| --- | ---: |",
+        f"| capacity, tokens/s | {full:.0f} |",
+        f"| goodput, tokens/s | {good:.0f} |",
+        f"| goodput to capacity | {good / full:.2f} |",
+        f"| requests sent / done / refused | {overload.num_sent} / {overload.num_done} / "
+        f"{len(overload.refusal_millis)} |",
+    ]
+    if overload.refusal_millis:
+        median, slow = (percentile(overload.refusal_millis, percent) for percent in (50, 99))
+        lines.append(f"| refusals, ms, median / p99 | {median:.1f} / {slow:.1f} |")
+    lines += [f"| {name} | {count} |" for name, count in sorted(overload.other.items())]
+    return "\n".join(lines)
+
+
+def parse_options(argv: Sequence[str]) -> Options:
+    """The command line. Ends the process with one sentence when it makes no sense."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.soak overload",
+        description="Measure goodput and refusals under more load than the services can take.",
+    )
+    flags: tuple[tuple[str, type, object, str], ...] = (
+        ("--model", Path, Path("models/demo"), "directory"),
+        ("--seconds", float, 20.0, "length of each part"),
+        ("--factor", float, 10.0, "load, as a multiple of capacity"),
+        ("--deadline-seconds", float, 5.0, "when clients give up"),
+        ("--concurrency", int, 32, "requests that run at once"),
+        ("--prompt-tokens", int, 32, "length of each prompt"),
+        ("--output-tokens", int, 128, "length of each answer"),
+    )
+    for name, kind, default, text in flags:
+        parser.add_argument(name, type=kind, default=default, help=f"{text} (default: {default})")
+    options = Options(**vars(parser.parse_args(argv)))
+    for name, value in (("seconds", options.seconds), ("factor", options.factor)):
+        if not value > 0:
+            parser.error(f"argument --{name}: must be above 0")
+    if not (options.model / "config.json").is_file():
+        parser.error(f"{options.model} is not a model directory")
+    return options
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measures and prints."""
+    options = parse_options(argv)
+    print(report(options, *uvloop.run(measure(options))))
+    return 0

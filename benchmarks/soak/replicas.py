@@ -1,0 +1,145 @@
+"""One gateway and several replicas, each service a process that a supervisor starts again."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+
+from benchmarks.common.stack import HOST, START_SECONDS, environment
+from services.cli.child import ChildSpec
+from services.cli.plan import Addresses, stages
+from services.cli.ports import claim_port
+from services.cli.settings import UpSettings
+from services.cli.supervisor import RestartPolicy, Stage, Supervisor
+
+
+class Replicas:
+    """Services as `stepwell up` starts, watches and restarts them, with `count` replicas.
+
+    `async with` starts them, returns when all serve, and stops them in their order. Services are
+    called gateway, scheduler-0, kvpool-0, worker-0, scheduler-1 and so on. Their output goes to
+    services.log in `directory`, which also holds their sockets: its path must be short.
+    """
+
+    def __init__(
+        self, settings: UpSettings, count: int, directory: Path, restarts: RestartPolicy
+    ) -> None:
+        http, grpc = claim_port(HOST, 0, "--http-port"), claim_port(HOST, 0, "--grpc-port")
+        places = [Addresses(HOST, http, grpc, directory / str(i)) for i in range(count)]
+        for place in places:
+            place.run_directory.mkdir()
+        self.http, self.grpc = places[0].http, places[0].grpc
+        planned = [
+            _named(i, stages(settings, place, environment())) for i, place in enumerate(places)
+        ]
+        schedulers = ",".join(place.socket("scheduler") for place in places)
+        gateway_stage, *_ = planned[0]
+        (gateway,) = gateway_stage.specs
+        environ = {**gateway.environ, "STEPWELL_GATEWAY_SCHEDULERS": schedulers}
+        gateway_stage = replace(gateway_stage, specs=(replace(gateway, environ=environ),))
+        merged = [
+            replace(same[0], specs=tuple(spec for stage in same for spec in stage.specs))
+            for same in zip(*(own for _, *own in planned), strict=True)
+        ]
+        self.names = [spec.name for stage in merged for spec in stage.specs]
+        self.record = ServiceRecord(directory / "services.log")
+        self._supervisor = Supervisor([gateway_stage, *merged], self.record, restarts)
+        self._running: asyncio.Task[None] | None = None
+
+    def pid(self, name: str) -> int:
+        """The process of a service's present or last run."""
+        return self._supervisor.pid(name)
+
+    async def __aenter__(self) -> "Replicas":
+        self._running = asyncio.create_task(self._supervisor.run())
+        ready = asyncio.create_task(self._supervisor.all_ready.wait())
+        await asyncio.wait(
+            (self._running, ready), timeout=START_SECONDS, return_when=asyncio.FIRST_COMPLETED
+        )
+        if not ready.done():
+            ready.cancel()
+            await self._stop()
+            raise RuntimeError(f"not ready: {', '.join(self._supervisor.not_ready())}")
+        return self
+
+    async def __aexit__(
+        self,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _where: TracebackType | None,
+    ) -> None:
+        await self._stop()
+
+    async def _stop(self) -> None:
+        assert self._running is not None
+        self._supervisor.stop.set()
+        await self._running
+        self.record.close()
+
+
+class ServiceRecord:
+    """The supervisor's observer: a log of all output, and how often each service was ready."""
+
+    def __init__(self, log: Path) -> None:
+        self.num_ready: dict[str, int] = {}
+        self.changed = asyncio.Event()
+        self._log = log.open("w")
+
+    def line(self, name: str, text: str) -> None:
+        """Writes a line of a service's output."""
+        self._write(f"{name}: {text}")
+
+    def ready(self, name: str, seconds: float, num_restarts: int) -> None:
+        """Counts a start that has come to serving."""
+        self.num_ready[name] = self.num_ready.get(name, 0) + 1
+        self.changed.set()
+        self._write(f"{name} is ready after {seconds:.2f} s, restart {num_restarts}")
+
+    def hung(self, name: str, reason: str) -> None:
+        """Notes that a service hangs, and is killed."""
+        self._write(f"{name} hangs: {reason}")
+
+    def died(
+        self,
+        name: str,
+        status: str,
+        tail: Sequence[str],  # noqa: ARG002
+        delay_seconds: float,
+        num_deaths: int,  # noqa: ARG002
+    ) -> None:
+        """Notes an end."""
+        self._write(f"{name} ended: {status}; again in {delay_seconds:g} s")
+
+    def stopping(self, name: str) -> None:
+        """Notes that a service is asked to end."""
+        self._write(f"{name} is asked to end")
+
+    def killed(self, name: str, seconds: float) -> None:
+        """Notes that a service had to be killed."""
+        self._write(f"{name} did not end within {seconds:g} s")
+
+    def close(self) -> None:
+        """Closes the log."""
+        self._log.close()
+
+    def _write(self, text: str) -> None:
+        self._log.write(f"{time.time():.3f} {text}\n")
+        self._log.flush()
+
+
+def _named(index: int, planned: Sequence[Stage]) -> list[Stage]:
+    """A replica's stages with names of its own; the gateway keeps its."""
+
+    def named(spec: ChildSpec) -> ChildSpec:
+        if spec.name == "gateway":
+            return spec
+        environ = dict(spec.environ)
+        if spec.name == "scheduler":
+            environ["STEPWELL_SCHEDULER_REPLICA"] = f"replica-{index}"
+        return replace(
+            spec, name=f"{spec.name}-{index}", environ=environ, team=f"{spec.team}-{index}"
+        )
+
+    return [replace(stage, specs=tuple(map(named, stage.specs))) for stage in planned]

@@ -1,0 +1,1 @@
+"""`python -m benchmarks.step`: what a step costs around a worker that computes nothing."""

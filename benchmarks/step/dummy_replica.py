@@ -1,0 +1,128 @@
+"""A replica around a worker that computes nothing: pool, scheduler and worker, each a process."""
+
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from benchmarks.common.stack import end, environment, spawn, watch
+from services.cli.health import until_ready
+
+BLOCK_SIZE = 16
+"""Tokens of a block of the worker that is not there."""
+START_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """What to start."""
+
+    max_num_seqs: int
+    num_blocks: int
+    async_scheduling: bool
+    otlp_endpoint: str = ""
+    trace_sample_ratio: float = 1.0
+
+
+class NullStack:
+    """The scheduler and the pool with production defaults. `async with` starts and stops them."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self._directory = tempfile.TemporaryDirectory(prefix="stepwell-bench-")
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    @property
+    def scheduler(self) -> str:
+        """Where the scheduler listens."""
+        return self._socket("scheduler")
+
+    def pids(self) -> dict[str, int]:
+        """The process of each service."""
+        return {name: process.pid for name, process in self._processes.items()}
+
+    async def __aenter__(self) -> "NullStack":
+        replica = self._replica
+        limits = ("--max-num-seqs", replica.max_num_seqs, "--num-blocks", replica.num_blocks)
+        traces = ("--otlp-endpoint", replica.otlp_endpoint)
+        asynchronous = "--async-scheduling" if replica.async_scheduling else "--no-async-scheduling"
+        sample = ("--trace-sample-ratio", replica.trace_sample_ratio)
+        connect = ("--kvpool", self._socket("kvpool"), "--workers", self._socket("worker"))
+        self._start("worker", "benchmarks.step.dummy_worker", *limits, *traces)
+        self._start("kvpool", "services.kvpool", *traces)
+        self._start("scheduler", "services.scheduler", *connect, asynchronous, *traces, *sample)
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                await self._until_serving()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _where: TracebackType | None,
+    ) -> None:
+        await asyncio.to_thread(self._stop)
+
+    async def set_step(self, millis: float, num_bare_steps: int) -> list[int]:
+        """What a step takes from here on; returns when each step of a bare loop ended, in ns."""
+        ended: list[int] = await self._ask({"step_millis": millis, "bare_steps": num_bare_steps})
+        return ended
+
+    async def served(self) -> list[tuple[int, int]]:
+        """When each decode step ended since the last call or `set_step`, and of how many."""
+        return [(ended, count) for ended, count in await self._ask({})]
+
+    async def _until_serving(self) -> None:
+        """Until all serve. Raises RuntimeError when one of them ends."""
+        serving = asyncio.create_task(until_ready(self.scheduler))
+        watching = asyncio.create_task(watch(self._processes, self._log))
+        try:
+            await asyncio.wait({serving, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if watching.done():
+                watching.result()
+        finally:
+            serving.cancel()
+            watching.cancel()
+
+    async def _ask(self, command: dict[str, Any]) -> list[Any]:
+        worker = self._processes["worker"]
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        worker.stdin.write(json.dumps(command).encode() + b"\n")
+        worker.stdin.flush()
+        line = await asyncio.to_thread(worker.stdout.readline)
+        if not line:
+            raise RuntimeError(f"the null worker ended with {worker.wait()}")
+        answer: list[Any] = json.loads(line)
+        return answer
+
+    def _start(self, name: str, module: str, *flags: object) -> None:
+        address = ("--address", self._socket(name))
+        command = (sys.executable, "-m", module, *map(str, (*address, *flags)))
+        talks = name == "worker"
+        self._processes[name] = spawn(command, environment(), self._log(name), talks=talks)
+
+    def _log(self, name: str) -> Path:
+        return Path(self._directory.name) / f"{name}.log"
+
+    def _socket(self, name: str) -> str:
+        return f"unix:{self._directory.name}/{name}.sock"
+
+    def _stop(self) -> None:
+        """The worker ends with its input, and sends what is left of its traces."""
+        end([self._processes["scheduler"]])
+        end([self._processes["kvpool"]])
+        worker = self._processes["worker"]
+        if worker.stdin is not None:
+            worker.stdin.close()
+        end([worker], ask=False)
+        self._directory.cleanup()

@@ -1,0 +1,156 @@
+"""A worker that computes nothing: the real one's process, server and thread around an empty step.
+
+    python -m benchmarks.step.dummy_worker --address unix:PATH --max-num-seqs 256
+                                           --num-blocks 10000
+
+It answers each step with made-up tokens after a set time, one step after the other, so that what is
+left of a step is what everything else costs. Commands come on standard input, a line of JSON each:
+`{"step_millis": 5, "bare_steps": 100}` sets the time, runs so many steps in the compute thread with
+nobody around them, and is answered with when each of them ended; `{}` is answered with the steps
+that were served since the last command. Times are nanoseconds of the clock that never goes back.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import uvloop
+from stepwell.worker.v1 import worker_pb2_grpc
+
+from benchmarks.step.dummy_replica import BLOCK_SIZE
+from services.common.server import GrpcServer
+from services.common.telemetry import configure_tracing
+from services.worker.adapters.compute import ComputeThread
+from services.worker.adapters.servicer import WorkerServicer
+from services.worker.core.kv_groups import LayerGroup
+from services.worker.core.runner import Runner
+from services.worker.core.step import StepInput, StepOutput
+from services.worker.core.worker import Worker, WorkerDescription
+
+SERVICE = "stepwell.worker.v1.Worker"
+MAX_MODEL_LEN = 4096
+MAX_NUM_BATCHED_TOKENS = 8192
+VOCAB_SIZE = 32_000
+_MADE_UP_TOKEN = 5
+
+
+class NullRunner:
+    """Takes the place of a `Runner`. Notes when each step ended that gave all of its requests one
+    token, and how many requests those were.
+    """
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self.step_seconds = 0.0
+        self.served: list[tuple[int, int]] = []
+        self._num_known = np.zeros(max_num_seqs, np.int32)
+
+    def reset(self) -> None:
+        """Nothing is kept of a stream."""
+
+    def begin(self, step: StepInput) -> StepOutput:
+        """Waits, and makes up a token for each request that has no prompt left to compute."""
+        begun = time.perf_counter()
+        for request in step.new_requests:
+            self._num_known[request.row] = len(request.token_ids)
+        ends = step.num_computed_tokens + step.num_scheduled_tokens
+        num_tokens = (ends >= self._num_known[step.rows]).astype(np.int32)
+        made_up = np.full(num_tokens.sum(), _MADE_UP_TOKEN, np.int32)
+        output = StepOutput(step.generation, step.step, num_tokens, made_up)
+        is_decode = step.num_scheduled_tokens.sum() == len(step.rows)
+        self._wait_since(begun)
+        if is_decode:
+            self.served.append((time.perf_counter_ns(), len(step.rows)))
+        return output
+
+    def run_bare(self, num_steps: int) -> list[int]:
+        """Waits again and again; returns when each wait ended."""
+        ended = []
+        for _ in range(num_steps):
+            self._wait_since(time.perf_counter())
+            ended.append(time.perf_counter_ns())
+        return ended
+
+    def _wait_since(self, begun: float) -> None:
+        """Until a step that began then has taken its time."""
+        left = begun + self.step_seconds - time.perf_counter()
+        if left > 0:
+            time.sleep(left)
+
+    def take(self) -> list[tuple[int, int]]:
+        """What was served since this was last called."""
+        served, self.served = self.served, []
+        return served
+
+
+def description(max_num_seqs: int, num_blocks: int) -> WorkerDescription:
+    """What Describe tells of a model that is not there."""
+    return WorkerDescription(
+        incarnation=uuid.uuid4().hex,
+        model_name="null",
+        fingerprint=bytes(32),
+        tokenizer_fingerprint=b"",
+        max_model_len=MAX_MODEL_LEN,
+        vocab_size=VOCAB_SIZE,
+        hidden_size=1,
+        eos_token_ids=(),
+        groups=(LayerGroup(None, (0,)),),
+        block_size=BLOCK_SIZE,
+        num_blocks=num_blocks,
+        bytes_per_block=0,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+        kv_cache_sizing="as it was told",
+        dtype="none",
+    )
+
+
+async def serve(address: str, max_num_seqs: int, num_blocks: int, endpoint: str) -> None:
+    """Serves, and answers commands, until standard input ends."""
+    tracing = configure_tracing("worker", endpoint, 1.0)
+    compute, runner = ComputeThread(), NullRunner(max_num_seqs)
+    servicer = WorkerServicer(compute, tracing)
+    server = GrpcServer()
+    server.add(worker_pb2_grpc.add_WorkerServicer_to_server, servicer, SERVICE)
+    try:
+        await server.start(address)
+        servicer.open(Worker(cast(Runner, runner), description(max_num_seqs, num_blocks)))
+        await server.set_ready(True)
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            answer = await _answer(runner, compute, json.loads(line))
+            print(json.dumps(answer), flush=True)
+    finally:
+        servicer.close()
+        await server.drain(0)
+        compute.close()
+        tracing.shutdown()
+
+
+async def _answer(
+    runner: NullRunner, compute: ComputeThread, command: dict[str, Any]
+) -> Sequence[Any]:
+    if "step_millis" not in command:
+        return runner.take()
+    runner.step_seconds = command["step_millis"] / 1e3
+    runner.take()
+    return await compute.submit(lambda: runner.run_bare(command["bare_steps"]))
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.step.dummy_worker")
+    parser.add_argument("--address", required=True, help="where to listen")
+    parser.add_argument("--max-num-seqs", type=int, required=True, help="requests at once")
+    parser.add_argument("--num-blocks", type=int, required=True, help="blocks of the KV cache")
+    parser.add_argument("--otlp-endpoint", default="", help="where traces go; empty: nowhere")
+    parsed = parser.parse_args()
+    uvloop.run(serve(parsed.address, parsed.max_num_seqs, parsed.num_blocks, parsed.otlp_endpoint))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""Rounds of decode steps against a worker that computes nothing, and what each of them showed."""
+
+import asyncio
+import itertools
+import os
+import statistics
+from collections import defaultdict
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+
+from benchmarks.common.clients import SessionClient
+from benchmarks.serving.comparison import CLIENT, processor_seconds
+from benchmarks.step.dummy_replica import BLOCK_SIZE, NullStack
+from services.common.channel import open_channel
+
+PROMPT_TOKENS = 96
+WARM_UP_STEPS = 16
+"""Steps at full strength that do not count."""
+SPARE_STEPS = 32
+"""Steps after those that count: the prompts of many are computed in several."""
+RUN_SECONDS = 120.0
+_LOOK_AGAIN_SECONDS = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One run of one size: times from step to step, and processor time per step by process."""
+
+    step_micros: Sequence[float]
+    processor_micros: Mapping[str, float]
+    bare_micros: float | None
+    """Mean step of the bare loop just before; None where a step takes no time."""
+
+    @property
+    def ratio(self) -> float | None:
+        """Steps per second to those of the bare loop."""
+        return self.bare_micros and self.bare_micros / statistics.mean(self.step_micros)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """One size in one mode: medians over rounds, and the best of them."""
+
+    running: int
+    mode: str
+    step_millis: float
+    num_rounds: int
+    median_micros: float
+    """Time from step to step: the median over the rounds of each one's median."""
+    best_median_micros: float
+    mean_micros: float
+    processor_micros: dict[str, float]
+    bare_micros: float | None = None
+    ratio: float | None = None
+    best_ratio: float | None = None
+
+
+def num_tokens(num_steps: int) -> int:
+    """Output of each request for so many steps that count."""
+    return num_steps + WARM_UP_STEPS + SPARE_STEPS
+
+
+def num_blocks(running: int, num_steps: int) -> int:
+    """Blocks that hold so many requests, and some more."""
+    longest = PROMPT_TOKENS + BLOCK_SIZE + num_tokens(num_steps)
+    return running * (-(-longest // BLOCK_SIZE) + 1) + 64
+
+
+async def run_round(stack: NullStack, running: int, num_steps: int, step_millis: float) -> Round:
+    """So many requests to their end; of the steps that have all of them, those in the middle count.
+
+    Raises RuntimeError unless every token came.
+    """
+    bare = await stack.set_step(step_millis, num_steps if step_millis else 0)
+    meter = _Meter({**stack.pids(), CLIENT: os.getpid()}, running, num_steps)
+    collected: dict[int, list[int]] = defaultdict(list)
+    async with asyncio.timeout(RUN_SECONDS):
+        async for deltas in decode(stack, running, num_tokens(num_steps)):
+            _take_in(deltas, collected)
+            meter.saw(deltas)
+    if {len(tokens) for tokens in collected.values()} != {num_tokens(num_steps)}:
+        raise RuntimeError("not every token came")
+    ended = [ended for ended, count in await stack.served() if count == running]
+    ended = ended[WARM_UP_STEPS : WARM_UP_STEPS + num_steps + 1]
+    return Round(
+        [(after - before) / 1e3 for before, after in itertools.pairwise(ended)],
+        meter.micros_per_step(),
+        (bare[-1] - bare[0]) / (len(bare) - 1) / 1e3 if bare else None,
+    )
+
+
+async def decode(
+    stack: NullStack, running: int, num_tokens: int
+) -> AsyncIterator[scheduler_pb2.StepDeltas]:
+    """News of so many requests that begin together: the scheduler is paused until it has all."""
+    client = SessionClient(stack.scheduler)
+    async with open_channel(stack.scheduler) as channel:
+        scheduler = scheduler_pb2_grpc.SchedulerStub(channel)
+        await scheduler.Pause(scheduler_pb2.PauseRequest())
+        resuming = asyncio.create_task(_resume_with(scheduler, running))
+        async for deltas in client.deltas(_prompts(running), num_tokens):
+            yield deltas
+        await resuming
+    await client.close()
+
+
+def row(running: int, mode: str, step_millis: float, rounds: Sequence[Round]) -> StepRow:
+    """What rounds of one size and mode showed together."""
+    medians = [statistics.median(found.step_micros) for found in rounds]
+    ratios = [found.ratio for found in rounds if found.ratio is not None]
+    bare = [found.bare_micros for found in rounds if found.bare_micros is not None]
+    return StepRow(
+        running=running,
+        mode=mode,
+        step_millis=step_millis,
+        num_rounds=len(rounds),
+        median_micros=statistics.median(medians),
+        best_median_micros=min(medians),
+        mean_micros=statistics.median(statistics.mean(found.step_micros) for found in rounds),
+        processor_micros={
+            name: statistics.median(found.processor_micros[name] for found in rounds)
+            for name in rounds[0].processor_micros
+        },
+        bare_micros=statistics.median(bare) if bare else None,
+        ratio=statistics.median(ratios) if ratios else None,
+        best_ratio=max(ratios, default=None),
+    )
+
+
+class _Meter:
+    """Processor time of processes over the steps that count."""
+
+    def __init__(self, pids: Mapping[str, int], running: int, num_steps: int) -> None:
+        self._pids = pids
+        self._running = running
+        self._num_steps = num_steps
+        self._full_since: int | None = None
+        self._begun: tuple[int, dict[str, float]] | None = None
+        self._ended: tuple[int, dict[str, float]] | None = None
+
+    def saw(self, deltas: scheduler_pb2.StepDeltas) -> None:
+        """News of a step came."""
+        if self._full_since is None:
+            self._full_since = deltas.step if len(deltas.handles) == self._running else None
+        elif self._begun is None:
+            if deltas.step >= self._full_since + WARM_UP_STEPS:
+                self._begun = deltas.step, self._read()
+        elif self._ended is None and deltas.step >= self._begun[0] + self._num_steps:
+            self._ended = deltas.step, self._read()
+
+    def micros_per_step(self) -> dict[str, float]:
+        """Of each process. Raises RuntimeError when the run was too short."""
+        if self._begun is None or self._ended is None:
+            raise RuntimeError("the run was over before all of its steps were seen")
+        (first, before), (last, after) = self._begun, self._ended
+        return {name: (after[name] - before[name]) * 1e6 / (last - first) for name in self._pids}
+
+    def _read(self) -> dict[str, float]:
+        return {name: processor_seconds(pid) for name, pid in self._pids.items()}
+
+
+async def _resume_with(scheduler: "scheduler_pb2_grpc.SchedulerAsyncStub", running: int) -> None:
+    """Lets the scheduler go on once so many requests wait."""
+    num_waiting = 0
+    while num_waiting < running:
+        await asyncio.sleep(_LOOK_AGAIN_SECONDS)
+        stats = await scheduler.GetStats(scheduler_pb2.GetStatsRequest())
+        num_waiting = stats.num_waiting
+    await scheduler.Resume(scheduler_pb2.ResumeRequest())
+
+
+def _prompts(running: int) -> list[list[int]]:
+    """Prompts that share nothing, of lengths that fill their blocks in different steps."""
+    return [
+        [
+            (number * 7919 + position) % 30_000
+            for position in range(PROMPT_TOKENS + number % BLOCK_SIZE)
+        ]
+        for number in range(running)
+    ]
+
+
+def _take_in(deltas: scheduler_pb2.StepDeltas, collected: dict[int, list[int]]) -> None:
+    """What a gateway does with the news of a step, short of turning tokens into text."""
+    token_ids, start = list(deltas.token_ids), 0
+    for handle, count in zip(deltas.handles, deltas.num_tokens, strict=True):
+        collected[handle] += token_ids[start : start + count]
+        start += count

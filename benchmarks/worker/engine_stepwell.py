@@ -1,0 +1,40 @@
+"""Our worker under the loads of benchmarks.worker.loads: runner, scheduler and pool in process."""
+
+import asyncio
+import time
+
+import uvloop
+
+from benchmarks.common.in_process import InProcess
+from benchmarks.worker.loads import Prompts, Times, answer, parse_side
+from services.common.settings import parse_settings
+from services.worker.settings import WorkerSettings
+
+NUM_BLOCKS = 1024
+
+
+async def main() -> None:
+    """Answers until standard input ends."""
+    side = parse_side()
+    flags = ["--model", str(side.model), "--num-threads", str(side.threads)]
+    flags += ["--num-blocks", str(NUM_BLOCKS)]
+    async with InProcess(parse_settings(WorkerSettings, "worker", flags, {})) as composed:
+        loop = asyncio.get_running_loop()
+
+        async def finish(prompt: list[int], num_tokens: int) -> list[float]:
+            times: list[float] = []
+            async for count in composed.client.generate(prompt, num_tokens):
+                times += [time.perf_counter()] * count
+            return times
+
+        async def finish_all(prompts: Prompts, num_tokens: int) -> Times:
+            return await asyncio.gather(*(finish(prompt, num_tokens) for prompt in prompts))
+
+        def generate(prompts: Prompts, num_tokens: int) -> Times:
+            return asyncio.run_coroutine_threadsafe(finish_all(prompts, num_tokens), loop).result()
+
+        await asyncio.to_thread(answer, generate, side.vocab_size, "Stepwell")
+
+
+if __name__ == "__main__":
+    uvloop.run(main())

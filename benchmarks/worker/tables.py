@@ -1,0 +1,74 @@
+"""The tables of benchmarks.worker, in Markdown."""
+
+from collections.abc import Mapping, Sequence
+
+from benchmarks.common.report import number_text, table_text
+from benchmarks.worker.limits import LimitProbe
+from benchmarks.worker.rounds import Comparison, is_time
+
+IDLE_CORES = 0.05
+"""Who uses more while it waits for its turn takes it from the others."""
+
+
+def limits_text(probe: LimitProbe) -> str:
+    """What the machine was seen to do at most, and usually."""
+    best, median = probe.best(), probe.median()
+    return (
+        f"Limits, measured before each round: {best.flops / 1e9:.0f} GFLOP/s in bfloat16, "
+        f"{best.bytes_per_second / 1e9:.1f} GB/s read, at best; the median is "
+        f"{median.flops / 1e9:.0f} and {median.bytes_per_second / 1e9:.1f}."
+    )
+
+
+def caption(compared: Comparison, left_out: Mapping[str, Sequence[str]]) -> str:
+    """How often everything was measured, what was left out, and who computed out of turn."""
+    counts = {
+        side: {load: len(values) for load, values in loads.items()}
+        for side, loads in compared.rounds.items()
+    }
+    most = max(count for loads in counts.values() for count in loads.values())
+    fewer = [
+        f"{side} {count} ({_brief(load)})"
+        for side, loads in counts.items()
+        for load, count in loads.items()
+        if count < most
+    ]
+    skipped = [f"{side} ({_brief(load)})" for side, loads in left_out.items() for load in loads]
+    spinning = [
+        f"{side} ({cores:.2f} cores)"
+        for side, cores in compared.idle_cores.items()
+        if cores > IDLE_CORES
+    ]
+    text = f"Medians of {most} rounds in turns"
+    text += f"; of those who were slow fewer: {', '.join(fewer)}." if fewer else "."
+    if skipped:
+        text += f" Left out, for they take minutes: {', '.join(skipped)}."
+    if spinning:
+        text += f" **Computed while others were measured: {', '.join(spinning)}.**"
+    return text
+
+
+def table(limits: Mapping[str, float], compared: Comparison) -> str:
+    """A row for each load: the machine's limit, each engine, and us to the fastest other."""
+    medians = compared.medians()
+    loads = dict.fromkeys(load for figures in medians.values() for load in figures)
+    ours = next(iter(medians))
+    return table_text(
+        ("load", "limit", *medians, f"{ours} to the fastest other"),
+        (
+            (
+                load,
+                *(
+                    number_text(figures.get(load), 2 if is_time(load) else 0)
+                    for figures in (limits, *medians.values())
+                ),
+                number_text(compared.lead(load), 2),
+            )
+            for load in loads
+        ),
+    )
+
+
+def _brief(load: str) -> str:
+    """The name of a load without its unit."""
+    return load.rpartition(",")[0]
