@@ -1,6 +1,6 @@
-"""A paged cache beside the same keys and values whole, to hold one attention against another.
+"""Compares attention over a paged cache with attention written out over whole keys and values.
 
-The reference is attention written out, sequence by sequence and in float32.
+The latter is computed sequence by sequence, in float32.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Case:
 
     @property
     def layer(self) -> AttentionLayer:
-        """What attention does in it."""
+        """Its layer of attention."""
         heads = self.num_heads, self.num_kv_heads, self.head_dim
         return AttentionLayer(*heads, self.head_dim**-0.5, self.window, self.softcap)
 
 
 @dataclass(slots=True)
-class PagedWorld:
+class AttentionCheck:
     """`num_sequences` sequences with room for `max_model_len` tokens each, in shuffled blocks."""
 
     case: Case
@@ -72,19 +72,18 @@ class PagedWorld:
         case, there = self.case, self.device.torch_device
         return torch.randn(num_tokens, num_heads, case.head_dim, device=there).to(case.dtype)
 
-    def remember(self, lengths: list[int]) -> None:
-        """So many tokens of each sequence that earlier steps computed."""
+    def store(self, lengths: list[int]) -> None:
+        """Appends so many random keys and values to each sequence, as earlier steps would have."""
         for sequence, length in enumerate(lengths):
             key, value = (self.random(length, self.case.num_kv_heads) for _ in range(2))
-            places = self._grow(sequence, key, value)
-            slots = self.device.upload(places)
-            blocks = self.device.upload(np.unique(places // self.case.block_size))
+            slots = self._grow(sequence, key, value)
+            blocks = self.device.upload(np.unique(slots // self.case.block_size))
             opened = () if suits_xformers([self.case.layer]) else (blocks,)
-            self.attention.store(0, slots, *opened, key, value)
+            self.attention.store(0, self.device.upload(slots), *opened, key, value)
 
     def step(self, counts: list[int]) -> float:
-        """New tokens of each sequence; the largest difference to attention written out, as a part
-        of what is expected or, where that is less than 1, of 1. Infinite for what is no number.
+        """Computes new tokens of each sequence; the largest difference to attention written out,
+        relative to the expected value or, where that is less than 1, absolute. NaN is infinite.
         """
         query, key, value = self._new(sum(counts))
         layout = self._layout(counts, key, value)
@@ -119,7 +118,7 @@ class PagedWorld:
         )
 
     def _grow(self, sequence: int, key: torch.Tensor, value: torch.Tensor) -> np.ndarray:
-        """Appends to a sequence; the slots of what was appended."""
+        """Appends to a sequence; the slots of the appended tokens."""
         start, block_size = len(self.keys[sequence]), self.case.block_size
         self.keys[sequence] = torch.cat((self.keys[sequence], key))
         self.values[sequence] = torch.cat((self.values[sequence], value))
@@ -156,8 +155,8 @@ class PagedWorld:
         scores = torch.einsum("qhd,khd->hqk", query.float(), keys) * case.head_dim**-0.5
         if case.softcap is not None:
             scores = torch.tanh(scores / case.softcap) * case.softcap
-        places = torch.arange(len(keys), device=query.device)
-        distance = places[len(keys) - len(query) :, None] - places
+        positions = torch.arange(len(keys), device=query.device)
+        distance = positions[len(keys) - len(query) :, None] - positions
         hidden = distance < 0
         if case.window is not None:
             hidden |= distance >= case.window

@@ -1,4 +1,4 @@
-"""Whether rows computed on a device are the same bits in any company, with --batch-invariant."""
+"""Whether rows computed with --batch-invariant are the same bits in every batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from services.worker.backends.cuda.paged_attention import XformersPagedAttention
 from services.worker.backends.device import Device
 
 Part = tuple[int, int, int]
-"""Of a sequence, the tokens [begin, end) that a step computes."""
+"""A sequence, and the first and the end of its tokens that a step computes."""
 
 ROWS = (1, 2, 7, 16, 63, 64, 65, 130)
 
@@ -33,10 +33,10 @@ def products_differ(
     return [count for count in ROWS if not torch.equal(linear(rows[-count:]), whole[-count:])]
 
 
-class InvariantWorld:
-    """Sequences of fixed queries, keys and values, and what each got, computed alone and whole.
+class InvarianceCheck:
+    """Sequences of fixed queries, keys and values, with the output of each, computed alone, whole.
 
-    `max_model_len`: room for each sequence, at least its length.
+    `max_model_len`: tokens that the block table of a sequence has room for, at least its length.
     """
 
     def __init__(
@@ -68,14 +68,14 @@ class InvariantWorld:
         self._attention = XformersPagedAttention(
             shape, device, self._width, split_k, batch_invariant=batch_invariant
         )
-        self._hand_out_blocks(seed=0)
+        self._assign_blocks(seed=0)
         self._whole = [self._step([(row, 0, length)])[0] for row, length in enumerate(lengths)]
 
     def differing(self, steps: list[list[Part]]) -> list[tuple[int, int]]:
-        """Computes sequences in these steps, in other blocks; which token of which sequence, the
-        first of a part, differs. Parts of one token come first in a step, the shorter first.
+        """Computes the sequences in these steps, in other blocks. Returns (sequence, token) of the
+        first token that differs in each part. Parts of one token must come first in a step.
         """
-        self._hand_out_blocks(seed=1)
+        self._assign_blocks(seed=1)
         return [
             (row, begin + int((found != self._whole[row][begin:end]).any(1).int().argmax()))
             for parts in steps
@@ -83,7 +83,7 @@ class InvariantWorld:
             if not torch.equal(found, self._whole[row][begin:end])
         ]
 
-    def _hand_out_blocks(self, seed: int) -> None:
+    def _assign_blocks(self, seed: int) -> None:
         num_blocks = len(self._heads[0]) * self._width
         blocks = np.random.default_rng(seed).permutation(num_blocks) + 1
         self._tables = blocks.reshape(-1, self._width).astype(np.int32)

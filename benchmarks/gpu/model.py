@@ -1,7 +1,7 @@
 """A random model of 8 billion parameters on a GPU: the worker's runner beside transformers.
 
-Part of `benchmarks.gpu`. Both compute the same weights, prompts and numbers of tokens,
-greedily; the end of a text ends nothing.
+Both compute the same weights, prompts and numbers of tokens, greedily; end-of-text tokens are
+ignored.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ class StateDict:
         self.tensors = model.state_dict()
 
     def check(self, expected: dict[str, tuple[int, ...]], ignored: frozenset[str]) -> None:
-        """They are what they are."""
+        """Asserts that all expected tensors are there."""
         assert expected.keys() - ignored <= self.tensors.keys()
 
     @contextmanager
     def open(self) -> Iterator[StateDict]:
-        """The reader is this."""
+        """Yields itself as the reader."""
         yield self
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
@@ -87,7 +87,7 @@ class Run:
     total: float
 
 
-def measure(platform: CudaPlatform, copy: float, shape: dict[str, Any] = SHAPE) -> bool:
+def run(platform: CudaPlatform, copy: float, shape: dict[str, Any] = SHAPE) -> bool:
     """Prints tables; whether the model computes what transformers' does.
 
     `copy`: bytes a second that a plain copy reads and writes.
@@ -199,7 +199,7 @@ def random_prompts(batch: int, vocab_size: int) -> np.ndarray:
 
 
 def run_batch(runner: Runner, prompts: np.ndarray, generation: int) -> Run:
-    """Prompts in steps as large as may be, then decodes, two steps in flight."""
+    """Computes the prompts in steps that fill the token budget, then decodes with two in flight."""
     batch = len(prompts)
     rows = np.arange(batch, dtype=np.int32)
     width = -(-(PROMPT + OUTPUT) // BLOCK_SIZE)

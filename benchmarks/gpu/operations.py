@@ -1,7 +1,7 @@
-"""What a step does besides attention, on a device and on the host.
+"""Operations of a step besides attention, on a device and on the host.
 
-Part of `benchmarks.gpu`: grouped experts, recorded, beside each expert by itself; tokens
-and log-probabilities beside the host sampler's.
+Grouped experts, recorded, beside each expert by itself; tokens and log-probabilities beside the
+host sampler's.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ KINDS: tuple[dict[str, Any], ...] = (
 
 
 def experts_difference(device: Device, dtype: torch.dtype) -> float:
-    """Of grouped experts to experts apart, as a part of what the latter give; the largest of
-    several batches through one recorded program. Infinite for what is no number.
+    """The difference of grouped experts to single ones, relative to the output of the latter: the
+    largest of several batches through one recorded program. NaN counts as infinite.
     """
     there = device.torch_device
 
@@ -67,8 +67,8 @@ def experts_difference(device: Device, dtype: torch.dtype) -> float:
 
 
 def sampling_differences(device: Device) -> tuple[int, float]:
-    """Tokens of rows of every kind that are not the host's, and the largest difference of a
-    log-probability; infinite where other tokens are best.
+    """The number of tokens that are not the host's, over rows of every kind of sampling, and the
+    largest difference of a log-probability: infinite if the top tokens or ranks differ.
     """
     samplers = _sampler(), _sampler()
     rows = np.arange(NUM_ROWS)

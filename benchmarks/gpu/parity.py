@@ -20,8 +20,8 @@ GENERATION = 2**31
 def largest_difference(
     runner: Runner, reference: PreTrainedModel, texts: np.ndarray, num_single: int
 ) -> float:
-    """Of the log-probabilities of `texts` [batch, length], the last `num_single` of which are
-    computed one by one. Infinite for what is no number.
+    """The largest difference of log-probabilities of `texts` [batch, length]; the last `num_single`
+    tokens are computed one by one. NaN counts as infinite.
     """
     ours = torch.from_numpy(log_probabilities(runner, texts, num_single))
     theirs = reference_log_probabilities(reference, texts)
@@ -47,7 +47,7 @@ def log_probabilities(runner: Runner, texts: np.ndarray, num_single: int) -> np.
 
 
 def _of_prompts(output: StepOutput) -> np.ndarray:
-    """What a step says of each request's prompt, one request a row."""
+    """The log-probabilities of prompt tokens in a step's output, a row for each request."""
     found = [of_request.prompt for of_request in output.logprobs.values()]
     return np.stack([rows.logprobs[:, 0] for rows in found if rows is not None])
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.attention_check import Case
-from benchmarks.gpu.invariance_check import InvariantWorld, products_differ
+from benchmarks.gpu.invariance_check import InvarianceCheck, products_differ
 from services.worker.backends.cuda.fixed_tiles import FixedTilesLinear
 from services.worker.backends.device import CpuDevice
 from tests.worker.interpreted.interpreted_ops import AnywhereSplitK, WideCpu
@@ -31,21 +31,21 @@ def test_products(bias: bool) -> None:
     ids=str,
 )
 def test_attention(case: Case) -> None:
-    world = InvariantWorld(case, WideCpu(), [1, 37, 150], AnywhereSplitK)
-    assert world.differing([[(2, 0, 150)], [(1, 0, 37)], [(0, 0, 1)]]) == []
+    check = InvarianceCheck(case, WideCpu(), [1, 37, 150], AnywhereSplitK)
+    assert check.differing([[(2, 0, 150)], [(1, 0, 37)], [(0, 0, 1)]]) == []
     cuts = [
         [(1, 0, 20), (2, 0, 7)],
         [(1, 20, 21), (2, 7, 8)],
         [(0, 0, 1), (1, 21, 37), (2, 8, 149)],
         [(2, 149, 150)],
     ]
-    assert world.differing(cuts) == []
+    assert check.differing(cuts) == []
 
 
 def test_without_the_mode_the_number_of_lanes_decides_how_keys_are_split() -> None:
     """So that the comparison above says something: parts are of 256 keys here."""
     case = Case(64, 2, 1, 16, dtype=torch.float32)
-    world = InvariantWorld(
+    check = InvarianceCheck(
         case, WideCpu(), [260], AnywhereSplitK, max_model_len=512, batch_invariant=False
     )
-    assert world.differing([[(0, 0, 259)], [(0, 259, 260)]]) == [(0, 259)]
+    assert check.differing([[(0, 0, 259)], [(0, 259, 260)]]) == [(0, 259)]

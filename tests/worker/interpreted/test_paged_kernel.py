@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.gpu.attention_check import Case, PagedWorld
+from benchmarks.gpu.attention_check import AttentionCheck, Case
 from tests.worker.interpreted.interpreted_ops import AnywhereSplitK, WideCpu
 
 # Every page size, ratio of heads, and kind of window; pairs of them, not all combinations.
@@ -29,25 +29,25 @@ def tolerance(case: Case) -> float:
 def test_decodes_beside_chunks(case: Case) -> None:
     """Three decodes in four lanes; a chunk after a past, in two lanes, and one without."""
     torch.manual_seed(1)
-    world = PagedWorld(case, WideCpu(), 5, 1024, AnywhereSplitK)
-    world.remember([0, 37, 300, 45, 0])
-    assert world.step([1, 1, 1, 17, 3]) < tolerance(case)
+    check = AttentionCheck(case, WideCpu(), 5, 1024, AnywhereSplitK)
+    check.store([0, 37, 300, 45, 0])
+    assert check.step([1, 1, 1, 17, 3]) < tolerance(case)
 
 
 @pytest.mark.parametrize("case", [Case(32, 4, 2, 32), Case(32, 4, 2, 32, window=9)], ids=str)
 def test_what_an_earlier_owner_left_in_a_block_does_no_harm(case: Case) -> None:
     """Not even NaN."""
     torch.manual_seed(3)
-    world = PagedWorld(case, WideCpu(), 3, 256, AnywhereSplitK)
-    for pool in world.attention.pools(0):
+    check = AttentionCheck(case, WideCpu(), 3, 256, AnywhereSplitK)
+    for pool in check.attention.pools(0):
         pool.fill_(torch.nan)
-    world.remember([5, 40, 20])
-    assert world.step([1, 1, 18]) < tolerance(case)
+    check.store([5, 40, 20])
+    assert check.step([1, 1, 18]) < tolerance(case)
 
 
 @pytest.mark.parametrize("case", [Case(16, 4, 2, 32), Case(16, 4, 2, 32, window=9)], ids=str)
 def test_a_program_of_decodes_runs_again_with_other_lengths_and_tables(case: Case) -> None:
     torch.manual_seed(2)
-    world = PagedWorld(case, WideCpu(), 3, 256, AnywhereSplitK)
-    world.remember([0, 15, 40])
-    assert world.recorded_steps(2) < tolerance(case)
+    check = AttentionCheck(case, WideCpu(), 3, 256, AnywhereSplitK)
+    check.store([0, 15, 40])
+    assert check.recorded_steps(2) < tolerance(case)

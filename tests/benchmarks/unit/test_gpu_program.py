@@ -1,0 +1,35 @@
+"""The GPU's program where there is no GPU, and where only its own packages are installed."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu.__main__ import PARTS, main
+
+ROOT = Path(__file__).parents[3]
+ABSENT = ("grpc", "google", "opentelemetry", "stepwell", "uvloop", "httpx", "fastapi", "tokenizers")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_one_sentence_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 1
+    assert capsys.readouterr().err == "There is no GPU here, so nothing was run.\n"
+
+
+def test_an_unknown_part_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["speed"])
+    assert "there is no part speed" in capsys.readouterr().err
+
+
+def test_no_part_imports_a_package_of_the_services() -> None:
+    """docs/cuda.md names the packages that a machine needs. transformers brings tokenizers."""
+    script = "import sys\n"
+    script += "".join(f"sys.modules[{name!r}] = None\n" for name in ABSENT)
+    script += "".join(f"import benchmarks.gpu.{name}\n" for name in ("__main__", *PARTS[:-1]))
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
