@@ -1,25 +1,19 @@
-"""What each hop of a decode step costs, from traces and from when tokens arrive.
+"""What each hop of a decode step costs, from traces and from the times at which tokens arrive.
 
-The services are not changed for it: steps are traced at 100 %, requests are not, but for a few
-probes. A span of a step tells planning, pool and worker, each from both sides. A session straight
-to the scheduler tells when a step's tokens leave it, the probes when they reach a client.
+The services run as they are: every step is traced, of the requests only a few (the probes). The
+spans of a step time planning, pool and worker, each from both sides. A session with the scheduler
+itself receives the tokens of a step as a gateway does; the probes receive them as clients do.
 """
 
-import secrets
 import statistics
-import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.common.clients import HttpClient, SessionClient
-from benchmarks.common.load import Load, RequestTimes, run_load
+from benchmarks.common.load import RequestTimes
 from benchmarks.common.spans import SpanRecord
-from benchmarks.common.stack import Stack
+from benchmarks.common.tables import number_text, table_text
 from services.common import names
-
-PROBE_EVERY = 8
-_SAMPLED, _UNSAMPLED = 1, 0
 
 PLAN = "scheduler: plan, the pool's answer aside"
 TRANSACT = "scheduler ↔ kvpool: a transaction, there and back"
@@ -47,34 +41,6 @@ class HopRun:
     """Step, and when its tokens had reached the session."""
 
 
-async def run_hops(stack: Stack, load: Load) -> HopRun:
-    """Sends a load through HTTP with probes, then one like it straight to the scheduler."""
-    run = HopRun(load.concurrency, time.time_ns())
-    total = load.concurrency * load.requests_each
-    trace_ids = [secrets.token_bytes(16) for _ in range(total)]
-    is_probe = [number % PROBE_EVERY == min(total, PROBE_EVERY) // 2 for number in range(total)]
-    traceparents = [
-        f"00-{trace_id.hex()}-{secrets.token_hex(8)}-{_SAMPLED if probe else _UNSAMPLED:02x}"
-        for trace_id, probe in zip(trace_ids, is_probe, strict=True)
-    ]
-    client = HttpClient(stack.http)
-    await client.open(load.concurrency)
-    times = await run_load(client, load, traceparents)
-    await client.close()
-    run.probes = {
-        trace_id: taken
-        for trace_id, taken, probe in zip(trace_ids, times, is_probe, strict=True)
-        if probe
-    }
-    session = SessionClient(stack.scheduler)
-    prompts = [load.prompt(total + number) for number in range(load.concurrency)]
-    async for deltas in session.deltas(prompts, load.output_tokens):
-        run.session.append((deltas.step, time.time_ns()))
-    await session.close()
-    run.ended = time.time_ns()
-    return run
-
-
 def median_hops(run: HopRun, spans: Iterable[SpanRecord]) -> dict[str, float | None]:
     """Median microseconds of each hop over the decode steps of a run; None where there was none.
 
@@ -100,6 +66,16 @@ def median_hops(run: HopRun, spans: Iterable[SpanRecord]) -> dict[str, float | N
     if whole_way is not None and first_part is not None:
         medians[STREAM] = max(whole_way - first_part, 0.0)
     return medians
+
+
+def hops_table(hops: Mapping[int, Mapping[str, float | None]]) -> str:
+    """Median microseconds of each hop that was seen, a column for each concurrency."""
+    header = [f"{level} request{'s' if level > 1 else ''}" for level in hops]
+    seen = [hop for hop in HOPS if any(found[hop] is not None for found in hops.values())]
+    return table_text(
+        ("hop of a decode step, median µs", *header),
+        ((hop, *(number_text(found[hop], 0) for found in hops.values())) for hop in seen),
+    )
 
 
 def _is_decode(step: SpanRecord, concurrency: int) -> bool:

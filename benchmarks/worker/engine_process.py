@@ -1,9 +1,10 @@
-"""The engines of a comparison, each a process that stays alive and is asked load by load."""
+"""The engines of a comparison: each a process that runs throughout and measures load by load."""
 
 import contextlib
 import json
 import os
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,28 +12,33 @@ ROOT = Path(__file__).parents[2]
 _EXIT_SECONDS = 30.0
 
 
-class SideEnded(Exception):
-    """An engine's process ended instead of answering; its own complaint is on standard error."""
+class EngineEnded(Exception):
+    """An engine's process ended instead of answering; its own message is on standard error."""
 
 
-class EngineSide:
+class EngineProcess:
     """`python -m benchmarks.worker.engine_<name>`, from `with` on; warm after `wait_ready`.
 
-    It runs in the checkout at `root`. What else it prints before and between its answers is
-    dropped.
+    It runs in the checkout at `root`, with further `flags`. Other lines that it prints are dropped.
     """
 
     def __init__(
-        self, name: str, python: str, model: Path, threads: int, root: Path = ROOT
+        self,
+        name: str,
+        python: str,
+        model: Path,
+        threads: int,
+        root: Path = ROOT,
+        flags: Sequence[str] = (),
     ) -> None:
         self.name = name
         self._root = root
         self._command = [python, "-m", _module(name, root)]
-        self._command += ["--model", str(model), "--threads", str(threads)]
+        self._command += ["--model", str(model), "--threads", str(threads), *flags]
         self._environment = _environment(name, threads, root)
         self._process: subprocess.Popen[str]
 
-    def __enter__(self) -> "EngineSide":
+    def __enter__(self) -> "EngineProcess":
         self._process = subprocess.Popen(
             self._command,
             env=self._environment,
@@ -57,7 +63,7 @@ class EngineSide:
     def measure(self, load: str, number: int) -> float:
         """The figure of a load, in the round of this number."""
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # reading says it better
+        with contextlib.suppress(BrokenPipeError):  # _read raises EngineEnded
             print(json.dumps([load, number]), file=self._process.stdin, flush=True)
         return float(self._read()["value"])
 
@@ -72,7 +78,7 @@ class EngineSide:
             if line.startswith("{"):
                 content: dict[str, Any] = json.loads(line)
                 return content
-        raise SideEnded(f"{self.name} ended with {self._process.wait()}")
+        raise EngineEnded(f"{self.name} ended with {self._process.wait()}")
 
 
 def _module(name: str, root: Path) -> str:

@@ -6,7 +6,7 @@ import time
 import uvloop
 
 from benchmarks.common.in_process import InProcess
-from benchmarks.worker.loads import Prompts, Times, answer, parse_side
+from benchmarks.worker.loads import Prompts, Times, parse_arguments, serve
 from services.common.settings import parse_settings
 from services.worker.settings import WorkerSettings
 
@@ -14,9 +14,9 @@ NUM_BLOCKS = 1024
 
 
 async def main() -> None:
-    """Answers until standard input ends."""
-    side = parse_side()
-    flags = ["--model", str(side.model), "--num-threads", str(side.threads)]
+    """Measures loads until standard input ends."""
+    arguments = parse_arguments()
+    flags = ["--model", str(arguments.model), "--num-threads", str(arguments.threads)]
     flags += ["--num-blocks", str(NUM_BLOCKS)]
     async with InProcess(parse_settings(WorkerSettings, "worker", flags, {})) as composed:
         loop = asyncio.get_running_loop()
@@ -33,7 +33,7 @@ async def main() -> None:
         def generate(prompts: Prompts, num_tokens: int) -> Times:
             return asyncio.run_coroutine_threadsafe(finish_all(prompts, num_tokens), loop).result()
 
-        await asyncio.to_thread(answer, generate, side.vocab_size, "Stepwell")
+        await asyncio.to_thread(serve, generate, arguments, "Stepwell")
 
 
 if __name__ == "__main__":

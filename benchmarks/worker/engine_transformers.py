@@ -10,14 +10,14 @@ from importlib.metadata import version
 import torch
 from transformers import AutoModelForCausalLM, StoppingCriteriaList
 
-from benchmarks.worker.loads import Prompts, Times, answer, parse_side
+from benchmarks.worker.loads import Prompts, Times, parse_arguments, serve
 
 
 def main() -> None:
-    """Answers until standard input ends."""
-    side = parse_side()
-    torch.set_num_threads(side.threads)
-    model = AutoModelForCausalLM.from_pretrained(side.model, dtype=torch.bfloat16).eval()
+    """Measures loads until standard input ends."""
+    arguments = parse_arguments()
+    torch.set_num_threads(arguments.threads)
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.bfloat16).eval()
 
     @torch.inference_mode()
     def generate(prompts: Prompts, num_tokens: int) -> Times:
@@ -40,7 +40,7 @@ def main() -> None:
         num_generated = token_ids.shape[1] - input_ids.shape[1]
         return [steps[:num_generated] for _ in prompts]
 
-    answer(generate, side.vocab_size, f"transformers {version('transformers')}")
+    serve(generate, arguments, f"transformers {version('transformers')}")
 
 
 if __name__ == "__main__":

@@ -14,19 +14,19 @@ from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutputs
 
-from benchmarks.worker.loads import MAX_REQUESTS, Prompts, Times, answer, parse_side
+from benchmarks.worker.loads import MAX_REQUESTS, Prompts, Times, parse_arguments, serve
 
 BLOCK_SIZE = 32
 MAX_MODEL_LEN = 2048
 
 
 def main() -> None:
-    """Answers until standard input ends."""
-    side = parse_side()
-    processors = sorted(os.sched_getaffinity(0))[: side.threads]
+    """Measures loads until standard input ends."""
+    arguments = parse_arguments()
+    processors = sorted(os.sched_getaffinity(0))[: arguments.threads]
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, processors)))
     engine = LLM(
-        model=str(side.model),
+        model=str(arguments.model),
         skip_tokenizer_init=True,
         block_size=BLOCK_SIZE,
         max_model_len=MAX_MODEL_LEN,
@@ -61,7 +61,7 @@ def main() -> None:
             engine.step()
         return list(times.values())
 
-    answer(generate, side.vocab_size, f"vLLM {version('vllm-cpu')}")
+    serve(generate, arguments, f"vLLM {version('vllm-cpu')}")
 
 
 if __name__ == "__main__":

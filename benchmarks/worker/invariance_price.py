@@ -10,7 +10,6 @@ Native kernels are left out, since they are batch-invariant in any case.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from dataclasses import dataclass
@@ -19,9 +18,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.serving.__main__ import find_model, show
+from benchmarks.common.arguments import make_parser
+from benchmarks.common.console import show
+from benchmarks.common.models import find_model
 from services.common.sampling import SamplingParams
-from services.worker.build import build_worker
+from services.worker.build import build_engine
 from services.worker.core.runner import Runner
 from services.worker.core.step import NewRequest, StepInput
 from services.worker.models.config import DtypeSetting
@@ -123,10 +124,7 @@ def _median_millis(seconds: list[float]) -> float:
 
 def main() -> None:
     """Prints a table."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.worker.invariance_price",
-        description=(__doc__ or "").partition("\n")[0],
-    )
+    parser = make_parser("worker.invariance_price", (__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--model", default="135m", help="a directory, or the size of a random model"
     )
@@ -180,7 +178,7 @@ def build(model: Path, dtype: DtypeSetting, batch_invariant: bool, num_steps: in
         max_num_batched_tokens=1024,
         num_blocks=1 + most,
     )
-    return build_worker(settings, "benchmark", lambda: None).runner
+    return build_engine(settings, "benchmark", lambda: None).runner
 
 
 if __name__ == "__main__":

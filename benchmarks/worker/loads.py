@@ -1,8 +1,8 @@
-"""The five loads that workers are compared by, for whatever can generate.
+"""The five loads that engines are compared by, and the process that measures them.
 
-Imports nothing of ours and nothing but the standard library: peers run it in interpreters of their
-own. A side of the comparison is a process that answers, one after the other, the loads that it is
-asked for.
+Imports the standard library alone: other engines run it in interpreters of their own. An engine of
+the comparison is a process that measures loads one after the other, as they are named on its
+standard input.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,14 +31,14 @@ _WARM_UP_REQUESTS, _WARM_UP_OUTPUT = 4, 4
 _WARM_UP_ROUND = -1
 
 LEAST_SECONDS = 3.0
-"""Of one load in one round."""
+"""A load that takes less is repeated for as long in each round."""
 
 Prompts = list[list[int]]
 Times = list[list[float]]
 Generate = Callable[[Prompts, int], Times]
-"""Generates so many tokens of each prompt, greedily, whatever they are; begins all at once.
+"""Generates so many tokens of each prompt, greedily, ends of text ignored; begins all at once.
 
-Tells for each prompt when each of its tokens was known, by `time.perf_counter`.
+Returns for each prompt when each of its tokens was known, by `time.perf_counter`.
 """
 
 
@@ -51,7 +51,7 @@ NAMES = (PREFILL, *(decode_name(level) for level in DECODE_LEVELS), PREFIX)
 
 
 class WrongTokens(Exception):
-    """A side generated more or less than it was asked for: what it took says nothing."""
+    """An engine generated more or fewer tokens than the load has: its time means nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Load:
     num_outputs: int
 
     def prompts(self, vocab_size: int, seed: str) -> Prompts:
-        """Prompts that nobody has seen with another seed, and everybody sees with this one."""
+        """Random prompts: the same for every engine with one seed, others with another."""
         draw = random.Random(seed)
 
         def tokens(count: int) -> list[int]:
@@ -92,8 +92,8 @@ def measure(
 ) -> float:
     """The figure of a load in the round of this number; raises `WrongTokens`.
 
-    A small model is done in milliseconds, which chance decides: the load is repeated with other
-    prompts until `least_seconds` are over, and the median counts.
+    A small model takes milliseconds, which vary by chance: the load is repeated with other prompts
+    until `least_seconds` are over, and the median counts.
     """
     figures: list[float] = []
     until = time.perf_counter() + least_seconds
@@ -113,14 +113,14 @@ def _figure(name: str, begun: float, times: Times) -> float:
 
 
 def decode_rate(times: Times) -> float:
-    """Tokens a second from where all have their first token; what came before counts nowhere."""
+    """Tokens a second after all prompts have their first token; earlier ones do not count."""
     begun = max(each[0] for each in times)
     after = [moment for each in times for moment in each if moment > begun]
     return len(after) / (max(after) - begun)
 
 
 def warm_up(generate: Generate, vocab_size: int) -> None:
-    """A little of each load, so that nothing is done for the first time when it counts."""
+    """Runs a little of each load, so that no measured run is the first of its kind."""
     for name, load in LOADS.items():
         requests = min(load.num_requests, _WARM_UP_REQUESTS)
         outputs = min(load.num_outputs, _WARM_UP_OUTPUT)
@@ -138,11 +138,13 @@ def _run(generate: Generate, load: Load, vocab_size: int, seed: str) -> tuple[fl
 
 
 @dataclass(frozen=True, slots=True)
-class SideArguments:
-    """What every side is told when it starts."""
+class EngineArguments:
+    """The command line of an engine."""
 
     model: Path
     threads: int
+    least_seconds: float
+    """Of one load in one round."""
 
     @property
     def vocab_size(self) -> int:
@@ -150,33 +152,30 @@ class SideArguments:
         return int(json.loads((self.model / "config.json").read_text())["vocab_size"])
 
 
-def parse_side() -> SideArguments:
-    """The command line of a side."""
+def parse_arguments() -> EngineArguments:
+    """Parses the command line of an engine."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--least-seconds", type=float, default=LEAST_SECONDS)
     parsed = parser.parse_args()
-    return SideArguments(parsed.model, parsed.threads)
+    return EngineArguments(parsed.model, parsed.threads, parsed.least_seconds)
 
 
-def answer(generate: Generate, vocab_size: int, engine: str) -> None:
-    """Says what it is once it is warm, then answers the loads of standard input until its end.
+def serve(generate: Generate, arguments: EngineArguments, engine: str) -> None:
+    """Prints the engine's name once it is warm, then measures the loads named on standard input.
 
-    A question is a line `[name, round]`, an answer a line of JSON that begins with a brace; an
-    engine's log may stand between them. Between questions it waits without computing.
+    A request is a line `[load, round]`, an answer a line of JSON that begins with a brace; lines of
+    the engine's log may come between them. Returns when standard input ends.
     """
-    warm_up(generate, vocab_size)
-    _say({"engine": engine})
-    for name, number in _questions():
-        _say({"value": measure(generate, vocab_size, name, number)})
-
-
-def _questions() -> Iterable[tuple[str, int]]:
+    warm_up(generate, arguments.vocab_size)
+    _print({"engine": engine})
     for line in sys.stdin:
         name, number = json.loads(line)
-        yield name, number
+        value = measure(generate, arguments.vocab_size, name, number, arguments.least_seconds)
+        _print({"value": value})
 
 
-def _say(content: dict[str, object]) -> None:
+def _print(content: dict[str, object]) -> None:
     sys.stdout.write("\n" + json.dumps(content) + "\n")
     sys.stdout.flush()

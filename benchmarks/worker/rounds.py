@@ -1,4 +1,4 @@
-"""The same load on all engines, in turns: rounds, their medians and what they say together."""
+"""Measures the same loads on all engines, in turns, and compares the medians of rounds."""
 
 import statistics
 import time
@@ -14,8 +14,8 @@ SETTLE_SECONDS, SETTLE_STEP_SECONDS = 3.0, 0.1
 SETTLED_CORES = 0.1
 
 
-class Side(Protocol):
-    """An engine that waits for loads."""
+class Engine(Protocol):
+    """An engine that measures one load at a time."""
 
     def measure(self, load: str, number: int) -> float:
         """The figure of a load, in the round of this number."""
@@ -30,7 +30,7 @@ class Side(Protocol):
 class Schedule:
     """How often a load is measured.
 
-    After `MIN_ROUNDS` a side that has spent `load_seconds` on a load leaves its turns.
+    After `MIN_ROUNDS` a engine that has spent `load_seconds` on a load leaves its turns.
     """
 
     num_rounds: int
@@ -39,25 +39,25 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """`rounds[side][load]`: the figures of rounds 0, 1, ... The first side is ours.
+    """`rounds[engine][load]`: the figures of rounds 0, 1, ... The first engine is ours.
 
-    `idle_cores[side]`: cores in use by a side, on average, while others were measured.
+    `idle_cores[engine]`: cores in use by a engine, on average, while others were measured.
     """
 
     rounds: Mapping[str, Mapping[str, Sequence[float]]]
     idle_cores: Mapping[str, float]
 
     def medians(self) -> dict[str, dict[str, float]]:
-        """Of each side and load that was measured."""
+        """Of each engine and load that was measured."""
         return {
-            side: {load: statistics.median(values) for load, values in loads.items()}
-            for side, loads in self.rounds.items()
+            engine: {load: statistics.median(values) for load, values in loads.items()}
+            for engine, loads in self.rounds.items()
         }
 
     def lead(self, load: str) -> float | None:
         """Our speed to that of the fastest peer, whose median is the best.
 
-        The median over rounds that both had, each against its neighbour in time.
+        The median over rounds that both had, each against the peer's round next to it in time.
         """
         ours, *peers = (loads[load] for loads in self.rounds.values() if load in loads)
         if not peers:
@@ -73,18 +73,18 @@ def is_time(load: str) -> bool:
 
 
 def compare(
-    sides: Mapping[str, Side],
+    engines: Mapping[str, Engine],
     loads: Mapping[str, Sequence[str]],
     schedule: Schedule,
     before_round: Callable[[], None],
-    tell: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> Comparison:
-    """Measures each load on the sides that it names; a turn begins when the others are at rest.
+    """Measures each load on the engines listed for it; a turn begins when the others are idle.
 
     `before_round` is called before each round.
     """
-    rounds: dict[str, dict[str, list[float]]] = {name: {} for name in sides}
-    idle = _IdleTimes(sides)
+    rounds: dict[str, dict[str, list[float]]] = {name: {} for name in engines}
+    idle = _IdleTimes(engines)
     for load, names in loads.items():
         spent = dict.fromkeys(names, 0.0)
         for number, order in enumerate(interleaved(names, schedule.num_rounds)):
@@ -95,11 +95,11 @@ def compare(
                 before_round()
             for name in taking:
                 begun = idle.settled()
-                value = sides[name].measure(load, number)
+                value = engines[name].measure(load, number)
                 seconds = idle.add(name, begun)
                 spent[name] += seconds
                 rounds[name].setdefault(load, []).append(value)
-                tell(f"{load}, {name}: {value:.4g} ({seconds:.1f} s)")
+                log(f"{load}, {name}: {value:.4g} ({seconds:.1f} s)")
     return Comparison(rounds, idle.cores())
 
 
@@ -110,15 +110,15 @@ class _Moment:
 
 
 class _IdleTimes:
-    """Processor time of the sides while it is another's turn."""
+    """Processor time of the engines in the turns of others."""
 
-    def __init__(self, sides: Mapping[str, Side]) -> None:
-        self._sides = sides
-        self._waited = dict.fromkeys(sides, 0.0)
-        self._used = dict.fromkeys(sides, 0.0)
+    def __init__(self, engines: Mapping[str, Engine]) -> None:
+        self._engines = engines
+        self._waited = dict.fromkeys(engines, 0.0)
+        self._used = dict.fromkeys(engines, 0.0)
 
     def settled(self) -> _Moment:
-        """Waits, but not for ever, until all are at rest: some spin on after they are done."""
+        """Waits until all are idle, or SETTLE_SECONDS: some threads spin after their work."""
         moment = self._now()
         deadline = moment.clock + SETTLE_SECONDS
         while moment.clock < deadline:
@@ -130,14 +130,14 @@ class _IdleTimes:
         return moment
 
     def _now(self) -> _Moment:
-        used = {name: side.processor_seconds() for name, side in self._sides.items()}
+        used = {name: engine.processor_seconds() for name, engine in self._engines.items()}
         return _Moment(time.perf_counter(), used)
 
     def add(self, busy: str, begun: _Moment) -> float:
-        """Takes in that one side was busy from then to now; returns how long."""
+        """Adds the time since `begun`, in which one engine was busy; returns how long it was."""
         ended = self._now()
         seconds = ended.clock - begun.clock
-        for name in self._sides.keys() - {busy}:
+        for name in self._engines.keys() - {busy}:
             self._waited[name] += seconds
             self._used[name] += ended.processor[name] - begun.processor[name]
         return seconds

@@ -2,16 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 
-from benchmarks.common.report import number_text, table_text
+from benchmarks.common.tables import number_text, table_text
 from benchmarks.worker.limits import LimitProbe
 from benchmarks.worker.rounds import Comparison, is_time
 
 IDLE_CORES = 0.05
-"""Who uses more while it waits for its turn takes it from the others."""
+"""An engine that uses more while it waits for its turn takes time from the others."""
 
 
 def limits_text(probe: LimitProbe) -> str:
-    """What the machine was seen to do at most, and usually."""
+    """The machine's limits: the best measurements, and the medians."""
     best, median = probe.best(), probe.median()
     return (
         f"Limits, measured before each round: {best.flops / 1e9:.0f} GFLOP/s in bfloat16, "
@@ -21,26 +21,26 @@ def limits_text(probe: LimitProbe) -> str:
 
 
 def caption(compared: Comparison, left_out: Mapping[str, Sequence[str]]) -> str:
-    """How often everything was measured, what was left out, and who computed out of turn."""
+    """How often loads were measured, what was left out, which engines computed out of turn."""
     counts = {
-        side: {load: len(values) for load, values in loads.items()}
-        for side, loads in compared.rounds.items()
+        engine: {load: len(values) for load, values in loads.items()}
+        for engine, loads in compared.rounds.items()
     }
     most = max(count for loads in counts.values() for count in loads.values())
     fewer = [
-        f"{side} {count} ({_brief(load)})"
-        for side, loads in counts.items()
+        f"{engine} {count} ({_brief(load)})"
+        for engine, loads in counts.items()
         for load, count in loads.items()
         if count < most
     ]
-    skipped = [f"{side} ({_brief(load)})" for side, loads in left_out.items() for load in loads]
+    skipped = [f"{engine} ({_brief(load)})" for engine, loads in left_out.items() for load in loads]
     spinning = [
-        f"{side} ({cores:.2f} cores)"
-        for side, cores in compared.idle_cores.items()
+        f"{engine} ({cores:.2f} cores)"
+        for engine, cores in compared.idle_cores.items()
         if cores > IDLE_CORES
     ]
     text = f"Medians of {most} rounds in turns"
-    text += f"; of those who were slow fewer: {', '.join(fewer)}." if fewer else "."
+    text += f"; fewer of slow engines: {', '.join(fewer)}." if fewer else "."
     if skipped:
         text += f" Left out, for they take minutes: {', '.join(skipped)}."
     if spinning:
@@ -49,7 +49,7 @@ def caption(compared: Comparison, left_out: Mapping[str, Sequence[str]]) -> str:
 
 
 def table(limits: Mapping[str, float], compared: Comparison) -> str:
-    """A row for each load: the machine's limit, each engine, and us to the fastest other."""
+    """A row for each load: the machine's limit, each engine, and ours to the fastest other."""
     medians = compared.medians()
     loads = dict.fromkeys(load for figures in medians.values() for load in figures)
     ours = next(iter(medians))

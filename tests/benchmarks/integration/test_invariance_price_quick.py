@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import torch
+from benchmarks.random_model import Shape, write_model
 
-from benchmarks.common.random_model import Shape, write_model
 from benchmarks.worker.invariance_price import LOADS, MODES, StepTimer, build, table
 from services.worker.models.config import DtypeSetting
 

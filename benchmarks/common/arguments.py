@@ -1,0 +1,48 @@
+"""Options that several benchmarks have."""
+
+import argparse
+from pathlib import Path
+
+from benchmarks.common.models import is_model
+
+DEMO = Path("models/demo")
+
+
+def make_parser(program: str, description: str) -> argparse.ArgumentParser:
+    """A parser of `python -m benchmarks.PROGRAM`."""
+    return argparse.ArgumentParser(prog=f"python -m benchmarks.{program}", description=description)
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Adds --model: a directory."""
+    parser.add_argument(
+        "--model", type=model_directory, default=DEMO, help=f"directory (default: {DEMO})"
+    )
+
+
+def model_directory(text: str) -> Path:
+    """The type of an option that names a model's directory."""
+    if not is_model(text):
+        raise argparse.ArgumentTypeError(f"{text} is not a model directory")
+    return Path(text)
+
+
+def positive(text: str) -> float:
+    """The type of an option that is a number above 0."""
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError("must be above 0")
+    return value
+
+
+def count(text: str) -> int:
+    """The type of an option that is a whole number of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """The type of an option that lists such numbers, separated by commas: sorted, each once."""
+    return tuple(sorted({count(part) for part in text.split(",")}))

@@ -1,0 +1,43 @@
+"""The models that benchmarks serve: directories, and random ones, made at their first use."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.console import log
+
+RANDOM_MODELS = ("15m", "135m", "1.1b")
+
+
+def find_model(name: str) -> Path:
+    """A directory, or a random model of the size named, written at its first use."""
+    if name not in RANDOM_MODELS:
+        return Path(name)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stepwell"
+    directory = cache / f"random-{name}"
+    if not directory.is_dir():
+        # Imports torch, which clients do without.
+        from benchmarks.common.random_model import SIZES, write_model  # noqa: PLC0415
+
+        log(f"writing a random model of {name} parameters to {directory}")
+        unfinished = cache / f"random-{name}.{os.getpid()}"
+        write_model(SIZES[name], unfinished)
+        unfinished.rename(directory)
+    return directory
+
+
+def is_model(name: str | Path) -> bool:
+    """Whether it is a directory with a model."""
+    return (Path(name) / "config.json").is_file()
+
+
+def read_config(model: Path) -> dict[str, Any]:
+    """The model's config.json."""
+    config: dict[str, Any] = json.loads((model / "config.json").read_text())
+    return config
+
+
+def vocab_size(model: Path) -> int:
+    """Tokens of the model's vocabulary."""
+    return int(read_config(model)["vocab_size"])

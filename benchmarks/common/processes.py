@@ -1,0 +1,64 @@
+"""Child processes of a benchmark: started, watched and ended."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from services.cli import launcher
+
+STOP_SECONDS = 15.0
+_LOOK_AGAIN_SECONDS = 0.2
+_TAIL_LINES = 15
+
+
+def spawn(
+    command: Sequence[str], environ: Mapping[str, str], log: Path, *, pipes: bool = False
+) -> subprocess.Popen[bytes]:
+    """Starts a program whose output goes to a log. With `pipes`, its standard input and output are
+    pipes. The kernel ends it if this process is killed; call it from the main thread.
+    """
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            (sys.executable, "-I", "-S", launcher.__file__, str(os.getpid()), *command),
+            env=dict(environ),
+            stdin=subprocess.PIPE if pipes else subprocess.DEVNULL,
+            stdout=subprocess.PIPE if pipes else output,
+            stderr=output,
+        )
+
+
+async def watch(
+    processes: Mapping[str, subprocess.Popen[bytes]], log: Callable[[str], Path]
+) -> None:
+    """Raises RuntimeError, with the last lines of its log, as soon as a process ends."""
+    while True:
+        for name, process in processes.items():
+            if process.poll() is not None:
+                lines = log(name).read_text(errors="replace").splitlines()
+                tail = "\n".join(lines[-_TAIL_LINES:])
+                raise RuntimeError(f"{name} ended with {process.returncode}:\n{tail}")
+        await asyncio.sleep(_LOOK_AGAIN_SECONDS)
+
+
+def end(processes: Sequence[subprocess.Popen[bytes]], *, ask: bool = True) -> None:
+    """Terminates processes, unless they end by themselves (`ask` is False); kills those that have
+    not ended after STOP_SECONDS.
+    """
+    for process in processes:
+        if ask:
+            process.terminate()
+    for process in processes:
+        try:
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def environment() -> dict[str, str]:
+    """The environment of the services: this process's, without its settings of Stepwell."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("STEPWELL_")}
+    return {**kept, "GRPC_VERBOSITY": "NONE"}

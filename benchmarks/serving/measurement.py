@@ -1,0 +1,187 @@
+"""Measures the services and the same in one process, and prints each table when it is complete."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.console import log, show
+from benchmarks.common.hops import HopRun, hops_table, median_hops
+from benchmarks.common.load import Load
+from benchmarks.common.machine import machine, machine_text
+from benchmarks.common.models import find_model, vocab_size
+from benchmarks.common.spans import SpanReceiver
+from benchmarks.common.stack import Stack
+from benchmarks.serving import tables
+from benchmarks.serving.comparison import Schedule, compare
+from benchmarks.serving.in_process_child import InProcessChild
+from benchmarks.serving.probes import run_hops
+from benchmarks.serving.targets import GrpcTarget, HttpTarget, InProcessTarget, Target
+from services.cli.settings import UpSettings
+
+SPARE_BLOCKS = 64
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What to measure."""
+
+    models: tuple[str, ...]
+    schedule: Schedule
+    trace_ratios: tuple[float, ...]
+    json_file: Path | None
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The least and the greatest concurrency."""
+        levels = self.schedule.concurrencies
+        return tuple(dict.fromkeys((min(levels), max(levels))))
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that hold every request of the heaviest load, and some more."""
+        each = -(-(self.schedule.prompt_tokens + self.schedule.output_tokens) // BLOCK_SIZE)
+        return max(self.schedule.concurrencies) * each + SPARE_BLOCKS
+
+    def load(self, model: Path, concurrency: int, seed: str) -> Load:
+        """A load outside any comparison."""
+        return self.schedule.load(concurrency, vocab_size(model), seed)
+
+
+async def measure(options: Options, command: str) -> dict[str, Any]:
+    """Measures everything and prints each table as soon as it is there; returns all figures."""
+    found = machine()
+    results: dict[str, Any] = {"command": command, "machine": found, "models": {}}
+    show(machine_text(found, command))
+    models = [await asyncio.to_thread(find_model, name) for name in options.models]
+    for number, model in enumerate(models):
+        found_here = await measure_model(options, model, with_tracing=number == 0)
+        results["models"][model.name] = found_here
+    return results
+
+
+async def measure_model(options: Options, model: Path, *, with_tracing: bool) -> dict[str, Any]:
+    """Everything about one model, tracing only if asked."""
+    ratios = options.trace_ratios if with_tracing else (1.0,)
+    results: dict[str, Any] = {}
+    async with SpanReceiver() as receiver:
+        async with AsyncExitStack() as scope:
+            log(f"starting {model.name} in four services, and in one process")
+            stack = Stack(_settings(options, model))
+            child = InProcessChild(model, options.num_blocks)
+            await enter_all(scope, stack, child)
+            results["serving"] = await measure_serving(options, model, stack, child)
+            log(f"starting {model.name} with tracing")
+            traced = {
+                ratio: Stack(_settings(options, model, receiver.endpoint, ratio))
+                for ratio in ratios
+            }
+            await enter_all(scope, *traced.values())
+            receiver.keep()
+            runs = await hop_runs(options, model, traced[1.0])
+            if with_tracing:
+                results["tracing"] = await measure_tracing(options, model, stack, traced)
+        # Services send what is left of their traces when they stop.
+        spans = receiver.take()
+        results["hops"] = {run.concurrency: median_hops(run, spans) for run in runs}
+        show(
+            f"### {model.name}: a decode step, hop by hop",
+            hops_table(results["hops"]),
+            tables.HOPS_NOTE,
+        )
+        if with_tracing:
+            results["span_work"] = await measure_span_work(options, receiver.endpoint)
+    return results
+
+
+async def measure_serving(
+    options: Options, model: Path, stack: Stack, child: InProcessChild
+) -> list[dict[str, Any]]:
+    """The services and the one process side by side."""
+    targets: dict[str, Target] = {
+        "one process": InProcessTarget(child),
+        "services, gRPC": GrpcTarget(stack),
+        "services, HTTP": HttpTarget(stack),
+    }
+    schedule = options.schedule
+    rows = await compare(targets, schedule, vocab_size(model), log)
+    show(
+        f"### {model.name}: {schedule.prompt_tokens} tokens in, {schedule.output_tokens} out",
+        tables.serving_table(rows),
+        tables.rounds_text(rows),
+        "Processor time per output token, in microseconds:",
+        tables.processor_table(rows),
+    )
+    return [asdict(row) for row in rows]
+
+
+async def hop_runs(options: Options, model: Path, stack: Stack) -> list[HopRun]:
+    """Loads whose traces take a step apart, at the least and the greatest concurrency."""
+    await run_hops(stack, options.load(model, 1, "hops/warm-up"))
+    runs = []
+    for level in options.ends:
+        log(f"{level:>4} at once, hop by hop")
+        runs.append(await run_hops(stack, options.load(model, level, f"hops/{level}")))
+    return runs
+
+
+async def measure_tracing(
+    options: Options, model: Path, stack: Stack, traced: Mapping[float, Stack]
+) -> list[dict[str, Any]]:
+    """What tracing costs those who are served."""
+    targets: dict[str, Target] = {"off": HttpTarget(stack)}
+    targets |= {f"{ratio:.0%}": HttpTarget(other) for ratio, other in traced.items()}
+    schedule = replace(options.schedule, concurrencies=options.ends)
+    rows = await compare(targets, schedule, vocab_size(model), log)
+    show(f"### {model.name}: with tracing", tables.tracing_table(rows))
+    return [asdict(row) for row in rows]
+
+
+async def measure_span_work(options: Options, endpoint: str) -> dict[str, Any]:
+    """What the spans of a step cost by themselves."""
+    log("spans by themselves")
+    work = {"off": {level: await span_work("", 1.0, level) for level in options.ends}}
+    for ratio in options.trace_ratios:
+        work[f"{ratio:.0%}"] = {
+            level: await span_work(endpoint, ratio, level) for level in options.ends
+        }
+    show(
+        "The spans of a step by themselves, encoding and sending included:",
+        tables.span_work_table(work),
+    )
+    return work
+
+
+async def enter_all(scope: AsyncExitStack, *contexts: AbstractAsyncContextManager[Any]) -> None:
+    """Starts several at once; whichever started is stopped with the scope, in reverse order."""
+    async with asyncio.TaskGroup() as starting:
+        for context in contexts:
+            starting.create_task(scope.enter_async_context(context))
+
+
+async def span_work(endpoint: str, ratio: float, level: int) -> dict[str, float]:
+    """Runs `benchmarks.serving.tracing_cost` in a process of its own."""
+    command = (
+        *(sys.executable, "-m", "benchmarks.serving.tracing_cost", "--endpoint", endpoint),
+        *("--ratio", str(ratio), "--requests", str(level)),
+    )
+    done = await asyncio.to_thread(subprocess.run, command, stdout=subprocess.PIPE, check=True)
+    found: dict[str, float] = json.loads(done.stdout)
+    return found
+
+
+def _settings(
+    options: Options, model: Path, endpoint: str | None = None, ratio: float | None = None
+) -> UpSettings:
+    return UpSettings(
+        model=model,
+        num_blocks=options.num_blocks,
+        otlp_endpoint=endpoint,
+        trace_sample_ratio=ratio,
+    )

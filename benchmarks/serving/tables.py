@@ -1,0 +1,91 @@
+"""The tables of serving through separate services."""
+
+from collections.abc import Mapping, Sequence
+
+from benchmarks.common.tables import number_text, table_text
+from benchmarks.serving.comparison import Row
+
+HOPS_NOTE = (
+    "A step is planned and sent while the one ahead computes: as long as it has to wait in the "
+    "worker, the hops around computing cost processor time and no latency."
+)
+
+
+def serving_table(rows: Sequence[Row]) -> str:
+    """Latencies and throughput of each target at each concurrency."""
+    return table_text(
+        (
+            "at once",
+            "through",
+            "TTFT ms, median / p99",
+            "ITL ms, median / p99",
+            "end to end ms",
+            "tokens/s",
+            "tokens/s to one process",
+        ),
+        (
+            (
+                str(row.concurrency),
+                row.target,
+                f"{row.figures.ttft_median:.0f} / {row.figures.ttft_p99:.0f}",
+                f"{row.figures.itl_median:.1f} / {row.figures.itl_p99:.1f}",
+                f"{row.figures.e2e_median:.0f}",
+                f"{row.figures.tokens_per_second:.0f}",
+                f"{row.ratio:.2f}",
+            )
+            for row in rows
+        ),
+    )
+
+
+def rounds_text(rows: Sequence[Row]) -> str:
+    """How often each concurrency was measured."""
+    counts = {row.concurrency: row.num_rounds for row in rows}
+    listed = ", ".join(f"{rounds} at {level}" for level, rounds in counts.items())
+    return f"Medians of rounds in turns: {listed}."
+
+
+def processor_table(rows: Sequence[Row]) -> str:
+    """Processor time per output token of each process."""
+    processes = list(dict.fromkeys(name for row in rows for name in row.processor_micros))
+    return table_text(
+        ("at once", "through", *processes),
+        (
+            (
+                str(row.concurrency),
+                row.target,
+                *(number_text(row.processor_micros.get(name), 0) for name in processes),
+            )
+            for row in rows
+        ),
+    )
+
+
+def tracing_table(rows: Sequence[Row]) -> str:
+    """What tracing costs those who are served."""
+    return table_text(
+        ("at once", "tracing", "ITL ms, median", "tokens/s", "tokens/s to off"),
+        (
+            (
+                str(row.concurrency),
+                row.target,
+                f"{row.figures.itl_median:.2f}",
+                f"{row.figures.tokens_per_second:.0f}",
+                f"{row.ratio:.2f}",
+            )
+            for row in rows
+        ),
+    )
+
+
+def span_work_table(work: Mapping[str, Mapping[int, Mapping[str, float]]]) -> str:
+    """Processor time of the spans of a step, by service."""
+    levels = list(dict.fromkeys(level for found in work.values() for level in found))
+    services = list(dict.fromkeys(name for found in work.values() for name in found[levels[0]]))
+    return table_text(
+        ("processor µs per step", *(f"{name}, {level}" for name in services for level in levels)),
+        (
+            (label, *(f"{found[level][name]:.1f}" for name in services for level in levels))
+            for label, found in work.items()
+        ),
+    )

@@ -1,0 +1,64 @@
+"""The targets of a load: the services through each of their APIs, and all of it in one process."""
+
+import os
+from typing import Protocol
+
+from benchmarks.common.clients import GrpcClient, HttpClient
+from benchmarks.common.load import Load, RequestTimes, run_load
+from benchmarks.common.process_usage import CLIENT
+from benchmarks.common.stack import Stack
+from benchmarks.serving.in_process_child import InProcessChild
+
+
+class Target(Protocol):
+    """Runs loads: all in one process, or the services through one of their APIs."""
+
+    def pids(self) -> dict[str, int]:
+        """The processes that take part, by name."""
+        ...
+
+    async def run(self, load: Load) -> list[RequestTimes]:
+        """Runs a load to its end."""
+        ...
+
+
+class InProcessTarget:
+    """All services and the clients in one process."""
+
+    def __init__(self, child: InProcessChild) -> None:
+        self._child = child
+
+    def pids(self) -> dict[str, int]:
+        return {"one process": self._child.pid}
+
+    async def run(self, load: Load) -> list[RequestTimes]:
+        return await self._child.run(load)
+
+
+class GrpcTarget:
+    """The services, through the gateway's gRPC API."""
+
+    def __init__(self, stack: Stack) -> None:
+        self._stack = stack
+
+    def pids(self) -> dict[str, int]:
+        return {**self._stack.pids(), CLIENT: os.getpid()}
+
+    async def run(self, load: Load) -> list[RequestTimes]:
+        client = GrpcClient(self._stack.grpc)
+        try:
+            return await run_load(client, load)
+        finally:
+            await client.close()
+
+
+class HttpTarget(GrpcTarget):
+    """The services, through the gateway's HTTP API, as server-sent events."""
+
+    async def run(self, load: Load) -> list[RequestTimes]:
+        client = HttpClient(self._stack.http)
+        try:
+            await client.open(load.concurrency)
+            return await run_load(client, load)
+        finally:
+            await client.close()
