@@ -27,6 +27,13 @@ def model_directory(text: str) -> Path:
     return Path(text)
 
 
+def checkout(text: str) -> Path:
+    """The type of an option that names another checkout of Stepwell. The path is absolute."""
+    if not (Path(text) / "gen" / "stepwell").is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is not a checkout with gen/ built (make proto)")
+    return Path(text).resolve()
+
+
 def positive(text: str) -> float:
     """The type of an option that is a number above 0."""
     value = float(text)

@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.arguments import make_parser
+from benchmarks.common.arguments import checkout, make_parser
 from benchmarks.common.console import log, show
 from benchmarks.common.machine import machine, machine_text
 from benchmarks.common.models import find_model, is_model
@@ -94,7 +94,7 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--baseline",
-        type=Path,
+        type=checkout,
         metavar="DIR",
         help="another checkout of Stepwell, to compare with nothing else",
     )
@@ -103,12 +103,8 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     asked = parsed.model or ["135m"]
     listed = [name for each in asked for name in (SIZES if each == "all" else (each,))]
     parsed.models = list(dict.fromkeys(listed))
-    if parsed.baseline is not None:
-        if parsed.vllm_python or parsed.llamacpp_python:
-            parser.error("argument --baseline: it excludes other engines")
-        if not (parsed.baseline / "gen" / "stepwell").is_dir():
-            parser.error(f"{parsed.baseline} is not a checkout with gen/ built (make proto)")
-        parsed.baseline = parsed.baseline.resolve()
+    if parsed.baseline is not None and (parsed.vllm_python or parsed.llamacpp_python):
+        parser.error("argument --baseline: it excludes other engines")
     for name in parsed.models:
         if name not in SIZES and not is_model(name):
             parser.error(f"{name} is neither a model directory nor one of {names}, all")

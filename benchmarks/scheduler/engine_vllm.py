@@ -1,15 +1,13 @@
-"""vLLM's scheduler and KV-cache manager under the loads of benchmarks.scheduler.
+"""vLLM's scheduler and KV-cache manager under the loads of the comparison.
 
-Runs in an interpreter of its own that has vLLM and nothing of ours: `benchmarks.scheduler` starts
-it. Prints one line of JSON: microseconds of processor time by the name of the figure.
+Runs in an interpreter of its own that has vLLM: `benchmarks.scheduler` starts it. Prints the
+figures as one line of JSON, the last of its output.
 """
 
 import json
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +24,24 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-SIZES = (16, 64, 256, 1024)
-CONTEXT = 512
-BLOCK_SIZE = 16
-PROMPT = 8192
-STEPS = 160
-REPEATS = 30
+from benchmarks.scheduler.loads import (
+    BLOCK_COUNTS,
+    BLOCK_SIZE,
+    CONTEXT,
+    PROMPT,
+    REPEATS,
+    SIZES,
+    STEPS,
+    Figures,
+    context_tokens,
+    long_prompt,
+    median_micros,
+    median_step_micros,
+    pool_figures,
+    prefix_figures,
+    step_name,
+    time_repeats,
+)
 
 hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
 
@@ -39,17 +49,17 @@ hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
 def main() -> None:
     """Measures everything once."""
     init_none_hash(sha256)
-    figures: dict[str, float] = {}
+    figures: Figures = {}
     with tempfile.TemporaryDirectory() as directory:
         for num_running in SIZES:
-            for name, asynchronous in (("sync", False), ("async", True)):
+            for asynchronous in (False, True):
                 scheduler = make_scheduler(directory, num_running, asynchronous)
-                figures[f"step, {num_running} running, {name}"] = step_micros(
+                figures[step_name(num_running, async_scheduling=asynchronous)] = step_micros(
                     scheduler, num_running, asynchronous
                 )
-        figures.update(prefix_micros(make_scheduler(directory, 16, False)))
-    for count in (1, 64, 1024):
-        figures.update(pool_micros(count))
+        figures |= prefix_micros(make_scheduler(directory, 16, False))
+    for count in BLOCK_COUNTS:
+        figures |= pool_micros(count)
     sys.stdout.write("\n" + json.dumps(figures) + "\n")
 
 
@@ -114,7 +124,7 @@ def make_request(name: str, tokens: list[int]) -> Request:
 
 
 def answer(scheduled: Any, requests: dict[str, Request]) -> ModelRunnerOutput:
-    """One token for everybody whose prompt is computed."""
+    """One token for each request whose prompt is computed."""
     names = list(scheduled.num_scheduled_tokens)
     tokens = [
         [5] if requests[name].num_computed_tokens >= requests[name].num_prompt_tokens else []
@@ -131,9 +141,7 @@ def step_micros(scheduler: Scheduler, num_running: int, asynchronous: bool) -> f
     """Steady decode: median of schedule() and update_from_output() together."""
     requests = {}
     for number in range(num_running):
-        length = CONTEXT - 8 + number % BLOCK_SIZE
-        tokens = [(number * 7919 + position) % 30_000 for position in range(length)]
-        requests[str(number)] = make_request(str(number), tokens)
+        requests[str(number)] = make_request(str(number), context_tokens(number))
         scheduler.add_request(requests[str(number)])
     while scheduler.waiting or any(
         request.num_computed_tokens < request.num_prompt_tokens for request in requests.values()
@@ -151,12 +159,12 @@ def step_micros(scheduler: Scheduler, num_running: int, asynchronous: bool) -> f
         if output is not None:
             scheduler.update_from_output(done, output)
         taken.append(planned - begun + time.thread_time_ns() - resumed)
-    return statistics.median(taken[STEPS // 10 :]) / 1e3
+    return median_step_micros(taken)
 
 
-def prefix_micros(scheduler: Scheduler) -> dict[str, float]:
-    """A prompt of 8192 tokens: hashed, and admitted where all of it is cached."""
-    tokens = [(position * 31) % 30_000 for position in range(PROMPT)]
+def prefix_micros(scheduler: Scheduler) -> Figures:
+    """A prompt of PROMPT tokens: hashed, and admitted when all of it is cached."""
+    tokens = long_prompt()
     plain = make_request("plain", tokens)
     plain.block_hashes.clear()
     manager = scheduler.kv_cache_manager
@@ -171,13 +179,10 @@ def prefix_micros(scheduler: Scheduler) -> dict[str, float]:
         manager.allocate_slots(request, PROMPT - hit, hit, blocks)
         taken.append(time.thread_time_ns() - begun)
         manager.free(request)
-    return {
-        f"hash a prompt of {PROMPT} tokens": median_micros(lambda: hasher(plain)),
-        f"full hit of {PROMPT} tokens: look-up and allocation": statistics.median(taken) / 1e3,
-    }
+    return prefix_figures(time_repeats(lambda: hasher(plain)), median_micros(taken))
 
 
-def pool_micros(count: int) -> dict[str, float]:
+def pool_micros(count: int) -> Figures:
     """Getting and freeing so many blocks, and getting as many that are cached."""
     pool = BlockPool(4096, enable_caching=True, hash_block_size=BLOCK_SIZE)
     get, free = [], []
@@ -188,15 +193,11 @@ def pool_micros(count: int) -> dict[str, float]:
         pool.free_blocks(reversed(blocks))
         free.append(time.thread_time_ns() - got)
         get.append(got - begun)
-    return {
-        f"get {count} blocks": statistics.median(get) / 1e3,
-        f"free {count} blocks": statistics.median(free) / 1e3,
-        f"get {count} cached blocks: eviction": eviction_micros(count),
-    }
+    return pool_figures(count, get, free, eviction_nanos(count))
 
 
-def eviction_micros(count: int) -> float:
-    """Getting blocks of which each must forget its hash."""
+def eviction_nanos(count: int) -> list[int]:
+    """Getting blocks of which each has a hash to evict."""
     pool = BlockPool(count + 1, enable_caching=True, hash_block_size=BLOCK_SIZE)
     taken = []
     for turn in range(REPEATS):
@@ -209,17 +210,7 @@ def eviction_micros(count: int) -> float:
             taken.append(time.thread_time_ns() - begun)
         pool.cache_full_blocks(request, blocks, 0, count, BLOCK_SIZE, 0)
         pool.free_blocks(reversed(blocks))
-    return statistics.median(taken) / 1e3
-
-
-def median_micros(work: Callable[[], object]) -> float:
-    """Median processor time of repeated work."""
-    taken = []
-    for _ in range(REPEATS):
-        begun = time.thread_time_ns()
-        work()
-        taken.append(time.thread_time_ns() - begun)
-    return statistics.median(taken) / 1e3
+    return taken
 
 
 if __name__ == "__main__":

@@ -1,0 +1,154 @@
+"""Our scheduler and the core of our pool, in one process, under the loads of the comparison."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from benchmarks.scheduler.loads import (
+    BLOCK_COUNTS,
+    BLOCK_SIZE,
+    CONTEXT,
+    PROMPT,
+    REPEATS,
+    SIZES,
+    STEPS,
+    Figures,
+    context_tokens,
+    long_prompt,
+    median_micros,
+    median_step_micros,
+    pool_figures,
+    prefix_figures,
+    step_name,
+    time_repeats,
+)
+from services.cli.replay.inprocess_pool import InProcessPool
+from services.common.block_hash import BlockHash, hash_full_blocks
+from services.common.ids import RequestKey
+from services.common.pool_operations import Admission, Admit, Lookup, Release
+from services.common.sampling import SamplingParams
+from services.kvpool.core.block_pool import BlockPool
+from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
+from services.scheduler.core.request import Request
+from services.scheduler.core.scheduler import Scheduler
+
+
+def measure() -> Figures:
+    """Every figure once, in microseconds of processor time."""
+    figures: Figures = {}
+    for num_running in SIZES:
+        for asynchronous in (False, True):
+            figures[step_name(num_running, async_scheduling=asynchronous)] = asyncio.run(
+                _step_micros(num_running, async_scheduling=asynchronous)
+            )
+    tokens = long_prompt()
+    hashing = time_repeats(lambda: hash_full_blocks(b"root", tokens, BLOCK_SIZE))
+    figures |= prefix_figures(hashing, _full_hit_micros(tokens))
+    for count in BLOCK_COUNTS:
+        figures |= _pool_micros(count)
+    return figures
+
+
+async def _step_micros(num_running: int, *, async_scheduling: bool) -> float:
+    num_blocks = num_running * (CONTEXT + 2 * STEPS) // BLOCK_SIZE + 64
+    config = SchedulerConfig(
+        max_num_seqs=num_running,
+        max_num_batched_tokens=8192,
+        max_model_len=4096,
+        block_size=BLOCK_SIZE,
+        num_blocks=num_blocks,
+        async_scheduling=async_scheduling,
+    )
+    scheduler = Scheduler(config, InProcessPool(num_blocks, BLOCK_SIZE))
+    for number in range(num_running):
+        scheduler.add(_request(number))
+    while scheduler.waiting or any(request.is_prefill_chunk for request in scheduler.running):
+        plan = await scheduler.schedule()
+        scheduler.update_from_output(plan, _sampled(plan))
+    one_token_each = ModelRunnerOutput([[5]] * num_running)
+    taken: list[int] = []
+    ahead: SchedulerOutput | None = None
+    for _ in range(STEPS):
+        begun = time.thread_time_ns()
+        plan = await scheduler.schedule()
+        done, ahead = (ahead, plan) if async_scheduling else (plan, None)
+        if done is not None:
+            scheduler.update_from_output(done, one_token_each)
+        taken.append(time.thread_time_ns() - begun)
+    return median_step_micros(taken)
+
+
+def _request(number: int) -> Request:
+    tokens = context_tokens(number)
+    return Request(
+        request_id=str(number),
+        key=RequestKey(number + 1),
+        token_ids=tokens,
+        num_prompt_tokens=len(tokens),
+        sampling=SamplingParams(max_tokens=100_000, eos_token_ids=(2,)),
+    )
+
+
+def _sampled(plan: SchedulerOutput) -> ModelRunnerOutput:
+    return ModelRunnerOutput([[] if request.is_prefill_chunk else [5] for request in plan.requests])
+
+
+def _full_hit_micros(tokens: list[int]) -> float:
+    hashes = hash_full_blocks(b"root", tokens, BLOCK_SIZE)
+    pool = InProcessPool(16 * (CONTEXT + 2 * STEPS) // BLOCK_SIZE + 2048, BLOCK_SIZE).core
+    hit = (PROMPT - 1) // BLOCK_SIZE * BLOCK_SIZE
+    pool.transact([_admit(1, 0, hashes)])
+    taken: list[int] = []
+    for number in range(2, 2 + REPEATS):
+        request = RequestKey(number)
+        begun = time.thread_time_ns()
+        pool.transact([Lookup([request], [PROMPT - 1], [hashes])])
+        pool.transact([_admit(number, hit, ())])
+        taken.append(time.thread_time_ns() - begun)
+        pool.transact([Release([request])])
+    return median_micros(taken)
+
+
+def _admit(number: int, hit: int, hashes: Sequence[BlockHash]) -> Admit:
+    return Admit(
+        [
+            Admission(
+                request=RequestKey(number),
+                max_hit_tokens=PROMPT - 1,
+                num_hit_tokens=hit,
+                num_slots=PROMPT,
+                num_commit_tokens=PROMPT,
+                num_reserve_slots=PROMPT,
+                new_hashes=hashes,
+            )
+        ]
+    )
+
+
+def _pool_micros(count: int) -> Figures:
+    pool = BlockPool(4096, 1)
+    get: list[int] = []
+    free: list[int] = []
+    for _ in range(REPEATS):
+        begun = time.thread_time_ns()
+        blocks = pool.get_new_blocks(count)
+        got = time.thread_time_ns()
+        pool.free(blocks, 0)
+        free.append(time.thread_time_ns() - got)
+        get.append(got - begun)
+    return pool_figures(count, get, free, _eviction_nanos(count))
+
+
+def _eviction_nanos(count: int) -> list[int]:
+    pool = BlockPool(count + 1, 1)
+    taken: list[int] = []
+    for turn in range(REPEATS):
+        begun = time.thread_time_ns()
+        blocks = pool.get_new_blocks(count)
+        if turn:
+            taken.append(time.thread_time_ns() - begun)
+        pool.publish(0, [BlockHash(b"%d %d" % (turn, block)) for block in blocks], blocks)
+        pool.free(blocks, count)
+        pool.take_events()
+    return taken

@@ -1,0 +1,77 @@
+"""The sizes that schedulers are compared at, and how their work is timed. Standard library only:
+vLLM runs it in an interpreter of its own.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+
+SIZES = (16, 64, 256, 1024)
+"""Requests that run."""
+CONTEXT = 512
+"""Tokens of each."""
+BLOCK_SIZE = 16
+PROMPT = 8192
+"""Tokens of the prompt that is hashed and found in the cache."""
+STEPS = 160
+REPEATS = 30
+BLOCK_COUNTS = (1, 64, 1024)
+"""Blocks that are taken and freed at once."""
+
+Figures = dict[str, float]
+"""Microseconds of processor time by the name of the figure."""
+
+
+def step_name(num_running: int, *, async_scheduling: bool) -> str:
+    """The name of a step's figure."""
+    return f"step, {num_running} running, {'async' if async_scheduling else 'sync'}"
+
+
+def context_tokens(number: int) -> list[int]:
+    """The prompt of request `number`: the lengths of 16 of them differ, so that each step fills a
+    block of one in 16.
+    """
+    length = CONTEXT - 8 + number % BLOCK_SIZE
+    return [(number * 7919 + position) % 30_000 for position in range(length)]
+
+
+def long_prompt() -> list[int]:
+    """A prompt of PROMPT tokens."""
+    return [(position * 31) % 30_000 for position in range(PROMPT)]
+
+
+def median_step_micros(nanos: list[int]) -> float:
+    """The median of steps, of which the first tenth does not count."""
+    return statistics.median(nanos[STEPS // 10 :]) / 1e3
+
+
+def median_micros(nanos: list[int]) -> float:
+    """The median of repeats."""
+    return statistics.median(nanos) / 1e3
+
+
+def time_repeats(work: Callable[[], object]) -> float:
+    """The median processor time of repeated work."""
+    nanos: list[int] = []
+    for _ in range(REPEATS):
+        begun = time.thread_time_ns()
+        work()
+        nanos.append(time.thread_time_ns() - begun)
+    return median_micros(nanos)
+
+
+def prefix_figures(hashing: float, full_hit: float) -> Figures:
+    """Hashing a prompt of PROMPT tokens, and admitting it when all of it is cached."""
+    return {
+        f"hash a prompt of {PROMPT} tokens": hashing,
+        f"full hit of {PROMPT} tokens: look-up and allocation": full_hit,
+    }
+
+
+def pool_figures(count: int, get: list[int], free: list[int], evict: list[int]) -> Figures:
+    """Getting and freeing `count` blocks, and getting as many that are cached."""
+    return {
+        f"get {count} blocks": median_micros(get),
+        f"free {count} blocks": median_micros(free),
+        f"get {count} cached blocks: eviction": median_micros(evict),
+    }
