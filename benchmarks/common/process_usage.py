@@ -1,9 +1,12 @@
 """Resources of a process: memory, threads, file descriptors and processor time."""
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 _KIB = 1024
+_CPUCLOCK_SCHED = 2
+"""Linux's clock ids of processes: the inverted process id, and which clock in the lowest bits."""
 CLIENT = "client"
 """The name of the benchmark's own process in tables of processor time."""
 
@@ -33,9 +36,8 @@ def usage_of(pid: int, proc: Path = Path("/proc")) -> Usage:
 
 
 def processor_seconds(pid: int) -> float:
-    """Processor time that the threads of a process have used so far, as its kernel accounts it."""
-    threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
-    return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
+    """Processor time that a process has used so far, ended threads included."""
+    return time.clock_gettime(~pid << 3 | _CPUCLOCK_SCHED)
 
 
 def _kib_fields(text: str) -> dict[str, int]:

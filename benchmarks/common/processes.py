@@ -15,14 +15,21 @@ _TAIL_LINES = 15
 
 
 def spawn(
-    command: Sequence[str], environ: Mapping[str, str], log: Path, *, pipes: bool = False
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    log: Path,
+    *,
+    pipes: bool = False,
+    directory: Path | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Starts a program whose output goes to a log. With `pipes`, its standard input and output are
-    pipes. The kernel ends it if this process is killed; call it from the main thread.
+    """Starts a program, in a directory if one is given, whose output goes to a log. With `pipes`,
+    its standard input and output are pipes. The kernel ends it if this process is killed; call it
+    from the main thread.
     """
     with log.open("wb") as output:
         return subprocess.Popen(
             (sys.executable, "-I", "-S", launcher.__file__, str(os.getpid()), *command),
+            cwd=directory,
             env=dict(environ),
             stdin=subprocess.PIPE if pipes else subprocess.DEVNULL,
             stdout=subprocess.PIPE if pipes else output,

@@ -9,9 +9,9 @@ The same size and seed give the same bytes.
 
 from __future__ import annotations
 
-import argparse
 import json
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,8 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
+
+from benchmarks.common.arguments import make_parser
 
 END_OF_TEXT = "<|endoftext|>"
 NUM_BYTES = 256
@@ -169,19 +171,16 @@ def _write_json(path: Path, content: Mapping[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.common.random_model",
-        description=(__doc__ or "").partition("\n")[0],
-    )
+def main(argv: Sequence[str]) -> None:
+    """Writes a model and prints its number of parameters."""
+    parser = make_parser("common.random_model", (__doc__ or "").partition("\n")[0])
     parser.add_argument("--size", choices=SIZES, required=True, help="shape of the model")
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights (default 0)")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     num_parameters = write_model(SIZES[arguments.size], arguments.out, arguments.seed)
     print(f"{arguments.out}: {num_parameters / 1e6:.1f}M parameters in bfloat16")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

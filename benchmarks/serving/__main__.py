@@ -1,12 +1,15 @@
 """`make bench`: what serving through separate services costs, and where the cost lies.
 
     python -m benchmarks.serving [--quick] [--model DIR|15m|135m|1.1b]... [--concurrency 1,8,32]
-                                 [--json FILE]
+                                 [--json FILE] [--baseline DIR]
 
 For each model the same load goes through the four services (gRPC, and HTTP with server-sent events)
 and through everything in one process, in turns: whatever else the machine does meets all of them.
 Then a step is taken apart, hop by hop, and with the first model it is measured what tracing costs.
 Tables go to standard output, progress to standard error.
+
+With --baseline the services are compared with those of another checkout instead, each run by its
+own `stepwell up`.
 """
 
 import json
@@ -20,7 +23,7 @@ from pathlib import Path
 
 import uvloop
 
-from benchmarks.common.arguments import counts, make_parser
+from benchmarks.common.arguments import checkout, counts, make_parser
 from benchmarks.common.console import log, messages
 from benchmarks.common.models import RANDOM_MODELS, is_model
 from benchmarks.serving.comparison import Schedule
@@ -53,6 +56,12 @@ def parse_options(argv: Sequence[str]) -> Options:
         "--quick", action="store_true", help="one short round: shows that it works, no more"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there too")
+    parser.add_argument(
+        "--baseline",
+        type=checkout,
+        metavar="DIR",
+        help="compare with the services of another checkout, its gen/ built",
+    )
     parsed = parser.parse_args(argv)
     schedule = QUICK if parsed.quick else SCHEDULE
     models = tuple(parsed.model or (DEFAULT_MODELS[:1] if parsed.quick else DEFAULT_MODELS))
@@ -64,6 +73,7 @@ def parse_options(argv: Sequence[str]) -> Options:
         schedule=replace(schedule, concurrencies=parsed.concurrency or schedule.concurrencies),
         trace_ratios=(1.0,) if parsed.quick else (0.01, 1.0),
         json_file=parsed.json,
+        baseline=parsed.baseline,
     )
 
 

@@ -7,9 +7,9 @@ import sys
 import tempfile
 import urllib.request
 from pathlib import Path
-from types import TracebackType
 
-from benchmarks.common.stack import HOST, START_SECONDS, end, environment, spawn, watch
+from benchmarks.common.processes import end, environment, spawn, watch
+from benchmarks.common.stack import HOST, START_SECONDS
 from services.cli.ports import claim_port
 
 _ASK_AGAIN_SECONDS = 0.2
@@ -62,12 +62,7 @@ class Checkout:
             raise
         return self
 
-    async def __aexit__(
-        self,
-        _kind: type[BaseException] | None,
-        _error: BaseException | None,
-        _where: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self._stop)
 
     def _stop(self) -> None:
@@ -76,7 +71,7 @@ class Checkout:
 
 
 async def _until_serving(http: str) -> None:
-    """Returns once `/health` says so: each release of Stepwell has it."""
+    """Returns once `/health` answers with 200: every version of Stepwell has it."""
     while True:
         try:
             await asyncio.to_thread(urllib.request.urlopen, f"http://{http}/health", timeout=1)

@@ -18,6 +18,7 @@ from benchmarks.common.models import find_model, vocab_size
 from benchmarks.common.spans import SpanReceiver
 from benchmarks.common.stack import Stack
 from benchmarks.serving import tables
+from benchmarks.serving.checkout import Checkout
 from benchmarks.serving.comparison import Schedule, compare
 from benchmarks.serving.in_process_child import InProcessChild
 from benchmarks.serving.probes import run_hops
@@ -28,6 +29,11 @@ SPARE_BLOCKS = 64
 BLOCK_SIZE = 16
 
 
+PAIRED_ROUNDS = 8
+"""Rounds beside another checkout, for each round otherwise: the difference sought is small."""
+ROOT = Path(__file__).parents[2]
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """What to measure."""
@@ -36,6 +42,7 @@ class Options:
     schedule: Schedule
     trace_ratios: tuple[float, ...]
     json_file: Path | None
+    baseline: Path | None
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -61,6 +68,9 @@ async def measure(options: Options, command: str) -> dict[str, Any]:
     show(machine_text(found, command))
     models = [await asyncio.to_thread(find_model, name) for name in options.models]
     for number, model in enumerate(models):
+        if options.baseline is not None:
+            results["models"][model.name] = await measure_baseline(options, model, options.baseline)
+            continue
         found_here = await measure_model(options, model, with_tracing=number == 0)
         results["models"][model.name] = found_here
     return results
@@ -119,6 +129,29 @@ async def measure_serving(
         tables.processor_table(rows),
     )
     return [asdict(row) for row in rows]
+
+
+async def measure_baseline(options: Options, model: Path, root: Path) -> dict[str, Any]:
+    """The services of this checkout beside those of another one, through each API."""
+    log(f"starting {model.name} in this checkout and in {root}")
+    ours = Checkout(ROOT, model, options.num_blocks)
+    theirs = Checkout(root, model, options.num_blocks)
+    schedule = replace(options.schedule, num_rounds=options.schedule.num_rounds * PAIRED_ROUNDS)
+    results: dict[str, Any] = {}
+    async with AsyncExitStack() as scope:
+        await enter_all(scope, theirs, ours)
+        for api, target in (("gRPC", GrpcTarget), ("HTTP", HttpTarget)):
+            targets: dict[str, Target] = {"before": target(theirs), "now": target(ours)}
+            rows = await compare(targets, schedule, vocab_size(model), log)
+            show(
+                f"### {model.name} through {api}, beside another checkout",
+                tables.serving_table(rows, "before"),
+                tables.rounds_text(rows),
+                "Processor time per output token, in microseconds:",
+                tables.processor_table(rows),
+            )
+            results[api] = [asdict(row) for row in rows]
+    return results
 
 
 async def hop_runs(options: Options, model: Path, stack: Stack) -> list[HopRun]:

@@ -11,8 +11,8 @@ HOPS_NOTE = (
 )
 
 
-def serving_table(rows: Sequence[Row]) -> str:
-    """Latencies and throughput of each target at each concurrency."""
+def serving_table(rows: Sequence[Row], reference: str = "one process") -> str:
+    """Latencies and throughput of each target at each concurrency, beside a reference's."""
     return table_text(
         (
             "at once",
@@ -21,7 +21,7 @@ def serving_table(rows: Sequence[Row]) -> str:
             "ITL ms, median / p99",
             "end to end ms",
             "tokens/s",
-            "tokens/s to one process",
+            f"tokens/s to {reference}",
         ),
         (
             (

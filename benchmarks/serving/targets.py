@@ -6,7 +6,6 @@ from typing import Protocol
 from benchmarks.common.clients import GrpcClient, HttpClient
 from benchmarks.common.load import Load, RequestTimes, run_load
 from benchmarks.common.process_usage import CLIENT
-from benchmarks.common.stack import Stack
 from benchmarks.serving.in_process_child import InProcessChild
 
 
@@ -19,6 +18,24 @@ class Target(Protocol):
 
     async def run(self, load: Load) -> list[RequestTimes]:
         """Runs a load to its end."""
+        ...
+
+
+class Services(Protocol):
+    """Running services: their addresses and processes."""
+
+    @property
+    def http(self) -> str:
+        """host:port of the HTTP API."""
+        ...
+
+    @property
+    def grpc(self) -> str:
+        """host:port of the gRPC API."""
+        ...
+
+    def pids(self) -> dict[str, int]:
+        """The process of each service."""
         ...
 
 
@@ -38,14 +55,14 @@ class InProcessTarget:
 class GrpcTarget:
     """The services, through the gateway's gRPC API."""
 
-    def __init__(self, stack: Stack) -> None:
-        self._stack = stack
+    def __init__(self, services: Services) -> None:
+        self._services = services
 
     def pids(self) -> dict[str, int]:
-        return {**self._stack.pids(), CLIENT: os.getpid()}
+        return {**self._services.pids(), CLIENT: os.getpid()}
 
     async def run(self, load: Load) -> list[RequestTimes]:
-        client = GrpcClient(self._stack.grpc)
+        client = GrpcClient(self._services.grpc)
         try:
             return await run_load(client, load)
         finally:
@@ -56,7 +73,7 @@ class HttpTarget(GrpcTarget):
     """The services, through the gateway's HTTP API, as server-sent events."""
 
     async def run(self, load: Load) -> list[RequestTimes]:
-        client = HttpClient(self._stack.http)
+        client = HttpClient(self._services.http)
         try:
             await client.open(load.concurrency)
             return await run_load(client, load)

@@ -1,11 +1,10 @@
-"""Clients that mean harm, over HTTP and gRPC: what a hostility run and its short form send.
+"""Attacks on the gateway over HTTP and gRPC, for a hostility run and its short form in tests.
 
-Each kind is a function that makes one attack, drawn from a seed, and waits for what becomes of it
-for a bounded time. What the server answers does not matter here, as long as it is no 5xx but 503.
+Each kind is a function that makes one attack, drawn from a seed, and waits for its end, for a
+bounded time. Any answer is accepted but a server error other than 503.
 """
 
 import asyncio
-import base64
 import json
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,18 +16,17 @@ import grpc
 from stepwell.common.v1.common_pb2 import SamplingParams, TokenIds
 from stepwell.gateway.v1 import gateway_pb2
 
+from benchmarks.soak.attack_bodies import BODIES, TEXT, costly
 from services.common.channel import open_channel
 
 ANSWER_SECONDS = 5.0
-# What grpc's client says where its call was ended while it was still sending.
+# The message of grpc's client when a call ends while its message is being sent.
 _OWN_ERROR = "Internal error from Core"
-_CHAT, _TEXT = "/v1/chat/completions", "/v1/completions"
-_USER = {"role": "user", "content": "a"}
 
 
 @dataclass(slots=True)
 class Target:
-    """Whom to attack, with which key; and what was found."""
+    """The gateway's addresses and a key, if it needs one, and the defects seen."""
 
     http: str
     grpc: str
@@ -50,74 +48,8 @@ class Target:
 Attack = Callable[[Target, Random], Awaitable[None]]
 
 
-def _bodies() -> dict[str, tuple[str, Callable[[], Any]]]:
-    """Bodies that are costly where they are looked at: the path of each, and what makes it."""
-    ids, text = list(range(5, 300)) * 400, {"prompt": "a", "max_tokens": 8}
-    return {
-        "one character": (_TEXT, lambda: {"prompt": "a" * 3_900_000}),
-        "spaces": (_TEXT, lambda: {"prompt": " " * 3_900_000}),
-        "words": (_CHAT, lambda: {"messages": [_USER | {"content": "hello " * 600_000}]}),
-        "many ids": (_TEXT, lambda: {"prompt": ids}),
-        "too many ids": (_TEXT, lambda: {"prompt": [7] * 1_000_000}),
-        "lists": (_TEXT, lambda: {"prompt": [[5]] * 16_000}),
-        "256 prompts": (_TEXT, lambda: {"prompt": ["a b " * 900] * 256}),
-        "256 short prompts": (_TEXT, lambda: text | {"prompt": ["a"] * 256}),
-        "messages": (_CHAT, lambda: {"messages": [_USER] * 4_900}),
-        "too many messages": (_CHAT, lambda: {"messages": [_USER] * 100_000}),
-        "parts": (
-            _CHAT,
-            lambda: {
-                "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 4_900}]
-            },
-        ),
-        "variables": (
-            _CHAT,
-            lambda: {"messages": [_USER], "chat_template_kwargs": {"x": [{"a": [1]}] * 4_900}},
-        ),
-        "many variables": (
-            _CHAT,
-            lambda: {"messages": [_USER], "chat_template_kwargs": {"x": [1] * 131_000}},
-        ),
-        "bad words": (_TEXT, lambda: text | {"bad_words": ["ab " * 5] * 1_024}),
-        "long bad words": (_TEXT, lambda: text | {"bad_words": ["x" * 3_000_000]}),
-        "stop strings": (
-            _TEXT,
-            lambda: text | {"stop": ["a" * 1_000 + str(n) for n in range(64)], "max_tokens": 400},
-        ),
-        "biases": (_TEXT, lambda: text | {"logit_bias": {str(n): 1 for n in range(4_096)}}),
-        "too many biases": (
-            _TEXT,
-            lambda: text | {"logit_bias": {str(n): 1 for n in range(10**5)}},
-        ),
-        "allowed": (_TEXT, lambda: text | {"allowed_token_ids": list(range(100_000))}),
-        "logprobs": (
-            _TEXT,
-            lambda: text | {"n": 64, "logprobs": 20, "max_tokens": 64, "echo": True},
-        ),
-        "unknown keys": (_TEXT, lambda: text | {f"k{n}": 1 for n in range(16_000)}),
-        "a long name": (_TEXT, lambda: text | {"model": "m" * 3_900_000}),
-        "a long key": (_TEXT, lambda: text | {"k" * 3_900_000: 1}),
-        "embeddings": (
-            _TEXT,
-            lambda: {"prompt_embeds": base64.b64encode(b"\xff" * 2_900_000).decode()},
-        ),
-        "tokenize": ("/tokenize", lambda: {"prompt": "a " * 65_000, "return_token_strs": True}),
-        "tokenize too much": ("/tokenize", lambda: {"prompt": "hello " * 600_000}),
-        "detokenize": ("/detokenize", lambda: {"tokens": ids}),
-    }
-
-
-BODIES = _bodies()
-
-
-def costly(name: str) -> tuple[str, dict[str, Any]]:
-    """The path and the body of that name. Chats, too, ask for a short answer."""
-    path, make = BODIES[name]
-    return path, make() | ({"max_tokens": 8} if path == _CHAT else {})
-
-
 async def costly_body(target: Target, draw: Random) -> None:
-    """A body that would take long."""
+    """A body that would take long to serve."""
     name = draw.choice(sorted(BODIES))
     path, made = costly(name)
     body = await asyncio.to_thread(lambda: json.dumps(made).encode())
@@ -125,7 +57,7 @@ async def costly_body(target: Target, draw: Random) -> None:
 
 
 async def streamed_body(target: Target, draw: Random) -> None:
-    """The same as a stream of events, of which little or nothing is read."""
+    """Such a body, answered as a stream of events of which little or nothing is read."""
     path, made = costly(draw.choice(("256 short prompts", "logprobs", "stop strings")))
     body = json.dumps(made | {"stream": True}).encode()
     request = target.head(path, f"Content-Length: {len(body)}") + body
@@ -138,7 +70,7 @@ async def streamed_body(target: Target, draw: Random) -> None:
 
 
 async def no_json(target: Target, draw: Random) -> None:
-    """Bytes that are no JSON, or hardly."""
+    """Bodies that are not JSON, or nested deeply, or that hold very long values."""
     raw = draw.choice(
         (
             b"[" * 1_000_000,
@@ -149,11 +81,11 @@ async def no_json(target: Target, draw: Random) -> None:
             draw.randbytes(100_000),
         )
     )
-    await _exchange(target, target.head(_TEXT, f"Content-Length: {len(raw)}") + raw, "no JSON")
+    await _exchange(target, target.head(TEXT, f"Content-Length: {len(raw)}") + raw, "no JSON")
 
 
 async def odd_http(target: Target, draw: Random) -> None:
-    """Requests that are none, or many, or too large."""
+    """Bytes that are no request, or many requests, or one that is too large."""
     get = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n"
     if target.key:
         get += f"Authorization: Bearer {target.key}\r\n".encode()
@@ -164,19 +96,19 @@ async def odd_http(target: Target, draw: Random) -> None:
             get + b"".join(b"X%d: a\r\n" % n for n in range(10_000)),
             get + b"X: " + b"a" * 5_000_000,
             b"GET /" + b"a" * 1_000_000 + b" HTTP/1.1\r\n\r\n",
-            target.head(_TEXT, "Transfer-Encoding: chunked") + b"1\r\n \r\n" * 100_000,
-            target.head(_TEXT, f"Content-Length: {10**12}") + b" " * 1_000_000,
+            target.head(TEXT, "Transfer-Encoding: chunked") + b"1\r\n \r\n" * 100_000,
+            target.head(TEXT, f"Content-Length: {10**12}") + b" " * 1_000_000,
         )
     )
     await _exchange(target, raw, "odd HTTP")
 
 
 async def slow_http(target: Target, draw: Random) -> None:
-    """Connections that say nothing, or begin and do not go on."""
+    """Connections that send nothing, or the beginning of a request."""
     with _connection() as opened:
         streams = [await opened(target) for _ in range(20)]
         for _, writer in streams:
-            writer.write(draw.choice((b"", b"GET / HT", target.head(_TEXT, "Content-Length: 9"))))
+            writer.write(draw.choice((b"", b"GET / HT", target.head(TEXT, "Content-Length: 9"))))
         await asyncio.sleep(draw.random())
 
 
@@ -228,7 +160,7 @@ async def grpc_message(target: Target, draw: Random) -> None:
 
 
 async def slow_grpc(target: Target, draw: Random) -> None:
-    """Calls whose message does not come."""
+    """Calls that send no message."""
     await asyncio.gather(
         *(_call(target, "Generate", None, seconds=draw.random()) for _ in range(20))
     )

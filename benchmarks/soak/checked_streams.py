@@ -1,4 +1,4 @@
-"""Streams that never end, each answer held to what the same request brought undisturbed."""
+"""Endless streams of requests; each answer is compared with that of the same request alone."""
 
 import asyncio
 import time
@@ -19,14 +19,14 @@ _PREFIX_SHARE = 0.6
 
 @dataclass(slots=True)
 class Answer:
-    """What came for one request so far. `logprobs`: of the sampled tokens, where asked for."""
+    """The answer to one request so far. `logprobs`: of the sampled tokens, if requested."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     text: str = ""
 
     def add(self, piece: gateway_pb2.GenerateResponse) -> None:
-        """Takes in a piece of the stream."""
+        """Appends a message of the stream."""
         self.token_ids += piece.token_ids
         self.text += piece.text
         if piece.logprobs.width:
@@ -35,9 +35,9 @@ class Answer:
     def difference(self, other: "Answer") -> str:
         """What differs from another answer; empty if nothing does."""
         pairs = zip(self.token_ids, other.token_ids, strict=False)
-        for place, (ours, theirs) in enumerate(pairs):
+        for index, (ours, theirs) in enumerate(pairs):
             if ours != theirs:
-                return f"token {place} is {ours}, not {theirs}"
+                return f"token {index} is {ours}, not {theirs}"
         if len(self.token_ids) != len(other.token_ids):
             return f"{len(self.token_ids)} tokens, not {len(other.token_ids)}"
         if self.logprobs != other.logprobs:
@@ -57,7 +57,7 @@ class Counts:
 
 
 class Streams:
-    """Requests that are asked again and again, all at once, over one channel.
+    """Requests that are sent again and again, all at once, over one channel.
 
     Half are greedy, half are sampled with a seed, some with penalties, some with
     log-probabilities. Many prompts begin alike.
@@ -84,19 +84,19 @@ class Streams:
         self.all_progressed = asyncio.Event()
 
     async def measure(self) -> None:
-        """Asks each request alone, undisturbed, for what it must bring ever after."""
+        """Sends each request alone and keeps its answer, which all later ones must equal."""
         self._expected = [
             await self._ask(number, Answer()) for number in range(len(self._requests))
         ]
 
     async def run(self) -> None:
-        """Asks all at once until `stop`; returns when the last answers have come."""
+        """Repeats all requests until `stop`; returns when the last answers have ended."""
         async with asyncio.TaskGroup() as streams:
             for number in range(len(self._requests)):
                 streams.create_task(self._repeat(number))
 
     def stop(self) -> None:
-        """Lets the answers that are on their way be the last."""
+        """Starts no further request."""
         self._stopping = True
 
     async def close(self) -> None:
@@ -110,13 +110,13 @@ class Streams:
         self.expect_progress()
 
     def expect_progress(self) -> None:
-        """Clears `all_progressed`, which is set once each stream has brought something since."""
+        """Clears `all_progressed`, which is set once each stream has received a token since."""
         self._progressed.clear()
         self.all_progressed.clear()
 
     @property
     def silence_seconds(self) -> float:
-        """The longest time since the mark in which no stream brought anything."""
+        """The longest time since the mark in which no stream received a token."""
         return max(self._silence, time.monotonic() - max(self._since, self._last_piece))
 
     @property
@@ -174,7 +174,8 @@ def make_request(
     length = draw.randrange(num_prompt_tokens // 2, num_prompt_tokens)
     common = int(_PREFIX_SHARE * length)
     prompt = [
-        (family if place < common else draw).randrange(3, vocab_size) for place in range(length)
+        (family if position < common else draw).randrange(3, vocab_size)
+        for position in range(length)
     ]
     sampling = common_pb2.SamplingParams(temperature=0, max_tokens=num_tokens)
     if number % 2:

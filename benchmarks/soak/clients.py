@@ -1,7 +1,7 @@
-"""Requests of many kinds, as clients make them: what a soak keeps the services busy with.
+"""Requests of many kinds, as clients make them: the load of an endurance run.
 
-Each kind is a function that makes one request and holds the answer to what was asked for; anything
-else is an AssertionError. Nothing here is timed.
+Each kind is a function that makes one request and checks that the answer is what was asked for; it
+raises AssertionError if it is not. Nothing here is timed.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from services.common.channel import open_channel
 
 _SHARED_PREFIXES = 6
 _MOST_PHRASES = 11
-_ROOM_OF_PHRASE = 120
+_TOKENS_PER_PHRASE = 120
 """Tokens of the longest sequence for each phrase of a turn: three turns take half of them, where
 each of a phrase's letters is a token.
 """
@@ -29,8 +29,11 @@ _GOOD, _BAD = 200, 400
 
 
 @dataclass(frozen=True, slots=True)
-class World:
-    """Whom to ask, and what fits the model. `longest`: tokens of a prompt and its answer."""
+class Endpoint:
+    """The gateway's addresses and the model's limits.
+
+    `longest`: tokens of a prompt and its answer.
+    """
 
     http: str
     grpc: str
@@ -38,9 +41,9 @@ class World:
     longest: int
 
     def prompt(self, draw: Random, share: float | None = None) -> list[int]:
-        """Token ids: often a prefix that others have too, then some of its own.
+        """Token ids: often a prefix that other prompts share, then random ones.
 
-        `share`: how much of the longest sequence it takes; by default little.
+        `share`: its part of the longest sequence; by default a small one.
         """
         if share is None:
             share = draw.choice((0.02, 0.1, 0.2, 0.3))
@@ -48,31 +51,31 @@ class World:
         family = Random(f"prefix/{draw.randrange(_SHARED_PREFIXES)}")
         common = draw.choice((0, length // 2, length - 1))
         return [
-            (family if place < common else draw).randrange(3, self.vocab_size)
-            for place in range(length)
+            (family if position < common else draw).randrange(3, self.vocab_size)
+            for position in range(length)
         ]
 
     def num_tokens(self, draw: Random) -> int:
-        """How long an answer may get."""
+        """The length of an answer in tokens."""
         return draw.choice((1, 8, 32, 64, max(self.longest // 4, 1)))
 
 
-Ask = Callable[[World, Random], Awaitable[None]]
+Ask = Callable[[Endpoint, Random], Awaitable[None]]
 
 
-async def grpc_stream(world: World, draw: Random) -> None:
+async def grpc_stream(endpoint: Endpoint, draw: Random) -> None:
     """Greedy, over gRPC."""
-    wanted = world.num_tokens(draw)
-    request = _generate(world.prompt(draw), wanted)
-    async with _calling(world, request) as call:
+    wanted = endpoint.num_tokens(draw)
+    request = _generate(endpoint.prompt(draw), wanted)
+    async with _calling(endpoint, request) as call:
         answers = [answer async for answer in call]
     _expect(sum(len(answer.token_ids) for answer in answers), wanted)
 
 
-async def grpc_several(world: World, draw: Random) -> None:
+async def grpc_several(endpoint: Endpoint, draw: Random) -> None:
     """Several answers at once, sampled, penalized, with log-probabilities."""
-    wanted, n = world.num_tokens(draw), draw.randrange(2, 5)
-    request = _generate(world.prompt(draw), wanted)
+    wanted, n = endpoint.num_tokens(draw), draw.randrange(2, 5)
+    request = _generate(endpoint.prompt(draw), wanted)
     request.n = n
     request.sampling.MergeFrom(
         common_pb2.SamplingParams(
@@ -87,38 +90,38 @@ async def grpc_several(world: World, draw: Random) -> None:
             prompt_logprobs=draw.choice((None, 2)),
         )
     )
-    async with _calling(world, request) as call:
+    async with _calling(endpoint, request) as call:
         answers = [answer async for answer in call]
     _expect({answer.index for answer in answers}, set(range(n)))
     _expect(sum(len(answer.token_ids) for answer in answers), n * wanted)
 
 
-async def grpc_long(world: World, draw: Random) -> None:
+async def grpc_long(endpoint: Endpoint, draw: Random) -> None:
     """A long prompt, computed in chunks, and a few tokens."""
-    request = _generate(world.prompt(draw, draw.uniform(0.4, 0.9)), 4)
-    async with _calling(world, request) as call:
+    request = _generate(endpoint.prompt(draw, draw.uniform(0.4, 0.9)), 4)
+    async with _calling(endpoint, request) as call:
         answers = [answer async for answer in call]
     _expect(sum(len(answer.token_ids) for answer in answers), 4)
 
 
-async def grpc_hang_up(world: World, draw: Random) -> None:
+async def grpc_hang_up(endpoint: Endpoint, draw: Random) -> None:
     """Cancels, or just closes the connection, before the answer has ended."""
-    request = _generate(world.prompt(draw), world.longest // 2)
-    async with _calling(world, request) as call:
+    request = _generate(endpoint.prompt(draw), endpoint.longest // 2)
+    async with _calling(endpoint, request) as call:
         for _ in range(draw.randrange(3)):
             await call.read()
         if draw.random() < 0.5:
             call.cancel()
 
 
-async def grpc_bad(world: World, draw: Random) -> None:
-    """Something that the gateway must refuse."""
-    request = _generate(world.prompt(draw), 4)
+async def grpc_bad(endpoint: Endpoint, draw: Random) -> None:
+    """A request that the gateway must refuse."""
+    request = _generate(endpoint.prompt(draw), 4)
     if draw.random() < 0.5:
         request.sampling.top_p = 2
     else:
-        request.token_ids.ids.append(world.vocab_size)
-    async with _calling(world, request) as call:
+        request.token_ids.ids.append(endpoint.vocab_size)
+    async with _calling(endpoint, request) as call:
         try:
             await call.read()
         except grpc.aio.AioRpcError as error:
@@ -127,65 +130,65 @@ async def grpc_bad(world: World, draw: Random) -> None:
             _expect(await call.code(), grpc.StatusCode.INVALID_ARGUMENT)
 
 
-async def http_stream(world: World, draw: Random) -> None:
+async def http_stream(endpoint: Endpoint, draw: Random) -> None:
     """A streamed completion."""
     body = {
-        "prompt": world.prompt(draw),
-        "max_tokens": world.num_tokens(draw),
+        "prompt": endpoint.prompt(draw),
+        "max_tokens": endpoint.num_tokens(draw),
         "stream": True,
         "ignore_eos": True,
         "logprobs": draw.choice((None, 2)),
         "logit_bias": draw.choice((None, {"5": -100})),
         "stream_options": {"include_usage": True},
     }
-    status, answer = await _post(world, "/v1/completions", body)
+    status, answer = await _post(endpoint, "/v1/completions", body)
     _expect(status, _GOOD)
     _expect(answer.endswith(b"data: [DONE]\n\n"), True)
     usage = json.loads(answer.split(b"data: ")[-2])["usage"]
     _expect(usage["completion_tokens"], body["max_tokens"])
 
 
-async def http_chat(world: World, draw: Random) -> None:
-    """A conversation with stop strings and a penalty, answered in one piece."""
-    most = min(_MOST_PHRASES, max(world.longest // _ROOM_OF_PHRASE, 1))
+async def http_chat(endpoint: Endpoint, draw: Random) -> None:
+    """A conversation with stop strings and a penalty, answered in one body."""
+    most = min(_MOST_PHRASES, max(endpoint.longest // _TOKENS_PER_PHRASE, 1))
     turns = [" ".join(draw.choices(_PHRASES, k=draw.randint(1, most))) for _ in range(3)]
     body = {
         "messages": [
             {"role": role, "content": turn}
             for role, turn in zip(("user", "assistant", "user"), turns, strict=True)
         ],
-        "max_tokens": world.num_tokens(draw),
+        "max_tokens": endpoint.num_tokens(draw),
         "stop": ["self", "\n\n\n"],
         "repetition_penalty": 1.2,
         "n": draw.choice((1, 2)),
         "repetition_detection": {"max_pattern_size": 4, "min_count": 4},
     }
-    status, answer = await _post(world, "/v1/chat/completions", body)
+    status, answer = await _post(endpoint, "/v1/chat/completions", body)
     _expect(status, _GOOD)
     choices = json.loads(answer)["choices"]
     _expect(len(choices), body["n"])
     _expect(any("self" in choice["message"]["content"] for choice in choices), False)
 
 
-async def http_hang_up(world: World, draw: Random) -> None:
-    """Goes away in the middle of a stream."""
-    body = {"prompt": world.prompt(draw), "max_tokens": world.longest // 2, "stream": True}
-    async with _sending(world, "/v1/completions", json.dumps(body).encode()) as reader:
+async def http_hang_up(endpoint: Endpoint, draw: Random) -> None:
+    """Closes the connection in the middle of a stream."""
+    body = {"prompt": endpoint.prompt(draw), "max_tokens": endpoint.longest // 2, "stream": True}
+    async with _sending(endpoint, "/v1/completions", json.dumps(body).encode()) as reader:
         await reader.read(draw.choice((1, 400, 2000)))
 
 
-async def http_bad(world: World, draw: Random) -> None:
-    """Something that the gateway must refuse."""
+async def http_bad(endpoint: Endpoint, draw: Random) -> None:
+    """A request that the gateway must refuse."""
     body: Any = draw.choice(
         (
             {"prompt": [3, 4], "temperature": -1},
             {"prompt": [3, 4], "colour": "blue"},
-            {"prompt": [3] * (world.longest + 10_000)},
-            {"prompt": [world.vocab_size]},
+            {"prompt": [3] * (endpoint.longest + 10_000)},
+            {"prompt": [endpoint.vocab_size]},
             "no object",
         )
     )
-    status, _ = await _post(world, "/v1/completions", body)
+    status, _ = await _post(endpoint, "/v1/completions", body)
     _expect(status, _BAD)
 
 
@@ -200,7 +203,7 @@ KINDS: dict[str, tuple[int, Ask]] = {
     "HTTP, hung up": (1, http_hang_up),
     "HTTP, refused": (1, http_bad),
 }
-"""How often each kind comes, and what it does."""
+"""The weight of each kind in the draw, and its function."""
 
 
 def _generate(prompt: list[int], num_tokens: int) -> gateway_pb2.GenerateRequest:
@@ -212,9 +215,9 @@ def _generate(prompt: list[int], num_tokens: int) -> gateway_pb2.GenerateRequest
 
 
 @asynccontextmanager
-async def _calling(world: World, request: gateway_pb2.GenerateRequest) -> AsyncIterator[Any]:
-    """A call on a channel of its own, as one client of many has."""
-    channel = open_channel(world.grpc)
+async def _calling(endpoint: Endpoint, request: gateway_pb2.GenerateRequest) -> AsyncIterator[Any]:
+    """A call on a channel of its own, as separate clients have."""
+    channel = open_channel(endpoint.grpc)
     try:
         yield gateway_pb2_grpc.InferenceStub(channel).Generate(request)
     finally:
@@ -222,13 +225,15 @@ async def _calling(world: World, request: gateway_pb2.GenerateRequest) -> AsyncI
 
 
 @asynccontextmanager
-async def _sending(world: World, path: str, body: bytes) -> AsyncIterator[asyncio.StreamReader]:
+async def _sending(
+    endpoint: Endpoint, path: str, body: bytes
+) -> AsyncIterator[asyncio.StreamReader]:
     """A request on a connection of its own; yields what the answer is read from."""
-    host, _, port = world.http.rpartition(":")
+    host, _, port = endpoint.http.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
         writer.write(
-            f"POST {path} HTTP/1.1\r\nHost: {world.http}\r\nConnection: close\r\n"
+            f"POST {path} HTTP/1.1\r\nHost: {endpoint.http}\r\nConnection: close\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
             + body
         )
@@ -237,9 +242,9 @@ async def _sending(world: World, path: str, body: bytes) -> AsyncIterator[asynci
         writer.close()
 
 
-async def _post(world: World, path: str, body: Any) -> tuple[int, bytes]:
+async def _post(endpoint: Endpoint, path: str, body: Any) -> tuple[int, bytes]:
     """The status and the body of an answer, joined where it comes in chunks."""
-    async with _sending(world, path, json.dumps(body).encode()) as reader:
+    async with _sending(endpoint, path, json.dumps(body).encode()) as reader:
         head = await reader.readuntil(b"\r\n\r\n")
         rest = await reader.read()
     status = int(head.split(maxsplit=2)[1])
@@ -258,4 +263,4 @@ def _joined(chunked: bytes) -> bytes:
 
 def _expect(found: object, wanted: object) -> None:
     if found != wanted:
-        raise AssertionError(f"{found!r} in place of {wanted!r}")
+        raise AssertionError(f"{found!r} instead of {wanted!r}")

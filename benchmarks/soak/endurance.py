@@ -2,10 +2,11 @@
 
     python -m benchmarks.soak endurance --minutes 20 [--model DIR]
 
-Clients of every kind (benchmarks/soak/clients.py) ask without pause, more of them than may run at
-once, in a pool too small for those that do, so that blocks are evicted and requests preempted.
-Every few seconds each process is looked at. At the end, with everybody gone, every block must be
-free again. The table goes to standard output, progress to standard error; the exit status is 1
+Clients of every kind (benchmarks/soak/clients.py) send requests without pause, more than can run at
+once, to a pool that is too small for those that run, so that blocks are evicted and requests
+preempted. Each process is sampled every few seconds. At the end, without any request, every block
+must be free again. The table goes to standard output, progress to standard error; the exit status
+is 1
 
 * if a process's memory grows: by more than GROWN_BYTES after the warm-up, and the 95 % confidence
   interval of its slope lies above the bound;
@@ -13,9 +14,7 @@ free again. The table goes to standard output, progress to standard error; the e
 * if a block or a request is left, an answer is not what was asked for, or a service ends.
 """
 
-import argparse
 import asyncio
-import json
 import signal
 import sys
 import time
@@ -29,9 +28,12 @@ from typing import Any
 import httpx
 import uvloop
 
+from benchmarks.common.arguments import add_model, make_parser, positive
+from benchmarks.common.console import log
+from benchmarks.common.models import read_config
 from benchmarks.common.process_usage import usage_of
 from benchmarks.common.stack import Stack
-from benchmarks.soak.clients import KINDS, World
+from benchmarks.soak.clients import KINDS, Endpoint
 from benchmarks.soak.findings import Finding, Sample, findings, table
 from services.cli.settings import UpSettings
 
@@ -40,18 +42,18 @@ NUM_CLIENTS = 24
 LONGEST_TOKENS = 512
 BLOCK_SIZE = 16
 POOL_SEQUENCES = 3
-"""So many of the longest requests fill the pool."""
+"""The number of longest requests that fill the pool."""
 WARM_UP_SHARE, WARM_UP_SECONDS = 0.25, 120.0
 """The first part of a run does not count: that share of it, and no longer than that."""
 SAMPLES, SAMPLE_SECONDS = 60, 5.0
-"""Seconds between two looks, or less, so that a short run has that many."""
+"""Seconds between two samples, or less, so that a short run has that many."""
 ANSWER_SECONDS, SETTLE_SECONDS = 60.0, 15.0
 SHOWN_ERRORS = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to run, and what to put up with."""
+    """What to run, and the growth that is accepted."""
 
     model: Path
     minutes: float
@@ -59,16 +61,16 @@ class Options:
 
 
 class Callers:
-    """Clients that ask one thing after the other until they are told to stop."""
+    """Clients that send one request after the other until `stopping` is set."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Endpoint) -> None:
         self.done: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
         self.stopping = False
         self._world = world
 
     async def run(self) -> None:
-        """Returns when the last answer has come after `stopping` was set."""
+        """Returns when all answers have come after `stopping` was set."""
         async with asyncio.TaskGroup() as clients:
             for number in range(NUM_CLIENTS):
                 clients.create_task(self._client(Random(f"client/{number}")))
@@ -81,7 +83,7 @@ class Callers:
             try:
                 await KINDS[name][1](self._world, draw)
             except Exception as error:
-                # Whatever goes wrong is what is looked for; the others go on.
+                # Every error is counted; the client goes on.
                 self.errors[f"{name}: {type(error).__name__}: {str(error)[:300]}"] += 1
                 await asyncio.sleep(0.1)
             self.done[name] += 1
@@ -89,7 +91,7 @@ class Callers:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run showed."""
+    """The results of a run."""
 
     findings: tuple[Finding, ...]
     done: Counter[str]
@@ -99,14 +101,15 @@ class Outcome:
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing grew, nothing was left and nothing broke."""
+        """Whether nothing grew, was left over or went wrong."""
         clean = not self.errors and not self.left_over
         return clean and not any(finding.complaint for finding in self.findings)
 
 
 async def soak(options: Options) -> Outcome:
     """Runs the load. Raises RuntimeError when a service ends."""
-    longest = min(LONGEST_TOKENS, _max_model_len(options.model))
+    config = read_config(options.model)
+    longest = min(LONGEST_TOKENS, int(config["max_position_embeddings"]))
     settings = UpSettings(
         model=options.model,
         max_num_seqs=MAX_RUNNING,
@@ -115,18 +118,18 @@ async def soak(options: Options) -> Outcome:
     )
     seconds = 60 * options.minutes
     async with Stack(settings) as stack, httpx.AsyncClient(trust_env=False) as http:
-        tell(f"serving {options.model.name} to {NUM_CLIENTS} clients for {options.minutes:g} min")
-        vocab_size = int(_config(options.model)["vocab_size"])
-        callers = Callers(World(stack.http, stack.grpc, vocab_size, longest))
+        log(f"serving {options.model.name} to {NUM_CLIENTS} clients for {options.minutes:g} min")
+        vocab_size = int(config["vocab_size"])
+        callers = Callers(Endpoint(stack.http, stack.grpc, vocab_size, longest))
         load = asyncio.create_task(callers.run())
-        watcher = _Watcher(stack, http, lambda: sum(callers.done.values()))
-        await watcher.watch(seconds)
+        sampler = _Sampler(stack, http, lambda: sum(callers.done.values()))
+        await sampler.run(seconds)
         callers.stopping = True
         await _ended(load)
-        left_over = await watcher.settle()
-        stats = (await watcher.status())["replicas"][0]["stats"]
+        left_over = await sampler.settle()
+        stats = (await sampler.status())["replicas"][0]["stats"]
     warm_up = min(WARM_UP_SHARE * seconds, WARM_UP_SECONDS)
-    found = findings(watcher.samples, warm_up, options.growth_mb_per_hour)
+    found = findings(sampler.samples, warm_up, options.growth_mb_per_hour)
     return Outcome(found, callers.done, callers.errors, left_over, stats)
 
 
@@ -137,8 +140,8 @@ async def _ended(load: "asyncio.Task[None]") -> None:
         raise RuntimeError(f"requests are not answered within {ANSWER_SECONDS:g} s") from error
 
 
-class _Watcher:
-    """Looks at the services again and again."""
+class _Sampler:
+    """Samples the services."""
 
     def __init__(self, stack: Stack, http: httpx.AsyncClient, num_done: Callable[[], int]) -> None:
         self.samples: list[Sample] = []
@@ -146,25 +149,25 @@ class _Watcher:
         self._http = http
         self._num_done = num_done
 
-    async def watch(self, seconds: float) -> None:
-        """Takes samples for so long."""
-        begun = told = time.monotonic()
+    async def run(self, seconds: float) -> None:
+        """Takes samples for `seconds`."""
+        begun = logged = time.monotonic()
         every = min(seconds / SAMPLES, SAMPLE_SECONDS)
         while (passed := time.monotonic() - begun) < seconds:
             self.samples.append(self._sample(passed))
-            if time.monotonic() - told >= max(60.0, every):
-                told = time.monotonic()
-                await self._tell(passed)
+            if time.monotonic() - logged >= max(60.0, every):
+                logged = time.monotonic()
+                await self._log(passed)
             await asyncio.sleep(every)
 
     async def status(self) -> dict[str, Any]:
-        """What the gateway says of itself and its replica."""
+        """The gateway's status and that of its replica."""
         answer = await self._http.get(f"http://{self._stack.http}/status")
         found: dict[str, Any] = answer.raise_for_status().json()
         return found
 
     async def settle(self) -> str:
-        """Waits until nothing runs and every block is free; what is left, or nothing."""
+        """Waits until nothing runs and every block is free; returns what is left, or nothing."""
         given_up = time.monotonic() + SETTLE_SECONDS
         while left := _left_over(await self.status()):
             if time.monotonic() > given_up:
@@ -179,12 +182,12 @@ class _Watcher:
             raise RuntimeError(f"a service has ended: {error}") from error
         return Sample(passed, usages)
 
-    async def _tell(self, passed: float) -> None:
+    async def _log(self, passed: float) -> None:
         stats = (await self.status())["replicas"][0]["stats"]
         memory = ", ".join(
             f"{name} {usage.rss / 1e6:.1f}" for name, usage in self.samples[-1].usages.items()
         )
-        tell(
+        log(
             f"{passed / 60:5.1f} min: {self._num_done()} requests, {stats['num_running']} running, "
             f"{stats['num_waiting']} waiting, {stats['num_free_blocks']} blocks free, "
             f"{stats['num_preemptions']} preemptions; MB: {memory}"
@@ -205,7 +208,7 @@ def _left_over(status: dict[str, Any]) -> str:
 
 
 def report(outcome: Outcome) -> str:
-    """Everything, for people."""
+    """The whole report."""
     stats = outcome.stats
     errors = [f"{count} times {text}" for text, count in outcome.errors.most_common(SHOWN_ERRORS)]
     return "\n\n".join(
@@ -227,30 +230,11 @@ def report(outcome: Outcome) -> str:
     )
 
 
-def tell(line: str) -> None:
-    """Shows progress."""
-    print(f"{time.strftime('%H:%M:%S')}  {line}", file=sys.stderr, flush=True)
-
-
-def _config(model: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((model / "config.json").read_text())
-    return found
-
-
-def _max_model_len(model: Path) -> int:
-    return int(_config(model)["max_position_embeddings"])
-
-
 def parse_options(argv: Sequence[str]) -> Options:
     """The command line. Ends the process with one sentence when it makes no sense."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.soak endurance",
-        description="Keep the services at full load; fail if anything grows, leaks or breaks.",
-    )
-    parser.add_argument("--minutes", type=float, default=20.0, help="how long (default: 20)")
-    parser.add_argument(
-        "--model", type=Path, default=Path("models/demo"), help="directory (default: models/demo)"
-    )
+    parser = make_parser("soak endurance", (__doc__ or "").partition("\n")[0])
+    parser.add_argument("--minutes", type=positive, default=20.0, help="how long (default: 20)")
+    add_model(parser)
     parser.add_argument(
         "--growth-mb-per-hour",
         type=float,
@@ -259,10 +243,6 @@ def parse_options(argv: Sequence[str]) -> Options:
         help="how fast a process's memory may grow (default: 24)",
     )
     parsed = parser.parse_args(argv)
-    if not parsed.minutes > 0:
-        parser.error("argument --minutes: must be above 0")
-    if not (parsed.model / "config.json").is_file():
-        parser.error(f"{parsed.model} is not a model directory")
     return Options(parsed.model, parsed.minutes, parsed.growth_mb_per_hour)
 
 
@@ -273,7 +253,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         outcome = uvloop.run(soak(options))
     except* (RuntimeError, httpx.HTTPError) as failed:
-        tell("; ".join(str(error) for error in failed.exceptions))
+        log("; ".join(str(error) for error in failed.exceptions))
         sys.exit(1)
     except* KeyboardInterrupt:
         sys.exit(130)

@@ -14,13 +14,10 @@ an answer failed, changed, or did not go on.
 With --gateway the gateway is among the victims; answers that end with it are counted apart.
 """
 
-import argparse
 import asyncio
-import json
 import os
 import signal
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -31,6 +28,9 @@ from random import Random
 
 import uvloop
 
+from benchmarks.common.arguments import add_model, count, make_parser
+from benchmarks.common.console import log, messages
+from benchmarks.common.models import vocab_size
 from benchmarks.soak.checked_streams import Counts, Streams
 from benchmarks.soak.replicas import Replicas
 from services.cli.settings import UpSettings
@@ -43,7 +43,7 @@ MOST_APART_SECONDS = 1.0
 CALM_SECONDS = (0.1, 1.0)
 """Between a recovery and the next fault."""
 STEADY_SECONDS = 1.0
-"""A life of so many seconds is no crash loop here: faults come every few seconds."""
+"""A service that ran for so long is not in a crash loop: faults come every few seconds."""
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)
 SHOWN_FAILURES = 10
 
@@ -70,7 +70,7 @@ class Fault:
 
     @property
     def kind(self) -> str:
-        """The row of the table it belongs to."""
+        """The row of the table that it belongs to."""
         names = sorted(name.partition("-")[0] for _, name, _ in self.hits)
         signals = sorted({number.name for _, _, number in self.hits})
         if len(names) == 1:
@@ -98,11 +98,11 @@ def draw_fault(draw: Random, names: Sequence[str]) -> Fault:
     mixed, apart = draw.random() < 0.25, draw.random() < 0.5
     hits = [
         (
-            draw.uniform(0, MOST_APART_SECONDS) if place and apart else 0.0,
+            draw.uniform(0, MOST_APART_SECONDS) if index and apart else 0.0,
             name,
             draw.choice(SIGNALS) if mixed else first,
         )
-        for place, name in enumerate(victims)
+        for index, name in enumerate(victims)
     ]
     return Fault(tuple(sorted(hits)))
 
@@ -111,26 +111,25 @@ async def campaign(options: Options, directory: Path) -> tuple[list[Effect], Cou
     """Runs all faults under load. Raises RuntimeError if the services do not start."""
     settings = UpSettings(model=options.model, dtype=options.dtype, num_threads=1)
     steady = RestartPolicy(steady_seconds=STEADY_SECONDS)
-    config = json.loads((options.model / "config.json").read_text())
     async with Replicas(settings, options.num_replicas, directory, steady) as replicas:
         streams = Streams(
             replicas.grpc,
             options.num_streams,
-            int(config["vocab_size"]),
+            vocab_size(options.model),
             NUM_PROMPT_TOKENS,
             options.num_tokens,
         )
-        tell(f"asking {options.num_streams} requests one by one")
+        log(f"sending {options.num_streams} requests one by one")
         await streams.measure()
         load = asyncio.create_task(streams.run())
-        effects = await _hit(options, replicas, streams)
+        effects = await _inject_all(options, replicas, streams)
         streams.stop()
         await load
         await streams.close()
     return effects, streams.counts
 
 
-async def _hit(options: Options, replicas: Replicas, streams: Streams) -> list[Effect]:
+async def _inject_all(options: Options, replicas: Replicas, streams: Streams) -> list[Effect]:
     draw = Random(options.seed)
     names = [*replicas.names, *(("gateway",) if options.hits_gateway else ())]
     effects = []
@@ -138,9 +137,9 @@ async def _hit(options: Options, replicas: Replicas, streams: Streams) -> list[E
     await _within(RECOVERY_SECONDS, streams.all_progressed)
     for number in range(options.num_faults):
         await asyncio.sleep(draw.uniform(*CALM_SECONDS))
-        effect = await _inflict(draw_fault(draw, names), replicas, streams)
+        effect = await _inject(draw_fault(draw, names), replicas, streams)
         effects.append(effect)
-        tell(
+        log(
             f"{number + 1}/{options.num_faults}: {effect.fault}: silence "
             f"{effect.silence_seconds:.2f} s, longest gap {effect.longest_gap_seconds:.2f} s; "
             f"{streams.counts.good} answers are right, {streams.counts.failed.total()} failed, "
@@ -150,7 +149,7 @@ async def _hit(options: Options, replicas: Replicas, streams: Streams) -> list[E
     return effects
 
 
-async def _inflict(fault: Fault, replicas: Replicas, streams: Streams) -> Effect:
+async def _inject(fault: Fault, replicas: Replicas, streams: Streams) -> Effect:
     """Sends the signals, and waits until all victims are ready again and all streams go on."""
     streams.mark()
     streams.expects_gateway_loss = any(name == "gateway" for _, name, _ in fault.hits)
@@ -173,11 +172,11 @@ async def _all_ready(hit: dict[str, tuple[int, int]], replicas: Replicas) -> boo
     """Whether each service that was hit has been ready again in time. One that is still the same
     process then, stopped, is killed, so that the campaign can go on.
     """
-    given_up = time.monotonic() + RECOVERY_SECONDS
+    deadline = time.monotonic() + RECOVERY_SECONDS
     record = replicas.record
     while any(record.num_ready[name] == before for name, (_, before) in hit.items()):
         record.changed.clear()
-        left = given_up - time.monotonic()
+        left = deadline - time.monotonic()
         if left <= 0:
             for name, (pid, _) in hit.items():
                 if replicas.pid(name) == pid:
@@ -195,7 +194,7 @@ async def _within(seconds: float, event: asyncio.Event) -> bool:
 
 
 def report(effects: Sequence[Effect], counts: Counts) -> str:
-    """Everything, for people."""
+    """The whole report."""
     kinds: dict[str, list[Effect]] = {}
     for effect in effects:
         kinds.setdefault(effect.fault.kind, []).append(effect)
@@ -222,32 +221,19 @@ def report(effects: Sequence[Effect], counts: Counts) -> str:
     return "\n".join(lines)
 
 
-def tell(line: str) -> None:
-    """Shows progress."""
-    print(f"{time.strftime('%H:%M:%S')}  {line}", file=sys.stderr, flush=True)
-
-
 def parse_options(argv: Sequence[str]) -> Options:
     """The command line. Ends the process with one sentence when it makes no sense."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.soak faults",
-        description="Kill, stop and terminate services; fail if an answer fails or changes.",
-    )
+    parser = make_parser("soak faults", (__doc__ or "").partition("\n")[0])
+    add_model(parser)
     add = parser.add_argument
-    add("--model", type=Path, default=Path("models/demo"), help="directory (default: models/demo)")
-    add("--faults", type=int, default=50, help="how many faults (default: 50)")
-    add("--replicas", type=int, default=1, help="schedulers with pool and worker (default: 1)")
+    add("--faults", type=count, default=50, help="how many faults (default: 50)")
+    add("--replicas", type=count, default=1, help="schedulers with pool and worker (default: 1)")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: float32")
     add("--seed", type=int, default=0, help="which faults, and when (default: 0)")
     add("--gateway", action="store_true", help="hit the gateway as well")
-    add("--streams", type=int, default=NUM_STREAMS, help=f"at once (default: {NUM_STREAMS})")
-    add("--tokens", type=int, default=NUM_TOKENS, help=f"of an answer (default: {NUM_TOKENS})")
+    add("--streams", type=count, default=NUM_STREAMS, help=f"at once (default: {NUM_STREAMS})")
+    add("--tokens", type=count, default=NUM_TOKENS, help=f"of an answer (default: {NUM_TOKENS})")
     parsed = parser.parse_args(argv)
-    for name in ("faults", "replicas", "streams", "tokens"):
-        if getattr(parsed, name) < 1:
-            parser.error(f"argument --{name}: must be at least 1")
-    if not (parsed.model / "config.json").is_file():
-        parser.error(f"{parsed.model} is not a model directory")
     return Options(
         parsed.model,
         parsed.faults,
@@ -267,7 +253,7 @@ def main(argv: Sequence[str]) -> int:
         try:
             effects, counts = uvloop.run(campaign(options, Path(directory)))
         except RuntimeError as failed:
-            tell(str(failed))
+            log("\n".join(messages(failed)))
             return 1
     print(report(effects, counts))
     good = not counts.failed and not counts.changed and all(e.recovered for e in effects)

@@ -1,4 +1,4 @@
-"""What a soak's samples say of each process."""
+"""What grew in each process over the samples of an endurance run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,9 +8,9 @@ from benchmarks.soak.slope import Slope, slope_of
 
 MB = 1e6
 GROWN_BYTES = 8e6
-"""Less than that is no growth: a heap that was cut and grew again, a page touched late."""
+"""Less does not count as growth: heaps shrink and grow again, pages are touched late."""
 MORE_HANDLES = 16
-"""So many more threads, or files, may come and go with the load."""
+"""How many more threads, or files, the load accounts for."""
 _HOUR = 3600.0
 _EDGE_SHARE = 0.1
 
@@ -26,7 +26,7 @@ class Sample:
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One process between the warm-up and the end. Memory in bytes, the slope in bytes per second;
-    `complaint` says what grew, and by how much; it is empty when nothing did.
+    `complaint` is what grew, and by how much; empty if nothing did.
     """
 
     process: str
@@ -42,7 +42,7 @@ class Finding:
 def findings(
     samples: Sequence[Sample], warm_up_seconds: float, bound_mb_per_hour: float
 ) -> tuple[Finding, ...]:
-    """What each process did after the warm-up.
+    """The finding of each process after the warm-up.
 
     Before and after are means over the first and the last tenth of what counts; of threads and
     files, the most there.
@@ -87,7 +87,7 @@ def _finding(name: str, series: Sequence[tuple[float, Usage]], bound: float) -> 
 
 
 def table(found: Sequence[Finding]) -> str:
-    """The findings, for people."""
+    """The findings as a table."""
     rows = [
         "| process | RSS MB, after warm-up | at the end | MB per hour, 95 % | PSS MB | threads "
         "| files | |",

@@ -1,4 +1,4 @@
-"""Attacks the four services, and holds what a well-behaved client notices of it.
+"""Attacks the four services, and measures the pauses of another client's streams meanwhile.
 
     python -m benchmarks.soak hostility --minutes 10 [--key KEY] [--model DIR] [--seed N]
                                         [--attackers N]
@@ -21,12 +21,12 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from random import Random
 
 import httpx
 import uvloop
 
+from benchmarks.common.arguments import add_model, count, make_parser, positive
 from benchmarks.common.process_usage import usage_of
 from benchmarks.common.stack import Stack
 from benchmarks.soak.attacks import Target, attack
@@ -66,7 +66,7 @@ async def longest_pauses(http: str, model: str, seconds: float, key: str = "") -
 
 
 async def attack_for(target: Target, seconds: float, seed: int, num_attackers: int) -> list[str]:
-    """Attacks for so long; the defects that were seen."""
+    """Attacks for `seconds`; returns the defects seen."""
     os.nice(19)
     end = time.monotonic() + seconds
 
@@ -80,7 +80,7 @@ async def attack_for(target: Target, seconds: float, seed: int, num_attackers: i
 
 
 async def hostility(options: argparse.Namespace) -> bool:
-    """Runs it, prints what was found; whether all is well."""
+    """Runs it and prints the results; whether all are within their bounds."""
     seconds = 60 * options.minutes
     settings = UpSettings(
         model=options.model,
@@ -101,8 +101,8 @@ async def hostility(options: argparse.Namespace) -> bool:
             stdout=asyncio.subprocess.PIPE,
         )
         attacked = await longest_pauses(stack.http, name, seconds, options.key)
-        said, _ = await attackers.communicate()
-        defects = json.loads(said)
+        output, _ = await attackers.communicate()
+        defects = json.loads(output)
         await asyncio.sleep(SETTLE_SECONDS)  # idle connections are ended after less
         after = {service: usage_of(pid) for service, pid in stack.pids().items()}
     pause = attacked[-1] - calm[-1]
@@ -122,19 +122,22 @@ def _quantiles(pauses: list[float]) -> str:
     return "p50 {:.1f}, p99 {:.1f}, p99.9 {:.1f}, longest {:.1f}".format(*(1000 * p for p in at))
 
 
+def parse_options(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line. Ends the process with one sentence when it makes no sense."""
+    parser = make_parser("soak hostility", (__doc__ or "").partition("\n")[0])
+    add_model(parser)
+    add = parser.add_argument
+    add("--minutes", type=positive, default=1.0, help="length of the attacks (default: 1)")
+    add("--seed", type=int, default=1, help="which attacks (default: 1)")
+    add("--attackers", type=count, default=4, help="attacks at once (default: 4)")
+    add("--key", default="", help="API key of all clients (default: none is needed)")
+    add("--attack", nargs=2, metavar=("HTTP", "GRPC"), help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
 def main(argv: Sequence[str]) -> int:
-    """Reads the options, runs."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.soak hostility",
-        description=(__doc__ or "").partition("\n")[0],
-    )
-    parser.add_argument("--model", type=Path, default=Path("models/demo"))
-    parser.add_argument("--minutes", type=float, default=1.0)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--attackers", type=int, default=4)
-    parser.add_argument("--key", default="", help="API key of all clients (default: none needed)")
-    parser.add_argument("--attack", nargs=2, metavar=("HTTP", "GRPC"), help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
+    """Runs; returns 1 if something was out of bounds."""
+    options = parse_options(argv)
     if options.attack is not None:
         http, grpc = options.attack
         target = Target(http, grpc, options.key)

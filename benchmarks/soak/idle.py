@@ -1,29 +1,28 @@
-"""Leaves the four services alone, and fails if they forget or complain meanwhile.
+"""Sends no request for minutes; fails if the prefix cache is lost or a service logs a warning.
 
     python -m benchmarks.soak idle --minutes 5 [--model DIR]
 
-A prompt is asked twice, so that the second time its prefix comes from the cache; then nothing is
-asked for the given time, and then the same once more. The exit status is 1 if the last answer is
-another one, if fewer tokens of its prompt were cached, or if a service logged a warning or an
-error.
+A prompt is sent twice, so that the second time its prefix comes from the cache, and once more after
+the given time. The exit status is 1 if the last answer differs, if fewer tokens of its prompt were
+cached, or if a service logged a warning or an error.
 """
 
-import argparse
 import asyncio
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 
+from benchmarks.common.arguments import add_model, make_parser, positive
+from benchmarks.common.models import read_config
 from benchmarks.common.stack import Stack
 from services.cli.settings import UpSettings
 
 NUM_PROMPT_TOKENS, NUM_TOKENS = 400, 16
 FIRST_TOKEN = 20
 ANSWER_SECONDS = 60.0
-COMPLAINTS = (" warning ", " error ", " critical ")
+WARNING_LEVELS = (" warning ", " error ", " critical ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,44 +35,42 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The answers before and after, and the lines that complain."""
+    """The answers before and after, and the warnings logged."""
 
     before: Answer
     after: Answer
-    complaints: tuple[str, ...]
+    warnings: tuple[str, ...]
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing was forgotten and nothing went wrong."""
-        return (
-            self.before.num_cached_tokens > 0 and self.after == self.before and not self.complaints
-        )
+        """Whether the answers and their cached tokens are equal, without a warning."""
+        return self.before.num_cached_tokens > 0 and self.after == self.before and not self.warnings
 
 
 async def idle(model: Path, minutes: float) -> Outcome:
-    """Runs it. Raises RuntimeError when the services do not start."""
-    config = json.loads((model / "config.json").read_text())
+    """Runs it. Raises RuntimeError if the services do not start."""
+    config = read_config(model)
     num_tokens = min(NUM_PROMPT_TOKENS, int(config["max_position_embeddings"]) - NUM_TOKENS)
     prompt = [
         FIRST_TOKEN + i % (int(config["vocab_size"]) - FIRST_TOKEN) for i in range(num_tokens)
     ]
     async with Stack(UpSettings(model=model)) as stack:
         url = f"http://{stack.http}/v1/completions"
-        await _ask(url, prompt)
-        before = await _ask(url, prompt)
+        await _complete(url, prompt)
+        before = await _complete(url, prompt)
         await asyncio.sleep(60 * minutes)
-        after = await _ask(url, prompt)
-        complaints = [
+        after = await _complete(url, prompt)
+        warnings = [
             f"{name}: {line}"
             for name, log in stack.logs().items()
             for line in log.splitlines()
-            if any(level in line for level in COMPLAINTS)
+            if any(level in line for level in WARNING_LEVELS)
         ]
-    return Outcome(before, after, tuple(complaints))
+    return Outcome(before, after, tuple(warnings))
 
 
-async def _ask(url: str, prompt: list[int]) -> Answer:
-    """A connection of its own for each: only those between the services are kept."""
+async def _complete(url: str, prompt: list[int]) -> Answer:
+    """Over a new connection: only those between the services are to stay idle."""
     body = {"prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
     async with httpx.AsyncClient(trust_env=False, timeout=ANSWER_SECONDS) as http:
         answer = (await http.post(url, json=body)).raise_for_status().json()
@@ -82,33 +79,24 @@ async def _ask(url: str, prompt: list[int]) -> Answer:
 
 
 def report(outcome: Outcome) -> str:
-    """What was found, for people."""
+    """The results as text."""
     before, after = outcome.before.num_cached_tokens, outcome.after.num_cached_tokens
     same = "the same" if outcome.after.text == outcome.before.text else "ANOTHER"
     return "\n".join(
         (
             f"{before} prompt tokens were cached before, {after} after; {same} answer; "
-            f"{len(outcome.complaints)} warnings",
-            *outcome.complaints,
+            f"{len(outcome.warnings)} warnings",
+            *outcome.warnings,
         )
     )
 
 
 def parse_options(argv: Sequence[str]) -> tuple[Path, float]:
     """The command line. Ends the process with one sentence when it makes no sense."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.soak idle",
-        description="Leave the services alone; fail if they forget or complain.",
-    )
-    parser.add_argument("--minutes", type=float, default=5.0, help="how long (default: 5)")
-    parser.add_argument(
-        "--model", type=Path, default=Path("models/demo"), help="directory (default: models/demo)"
-    )
+    parser = make_parser("soak idle", (__doc__ or "").partition("\n")[0])
+    parser.add_argument("--minutes", type=positive, default=5.0, help="how long (default: 5)")
+    add_model(parser)
     parsed = parser.parse_args(argv)
-    if not parsed.minutes > 0:
-        parser.error("argument --minutes: must be above 0")
-    if not (parsed.model / "config.json").is_file():
-        parser.error(f"{parsed.model} is not a model directory")
     return parsed.model, parsed.minutes
 
 

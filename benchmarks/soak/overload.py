@@ -5,20 +5,19 @@
 
 1. Capacity: a closed loop of as many clients as run at once, each with the next request as soon as
    its last one is done.
-2. Overload: requests arrive evenly at a multiple of the rate at which those ended, whatever becomes
-   of the ones before. Each has a deadline, by which its client gives up. Goodput is the tokens of
-   the requests that were done by then; refusals are timed from sending to the answer. Requests that
-   were queued and evicted before their first step are counted apart.
+2. Overload: requests arrive evenly at a multiple of the rate at which those ended, whether earlier
+   ones have ended or not. Each has a deadline, at which its client cancels it. Goodput is the
+   tokens of the requests that were done by then; refusals are timed from sending to the answer.
+   Requests that were queued and evicted before their first step are counted apart.
 
-Everything is on one machine, the clients too: what they cost the services lack.
+Services and clients share one machine and its processors.
 """
 
-import argparse
 import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,6 +26,7 @@ import uvloop
 from stepwell.common.v1 import common_pb2
 from stepwell.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 
+from benchmarks.common.arguments import add_model, count, make_parser, positive
 from benchmarks.common.figures import percentile
 from benchmarks.common.stack import Stack
 from services.cli.settings import UpSettings
@@ -35,7 +35,7 @@ from services.common.status import from_rpc_error
 
 REFUSED = grpc.StatusCode.RESOURCE_EXHAUSTED
 VOCAB_SIZE = 256
-"""Tokens that prompts are drawn from: every model has as many."""
+"""Prompts are drawn from so many tokens: every model has as many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +53,14 @@ class Options:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of the requests of one part."""
+    """The outcomes of the requests of one part."""
 
     seconds: float = 0.0
     num_sent: int = 0
     num_done: int = 0
     refusal_millis: list[float] = field(default_factory=list)
     other: Counter[str] = field(default_factory=Counter)
-    """Requests that neither were done nor refused before they were queued, by what they got."""
+    """Requests that were neither done nor refused before queueing, by status."""
 
     def tokens_per_second(self, options: Options) -> float:
         """Of the requests that were done."""
@@ -68,7 +68,7 @@ class Outcome:
 
 
 class Clients:
-    """Requests over one channel, and what becomes of them."""
+    """Sends requests over one channel and records their outcomes."""
 
     def __init__(self, channel: grpc.aio.Channel, options: Options) -> None:
         self._stub = gateway_pb2_grpc.InferenceStub(channel)
@@ -158,28 +158,19 @@ def report(options: Options, capacity: Outcome, overload: Outcome) -> str:
 
 def parse_options(argv: Sequence[str]) -> Options:
     """The command line. Ends the process with one sentence when it makes no sense."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.soak overload",
-        description="Measure goodput and refusals under more load than the services can take.",
-    )
-    flags: tuple[tuple[str, type, object, str], ...] = (
-        ("--model", Path, Path("models/demo"), "directory"),
-        ("--seconds", float, 20.0, "length of each part"),
-        ("--factor", float, 10.0, "load, as a multiple of capacity"),
-        ("--deadline-seconds", float, 5.0, "when clients give up"),
-        ("--concurrency", int, 32, "requests that run at once"),
-        ("--prompt-tokens", int, 32, "length of each prompt"),
-        ("--output-tokens", int, 128, "length of each answer"),
+    parser = make_parser("soak overload", (__doc__ or "").partition("\n")[0])
+    add_model(parser)
+    flags: tuple[tuple[str, Callable[[str], float], float, str], ...] = (
+        ("--seconds", positive, 20.0, "length of each part"),
+        ("--factor", positive, 10.0, "load, as a multiple of capacity"),
+        ("--deadline-seconds", positive, 5.0, "after which clients cancel"),
+        ("--concurrency", count, 32, "requests that run at once"),
+        ("--prompt-tokens", count, 32, "length of each prompt"),
+        ("--output-tokens", count, 128, "length of each answer"),
     )
     for name, kind, default, text in flags:
         parser.add_argument(name, type=kind, default=default, help=f"{text} (default: {default})")
-    options = Options(**vars(parser.parse_args(argv)))
-    for name, value in (("seconds", options.seconds), ("factor", options.factor)):
-        if not value > 0:
-            parser.error(f"argument --{name}: must be above 0")
-    if not (options.model / "config.json").is_file():
-        parser.error(f"{options.model} is not a model directory")
-    return options
+    return Options(**vars(parser.parse_args(argv)))
 
 
 def main(argv: Sequence[str]) -> int:

@@ -49,7 +49,7 @@ class Replicas:
         self._running: asyncio.Task[None] | None = None
 
     def pid(self, name: str) -> int:
-        """The process of a service's present or last run."""
+        """The process id of a service's present or last run."""
         return self._supervisor.pid(name)
 
     async def __aenter__(self) -> "Replicas":
@@ -75,7 +75,7 @@ class Replicas:
 
 
 class ServiceRecord:
-    """The supervisor's observer: a log of all output, and how often each service was ready."""
+    """The supervisor's observer: logs all output, and counts how often each service was ready."""
 
     def __init__(self, log: Path) -> None:
         self.num_ready: dict[str, int] = {}
@@ -87,13 +87,13 @@ class ServiceRecord:
         self._write(f"{name}: {text}")
 
     def ready(self, name: str, seconds: float, num_restarts: int) -> None:
-        """Counts a start that has come to serving."""
+        """Counts a start that ended with the service ready."""
         self.num_ready[name] = self.num_ready.get(name, 0) + 1
         self.changed.set()
         self._write(f"{name} is ready after {seconds:.2f} s, restart {num_restarts}")
 
     def hung(self, name: str, reason: str) -> None:
-        """Notes that a service hangs, and is killed."""
+        """Logs that a service hangs and is killed."""
         self._write(f"{name} hangs: {reason}")
 
     def died(
@@ -104,15 +104,15 @@ class ServiceRecord:
         delay_seconds: float,
         num_deaths: int,  # noqa: ARG002
     ) -> None:
-        """Notes an end."""
+        """Logs the end of a process."""
         self._write(f"{name} ended: {status}; again in {delay_seconds:g} s")
 
     def stopping(self, name: str) -> None:
-        """Notes that a service is asked to end."""
+        """Logs that a service is terminated."""
         self._write(f"{name} is asked to end")
 
     def killed(self, name: str, seconds: float) -> None:
-        """Notes that a service had to be killed."""
+        """Logs that a service was killed."""
         self._write(f"{name} did not end within {seconds:g} s")
 
     def close(self) -> None:
@@ -125,7 +125,7 @@ class ServiceRecord:
 
 
 def _named(index: int, planned: Sequence[Stage]) -> list[Stage]:
-    """A replica's stages with names of its own; the gateway keeps its."""
+    """A replica's stages, with its index in all names but the gateway's."""
 
     def named(spec: ChildSpec) -> ChildSpec:
         if spec.name == "gateway":

@@ -1,4 +1,4 @@
-"""Whether something grows: the slope of a series, and how sure one can be of it."""
+"""The slope of a series of samples, with its confidence interval."""
 
 import itertools
 import math
@@ -29,9 +29,9 @@ class Slope:
 def slope_of(points: Sequence[Point]) -> Slope:
     """The least-squares slope of y over x, of NUM_BATCHES points or more in the order of x.
 
-    Neighbouring samples of a process's memory are nearly the same sample, by which a fit through
-    all of them would look far too sure of itself. So it goes through means of batches (as
-    simulations do: Law and Carson, 1979), which are apart far enough to count as independent.
+    Consecutive samples of a process's memory are strongly correlated, so that the interval of a fit
+    through all of them would be far too narrow. The fit goes through means of batches instead (as
+    in simulations: Law and Carson, 1979), which are far enough apart to count as independent.
     """
     if len(points) < NUM_BATCHES:
         raise ValueError(f"{len(points)} points are too few for {NUM_BATCHES} batches")

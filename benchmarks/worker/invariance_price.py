@@ -22,7 +22,7 @@ from benchmarks.common.arguments import make_parser
 from benchmarks.common.console import show
 from benchmarks.common.models import find_model
 from services.common.sampling import SamplingParams
-from services.worker.build import build_engine
+from services.worker.build import build_worker
 from services.worker.core.runner import Runner
 from services.worker.core.step import NewRequest, StepInput
 from services.worker.models.config import DtypeSetting
@@ -178,7 +178,7 @@ def build(model: Path, dtype: DtypeSetting, batch_invariant: bool, num_steps: in
         max_num_batched_tokens=1024,
         num_blocks=1 + most,
     )
-    return build_engine(settings, "benchmark", lambda: None).runner
+    return build_worker(settings, "benchmark", lambda: None).runner
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """The random model loads in transformers as what it says it is."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.common.random_model import SIZES, tensor_dims, write_model
+from tests.benchmarks.programs import run_program
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +44,9 @@ def test_its_tokenizer_spells_bytes_and_knows_the_whole_vocabulary(directory: Pa
     assert prompt == "user: Hi\nassistant: "
 
 
-def test_the_same_command_writes_the_same_bytes(directory: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.common.random_model", "--size", "15m", "--out"]
-    printed = subprocess.run([*command, tmp_path], check=True, capture_output=True, text=True)
-    assert "15.2M parameters" in printed.stdout
+def test_another_process_writes_the_same_bytes(directory: Path, tmp_path: Path) -> None:
+    done = run_program("common.random_model", "--size", "15m", "--out", tmp_path)
+    assert "15.2M parameters" in done.stdout
     names = sorted(path.name for path in directory.iterdir())
     assert names == sorted(path.name for path in tmp_path.iterdir())
     for name in names:

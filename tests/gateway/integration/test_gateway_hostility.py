@@ -17,7 +17,8 @@ import httpx
 import pytest
 
 from benchmarks.common.process_usage import usage_of
-from benchmarks.soak.attacks import BODIES, Target, attack, costly, grpc_message
+from benchmarks.soak.attack_bodies import BODIES, costly
+from benchmarks.soak.attacks import Target, attack, grpc_message
 from tests.gateway.fake_scheduler import FakeScheduler
 from tests.gateway.serving import until
 

@@ -3,20 +3,17 @@
 from pathlib import Path
 
 import torch
-from benchmarks.random_model import Shape, write_model
 
 from benchmarks.worker.invariance_price import LOADS, MODES, StepTimer, build, table
 from services.worker.models.config import DtypeSetting
 
-TINY = Shape(64, 2, 1, 1, 128, 512, tied_embeddings=True)
 NUM_STEPS = 3
 
 
-def test_every_load_is_measured_in_both_modes(tmp_path: Path) -> None:
+def test_every_load_is_measured_in_both_modes(random_model: Path) -> None:
     torch.set_num_threads(1)
-    write_model(TINY, tmp_path)
     timers = [
-        StepTimer(build(tmp_path, DtypeSetting.FLOAT32, mode, NUM_STEPS), NUM_STEPS)
+        StepTimer(build(random_model, DtypeSetting.FLOAT32, mode, NUM_STEPS), NUM_STEPS)
         for mode in MODES
     ]
     _, _, *rows = table(timers, num_rounds=1).splitlines()

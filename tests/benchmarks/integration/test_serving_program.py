@@ -1,0 +1,38 @@
+"""The benchmark of serving runs: all of it, small."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.benchmarks.programs import run_program
+
+TARGETS = ["one process", "services, gRPC", "services, HTTP"]
+
+
+@pytest.mark.slow
+def test_quick_measures_everything_and_writes_the_same_as_json(
+    tmp_path: Path, servable_model: Path
+) -> None:
+    figures = tmp_path / "figures.json"
+    flags = ("--quick", "--model", servable_model, "--concurrency", 2, "--json", figures)
+    done = run_program("serving", *flags)
+    results = json.loads(figures.read_text())
+    measured = results["models"]["tiny"]
+    rows = measured["serving"]
+    assert [row["target"] for row in rows] == TARGETS
+    assert all(row["concurrency"] == 2 for row in rows)
+    assert all(row["figures"]["tokens_per_second"] > 0 for row in rows)
+    assert rows[0]["ratio"] == 1
+    assert {"gateway", "scheduler", "kvpool", "worker", "client"} == set(
+        rows[1]["processor_micros"]
+    )
+    hops = measured["hops"]["2"]
+    assert hops["worker: forward and sampling"] > 0
+    assert hops["whole step, from its planning to its tokens"] > 0
+    assert [row["target"] for row in measured["tracing"]] == ["off", "100%"]
+    work = measured["span_work"]
+    assert work["off"]["2"]["scheduler"] < work["100%"]["2"]["scheduler"]
+    for target in TARGETS:
+        assert f"| 2 | {target} |" in done.stdout
+    assert "hop by hop" in done.stdout

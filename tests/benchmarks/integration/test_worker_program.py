@@ -1,0 +1,29 @@
+"""The comparison of workers runs: ours beside transformers, on a model that takes no time."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.worker.loads import NAMES, PREFIX
+from tests.benchmarks.programs import run_program
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)  # three processes that import torch: a busy machine takes its time
+def test_every_load_is_measured_on_both_engines_in_turns(
+    tmp_path: Path, random_model: Path
+) -> None:
+    figures = tmp_path / "figures.json"
+    flags = ("--threads", 1, "--rounds", 1, "--least-seconds", 0, "--model", random_model)
+    done = run_program("worker", *flags, "--json", figures, timeout=280)
+    measured = json.loads(figures.read_text())["models"][str(random_model)]
+    ours, theirs = measured["rounds"].values()
+    assert list(ours) == list(theirs) == list(NAMES)
+    assert all(len(values) == 1 and values[0] > 0 for values in (*ours.values(), *theirs.values()))
+    assert measured["lead"][PREFIX] == pytest.approx(theirs[PREFIX][0] / ours[PREFIX][0])
+    assert measured["measured"]["best"]["flops"] > 0
+    for load in NAMES:
+        assert f"| {load} |" in done.stdout
+    turns = [line for line in done.stderr.splitlines() if PREFIX in line]
+    assert ["Stepwell" in turns[0], "transformers" in turns[1]] == [True, True]
