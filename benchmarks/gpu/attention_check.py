@@ -124,10 +124,11 @@ class AttentionCheck:
         self.values[sequence] = torch.cat((self.values[sequence], value))
         positions = np.arange(start, start + len(key), dtype=np.int64)
         blocks = self.tables[sequence, positions // block_size]
-        return blocks * block_size + positions % block_size
+        slots: np.ndarray = blocks * block_size + positions % block_size
+        return slots
 
     def _layout(self, counts: list[int], key: torch.Tensor, value: torch.Tensor) -> StepLayout:
-        parts = zip(key.split(counts), value.split(counts), strict=True)
+        parts = zip(torch.split(key, counts), torch.split(value, counts), strict=True)
         for sequence, part in enumerate(parts):
             self._grow(sequence, *part)
         lengths = np.array([len(keys) for keys in self.keys], np.int32)
@@ -141,7 +142,7 @@ class AttentionCheck:
         )
 
     def _difference(self, output: torch.Tensor, query: torch.Tensor, counts: list[int]) -> float:
-        parts = enumerate(query.split(counts))
+        parts = enumerate(torch.split(query, counts))
         expected = torch.cat([self._attend_plainly(sequence, part) for sequence, part in parts])
         difference = (output.float() - expected).abs() / expected.abs().clamp(min=1)
         return float(difference.nan_to_num(nan=torch.inf).max())

@@ -139,7 +139,8 @@ def random_model(shape: dict[str, Any], device: torch.device) -> PreTrainedModel
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device(device):
-            return LlamaForCausalLM(config).eval()
+            model: Any = LlamaForCausalLM(config)
+        return cast(PreTrainedModel, model.eval())
     finally:
         torch.set_default_dtype(default)
 
@@ -237,12 +238,11 @@ def _wait(output: object) -> None:
 
 def transformers_rate(reference: PreTrainedModel, prompts: np.ndarray) -> float:
     """Tokens a second of continuous batching, from the first request's start to the last's end."""
-    settings = GenerationConfig(
-        max_new_tokens=OUTPUT, do_sample=False, eos_token_id=-1, pad_token_id=0
-    )
+    make_config: Any = GenerationConfig
+    settings = make_config(max_new_tokens=OUTPUT, do_sample=False, eos_token_id=-1, pad_token_id=0)
     answers = cast(Any, reference).generate_batch(prompts.tolist(), generation_config=settings)
     spans = [answer.lifespan for answer in answers.values()]
     tokens = sum(len(answer.generated_tokens) for answer in answers.values())
     assert tokens == len(prompts) * OUTPUT, f"{tokens} tokens of {len(prompts)} requests"
-    took = max(end for _, end in spans) - min(begin for begin, _ in spans)
+    took: float = max(end for _, end in spans) - min(begin for begin, _ in spans)
     return tokens / took

@@ -39,7 +39,8 @@ def experts_difference(device: Device, dtype: torch.dtype) -> float:
     there = device.torch_device
 
     def random(*shape: int) -> torch.Tensor:
-        return (torch.randn(shape, device=there) * shape[-1] ** -0.5).to(dtype)
+        numbers: torch.Tensor = torch.randn(shape, device=there) * shape[-1] ** -0.5
+        return numbers.to(dtype)
 
     kernels = CudaKernels()
     gate_up, down = (

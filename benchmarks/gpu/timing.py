@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -11,9 +12,10 @@ COPY_BYTES = 2**30
 
 def seconds(work: Callable[[], object], repeats: int = 20) -> float:
     """The shortest of several runs on the device."""
-    times = []
+    make_event: Any = torch.cuda.Event
+    times: list[float] = []
     for _ in range(repeats + 3):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = (make_event(enable_timing=True) for _ in range(2))
         begin.record()
         work()
         end.record()

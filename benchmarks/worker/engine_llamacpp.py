@@ -150,17 +150,20 @@ def write_gguf(model: Path) -> Path:
     return path
 
 
-@llama_cpp.llama_log_callback
 def _log_errors(level: int, text: bytes, _user_data: ctypes.c_void_p) -> None:
-    """Of llama.cpp's log, which is long."""
+    """Prints only the errors of llama.cpp's log, which is long."""
     if level == _ERROR_LEVEL:
         sys.stderr.write(text.decode())
+
+
+_LOG_ERRORS = llama_cpp.llama_log_callback(_log_errors)
+"""llama.cpp keeps no reference to it."""
 
 
 def main() -> None:
     """Measures loads until standard input ends."""
     arguments = parse_arguments()
-    llama_cpp.llama_log_set(_log_errors, ctypes.c_void_p(0))
+    llama_cpp.llama_log_set(_LOG_ERRORS, ctypes.c_void_p(0))
     engine = LlamaCpp(write_gguf(arguments.model), arguments.vocab_size, arguments.threads)
     serve(engine.generate, arguments, f"llama.cpp {version('llama-cpp-python')}")
 

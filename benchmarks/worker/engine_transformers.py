@@ -6,6 +6,7 @@ at 32 and no faster where prompts share a prefix.
 
 import time
 from importlib.metadata import version
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, StoppingCriteriaList
@@ -17,7 +18,8 @@ def main() -> None:
     """Measures loads until standard input ends."""
     arguments = parse_arguments()
     torch.set_num_threads(arguments.threads)
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.bfloat16).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.bfloat16)
+    model.eval()
 
     @torch.inference_mode()
     def generate(prompts: Prompts, num_tokens: int) -> Times:
