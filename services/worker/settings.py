@@ -30,7 +30,7 @@ class WorkerSettings(ServiceSettings):
     )
     device: DeviceSetting = setting(
         DeviceSetting.AUTO,
-        doc="what to compute on; auto is cuda where the machine has what it takes, else cpu",
+        doc="device to compute on; auto is cuda if the machine has all that this needs, else cpu",
     )
     batch_invariant: bool | None = setting(
         None,
@@ -89,15 +89,15 @@ class WorkerSettings(ServiceSettings):
     )
     rank: int | None = setting(
         None,
-        doc="which of them this is, from 0 (default: RANK, else the number at the end of HOSTNAME)",
+        doc="number of this rank, from 0 (default: RANK, else the number at the end of HOSTNAME)",
         check=at_least(0),
     )
     master_addr: str | None = setting(
-        None, doc="host where rank 0 waits for the others (default: MASTER_ADDR, else 127.0.0.1)"
+        None, doc="host where rank 0 listens for the others (default: MASTER_ADDR, else 127.0.0.1)"
     )
     master_port: int | None = setting(
         None,
-        doc="port where rank 0 waits for the others (default: MASTER_PORT, else 29500)",
+        doc="port where rank 0 listens for the others (default: MASTER_PORT, else 29500)",
         check=between(1, 65_535),
     )
     join_timeout_seconds: float = setting(
@@ -108,6 +108,6 @@ class WorkerSettings(ServiceSettings):
     )
     check_ranks_every_steps: int = setting(
         64,
-        doc="every so many steps the ranks compare what they computed; 1 for each step",
+        doc="the ranks compare their results every so many steps; 1 for each step",
         check=at_least(1),
     )

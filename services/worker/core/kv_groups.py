@@ -1,16 +1,15 @@
 """KV-cache groups: which layers share a block table, and which share memory.
 
-Layers that see the past alike form a group, since their keys fall out of sight together: the pool
-takes back what a window has left behind. All groups draw their blocks from one pool, so a block
-must be as large in each of them. Hence groups of as many layers as the rarest kind of layer has,
-more groups of the other kinds, and pages instead of layers: a block has one page for each layer of
-the group that happens to own it, and the i-th layers of all groups lie in the same pages. The rule
-is that of vLLM's hybrid KV-cache manager.
+Layers with the same window form a group, since their keys leave the window together: the pool takes
+back the blocks before a window. All groups get blocks from one pool, so a block must be of the same
+size in each of them. Therefore groups have as many layers as the rarest kind of layer, and other
+kinds make several groups. A block has one page for each layer of the group that holds it, and the
+i-th layers of all groups share their pages. The rule is that of vLLM's hybrid KV-cache manager.
 
-What it costs: a group that is not full leaves the rest of its blocks' pages unused. 52 layers with
-a window and 10 without, as in Gemma 3 27B, make groups of 10: one full, six for the windows, with 8
-or 9 layers each, and so 8 pages of 70 in vain. In return a sequence of n tokens holds n tokens'
-blocks in one group only, and no more than a window's in the other six.
+The cost: a group with fewer layers leaves pages of its blocks unused. 52 layers with a window and
+10 without, as in Gemma 3 27B, make groups of 10: one without windows, and six with windows, which
+have 8 or 9 layers each, so that 8 of 70 pages are unused. In return a sequence of n tokens holds
+blocks for n tokens in one group only, and at most a window's blocks in each of the other six.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """Tensors in safetensors files: one file, or shards with an index.
 
-Headers are read and checked here, so that a damaged file is named before anything is loaded; the
+Headers are read and checked here, so that a damaged file is reported before anything is loaded. The
 bytes are then mapped by the safetensors library.
 Format: https://huggingface.co/docs/safetensors, an 8-byte little-endian length, a JSON header,
 and the tensors' bytes.
@@ -23,14 +23,14 @@ INDEX_FILE = "model.safetensors.index.json"
 CPU = torch.device("cpu")
 _LENGTH_BYTES = 8
 WHOLE = slice(None)
-"""All that there is along an axis."""
+"""Everything along an axis."""
 
 _READABLE = {"F32", "BF16", "F16", "F64"}
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where a tensor lies: its file, its stored data type and shape, and its bytes in the file."""
+    """The file of a tensor, its stored data type and shape, and its bytes in the file."""
 
     name: str
     file: Path
@@ -47,7 +47,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Every tensor of a model directory by name; nothing is loaded yet. `device`: where to."""
+    """Every tensor of a model directory by name. `device`: where tensors are read to."""
 
     directory: Path
     tensors: dict[str, TensorInfo]
@@ -119,7 +119,7 @@ class TensorReader:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of tensors, as they are stored, that were read so far."""
+        """The number of bytes read so far, in the stored data types."""
         return sum(self._sizes)
 
     def read(self, *names: str, dtype: torch.dtype) -> torch.Tensor:
@@ -131,17 +131,14 @@ class TensorReader:
     ) -> torch.Tensor:
         """Parts of tensors, stacked along their first axis, as a new tensor of `dtype`.
 
-        A part is a name and what to take along each axis, nothing for everything. Only what is
-        taken is read.
+        A part is a name and an index along each axis; an axis without one is taken whole. Only the
+        parts are read.
         """
         read = [self.read_part(name, index).to(dtype) for name, index in parts]
         return torch.cat(read) if len(read) > 1 else read[0].clone()
 
     def read_part(self, name: str, index: tuple[slice | int, ...]) -> torch.Tensor:
-        """What is taken of a tensor, in its stored data type, perhaps as a view of the file.
-
-        Threads may call it at once.
-        """
+        """A part of a tensor, in its stored data type, perhaps a view of the file. Thread-safe."""
         tensor = self._checkpoint.tensors[name]
         handle = self._handles[tensor.file]
         taken = zip(index, tensor.shape, strict=False)

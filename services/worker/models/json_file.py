@@ -39,7 +39,7 @@ class JsonReader:
         return key in self._values
 
     def is_null(self, key: str) -> bool:
-        """Whether the key is there, and null: where that means something else than its absence."""
+        """Whether the key is present with the value null, where that differs from its absence."""
         return key in self._nulls
 
     def positive_int(self, key: str, default: int | None = None) -> int:
@@ -101,7 +101,7 @@ class JsonReader:
         return tuple(numbers)
 
     def raw(self, key: str) -> Any:
-        """The value as it stands; None when absent."""
+        """The value, unchecked; None when absent."""
         return self._values.get(key)
 
     def error(self, key: str, problem: str) -> ModelConfigError:

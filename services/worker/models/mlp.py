@@ -108,5 +108,5 @@ class SummedMlp:
 
 
 def is_static(mlp: Mlp) -> bool:
-    """Whether what it computes depends on the number of tokens alone, never on values."""
+    """Whether its operations depend on the number of tokens alone, never on values."""
     return not isinstance(mlp.part if isinstance(mlp, SummedMlp) else mlp, Experts)

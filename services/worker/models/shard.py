@@ -57,7 +57,7 @@ class Shard:
         return slice(first + share.start, first + share.stop)
 
     def count_heads(self, num_heads: int, num_kv_heads: int) -> tuple[int, int]:
-        """How many heads it has of queries, and of keys and values."""
+        """Its numbers of heads of queries, and of keys and values."""
         heads, kv_heads = self.heads(num_heads, num_kv_heads), self.kv_heads(num_kv_heads)
         return heads.stop - heads.start, kv_heads.stop - kv_heads.start
 

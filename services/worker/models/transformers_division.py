@@ -32,8 +32,8 @@ _COUNTS_OF_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 
 
 class Division:
-    """One rank's part of a model. `heads`: how many of queries, and of keys and values, attention
-    has here; None where it has all of them.
+    """One rank's part of a model. `heads`: its numbers of heads of queries, and of keys and
+    values; None if attention is not divided.
     """
 
     def __init__(self, directory: Path, ranks: Ranks) -> None:
@@ -75,7 +75,7 @@ class Division:
                 self._parts |= {f"{name}.{key}": part for key, part in divided.parts.items()}
 
     def part_of(self, tensor: str) -> Part:
-        """What to read of a tensor of the checkpoint."""
+        """The part of a tensor of the checkpoint that is read."""
         return self._parts.get(self._known_as(tensor), ())
 
     def _known_as(self, tensor: str) -> str:

@@ -12,7 +12,7 @@ from services.worker.models.checkpoint import WHOLE
 from services.worker.parallel.ranks import Ranks
 
 Part = tuple[slice, ...]
-"""What is taken of a tensor along its first axes; nothing for everything."""
+"""The index of a part along a tensor's first axes; empty for the whole tensor."""
 
 
 class DividedLinear(nn.Linear):

@@ -1,8 +1,8 @@
-"""How a model that transformers runs is divided over ranks: by the plan that its class carries.
+"""The plan by which a model that transformers runs is divided over ranks; its class has one.
 
-A plan names layers, and says of each whether it is divided by columns, so that its output is a
-part, or by rows, so that its input is one and the ranks' outputs are summed; or that it gives its
-output, or takes its input, whole. That is Megatron-LM's division, as in parallel/ranks.py.
+A plan maps names of layers to styles: divided by columns, so that the output is a part; by rows, so
+that the input is a part and the ranks' outputs are summed; or with a gathered output, or a whole
+input. That is Megatron-LM's division, as in parallel/ranks.py.
 """
 
 import enum
@@ -14,7 +14,7 @@ from services.worker.models.transformers_probe import Refused
 
 
 class Style(enum.Enum):
-    """What is done to a layer, in the words of transformers' plans; the last is of this project."""
+    """How a layer is divided, by the names in transformers' plans; the last is of this project."""
 
     COLUMNS = "colwise"
     ROWS = "rowwise"
@@ -25,8 +25,8 @@ class Style(enum.Enum):
 
 _FORMER_NAMES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
 _WHOLE = frozenset({"replicate", "replicated_with_grad_allreduce", "embedding_rowwise"})
-"""Styles of what is whole on each rank here: norms of single heads, and embeddings, of which a step
-reads but its own rows.
+"""Styles of layers that are whole on each rank here: norms of single heads, and embeddings, of
+which a step reads few rows.
 """
 
 _SUMMED = {Style.ROWS, Style.ROWS_OF_WHOLE_INPUT}

@@ -192,7 +192,7 @@ def _load_experts(
     behind = slice(inner.start + experts.intermediate_size, inner.stop + experts.intermediate_size)
 
     def read(number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What goes into an expert, gates before values, and what comes out of it."""
+        """The input projections of an expert, gates before values, and its output projection."""
         if stacked:
             gate_up = layer.parts(*((STACKED_GATE_UP, (number, rows)) for rows in (inner, behind)))
             down = layer.parts((STACKED_DOWN, (number, WHOLE, inner)))

@@ -1,9 +1,9 @@
-"""Which tokens may be drawn.
+"""Filters: which tokens may be drawn.
 
-All filters keep a prefix of one order: best first, that is by falling logit, and among equal
-logits by rising id. So ties never depend on a sorting algorithm, and top-k of 1 is greedy. Each
-filter is then a number of tokens. Finding them needs no sorted vocabulary: top-k is a selection,
-and top-p sorts only the weights of tokens that are not too improbable to matter.
+All filters keep a prefix of one order: by falling logit, and among equal logits by rising id. So
+ties do not depend on a sorting algorithm, and top-k of 1 is greedy. Each filter is then a number of
+tokens. No filter sorts the vocabulary: top-k is a selection, and top-p sorts only the weights of
+tokens that are probable enough to be kept.
 
 Weights are probabilities up to a factor, float32, the largest 1. They are summed in float64.
 """
@@ -36,10 +36,10 @@ def best_token_ids(logits: Float32Array, count: int) -> Int64Array:
 def kept_token_ids(
     logits: Float32Array, weights: Float32Array, params: SamplingParams
 ) -> Int64Array | None:
-    """The tokens that min-p, then top-k, then top-p leave, by rising id; None when all stay.
+    """The tokens that min-p, then top-k, then top-p keep, by rising id; None if all are kept.
 
-    At least one token stays. Top-p counts mass among what min-p and top-k left, and keeps the
-    token that reaches it.
+    At least one token is kept. Top-p is a share of the mass that min-p and top-k keep; the token
+    that reaches it is kept too.
     """
     limit = len(logits)
     if params.min_p > 0:
@@ -62,15 +62,15 @@ def kept_token_ids(
 
 
 def _nucleus_candidates(weights: Float32Array, top_p: float, mass: float) -> Int64Array:
-    """A superset of the nucleus: even all together, what is left out has half of what may go."""
+    """A superset of the nucleus: the tokens left out have at most half the mass that may be cut."""
     return np.flatnonzero(weights > (1 - top_p) * mass / (2 * len(weights)))
 
 
 def _index_at(weights: Float32Array, target: float) -> int:
     """The first index at which the sum of weights reaches the target.
 
-    Found among the sums of blocks, then inside one: a running sum over all is slow, each of its
-    additions waits for the one before.
+    Found among the sums of blocks and then inside one block, since a running sum over all weights
+    is slow: each addition waits for the one before.
     """
     starts = np.arange(0, len(weights), _BLOCK)
     blocks = np.add.reduceat(weights, starts, dtype=np.float64).cumsum()
@@ -82,6 +82,6 @@ def _index_at(weights: Float32Array, target: float) -> int:
 
 
 def _position(cumulative: Float64Array, target: float) -> int:
-    """As `_index_at` over running sums; where rounding left no such index, the last that adds."""
+    """As `_index_at` over running sums; if rounding leaves no such index, the last that adds."""
     last = np.searchsorted(cumulative, cumulative[-1])
     return int(min(last, np.searchsorted(cumulative, target)))

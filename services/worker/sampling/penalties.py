@@ -23,14 +23,14 @@ class Penalties:
         self._frequency = np.float32(params.frequency_penalty)
         self._presence = np.float32(params.presence_penalty)
         seen = np.unique(token_ids)
-        self._place = {token_id: place for place, token_id in enumerate(seen.tolist())}
+        self._index_of = {token_id: index for index, token_id in enumerate(seen.tolist())}
         self._token_ids = seen.astype(np.int64)
         self._output_counts = np.zeros(len(seen), dtype=np.float32)
         output = token_ids[num_prompt_tokens:]
         np.add.at(self._output_counts, np.searchsorted(seen, output), 1)
 
     def apply(self, logits: Float32Array) -> None:
-        size = len(self._place)
+        size = len(self._index_of)
         token_ids, counts = self._token_ids[:size], self._output_counts[:size]
         values = logits[token_ids]
         if self._repetition != 1:
@@ -41,19 +41,19 @@ class Penalties:
         logits[token_ids] = values
 
     def append(self, token_id: int) -> None:
-        place = self._place.get(token_id)
-        if place is None:
-            place = self._new_place(token_id)
-        self._output_counts[place] += 1
+        index = self._index_of.get(token_id)
+        if index is None:
+            index = self._new_index(token_id)
+        self._output_counts[index] += 1
 
-    def _new_place(self, token_id: int) -> int:
-        place = len(self._place)
-        if place == len(self._token_ids):
+    def _new_index(self, token_id: int) -> int:
+        index = len(self._index_of)
+        if index == len(self._token_ids):
             self._token_ids = _doubled(self._token_ids)
             self._output_counts = _doubled(self._output_counts)
-        self._place[token_id] = place
-        self._token_ids[place] = token_id
-        return place
+        self._index_of[token_id] = index
+        self._token_ids[index] = token_id
+        return index
 
 
 def _doubled(array: np.ndarray) -> np.ndarray:

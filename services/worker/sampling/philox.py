@@ -1,9 +1,9 @@
-"""Random words without state: a function of a request's seed and a token's position.
+"""Random words as a function of a request's seed and a token's position, without state.
 
 Philox4x32-10 (Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3",
 SC 2011): ten rounds of multiplications turn a 128-bit counter and a 64-bit key into 128 random
-bits. Any word can be made without the ones before it, so ranks agree without exchanging any, and
-a request that was preempted draws what it would have drawn.
+bits. Any word can be made without the ones before it, so that ranks draw the same tokens without
+exchanging words, and a request draws the same tokens after a preemption.
 """
 
 from __future__ import annotations

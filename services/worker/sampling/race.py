@@ -1,12 +1,12 @@
-"""The draw: tokens race, and the winner is drawn.
+"""The draw of a token, as a race: each token has a time, and the one with the smallest is drawn.
 
-The time of a token is an exponential, which is a function of (seed, position, token id) alone,
-divided by the token's weight. The token with the smallest time is drawn: each as often as its
-probability says. (This is the Gumbel-max trick: the logarithm of a time, with its sign changed, is
-logit / temperature plus a Gumbel number.) The exponential of a token does not depend on other
-tokens. So a logit that changes by rounding changes the winner only where the two smallest times
-were as near to each other, and two models that give tokens similar probabilities, such as a draft
-model and its target, mostly draw the same.
+The time of a token is an exponential random number, which is a function of (seed, position, token
+id), divided by the token's weight. So each token is drawn with its probability. (This is the
+Gumbel-max trick: the logarithm of a time, with its sign changed, is logit / temperature plus a
+Gumbel number.) The exponential of a token does not depend on other tokens. A logit that changes by
+rounding therefore changes the draw only if the two smallest times differ as little, and two models
+that give tokens similar probabilities, such as a draft model and its target, mostly draw the same
+tokens.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from services.worker.sampling.noise import (
 _LINES_BYTES = 2**21
 _NUM_FIRST_BLOCKS = 24
 _LEAST_WEIGHT = np.float32(-1e6)
-"""No logarithm of a weight counts as less. With -46 a token cannot win: an exponential is at least
-2**-58 and at most 38. Equal ones, of all banned tokens, would make selecting among them slow.
+"""The least logarithm of a weight. With -46 a token already cannot win, since an exponential is at
+least 2**-58 and at most 38. It keeps the speeds of banned tokens finite, so that they differ:
+selecting among many equal values is slow.
 """
 
 
 def words(states: UInt64Array, indexes: UInt64Array) -> UInt64Array:
-    """The words of states at indexes, which are broadcast."""
+    """The random words of these states at these indexes; the arrays are broadcast."""
     mixed = states + indexes * np.uint64(GAMMA)
     for shift, factor in MIX:
         mixed ^= mixed >> np.uint64(shift)
@@ -44,7 +45,7 @@ def words(states: UInt64Array, indexes: UInt64Array) -> UInt64Array:
 
 
 def exponentials(random: UInt64Array) -> Float64Array:
-    """The exponentials that words stand for, finite and above 0."""
+    """Exponential random numbers from random words, finite and above 0."""
     numbers = (random >> np.uint64(NUMBER_SHIFT)).astype(np.float64)
     numbers += 0.5
     numbers *= NUMBER_UNIT
@@ -58,12 +59,12 @@ class Race:
     The logits of a row are written to `line`, and `enter` adds the row to the race; `run` draws a
     token for each row and removes them all.
 
-      1. A block can at best be as fast as its largest logit with its smallest exponential.
-      2. The exponentials of all tokens of the fastest blocks are computed: one of these is ahead.
-      3. So are those of each further block that can at best be as fast as that token.
+      1. The speed of a block is bounded by its largest logit with its smallest exponential.
+      2. The exponentials of all tokens in the blocks with the highest bounds are computed, and the
+         fastest of these tokens is found.
+      3. The same is done for each further block whose bound is not below that token's speed.
 
-    On average no more than 32 blocks reach the third step, whatever the distribution; most often
-    none does.
+    On average at most 32 blocks reach the third step, for any distribution, and mostly none does.
     """
 
     def __init__(self, max_num_rows: int, vocab_size: int) -> None:
@@ -77,12 +78,12 @@ class Race:
         self._states = np.empty((2, self.capacity, 1), dtype=np.uint64)
         self._rows = np.arange(self.capacity)[:, None]
         self._block_indexes = np.arange(width // BLOCK_SIZE, dtype=np.uint64)
-        by_place = np.arange(width).reshape(-1, BLOCK_SIZE, NUM_LANES).swapaxes(1, 2)
-        self._token_ids = by_place.reshape(-1, BLOCK_SIZE)
+        by_offset = np.arange(width).reshape(-1, BLOCK_SIZE, NUM_LANES).swapaxes(1, 2)
+        self._token_ids = by_offset.reshape(-1, BLOCK_SIZE)
 
     @property
     def line(self) -> Float32Array:
-        """Where the logits of the next row belong, [V]; minus infinity bans a token."""
+        """Memory for the logits of the next row, [V]; minus infinity bans a token."""
         return self._lines[self._num_rows, : self._vocab_size]
 
     def clear(self) -> None:
@@ -129,9 +130,9 @@ class Race:
         [r, b]. `random` and `smallest`: the words and smallest exponentials of all blocks.
         """
         token_ids = self._token_ids[blocks]
-        places = (random[rows, blocks] & np.uint64(BLOCK_SIZE - 1)).astype(np.int64)
+        offsets = (random[rows, blocks] & np.uint64(BLOCK_SIZE - 1)).astype(np.int64)
         times = exponentials(words(self._states[1, rows], token_ids.astype(np.uint64)))
-        times[self._rows[: len(rows)], np.arange(blocks.shape[1]), places] = 0
+        times[self._rows[: len(rows)], np.arange(blocks.shape[1]), offsets] = 0
         times += smallest[rows, blocks][:, :, None]
         speeds = self._speeds(rows, self._lines[rows[:, :, None], token_ids], times)
         fastest = speeds.max(axis=(1, 2))
