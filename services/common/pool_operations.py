@@ -7,6 +7,7 @@ An operation covers a batch of requests in parallel sequences, as on the wire
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from services.common.block_hash import BlockHash
 from services.common.errors import InvalidArgument
@@ -219,13 +220,13 @@ class Outcome:
 
 def block_tables(groups: Sequence[GroupBlocks]) -> list[BlockTables]:
     """The blocks of each request, from blocks packed per group."""
-    per_group: list[list[list[BlockId]]] = []
-    for group in groups:
-        block_ids = group.block_ids
-        start = 0
-        tables: list[list[BlockId]] = []
-        for count in group.num_blocks:
-            tables.append(block_ids[start : start + count])
-            start += count
-        per_group.append(tables)
-    return list(zip(*per_group, strict=True))
+    return list(zip(*map(_tables_of_group, groups), strict=True))
+
+
+def _tables_of_group(group: GroupBlocks) -> list[list[BlockId]]:
+    """The blocks of each request in one group; in most steps each one has a single block."""
+    num_blocks, block_ids = group.num_blocks, group.block_ids
+    if len(num_blocks) == len(block_ids) == num_blocks.count(1):
+        return [[block_id] for block_id in block_ids]
+    ends = accumulate(num_blocks)
+    return [block_ids[end - count : end] for end, count in zip(ends, num_blocks, strict=True)]
