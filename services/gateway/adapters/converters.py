@@ -89,7 +89,7 @@ def inflight_to_proto(handle: int, inflight: Inflight, now: float) -> scheduler_
 
 
 def _timeout_millis(deadline: float | None, now: float) -> int:
-    """How long the client still waits; 0 stands for "it does not say"."""
+    """Milliseconds to the deadline, at least 1; 0 without a deadline."""
     if deadline is None:
         return 0
     return min(max(1, round(1000 * (deadline - now))), 2**32 - 1)
@@ -130,7 +130,7 @@ def finish_from_proto(message: scheduler_pb2.Finished) -> Finish | errors.Stepwe
 
 
 def rejection_from_proto(message: scheduler_pb2.Rejection) -> errors.StepwellError:
-    """What the scheduler said, with the field in the client's words."""
+    """The scheduler's error, with the name that the client has for the field."""
     kind = _REJECTIONS.get(message.code, errors.InternalError)
     field = message.field.rpartition(".")[2]
     return kind(
@@ -142,7 +142,7 @@ def rejection_from_proto(message: scheduler_pb2.Rejection) -> errors.StepwellErr
 
 
 def description_from_proto(message: scheduler_pb2.SessionOpened) -> ReplicaDescription:
-    """What a replica serves, and what a request there may be."""
+    """The model of a replica, and the limits of its requests."""
     return ReplicaDescription(
         model_name=message.model_name,
         limits=ModelLimits(

@@ -19,7 +19,7 @@ from services.kvpool.core.ports import PoolMatch
 
 
 def pool_config_from_proto(request: kvpool_pb2.OpenPoolRequest) -> PoolConfig:
-    """The shape of a pool. Raises UnsupportedGroup for a kind of attention that is not known."""
+    """The shape of a pool. Raises UnsupportedGroup for an unknown attention type."""
     groups = []
     for index, message in enumerate(request.groups):
         group = kv_cache_group_from_proto(message)
@@ -39,7 +39,7 @@ def pool_config_from_proto(request: kvpool_pb2.OpenPoolRequest) -> PoolConfig:
 
 
 def pool_matches_to_proto(matches: Iterable[PoolMatch]) -> kvpool_pb2.MatchPrefixResponse:
-    """The depths of a chain."""
+    """The number of cached blocks of a chain in each pool."""
     return kvpool_pb2.MatchPrefixResponse(
         matches=[
             kvpool_pb2.PoolMatch(

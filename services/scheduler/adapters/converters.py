@@ -1,4 +1,4 @@
-"""Between step plans and the messages of stepwell.worker.v1."""
+"""Steps to the messages of stepwell.worker.v1, and their outputs back."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
@@ -33,7 +33,7 @@ def scheduler_output_to_proto(
 
 
 def model_runner_output_from_proto(response: worker_pb2.ExecuteResponse) -> ModelRunnerOutput:
-    """What came of the step."""
+    """The output of a step."""
     return ModelRunnerOutput(
         _sampled(unpack_token_ids(response.token_ids), unpack_token_ids(response.num_tokens)),
         logprobs={item.index: item for item in response.logprobs},
@@ -42,7 +42,7 @@ def model_runner_output_from_proto(response: worker_pb2.ExecuteResponse) -> Mode
 
 
 def _sampled(flat: list[int], counts: list[int]) -> list[Sequence[int]]:
-    """The tokens of each request; in most steps that is one of each."""
+    """The tokens of each request; in most steps each request has one."""
     if len(flat) == len(counts) == counts.count(1):
         return [[token] for token in flat]
     ends = list(accumulate(counts))

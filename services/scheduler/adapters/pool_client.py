@@ -27,13 +27,13 @@ RETRY_SECONDS = 0.05
 
 
 TRANSACTION_FLOOR_SECONDS = 2.0
-"""No transaction is given up before, however short they are: the machine may be busy."""
+"""Least time limit of a transaction, however short earlier ones were: the machine may be busy."""
 
 
 class PoolClient:
-    """A `ports.KVPool` over a channel. A broken stream is opened again and the transaction sent
-    again, under its old number, until it is answered or its time is over: a multiple of what
-    transactions of as many operations took before, and `timeout_seconds` at most.
+    """A `ports.KVPool` over a channel. After a broken stream it opens another and sends the
+    transaction again, under the same number, until it is answered or its time is over: a multiple
+    of what transactions of as many operations took before, and `timeout_seconds` at most.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class PoolClient:
         owner: common_pb2.Owner | None = None,
     ) -> None:
         self.on_lost: Callable[[ports.PoolLost], None] = lambda _: None
-        """Is told of a loss that no transaction brought to light."""
+        """Called when the pool is lost while no transaction runs."""
         self._stub = kvpool_pb2_grpc.KVPoolStub(channel)
         self._pool_id = pool_id
         self._owner = owner
@@ -130,12 +130,12 @@ class PoolClient:
             call.cancel()
 
     def _call_ended(self, call: object) -> None:
-        """A stream that ends between transactions may mean that the pool is gone: it is asked."""
+        """Probes the pool after a stream that ended between transactions: it may be lost."""
         if call is self._call and not self._turns.locked():
             self._call = None
-            self._probe = asyncio.create_task(self._ask(), name="ask the pool")
+            self._probe = asyncio.create_task(self._probe_pool(), name="probe the pool")
 
-    async def _ask(self) -> None:
+    async def _probe_pool(self) -> None:
         try:
             await self.transact(())
         except ports.PoolLost as lost:
@@ -146,7 +146,7 @@ class PoolClient:
         self._end_call()
 
     async def _send(self, request: kvpool_pb2.TransactRequest) -> kvpool_pb2.TransactResponse:
-        told = ""
+        logged = ""
         while True:
             try:
                 return await self._try(request)
@@ -156,9 +156,9 @@ class PoolClient:
                 is_broken = isinstance(error, Unavailable) or _broke_under_a_write(rpc_error)
                 if not (self._is_late or is_broken):
                     raise _lost(error) from rpc_error
-                if error.message != told:
-                    told = error.message
-                    logger.warning("transaction %d is sent again: %s", request.sequence, told)
+                if error.message != logged:
+                    logged = error.message
+                    logger.warning("transaction %d is sent again: %s", request.sequence, logged)
                 await self._pause_before_retry(error)
 
     async def _pause_before_retry(self, error: StepwellError) -> None:
@@ -199,12 +199,12 @@ async def _why_ended(call: _TransactCall) -> grpc.aio.AioRpcError:
 
 
 def _broke_under_a_write(rpc_error: grpc.aio.AioRpcError) -> bool:
-    """Whether the status is grpc's own word, and not the pool's: the true one is lost."""
+    """Whether the status is grpc's own and not the pool's, which is lost then."""
     return rpc_error.code() is grpc.StatusCode.INTERNAL and rpc_status.from_call(rpc_error) is None
 
 
 def _as_failure(code: grpc.StatusCode) -> grpc.StatusCode:
-    """A stream that the pool ends in good order, as when it drains, is as good as broken."""
+    """The code of a stream that ended; OK, as when the pool drains, counts as UNAVAILABLE."""
     return grpc.StatusCode.UNAVAILABLE if code is grpc.StatusCode.OK else code
 
 
