@@ -91,7 +91,9 @@ class UpSettings:
     max_num_batched_tokens: int | None = passed_to(
         "worker", doc="token budget of a step", check=at_least(1)
     )
-    policy: str | None = passed_to("scheduler", doc="the order of admission: fcfs or priority")
+    policy: str | None = passed_to(
+        "scheduler", doc="the order of admission, such as fcfs or priority"
+    )
     enable_prefix_caching: bool | None = passed_to(
         "scheduler", doc="find and share cached prompt prefixes"
     )
