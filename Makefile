@@ -30,7 +30,7 @@ check: $(VENV)/.dev gen/.built ## Format, lint, types, layering, contracts, gene
 
 proto: gen/.built ## Generate gen/ from protos/
 
-bench: $(VENV)/.dev gen/.built ## Measure; prints the tables that the README quotes
+bench: $(VENV)/.dev gen/.built ## Measure; prints tables of docs/benchmarks.md
 	$(BIN)/python -m benchmarks.serving $(ARGS)
 
 lock: $(VENV)/.dev ## Resolve requirements.lock anew from pyproject.toml
