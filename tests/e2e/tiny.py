@@ -1,5 +1,6 @@
 """A tiny model that can be served: seeded weights, a byte-level tokenizer, a chat template."""
 
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -50,6 +51,12 @@ def embed(model: PreTrainedModel, prompt: list[int]) -> torch.Tensor:
 
 def greedy(model: PreTrainedModel, prompt: list[int], max_tokens: int) -> list[int]:
     """The model's own continuation, each token the most probable one; nothing ends it early."""
+    return list(_greedy(model, tuple(prompt), max_tokens))
+
+
+@cache
+def _greedy(model: PreTrainedModel, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
+    """Remembered, since tests share prompts."""
     token_ids, past = torch.tensor([prompt]), None
     output: list[int] = []
     with torch.inference_mode():
@@ -58,4 +65,4 @@ def greedy(model: PreTrainedModel, prompt: list[int], max_tokens: int) -> list[i
             past = answer.past_key_values
             token_ids = answer.logits[:, -1].argmax(-1, keepdim=True)
             output.append(int(token_ids))
-    return output
+    return tuple(output)
