@@ -1,8 +1,8 @@
 """The interface between a model's layers and the paged KV cache.
 
-A step is laid out once, before its first layer; each layer then hands in its queries, keys and
-values and gets the attention's output. The shape of the cache, how it is written and how it is
-read belong to the implementation.
+A step is laid out once, before its first layer. Each layer then passes its queries, keys and values
+and gets the attention's output. How the cache is shaped, written and read is up to the
+implementation.
 """
 
 from collections.abc import Sequence
@@ -29,11 +29,12 @@ class StepLayout:
 
     * `query_starts` int32 [num_reqs + 1]: first token of each request, then the number of tokens.
     * `seq_lens` int32 [num_reqs]: tokens each request has once the step is done.
-    * `tables` int32 [any, any], each row contiguous: block ids, of each request in the row that
-      `rows` int32 [num_reqs] says; beyond its last block, and before the first that the group's
-      windows show of it, anything. They are the batch's own, and change behind the step.
+    * `tables` int32 [any, any], each row contiguous: the block ids of a request are in row
+      `rows[i]`. Entries beyond its last block, and before the first block within the group's
+      windows, have no meaning. The array is the batch's own, and later steps change it.
+    * `rows` int32 [num_reqs].
 
-    What follows from these is made when it is first asked for.
+    What is computed from these is computed at its first use.
     """
 
     num_decodes: int
@@ -50,7 +51,7 @@ class StepLayout:
 
     @cached_property
     def positions(self) -> Int64Array:
-        """Of each token in its request, [num_tokens]."""
+        """The position of each token in its request, [num_tokens]."""
         if self.num_decodes == len(self.seq_lens):
             return self.seq_lens.astype(np.int64) - 1
         counts = np.diff(self.query_starts)
@@ -59,20 +60,20 @@ class StepLayout:
 
     @cached_property
     def token_rows(self) -> Int32Array:
-        """Of each token the row that `rows` says of its request, [num_tokens]."""
+        """The row of each token's request in `tables`, [num_tokens]."""
         if self.num_decodes == len(self.seq_lens):
             return self.rows
         return np.repeat(self.rows, np.diff(self.query_starts))
 
     @cached_property
     def block_tables(self) -> Int32Array:
-        """The requests' own tables [num_reqs, width], as wide as the longest needs."""
+        """The tables of the step's requests, [num_reqs, width of the longest]."""
         width = -(-int(self.seq_lens.max()) // self.block_size)
         return self.tables[self.rows, :width]
 
     @cached_property
     def slot_mapping(self) -> Int64Array:
-        """Where each token's key and value go: block id * block_size + place in the block."""
+        """The slot of each token's key and value: block id * block_size + index in the block."""
         blocks = self.tables[self.token_rows, self.positions // self.block_size]
         return blocks.astype(np.int64) * self.block_size + self.positions % self.block_size
 
@@ -81,8 +82,8 @@ class StepLayout:
 class Rotation:
     """Rotary embedding of a step's tokens: `cos` and `sin` [n, rotated / 2].
 
-    Of a head, element i of the first `rotated` is paired with element i + rotated / 2; the rest of
-    the head stays as it is. Su et al., RoFormer, in the order of halves that Hugging Face stores.
+    Element i of a head is rotated with element i + rotated / 2; elements from `rotated` on are not
+    rotated. Su et al., RoFormer, in the order of halves that Hugging Face stores.
     """
 
     cos: torch.Tensor
@@ -100,13 +101,13 @@ class LayerAttention(Protocol):
         value: torch.Tensor,
         rotation: Rotation | None,
     ) -> torch.Tensor:
-        """Rotates queries and keys, stores the step's keys and values of `layer`, then attends,
-        each token to itself and what it sees before it.
+        """Rotates queries and keys, stores the step's keys and values of `layer`, then lets each
+        token attend to itself and the tokens that it sees before it. Returns
+        [n, num_heads * head_dim].
 
         `query` [n, num_heads, head_dim], `key` and `value` [n, num_kv_heads, head_dim], in the
         layout's order, each head contiguous; queries and keys may be overwritten. n is the layout's
-        number of tokens or more: rows behind it are padding, finite in what is returned,
-        [n, num_heads * head_dim].
+        number of tokens or more; further rows are padding, and finite in the output.
         """
         ...
 
@@ -115,14 +116,14 @@ class PagedAttention(Protocol):
     """An attention implementation that owns the KV cache of all layers."""
 
     def begin_step(self, layouts: Sequence[StepLayout]) -> LayerAttention:
-        """Prepares a step; what is built here is shared by its layers and valid until the next.
+        """Prepares a step. The result serves all layers, and is valid until the next step begins.
 
-        One layout for each KV-cache group; they differ in `tables` alone.
+        There is one layout for each KV-cache group; they differ only in `tables`.
         """
         ...
 
     def zero_blocks(self, block_ids: Int32Array) -> None:
-        """Clears blocks in all layers, before the step that they are cleared for is begun."""
+        """Clears blocks in all layers. To be called before the step that needs them begins."""
         ...
 
 
@@ -130,8 +131,8 @@ class PagedAttention(Protocol):
 class AttentionLayer:
     """Attention of one layer.
 
-    Scores are multiplied by `scale`, then, with a `softcap` c, become c * tanh(score / c). With a
-    `window` w a token sees itself and the w - 1 tokens before it, else everything before it.
+    Scores are multiplied by `scale`, then, with a `softcap` c, replaced by c * tanh(score / c). A
+    token sees itself and all tokens before it, or, with a `window` w, the w - 1 tokens before it.
     """
 
     num_heads: int
@@ -146,10 +147,10 @@ class AttentionLayer:
 class AttentionShape:
     """What an implementation needs to know of the model and the cache.
 
-    `groups`: KV-cache groups, each the layers that share a block table; together all layers. The
-    i-th layers of all groups share their pages: which group a block belongs to is known by whose
-    tables name it. Without `groups` there is one, of all layers. Only where there is one may its
-    layers differ in `window`, `num_kv_heads` or `head_dim`.
+    `groups`: the KV-cache groups, each the layers that share a block table; together all layers.
+    The i-th layers of all groups share their pages; a block belongs to the group whose table lists
+    it. Empty `groups` stand for one group of all layers. Only if there is one group may its layers
+    differ in `window`, `num_kv_heads` or `head_dim`.
     """
 
     layers: tuple[AttentionLayer, ...]
@@ -172,13 +173,13 @@ class AttentionShape:
 
     @property
     def pages_of(self) -> tuple[int, ...]:
-        """Which of a block's pages each layer has: its place in its group."""
+        """Which of a block's pages each layer has: its index in its group."""
         pages = {layer: i for group in self.layer_groups for i, layer in enumerate(group)}
         return tuple(pages[layer] for layer in range(len(self.layers)))
 
     @property
     def num_pages(self) -> int:
-        """Pages of keys, and of values, that make a block."""
+        """Pages of keys, and of values, in a block."""
         return max(len(group) for group in self.layer_groups)
 
     @property

@@ -1,7 +1,7 @@
-"""Where tensors live, and how arrays of the host get there and back.
+"""Devices on which tensors lie, and copies between them and the host.
 
-The host computes ahead of a CUDA device: uploads and downloads are queued behind what is running
-there and do not wait for it, and neither may anything else between two steps.
+The host runs ahead of a CUDA device: uploads and downloads are queued behind the work that is
+running there and do not wait for it. Nothing else between two steps may wait for the device either.
 """
 
 import enum
@@ -17,7 +17,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class DeviceSetting(enum.Enum):
-    """Which device a worker computes on; auto: CUDA where that is possible, else the CPU."""
+    """Which device a worker computes on; auto: CUDA if that is possible, else the CPU."""
 
     AUTO = "auto"
     CPU = "cpu"
@@ -25,21 +25,21 @@ class DeviceSetting(enum.Enum):
 
 
 class UnsuitableDevice(StepwellError):
-    """The device, or the software for it, cannot run the model; the message names the cure."""
+    """The device, or its software, cannot run the model. The message names a remedy."""
 
     reason = "UNSUITABLE_DEVICE"
 
 
 class Download(Protocol):
-    """An array on its way to the host."""
+    """An array that is being copied to the host."""
 
     def wait(self) -> Array:
-        """The array, once it is here. May be called from any thread, and again."""
+        """Waits for the array and returns it. May be called from any thread, and repeatedly."""
         ...
 
 
 class Device(Protocol):
-    """One device that computes."""
+    """A device that computes."""
 
     @property
     def torch_device(self) -> torch.device:
@@ -48,7 +48,7 @@ class Device(Protocol):
 
     @property
     def num_processors(self) -> int:
-        """Independent processors that attention is spread over."""
+        """Independent processors over which attention can be spread."""
         ...
 
     def upload(self, array: Array) -> torch.Tensor:
@@ -56,17 +56,17 @@ class Device(Protocol):
         ...
 
     def download(self, tensor: torch.Tensor) -> Download:
-        """Starts bringing a tensor to the host."""
+        """Starts copying a tensor to the host."""
         ...
 
     def record(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """What repeats `work`, which reads and writes the same memory at every call and waits for
-        nothing. The result lies in memory that the next call overwrites.
+        """Returns a function that repeats `work`, which must read and write the same memory at
+        every call and never wait for the device. The next call overwrites the result's memory.
         """
         ...
 
 
-class _Arrived:
+class _FinishedDownload:
     def __init__(self, array: Array) -> None:
         self._array = array
 
@@ -85,8 +85,8 @@ class CpuDevice:
         return torch.from_numpy(array)
 
     def download(self, tensor: torch.Tensor) -> Download:
-        """A copy, since what computes next may overwrite the tensor."""
-        return _Arrived(tensor.clone().numpy())
+        """A copy, since the next step may overwrite the tensor."""
+        return _FinishedDownload(tensor.clone().numpy())
 
     def record(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """`work` itself."""

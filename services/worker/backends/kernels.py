@@ -1,7 +1,7 @@
 """The operations that decoders are written against.
 
-An implementation is chosen once, when a worker starts; weights are packed and caches laid out as it
-wants them. Layers call it and know nothing of devices, instruction sets or page layouts.
+An implementation is chosen once, when a worker starts. It packs weights and lays out caches as it
+needs them. Layers call it and know nothing of devices, instruction sets or page layouts.
 """
 
 import enum
@@ -19,7 +19,7 @@ from services.worker.backends.attention import (
 
 
 class Activation(enum.Enum):
-    """What gates of an MLP go through, by the name that config.json gives it."""
+    """The activation of an MLP's gates, by its name in config.json."""
 
     SILU = "silu"
     GELU_TANH = "gelu_pytorch_tanh"
@@ -30,12 +30,12 @@ class Linear(Protocol):
 
     @property
     def in_features(self) -> int:
-        """Columns that go in."""
+        """Columns of the input."""
         ...
 
     @property
     def out_features(self) -> int:
-        """Columns that come out."""
+        """Columns of the output."""
         ...
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -43,7 +43,7 @@ class Linear(Protocol):
         ...
 
     def full(self, x: torch.Tensor) -> torch.Tensor:
-        """The same in float32, not rounded to x's data type where the implementation can."""
+        """The same in float32, without rounding to x's data type if the implementation can."""
         ...
 
 
@@ -139,40 +139,40 @@ class FusedDecoder(Protocol):
 class Kernels(Protocol):
     """Every operation takes and returns tensors of the model's data type on the model's device.
 
-    A token's row of what is handed in is contiguous; results are contiguous, and new except where
-    it is said.
+    The rows of arguments are contiguous, one for each token. Results are contiguous and new, unless
+    the operation says otherwise.
     """
 
     def padded_rows(self, num_rows: int) -> int:
-        """The number of rows to compute in place of `num_rows`, not below it."""
+        """The number of rows to compute in place of `num_rows`; at least as many."""
         ...
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        """A projection, which owns its weight: packed, the caller's tensor is not kept."""
+        """A projection. It owns its weight; once packed, the caller's tensor is not kept."""
         ...
 
     def gated_linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation
     ) -> Linear:
-        """A projection of 2 d columns, gates before the values that they gate, which answers with
-        activation(gate) * value.
+        """A projection whose output is activation(gate) * value. The weight has 2 d columns: first
+        the gates, then the values.
         """
         ...
 
     def norm_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """The weight of a norm as the others want it, from one in float32 or in the model's data
-        type; nothing is rounded.
+        """The weight of a norm in the data type that the norms take, from one in float32 or in the
+        model's data type, without rounding.
         """
         ...
 
     def groups_experts(self, dtype: torch.dtype, width: int) -> bool:
-        """Whether experts of this data type and width inside are better multiplied by together,
-        see GroupedExperts, than each as a projection.
+        """Whether experts of this data type and inner width are computed faster all together, see
+        GroupedExperts, than each as a projection.
         """
         ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-        """x [n, d] or [n, m, d] over the root of its mean square, times the weight [d]."""
+        """x [n, d] or [n, m, d] divided by the root of its mean square, times the weight [d]."""
         ...
 
     def add_rms_norm(
@@ -190,9 +190,9 @@ class Kernels(Protocol):
         ...
 
     def paged_attention(self, shape: AttentionShape) -> PagedAttention:
-        """Attention, and the KV cache that it owns, allocated here."""
+        """Allocates a KV cache, and returns the attention over it."""
         ...
 
     def attention_bytes(self, shape: AttentionShape, max_model_len: int) -> int:
-        """Upper estimate of what attention holds besides the cache."""
+        """Upper estimate of the memory that attention takes besides the cache."""
         ...

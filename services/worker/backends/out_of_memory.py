@@ -1,4 +1,4 @@
-"""Allocations that fail, as one error with a cure."""
+"""Allocations that fail, as one error that names a remedy."""
 
 import re
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def memory_for(what: str, remedy: str) -> Iterator[None]:
-    """Within it, what cannot be allocated raises NotEnoughMemory: for what, and what helps."""
+    """Turns a failed allocation in its scope into NotEnoughMemory, with `what` and the remedy."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

@@ -29,18 +29,18 @@ class CpuPlatform:
         self._num_sharers = num_sharers
 
     def dtype(self, asked: DtypeSetting) -> DtypeSetting:
-        """As asked for."""
+        """As in the setting."""
         return asked
 
     def kernels(self) -> Kernels:
-        """Those that were selected."""
+        """The kernels that were selected."""
         return self._kernels
 
     def check(self, shape: AttentionShape, loaded: LoadedModel) -> None:
         """Every model can be computed."""
 
     def free_memory(self, parts: Parts) -> FreeMemory:
-        """What the machine has available, less an estimate."""
+        """The machine's available memory, less an estimate of what steps take."""
         loaded, limits = parts.loaded, parts.limits
         return FreeMemory(
             of_bytes=available_memory_bytes() // self._num_sharers,

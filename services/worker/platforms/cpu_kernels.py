@@ -1,4 +1,4 @@
-"""The choice of kernels, made once when a worker starts."""
+"""The choice of kernels on the CPU, made once when a worker starts."""
 
 import enum
 import logging
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class KernelsUnavailable(StepwellError):
-    """Compiled kernels were asked for by name, and there are none here."""
+    """The setting asks for compiled kernels, and there are none for this machine."""
 
     reason = "KERNELS_UNAVAILABLE"
 
@@ -35,10 +35,10 @@ def select_kernels(
     *,
     batch_invariant: bool = True,
 ) -> Kernels:
-    """The kernels that the setting asks for; auto: compiled ones, or torch's where there are none.
+    """The kernels that the setting asks for; auto: compiled ones, or torch's if there are none.
 
     `batch_invariant` is for torch's kernels; compiled ones always are. Logs the choice and its
-    reason. Raises KernelsUnavailable where compiled ones were asked for by name.
+    reason. Raises KernelsUnavailable if the setting is NATIVE and there are none.
     """
     mode = "batch-invariant" if batch_invariant else "not batch-invariant"
     if setting is KernelsSetting.TORCH:

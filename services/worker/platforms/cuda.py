@@ -1,4 +1,4 @@
-"""A worker on CUDA: what it is built of, and how much memory it may use."""
+"""A worker on CUDA: its parts, and how much memory it may use."""
 
 import gc
 from collections.abc import Callable
@@ -31,7 +31,7 @@ _PROFILE_BLOCKS = 2
 
 
 class CudaPlatform:
-    """The current CUDA device. Raises UnsuitableDevice where the machine lacks something.
+    """The current CUDA device. Raises UnsuitableDevice if the machine lacks something.
 
     `batch_invariant`: a request is computed the same whatever is in its steps; see docs/cuda.md.
     """
@@ -54,12 +54,12 @@ class CudaPlatform:
         return self.device.torch_device
 
     def dtype(self, asked: DtypeSetting) -> DtypeSetting:
-        """What every GPU that suits computes in, where nobody asks for another."""
+        """bfloat16 for AUTO: every suitable GPU computes in it."""
         return DtypeSetting.BFLOAT16 if asked is DtypeSetting.AUTO else asked
 
     def kernels(self) -> Kernels:
-        """See Platform. Only for Hopper torch has a grouped multiplication of which the host need
-        not know where groups end.
+        """See Platform. Only on Hopper torch multiplies grouped matrices without the host having to
+        know where groups end.
         """
         if self._batch_invariant:
             return BatchInvariantKernels()
@@ -73,15 +73,15 @@ class CudaPlatform:
             check_batch_invariant(shape.layers, is_native=loaded.is_native)
 
     def runner(self, parts: Parts) -> Runner:
-        """See `runner_on`. With a CudaDevice of its own, since what it records ends with it."""
+        """See `runner_on`. Gets a CudaDevice of its own, because its graphs are freed with it."""
         return runner_on(CudaDevice(), parts, batch_invariant=self._batch_invariant)
 
     def free_memory(self, parts: Parts) -> FreeMemory:
-        """The GPU's, less what is in use and the most that torch takes for the largest steps.
+        """The GPU's memory, less what is in use and the most that torch takes for a step.
 
-        The steps run for real, over a cache of one block that all their tokens share. What torch
-        takes is more than what tensors hold at any time: memory of recorded programs is for nothing
-        else, even while none of them runs.
+        The largest steps are run, over a cache of one block that all their tokens share. What torch
+        takes is more than tensors hold at any time, because the memory of recorded programs is
+        reserved even while none of them runs.
         """
         _release()
         held = torch.cuda.memory_reserved()

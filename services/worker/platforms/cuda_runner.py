@@ -1,4 +1,4 @@
-"""The one place that chooses how attention is computed on CUDA, and with it what is recorded."""
+"""Chooses how attention is computed on CUDA, and which steps are recorded."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from services.worker.platforms.interface import Parts
 
 
 def suits_xformers(layers: Sequence[AttentionLayer]) -> bool:
-    """Whether xFormers' kernel computes what the layers ask for: it has no cap on scores."""
+    """Whether xFormers' kernel can compute the layers: it cannot cap scores."""
     return all(layer.softcap is None for layer in layers)
 
 
@@ -24,11 +24,11 @@ def runner_on(
     *,
     batch_invariant: bool = False,
 ) -> Runner:
-    """A runner that runs ahead, and repeats recorded decodes where the model allows it.
+    """A runner that samples on the device, and repeats recorded decodes if the model allows it.
 
-    Attention is xFormers' where that suits every layer; else torch's, whose decodes depend on
-    values and are not recorded. `split_k`: see XformersPagedAttention. `batch_invariant`: what a
-    request gets does not depend on what is in its steps; xFormers' kernel must suit every layer.
+    Attention is xFormers' if that suits every layer; else torch's, whose decodes depend on values
+    and are not recorded. `split_k`: see XformersPagedAttention. `batch_invariant`: a request's
+    tokens do not depend on the other requests in its steps; xFormers' kernel must suit every layer.
     """
     shape, limits, model = parts.shape, parts.limits, parts.loaded.model
     device_tokens = DeviceTokens(device, limits.max_num_seqs, by_row=batch_invariant)
@@ -36,7 +36,7 @@ def runner_on(
         plain = TorchPagedAttention(shape, device, batch_invariant=False)
         return Runner(model, plain, limits, device, device_tokens, lockstep=parts.lockstep)
 
-    # Only here: importing it imports xFormers, which a worker on the CPU does without.
+    # Imported here because it imports xFormers, which a worker on the CPU does not need.
     from services.worker.backends.cuda.paged_attention import XformersPagedAttention  # noqa: PLC0415
 
     attention = XformersPagedAttention(

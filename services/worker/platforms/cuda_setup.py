@@ -1,7 +1,7 @@
 """What a worker on CUDA needs of the machine, checked before a weight is read.
 
-Each thing that is missing is one sentence that says what to do. What can only be seen once
-xFormers is imported is checked then, in `load_xformers`.
+The error for each missing thing is one sentence with a remedy. `load_xformers` checks what only the
+import of xFormers can show.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ _INSTALL = "pip install 'stepwell[gpu]'"
 
 @dataclass(frozen=True, slots=True)
 class CudaSetup:
-    """What a machine has. None, or False, for what it lacks; versions as packages give them."""
+    """What a machine has; None or False for what it lacks. Versions are those of the packages."""
 
     device_name: str | None
     capability: tuple[int, int]
@@ -95,9 +95,9 @@ def check_setup(setup: CudaSetup) -> None:
 
 
 def check_model(layers: tuple[AttentionLayer, ...], block_size: int, dtype: torch.dtype) -> None:
-    """Raises UnsuitableDevice for what is not computed on CUDA.
+    """Raises UnsuitableDevice for a model that is not computed on CUDA.
 
-    What is no business of xFormers' kernel may have heads of any size.
+    The sizes of heads are limited only if xFormers' kernel computes attention.
     """
     if dtype not in _DTYPES:
         name = str(dtype).removeprefix("torch.")
@@ -117,12 +117,12 @@ def check_model(layers: tuple[AttentionLayer, ...], block_size: int, dtype: torc
 
 
 def check_batch_invariant(layers: tuple[AttentionLayer, ...], *, is_native: bool) -> None:
-    """Raises UnsuitableDevice for what is not computed the same in every batch on CUDA."""
+    """Raises UnsuitableDevice for a model that is not computed batch-invariantly on CUDA."""
     what = None
     if not is_native:
-        what = "models that transformers runs, whose products are cuBLAS's"
+        what = "models that transformers runs, because cuBLAS computes their products"
     elif not suits_xformers(layers):
-        what = "models that cap their scores, which are not computed by xFormers' kernel"
+        what = "models that cap their scores, because xFormers' kernel does not compute them"
     if what is not None:
         raise UnsuitableDevice(
             f"batch_invariant is not offered on CUDA for {what}; unset it, or set --device cpu"
@@ -132,14 +132,14 @@ def check_batch_invariant(layers: tuple[AttentionLayer, ...], *, is_native: bool
 def load_xformers() -> None:
     """Imports xFormers with its CUDA library.
 
-    The published library wants CUDA 12's runtime, which a torch built for CUDA 13 does not bring;
-    loaded into the process before, it is found. Raises UnsuitableDevice.
+    The published library needs CUDA 12's runtime, which a torch built for CUDA 13 does not contain,
+    so that runtime is loaded into the process first. Raises UnsuitableDevice.
     """
     library = _runtime_library()
     try:
         ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
     except OSError:
-        logger.warning("%s is not there to be loaded", library)
+        logger.warning("%s cannot be loaded", library)
     try:
         from services.worker.backends.cuda.xformers_ops import built_with_cuda  # noqa: PLC0415
     except ImportError as error:
@@ -152,7 +152,7 @@ def load_xformers() -> None:
 
 
 def _runtime_library() -> str:
-    """Where the package nvidia-cuda-runtime-cu12 put it; else for the system to find."""
+    """Its path in the package nvidia-cuda-runtime-cu12, else its name for the system to find."""
     for folder in sys.path:
         path = Path(folder, "nvidia", "cuda_runtime", "lib", RUNTIME_LIBRARY)
         if path.exists():
@@ -161,7 +161,7 @@ def _runtime_library() -> str:
 
 
 def _scheme() -> str:
-    """Where Triton looks for headers: on Debian not where the default scheme has them."""
+    """The scheme by which Triton looks for headers; on Debian not the default one."""
     scheme = sysconfig.get_default_scheme()
     return "posix_prefix" if scheme == "posix_local" else scheme
 

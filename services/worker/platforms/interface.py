@@ -18,7 +18,7 @@ from services.worker.models.model import LoadedModel
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a runner is made of. `lockstep` where there are ranks."""
+    """The parts of a runner. `lockstep` is None for a worker on its own."""
 
     loaded: LoadedModel
     kernels: Kernels
@@ -31,7 +31,7 @@ class Parts:
         return replace(self, lockstep=lockstep)
 
     def sized(self, num_blocks: int, max_model_len: int) -> "Parts":
-        """With a cache of so many blocks, for sequences up to a length."""
+        """The parts with a cache of `num_blocks`, for sequences of up to `max_model_len` tokens."""
         return replace(
             self,
             shape=replace(self.shape, num_blocks=num_blocks),
@@ -40,32 +40,32 @@ class Parts:
 
 
 class Platform(Protocol):
-    """One kind of device."""
+    """A kind of device."""
 
     @property
     def torch_device(self) -> torch.device:
-        """Where weights and cache are."""
+        """The device of weights and cache."""
         ...
 
     @property
     def default_block_size(self) -> int:
-        """Tokens per block where nobody says how many."""
+        """Tokens per block if the settings do not say."""
         ...
 
     def dtype(self, asked: DtypeSetting) -> DtypeSetting:
-        """The data type to ask of the model."""
+        """The data type to load the model in, given the setting."""
         ...
 
     def kernels(self) -> Kernels:
-        """The operations that the model is made of."""
+        """The operations to run the model with."""
         ...
 
     def check(self, shape: AttentionShape, loaded: LoadedModel) -> None:
-        """Raises UnsuitableDevice for a model that cannot be computed here."""
+        """Raises UnsuitableDevice for a model that this device cannot compute."""
         ...
 
     def free_memory(self, parts: Parts) -> FreeMemory:
-        """The memory that the KV cache may take its share of; `parts` have no cache yet."""
+        """The memory from which the KV cache gets a share; `parts` have no cache yet."""
         ...
 
     def runner(self, parts: Parts) -> Runner:
@@ -75,5 +75,5 @@ class Platform(Protocol):
     def warm_up(
         self, runner: Runner, limits: BatchLimits, progress: Callable[[int, int], None]
     ) -> None:
-        """Runs what makes the first steps that somebody asks for as fast as the rest."""
+        """Runs steps so that those of the first requests are as fast as later ones."""
         ...

@@ -1,4 +1,4 @@
-"""Steps of given shapes, for what must be run or measured before anybody asks for it."""
+"""Steps of given shapes, to measure memory and compile kernels before the first request."""
 
 from dataclasses import dataclass
 
@@ -11,12 +11,12 @@ from services.worker.core.runner import Runner
 from services.worker.core.step import NewRequest, StepInput
 
 _SAMPLING = SamplingParams(temperature=1, top_p=0.9)
-"""What takes the most work of those that are sampled on a device."""
+"""The parameters that take the most work to sample on a device."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptShape:
-    """A step of so many new requests, each of so many tokens behind `num_computed` others."""
+    """A step of so many new requests, each of so many tokens after `num_computed` others."""
 
     num_requests: int
     num_tokens: int
@@ -24,8 +24,8 @@ class PromptShape:
 
 
 def profiled_shapes(limits: BatchLimits) -> list[PromptShape]:
-    """Steps that between them take the most memory: those of decodes, which a device may record,
-    then the one with the most tokens, sampled in most rows.
+    """Steps that together take the most memory: those of decodes, which the device may record, then
+    the one with the most tokens and sampled rows.
     """
     tokens = limits.max_num_batched_tokens
     num_requests = max(min(limits.max_num_seqs, tokens // 2), 1)
@@ -35,11 +35,11 @@ def profiled_shapes(limits: BatchLimits) -> list[PromptShape]:
 
 
 def every_shape(limits: BatchLimits) -> list[PromptShape]:
-    """Steps that between them need every kernel that is compiled for a number of lanes.
+    """Steps that together need every kernel that is compiled for a number of lanes.
 
-    The largest come first: what a device records of later ones fits into their memory. Chunks
-    follow as many tokens as the widest window sees, if there is one: what is seen of those takes
-    kernels of its own.
+    The largest come first, so that the device can record the later ones in the same memory. If
+    there are windows, chunks follow as many tokens as the widest window has, because these take
+    further kernels.
     """
     buckets = _powers_of_two(bucket(limits.max_num_batched_tokens))
     chunks = [_chunks(num_lanes, limits) for num_lanes in buckets]
@@ -69,7 +69,7 @@ def run_prompts(runner: Runner, limits: BatchLimits, shape: PromptShape) -> None
 
 
 def _decodes(limits: BatchLimits) -> list[PromptShape]:
-    """A step of decodes for every power of two of them, falling."""
+    """A step of decodes for every power of two, falling."""
     most = min(limits.max_num_seqs, limits.max_num_batched_tokens)
     return [PromptShape(min(count, most), 1) for count in _powers_of_two(bucket(most))]
 
@@ -80,9 +80,9 @@ def _powers_of_two(most: int) -> list[int]:
 
 
 def _chunks(most_lanes: int, limits: BatchLimits) -> PromptShape | None:
-    """Chunks that are cut into `most_lanes` lanes or over half as many; None where no step is.
+    """Chunks that are cut into `most_lanes` lanes or more than half as many; None if impossible.
 
-    Short ones make many lanes of few tokens.
+    Short chunks give many lanes with few tokens.
     """
     fewest_lanes = most_lanes // 2 + 1
     for lanes_each in range(1, fewest_lanes + 1):

@@ -4,12 +4,13 @@ Measured on two processors that run all four services, a model of 135 million pa
 requests at once, in tokens per second to those with two threads that are free to move and sleep
 while they wait:
 
-* one thread reaches 0.70 and 0.60, though nothing then disturbs the other services: of few
-  processors none is given away. Beside a neighbour that keeps one of the two busy both choices give
-  the same.
-* A team waits for its last thread, so whoever takes a processor away now and then slows all of it,
-  while one thread of n less costs 1/n. From ENOUGH_TO_SPARE processors on that is the smaller loss.
-  Idle siblings of the cores in use serve the others as well, and then nothing is set apart.
+* One thread reaches 0.70 and 0.60, although nothing then disturbs the other services: with few
+  processors all of them compute. Beside another process that keeps one of the two busy both choices
+  give the same.
+* A team waits for its last thread, so a process that takes one processor away now and then slows
+  all of the team, while one thread of n less costs 1/n. From ENOUGH_TO_SPARE processors on that is
+  the smaller loss. Idle hyperthreads of the cores in use can run the other services; then every
+  core computes.
 * A team that needs all processors keeps a thread on each (native/cpp/threads.h). Otherwise,
   on a virtual machine, a prompt of 512 tokens after half a second of idleness takes up to twice as
   long.

@@ -1,4 +1,4 @@
-"""Steps that nobody asked for, so that the first one somebody asks for is as fast as the rest."""
+"""Steps before the first request, so that its steps are as fast as later ones."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ WARM_UP_TOKENS = 256
 def warm_up(runner: Runner, limits: BatchLimits, progress: Callable[[int, int], None]) -> None:
     """Runs a prompt, a chunk after it and decodes, then empties the batch.
 
-    The KV-cache groups write over each other's blocks: what comes out is nobody's.
+    The KV-cache groups overwrite each other's blocks. The outputs are discarded.
     `progress` is called with the number of steps done and the number there are.
     """
     capacity = min(limits.max_model_len, (limits.num_blocks - 1) * limits.block_size)

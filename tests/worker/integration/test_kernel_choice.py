@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from services.worker.backends.kernels import Kernels
-from services.worker.backends.native.cached_library import KeptLibrary
+from services.worker.backends.native.cached_library import CachedLibrary
 from services.worker.backends.native.compiled import (
     NotCompiled,
     default_cache_directory,
@@ -121,7 +121,7 @@ def test_what_cannot_be_kept_serves_this_process_alone(
         library = load_compiled(tmp_path / "file" / "cache", lambda: None)
     assert library.panel_width() == 16
     [warning] = [record for record in caplog.records if record.levelno == logging.WARNING]
-    expected = f"compiled kernels cannot be kept in {tmp_path}/file/cache: Not a directory"
+    expected = f"compiled kernels cannot be cached in {tmp_path}/file/cache: Not a directory"
     assert warning.getMessage() == expected
 
 
@@ -137,7 +137,7 @@ def test_damaged_kernels_are_compiled_again(
     kept.write_bytes(whole[: len(whole) // 2])
     with caplog.at_level(logging.INFO):
         assert load_compiled(tmp_path / "cache", lambda: None).panel_width() == 16
-    assert "the kept kernels are damaged or unfinished" in caplog.messages
+    assert "the cached kernels are damaged or incomplete" in caplog.messages
     assert len(kept.read_bytes()) >= len(whole)
     caplog.clear()
     with caplog.at_level(logging.INFO):
@@ -145,20 +145,20 @@ def test_damaged_kernels_are_compiled_again(
     assert caplog.messages == []
 
 
-def test_a_disk_that_is_full_keeps_nothing_half(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_no_part_of_a_library(tmp_path: Path) -> None:
     """A limit to the size of files stands for the disk."""
     whole = tmp_path / "whole.so"
     whole.write_bytes(bytes(100_000))
-    kept = KeptLibrary(tmp_path / "cache", "kernels")
+    cached = CachedLibrary(tmp_path / "cache", "kernels")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
     try:
         with pytest.raises(OSError, match="File too large"):
-            kept.put(whole)
+            cached.put(whole)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert not kept.is_there
-    assert kept.load() is None
+    assert not cached.exists
+    assert cached.load() is None
     assert list((tmp_path / "cache").iterdir()) == []
 
 

@@ -1,4 +1,4 @@
-"""One CUDA device: pinned copies that nobody waits for, and graphs."""
+"""One CUDA device: asynchronous copies through pinned memory, and CUDA graphs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +13,12 @@ _WARM_UPS = 2
 class CudaDevice:
     """The current CUDA device, driven by one thread over its default stream.
 
-    Copies lie in pinned memory, which torch's allocator hands out again once the device is done
-    with it; so one may be queued for every step in flight.
+    Copies go through pinned memory, which torch's allocator reuses once the device has read or
+    written it; so copies of several steps may be queued.
 
-    What is recorded through one instance lives and ends together: it shares a pool of memory, whose
-    handle means nothing any more once the last graph in it is gone, and a stream, whose workspace
-    for matrix products torch may free when any graph that was captured on it goes.
+    The graphs recorded through one instance must be freed together. They share a pool of memory,
+    whose handle is invalid once its last graph is freed, and a stream, whose workspace for matrix
+    products torch may free when any graph captured on it is freed.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", index)
         self.num_processors = int(torch.cuda.get_device_properties(index).multi_processor_count)
         self._graph_memory: Any = torch.cuda.graph_pool_handle()
-        self._aside: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def upload(self, array: Array) -> torch.Tensor:
         """See Device."""
@@ -37,27 +37,28 @@ class CudaDevice:
         return _PinnedDownload(tensor)
 
     def record(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """See Device. A CUDA graph: the first runs compile kernels, one more is captured.
+        """See Device. Runs `work` to compile kernels, then captures one more run as a CUDA graph.
 
-        They run on the stream that the capture is on, so that its workspace for matrix products is
-        there before and lies in no graph's memory. Graphs share all memory but their results.
+        All runs are on the capture's stream, so that the workspace for its matrix products is
+        allocated before the capture, outside of the graph's memory. Graphs share all memory but
+        their results.
         """
-        current, aside = torch.cuda.current_stream(), self._aside
-        aside.wait_stream(current)
-        with torch.cuda.stream(aside):
+        current, stream = torch.cuda.current_stream(), self._stream
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
             for _ in range(_WARM_UPS):
                 work()
-        current.wait_stream(aside)
+        current.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(
-            graph, pool=self._graph_memory, stream=aside, capture_error_mode="thread_local"
+            graph, pool=self._graph_memory, stream=stream, capture_error_mode="thread_local"
         ):
             result = work()
         return _Recording(graph, work, result)
 
 
 class _Recording:
-    """A captured graph. It keeps `work`, and with it the memory that the graph reads."""
+    """A captured graph. It holds `work`, and with it the memory that the graph reads."""
 
     def __init__(
         self, graph: torch.cuda.CUDAGraph, work: Callable[[], torch.Tensor], result: torch.Tensor
@@ -72,7 +73,7 @@ class _Recording:
 
 
 class _PinnedDownload:
-    """A copy to pinned memory, and the event behind it. Who waits sleeps."""
+    """A copy to pinned memory, and an event after it. A thread that waits for it sleeps."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

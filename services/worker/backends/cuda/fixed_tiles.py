@@ -1,8 +1,8 @@
 """A product in Triton whose rows do not depend on how many there are.
 
-cuBLAS chooses a kernel by the number of rows, and each sums in its own order. Here every product of
-a data type is cut into tiles of one size, each summed by one program in one order along the inner
-dimension: a row comes out the same in any company. After Thinking Machines Lab, "Defeating
+cuBLAS chooses a kernel by the number of rows, and each kernel sums in its own order. Here every
+product is cut into tiles of one size, and one program sums each tile in one order along the inner
+dimension: a row is the same whatever other rows there are. After Thinking Machines Lab, "Defeating
 Nondeterminism in LLM Inference".
 """
 
@@ -30,26 +30,28 @@ def _multiply_tile(  # type: ignore[no-untyped-def]
     INNER: tl.constexpr,  # noqa: N803
 ):
     """One tile of x [num_rows, inner] by weight [num_columns, inner]. Tiles of the same columns lie
-    beside each other, so that they read a weight while it is near.
+    beside each other, so that the weight is read from a cache.
     """
     num_row_tiles = tl.cdiv(num_rows, ROWS)
     tile = tl.program_id(0)
     rows = (tile % num_row_tiles) * ROWS + tl.arange(0, ROWS)
     columns = (tile // num_row_tiles) * COLUMNS + tl.arange(0, COLUMNS)
     steps = tl.arange(0, INNER)
-    x_places = x + rows[:, None].to(tl.int64) * x_stride + steps[None, :]
-    weight_places = weight + columns[None, :].to(tl.int64) * inner + steps[:, None]
+    x_addresses = x + rows[:, None].to(tl.int64) * x_stride + steps[None, :]
+    weight_addresses = weight + columns[None, :].to(tl.int64) * inner + steps[:, None]
     is_row, is_column = rows[:, None] < num_rows, columns[None, :] < num_columns
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for begin in range(0, inner, INNER):
         left = inner - begin
-        own = tl.load(x_places + begin, mask=is_row & (steps[None, :] < left), other=0.0)
-        other = tl.load(weight_places + begin, mask=is_column & (steps[:, None] < left), other=0.0)
-        total = tl.dot(own, other, total, input_precision="ieee")
+        left_tile = tl.load(x_addresses + begin, mask=is_row & (steps[None, :] < left), other=0.0)
+        right_tile = tl.load(
+            weight_addresses + begin, mask=is_column & (steps[:, None] < left), other=0.0
+        )
+        total = tl.dot(left_tile, right_tile, total, input_precision="ieee")
     if HAS_BIAS:
         total += tl.load(bias + columns, mask=columns < num_columns, other=0.0)[None, :]
-    places = output + rows[:, None].to(tl.int64) * num_columns + columns[None, :]
-    tl.store(places, total.to(output.dtype.element_ty), mask=is_row & is_column)
+    addresses = output + rows[:, None].to(tl.int64) * num_columns + columns[None, :]
+    tl.store(addresses, total.to(output.dtype.element_ty), mask=is_row & is_column)
 
 
 class FixedTilesLinear:

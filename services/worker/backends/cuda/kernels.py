@@ -1,6 +1,4 @@
-"""The operations on a CUDA device: torch's own, and in place of its products some that do not
-depend on what else is in the batch.
-"""
+"""The operations on a CUDA device: torch's, and batch-invariant products in place of torch's."""
 
 import torch
 
@@ -11,9 +9,9 @@ _ALIGNMENT = 16
 
 
 class CudaKernels(TorchKernels):
-    """See Kernels. Attention through xFormers needs more than a shape, and is made elsewhere.
+    """See Kernels. Attention through xFormers is made in platforms/cuda_runner.py.
 
-    `grouped`: data types in which torch multiplies grouped matrices without asking the host.
+    `grouped`: data types in which torch multiplies grouped matrices without waiting for the host.
     """
 
     def __init__(self, grouped: frozenset[torch.dtype] = frozenset()) -> None:
@@ -21,24 +19,24 @@ class CudaKernels(TorchKernels):
         self._grouped = grouped
 
     def padded_rows(self, num_rows: int) -> int:
-        """Any number of rows is as good as another."""
+        """`num_rows`: no number is faster than others."""
         return num_rows
 
     def groups_experts(self, dtype: torch.dtype, width: int) -> bool:
-        """See Kernels. Rows must begin where the kernel can copy from."""
+        """See Kernels. Rows must begin at addresses that the kernel can copy from."""
         return dtype in self._grouped and width * dtype.itemsize % _ALIGNMENT == 0
 
 
 class BatchInvariantKernels(CudaKernels):
     """See Kernels. A row of a result is the same bit for bit whatever else is in the batch.
 
-    Torch's norms, gates and embeddings are so anyway. Experts are multiplied by one by one: torch's
-    grouped multiplication chooses its tiles by the number of rows.
+    Torch's norms, gates and embeddings are batch-invariant. Experts are computed one by one,
+    because torch's grouped multiplication chooses its tiles by the number of rows.
     """
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """See Kernels."""
-        # Only here: importing it imports Triton, which a worker on the CPU does without.
+        # Imported here because it imports Triton, which a worker on the CPU does not need.
         from services.worker.backends.cuda.fixed_tiles import FixedTilesLinear  # noqa: PLC0415
 
         return FixedTilesLinear(weight, bias)

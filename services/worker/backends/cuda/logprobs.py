@@ -1,7 +1,7 @@
-"""Log-probabilities where the logits are, brought to the host in one piece behind the tokens.
+"""Log-probabilities computed on the device, and copied to the host in one piece.
 
-They are the host's: best first, among equals the lowest id first, ranks in that order. Sums are
-taken in another order, so that the last bits may differ.
+The order is the host's: best first, among equals the lowest id first, with ranks in that order.
+Sums are taken in another order, so that the last bits may differ.
 """
 
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ _WORD = 2**32
 
 @dataclass(frozen=True, slots=True)
 class PendingLogprobs:
-    """Log-probabilities of sampled tokens on their way to the host.
+    """Log-probabilities of sampled tokens that are being copied to the host.
 
-    `num_top`: of the rows that want them, how many of the most probable tokens. `numbers` float64
+    `num_top`: for each row that has some, how many of the most probable tokens. `numbers` float64
     [rows, 2 * width + 1]: `width` token ids, the sampled one first, as many log-probabilities, and
     the sampled token's rank.
     """
@@ -28,7 +28,7 @@ class PendingLogprobs:
     numbers: Download
 
     def wait(self) -> dict[int, LogprobRows]:
-        """Those of each row, once they are there."""
+        """Waits, and returns those of each row."""
         numbers = self.numbers.wait()
         width = numbers.shape[1] // 2
         return {
@@ -50,10 +50,12 @@ def logprobs_on_device(
     *,
     by_row: bool = False,
 ) -> PendingLogprobs:
-    """Of the rows `num_top` of the logits float32 [R, V] and of the tokens sampled from them, int64
-    [R]. At least one row; those without a usable distribution get numbers that mean nothing.
+    """Log-probabilities for the rows in `num_top`, at least one, of the logits float32 [R, V] and
+    of the tokens sampled from them, int64 [R]. Those of a row without a usable distribution have no
+    meaning.
 
-    `by_row`: one after the other, so that the order of sums does not depend on how many there are.
+    `by_row`: computes one row after the other, so that the order of sums does not depend on the
+    number of rows.
     """
     if len(num_top) < len(logits):
         rows = device.upload(np.fromiter(num_top, np.int64))
@@ -73,8 +75,8 @@ def _numbers(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> tor
     sums = torch.exp(logits - largest).sum(dim=1, keepdim=True, dtype=torch.float64)
     normalizers = (largest + sums.log()).float()
     logprobs = logits.gather(1, ids) - normalizers
-    value, places = logits.gather(1, sampled), torch.arange(logits.shape[1], device=logits.device)
-    better = (logits > value) | ((logits == value) & (places < sampled))
+    value, token = logits.gather(1, sampled), torch.arange(logits.shape[1], device=logits.device)
+    better = (logits > value) | ((logits == value) & (token < sampled))
     ranks = 1 + better.sum(dim=1, keepdim=True)
     return torch.cat((ids, logprobs.double(), ranks), 1)
 
@@ -82,12 +84,13 @@ def _numbers(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> tor
 def _best(logits: torch.Tensor, count: int) -> torch.Tensor:
     """The `count` best tokens of each row, best first, int64 [R, count].
 
-    Of equals a selection may give any, so it is made among numbers that are all different: the
-    logit's bits, in an order that is the logit's, above the token's place from the end.
+    topk may return any of several equal numbers, so it is given numbers that all differ: the bits
+    of the logit, converted so that they order as the logits do, above the distance of the token
+    from the vocabulary's end.
     """
     vocab_size = logits.shape[1]
     bits = (logits + 0.0).view(torch.int32)  # of two zeros one
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
-    places = torch.arange(vocab_size - 1, -1, -1, device=logits.device)
-    best = (ordered * _WORD + places).topk(min(count, vocab_size), dim=1).values
+    from_end = torch.arange(vocab_size - 1, -1, -1, device=logits.device)
+    best = (ordered * _WORD + from_end).topk(min(count, vocab_size), dim=1).values
     return vocab_size - 1 - best % _WORD

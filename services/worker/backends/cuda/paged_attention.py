@@ -1,19 +1,19 @@
 """Paged attention through xFormers, for CUDA.
 
 Per layer of a KV-cache group the cache is one pool of keys and one of values, [num_blocks *
-block_size, num_kv_heads, head_dim]; a slot of the layout is a row. New keys and values are written
-first, so that a call reads all it needs through the block tables. Then, once for each kind of
-layer in a group:
+block_size, num_kv_heads, head_dim], with a row for each slot. New keys and values are written
+first, so that a call reads everything through the block tables. Then, once for all layers of a
+group that attend alike:
 
 * Decodes are one call with one query a lane. Its shape is part of the kernel, so lanes are
   rounded up to a power of two with lanes of no keys, and tables are as wide as the longest
-  sequence. The inputs of a call of one size lie in the same memory at every step: what was
-  recorded once can run again with other lengths and tables.
-* Chunks are cut into lanes of 16 queries (`sub_chunks`), one call for all of them; or, where
-  FlashAttention 3 is present, they are one call of that, uncut.
+  sequence. The inputs of a call of one size lie in the same memory at every step, so that a
+  recorded call can be repeated with other lengths and tables.
+* Chunks are cut into lanes of 16 queries (`sub_chunks`), in one call; if FlashAttention 3 can be
+  used, they are one call of that, without cutting.
 * A sliding window is a range of keys per lane. In a lane of several queries the range is that of
-  the last one; what earlier queries see besides is a second call with a lane for each, and the two
-  are joined by their normalizers.
+  the last one; the further keys that earlier queries see are a second call with a lane for each
+  query, and the two are joined by their normalizers.
 
 Split-K: Dao et al., "Flash-Decoding for long-context inference".
 """
@@ -41,7 +41,7 @@ from services.worker.backends.torch.rotary import rotate
 class XformersPagedAttention:
     """The KV cache of all layers on a device, and attention over it.
 
-    `split_k` None is xFormers' own operator, which runs on CUDA. `batch_invariant`: see LayerKind.
+    `split_k`: see PagedOps; None is xFormers' operator. `batch_invariant`: see LayerKind.
     """
 
     def __init__(
@@ -66,19 +66,19 @@ class XformersPagedAttention:
             for layer in (shape.layers[index] for index in largest)
         ]
         self._pages_of = shape.pages_of
-        self._places = [
-            Place(group, layer) for group, layer in zip(shape.group_of, shape.layers, strict=True)
+        self._call_keys = [
+            CallKey(group, layer) for group, layer in zip(shape.group_of, shape.layers, strict=True)
         ]
         self._kinds = {
-            place: LayerKind(
-                place.layer,
+            key: LayerKind(
+                key.layer,
                 shape.block_size,
                 max_blocks_per_seq,
                 device,
                 split_k,
                 batch_invariant=batch_invariant,
             )
-            for place in self._places
+            for key in self._call_keys
         }
         self._has_flash = (
             not batch_invariant
@@ -92,7 +92,7 @@ class XformersPagedAttention:
     def begin_step(self, layouts: Sequence[StepLayout]) -> "XformersStep":
         """See PagedAttention."""
         num_tokens, num_decodes = layouts[0].num_tokens, layouts[0].num_decodes
-        calls: list[dict[Place, Call]] = []
+        calls: list[dict[CallKey, Call]] = []
         counts: list[int] = []
         if num_decodes:
             decodes = self.decode_step(num_decodes)
@@ -128,9 +128,9 @@ class XformersPagedAttention:
             self._decodes[num_lanes] = DecodeStep(self, self._device, num_lanes, num_groups, calls)
         return self._decodes[num_lanes]
 
-    def place(self, layer: int) -> "Place":
-        """The group of a layer, and what attention does in it."""
-        return self._places[layer]
+    def call_key(self, layer: int) -> "CallKey":
+        """The key of a layer's calls."""
+        return self._call_keys[layer]
 
     def store(
         self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -148,17 +148,17 @@ class XformersPagedAttention:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Layers of one group that attend alike."""
+class CallKey:
+    """Layers of one group that attend alike share their calls."""
 
     group: int
     layer: AttentionLayer
 
 
 class XformersStep:
-    """One step over an XformersPagedAttention: calls over `counts` tokens each, in their order.
+    """One step over an XformersPagedAttention: one call after the other, over `counts` tokens each.
 
-    `slots` by group.
+    `slots`: of each group.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class XformersStep:
         cache: XformersPagedAttention,
         slots: list[torch.Tensor],
         counts: list[int],
-        calls: list[dict[Place, Call]],
+        calls: list[dict[CallKey, Call]],
     ) -> None:
         self._cache = cache
         self._slots = slots
@@ -184,13 +184,13 @@ class XformersStep:
         """See LayerAttention."""
         if rotation is not None:
             query, key = rotate(query, rotation), rotate(key, rotation)
-        place = self._cache.place(layer)
-        slots = self._slots[place.group]
+        call_key = self._cache.call_key(layer)
+        slots = self._slots[call_key.group]
         num_tokens = len(slots)
         pools = self._cache.store(layer, slots, key[:num_tokens], value[:num_tokens])
         parts, first = [], 0
         for count, calls in zip(self._counts, self._calls, strict=True):
-            parts.append(calls[place](query[first : first + count], *pools))
+            parts.append(calls[call_key](query[first : first + count], *pools))
             first += count
         if len(query) > num_tokens:
             parts.append(torch.zeros_like(query[num_tokens:]))
@@ -198,10 +198,10 @@ class XformersStep:
 
 
 class DecodeStep:
-    """A step of `num_lanes` decodes whose inputs lie in memory that stays the same.
+    """A step of `num_lanes` decodes whose inputs lie in the same memory at every step.
 
-    `set` replaces them; a call reads them, and so does one that was recorded. Lanes without a
-    request write to slot 0, which belongs to nobody.
+    `set` replaces the inputs, which calls and recorded calls read. Lanes without a request write to
+    slot 0, which is in the null block.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class DecodeStep:
         device: Device,
         num_lanes: int,
         num_groups: int,
-        calls: dict[Place, DecodeCall],
+        calls: dict[CallKey, DecodeCall],
     ) -> None:
         self.num_lanes = num_lanes
         self.calls = calls
@@ -222,7 +222,7 @@ class DecodeStep:
         self._step = XformersStep(cache, self._slots, [num_lanes], [dict(calls)])
 
     def set(self, layouts: Sequence[StepLayout]) -> None:
-        """Takes over layouts of decodes alone, `num_lanes` at most."""
+        """Copies in layouts of at most `num_lanes` decodes and no chunks."""
         self.set_lanes(layouts)
         for own, layout in zip(self._slots, layouts, strict=True):
             own[layout.num_decodes :].zero_()
@@ -230,7 +230,7 @@ class DecodeStep:
             own[: layout.num_decodes].copy_(slots, non_blocking=True)
 
     def set_lanes(self, layouts: Sequence[StepLayout]) -> None:
-        """Takes over the lengths and tables of the layouts' decodes; their slots stay apart."""
+        """Copies in the lengths and tables of the layouts' decodes, without their slots."""
         num_decodes = layouts[0].num_decodes
         for at, call in self.calls.items():
             layout = layouts[at.group]

@@ -1,7 +1,7 @@
-"""The draw where the logits are: race.py in torch.
+"""The draw on the device: sampling/race.py in torch.
 
-Exponentials and speeds are those of the host, in float64; all tokens take part, since deciding
-which blocks need not would make the host wait for the device.
+Exponentials and speeds are those of the host, in float64. All tokens take part: to skip blocks of
+tokens the host would have to wait for the device.
 """
 
 import torch
@@ -25,13 +25,13 @@ def race_on_device(
 ) -> torch.Tensor:
     """The token drawn in each row of the logits float32 [R, V], int64 [R, 1].
 
-    The largest logit of each row, float32 [R, 1]; its temperature, float32 [R, 1], above 0; its
-    states, int64 [R, 2]. Minus infinity bans a token.
+    `largest`, float32 [R, 1]: each row's largest logit. `temperatures`, float32 [R, 1], above 0.
+    `states`, int64 [R, 2]: of each row's random numbers. A logit of minus infinity bans a token.
     """
     num_rows, vocab_size = logits.shape
     num_blocks = -(-vocab_size // SUPERBLOCK_SIZE) * NUM_LANES
     random = _words(states[:, :1], torch.arange(num_blocks, device=logits.device))
-    smallest, places = _exponentials(random) / BLOCK_SIZE, random & (BLOCK_SIZE - 1)
+    smallest, indexes = _exponentials(random) / BLOCK_SIZE, random & (BLOCK_SIZE - 1)
     speeds, winners = [], []
     width = max(_TOKENS_AT_ONCE // num_rows, 1)
     for start in range(0, vocab_size, width):
@@ -39,7 +39,7 @@ def race_on_device(
         ids = torch.arange(start, start + part.shape[1], device=logits.device)
         block = ids // SUPERBLOCK_SIZE * NUM_LANES + ids % NUM_LANES
         times = _exponentials(_words(states[:, 1:], ids))
-        times.masked_fill_(places[:, block] == ids % SUPERBLOCK_SIZE // NUM_LANES, 0)
+        times.masked_fill_(indexes[:, block] == ids % SUPERBLOCK_SIZE // NUM_LANES, 0)
         times += smallest[:, block]
         speed, winner = (((part - largest) / temperatures) - times.log_()).max(dim=1, keepdim=True)
         speeds.append(speed)
@@ -48,7 +48,7 @@ def race_on_device(
 
 
 def _words(states: torch.Tensor, indexes: torch.Tensor) -> torch.Tensor:
-    """Unsigned arithmetic in int64: products wrap, and what a shift copies of the sign is cut."""
+    """Unsigned arithmetic in int64: products wrap, and shifts clear the copied sign bits."""
     mixed = states + indexes * _signed(GAMMA)
     for shift, factor in MIX:
         mixed = (mixed ^ _shifted(mixed, shift)) * _signed(factor)

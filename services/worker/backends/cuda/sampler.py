@@ -1,8 +1,8 @@
-"""Sampling where the logits are, for rows that need no more than a temperature and filters.
+"""Sampling on the device, for rows that need no more than a temperature and filters.
 
-The stages and their order are the sampler's, and so are the numbers that decide a draw; here they
-are passes over whole batches in torch. Top-p sums weights in another order than on the host: a
-token on its border may be kept on one of them alone.
+The stages, their order, and the random numbers are those of the host's sampler, computed for whole
+batches in torch. Top-p sums weights in another order than the host, so that a token at the limit
+may be kept by only one of them.
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ from services.worker.backends.device import Device
 from services.worker.sampling.sampler import Draws
 
 UNUSABLE = -1
-"""In place of a token where NaN or infinity leaves nothing to sample from."""
+"""Stands for a token that cannot be sampled because of NaN or infinity in the logits."""
 
 
 def sample_on_device(logits: torch.Tensor, draws: Draws, device: Device) -> torch.Tensor:

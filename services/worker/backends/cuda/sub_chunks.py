@@ -1,9 +1,9 @@
 """Chunks of tokens as attention calls over lanes of equal length: index arithmetic only.
 
-A causal call of xFormers' paged kernel takes the same number of queries, at most 16, of every
-lane. A chunk is cut into as many lanes of that size as cover it, padded in front, so that the last
-query of each lane is a real one; a lane sees the keys up to its own last query, through its
-parent's block table. What padding queries give is never read.
+A causal call of xFormers' paged kernel has the same number of queries, at most 16, in every lane. A
+chunk is cut into as many lanes of that size as cover it, padded in front, so that the last query of
+each lane is a real one. A lane sees the keys up to its last query, through its chunk's block table.
+The outputs of padding queries are discarded.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ import numpy as np
 from services.worker.backends.attention import Int32Array, Int64Array
 
 MOST_QUERIES = 16
-"""Queries of a lane that the kernel masks causally."""
+"""Most queries of a lane that the kernel masks causally."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class SubChunks:
 def cut(num_queries: Int32Array, seq_lens: Int32Array, size: int = MOST_QUERIES) -> SubChunks:
     """Cuts chunks of so many queries each, which end at `seq_lens` keys.
 
-    The number of lanes is rounded up to a power of two, for which a kernel exists already.
+    The number of lanes is rounded up to a power of two, so that few kernels are compiled.
     """
     padding = -num_queries % size
     counts = (num_queries + padding) // size
@@ -49,8 +49,8 @@ def cut(num_queries: Int32Array, seq_lens: Int32Array, size: int = MOST_QUERIES)
     ends = (seq_lens - num_queries - padding)[parents] + size * (ordinals + 1)
 
     owners = np.repeat(np.arange(len(counts)), num_queries)
-    places = np.arange(len(owners)) - first_tokens[owners]
-    rows = first_lanes[owners] * size + padding[owners] + places
+    offsets = np.arange(len(owners)) - first_tokens[owners]
+    rows = first_lanes[owners] * size + padding[owners] + offsets
 
     extra = bucket(num_lanes) - num_lanes
     queries = np.zeros((num_lanes + extra) * size, np.int64)
@@ -70,7 +70,7 @@ def bucket(count: int) -> int:
 
 
 def largest_lane(window: int | None) -> int:
-    """Queries of a lane, a power of two, such that through the window each sees its own key."""
+    """The most queries of a lane, a power of two, with which each still sees its own key."""
     if window is None or window >= MOST_QUERIES:
         return MOST_QUERIES
     return 1 << (window.bit_length() - 1)
@@ -78,7 +78,7 @@ def largest_lane(window: int | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class KeyRanges:
-    """Keys [starts, ends) of each lane, int32 [num_lanes]; both 0 where there is none."""
+    """Keys [starts, ends) of each lane, int32 [num_lanes]; both are 0 for a lane without keys."""
 
     starts: Int32Array
     ends: Int32Array

@@ -1,7 +1,7 @@
-"""The attention calls that a step is made of, for one kind of layer.
+"""The attention calls of a step, for layers that attend alike.
 
-Everything of a call that does not depend on the layer is built once a step: its lanes, and what
-xFormers calls its bias. See `xformers_paged` for how a step is cut into calls.
+The parts of a call that do not depend on the layer are built once a step: its lanes, and what
+xFormers calls its bias. See paged_attention.py for how a step is cut into calls.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from services.worker.backends.device import Device
 
 
 class Call(Protocol):
-    """Attention of some queries of a step, for every layer of a kind in turn."""
+    """Attention of some queries of a step, for one layer after the other."""
 
     def __call__(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
@@ -38,11 +38,11 @@ class Call(Protocol):
 class LayerKind:
     """Makes the calls for layers that attend alike.
 
-    `width`: blocks of the longest sequence, and so of every table. `batch_invariant`: a query is
-    computed the same whatever is in the step with it. Then keys are not split, for how many parts
-    are worth it depends on the number of lanes, and every lane of a kind has the same number of
-    queries, for the kernel's tiles depend on it: decodes fill theirs up, and with a window, where
-    a lane's first key decides at which keys tiles begin, each query is a lane.
+    `width`: blocks of the longest sequence, and so of every table. `batch_invariant`: a query's
+    output is the same whatever is in the step with it. Then keys are not split, because the number
+    of parts would depend on the number of lanes; and every lane has the same number of queries,
+    because the kernel's tiles depend on it. Lanes of decodes are padded, and with a window, where a
+    lane's first key decides at which keys tiles begin, each query is a lane.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class LayerKind:
         )
 
     def decodes(self, num_lanes: int) -> "DecodeCall":
-        """One query a lane; lengths and tables are set afterwards, again and again."""
+        """A call of one query a lane, whose lengths and tables are set at every step."""
         return DecodeCall(
             self._ops,
             self._device,
@@ -77,7 +77,7 @@ class LayerKind:
         )
 
     def chunks(self, layout: StepLayout) -> Call:
-        """The layout's chunks; the queries handed in are those behind its decodes."""
+        """A call for the layout's chunks. Its queries are those after the decodes."""
         first, window = layout.num_decodes, self.layer.window
         counts = np.diff(layout.query_starts[first:])
         chunks = cut(counts, layout.seq_lens[first:], self._lane())
@@ -97,7 +97,7 @@ class LayerKind:
         return _ChunkCall(self._device, chunks, _Joined(partial, further))
 
     def flash(self, layout: StepLayout) -> Call:
-        """As `chunks`, uncut, by FlashAttention 3."""
+        """As `chunks`, without cutting them, by FlashAttention 3."""
         first = layout.num_decodes
         bias = self._ops.padded_bias(
             np.diff(layout.query_starts[first:]).tolist(),
@@ -131,11 +131,11 @@ class LayerKind:
         )
 
     def _padded(self, block_tables: Int32Array) -> Int32Array:
-        """As wide as the longest sequence's table; what lies beyond a sequence is never read."""
+        """Tables padded to `width`; entries beyond a sequence are never read."""
         return np.pad(block_tables, ((0, 0), (0, self._width - block_tables.shape[1])))
 
     def _lane(self) -> int:
-        """Queries of a chunk's lane."""
+        """Queries of a lane of chunks."""
         window = self.layer.window
         return 1 if self._batch_invariant and window is not None else largest_lane(window)
 
@@ -148,9 +148,9 @@ class LayerKind:
 
 
 class DecodeCall:
-    """One query a lane, `num_lanes` of them; lengths and tables are replaced in place.
+    """One query in each of `num_lanes` lanes; lengths and tables are replaced in place.
 
-    In the kernel a lane has `size` queries, of which the last is the one.
+    In the kernel a lane has `size` queries, of which the last is the real one.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class DecodeCall:
             self._bias = ops.gappy_bias(num_queries, [0] * num_lanes, ends, self._tables)
 
     def set(self, seq_lens: Int32Array, block_tables: Int32Array) -> None:
-        """The lengths of the first lanes, and their tables; the other lanes see nothing."""
+        """Sets the lengths and tables of the first lanes; the other lanes get no keys."""
         others = (0, self.num_lanes - len(seq_lens))
         ends = np.pad(seq_lens, others)
         self._bias.k_seqinfo.seqlen.copy_(self._device.upload(ends), non_blocking=True)
@@ -223,7 +223,7 @@ class _Joined:
 
 
 class _ChunkCall:
-    """Gathers the queries of chunks into lanes, and what comes back into tokens."""
+    """Gathers the queries of chunks into lanes, and the outputs of lanes into tokens."""
 
     def __init__(self, device: Device, chunks: SubChunks, call: Call) -> None:
         self._queries = device.upload(chunks.queries)

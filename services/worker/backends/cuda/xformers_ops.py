@@ -1,7 +1,7 @@
-"""The one place that knows xFormers: its biases and operators, in the words of this package.
+"""xFormers' biases and operators. No other module imports xFormers.
 
-Operators are always named: xFormers' own choice refuses or mistakes what serving needs. Nothing
-else imports it, so that its successor, which has the same classes, is an import away.
+Operators are named explicitly: xFormers' own choice rejects or miscomputes some of the calls that
+serving needs.
 """
 
 from collections.abc import Sequence
@@ -14,25 +14,25 @@ from xformers.ops.fmha import attn_bias, common, flash3, triton_splitk
 from services.worker.backends.attention import AttentionLayer
 
 Bias = Any
-"""What an xFormers call sees of which key; built once a step, for all layers."""
+"""xFormers' description of which query sees which keys; built once a step, for all layers."""
 
 Operator = type[Any]
 
 FLASH_HEAD_DIMS = (64, 128, 256)
-"""Sizes of a head that both the split-K kernel and FlashAttention 3 have."""
+"""Head sizes that both the split-K kernel and FlashAttention 3 support."""
 
 _LARGEST_TILE = 64
 _TILE_ELEMENTS = 16384
-"""Numbers in a tile of keys: with one of values it fits the 99 KiB that some GPUs share."""
+"""Numbers in a tile of keys: with a tile of values it fits the 99 KiB that some GPUs share."""
 
 
 def built_with_cuda() -> bool:
-    """Whether xFormers found its CUDA library; if not, it refuses every tensor on CUDA."""
+    """Whether xFormers found its CUDA library, without which it rejects every tensor on CUDA."""
     return bool(common._built_with_cuda)
 
 
 def has_flash() -> bool:
-    """Whether FlashAttention 3 is there: its library, and a GPU that it is made for."""
+    """Whether FlashAttention 3 can be used: its library is there, and it supports this GPU."""
     operator: Operator = flash3.FwOp
     oldest = operator.CUDA_MINIMUM_COMPUTE_CAPABILITY
     newest = operator.CUDA_MAXIMUM_COMPUTE_CAPABILITY
@@ -42,10 +42,10 @@ def has_flash() -> bool:
 
 
 class PagedOps:
-    """Attention calls over pools of pages, as one kind of layer attends.
+    """Attention calls over pools of pages, for layers that attend alike.
 
-    A pool is [num_blocks * block_size, num_kv_heads, head_dim]. `split_k` is the split-K operator:
-    a test may bring one that runs elsewhere than on CUDA.
+    A pool is [num_blocks * block_size, num_kv_heads, head_dim]. `split_k` is the split-K operator;
+    tests pass one that also runs on the CPU.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class PagedOps:
     ) -> Bias:
         """As `padded_bias`, over the keys [starts[i], starts[i] + lengths[i]).
 
-        Put together by hand: the class's own `from_seqlens` cannot be called, and the way by
-        `make_paged` numbers the keys of all lanes through, beyond 32 bits.
+        Constructed field by field: the class's own `from_seqlens` cannot be called, and
+        `make_paged` numbers the keys of all lanes in one sequence, which exceeds 32 bits.
         """
         device = block_tables.device
         ranges = attn_bias._GappySeqInfo.from_seqlens_gappy(
@@ -139,7 +139,7 @@ class PagedOps:
         return output.reshape(query.shape)
 
     def _operator(self, num_splits: int) -> Operator:
-        """The kernel reads tiles of keys that must divide a page."""
+        """The split-K operator with tiles of keys that divide a page, as the kernel needs them."""
         tile = min(_LARGEST_TILE, self._block_size, _TILE_ELEMENTS // self._layer.head_dim)
         operator: Operator = self._split_k.get_operator(num_splits, block_n=tile)
         return operator
@@ -147,7 +147,7 @@ class PagedOps:
     def _grouped(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """With the query heads of a key head beside each other; key heads repeat by stride 0."""
+        """The arguments with the query heads grouped by key head; key heads repeat by stride 0."""
         groups, head_dim = self._layer.num_kv_heads, self._layer.head_dim
         repeats = self._layer.num_heads // groups
         keys, values = (

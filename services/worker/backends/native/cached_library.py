@@ -1,7 +1,7 @@
-"""A compiled library in its place on disk, and the proof that it is whole.
+"""A compiled library on disk, with a digest that shows that it is complete.
 
 A library that was cut short, by a full disk or a machine that stopped, may load and end the process
-later. So its digest lies beside it, and what does not match it counts as absent.
+later. So its digest lies beside it, and a library that does not match the digest is not loaded.
 """
 
 import ctypes
@@ -11,8 +11,8 @@ from hashlib import sha256
 from pathlib import Path
 
 
-class KeptLibrary:
-    """The library `name` in a directory, which need not exist."""
+class CachedLibrary:
+    """The library `name` in a directory, which may not exist yet."""
 
     def __init__(self, directory: Path, name: str) -> None:
         self.directory = directory
@@ -20,31 +20,31 @@ class KeptLibrary:
         self._digest = directory / f"{name}.sha256"
 
     @property
-    def is_there(self) -> bool:
-        """Whether something is kept, whole or not."""
+    def exists(self) -> bool:
+        """Whether there is a file, complete or not."""
         return self._library.exists()
 
     def load(self) -> ctypes.CDLL | None:
-        """The library; None where it is not there or not whole. Raises OSError where it is, and
-        cannot be loaded.
+        """The library, or None if it does not exist or is not complete. Raises OSError if it is
+        complete and cannot be loaded.
         """
         try:
-            digest, kept = _digest(self._library), self._digest.read_text()
+            digest, expected = _digest(self._library), self._digest.read_text()
         except OSError:
             return None
-        return ctypes.CDLL(str(self._library)) if digest == kept else None
+        return ctypes.CDLL(str(self._library)) if digest == expected else None
 
-    def put(self, made: Path) -> None:
-        """Keeps a copy, for one caller at a time. Raises OSError, and leaves nothing half done."""
+    def put(self, compiled: Path) -> None:
+        """Stores a copy; for one caller at a time. Raises OSError, and then stores nothing."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        aside = self._library.with_suffix(".new")
+        new = self._library.with_suffix(".new")
         try:
-            shutil.copyfile(made, aside)
-            self._digest.write_text(_digest(aside))
-            aside.replace(self._library)
+            shutil.copyfile(compiled, new)
+            self._digest.write_text(_digest(new))
+            new.replace(self._library)
         except OSError:
             with suppress(OSError):
-                aside.unlink(missing_ok=True)
+                new.unlink(missing_ok=True)
             raise
 
 

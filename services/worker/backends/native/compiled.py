@@ -1,9 +1,9 @@
-"""The compiled kernels: built for this processor when first needed, and kept.
+"""The compiled kernels: built for this processor when first needed, and cached.
 
-What is kept is found by a hash of the sources, the flags, the processor's features, the compiler
-and torch's version, so that a directory may be shared by different machines.
-Processes that start at once wait for the one that compiles; one that is killed meanwhile leaves
-nothing half done. Where nothing can be kept each process compiles for itself.
+The cache is indexed by a hash of the sources, the flags, the processor's features, the compiler and
+torch's version, so that different machines may share a directory. Of processes that start together
+one compiles and the others wait; if it is killed, no incomplete library is left behind. Without a
+directory that can be written to, each process compiles for itself.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ from typing import TextIO
 
 import torch
 
-from services.worker.backends.native.cached_library import KeptLibrary
+from services.worker.backends.native.cached_library import CachedLibrary
 
 logger = logging.getLogger(__name__)
 
@@ -38,11 +38,11 @@ _FLAGS = (
 )
 _NEEDED_FEATURES = frozenset({"avx2", "fma"})
 _POLL_SECONDS = 0.2
-_TOLD_EVERY_SECONDS = 5.0
+_LOG_INTERVAL_SECONDS = 5.0
 
 
 class NotCompiled(Exception):
-    """There are no compiled kernels here; the message, a clause, says why."""
+    """The kernels cannot be compiled or loaded here; the message is a clause with the reason."""
 
 
 def default_cache_directory() -> Path:
@@ -52,28 +52,28 @@ def default_cache_directory() -> Path:
 
 
 def load_compiled(cache: Path, checkpoint_reached: Callable[[], None]) -> ctypes.CDLL:
-    """The library, compiled first where the cache lacks it. Raises NotCompiled.
+    """The library from the cache, or else compiled now. Raises NotCompiled.
 
-    `checkpoint_reached` is called several times a second meanwhile, and may raise to give up.
+    `checkpoint_reached` is called several times a second meanwhile, and may raise to stop it.
     """
     features = processor_features()
     if not features >= _NEEDED_FEATURES:
         raise NotCompiled("the processor has no AVX2")
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     directory = cache / f"kernels-{_key(features, compiler)}"
-    kept = KeptLibrary(directory, NAME)
+    cached = CachedLibrary(directory, NAME)
     try:
-        library = kept.load()
+        library = cached.load()
         if library is None:
             _check_tools(compiler)
-            library = _compile_once(kept, directory.with_suffix(".lock"), checkpoint_reached)
+            library = _compile_once(cached, directory.with_suffix(".lock"), checkpoint_reached)
     except OSError as error:
-        raise NotCompiled(f"the compiled kernels cannot be made or loaded: {error}") from error
+        raise NotCompiled(f"the kernels cannot be compiled or loaded: {error}") from error
     return library
 
 
 def processor_features() -> frozenset[str]:
-    """Instruction sets, in Linux's names; empty where they are unknown or not x86's."""
+    """Instruction sets, by Linux's names; empty if they are unknown or not x86's."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return frozenset()
     try:
@@ -100,37 +100,37 @@ def _check_tools(compiler: str | None) -> None:
 
 
 def _search_path() -> str:
-    """The PATH, and before it where this interpreter's own programs are."""
+    """The directory of this interpreter's programs, then the PATH."""
     return os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
 
 
 def _compile_once(
-    kept: KeptLibrary, lock: Path, checkpoint_reached: Callable[[], None]
+    cached: CachedLibrary, lock: Path, checkpoint_reached: Callable[[], None]
 ) -> ctypes.CDLL:
-    """The library that another process compiled meanwhile, or this one now."""
+    """Waits for the lock, then loads what another process compiled meanwhile, or compiles."""
     with ExitStack() as scope:
         try:
             lock.parent.mkdir(parents=True, exist_ok=True)
             scope.enter_context(_locked(lock, checkpoint_reached))
         except OSError as error:
-            _tell_not_kept(lock.parent, error)
+            _warn_not_cached(lock.parent, error)
             return _compile(None, checkpoint_reached)
-        library = kept.load()
+        library = cached.load()
         if library is None:
-            if kept.is_there:
-                logger.warning("the kept kernels are damaged or unfinished")
-            library = _compile(kept, checkpoint_reached)
+            if cached.exists:
+                logger.warning("the cached kernels are damaged or incomplete")
+            library = _compile(cached, checkpoint_reached)
         return library
 
 
 @contextmanager
 def _locked(path: Path, checkpoint_reached: Callable[[], None]) -> Iterator[None]:
-    """Holds a lock that ends with the process."""
+    """Holds a lock on the file, which the end of the process releases too."""
     with path.open("w") as file:
-        tell = _Patience("waiting for another process to compile kernels")
+        progress = _WaitLog("waiting for another process to compile kernels")
         while not _try_lock(file):
             checkpoint_reached()
-            tell.passes()
+            progress.update()
             time.sleep(_POLL_SECONDS)
         yield
 
@@ -143,66 +143,66 @@ def _try_lock(file: TextIO) -> bool:
     return True
 
 
-class _Patience:
-    """Logs now and then what is waited for."""
+class _WaitLog:
+    """Logs at intervals what this process waits for."""
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self._begun = self._told = time.monotonic()
+        self._begun = self._logged = time.monotonic()
 
     @property
     def seconds(self) -> float:
         return time.monotonic() - self._begun
 
-    def passes(self) -> None:
-        if time.monotonic() - self._told >= _TOLD_EVERY_SECONDS:
-            self._told = time.monotonic()
+    def update(self) -> None:
+        if time.monotonic() - self._logged >= _LOG_INTERVAL_SECONDS:
+            self._logged = time.monotonic()
             logger.info("%s: %.0f s", self._what, self.seconds)
 
 
-def _compile(kept: KeptLibrary | None, checkpoint_reached: Callable[[], None]) -> ctypes.CDLL:
-    """Compiles aside, and keeps the result where that can be done."""
-    once = "" if kept is None else ", once"
+def _compile(cached: CachedLibrary | None, checkpoint_reached: Callable[[], None]) -> ctypes.CDLL:
+    """Compiles in a temporary directory, and stores the result in the cache if there is one."""
+    once = "" if cached is None else ", once"
     logger.info("compiling kernels for this processor%s", once)
-    with tempfile.TemporaryDirectory(prefix="stepwell-", ignore_cleanup_errors=True) as aside:
+    with tempfile.TemporaryDirectory(prefix="stepwell-", ignore_cleanup_errors=True) as directory:
         failures: list[BaseException] = []
 
         def work() -> None:
             try:
-                _run_build(Path(aside))
+                _run_build(Path(directory))
             except BaseException as error:
                 failures.append(error)
 
         thread = threading.Thread(target=work, name="compile", daemon=True)
-        tell = _Patience("compiling kernels")
+        progress = _WaitLog("compiling kernels")
         thread.start()
         while thread.is_alive():
             thread.join(_POLL_SECONDS)
             checkpoint_reached()
-            tell.passes()
+            progress.update()
         if failures:
             raise NotCompiled(f"compiling failed: {_reason(failures[0])}") from failures[0]
-        logger.info("compiled kernels in %.1f s", tell.seconds)
-        made = Path(aside) / f"{NAME}.so"
-        return (kept and _keep(kept, made)) or ctypes.CDLL(str(made))
+        logger.info("compiled kernels in %.1f s", progress.seconds)
+        compiled = Path(directory) / f"{NAME}.so"
+        return (cached and _store(cached, compiled)) or ctypes.CDLL(str(compiled))
 
 
-def _keep(kept: KeptLibrary, made: Path) -> ctypes.CDLL | None:
+def _store(cached: CachedLibrary, compiled: Path) -> ctypes.CDLL | None:
     try:
-        kept.put(made)
+        cached.put(compiled)
     except OSError as error:
-        _tell_not_kept(kept.directory, error)
+        _warn_not_cached(cached.directory, error)
         return None
-    return kept.load()
+    return cached.load()
 
 
-def _tell_not_kept(directory: Path, error: OSError) -> None:
-    logger.warning("compiled kernels cannot be kept in %s: %s", directory, error.strerror)
+def _warn_not_cached(directory: Path, error: OSError) -> None:
+    logger.warning("compiled kernels cannot be cached in %s: %s", directory, error.strerror)
 
 
 def _run_build(directory: Path) -> None:
-    """torch's loader for extensions, in a process of its own: it reads the PATH and the compiler
-    from the environment, and what goes wrong in it stays there.
+    """Runs torch's loader for extensions in a process of its own, because the loader reads the PATH
+    and the compiler from the environment.
     """
     program = (
         "import sys; from torch.utils.cpp_extension import load; load(sys.argv[1], "
@@ -220,12 +220,12 @@ def _run_build(directory: Path) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """The line of a compiler's output that says what is wrong."""
+    """The line of the compiler's output that names the error."""
     if not isinstance(error, subprocess.CalledProcessError):
         return str(error)
     lines = [line.strip() for line in f"{error.stdout}\n{error.stderr}".split("\n") if line]
-    for telling in (os.strerror(errno.ENOSPC), "error:"):
-        found = [line for line in lines if telling in line]
+    for sign in (os.strerror(errno.ENOSPC), "error:"):
+        found = [line for line in lines if sign in line]
         if found:
             return found[0]
     return (lines[-1:] or ["no reason given"])[0]

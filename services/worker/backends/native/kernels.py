@@ -1,8 +1,8 @@
 """The operations in C++, for processors with AVX2 (float32) or AVX-512 BF16 (bfloat16).
 
 A weight is packed into panels that are read as sequential streams, whatever the number of rows, so
-that no rows are padded. Small work stays in the calling thread: see cpp/threads.h. The result of
-a row is the same bits whatever rows are beside it and however many threads compute them.
+that no rows are padded. Small work stays in the calling thread: see cpp/threads.h. A row's result
+is the same bits for any other rows in the batch and any number of threads.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ from services.worker.backends.kernels import (
 from services.worker.backends.native.decoder import fused_decoder
 from services.worker.backends.native.large_pages import LargePages
 from services.worker.backends.native.library import functions_by_dtype
-from services.worker.backends.native.linear import NativeLinear, OddLinear
+from services.worker.backends.native.linear import NativeLinear, OddDepthLinear
 from services.worker.backends.native.paged_attention import NativePagedAttention, workspace_bytes
 from services.worker.backends.torch.kernels import TorchKernels
 
@@ -37,7 +37,7 @@ class NativeKernels:
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """The data types that are computed in here."""
+        """The data types that the library computes in."""
         return tuple(self._functions)
 
     def padded_rows(self, num_rows: int) -> int:
@@ -61,7 +61,7 @@ class NativeKernels:
         return _kind_for(weight)(functions, self._memory, weight, bias, activation)
 
     def norm_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """See Kernels. The library takes float32 with every data type."""
+        """See Kernels. The library takes norms in float32 with every data type."""
         return weight.float()
 
     def groups_experts(self, dtype: torch.dtype, width: int) -> bool:  # noqa: ARG002
@@ -118,6 +118,6 @@ class NativeKernels:
         return workspace_bytes(shape, max_model_len)
 
 
-def _kind_for(weight: torch.Tensor) -> type[NativeLinear | OddLinear]:
+def _kind_for(weight: torch.Tensor) -> type[NativeLinear | OddDepthLinear]:
     is_odd = weight.dtype is torch.bfloat16 and weight.shape[1] % 2
-    return OddLinear if is_odd else NativeLinear
+    return OddDepthLinear if is_odd else NativeLinear

@@ -1,8 +1,8 @@
-"""Memory for what is read as a stream or anywhere, over and over: weights and caches.
+"""Memory in large pages, for weights and caches.
 
-The processor looks up where a page lies for every page that it reads. With pages of 2 MiB in place
-of 4 KiB it reads a model's weights up to a tenth faster. The kernel gives them only where one fits
-whole, so that pieces lie one behind the other in large mappings rather than each in its own.
+The processor translates the address of every page that it reads. With pages of 2 MiB instead of
+4 KiB it reads a model's weights up to a tenth faster. The operating system gives a large page only
+where all of it lies in one mapping, so tensors lie one behind the other in large mappings.
 """
 
 import mmap
@@ -15,13 +15,13 @@ _LINE = 64
 
 
 class LargePages:
-    """Gives out memory; each piece lives as long as its tensor or a view of it."""
+    """Allocates tensors; a tensor's memory lives as long as the tensor or a view of it."""
 
     def __init__(self) -> None:
         self._rest = torch.empty(0, dtype=torch.uint8)
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of this shape, of whose memory nothing is used before it is written."""
+        """A tensor of this shape. Its memory is taken from the machine when it is written."""
         size = torch.Size(shape).numel() * dtype.itemsize
         taken = -(-size // _LINE) * _LINE
         if taken > len(self._rest):
@@ -31,7 +31,7 @@ class LargePages:
 
 
 def _map(size: int) -> torch.Tensor:
-    """Bytes that begin with a large page. Where the kernel has none, they are as any others."""
+    """Bytes that begin with a large page, or with an ordinary one if there are no large ones."""
     mapped = mmap.mmap(-1, size + _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapped.madvise(mmap.MADV_HUGEPAGE)

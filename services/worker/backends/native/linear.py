@@ -42,15 +42,15 @@ class NativeLinear:
         return output
 
     def full(self, x: torch.Tensor) -> torch.Tensor:
-        """See Linear. Sums are float32 anyway, and are left so."""
+        """See Linear. The library sums in float32, and here it does not round."""
         output = torch.empty((len(x), self.out_features), dtype=torch.float32)
         self._project_full(self._reference, x.data_ptr(), output.data_ptr(), len(x))
         return output
 
 
-class OddLinear:
-    """A Linear in bfloat16 of odd depth. Panels are pairs deep, so the weight and its inputs get
-    a column of zeros.
+class OddDepthLinear:
+    """A Linear in bfloat16 of odd depth. Panels hold pairs along the depth, so the weight and the
+    inputs get a column of zeros.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Paged attention in C++: see cpp/attention.cpp.
 
 Per layer of a group there are pages of keys and of values, each of block_size * num_kv_heads *
-head_dim elements; cpp/key_block.h says in which order. A step's layouts are handed over as
-they are; every layer is one call.
+head_dim elements; see cpp/key_block.h for their order. A step's layouts are passed as they are, and
+every layer is one call.
 """
 
 from collections.abc import Sequence
@@ -18,16 +18,16 @@ from services.worker.backends.native.large_pages import LargePages
 from services.worker.backends.native.library import AttentionLayer, Functions, Heads, Layout, Pages
 
 _BYTES_PER_THREAD = 2**22
-"""More than a thread's scratch comes to."""
+"""Upper bound of a thread's scratch memory."""
 
 _PART_KEYS = 512
 _MOST_ROWS = 128
-"""Of a task, or more. Both as in cpp."""
+"""At least the rows of a task. Both numbers are those of cpp/attention_plan.*."""
 
 
 def workspace_bytes(shape: AttentionShape, max_model_len: int) -> int:
-    """Upper estimate of what attention holds besides the cache: scratch, and sums over the parts of
-    contexts that are divided among threads, which are fewer than two for each thread.
+    """Upper estimate of the memory besides the cache: scratch memory, and sums over the parts of
+    contexts that are divided among threads, of which there are fewer than two for each thread.
     """
     threads = torch.get_num_threads()
     widest = max(layer.head_dim for layer in shape.layers)
@@ -38,7 +38,7 @@ def workspace_bytes(shape: AttentionShape, max_model_len: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class NativeLayer:
-    """How a layer attends, its pages, and the KV-cache group whose layout it goes by."""
+    """How a layer attends, its pages, and the index of its KV-cache group."""
 
     layer: AttentionLayer
     pages: Pages

@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from services.worker.backends.attention import AttentionLayer
 
 MOST_ROWS = 128
-"""Queries of one head in a call, those included that fill it up."""
+"""Most queries of one head in a call, padding included."""
 
 _FEW_ROWS, _MANY_ROWS = 4, 32
 _PROBED_ROWS = (4, 8, 20, 32, 36, 64, MOST_ROWS)
@@ -50,7 +50,7 @@ def attend(
 ) -> torch.Tensor:
     """Attention of [groups, heads, n, head_dim] over [groups, heads, keys, head_dim].
 
-    The mask is added to the scores. Written out where scores are capped.
+    The mask is added to the scores. Computed operation by operation if scores are capped.
     """
     if layer.softcap is None:
         return F.scaled_dot_product_attention(query, keys, values, mask, scale=layer.scale)
@@ -62,10 +62,11 @@ def attend(
 
 @functools.cache
 def row_multiple(layer: AttentionLayer, dtype: torch.dtype) -> int:
-    """Of how many queries a call on the CPU takes a multiple, so that its rows are always the same.
+    """The multiple to which the queries of a call on the CPU are padded, so that a row is the same
+    whatever their number.
 
-    Found by trying; where numbers of rows disagree, every call has blocks of as many rows as
-    torch's kernel takes at once.
+    Found by trying: if the rows of several numbers differ, every call gets blocks of as many rows
+    as torch's kernel takes at once.
     """
     random = torch.Generator().manual_seed(0)
 

@@ -1,4 +1,4 @@
-"""The operations in plain torch, on every device; the twins that native kernels are held to."""
+"""The operations in plain torch, on every device. Native kernels are tested against them."""
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -19,8 +19,8 @@ from services.worker.backends.torch.paged_attention import TorchPagedAttention, 
 class TorchKernels:
     """See Kernels.
 
-    `batch_invariant`: on the CPU, what is computed for a token is the same bits whatever is in the
-    step with it. Decode steps take longer for it.
+    `batch_invariant`: on the CPU a token's results are the same bits whatever is in the step with
+    it. Decode steps take longer for it.
     """
 
     def __init__(self, *, batch_invariant: bool = True) -> None:
@@ -50,7 +50,7 @@ class TorchKernels:
         return weight
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-        """See Kernels. Of two data types torch would warn that it has no fused operation."""
+        """See Kernels. Converts first: torch warns if x and the weight differ in data type."""
         if x.dtype is weight.dtype:
             return F.rms_norm(x, weight.shape, weight, epsilon)
         return F.rms_norm(x.to(weight.dtype), weight.shape, weight, epsilon).to(x.dtype)

@@ -1,7 +1,7 @@
-"""Over which keys a query is attended to, and which queries of a chunk share a call.
+"""The keys that a query is attended to over, and the queries of a chunk that share a call.
 
 Sums over keys run in blocks, and where blocks end decides the last bits of the result. FixedRanges
-makes the range of a query a function of its position alone: the query at one position always meets
+makes the range of a query a function of its position alone: the query at one position always has
 the same keys, cut into blocks in the same way, whether it is a decode or part of a chunk, and
 whatever else is in the step. Keys of the range that it does not see are masked, and add zeros.
 TightRanges takes no more keys than are seen, which is less work, and lets the last bits depend on
@@ -36,7 +36,7 @@ class KeyRange:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Queries [begin, end) of a chunk, counted from its first, that meet the same keys."""
+    """Queries [begin, end) of a chunk, counted from its first, over the same keys."""
 
     begin: int
     end: int
@@ -44,9 +44,9 @@ class Run:
 
 
 class KeyRanges(Protocol):
-    """Which keys are handed to an attention call.
+    """Chooses the keys of an attention call.
 
-    `window`: the widest that the queries are attended to through; None: they see everything.
+    `window`: the widest of the layers' windows; None: queries see all keys before them.
     """
 
     def of_decodes(
@@ -88,7 +88,7 @@ class FixedRanges:
         return starts, np.where(needed <= BLOCK, short, -(-needed // BLOCK) * BLOCK)
 
     def of_chunk(self, context: int, num_queries: int, window: int | None, most: int) -> list[Run]:
-        """See KeyRanges. Each query meets the keys that it would meet as a decode."""
+        """See KeyRanges. Each query has the keys that it would have as a decode."""
         starts, lengths = self.of_decodes(np.arange(context, context + num_queries), window)
         changes = np.flatnonzero((np.diff(starts) != 0) | (np.diff(lengths) != 0)) + 1
         found = []

@@ -1,4 +1,4 @@
-"""Matrix multiplication by a fixed weight, packed for the processor where that is possible.
+"""Matrix multiplication by a fixed weight, packed for the processor if that is possible.
 
 A batch-invariant product has rows that are the same bits whatever rows are multiplied with them.
 The libraries below torch sum a single row in another order than many; from four rows on they hardly
@@ -18,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812
 logger = logging.getLogger(__name__)
 
 _BUCKETS = ((32, 4), (64, 8), (128, 16), (256, 32), (512, 64))
-"""Up to so many rows, multiples of so many."""
+"""(rows, multiple): up to so many rows, the number is a multiple of this."""
 _FEWEST_ALIKE = 4
 """With fewer rows the libraries sum in another order."""
 
@@ -59,7 +59,7 @@ class PackedLinear:
     """x W^T + b for a weight [out, in] and a bias [out] or None.
 
     On the CPU the weight is reordered once into oneDNN's blocked layout, which about halves the
-    time of small batches; where the library lacks the operation, the plain one runs. The instance
+    time of small batches; if the library lacks the operation, the plain one runs. The instance
     owns its weight: in packed form the caller's tensor is not kept. Callers pass a number of rows
     that `padded_rows` gives.
     """
@@ -126,7 +126,7 @@ def rows_agree(
 
 
 def in_tiles(multiply: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """The product of x [n, in], so many rows at a time that all multiplications are of one size."""
+    """The product of x [n, in], computed in tiles of equally many rows."""
     filled = F.pad(x, (0, 0, 0, -len(x) % _TILE_ROWS))
     return torch.cat([multiply(tile) for tile in torch.split(filled, _TILE_ROWS)])[: len(x)]
 

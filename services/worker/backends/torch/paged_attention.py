@@ -1,21 +1,21 @@
-"""Paged attention in plain torch operations, made for the CPU; on CUDA for what xFormers lacks.
+"""Paged attention in plain torch operations: on the CPU, and on CUDA for capped scores.
 
 Pages are token-major, [num_blocks, block_size, num_kv_heads, head_dim] per layer of a group, so
 that gathering a sequence's pages gives its keys in order, and one strided view of them feeds the
 attention kernel. New keys are written first, and read from the pages like all others.
 
 With `batch_invariant`, on the CPU, a query's result is the same bit for bit whatever else is in the
-step, however its prompt is cut, and wherever its pages lie: the keys that it is attended to over,
-and the blocks that these are summed in, are a function of its position (key_ranges.py), and the
-number of rows of a call is one for which the libraries below give the same rows (torch_attend.py).
+step, however its prompt is cut, and wherever its pages lie: its keys, and the blocks in which they
+are summed, are a function of its position (key_ranges.py), and the number of rows of a call is one
+for which the libraries below torch give the same rows (attend.py).
 
 * Decodes of similar length form a group: one gather into a workspace kept between calls, one
   attention call, the query heads that share a key head folded into the query's length.
-* A chunk is attended to sequence by sequence, in runs of queries that meet the same keys; the key
-  heads are repeated by a stride of zero, not by copies.
+* Chunks are computed one by one, in runs of queries over the same keys; the key heads are repeated
+  by a stride of zero, not by copies.
 
-Where all layers of a KV-cache group have a window, only the pages that it shows are gathered: the
-blocks before it may belong to other requests by now.
+If all layers of a KV-cache group have a window, only the pages within it are gathered: the blocks
+before it may have been given to other requests.
 
 Paging: Kwon et al., PagedAttention.
 """
@@ -46,14 +46,14 @@ MAX_GROUP_TOKENS = 16384
 
 
 def workspace_bytes(shape: AttentionShape, max_model_len: int) -> int:
-    """Upper estimate of what attention holds besides the cache: gathered pages and masks."""
+    """Upper estimate of the memory of gathered pages and masks."""
     widest = max(layer.num_kv_heads * layer.head_dim for layer in shape.layers)
     per_token = 2 * widest + MOST_ROWS * len({layer.window for layer in shape.layers})
     return 2 * max(MAX_GROUP_TOKENS, max_model_len + BLOCK) * per_token * shape.dtype.itemsize
 
 
 class TorchPagedAttention:
-    """The KV cache of all layers, and attention over it. Nothing waits for the device."""
+    """The KV cache of all layers, and attention over it. The host never waits for the device."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class TorchPagedAttention:
             _grouped(output[run.begin : run.end], spec).copy_(attended[:, :, : own.shape[2]])
 
     def _filled_up(self, layer: int, query: torch.Tensor) -> torch.Tensor:
-        """Queries [.., n, head_dim] with rows behind them up to a number that attention takes."""
+        """Queries [.., n, head_dim], padded with rows to a number that attention takes."""
         missing = -query.shape[-2] % self._row_multiples[layer]
         return F.pad(query, (0, 0, 0, missing)) if missing else query
 
@@ -166,7 +166,7 @@ class TorchPagedAttention:
         """Pages of keys and values in the workspace, [len(block_ids), block_size, ...] each."""
         all_keys, all_values = (x[self._pages_of[layer]] for x in (self._keys, self._values))
         shape = (len(block_ids), *all_keys.shape[1:])
-        keys, values = (room[: math.prod(shape)].view(shape) for room in self._workspace)
+        keys, values = (memory[: math.prod(shape)].view(shape) for memory in self._workspace)
         torch.index_select(all_keys, 0, block_ids, out=keys)
         torch.index_select(all_values, 0, block_ids, out=values)
         return keys, values
@@ -174,16 +174,14 @@ class TorchPagedAttention:
     def _run_mask(
         self, window: int | None, num_queries: int, ahead: int, num_keys: int
     ) -> torch.Tensor:
-        """0 where a query sees a key, else -inf; the first query's own key is behind `ahead` others
-        of the keys. A part of one mask made for all runs.
+        """0 where a query sees a key, else -inf. `ahead` of the keys come before the first query's
+        own. A part of the one mask that serves all runs.
         """
         first = self._mask_width - ahead
         return self._run_masks[window][:num_queries, first : first + num_keys]
 
     def _reserve_masks(self, length: int) -> None:
-        """Makes masks for runs that meet so many keys: of the first query the own key lies in the
-        middle.
-        """
+        """Makes the masks for runs over `length` keys, the first query's own key in the middle."""
         if self._mask_width >= length:
             return
         middle = self._mask_width = max(length, 2 * self._mask_width)
@@ -202,8 +200,8 @@ class TorchPagedAttention:
     def _opened_blocks(self, layout: StepLayout) -> torch.Tensor:
         """Blocks that the step begins and does not fill.
 
-        They are cleared: a mask hides what an earlier owner left in them, but not if that is NaN,
-        and one request's NaN must not reach another.
+        They are cleared: a mask hides what an earlier request left in them, but not if it is NaN,
+        which must not reach another request.
         """
         size = self._shape.block_size
         last = (layout.seq_lens - 1) // size
@@ -217,8 +215,8 @@ def _windows(shape: AttentionShape, group: Sequence[int]) -> set[int | None]:
 
 
 def _allocate(shape: AttentionShape, layer: AttentionLayer) -> torch.Tensor:
-    """Pages that take memory once they are written. Only the null block, which stands for padding,
-    must hold numbers from the start.
+    """Pages, which take memory when they are first written. Only the null block, which is read as
+    padding, is cleared here.
     """
     pages = (shape.num_blocks, shape.block_size, layer.num_kv_heads, layer.head_dim)
     allocated = torch.empty(pages, dtype=shape.dtype, device=shape.device)
@@ -240,7 +238,7 @@ def _repeated(heads: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _GroupStep:
-    """One step in one KV-cache group: where it writes, and what it attends to."""
+    """One step in one KV-cache group: where it writes, and its decodes and chunks."""
 
     slots: torch.Tensor
     opened_blocks: torch.Tensor

@@ -34,9 +34,9 @@ class DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One request's tokens, from `begin` of the step on, after `context` earlier ones, in `runs`.
+    """One request's tokens from `begin` of the step on, after `context` earlier ones, in `runs`.
 
-    `block_ids` of all keys that they meet; the first block begins at token `start`.
+    `block_ids` of all their keys; the first block begins at token `start`.
     """
 
     begin: int
@@ -58,7 +58,7 @@ class StepCutter:
         self._max_group_tokens = max_group_tokens
 
     def decodes(self, layout: StepLayout, windows: set[int | None]) -> list[DecodeGroup]:
-        """Cuts the decodes where two may not share a call, or a group holds too many keys."""
+        """Cuts the decodes into groups that may share a call and do not hold too many keys."""
         num_decodes = layout.num_decodes
         widest = _widest(windows)
         starts, lengths = self._ranges.of_decodes(layout.seq_lens[:num_decodes] - 1, widest)
@@ -95,9 +95,9 @@ class StepCutter:
         seq_lens: Int32Array,
         windows: set[int | None],
     ) -> torch.Tensor:
-        """Blocks in these columns [n, any] of sequences' tables; the null block for those that a
-        sequence of `seq_lens` [n, 1] tokens does not have, or whose tokens its queries, the first
-        of which is the last token of `first_lens` [n, 1], do not see.
+        """Blocks in these columns [n, any] of sequences' tables. The null block replaces those
+        beyond the `seq_lens` [n, 1] tokens of a sequence, and those whose tokens no query sees, the
+        first query being the last of `first_lens` [n, 1] tokens.
         """
         size, widest = self._shape.block_size, _widest(windows)
         hidden = columns * size >= seq_lens
@@ -109,7 +109,7 @@ class StepCutter:
     def _decode_mask(
         self, positions: Int64Array, lengths: Int32Array, window: int | None
     ) -> torch.Tensor:
-        """What sequences of these lengths [n, 1] do not see of these positions [n, keys]."""
+        """Hides the positions [n, keys] that sequences of these lengths [n, 1] do not see."""
         hidden = positions >= lengths
         if window is not None:
             hidden |= positions < lengths - window
@@ -140,5 +140,5 @@ def score_mask(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _widest(windows: set[int | None]) -> int | None:
-    """None where one of the windows is none."""
+    """The widest window; None if one of them is None."""
     return None if None in windows else max(window for window in windows if window is not None)
