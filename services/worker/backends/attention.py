@@ -178,15 +178,12 @@ class AttentionShape:
         return tuple(pages[layer] for layer in range(len(self.layers)))
 
     @property
-    def num_pages(self) -> int:
-        """Pages of keys, and of values, in a block."""
-        return max(len(group) for group in self.layer_groups)
+    def page_layers(self) -> tuple[AttentionLayer, ...]:
+        """A layer for each page of keys, and of values, in a block: those of the largest group."""
+        return tuple(self.layers[layer] for layer in max(self.layer_groups, key=len))
 
     @property
     def bytes_per_block(self) -> int:
         """Bytes of keys and values in all pages of a block."""
-        largest = max(self.layer_groups, key=len)
-        per_token = sum(
-            2 * self.layers[layer].num_kv_heads * self.layers[layer].head_dim for layer in largest
-        )
+        per_token = sum(2 * layer.num_kv_heads * layer.head_dim for layer in self.page_layers)
         return self.block_size * per_token * self.dtype.itemsize

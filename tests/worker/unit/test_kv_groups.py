@@ -47,6 +47,6 @@ def test_groups_share_the_pages_of_a_block(num_layers: int) -> None:
     shape = AttentionShape(
         (layer,) * num_layers, 4, 10, torch.float32, groups=tuple(g.layers for g in groups)
     )
-    assert shape.num_pages == max(len(group.layers) for group in groups)
-    assert shape.bytes_per_block == shape.num_pages * 4 * 2 * 2 * 8 * 4
+    assert len(shape.page_layers) == max(len(group.layers) for group in groups)
+    assert shape.bytes_per_block == len(shape.page_layers) * 4 * 2 * 2 * 8 * 4
     assert len(set(zip(shape.group_of, shape.pages_of, strict=True))) == num_layers

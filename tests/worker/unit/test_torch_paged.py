@@ -207,7 +207,7 @@ def test_groups_share_pages_and_a_window_reads_only_what_it_shows(batch_invarian
     windowed = replace(PLAIN, window=5)
     shape = AttentionShape((PLAIN, windowed), 4, 16, torch.float32, groups=((0,), (1,)))
     attention = TorchPagedAttention(shape, batch_invariant=batch_invariant)
-    assert shape.num_pages == 1
+    assert len(shape.page_layers) == 1
     whole, shown = Sequence([2, 3, 4, 5]), Sequence([6, 7, 8, 9])
     for count in (9, 1, 3, 1):
         for sequence in (whole, shown):

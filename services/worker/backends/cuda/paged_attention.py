@@ -56,14 +56,13 @@ class XformersPagedAttention:
         self._shape = shape
         self._device = device
         rows = shape.num_blocks * shape.block_size
-        largest = max(shape.layer_groups, key=len)
         self._pools = [
             torch.zeros(
                 (2, rows, layer.num_kv_heads, layer.head_dim),
                 dtype=shape.dtype,
                 device=device.torch_device,
             )
-            for layer in (shape.layers[index] for index in largest)
+            for layer in shape.page_layers
         ]
         self._pages_of = shape.pages_of
         self._call_keys = [

@@ -50,13 +50,12 @@ class NativePagedAttention:
 
     def __init__(self, functions: Functions, memory: LargePages, shape: AttentionShape) -> None:
         self._functions = functions
-        largest = (shape.layers[layer] for layer in max(shape.layer_groups, key=len))
         self._pages = [
             memory.take(
                 (2, shape.num_blocks, shape.block_size, layer.num_kv_heads, layer.head_dim),
                 shape.dtype,
             )
-            for layer in largest
+            for layer in shape.page_layers
         ]
         pages = [
             Pages(keys.data_ptr(), values.data_ptr(), shape.block_size)

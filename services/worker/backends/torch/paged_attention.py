@@ -80,9 +80,8 @@ class TorchPagedAttention:
         self._page_elements = max(
             shape.block_size * layer.num_kv_heads * layer.head_dim for layer in shape.layers
         )
-        largest = max(shape.layer_groups, key=len)
-        self._keys = [_allocate(shape, shape.layers[layer]) for layer in largest]
-        self._values = [_allocate(shape, shape.layers[layer]) for layer in largest]
+        self._keys = [_allocate(shape, layer) for layer in shape.page_layers]
+        self._values = [_allocate(shape, layer) for layer in shape.page_layers]
         self._workspace = torch.empty(2, 0, dtype=shape.dtype, device=shape.device)
         self._run_masks: dict[int | None, torch.Tensor] = {}
         self._mask_width = 0
