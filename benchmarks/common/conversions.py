@@ -1,4 +1,4 @@
-"""What the services say in messages, handed over as objects: requests, steps, outputs."""
+"""Converts requests, steps and outputs between the services' own types, without messages."""
 
 from collections.abc import Mapping, Sequence
 

@@ -63,7 +63,7 @@ def median_figures(rounds: Sequence[Figures]) -> Figures:
 
 
 def median_ratio(these: Sequence[Figures], those: Sequence[Figures]) -> float:
-    """Throughput of these to those: the median over rounds, each against its neighbour in time."""
+    """Throughput of these to those: the median over rounds, each to the one next to it in time."""
     return statistics.median(
         this.tokens_per_second / that.tokens_per_second
         for this, that in zip(these, those, strict=True)
@@ -71,9 +71,9 @@ def median_ratio(these: Sequence[Figures], those: Sequence[Figures]) -> float:
 
 
 def interleaved(names: Sequence[str], num_rounds: int) -> list[list[str]]:
-    """The order of each round: everyone once, beginning one place later than the round before."""
+    """The order of each round: each name once, beginning with the next name in each round."""
     return [
-        [names[(start + place) % len(names)] for place in range(len(names))]
+        [names[(start + index) % len(names)] for index in range(len(names))]
         for start in range(num_rounds)
     ]
 

@@ -228,7 +228,7 @@ class InProcess:
             unix_nanos=time.time_ns,
         )
         self.client = InProcessClient(inference)
-        # A defect in the engine ends whoever waits for it.
+        # An error of the engine cancels the calls that wait for it.
         group = await self._tasks.enter_async_context(asyncio.TaskGroup())
         self._tasks.callback(group.create_task(local.engine.run()).cancel)
         return self

@@ -4,7 +4,7 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 from services.cli import launcher
@@ -48,6 +48,21 @@ async def watch(
                 tail = "\n".join(lines[-_TAIL_LINES:])
                 raise RuntimeError(f"{name} ended with {process.returncode}:\n{tail}")
         await asyncio.sleep(_LOOK_AGAIN_SECONDS)
+
+
+async def until_serving(
+    processes: Mapping[str, subprocess.Popen[bytes]],
+    log: Callable[[str], Path],
+    serving: Awaitable[None],
+    seconds: float,
+) -> None:
+    """Returns when `serving` does. Raises TimeoutError if it takes longer than `seconds`, and an
+    exception group with a RuntimeError if a process ends before.
+    """
+    async with asyncio.timeout(seconds), asyncio.TaskGroup() as waiting:
+        watching = waiting.create_task(watch(processes, log))
+        await serving
+        watching.cancel()
 
 
 def end(processes: Sequence[subprocess.Popen[bytes]], *, ask: bool = True) -> None:

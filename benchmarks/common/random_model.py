@@ -3,7 +3,7 @@
     python -m benchmarks.common.random_model --size 135m --out models/random-135m
 
 Writes a Hugging Face directory of a Llama model with a byte-level tokenizer, which every service
-loads like any other. It costs what a trained model of its shape costs, and says nothing sensible.
+loads like any other. It costs what a trained model of its shape costs; its text is random.
 The same size and seed give the same bytes.
 """
 

@@ -1,4 +1,4 @@
-"""A place for traces to go: an OTLP receiver that keeps spans when told to, and drops them else."""
+"""An OTLP receiver that keeps the spans it gets, from the call of `keep` on."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ class SpanReceiver:
         self.endpoint = ""
 
     async def __aenter__(self) -> "SpanReceiver":
-        # Requests stay bytes until somebody wants them: receiving should cost little.
+        # Requests are parsed only in `take`: receiving must cost little.
         methods: dict[str, Any] = {"Export": grpc.unary_unary_rpc_method_handler(self._export)}
         handler = grpc.method_handlers_generic_handler(_SERVICE, methods)
         self._server.add_generic_rpc_handlers((handler,))

@@ -3,9 +3,10 @@
 import asyncio
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.common.processes import end, environment, spawn, watch
+from benchmarks.common.processes import end, environment, spawn, until_serving
 from services.cli.child import ChildSpec
 from services.cli.plan import Addresses, stages
 from services.cli.ports import claim_port
@@ -16,7 +17,7 @@ START_SECONDS = 180.0
 
 
 class Stack:
-    """Services with production defaults but for the size of the cache and the tracing.
+    """The services with their default settings, except for those given.
 
     `async with` starts them, returns when they serve, and stops them in their order.
     """
@@ -61,12 +62,8 @@ class Stack:
             [(spec.name, self._spawn(spec)) for spec in stage.specs] for stage in planned
         ]
         try:
-            async with asyncio.timeout(START_SECONDS), asyncio.TaskGroup() as waiting:
-                watching = waiting.create_task(watch(self._by_name(), self._log))
-                for stage in planned:
-                    for spec in stage.specs:
-                        await spec.until_ready()
-                watching.cancel()
+            ready = _until_ready([spec for stage in planned for spec in stage.specs])
+            await until_serving(self._by_name(), self._log, ready, START_SECONDS)
         except BaseException:
             self._stop()
             raise
@@ -88,3 +85,8 @@ class Stack:
         for stage in self._processes:
             end([process for _, process in stage])
         self._directory.cleanup()
+
+
+async def _until_ready(specs: Sequence[ChildSpec]) -> None:
+    for spec in specs:
+        await spec.until_ready()

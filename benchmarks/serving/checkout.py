@@ -8,7 +8,7 @@ import tempfile
 import urllib.request
 from pathlib import Path
 
-from benchmarks.common.processes import end, environment, spawn, watch
+from benchmarks.common.processes import end, environment, spawn, until_serving
 from benchmarks.common.stack import HOST, START_SECONDS
 from services.cli.ports import claim_port
 
@@ -53,10 +53,9 @@ class Checkout:
             directory=self._root,
         )
         try:
-            async with asyncio.timeout(START_SECONDS), asyncio.TaskGroup() as waiting:
-                watching = waiting.create_task(watch({"stepwell up": self._process}, lambda _: log))
-                await _until_serving(self.http)
-                watching.cancel()
+            processes = {"stepwell up": self._process}
+            ready = _until_healthy(self.http)
+            await until_serving(processes, lambda _: log, ready, START_SECONDS)
         except BaseException:
             self._stop()
             raise
@@ -70,7 +69,7 @@ class Checkout:
         self._directory.cleanup()
 
 
-async def _until_serving(http: str) -> None:
+async def _until_healthy(http: str) -> None:
     """Returns once `/health` answers with 200: every version of Stepwell has it."""
     while True:
         try:

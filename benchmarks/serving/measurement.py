@@ -167,7 +167,7 @@ async def hop_runs(options: Options, model: Path, stack: Stack) -> list[HopRun]:
 async def measure_tracing(
     options: Options, model: Path, stack: Stack, traced: Mapping[float, Stack]
 ) -> list[dict[str, Any]]:
-    """What tracing costs those who are served."""
+    """Latency and throughput with tracing and without."""
     targets: dict[str, Target] = {"off": HttpTarget(stack)}
     targets |= {f"{ratio:.0%}": HttpTarget(other) for ratio, other in traced.items()}
     schedule = replace(options.schedule, concurrencies=options.ends)

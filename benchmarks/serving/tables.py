@@ -62,7 +62,7 @@ def processor_table(rows: Sequence[Row]) -> str:
 
 
 def tracing_table(rows: Sequence[Row]) -> str:
-    """What tracing costs those who are served."""
+    """Latency and throughput with tracing and without."""
     return table_text(
         ("at once", "tracing", "ITL ms, median", "tokens/s", "tokens/s to off"),
         (

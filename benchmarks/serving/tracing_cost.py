@@ -157,7 +157,7 @@ def _request(number: int, traceparent: str) -> Request:
 
 
 def _draw_traceparent(tracing: Tracing) -> str:
-    """The trace context of a request or step, sampled as often as the ratio says."""
+    """The trace context of a request or step, sampled at the ratio."""
     if tracing.provider is None:
         return ""
     trace_id = secrets.randbits(128) | 1
@@ -170,12 +170,12 @@ def _draw_traceparent(tracing: Tracing) -> str:
 def _step_sampler(tracing: Tracing) -> Callable[[], str]:
     """Draws each step's trace context from a few thousand made ahead of time."""
     drawn = [_draw_traceparent(tracing) for _ in range(5_000 if tracing.enabled else 1)]
-    place = 0
+    index = 0
 
     def draw() -> str:
-        nonlocal place
-        place = (place + 1) % len(drawn)
-        return drawn[place]
+        nonlocal index
+        index = (index + 1) % len(drawn)
+        return drawn[index]
 
     return draw
 

@@ -32,7 +32,8 @@ class Replicas:
             addresses.run_directory.mkdir()
         self.http, self.grpc = replicas[0].http, replicas[0].grpc
         planned = [
-            _named(i, stages(settings, place, environment())) for i, place in enumerate(replicas)
+            _named(i, stages(settings, addresses, environment()))
+            for i, addresses in enumerate(replicas)
         ]
         schedulers = ",".join(addresses.socket("scheduler") for addresses in replicas)
         gateway_stage, *_ = planned[0]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.processes import end, environment, spawn, watch
+from benchmarks.common.processes import end, environment, spawn, until_serving
 from services.cli.health import until_ready
 
 BLOCK_SIZE = 16
@@ -56,10 +56,8 @@ class DummyReplica:
         self._start("kvpool", "services.kvpool", *traces)
         self._start("scheduler", "services.scheduler", *connect, asynchronous, *traces, *sample)
         try:
-            async with asyncio.timeout(START_SECONDS), asyncio.TaskGroup() as waiting:
-                watching = waiting.create_task(watch(self._processes, self._log))
-                await until_ready(self.scheduler)
-                watching.cancel()
+            ready = until_ready(self.scheduler)
+            await until_serving(self._processes, self._log, ready, START_SECONDS)
         except BaseException:
             self._stop()
             raise
@@ -69,12 +67,12 @@ class DummyReplica:
         await asyncio.to_thread(self._stop)
 
     async def set_step(self, millis: float, num_bare_steps: int) -> list[int]:
-        """What a step takes from here on; returns when each step of a bare loop ended, in ns."""
+        """Sets the duration of a step; returns when each step of a bare loop ended, in ns."""
         ended: list[int] = await self._ask({"step_millis": millis, "bare_steps": num_bare_steps})
         return ended
 
     async def served(self) -> list[tuple[int, int]]:
-        """When each decode step ended since the last call or `set_step`, and of how many."""
+        """The decode steps since the last call or `set_step`: when each ended, and its requests."""
         return [(ended, count) for ended, count in await self._ask({})]
 
     async def _ask(self, command: dict[str, Any]) -> list[Any]:

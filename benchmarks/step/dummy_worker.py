@@ -6,8 +6,8 @@
 It answers each step with made-up tokens after a set time, one step after the other, so that what is
 left of a step is what everything else costs. Commands come on standard input, a line of JSON each:
 `{"step_millis": 5, "bare_steps": 100}` sets the time, runs so many steps in the compute thread with
-nobody around them, and is answered with when each of them ended; `{}` is answered with the steps
-that were served since the last command. Times are nanoseconds of the clock that never goes back.
+no request, and is answered with the times at which they ended; `{}` is answered with the steps
+that were served since the last command. Times are nanoseconds of the monotonic clock.
 """
 
 import argparse
@@ -41,7 +41,7 @@ _MADE_UP_TOKEN = 5
 
 
 class DummyRunner:
-    """Takes the place of a `Runner`. Notes when each step ended that gave all of its requests one
+    """Stands in for a `Runner`. Records when each step ended that gave all of its requests one
     token, and how many requests those were.
     """
 
@@ -89,7 +89,7 @@ class DummyRunner:
 
 
 def description(max_num_seqs: int, num_blocks: int) -> WorkerDescription:
-    """What Describe tells of a model that is not there."""
+    """The answer to Describe, for a model that does not exist."""
     return WorkerDescription(
         incarnation=uuid.uuid4().hex,
         model_name="dummy",
@@ -105,7 +105,7 @@ def description(max_num_seqs: int, num_blocks: int) -> WorkerDescription:
         bytes_per_block=0,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
-        kv_cache_sizing="as it was told",
+        kv_cache_sizing="as set",
         dtype="none",
     )
 

@@ -9,15 +9,15 @@ tokens; decode at 1, 8 and 32 (prompts of 128 tokens, 64 tokens out, from where 
 first); and 32 requests that share 384 of their 416 tokens, 32 tokens out of each, from the first
 prompt to the last token. Ours is runner, scheduler and pool in one process. transformers is
 measured always; vLLM and llama.cpp where interpreters that have them are named. With --baseline
-another checkout of Stepwell, its gen/ built, takes the place of all of them.
+the only other engine is another checkout of Stepwell, its gen/ built.
 
-A processor's clock changes by the minute, so all engines stay alive together, and each load is
-measured on one after the other, round by round, with the same prompts; figures are medians of
-rounds, and the last column is the median of our rounds to those of the fastest peer. In a round, a
-load that takes less than three seconds is repeated for as many, and the median counts. Who waits
-for its turn must not compute: the processor time of those that wait is measured too. The limits:
-a large multiplication in bfloat16, and memory read as a stream, both measured before each round;
-the column takes the best of them all.
+A processor's clock changes by the minute, so all engines run throughout, and each load is measured
+on one after the other, round by round, with the same prompts; figures are medians of rounds, and
+the last column is the median of our rounds to those of the fastest peer. In a round, a load that
+takes less than three seconds is repeated for as many, and the median counts. An engine must not
+compute while another one is measured: its processor time is measured then too. The limits are a
+large multiplication in bfloat16 and memory read as a stream, both measured before each round; the
+column has the best measurement of each.
 
 Tables go to standard output, progress to standard error.
 """

@@ -34,7 +34,7 @@ _ERROR_LEVEL = 4
 
 
 class Context:
-    """A place for every request of the largest load, over a model that others use too."""
+    """A cache for every request of the largest load, over a model that several contexts share."""
 
     def __init__(self, model: object, vocab_size: int, threads: int, *, unified: bool) -> None:
         params = llama_cpp.llama_context_default_params()
@@ -110,7 +110,7 @@ def _num_shared(prompts: Prompts) -> int:
     if len(prompts) == 1:
         return 0
     columns = enumerate(zip(*prompts, strict=True))
-    return next((place for place, tokens in columns if len(set(tokens)) > 1), 0)
+    return next((index for index, tokens in columns if len(set(tokens)) > 1), 0)
 
 
 def write_gguf(model: Path) -> Path:

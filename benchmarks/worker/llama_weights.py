@@ -56,7 +56,7 @@ def llama_name(name: str) -> str:
 def llama_order(name: str, tensor: Array, config: Mapping[str, Any]) -> Array:
     """The rows of queries and keys as llama.cpp rotates them; any other tensor as it is.
 
-    It rotates neighbours (0 with 1, 2 with 3), Hugging Face's Llama the halves of a head.
+    It rotates adjacent elements (0 with 1, 2 with 3), Hugging Face's Llama the halves of a head.
     """
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
     kind = name.rpartition(".weight")[0].rpartition(".")[2]

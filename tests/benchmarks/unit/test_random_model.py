@@ -1,4 +1,4 @@
-"""The random model loads in transformers as what it says it is."""
+"""The random model loads in transformers with the shape of its name."""
 
 from pathlib import Path
 

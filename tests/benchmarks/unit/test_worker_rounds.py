@@ -1,4 +1,4 @@
-"""Rounds of a comparison of workers: whose turn it is, who leads, what the table says."""
+"""Rounds of a comparison of workers: the order of turns, the lead, the table."""
 
 import pytest
 
@@ -10,7 +10,7 @@ _QUIETLY = (lambda: None, lambda _: None)
 
 
 class Scripted:
-    """A side with figures at hand, which uses processor time in everybody's turns."""
+    """An engine with given figures that uses processor time in every turn."""
 
     def __init__(
         self, name: str, values: list[float], log: list[tuple[str, int]], spinning: float = 0.0
@@ -38,7 +38,7 @@ class Unwinding(Scripted):
         return float(min(self.looks, 4))
 
 
-def test_sides_take_turns_and_begin_by_turns() -> None:
+def test_engines_take_turns_and_begin_by_turns() -> None:
     log: list[tuple[str, int]] = []
     sides = {name: Scripted(name, [1.0, 2.0, 6.0], log, spinning=name == "c") for name in "abc"}
     compared = compare(sides, {PREFILL: ["a", "b"]}, Schedule(3, 60.0), *_QUIETLY)
@@ -49,7 +49,7 @@ def test_sides_take_turns_and_begin_by_turns() -> None:
     assert compared.idle_cores["c"] > 1, "a second of each of six short turns"
 
 
-def test_a_slow_side_leaves_its_turns_after_two_rounds() -> None:
+def test_a_slow_engine_leaves_its_turns_after_two_rounds() -> None:
     log: list[tuple[str, int]] = []
     sides = {name: Scripted(name, [1.0] * 5, log) for name in "ab"}
     compare(sides, {PREFILL: ["a", "b"]}, Schedule(5, load_seconds=0.0), *_QUIETLY)
@@ -64,7 +64,7 @@ def test_a_turn_begins_when_all_others_are_at_rest() -> None:
 
 
 def test_the_lead_is_over_the_fastest_round_by_round() -> None:
-    """In the second round the machine was twice as slow, for everybody."""
+    """In the second round the machine was half as fast, for all engines."""
     rates = {"ours": [300.0, 150.0], "slow": [100.0, 50.0], "fast": [200.0, 100.0]}
     compared = _comparison(PREFILL, rates)
     assert compared.lead(PREFILL) == pytest.approx(1.5)
