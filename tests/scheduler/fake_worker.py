@@ -28,7 +28,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class FakeWorker(worker_pb2_grpc.WorkerServicer):
-    """One rank. Its model is the paged one; what it is told to hold up or break, it does."""
+    """One rank. Its model is the paged one; tests let it hold steps up or break them."""
 
     def __init__(
         self,

@@ -33,7 +33,7 @@ class FragilePool:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks nobody holds."""
+        """Blocks that no request holds."""
         return self.inner.core.num_free_blocks
 
     def lose(self) -> None:
@@ -154,7 +154,7 @@ class FakeReplica:
 
 
 class Inbox:
-    """A `Delivery` that keeps what it is told, by the name of the request."""
+    """A `Delivery` that keeps what it gets, by the name of the request."""
 
     def __init__(self) -> None:
         self.tokens: dict[str, list[int]] = {}
@@ -184,7 +184,7 @@ class Inbox:
 
 
 class ReadinessLog:
-    """A `Readiness` that keeps what it is told: "" when a step can run, else why none can."""
+    """A `Readiness` that keeps each state: "" if a step can run, else the reason why not."""
 
     def __init__(self) -> None:
         self.lacks: list[str] = []

@@ -4,8 +4,9 @@ Each is recomputed from tables, tokens and limits; none asks the scheduler why i
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from services.common.ids import NULL_BLOCK, RequestKey
 from services.common.kv_cache_groups import AttentionType
@@ -16,7 +17,7 @@ from tests.scheduler.story import Story
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """Who ran and who waited, in order, before a step was planned."""
+    """The requests that ran and that waited, in order, before a step was planned."""
 
     running: list[Request]
     waiting: list[Request]
@@ -27,16 +28,31 @@ class Before:
         return cls(list(story.scheduler.running), list(story.scheduler.waiting))
 
 
+_ADMISSION_ORDERS: dict[str, Callable[[Request], Any]] = {
+    "fcfs": lambda request: (
+        request.num_preemptions == 0,
+        request.arrival_time if request.num_preemptions == 0 else 0,
+    ),
+    "priority": lambda request: (request.priority, request.arrival_time),
+}
+"""By policy, the order of the queue: with FCFS preempted requests, then the others by arrival."""
+_VICTIM_ORDERS: dict[str, Callable[[Request], Any]] = {
+    "fcfs": lambda request: request.admission_number,
+    "priority": lambda request: (request.priority, request.arrival_time),
+}
+"""By policy, the order of running requests in which the last is preempted first."""
+
+
 def check_step(story: Story, before: Before, plan: SchedulerOutput) -> None:
     """All of them."""
     check_budget(story, plan)
-    check_places(story)
+    check_rows(story)
     check_nothing_leaks(story)
     check_one_owner_of_writable_blocks(story)
     check_queue_order(story)
-    check_nobody_passes_the_head(before, plan)
+    check_no_request_passes_the_head(before, plan)
     check_the_head_waits_for_a_reason(story, plan)
-    check_who_runs_is_served(story, before, plan)
+    check_running_requests_are_served(story, before, plan)
 
 
 def check_budget(story: Story, plan: SchedulerOutput) -> None:
@@ -46,16 +62,16 @@ def check_budget(story: Story, plan: SchedulerOutput) -> None:
     assert len(set(plan.requests)) == len(plan.requests)
 
 
-def check_places(story: Story) -> None:
-    """The workers' batch holds who runs, and no more than may run."""
+def check_rows(story: Story) -> None:
+    """The workers' batch holds the requests that run, and no more than may run."""
     running = story.scheduler.running
-    assert len(running) <= _places(story)
+    assert len(running) <= _num_rows(story)
     assert story.model.num_requests == len(running)
     assert not set(running) & set(story.scheduler.waiting)
 
 
 def check_nothing_leaks(story: Story) -> None:
-    """Those who run hold blocks, nobody else does, and what nobody holds is free."""
+    """Exactly the running requests hold blocks, and all other blocks are free."""
     core, running = story.pool.core, story.scheduler.running
     tables = [table for request in running for table in _tables(story, request)]
     assert core.stats().num_requests == len(running)
@@ -65,7 +81,7 @@ def check_nothing_leaks(story: Story) -> None:
 
 
 def check_one_owner_of_writable_blocks(story: Story) -> None:
-    """Blocks at or above where a request is written next are nobody else's."""
+    """Blocks from the next written position of a request on are held by no other."""
     running, size = story.scheduler.running, story.config.block_size
     holders = Counter(
         block for request in running for table in _tables(story, request) for block in table
@@ -80,21 +96,13 @@ def check_one_owner_of_writable_blocks(story: Story) -> None:
 
 
 def check_queue_order(story: Story) -> None:
-    """By priority and arrival; or who ran before first, then first come, first served."""
-    waiting = list(story.scheduler.waiting)
-    if story.config.policy == "priority":
-        claims = [(request.priority, request.arrival_time) for request in waiting]
-    else:
-        ran = [request.num_preemptions > 0 for request in waiting]
-        claims = [
-            (not before, 0 if before else request.arrival_time)
-            for before, request in zip(ran, waiting, strict=True)
-        ]
-    assert claims == sorted(claims)
+    """By the order of the policy."""
+    ranks = [_ADMISSION_ORDERS[story.config.policy](request) for request in story.scheduler.waiting]
+    assert ranks == sorted(ranks)
 
 
-def check_nobody_passes_the_head(before: Before, plan: SchedulerOutput) -> None:
-    """Who is admitted leaves from the head of the queue, and not while others give way."""
+def check_no_request_passes_the_head(before: Before, plan: SchedulerOutput) -> None:
+    """Requests are admitted from the head of the queue, and not in a step that preempts."""
     admitted = list(plan.block_tables)
     assert admitted == before.waiting[: len(admitted)]
     assert sorted(map(id, admitted)) == sorted(map(id, plan.new + plan.resumed))
@@ -102,10 +110,10 @@ def check_nobody_passes_the_head(before: Before, plan: SchedulerOutput) -> None:
 
 
 def check_the_head_waits_for_a_reason(story: Story, plan: SchedulerOutput) -> None:
-    """With a place, tokens and blocks for it, the head of the queue runs."""
+    """With a row, tokens and blocks for it, the head of the queue runs."""
     config, running = story.config, story.scheduler.running
     head = next(iter(story.scheduler.waiting), None)
-    if head is None or plan.preempted or len(running) == _places(story):
+    if head is None or plan.preempted or len(running) == _num_rows(story):
         return
     least = _least_chunk(story) if config.enable_chunked_prefill else head.num_tokens
     if _budget(story) - plan.num_tokens < least:
@@ -116,13 +124,15 @@ def check_the_head_waits_for_a_reason(story: Story, plan: SchedulerOutput) -> No
     assert story.pool.core.num_free_blocks < blocks + watermark, head.request_id
 
 
-def check_who_runs_is_served(story: Story, before: Before, plan: SchedulerOutput) -> None:
-    """The first in order gets tokens in every step, and everyone while there are any. Whoever has
-    the best claim never gives way: so each of them ends, and after them the head of the queue.
+def check_running_requests_are_served(story: Story, before: Before, plan: SchedulerOutput) -> None:
+    """The first in order gets tokens in every step, and all others while there are any. The last in
+    the order of victims is never preempted: so each of them ends, and after them the head of the
+    queue.
     """
     if not before.running:
         return
-    assert _best_claim(story, before.running) not in plan.preempted
+    rank = _VICTIM_ORDERS[story.config.policy]
+    assert min(before.running, key=rank) not in plan.preempted
     chunk = _least_chunk(story) if _caches_states(story) else 1
     has_tokens_left = _budget(story) - plan.num_tokens >= chunk
     for request in before.running if has_tokens_left else before.running[:1]:
@@ -137,15 +147,9 @@ def _budget(story: Story) -> int:
     return story.config.max_num_scheduled_tokens or story.config.max_num_batched_tokens
 
 
-def _places(story: Story) -> int:
+def _num_rows(story: Story) -> int:
     limits = (story.config.max_num_seqs, story.config.max_num_active_seqs)
     return min(limit for limit in limits if limit is not None)
-
-
-def _best_claim(story: Story, running: Sequence[Request]) -> Request:
-    if story.config.policy == "priority":
-        return min(running, key=lambda request: (request.priority, request.arrival_time))
-    return running[0]
 
 
 def _only_waits_for_tokens(story: Story, request: Request) -> bool:
@@ -157,7 +161,7 @@ def _only_waits_for_tokens(story: Story, request: Request) -> bool:
 
 
 def _least_chunk(story: Story) -> int:
-    """Tokens that a step has use for, whoever it gives them to: where states are cached a block."""
+    """The least number of tokens that a step can give a request: a block if states are cached."""
     config = story.config
     return config.block_size if _caches_states(story) else 1 + config.num_speculative_tokens
 

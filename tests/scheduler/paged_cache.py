@@ -33,7 +33,7 @@ class PagedCache:
         before they are written.
         """
         for group, (spec, table) in enumerate(zip(self._groups, tables, strict=True)):
-            assert end <= len(table) * self._block_size, "tokens without a place in the cache"
+            assert end <= len(table) * self._block_size, "tokens without a slot in the cache"
             if spec.attention_type is AttentionType.STATE_SPACE:
                 if start:
                     held = self._block(table, start - 1).get(_STATE)

@@ -26,7 +26,7 @@ def next_token(token_ids: Sequence[int]) -> int:
 
 
 def continuation(prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """What the model says after a prompt, when nobody stops it."""
+    """What the model generates after a prompt if nothing ends it."""
     token_ids = list(prompt)
     for _ in range(num_tokens):
         token_ids.append(next_token(token_ids))

@@ -1,6 +1,6 @@
 """A replica that serves: the scheduler and the pool as they are, over any workers.
 
-Those without a model unless told otherwise.
+Those without a model unless others are given.
 """
 
 import asyncio
@@ -187,7 +187,7 @@ class Pool:
             await service.drain()
 
     async def stats(self) -> kvpool_pb2.PoolStats:
-        """Numbers of the one pool, as the service tells them."""
+        """Numbers of the one pool, by its service."""
         async with open_channel(self._address) as channel:
             answer = await kvpool_pb2_grpc.KVPoolStub(channel).GetStats(
                 kvpool_pb2.GetStatsRequest()
@@ -228,7 +228,7 @@ class Replica:
                 await asyncio.sleep(0.01)
 
     async def until_idle(self) -> None:
-        """Waits until nobody runs or waits; no block is in use then, and no place in a batch."""
+        """Waits until no request runs or waits: no block and no row of the batch is in use."""
         await self.until(lambda stats: stats.state == scheduler_pb2.ENGINE_STATE_IDLE)
         stats = await self.stats()
         assert (stats.num_running, stats.num_waiting) == (0, 0)

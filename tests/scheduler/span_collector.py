@@ -1,4 +1,4 @@
-"""An OTLP collector that keeps what it is sent, and spans in one shape whoever recorded them."""
+"""An OTLP collector that keeps what it is sent, and spans in one shape from all services."""
 
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +29,7 @@ class Seen:
 
 
 class SpanCollector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Serves from a thread of its own, so that an exporter may block whoever it serves."""
+    """Serves from a thread of its own, so that an exporter may block its caller."""
 
     def __init__(self) -> None:
         self.spans: list[Seen] = []

@@ -1,4 +1,4 @@
-"""What the examples of the scheduler are told with: short names, and a step that reads as words."""
+"""The worked examples of the scheduler: requests by short names, and the record of a step."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -25,7 +25,7 @@ def prompt(num_tokens: int, first: int = 100) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class StepRecord:
     """What a step did, by the names of requests."""
 
     granted: dict[str, int]
@@ -109,7 +109,9 @@ class Story:
         self.scheduler.add(request)
         return request
 
-    async def step(self, meanwhile: Callable[[SchedulerOutput], None] = lambda _: None) -> Told:
+    async def step(
+        self, meanwhile: Callable[[SchedulerOutput], None] = lambda _: None
+    ) -> StepRecord:
         """Plans a step and runs it; the pool is in order after each of them.
 
         The tokens that are taken in are its own, or with asynchronous scheduling those of the step
@@ -127,7 +129,7 @@ class Story:
         if self._in_flight and (len(self._in_flight) >= depth or not plan.requests):
             tokens = self.take_in(*self._in_flight.popleft())
         ids = names(plan.requests)
-        return Told(
+        return StepRecord(
             granted=dict(zip(ids, plan.num_scheduled_tokens, strict=True)),
             start=dict(zip(ids, plan.num_computed_tokens, strict=True)),
             blocks={
@@ -148,28 +150,28 @@ class Story:
         updates = self.scheduler.update_from_output(plan, output)
         return {update.request.request_id: list(update.token_ids) for update in updates}
 
-    def settle(self) -> None:
-        """Takes in what is in flight."""
+    def take_in_all(self) -> None:
+        """Takes in the outputs of all steps in flight."""
         while self._in_flight:
             self.take_in(*self._in_flight.popleft())
 
     def lose(self) -> None:
-        """Pool and workers die, with what is in flight; empty ones take their place."""
+        """Loses pool and workers with the steps in flight; empty ones replace them."""
         self._in_flight.clear()
         self.scheduler.forget_pool()
         self.pool.core = PoolCore(self.pool.core.config)
         self.model = self._new_model()
 
-    async def steps(self, count: int) -> list[Told]:
+    async def steps(self, count: int) -> list[StepRecord]:
         """Several steps."""
         return [await self.step() for _ in range(count)]
 
-    async def run(self, max_steps: int = 1000) -> list[Told]:
+    async def run(self, max_steps: int = 1000) -> list[StepRecord]:
         """Steps until nothing is left to do, news for pool and workers included."""
         told = []
         while self.has_work:
             told.append(await self.step())
-            assert len(told) < max_steps, "somebody starves"
+            assert len(told) < max_steps, "a request starves"
         return told
 
     def _new_model(self) -> PagedModel:
@@ -185,12 +187,12 @@ class Story:
 
     @property
     def running(self) -> list[str]:
-        """Who runs, in order of admission."""
+        """The requests that run, in the order of admission."""
         return names(self.scheduler.running)
 
     @property
     def waiting(self) -> list[str]:
-        """Who waits, the head first."""
+        """The requests that wait, the head first."""
         return names(self.scheduler.waiting)
 
 

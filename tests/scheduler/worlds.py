@@ -1,4 +1,4 @@
-"""Random worlds: how a replica is configured, who comes when, and what goes wrong."""
+"""Random worlds: the configuration of a replica, when requests arrive, and what goes wrong."""
 
 import enum
 from collections.abc import Sequence
@@ -69,15 +69,15 @@ class Incident(enum.Enum):
     """What an operator or an accident does to a replica."""
 
     PREEMPT = enum.auto()
-    """Everyone is sent back to the queue."""
+    """Every running request is preempted."""
     RESET = enum.auto()
-    """The cached prefixes are to be forgotten, which needs everyone to give way."""
+    """Every running request is preempted, and the cached prefixes are forgotten."""
     REFUSED_RESET = enum.auto()
-    """The same, while whoever runs goes on."""
+    """A reset while requests hold blocks, which is refused."""
     PAUSE = enum.auto()
     """Nothing is planned for some steps."""
     PAUSE_AND_ABORT = enum.auto()
-    """The same, after everyone was ended."""
+    """The same, and all requests are aborted."""
     LOSS = enum.auto()
     """Pool and workers die between two steps."""
     LOSS_MID_STEP = enum.auto()

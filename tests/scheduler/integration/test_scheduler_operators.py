@@ -138,7 +138,7 @@ async def test_after_a_reset_nothing_is_found(replica: Replica, gateway: Gateway
 async def test_an_idle_replica_has_told_the_pool_everything(
     replica: Replica, gateway: Gateway
 ) -> None:
-    """The last full block is published, and nothing held, although nobody asks for more."""
+    """The last full block is published and no block held, although no further step is planned."""
     await gateway.add(1, prompt(9))
     await gateway.finish(1)
     await replica.until_idle()

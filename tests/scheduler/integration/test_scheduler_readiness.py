@@ -41,7 +41,7 @@ async def test_a_session_is_told_that_the_replica_is_ready_and_told_again_every_
         assert (state.ready, state.reason, state.draining) == (True, "", False)
 
 
-async def test_a_replica_without_its_worker_is_not_ready_and_alive() -> None:
+async def test_a_replica_without_its_worker_is_not_ready_but_live() -> None:
     async with serving_replica() as replica, gateway_of(replica) as gateway:
         await gateway.add(1, prompt(9), sampling=sampling(100))
         await gateway.until_tokens(1, 3)
@@ -54,7 +54,7 @@ async def test_a_replica_without_its_worker_is_not_ready_and_alive() -> None:
         await until_health(replica, "", SERVING)
         async with gateway_of(replica) as second:
             await second.until(lambda: len(second.states) > 0)
-            assert second.states[0].reason == state.reason, "a new session is told at once"
+            assert second.states[0].reason == state.reason, "a new session gets the state at once"
         await replica.worker.start()
         await until_state(gateway, ready=True)
         await until_health(replica, SCHEDULER, SERVING)

@@ -115,7 +115,7 @@ async def test_a_refusal_names_the_field_and_nothing_is_held(
     await gateway.finish(1)
 
 
-async def test_a_handle_is_aborted_and_keeps_its_neighbours(
+async def test_a_handle_is_aborted_and_leaves_the_others(
     replica: Replica, gateway: Gateway
 ) -> None:
     await gateway.add(1, prompt(9), sampling=sampling(180))
@@ -140,7 +140,7 @@ async def test_abort_by_name_reaches_requests_of_any_session(
         await other.add(1, prompt(9), request_id="theirs")
         await replica.until(lambda stats: stats.num_running + stats.num_waiting == 2)
         answer = await replica.stub.Abort(
-            scheduler_pb2.AbortRequest(request_ids=["mine", "theirs", "nobody's"])
+            scheduler_pb2.AbortRequest(request_ids=["mine", "theirs", "unknown"])
         )
         assert answer.num_aborted == 2
         replica.worker.going.set()

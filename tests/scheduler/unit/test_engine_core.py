@@ -104,9 +104,7 @@ async def test_pause_returns_when_no_step_is_in_flight_and_keeps_everything(benc
 
 
 @pytest.mark.parametrize("operation", ["pause", "reset"])
-async def test_an_operator_who_gives_up_waiting_costs_no_token(
-    bench: Bench, operation: str
-) -> None:
+async def test_a_cancelled_pause_costs_no_token(bench: Bench, operation: str) -> None:
     bench.add("a", prompt(5), max_tokens=50)
     await bench.until_tokens("a", 2)
     bench.executor.hold()
@@ -126,7 +124,7 @@ async def test_an_operator_who_gives_up_waiting_costs_no_token(
     assert bench.inbox.tokens["a"] == continuation(prompt(5), 50)
 
 
-async def test_workers_lost_while_somebody_waits_for_a_standstill(bench: Bench) -> None:
+async def test_workers_lost_while_a_standstill_is_awaited(bench: Bench) -> None:
     bench.add("a", prompt(5), max_tokens=50)
     await bench.until_tokens("a", 2)
     bench.executor.hold()
@@ -287,7 +285,7 @@ async def test_a_request_whose_logits_broke_ends_and_the_engine_goes_on(bench: B
     await bench.until_idle()
 
 
-async def test_a_small_pool_preempts_and_still_serves_everyone() -> None:
+async def test_a_small_pool_preempts_and_still_serves_all_requests() -> None:
     async with running(Bench(num_blocks=12)) as bench:
         wanted = {f"r{number}": prompt(7 + number, 100 * number) for number in range(6)}
         for name, token_ids in wanted.items():

@@ -67,7 +67,7 @@ def test_a_second_failure_is_searched_by_halving_and_the_oldest_run_first() -> N
     assert not search.is_active
 
 
-def test_workers_that_are_lost_for_another_reason_clear_everyone_in_the_end() -> None:
+def test_workers_that_are_lost_for_another_reason_clear_all_requests_in_the_end() -> None:
     search, requests = FaultSearch(), make_requests("a", "b", "c")
     search.steps_failed([plan(requests)])
     search.steps_failed([plan(requests)])
@@ -79,7 +79,7 @@ def test_workers_that_are_lost_for_another_reason_clear_everyone_in_the_end() ->
     assert not search.is_active
 
 
-def test_a_group_whose_requests_ended_holds_nothing_back() -> None:
+def test_a_group_whose_requests_ended_holds_no_request_back() -> None:
     search, requests = FaultSearch(), make_requests("a", "b", "c", "d")
     search.steps_failed([plan(requests)])
     search.steps_failed([plan(requests)])

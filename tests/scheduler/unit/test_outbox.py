@@ -50,7 +50,7 @@ def update(
     return EngineCoreOutputs(plan, token_ids, rows, ended)
 
 
-async def test_steps_that_nobody_took_are_told_together() -> None:
+async def test_steps_that_were_not_taken_are_merged() -> None:
     outbox = Outbox()
     outbox.tokens(4, [1], [[10]])
     outbox.flush()
@@ -67,7 +67,7 @@ async def test_steps_that_nobody_took_are_told_together() -> None:
 async def test_nothing_is_told_twice_and_taking_waits_for_news() -> None:
     outbox = Outbox()
     outbox.tokens(1, [1], [[10]])
-    assert not outbox.has_deltas, "a step is told whole"
+    assert not outbox.has_deltas, "a step is sent as a whole"
     outbox.flush()
     assert outbox.has_deltas
     outbox.take()
@@ -80,14 +80,14 @@ async def test_nothing_is_told_twice_and_taking_waits_for_news() -> None:
     assert list(outbox.take().token_ids) == [11]
 
 
-async def test_a_step_in_which_nobody_sampled_is_no_news() -> None:
+async def test_a_step_without_sampled_tokens_sends_nothing() -> None:
     outbox = Outbox()
     outbox.tokens(1, [1, 2], [[], None])
     outbox.flush()
     assert not outbox.has_deltas
 
 
-async def test_whoever_waits_can_be_woken_without_news() -> None:
+async def test_the_reader_can_be_woken_without_deltas() -> None:
     outbox = Outbox()
     outbox.wake()
     async with asyncio.timeout(5):
@@ -107,7 +107,7 @@ async def test_every_end_has_its_reason_on_the_wire(reason: FinishReason) -> Non
     assert bool(finished.message) == (reason in ENDS_WITH_A_STATUS)
 
 
-async def test_news_go_to_whom_they_concern() -> None:
+async def test_each_session_gets_the_deltas_of_its_requests() -> None:
     sessions = Sessions()
     one, two = sessions.open("one"), sessions.open("two")
     a, b = make_request("a"), make_request("b")
@@ -124,7 +124,7 @@ async def test_news_go_to_whom_they_concern() -> None:
     assert (sessions.num_generated_tokens, sessions.num_finished) == (3, 1)
 
 
-async def test_steps_of_the_same_requests_go_to_whoever_owns_them_then() -> None:
+async def test_steps_of_the_same_requests_go_to_the_sessions_that_own_them_then() -> None:
     sessions = Sessions()
     one, two = sessions.open("one"), sessions.open("two")
     a, b, c = make_request("a"), make_request("b"), make_request("c")

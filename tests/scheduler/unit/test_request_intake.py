@@ -1,4 +1,4 @@
-"""The door: every refusal, the field it names and the status it becomes."""
+"""The intake of requests: every refusal, the field it names and the status it becomes."""
 
 import itertools
 import math
@@ -21,7 +21,7 @@ VOCAB_SIZE = 100
 HIDDEN_SIZE = 2
 
 
-def make_door(*, policy: str = "fcfs", num_waiting: int = 0, cache: int = 40) -> RequestIntake:
+def make_intake(*, policy: str = "fcfs", num_waiting: int = 0, cache: int = 40) -> RequestIntake:
     """A model of 50 tokens over a cache of `cache`."""
     config = SchedulerConfig(
         max_num_seqs=4,
@@ -49,8 +49,8 @@ def message(**fields: Any) -> scheduler_pb2.AddRequest:
 
 
 def test_what_is_let_in_is_the_cores_own() -> None:
-    door = make_door(policy="priority")
-    request = door.accept(
+    intake = make_intake(policy="priority")
+    request = intake.accept(
         message(
             output_token_ids=pack_token_ids([1, 2]),
             sampling={
@@ -79,7 +79,7 @@ def test_what_is_let_in_is_the_cores_own() -> None:
     assert (request.priority, request.arrival_time) == (-3, 2.5)
     assert (request.cache_salt, request.traceparent) == ("salt", "00-1-2-01")
     assert request.reads_prefix_cache
-    assert door.accept(message()).key == 2, "no number is used twice"
+    assert intake.accept(message()).key == 2, "no number is used twice"
 
 
 def embeds(data: bytes, num_tokens: int = 3) -> common_pb2.PromptEmbeds:
@@ -90,9 +90,9 @@ def embeds(data: bytes, num_tokens: int = 3) -> common_pb2.PromptEmbeds:
 
 
 def test_an_embedded_prompt_is_placeholders_under_a_salt_of_its_own() -> None:
-    door, one, other = make_door(), bytes(12), bytes(11) + b"1"
+    intake, one, other = make_intake(), bytes(12), bytes(11) + b"1"
     requests = [
-        door.accept(
+        intake.accept(
             message(
                 prompt_token_ids=b"",
                 prompt_embeds=embeds(data),
@@ -110,7 +110,7 @@ def test_an_embedded_prompt_is_placeholders_under_a_salt_of_its_own() -> None:
     hashes = [request.block_hashes[0] for request in requests]
     assert hashes[0] == hashes[1]
     assert len(set(hashes)) == 3
-    plain = door.accept(message(prompt_token_ids=pack_token_ids([0, 0, 0, 8])))
+    plain = intake.accept(message(prompt_token_ids=pack_token_ids([0, 0, 0, 8])))
     plain.hash_full_blocks(b"root", 4)
     assert plain.block_hashes[0] not in hashes
 
@@ -137,12 +137,12 @@ def test_an_embedded_prompt_is_placeholders_under_a_salt_of_its_own() -> None:
 )
 def test_an_embedded_prompt_that_cannot_be(fields: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        make_door().accept(message(**fields))
+        make_intake().accept(message(**fields))
     assert caught.value.field == field
 
 
 def test_prompt_logprobs_need_every_position() -> None:
-    request = make_door().accept(message(sampling={"prompt_logprobs": 0}))
+    request = make_intake().accept(message(sampling={"prompt_logprobs": 0}))
     assert not request.reads_prefix_cache
 
 
@@ -195,7 +195,7 @@ def test_prompt_logprobs_need_every_position() -> None:
 )
 def test_what_is_wrong_is_named(fields: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
-        make_door().accept(message(**fields))
+        make_intake().accept(message(**fields))
     assert refused.value.field == field
     assert not isinstance(refused.value, OutOfRange)
 
@@ -208,7 +208,7 @@ def test_longer_than_the_model_is_out_of_range(
     num_prompt: int, num_output: int, field: str
 ) -> None:
     with pytest.raises(OutOfRange) as refused:
-        make_door(cache=80).accept(
+        make_intake(cache=80).accept(
             message(
                 prompt_token_ids=pack_token_ids([1] * num_prompt),
                 output_token_ids=pack_token_ids([1] * num_output),
@@ -219,16 +219,16 @@ def test_longer_than_the_model_is_out_of_range(
 
 
 def test_larger_than_the_pool_is_out_of_range() -> None:
-    door = make_door(cache=40)
+    intake = make_intake(cache=40)
     with pytest.raises(OutOfRange) as refused:
-        door.accept(message(prompt_token_ids=pack_token_ids([1] * 40)))
+        intake.accept(message(prompt_token_ids=pack_token_ids([1] * 40)))
     assert refused.value.error_reason == "LARGER_THAN_POOL"
-    assert door.accept(message(prompt_token_ids=pack_token_ids([1] * 39))).num_tokens == 39
+    assert intake.accept(message(prompt_token_ids=pack_token_ids([1] * 39))).num_tokens == 39
 
 
 def test_a_full_queue_says_when_to_come_back() -> None:
-    assert make_door(num_waiting=2).accept(message()).num_tokens == 3
+    assert make_intake(num_waiting=2).accept(message()).num_tokens == 3
     with pytest.raises(ResourceExhausted) as refused:
-        make_door(num_waiting=3).accept(message())
+        make_intake(num_waiting=3).accept(message())
     assert refused.value.error_reason == "QUEUE_FULL"
     assert refused.value.retry_after_seconds == 1.0

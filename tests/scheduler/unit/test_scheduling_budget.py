@@ -23,7 +23,7 @@ async def test_blocks_are_given_for_each_chunk_and_no_earlier() -> None:
     assert [step.blocks["a"] for step in told] == [[1, 2], [3], [4]]
 
 
-async def test_who_decodes_comes_first_and_the_prompt_gets_the_rest() -> None:
+async def test_decoding_requests_come_first_and_the_prompt_gets_the_rest() -> None:
     story = Story(max_num_batched_tokens=8)
     story.add("a", prompt(3))
     await story.step()
@@ -69,7 +69,7 @@ async def test_places_are_limited() -> None:
     assert (await story.step()).new == ["c"]
 
 
-async def test_fewer_requests_may_run_than_the_workers_have_places() -> None:
+async def test_fewer_requests_may_run_than_the_workers_have_rows() -> None:
     story = Story(max_num_seqs=4, max_num_active_seqs=1)
     story.add("a", prompt(4), max_tokens=1)
     story.add("b", prompt(4, first=500), max_tokens=1)
@@ -83,7 +83,7 @@ async def test_without_chunks_a_prompt_runs_whole_or_waits() -> None:
     story.add("b", prompt(6, first=500))
     story.add("c", prompt(2, first=700))
     first, second = await story.steps(2)
-    assert first.granted == {"a": 6}, "nobody passes the head of the queue"
+    assert first.granted == {"a": 6}, "no request passes the head of the queue"
     assert second.granted == {"a": 1, "b": 6, "c": 2}
 
 
@@ -96,7 +96,7 @@ async def test_one_long_prompt_leaves_room_for_others() -> None:
     assert second.granted == {"a": 6, "b": 1}
 
 
-async def test_the_threshold_is_lifted_for_who_is_alone() -> None:
+async def test_the_threshold_is_lifted_for_a_request_that_is_alone() -> None:
     story = Story(max_num_batched_tokens=16, long_prefill_token_threshold=6)
     story.add("a", prompt(30))
     assert (await story.step()).granted == {"a": 16}

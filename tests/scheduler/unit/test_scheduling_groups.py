@@ -187,7 +187,7 @@ async def test_without_prefix_caching_states_need_no_boundaries() -> None:
     assert [told.granted["a"] for told in await story.steps(3)] == [10, 10, 3]
 
 
-async def test_a_threshold_below_a_block_does_not_starve_who_needs_a_whole_one() -> None:
+async def test_a_threshold_below_a_block_does_not_starve_a_request_that_needs_a_whole_one() -> None:
     story = Story(groups=(STATE,), long_prefill_token_threshold=3)
     story.add("a", prompt(9), max_tokens=2)
     story.add("b", prompt(9, 300), max_tokens=2)

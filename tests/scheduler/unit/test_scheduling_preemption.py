@@ -1,4 +1,4 @@
-"""Who makes room when a running request needs a block and none is free."""
+"""Which request is preempted when a running request needs a block and none is free."""
 
 from tests.scheduler.paged_model import continuation
 from tests.scheduler.story import Story, prompt
@@ -16,7 +16,7 @@ async def test_fcfs_preempts_the_last_and_it_comes_back_first() -> None:
     third = await story.step()
     assert (third.preempted, third.granted, third.blocks) == (["b"], {"a": 1}, {"a": [4]})
     assert story.waiting == ["b", "c"], "a victim is the head of the queue"
-    assert (third.new, third.resumed) == ([], []), "nobody is admitted in a step that preempts"
+    assert (third.new, third.resumed) == ([], []), "no request is admitted in a step that preempts"
 
 
 async def test_a_victim_is_computed_again_and_gives_the_same_tokens() -> None:
@@ -31,7 +31,7 @@ async def test_a_victim_is_computed_again_and_gives_the_same_tokens() -> None:
     assert story.pool.core.num_free_blocks == 5
 
 
-async def test_a_victim_finds_its_own_blocks_if_nobody_took_them() -> None:
+async def test_a_victim_finds_its_own_blocks_if_they_were_not_reused() -> None:
     story = Story(num_blocks=7)
     story.add("a", prompt(7), max_tokens=3)
     b = story.add("b", prompt(11, first=500), max_tokens=3)
@@ -44,7 +44,7 @@ async def test_a_victim_finds_its_own_blocks_if_nobody_took_them() -> None:
     assert (stats.num_query_tokens, stats.num_hit_tokens) == (6 + 10, 0), "each prompt once"
 
 
-async def test_who_does_not_fit_and_is_the_last_preempts_itself() -> None:
+async def test_a_request_that_does_not_fit_and_is_the_last_is_the_victim_itself() -> None:
     story = Story(num_blocks=4)
     story.add("a", prompt(6))
     story.add("b", prompt(4, first=500))
@@ -108,7 +108,7 @@ async def test_fcfs_ignores_priority() -> None:
     assert [step.new for step in await story.steps(2)] == [["a"], ["b"]]
 
 
-async def test_only_who_could_run_to_its_present_end_is_admitted() -> None:
+async def test_only_a_request_that_fits_up_to_its_present_end_is_admitted() -> None:
     story = Story(num_blocks=7, max_num_batched_tokens=8)
     story.add("a", prompt(8))
     await story.step()
@@ -125,7 +125,7 @@ async def test_without_that_reserve_the_first_chunk_is_enough() -> None:
     assert (told.new, told.granted["b"]) == (["b"], 7)
 
 
-async def test_the_watermark_keeps_blocks_free_for_those_who_run() -> None:
+async def test_the_watermark_keeps_blocks_free_for_running_requests() -> None:
     story = Story(num_blocks=10, watermark=0.2)
     story.add("a", prompt(12))
     story.add("b", prompt(16, first=300))
@@ -135,7 +135,7 @@ async def test_the_watermark_keeps_blocks_free_for_those_who_run() -> None:
     assert (await story.step()).new == []
 
 
-async def test_the_watermark_does_not_stop_who_is_alone() -> None:
+async def test_the_watermark_does_not_stop_a_request_that_is_alone() -> None:
     story = Story(num_blocks=10, watermark=0.5)
     story.add("a", prompt(36))
     assert (await story.step()).new == ["a"]

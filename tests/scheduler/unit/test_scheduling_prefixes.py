@@ -1,4 +1,4 @@
-"""Cached prefixes: who finds what, who shares with whom, and what stays apart."""
+"""Cached prefixes: what a request finds, which requests share blocks, and which do not."""
 
 from tests.scheduler.paged_model import continuation
 from tests.scheduler.story import Story, prompt
@@ -91,7 +91,7 @@ async def test_without_caching_nothing_is_found() -> None:
     assert story.pool.core.num_cached_hashes == 0
 
 
-async def test_who_wants_every_position_reads_no_cache() -> None:
+async def test_a_request_that_wants_every_position_reads_no_cache() -> None:
     story = Story()
     story.add("a", prompt(9), max_tokens=1)
     await story.run()

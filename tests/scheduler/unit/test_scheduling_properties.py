@@ -24,7 +24,7 @@ NUM_WORLDS = 2000
 KINDS = [(policy, in_flight) for policy in POLICIES for in_flight in (1, 2)]
 RARE = ("preemptions", "hits", "drafts", "STOP", "ABORT")
 MAX_STEPS = 1500
-"""More than any world needs; whoever is not served by then starves."""
+"""More than any world needs; a request that is not served by then starves."""
 
 
 class MortalPool:
@@ -105,7 +105,7 @@ class Life:
                 await self._suffer(event)
         self._abort(step, mid_step=False)
         if step < self.paused_until:
-            self.story.settle()
+            self.story.take_in_all()
             self._abort(step, mid_step=True)
             return
         before = Before.of(self.story)
@@ -122,18 +122,18 @@ class Life:
         self.happened[event.incident.name] += 1
         match event.incident:
             case Incident.PREEMPT:
-                self.story.settle()
+                self.story.take_in_all()
                 scheduler.preempt_all()
             case Incident.RESET:
-                self.story.settle()
+                self.story.take_in_all()
                 scheduler.preempt_all()
                 assert await scheduler.reset_prefix_cache()
                 assert self.story.pool.core.num_cached_hashes == 0
             case Incident.REFUSED_RESET:
-                self.story.settle()
+                self.story.take_in_all()
                 assert await scheduler.reset_prefix_cache() is not bool(scheduler.running)
             case Incident.PAUSE | Incident.PAUSE_AND_ABORT:
-                self.story.settle()
+                self.story.take_in_all()
                 self.paused_until = event.step + event.count
                 if event.incident is Incident.PAUSE_AND_ABORT:
                     for _, request in self.requests:
@@ -150,7 +150,7 @@ class Life:
                 self.story.scheduler.abort(request)
 
     def _check_ends(self) -> None:
-        """Everyone ended, with their own tokens and for the right reason, and holds nothing."""
+        """All requests ended, with their own tokens and for the right reason, and hold no block."""
         for arrival, request in self.requests:
             expected, reason = self._expected(arrival)
             if request.finish_reason is FinishReason.ABORT:

@@ -16,7 +16,7 @@ async def enter_beside_another(num_prompt_tokens: int, **config: int) -> dict[st
     return (await story.step()).granted
 
 
-async def test_who_lacks_one_token_enters_in_the_shape_of_those_that_decode() -> None:
+async def test_a_request_that_lacks_one_token_enters_with_as_many_drafts_as_the_others() -> None:
     assert await enter_beside_another(9, max_model_len=32) == {"other": 3, "again": 3}
 
 

@@ -32,7 +32,7 @@ class Book:
             self.reasons.planned(next(self._steps), reason)
 
 
-def told(changes: Sequence[ReasonChange]) -> list[tuple[int, WaitReason]]:
+def steps_and_reasons(changes: Sequence[ReasonChange]) -> list[tuple[int, WaitReason]]:
     return [(change.step, change.reason) for change in changes]
 
 
@@ -42,7 +42,7 @@ def test_a_request_reads_what_was_noted_while_it_waited() -> None:
     waiting = book.reasons.begin()
     book.steps(MAX_SEQS, MAX_SEQS, NO_BLOCKS, MAX_SEQS)
     assert book.reasons.steps_since(waiting) == {MAX_SEQS: 3, NO_BLOCKS: 1}
-    assert told(book.reasons.changes_since(waiting)) == [
+    assert steps_and_reasons(book.reasons.changes_since(waiting)) == [
         (3, MAX_SEQS),
         (5, NO_BLOCKS),
         (6, MAX_SEQS),
@@ -55,7 +55,7 @@ def test_what_was_in_the_way_before_it_came_counts_from_its_own_first_step() -> 
     waiting = book.reasons.begin()
     book.steps(NO_BLOCKS, BUDGET)
     changes = book.reasons.changes_since(waiting)
-    assert told(changes) == [(2, NO_BLOCKS), (3, BUDGET)]
+    assert steps_and_reasons(changes) == [(2, NO_BLOCKS), (3, BUDGET)]
     assert changes[0].unix_nanos == waiting.unix_nanos < changes[1].unix_nanos
 
 
@@ -64,7 +64,7 @@ def test_what_ended_before_its_first_step_does_not_count() -> None:
     book.steps(NO_BLOCKS)
     waiting = book.reasons.begin()
     book.steps(BUDGET, NO_BLOCKS)
-    assert told(book.reasons.changes_since(waiting)) == [(1, BUDGET), (2, NO_BLOCKS)]
+    assert steps_and_reasons(book.reasons.changes_since(waiting)) == [(1, BUDGET), (2, NO_BLOCKS)]
 
 
 def test_a_request_that_is_admitted_at_once_never_waited() -> None:
@@ -85,9 +85,9 @@ def test_a_pause_is_a_reason_without_steps() -> None:
     book.reasons.resumed()
     after = book.reasons.begin()
     book.steps(NO_BLOCKS)
-    assert told(book.reasons.changes_since(before)) == [(1, PAUSED), (1, NO_BLOCKS)]
-    assert told(book.reasons.changes_since(within)) == [(1, PAUSED), (1, NO_BLOCKS)]
-    assert told(book.reasons.changes_since(after)) == [(1, NO_BLOCKS)]
+    assert steps_and_reasons(book.reasons.changes_since(before)) == [(1, PAUSED), (1, NO_BLOCKS)]
+    assert steps_and_reasons(book.reasons.changes_since(within)) == [(1, PAUSED), (1, NO_BLOCKS)]
+    assert steps_and_reasons(book.reasons.changes_since(after)) == [(1, NO_BLOCKS)]
     assert book.reasons.steps_since(before) == {NO_BLOCKS: 1}
 
 
@@ -97,8 +97,8 @@ def test_a_step_that_was_being_planned_does_not_end_a_pause() -> None:
     book.reasons.paused()
     book.steps(NO_BLOCKS)
     assert book.reasons.current is PAUSED
-    told_so_far = told(book.reasons.changes_since(waiting))
-    assert told_so_far == [(0, PAUSED), (0, NO_BLOCKS), (1, PAUSED)]
+    so_far = steps_and_reasons(book.reasons.changes_since(waiting))
+    assert so_far == [(0, PAUSED), (0, NO_BLOCKS), (1, PAUSED)]
     book.reasons.resumed()
     assert book.reasons.current is None
 
@@ -110,7 +110,7 @@ def test_the_newest_changes_are_remembered_and_no_more() -> None:
     book.steps(*[BUDGET, NO_BLOCKS] * MAX_CHANGES)
     changes = book.reasons.changes_since(waiting)
     assert len(changes) == MAX_CHANGES
-    assert told(changes)[-1] == (2 * MAX_CHANGES, NO_BLOCKS)
+    assert steps_and_reasons(changes)[-1] == (2 * MAX_CHANGES, NO_BLOCKS)
     assert book.reasons.steps_since(waiting) == {BUDGET: MAX_CHANGES, NO_BLOCKS: MAX_CHANGES}
 
 
@@ -149,7 +149,7 @@ async def test_every_reason_has_its_story() -> None:
     assert await reason_of(story) is None
 
 
-async def test_whoever_gave_way_waits_for_blocks_and_so_do_those_behind() -> None:
+async def test_a_preempted_request_waits_for_blocks_and_so_do_those_behind() -> None:
     story = Story(num_blocks=4)
     story.add("a", prompt(8), max_tokens=6)
     story.add("b", prompt(4, 500))
@@ -269,7 +269,7 @@ async def test_a_wait_that_an_abort_ends_is_explained_too() -> None:
     assert decode.attributes[f"{names.ATTR_WAIT_STEPS}.no_blocks"] == 1
 
 
-async def test_what_an_operator_preempts_is_told() -> None:
+async def test_what_an_operator_preempts_is_steps_and_reasons() -> None:
     story = TracedStory()
     story.arrive("a", prompt(6), max_tokens=4)
     await story.watched_step()
