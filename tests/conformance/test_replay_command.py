@@ -51,7 +51,7 @@ async def test_a_log_of_a_scenario_replays_and_without_a_change_nothing_changes(
     for entry in entries:
         told = json.loads(json.dumps(entry))
         assert told == entry
-        assert await replay.take(Field(told)) == []
+        assert await replay.replay_entry(Field(told)) == []
     what_if = await WhatIf(replay.history, config).run()
     for row in ROWS:
         assert row.measure(what_if) == row.measure(replay.statistics), row.name
