@@ -24,12 +24,20 @@ from services.gateway.adapters.file_limit import connections_within_limit
 from services.gateway.adapters.generation_config import read_sampling_defaults
 from services.gateway.adapters.grpc_door import GrpcDoor
 from services.gateway.adapters.hf_tokenizer import HfTokenizer, load_tokenizer
-from services.gateway.adapters.http.app import HttpApi, guarded
+from services.gateway.adapters.http.app import guarded, make_app
 from services.gateway.adapters.http.body_budget import BodyBudget
 from services.gateway.adapters.http.connection_limits import ConnectionLimits
+from services.gateway.adapters.http.early_refusals import EarlyRefusals
+from services.gateway.adapters.http.generation_routes import (
+    CHAT_COMPLETIONS,
+    COMPLETIONS,
+    GenerationRoutes,
+)
 from services.gateway.adapters.http.hosts import hosts_for
-from services.gateway.adapters.http.parse import BodyLimits
+from services.gateway.adapters.http.parse import BodyLimits, BodyReader
 from services.gateway.adapters.http.server import HttpServer
+from services.gateway.adapters.http.server_routes import ServerRoutes
+from services.gateway.adapters.http.tokenizer_routes import TokenizerRoutes
 from services.gateway.adapters.inference_servicer import GENERATE, REQUEST_TYPES, InferenceServicer
 from services.gateway.adapters.memory import give_memory_back
 from services.gateway.adapters.metrics import Metrics
@@ -133,20 +141,19 @@ class Gateway:
 
     def _http_server(self, max_connections: int) -> HttpServer:
         settings = self._settings
-        api = HttpApi(
-            self._inference,
-            self.fleet,
-            self._links,
-            self.gate,
-            self._observer,
-            self._metrics,
-            self._keys,
-            body_limits=BodyLimits(
-                settings.max_body_bytes,
-                settings.max_items_per_request,
-                BodyBudget(settings.max_buffered_body_bytes, settings.body_timeout_seconds),
-            ),
+        inference, fleet, gate = self._inference, self.fleet, self.gate
+        budget = BodyBudget(settings.max_buffered_body_bytes, settings.body_timeout_seconds)
+        bodies = BodyReader(
+            BodyLimits(settings.max_body_bytes, settings.max_items_per_request, budget)
         )
+        app = make_app(
+            GenerationRoutes(inference, gate, self._observer, bodies),
+            TokenizerRoutes(inference, fleet, gate, bodies),
+            ServerRoutes(inference, fleet, self._links, gate, self._metrics),
+            self._keys,
+        )
+        generating = (COMPLETIONS, CHAT_COMPLETIONS)
+        early = EarlyRefusals(app, generating, self._keys, gate, inference, self._observer)
         names = hosts_for(settings.http_address, settings.allowed_hosts)
         limits = ConnectionLimits(
             max_connections=max_connections,
@@ -157,8 +164,8 @@ class Gateway:
             keep_alive_seconds=settings.http_keep_alive_seconds,
             reader_timeout_seconds=settings.reader_timeout_seconds,
         )
-        app = guarded(api.app, names, settings.allowed_origins)
-        return HttpServer(app, limits, lambda: self._metrics.reader_cut("http"))
+        outer = guarded(early, names, settings.allowed_origins)
+        return HttpServer(outer, limits, lambda: self._metrics.reader_cut("http"))
 
     def _grpc_server(self, max_connections: int) -> GrpcServer:
         settings = self._settings

@@ -111,6 +111,10 @@ class Fleet:
             raise _unavailable(self.why_not_ready())
         return limits
 
+    def max_model_len(self) -> int | None:
+        """The model's context while a replica is ready; None while none is."""
+        return self.limits().max_model_len if self.num_ready else None
+
     def check_room(self, deadline: float | None) -> None:
         """Raises ResourceExhausted when every ready replica would refuse a request like this."""
         timeout = None if deadline is None else deadline - self._clock.time()

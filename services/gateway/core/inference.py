@@ -18,7 +18,6 @@ from services.gateway.core.request import (
     to_engine_requests,
 )
 from services.gateway.core.sampling import MAX_BAD_WORDS, MAX_BAD_WORDS_CHARACTERS
-from services.gateway.core.tokens import TokenText
 
 _TOKENS_CHECKED_AT_A_TIME = 65_536
 _ANSWERS_AT_A_TIME = 32
@@ -42,7 +41,6 @@ class Inference:
     ) -> None:
         self.model_name = model_name
         self.tokenizer = tokenizer
-        self.tokens = TokenText(tokenizer)
         self.default_sampling = defaults.sampling
         self.max_items = max_items
         self.max_logprobs = max_logprobs

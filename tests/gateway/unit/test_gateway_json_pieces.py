@@ -12,11 +12,11 @@ from services.gateway.adapters.http.chat import ChatDialect
 from services.gateway.adapters.http.completions import CompletionDialect
 from services.gateway.adapters.http.dialect import Dialect, Envelope
 from services.gateway.adapters.http.json_pieces import HoldsLongList, LongList, json_pieces, to_json
+from services.gateway.adapters.http.token_text import TokenText
 from services.gateway.core.choice import Piece
 from services.gateway.core.generation import Answer, Usage
 from services.gateway.core.logprobs import LogprobRows
 from services.gateway.core.request import ClientRequest, Prompt
-from services.gateway.core.tokens import TokenText
 
 NUM_ANSWERS, NUM_TOKENS, WIDTH = 16, 250, 21
 

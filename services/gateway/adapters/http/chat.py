@@ -8,6 +8,7 @@ from services.common.errors import InvalidArgument, StepwellError
 from services.gateway.adapters.http.bodies import ChatCompletionBody, ChatPrompt, TokenizeBody
 from services.gateway.adapters.http.dialect import Dialect, stop_reason
 from services.gateway.adapters.http.json_pieces import LongList, listed
+from services.gateway.adapters.http.logprobs import chat_logprobs, prompt_logprobs
 from services.gateway.adapters.http.sampling import (
     check_stream_options,
     sampling_from_body,
@@ -16,7 +17,7 @@ from services.gateway.adapters.http.sampling import (
 from services.gateway.core.choice import Piece
 from services.gateway.core.generation import Answer
 from services.gateway.core.inference import Inference
-from services.gateway.core.logprobs import LogprobRows, chat_logprobs, prompt_logprobs
+from services.gateway.core.logprobs import LogprobRows
 from services.gateway.core.request import ClientRequest, Prompt
 
 # What a template is given by the server cannot be given by a client.

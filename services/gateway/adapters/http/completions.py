@@ -10,6 +10,11 @@ from services.gateway.adapters.http.bodies import CompletionBody
 from services.gateway.adapters.http.dialect import Dialect, stop_reason
 from services.gateway.adapters.http.embeds import read_prompt_embeds
 from services.gateway.adapters.http.json_pieces import listed
+from services.gateway.adapters.http.logprobs import (
+    completion_logprobs,
+    echoed_logprobs,
+    prompt_logprobs,
+)
 from services.gateway.adapters.http.sampling import (
     check_stream_options,
     sampling_from_body,
@@ -19,13 +24,7 @@ from services.gateway.core.choice import Piece
 from services.gateway.core.echo import echoed
 from services.gateway.core.generation import Answer
 from services.gateway.core.inference import Inference
-from services.gateway.core.logprobs import (
-    LogprobRows,
-    completion_logprobs,
-    echoed_logprobs,
-    joined,
-    prompt_logprobs,
-)
+from services.gateway.core.logprobs import LogprobRows, joined
 from services.gateway.core.request import ClientRequest, Prompt
 
 DEFAULT_MAX_TOKENS = 16

@@ -12,10 +12,10 @@ from services.gateway.adapters.http.json_pieces import (
     json_pieces,
     to_json,
 )
+from services.gateway.adapters.http.token_text import TokenText
 from services.gateway.core.choice import Piece
 from services.gateway.core.generation import Answer, Usage
 from services.gateway.core.request import ClientRequest
-from services.gateway.core.tokens import TokenText
 
 
 @dataclass(frozen=True, slots=True)

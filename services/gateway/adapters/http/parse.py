@@ -28,13 +28,19 @@ class BodyLimits:
     budget: BodyBudget
 
 
-async def read_body(request: Request, model: type[B], limits: BodyLimits) -> B:
-    """Reads and checks the body. One that is too large is refused before it is buffered."""
-    num_bytes = _declared_bytes(request, limits.max_bytes)
-    async with limits.budget.hold(num_bytes):
-        body = parse_body(await _read(request, limits), model)
-        await asyncio.sleep(0)  # what is done with it is another piece of work
-        return body
+class BodyReader:
+    """Reads bodies within limits."""
+
+    def __init__(self, limits: BodyLimits) -> None:
+        self._limits = limits
+
+    async def read(self, request: Request, model: type[B]) -> B:
+        """Reads and checks a body. One that is too large is refused before it is buffered."""
+        num_bytes = _declared_bytes(request, self._limits.max_bytes)
+        async with self._limits.budget.hold(num_bytes):
+            body = parse_body(await _read(request, self._limits), model)
+            await asyncio.sleep(0)  # what is done with it is another piece of work
+            return body
 
 
 def parse_body(raw: bytes, model: type[B]) -> B:

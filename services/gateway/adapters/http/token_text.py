@@ -1,4 +1,4 @@
-"""How a single token is shown to people: as text where it is text, as bytes where it is not."""
+"""A single token as answers write it: as text where it is text, as bytes where it is not."""
 
 from typing import Protocol
 

@@ -1,0 +1,65 @@
+"""The routes of the tokenizer: /tokenize and /detokenize."""
+
+from fastapi import Request
+from starlette.responses import JSONResponse, Response
+
+from services.common.errors import InvalidArgument
+from services.gateway.adapters.http.bodies import DetokenizeBody, TokenizeBody
+from services.gateway.adapters.http.chat import render
+from services.gateway.adapters.http.json_pieces import JsonReply, LongList
+from services.gateway.adapters.http.parse import BodyReader
+from services.gateway.core.fleet import Fleet
+from services.gateway.core.gate import Gate
+from services.gateway.core.inference import Inference
+
+
+class TokenizerRoutes:
+    """Text to token ids and back."""
+
+    def __init__(self, inference: Inference, fleet: Fleet, gate: Gate, bodies: BodyReader) -> None:
+        self._inference = inference
+        self._fleet = fleet
+        self._gate = gate
+        self._bodies = bodies
+
+    async def tokenize(self, request: Request) -> Response:
+        """Text or a conversation to token ids."""
+        with self._gate.enter():
+            body = await self._bodies.read(request, TokenizeBody)
+            self._inference.check_model(body.model)
+            return await self._tokenize(body)
+
+    async def _tokenize(self, body: TokenizeBody) -> Response:
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidArgument("give either prompt or messages", field="prompt")
+        _check_tokenize(body)
+        is_text = body.prompt is not None
+        text = body.prompt if body.prompt is not None else await render(body, self._inference)
+        special = is_text if body.add_special_tokens is None else body.add_special_tokens
+        token_name = self._inference.tokenizer.token_name
+        token_ids = await self._inference.tokenize(text, add_special_tokens=special)
+        names = (token_name(token) for token in token_ids) if body.return_token_strs else None
+        return JsonReply(
+            {
+                "count": len(token_ids),
+                "max_model_len": self._fleet.max_model_len(),
+                "tokens": LongList(token_ids),
+                "token_strs": None if names is None else LongList(names),
+            }
+        )
+
+    async def detokenize(self, request: Request) -> Response:
+        """Token ids to text."""
+        with self._gate.enter():
+            body = await self._bodies.read(request, DetokenizeBody)
+            self._inference.check_model(body.model)
+            text = await self._inference.detokenize(body.tokens)
+        return JSONResponse({"prompt": text})
+
+
+def _check_tokenize(body: TokenizeBody) -> None:
+    if body.prompt is None:
+        return
+    for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
+        if getattr(body, name) is not None:
+            raise InvalidArgument(f"{name} may only be given with messages", field=name)
