@@ -22,7 +22,6 @@ from services.common.tokenizer_files import tokenizer_fingerprint
 from services.gateway.adapters.auth import ApiKeys
 from services.gateway.adapters.file_limit import connections_within_limit
 from services.gateway.adapters.generation_config import read_sampling_defaults
-from services.gateway.adapters.grpc_door import GrpcDoor
 from services.gateway.adapters.hf_tokenizer import HfTokenizer, load_tokenizer
 from services.gateway.adapters.http.app import guarded, make_app
 from services.gateway.adapters.http.body_budget import BodyBudget
@@ -42,6 +41,7 @@ from services.gateway.adapters.inference_servicer import GENERATE, REQUEST_TYPES
 from services.gateway.adapters.memory import give_memory_back
 from services.gateway.adapters.metrics import Metrics
 from services.gateway.adapters.observation import Observer
+from services.gateway.adapters.request_interceptor import RequestInterceptor
 from services.gateway.adapters.scheduler_link import SchedulerLink
 from services.gateway.core.fleet import Fleet, FleetTimes
 from services.gateway.core.gate import Gate
@@ -177,7 +177,7 @@ class Gateway:
             self._metrics,
             reader_timeout_seconds=settings.reader_timeout_seconds,
         )
-        door = GrpcDoor(
+        interceptor = RequestInterceptor(
             self._keys,
             REQUEST_TYPES,
             checks={GENERATE: servicer.check_room},
@@ -196,7 +196,7 @@ class Gateway:
                 "grpc.server_handshake_timeout_ms": int(1000 * settings.receive_timeout_seconds),
                 "grpc.http2.settings_timeout": int(1000 * settings.receive_timeout_seconds),
             },
-            interceptors=(door,),
+            interceptors=(interceptor,),
         )
         server.add(gateway_pb2_grpc.add_InferenceServicer_to_server, servicer, SERVICE_NAME)
         return server

@@ -1,4 +1,4 @@
-"""What comes before a gRPC request is read: its key, a bound on its size and its sender's time."""
+"""Checks gRPC calls before their message is read, and bounds how large and slow it may be."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
@@ -13,16 +13,16 @@ from services.gateway.adapters.message_readers import MessageReaders
 from services.gateway.adapters.proto_meter import check_message
 
 _HEALTH = "/grpc.health.v1.Health/"
-_MAX_STANDING_CALLS = 64
+_MAX_OTHER_STREAMS = 64
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class GrpcDoor(grpc.aio.ServerInterceptor):
-    """Lets calls in by their key, and reads their messages itself.
+class RequestInterceptor(grpc.aio.ServerInterceptor):
+    """Checks the key of each call, and reads its message itself.
 
     grpc would read and parse a request's message before any code of ours sees the call. Health
-    needs no key. Calls of other services that stay open, such as reflection, are bounded in number.
+    needs no key. Streams of other services, such as reflection, are bounded in number.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class GrpcDoor(grpc.aio.ServerInterceptor):
         self._checks = checks
         self._max_items = max_items
         self._readers = MessageReaders(message_timeout_seconds)
-        self._num_standing = 0
+        self._num_other_streams = 0
 
     async def intercept_service(
         self,
@@ -64,7 +64,7 @@ class GrpcDoor(grpc.aio.ServerInterceptor):
             serve = self._serve_message(handler, check, self._request_types[method])
             deserializer = None
         else:
-            serve = self._serve_standing(handler)
+            serve = self._serve_other(handler)
             deserializer = handler.request_deserializer
         return grpc.stream_stream_rpc_method_handler(
             serve, deserializer, handler.response_serializer
@@ -88,17 +88,17 @@ class GrpcDoor(grpc.aio.ServerInterceptor):
     def _watch_health(self, handler: Any) -> Any:
         async def watch(request: Message, context: Context) -> None:
             try:
-                with self._standing():
+                with self._counted():
                     await handler.unary_stream(request, context)
-            except ResourceExhausted as error:  # this handler is none that raises our errors
+            except ResourceExhausted as error:  # this handler may not raise our errors
                 await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, error.message)
 
         return watch
 
-    def _serve_standing(self, handler: Any) -> Any:
+    def _serve_other(self, handler: Any) -> Any:
         async def serve(messages: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
             self._keys.check(_authorization(context))
-            with self._standing():
+            with self._counted():
                 async with aclosing(handler.stream_stream(messages, context)) as responses:
                     async for response in responses:
                         yield response
@@ -113,17 +113,17 @@ class GrpcDoor(grpc.aio.ServerInterceptor):
             raise InvalidArgument(f"the message is no {kind.DESCRIPTOR.name}") from error
 
     @contextmanager
-    def _standing(self) -> Iterator[None]:
-        if self._num_standing >= _MAX_STANDING_CALLS:
+    def _counted(self) -> Iterator[None]:
+        if self._num_other_streams >= _MAX_OTHER_STREAMS:
             raise ResourceExhausted(
-                f"{_MAX_STANDING_CALLS} such calls are open; no more are served at once",
+                f"{_MAX_OTHER_STREAMS} such streams are open; no more are served at once",
                 retry_after_seconds=1.0,
             )
-        self._num_standing += 1
+        self._num_other_streams += 1
         try:
             yield
         finally:
-            self._num_standing -= 1
+            self._num_other_streams -= 1
 
 
 def _authorization(context: Context) -> str:

@@ -18,9 +18,9 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
-from services.gateway.adapters.http.doorway import Doorway
+from services.gateway.adapters.http.connections import Connections
 from services.gateway.adapters.http.errors import plain_error_body
-from services.gateway.adapters.http.unread_answer import UnreadAnswer
+from services.gateway.adapters.http.reader_timeout import ReaderTimeout
 from services.gateway.adapters.http.until_close import answer_until_close
 
 MAX_HEADERS = 100
@@ -33,9 +33,9 @@ path. Middlewares change the start of an answer and nothing else.
 MAX_PIPELINED = 8
 # So much is parsed before anything else happens on the event loop.
 _SLICE_BYTES = 16 * 1024
-# How long a client may take to read a refusal, and how much may come from it meanwhile.
-_FAREWELL_SECONDS, _FAREWELL_BYTES = 1.0, 2**20
-# How much of a body is passed over that was answered before it was whole.
+# How long a client may take to read a refusal, and how much it may send meanwhile.
+_REFUSAL_READ_SECONDS, _REFUSAL_UNREAD_BYTES = 1.0, 2**20
+# How much of a body is discarded that was answered before it was whole.
 _IGNORED_BYTES = 64 * 2**20
 # How long a client may take to read the end of the last answer on a connection.
 _CLOSING_SECONDS = 30.0
@@ -63,9 +63,9 @@ class GuardedConnection(HttpToolsProtocol):
     a stream of events with a comment, whether it is still there. Any client passes over both.
     """
 
-    def __init__(self, *, doorway: Doorway, **uvicorn: Any) -> None:
+    def __init__(self, *, connections: Connections, **uvicorn: Any) -> None:
         super().__init__(**uvicorn)
-        self._doorway = doorway
+        self._connections = connections
         self._stage = _Stage.REQUEST
         self._timed_stage: _Stage | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -81,12 +81,12 @@ class GuardedConnection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow = _PiecewiseFlow(transport, self)
-        limits = self._doorway.limits
-        self._unread_answer = UnreadAnswer(
-            transport, limits.reader_timeout_seconds, self._doorway.reader_was_cut
+        limits = self._connections.limits
+        self._reader_timeout = ReaderTimeout(
+            transport, limits.reader_timeout_seconds, self._reader_timed_out
         )
         self.timeout_keep_alive = limits.keep_alive_seconds  # type: ignore[assignment]
-        if self._doorway.admit(self):
+        if self._connections.admit(self):
             self._watch()
         else:
             self._stage = _Stage.END
@@ -94,9 +94,9 @@ class GuardedConnection(HttpToolsProtocol):
             transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._doorway.forget(self)
+        self._connections.remove(self)
         self._unread.clear()
-        self._unread_answer.end()
+        self._reader_timeout.stop()
         for timer in (self._timer, self._probe_timer, self.timeout_keep_alive_task):
             if timer is not None:
                 timer.cancel()
@@ -109,11 +109,11 @@ class GuardedConnection(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._unread_answer.begin()
+        self._reader_timeout.start()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._unread_answer.end()
+        self._reader_timeout.stop()
 
     def data_received(self, data: bytes) -> None:
         if not self._unread and len(data) <= _SLICE_BYTES:
@@ -147,9 +147,20 @@ class GuardedConnection(HttpToolsProtocol):
         self._probe(_FIRST_PROBE_SECONDS)
         return True
 
-    def make_room(self) -> None:
+    def end(self) -> None:
         """Ends the connection at once."""
+        self._abort()
+
+    def _abort(self) -> None:
+        # The application is told at once: what it writes until `connection_lost` would raise.
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         self.transport.abort()
+
+    def _reader_timed_out(self) -> None:
+        self._connections.reader_timed_out()
+        self._abort()
 
     # The parser's side. What these raise ends the parsing.
 
@@ -168,15 +179,15 @@ class GuardedConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
         self._stage = _Stage.BODY
-        self._doorway.is_served(self)
+        self._connections.became_busy(self)
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
         self._num_body_bytes += len(body)
         # The application refuses a body that is too large; most clients send on before they look.
-        if self._num_body_bytes > self._doorway.limits.max_body_bytes + _IGNORED_BYTES:
-            self._doorway.cuts.note("went on sending a body that was refused")
-            self.transport.abort()
+        if self._num_body_bytes > self._connections.limits.max_body_bytes + _IGNORED_BYTES:
+            self._connections.refusals.count("went on sending a body that was refused")
+            self._abort()
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
@@ -196,27 +207,27 @@ class GuardedConnection(HttpToolsProtocol):
             if not cycle.disconnected:
                 HttpToolsProtocol._start_asgi_task(self, cycle, app)
 
-        self._doorway.begin(start)
+        self._connections.start_request(start)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.transport.is_closing():
-            self._time(_CLOSING_SECONDS, self.transport.abort)
+            self._time(_CLOSING_SECONDS, self._abort)
         elif self.cycle.response_complete and self._stage is _Stage.NOTHING:
-            self._doorway.waits(self)
+            self._connections.became_idle(self)
 
     def timeout_keep_alive_handler(self) -> None:
         self._stage = _Stage.END
         super().timeout_keep_alive_handler()
-        self._time(_CLOSING_SECONDS, self.transport.abort)
+        self._time(_CLOSING_SECONDS, self._abort)
 
     # Bounds.
 
     def _parse(self, data: bytes) -> None:
         if self._stage is _Stage.END:
             self._num_body_bytes += len(data)
-            if self._num_body_bytes > _FAREWELL_BYTES:
-                self.transport.abort()
+            if self._num_body_bytes > _REFUSAL_UNREAD_BYTES:
+                self._abort()
             return
         self._unset_keepalive_if_required()
         try:
@@ -230,15 +241,15 @@ class GuardedConnection(HttpToolsProtocol):
             return
         if self._stage is _Stage.HEADERS:
             self._num_header_bytes += len(data)
-            if self._num_header_bytes > self._doorway.limits.max_header_bytes:
+            if self._num_header_bytes > self._connections.limits.max_header_bytes:
                 self._refuse(431, "the headers are too large")
                 return
         is_answered = self.cycle is None or self.cycle.response_complete
         if self._stage is _Stage.NOTHING and is_answered and not self.pipeline:
             # The rest of a request that was refused before it was whole.
             self._stage = self._timed_stage = _Stage.REQUEST
-            self._time(self._doorway.limits.keep_alive_seconds, self._too_slow)
-            self._doorway.waits(self)
+            self._time(self._connections.limits.keep_alive_seconds, self._too_slow)
+            self._connections.became_idle(self)
         self._watch()
 
     def _raise(self, status: int, message: str) -> None:
@@ -250,7 +261,7 @@ class GuardedConnection(HttpToolsProtocol):
         if self._stage is self._timed_stage:
             return
         self._timed_stage = self._stage
-        limits = self._doorway.limits
+        limits = self._connections.limits
         match self._stage:
             case _Stage.REQUEST | _Stage.HEADERS:
                 self._time(limits.header_timeout_seconds, self._too_slow)
@@ -266,7 +277,7 @@ class GuardedConnection(HttpToolsProtocol):
 
     def _too_slow(self) -> None:
         if self._stage is _Stage.REQUEST:
-            self._doorway.cuts.note("nothing was sent in time")
+            self._connections.refusals.count("nothing was sent in time")
             self._stage = _Stage.END
             self.transport.close()
         else:
@@ -274,17 +285,17 @@ class GuardedConnection(HttpToolsProtocol):
 
     def _refuse(self, status: int, message: str) -> None:
         """Ends the connection, with an answer where none has begun."""
-        self._doorway.cuts.note(f"{status} {message}")
+        self._connections.refusals.count(f"{status} {message}")
         is_answered = self._stage is _Stage.BODY and self.cycle.response_complete
         self._stage = self._timed_stage = _Stage.END
         self._unread.clear()
         self._num_body_bytes = 0
         if is_answered:
-            self.transport.abort()
+            self._abort()
             return
         if self.cycle is not None and not self.cycle.response_complete:
             if self.cycle.response_started or self.pipeline:
-                self.transport.abort()
+                self._abort()
                 return
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -292,7 +303,7 @@ class GuardedConnection(HttpToolsProtocol):
         # Closing at once, with something unread, would tell the client of a reset before it has
         # read the answer.
         self.transport.write_eof()
-        self._time(_FAREWELL_SECONDS, self.transport.abort)
+        self._time(_REFUSAL_READ_SECONDS, self._abort)
 
     def _probe(self, seconds: float) -> None:
         cycle = self.cycle

@@ -1,46 +1,45 @@
-"""Ends connections whose client has stopped reading its answer."""
+"""Notices HTTP clients that have stopped reading their answer."""
 
 import asyncio
 from collections.abc import Callable
 
-# What a client must take in the time that it has, where more than that waits for it.
+# What a client must read within the timeout, if more than that is to be sent.
 _LEAST_BYTES = 16 * 1024
 
 
-class UnreadAnswer:
+class ReaderTimeout:
     """Watches what was written to a connection and is not sent, since the client does not read.
 
-    In each `timeout_seconds` the client must take 16 KiB or all there is. Otherwise `on_cut` is
-    called and the connection aborted, with or without a request on it.
+    In each `timeout_seconds` the client must read 16 KiB or all there is. Otherwise `on_timeout` is
+    called, whether there is a request on the connection or not.
     """
 
     def __init__(
-        self, transport: asyncio.Transport, timeout_seconds: float, on_cut: Callable[[], None]
+        self, transport: asyncio.Transport, timeout_seconds: float, on_timeout: Callable[[], None]
     ) -> None:
-        # An event that is about to be sent is not reported; more than a few are, until all is sent.
+        # Less than that in the buffer, a few events, is not reported; more is, until all is sent.
         transport.set_write_buffer_limits(high=_LEAST_BYTES, low=0)
         self._transport = transport
         self._timeout = timeout_seconds
-        self._on_cut = on_cut
+        self._on_timeout = on_timeout
         self._loop = asyncio.get_running_loop()
         self._num_unsent = 0
         self._timer: asyncio.TimerHandle | None = None
 
-    def begin(self) -> None:
-        """More than a little waits to be sent."""
+    def start(self) -> None:
+        """The write buffer is above its limit."""
         self._num_unsent = self._transport.get_write_buffer_size()
-        self._timer = self._loop.call_later(self._timeout, self._look)
+        self._timer = self._loop.call_later(self._timeout, self._check)
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """All is sent, or the connection has ended. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         before = self._num_unsent
         if self._transport.get_write_buffer_size() <= before - _LEAST_BYTES:
-            self.begin()
+            self.start()
         else:
-            self._on_cut()
-            self._transport.abort()
+            self._on_timeout()

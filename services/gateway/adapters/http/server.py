@@ -1,4 +1,4 @@
-"""An uvicorn server inside this process's event loop, which ends when it is told to."""
+"""An uvicorn server inside this process's event loop, started and stopped by method calls."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 from services.common.errors import Unavailable
 from services.gateway.adapters.http.connection import GuardedConnection
 from services.gateway.adapters.http.connection_limits import ConnectionLimits
-from services.gateway.adapters.http.doorway import Doorway
+from services.gateway.adapters.http.connections import Connections
 
 _SEND_BUFFER_BYTES = 128 * 1024
 _BACKLOG = 2048
@@ -69,9 +69,9 @@ class HttpServer:
     """Serves an application on one address."""
 
     def __init__(
-        self, app: ASGIApp, limits: ConnectionLimits, on_reader_cut: Callable[[], None]
+        self, app: ASGIApp, limits: ConnectionLimits, on_reader_timeout: Callable[[], None]
     ) -> None:
-        self.doorway = Doorway(limits, on_reader_cut)
+        self.connections = Connections(limits, on_reader_timeout)
         config = uvicorn.Config(
             app,
             lifespan="off",
@@ -80,7 +80,7 @@ class HttpServer:
             log_level="warning",
             server_header=False,
             proxy_headers=False,
-            http=cast(Any, partial(GuardedConnection, doorway=self.doorway)),
+            http=cast(Any, partial(GuardedConnection, connections=self.connections)),
             ws="none",
         )
         self._server = _Server(config)
