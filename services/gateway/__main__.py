@@ -165,7 +165,7 @@ class Gateway:
             reader_timeout_seconds=settings.reader_timeout_seconds,
         )
         outer = guarded(early, names, settings.allowed_origins)
-        return HttpServer(outer, limits, lambda: self._metrics.reader_cut("http"))
+        return HttpServer(outer, limits, lambda: self._metrics.reader_timed_out("http"))
 
     def _grpc_server(self, max_connections: int) -> GrpcServer:
         settings = self._settings

@@ -20,7 +20,7 @@ from services.gateway.adapters.converters import (
 )
 from services.gateway.adapters.metrics import Metrics
 from services.gateway.adapters.observation import Observer
-from services.gateway.adapters.reader_watch import ReaderCut
+from services.gateway.adapters.stream_reader_timeout import StreamReaderTimeout
 from services.gateway.core.choice import Piece
 from services.gateway.core.fleet import Fleet
 from services.gateway.core.gate import Gate
@@ -61,7 +61,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         self._gate = gate
         self._observer = observer
         self._metrics = metrics
-        self._reader_timeout = reader_timeout_seconds
+        self._reader_timeout_seconds = reader_timeout_seconds
 
     def check_room(self, context: Context) -> None:
         """Raises what Generate would, before its message is read, while there is no room for it."""
@@ -87,15 +87,17 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
             )
             pieces = observation.watch(generation, self._inference.run(generation), stream=True)
             source = await work.enter_async_context(aclosing(pieces))
-            cut = ReaderCut(work, self._reader_timeout, self._reader_was_cut)
-            with cut.watch as reader:
+            timeout = StreamReaderTimeout(
+                work, self._reader_timeout_seconds, self._reader_timed_out
+            )
+            with timeout.watch as reader:
                 async for news in source:
                     for piece in news:
                         if not piece.is_empty:
                             reader.sending()
                             await context.write(_to_response(piece, generation))
                             reader.sent()
-                            cut.check()
+                            timeout.check()
 
     async def Tokenize(
         self, request: gateway_pb2.TokenizeRequest, context: Context
@@ -132,8 +134,8 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         )
         return gateway_pb2.ListModelsResponse(models=[model])
 
-    def _reader_was_cut(self) -> None:
-        self._metrics.reader_cut("grpc")
+    def _reader_timed_out(self) -> None:
+        self._metrics.reader_timed_out("grpc")
         logger.warning("a gRPC client stopped reading: its request is ended")
 
     def _enter(self, model: str, context: Context) -> dict[str, str]:

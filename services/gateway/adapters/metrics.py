@@ -77,7 +77,7 @@ class Metrics:
         """A request was refused, or failed before an engine took it. Nothing else counts it."""
         self._rejections.labels(model_name=self._model, reason=reason).inc()
 
-    def reader_cut(self, protocol: str) -> None:
+    def reader_timed_out(self, protocol: str) -> None:
         """A request was ended since its client had stopped reading."""
         self._readers_cut.labels(model_name=self._model, protocol=protocol).inc()
 

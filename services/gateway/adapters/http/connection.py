@@ -1,7 +1,7 @@
 """One HTTP connection: uvicorn's, with bounds on what a client may send and how slowly.
 
-uvicorn leaves headers unbounded in size and time, lets connections be silent for ever, parses
-whatever came in one go, and takes the end of a client's sending for the end of the client.
+uvicorn does not bound headers in size and time, never ends silent connections, parses all that came
+at once, and drops the request of a client that stops sending.
 """
 
 import asyncio
@@ -13,25 +13,23 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import (
-    STATUS_LINE,
     HttpToolsProtocol,
     RequestResponseCycle,
 )
 
+from services.gateway.adapters.http.client_probe import ClientProbe
 from services.gateway.adapters.http.connections import Connections
-from services.gateway.adapters.http.errors import plain_error_body
+from services.gateway.adapters.http.raw_refusal import raw_refusal
 from services.gateway.adapters.http.reader_timeout import ReaderTimeout
-from services.gateway.adapters.http.until_close import answer_until_close
+from services.gateway.adapters.http.without_chunks import answer_without_chunks
 
 MAX_HEADERS = 100
-BETWEEN_EVENTS = "between_events"
-"""Key of the request's state, for answers that are events: whether the last one sent is whole."""
 SEND_BODY = "send_body"
 """Key of the request's state: sends parts of a body past what wraps `send`, which is each token's
 path. Middlewares change the start of an answer and nothing else.
 """
 MAX_PIPELINED = 8
-# So much is parsed before anything else happens on the event loop.
+# So much is parsed in one turn of the event loop.
 _SLICE_BYTES = 16 * 1024
 # How long a client may take to read a refusal, and how much it may send meanwhile.
 _REFUSAL_READ_SECONDS, _REFUSAL_UNREAD_BYTES = 1.0, 2**20
@@ -39,10 +37,6 @@ _REFUSAL_READ_SECONDS, _REFUSAL_UNREAD_BYTES = 1.0, 2**20
 _IGNORED_BYTES = 64 * 2**20
 # How long a client may take to read the end of the last answer on a connection.
 _CLOSING_SECONDS = 30.0
-# An event stream's comment, as a chunk of its own.
-_COMMENT_CHUNK = b"3\r\n:\n\n\r\n"
-# When a client that has stopped sending is asked whether it is there: soon, then every second.
-_FIRST_PROBE_SECONDS, _PROBE_SECONDS = 0.05, 1.0
 
 
 class _Stage(enum.Enum):
@@ -59,8 +53,7 @@ class GuardedConnection(HttpToolsProtocol):
     """Ends connections that send too much, too slowly or nothing.
 
     What comes is parsed in slices, each in its own turn of the event loop. A client may stop
-    sending and wait for its answer; until the answer begins it is asked with `100 Continue`, and in
-    a stream of events with a comment, whether it is still there. Any client passes over both.
+    sending and still get its answer; a ClientProbe finds out whether it is still there.
     """
 
     def __init__(self, *, connections: Connections, **uvicorn: Any) -> None:
@@ -69,7 +62,6 @@ class GuardedConnection(HttpToolsProtocol):
         self._stage = _Stage.REQUEST
         self._timed_stage: _Stage | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._probe_timer: asyncio.TimerHandle | None = None
         self._unread: deque[bytes] = deque()
         self._num_header_bytes = 0
         self._num_body_bytes = 0
@@ -81,6 +73,7 @@ class GuardedConnection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow = _PiecewiseFlow(transport, self)
+        self._probe = ClientProbe(transport, self.flow)
         limits = self._connections.limits
         self._reader_timeout = ReaderTimeout(
             transport, limits.reader_timeout_seconds, self._reader_timed_out
@@ -90,14 +83,15 @@ class GuardedConnection(HttpToolsProtocol):
             self._watch()
         else:
             self._stage = _Stage.END
-            transport.write(_refusal(503, "the server has too many connections"))
+            transport.write(raw_refusal(503, "the server has too many connections"))
             transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._connections.remove(self)
         self._unread.clear()
         self._reader_timeout.stop()
-        for timer in (self._timer, self._probe_timer, self.timeout_keep_alive_task):
+        self._probe.stop()
+        for timer in (self._timer, self.timeout_keep_alive_task):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
@@ -144,7 +138,7 @@ class GuardedConnection(HttpToolsProtocol):
         if self._stage is not _Stage.NOTHING or self.cycle.response_complete:
             return False
         self.cycle.keep_alive = False
-        self._probe(_FIRST_PROBE_SECONDS)
+        self._probe.start(self.cycle)
         return True
 
     def end(self) -> None:
@@ -197,7 +191,7 @@ class GuardedConnection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         if cycle.scope["http_version"] == "1.0":
-            app = partial(answer_until_close, cycle, app)
+            app = partial(answer_without_chunks, cycle, app)
         else:
             cycle.scope["state"][SEND_BODY] = cycle.send
 
@@ -299,26 +293,11 @@ class GuardedConnection(HttpToolsProtocol):
                 return
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        self.transport.write(_refusal(status, message))
+        self.transport.write(raw_refusal(status, message))
         # Closing at once, with something unread, would tell the client of a reset before it has
         # read the answer.
         self.transport.write_eof()
         self._time(_REFUSAL_READ_SECONDS, self._abort)
-
-    def _probe(self, seconds: float) -> None:
-        cycle = self.cycle
-        if self.transport.is_closing() or cycle.response_complete:
-            return
-        if cycle.scope["http_version"] == "1.0":
-            return  # it knows neither `100 Continue` nor chunks
-        if not cycle.response_started:
-            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        elif cycle.chunked_encoding and BETWEEN_EVENTS in cycle.scope["state"]:
-            if cycle.scope["state"][BETWEEN_EVENTS] and not self.flow.write_paused:
-                self.transport.write(_COMMENT_CHUNK)
-        else:
-            return  # its answer is being written: that tells, too
-        self._probe_timer = self.loop.call_later(seconds, self._probe, _PROBE_SECONDS)
 
 
 class _PiecewiseFlow(FlowControl):
@@ -332,12 +311,3 @@ class _PiecewiseFlow(FlowControl):
         if self.read_paused:
             self.read_paused = False
             self._connection.loop.call_soon(self._connection.parse_on)
-
-
-def _refusal(status: int, message: str) -> bytes:
-    body = plain_error_body(message).encode()
-    head = (
-        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
-        "connection: close\r\n\r\n"
-    )
-    return STATUS_LINE[status] + head.encode() + body

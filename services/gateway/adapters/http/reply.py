@@ -11,7 +11,8 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from services.common.errors import InternalError, StepwellError
-from services.gateway.adapters.http.connection import BETWEEN_EVENTS, SEND_BODY
+from services.gateway.adapters.http.client_probe import BETWEEN_EVENTS
+from services.gateway.adapters.http.connection import SEND_BODY
 from services.gateway.adapters.http.deadline import each_until, until
 from services.gateway.adapters.http.dialect import Dialect, event
 from services.gateway.adapters.http.errors import error_body, error_response

@@ -1,4 +1,4 @@
-"""Notices clients that have stopped reading."""
+"""Ends the work behind gRPC streams whose client has stopped reading."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,10 +10,10 @@ from services.common.errors import Aborted
 
 
 class ReaderWatch:
-    """Calls `on_stalled` once, when a client takes nothing of what was sent for `timeout_seconds`.
+    """Calls `on_stalled` once, when a client reads nothing of what was sent for `timeout_seconds`.
 
-    Enter it for the time of the stream; call `sending` before a message and `sent` once it was
-    taken. That costs two assignments for each message: a timer looks at them now and then.
+    Enter it for the time of the stream; call `sending` before a message is written and `sent` after
+    it. That costs two assignments for each message, which a timer compares now and then.
     """
 
     def __init__(self, timeout_seconds: float, on_stalled: Callable[[], None]) -> None:
@@ -24,7 +24,7 @@ class ReaderWatch:
         self._timer: asyncio.TimerHandle | None = None
 
     def __enter__(self) -> Self:
-        self._timer = self._loop.call_later(self._timeout, self._look)
+        self._timer = self._loop.call_later(self._timeout, self._check_client)
         return self
 
     def __exit__(
@@ -37,37 +37,37 @@ class ReaderWatch:
         self._timer.cancel()
 
     def sending(self) -> None:
-        """A message is given to the transport."""
+        """A message is about to be written."""
         self._sending_since = self._loop.time()
 
     def sent(self) -> None:
-        """The transport took it."""
+        """The message was written."""
         self._sending_since = None
 
-    def _look(self) -> None:
+    def _check_client(self) -> None:
         now = self._loop.time()
         since = now if self._sending_since is None else self._sending_since
         if now - since >= self._timeout:
             self._on_stalled()
         else:
-            self._timer = self._loop.call_at(since + self._timeout, self._look)
+            self._timer = self._loop.call_at(since + self._timeout, self._check_client)
 
 
-class ReaderCut:
+class StreamReaderTimeout:
     """Ends the work behind a gRPC stream whose client has stopped reading.
 
-    `work` is closed with an error at once: sequences are aborted, the place at the gate is free.
-    The call itself cannot be ended while a message of it is not taken; if the client reads on, it
-    finds what was sent before and then the error, which `check` raises.
+    `work` is closed with an error at once: sequences are aborted, and the gate is left. The call
+    itself cannot be ended while a message of it is being written; a client that reads on gets what
+    was sent before and then the error, which `check` raises.
     """
 
     def __init__(
-        self, work: AsyncExitStack, timeout_seconds: float, on_cut: Callable[[], None]
+        self, work: AsyncExitStack, timeout_seconds: float, on_timeout: Callable[[], None]
     ) -> None:
-        self.watch = ReaderWatch(timeout_seconds, self._cut)
+        self.watch = ReaderWatch(timeout_seconds, self._timed_out)
         self._timeout = timeout_seconds
         self._work = work
-        self._on_cut = on_cut
+        self._on_timeout = on_timeout
         self._error: Aborted | None = None
         self._ending: asyncio.Task[None] | None = None
 
@@ -76,10 +76,10 @@ class ReaderCut:
         if self._error is not None:
             raise self._error
 
-    def _cut(self) -> None:
-        self._on_cut()
+    def _timed_out(self) -> None:
+        self._on_timeout()
         self._error = Aborted(
-            f"the client took no message for {self._timeout:g} s", reason="READER_TOO_SLOW"
+            f"the client read no message for {self._timeout:g} s", reason="READER_TOO_SLOW"
         )
         self._ending = asyncio.create_task(self._end(self._error))
 

@@ -1,4 +1,4 @@
-"""Answers to HTTP/1.0, which knows no chunks: what has no length ends with the connection."""
+"""Answers over HTTP/1.0, which has no chunks: one without a length ends with the connection."""
 
 from typing import Any
 
@@ -6,27 +6,27 @@ from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 
-async def answer_until_close(
+async def answer_without_chunks(
     cycle: RequestResponseCycle, app: Any, scope: Scope, receive: Receive, send: Send
 ) -> None:
     """Runs the application; an answer without a length is sent without chunks."""
     has_length = True
 
-    async def plainly(message: Message) -> None:
+    async def send_plain(message: Message) -> None:
         nonlocal has_length
         if message["type"] == "http.response.start":
             has_length = any(name.lower() == b"content-length" for name, _ in message["headers"])
             if not has_length and not cycle.disconnected:
-                _begin(cycle, message)
+                _write_head(cycle, message)
                 return
         elif not has_length:
             cycle.expected_content_length = len(message.get("body", b""))
         await send(message)
 
-    await app(scope, receive, plainly)
+    await app(scope, receive, send_plain)
 
 
-def _begin(cycle: RequestResponseCycle, message: Message) -> None:
+def _write_head(cycle: RequestResponseCycle, message: Message) -> None:
     """Writes the head, as uvicorn would but for the chunks."""
     headers = (*cycle.default_headers, *message["headers"], (b"connection", b"close"))
     lines = [b"%b: %b\r\n" % header for header in headers]

@@ -1,0 +1,52 @@
+"""Finds out whether a client that has stopped sending still waits for its answer."""
+
+import asyncio
+
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+BETWEEN_EVENTS = "between_events"
+"""Key of the request's state, for answers that are events: whether the last one sent is whole."""
+# An event stream's comment, as a chunk of its own.
+_COMMENT_CHUNK = b"3\r\n:\n\n\r\n"
+# When something is written to the client: soon, then every second.
+_FIRST_SECONDS, _SECONDS = 0.05, 1.0
+
+
+class ClientProbe:
+    """Writes now and then to a client that has closed its side of the connection. If it has closed
+    the other side, too, its system answers with a reset, and the connection is lost.
+
+    What is written means nothing: `100 Continue` until the answer begins, and comments between the
+    events of a stream. Other answers are being written all the time.
+    """
+
+    def __init__(self, transport: asyncio.Transport, flow: FlowControl) -> None:
+        self._transport = transport
+        self._flow = flow
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self, cycle: RequestResponseCycle) -> None:
+        """The client of this request has stopped sending."""
+        self._write(cycle, _FIRST_SECONDS)
+
+    def stop(self) -> None:
+        """The connection has ended. Idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _write(self, cycle: RequestResponseCycle, seconds: float) -> None:
+        if self._transport.is_closing() or cycle.response_complete:
+            return
+        if cycle.scope["http_version"] == "1.0":
+            return  # it knows neither `100 Continue` nor chunks
+        state = cycle.scope["state"]
+        if not cycle.response_started:
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        elif cycle.chunked_encoding and BETWEEN_EVENTS in state:
+            if state[BETWEEN_EVENTS] and not self._flow.write_paused:
+                self._transport.write(_COMMENT_CHUNK)
+        else:
+            return
+        self._timer = self._loop.call_later(seconds, self._write, cycle, _SECONDS)
