@@ -103,7 +103,7 @@ class GatewaySettings(ServiceSettings):
     )
     reader_timeout_seconds: float = setting(
         30.0,
-        doc="a client that takes nothing of its answer for so long is cut off",
+        doc="a connection or stream whose client reads nothing of its answer for so long is ended",
         check=at_least(0.1),
     )
 

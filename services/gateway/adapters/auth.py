@@ -10,7 +10,7 @@ _SCHEME = "bearer"
 
 
 class ApiKeys:
-    """The keys that are let in; without any, everybody is."""
+    """The keys of which a request must show one; without any, every request passes."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         self._keys = [form for key in keys for form in _forms(key)]
@@ -33,7 +33,7 @@ class ApiKeys:
 
 
 def _forms(key: str) -> set[bytes]:
-    """The bytes by which clients send a key: in UTF-8, or in ISO 8859-1, as HTTP once said."""
+    """The bytes by which clients send a key: in UTF-8, or in ISO 8859-1, as HTTP once defined."""
     forms = {key.encode("utf-8", errors="surrogateescape")}
     with contextlib.suppress(UnicodeEncodeError):
         forms.add(key.encode("latin-1"))

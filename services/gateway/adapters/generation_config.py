@@ -30,12 +30,16 @@ def read_sampling_defaults(setting: str, model: Path) -> SamplingDefaults:
     path = (model if setting == AUTO else Path(setting)) / _FILE
     if setting == AUTO and not path.exists():
         return SamplingDefaults()
-    told = _read(path)
-    given: dict[str, Any] = {name: _number(path, told, name) for name in _NUMBERS if name in told}
-    if "top_k" in told:
-        top_k = _whole(path, told, "top_k", least=-1)
+    values = _read(path)
+    given: dict[str, Any] = {
+        name: _number(path, values, name) for name in _NUMBERS if name in values
+    }
+    if "top_k" in values:
+        top_k = _whole(path, values, "top_k", least=-1)
         given["top_k"] = max(top_k, 0)
-    longest = _whole(path, told, "max_new_tokens", least=1) if "max_new_tokens" in told else None
+    longest = (
+        _whole(path, values, "max_new_tokens", least=1) if "max_new_tokens" in values else None
+    )
     sampling = SamplingParams(**given)
     try:
         check_sampling(sampling, vocab_size=1)  # it names no token
@@ -43,33 +47,33 @@ def read_sampling_defaults(setting: str, model: Path) -> SamplingDefaults:
         raise FailedPrecondition(f"{path}: {error.message}") from error
     if given or longest is not None:
         lengths = {} if longest is None else {"max_tokens": longest}
-        values = ", ".join(f"{name} {value}" for name, value in (given | lengths).items())
-        logger.info("where clients say nothing: %s (%s)", values, path)
+        listed = ", ".join(f"{name} {value}" for name, value in (given | lengths).items())
+        logger.info("parameters that clients leave out: %s (%s)", listed, path)
     return SamplingDefaults(sampling, longest, None if setting == AUTO else longest)
 
 
 def _read(path: Path) -> dict[str, Any]:
     """The file's values but for those that are null."""
     try:
-        told = json.loads(path.read_bytes())
+        values = json.loads(path.read_bytes())
     except OSError as error:
         raise FailedPrecondition(f"{path}: the file cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise FailedPrecondition(f"{path}: the file is not valid JSON: {error}") from error
-    if not isinstance(told, dict):
+    if not isinstance(values, dict):
         raise FailedPrecondition(f"{path}: the file must hold a JSON object")
-    return {name: value for name, value in told.items() if value is not None}
+    return {name: value for name, value in values.items() if value is not None}
 
 
-def _number(path: Path, told: dict[str, Any], name: str) -> float:
-    value = told[name]
+def _number(path: Path, values: dict[str, Any], name: str) -> float:
+    value = values[name]
     if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > _HUGE:
         raise FailedPrecondition(f"{path}: {name} must be a number, not {str(value)[:40]}")
     return float(value)
 
 
-def _whole(path: Path, told: dict[str, Any], name: str, *, least: int) -> int:
-    value = told[name]
+def _whole(path: Path, values: dict[str, Any], name: str, *, least: int) -> int:
+    value = values[name]
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise FailedPrecondition(
             f"{path}: {name} must be a whole number of {least} or more, not {value!r}"

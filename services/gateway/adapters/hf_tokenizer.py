@@ -168,8 +168,8 @@ def _starts(offsets: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def _template_refusal(error: Exception, *, continues: bool) -> InvalidArgument:
-    """What to tell a client. A sentence that the template's author raised is told as it is; what
-    jinja, Python and transformers say of a template that fails is not for clients.
+    """The error for the client. It quotes a sentence that the template raised itself; messages of
+    jinja, Python and transformers about a template that fails are not for clients.
     """
     if type(error) is TemplateError:
         why = " ".join(str(error).split())[:_MAX_TEMPLATE_MESSAGE]
@@ -191,9 +191,9 @@ def load_tokenizer(directory: Path) -> HfTokenizer:
     """Reads the tokenizer files of a model directory. Raises FailedPrecondition in one sentence."""
     if not any((directory / name).is_file() for name in _FILES):
         raise FailedPrecondition(f"{directory}: there is no tokenizer.json")
-    # The tokenizer needs no torch, whatever transformers has to say about its absence.
+    # The tokenizer needs no torch; this keeps transformers from warning of its absence.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    # Threads of its own would fight with the event loop for the cores.
+    # Threads of its own would compete with the event loop for the cores.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # Loading transformers takes seconds; nothing else here needs it.
     from transformers import AutoTokenizer  # noqa: PLC0415
@@ -203,14 +203,14 @@ def load_tokenizer(directory: Path) -> HfTokenizer:
     except Exception as error:
         first_line = str(error).strip().partition("\n")[0]
         raise FailedPrecondition(
-            f"{_culprit(directory)}: cannot load the tokenizer: {first_line}"
+            f"{_damaged_file(directory)}: cannot load the tokenizer: {first_line}"
         ) from error
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise FailedPrecondition(f"{directory}: the tokenizer has no tokenizer.json form")
     return HfTokenizer(tokenizer)
 
 
-def _culprit(directory: Path) -> Path:
+def _damaged_file(directory: Path) -> Path:
     """The first tokenizer file that is damaged, or the directory where each one can be read."""
     for path in (directory / name for name in _FILES):
         try:

@@ -1,4 +1,4 @@
-"""The gRPC service `Inference`: messages in, the core's words, messages out."""
+"""The gRPC service `Inference`: converts messages to requests of the core and back."""
 
 import asyncio
 import logging
@@ -91,8 +91,8 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
                 work, self._reader_timeout_seconds, self._reader_timed_out
             )
             with timeout.watch as reader:
-                async for news in source:
-                    for piece in news:
+                async for added in source:
+                    for piece in added:
                         if not piece.is_empty:
                             reader.sending()
                             await context.write(_to_response(piece, generation))
@@ -139,7 +139,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         logger.warning("a gRPC client stopped reading: its request is ended")
 
     def _enter(self, model: str, context: Context) -> dict[str, str]:
-        """Metadata of the call, once its model was checked; its key was at the door."""
+        """Metadata of the call, once its model was checked; the interceptor has checked its key."""
         metadata = {
             key: value
             for key, value in context.invocation_metadata() or ()

@@ -74,7 +74,7 @@ class Metrics:
         self._success.labels(model_name=self._model, finished_reason=reason).inc()
 
     def refused(self, reason: str) -> None:
-        """A request was refused, or failed before an engine took it. Nothing else counts it."""
+        """A request was refused, or failed before an engine took it. No other metric counts it."""
         self._rejections.labels(model_name=self._model, reason=reason).inc()
 
     def reader_timed_out(self, protocol: str) -> None:

@@ -44,11 +44,11 @@ class Observation:
         if self._span.is_recording():
             self._span.set_attributes(_request_attributes(generation, stream))
         async with aclosing(pieces) as source:
-            async for news in source:
+            async for added in source:
                 now = time.perf_counter()
-                for piece in news:
+                for piece in added:
                     self._saw(piece, now)
-                yield news
+                yield added
 
     def _saw(self, piece: Piece, now: float) -> None:
         num_tokens = len(piece.token_ids)

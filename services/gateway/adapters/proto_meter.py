@@ -17,7 +17,7 @@ _BYTES_OF_VARINT = 5
 def check_message(raw: bytes, kind: type[Message], max_items: int) -> None:  # noqa: PLR0912
     """Raises OutOfRange for more fields, or longer packed lists, than one message may hold.
 
-    Whether it is a message at all is for the parser to say: where it is none, this ends.
+    The parser finds out whether it is a message at all; this ends for any bytes.
     """
     if len(raw) <= 2 * MAX_FIELDS:  # a field has two bytes or more
         return

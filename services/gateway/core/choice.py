@@ -13,7 +13,7 @@ from services.gateway.core.stop_strings import StopPatterns, StopStrings
 
 @dataclass(slots=True)
 class Piece:
-    """What there is new to say of one answer.
+    """What was added to one answer.
 
     `text` holds whole characters, none of which may become part of a stop string. `logprobs` has a
     row and `offsets` an entry (where in the answer the token's text starts, in characters) per
@@ -32,7 +32,7 @@ class Piece:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it says nothing that any client could see."""
+        """Whether it holds nothing that is sent to clients."""
         return not self.token_ids and self.finish_reason is None and self.prompt_logprobs is None
 
 
@@ -148,6 +148,6 @@ class Choice:
         return self.finish_reason, delta.finish.stop_token_id
 
     def _rest(self) -> str:
-        """What was held back, once nothing can follow; no stop string can be in it."""
+        """The text that was held back, at the end of the sequence; no stop string can be in it."""
         tail = self._detokenizer.flush()
         return tail if self._stops is None else self._stops.flush() + tail

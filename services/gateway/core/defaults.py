@@ -1,4 +1,4 @@
-"""What holds where a client says nothing of how to sample."""
+"""Sampling parameters of requests that leave them out."""
 
 from dataclasses import dataclass, field, replace
 

@@ -1,4 +1,4 @@
-"""News of one sequence, in the engine's terms."""
+"""What steps added to one sequence."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,10 +18,10 @@ class Finish:
 
 @dataclass(slots=True)
 class Delta:
-    """What came for one sequence since the last look; merged until somebody looks.
+    """What came for one sequence since its reader read last.
 
-    `num_cached_tokens` is set when the sequence left the queue, `error` when it ended badly:
-    then nothing follows and `finish` is None.
+    `num_cached_tokens` is set when the sequence left the queue, `error` when it ended with
+    one: then `finish` is None and no delta follows.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -32,7 +32,7 @@ class Delta:
     error: StepwellError | None = None
 
     def cut(self, max_tokens: int) -> "Iterator[Delta]":
-        """The same news as deltas of at most so many tokens each; only the last ends anything."""
+        """The same as deltas of at most so many tokens each; only the last has an end."""
         token_ids, rows = self.token_ids, self.logprobs
         if len(token_ids) <= max_tokens:
             yield self

@@ -8,7 +8,7 @@ bytes are held back until the character is whole. Two ways, by what the tokenize
   incremental UTF-8 decoder does it, exactly and in constant time per token;
 * any other: decode a short window with and without the new tokens and take the difference, as
   text-generation-inference and vLLM do. The window starts a few tokens back, since a token's text
-  may depend on its neighbours. Where single bytes are tokens (SentencePiece's byte fallback: Llama
+  may depend on those before it. Where single bytes are tokens (SentencePiece's byte fallback: Llama
   2, Mistral, Gemma), `decode` makes text of a whole run of them: the characters if all of it is
   UTF-8, and one replacement character a byte if not. So a run is held back to its end.
 """

@@ -1,4 +1,4 @@
-"""A prompt of token ids, told back as text."""
+"""The text of a prompt of token ids, for answers that echo it."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""How many requests are inside at once, and when the last one has left."""
+"""A bound on the requests that are served at once, and a wait for the last of them."""
 
 import asyncio
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from services.common.errors import ResourceExhausted, Unavailable
 
 
 class Gate:
-    """Counts requests in; full, it refuses; closed, it lets those inside finish."""
+    """Counts the requests that are served. Full or closed, it refuses further ones."""
 
     def __init__(self, max_concurrent_requests: int) -> None:
         self._max = max_concurrent_requests
@@ -19,7 +19,7 @@ class Gate:
 
     @property
     def inside(self) -> int:
-        """Requests that entered and have not left."""
+        """Requests that are being served."""
         return self._inside
 
     @property
@@ -52,9 +52,9 @@ class Gate:
                 self._empty.set()
 
     def close(self) -> None:
-        """Lets nobody in any more. Idempotent."""
+        """Refuses requests from here on. Idempotent."""
         self._open = False
 
     async def empty(self) -> None:
-        """Waits until nobody is inside."""
+        """Waits until no request is being served."""
         await self._empty.wait()

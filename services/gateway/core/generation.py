@@ -37,18 +37,19 @@ class Generation:
         self.sequences = sequences
         stops = StopPatterns(request.stop)
         self.was_taken = False
-        """Whether an engine began with one of its sequences; else it was refused, or waits."""
+        """Whether one of its sequences was scheduled; else it was refused, or is queued."""
         self.choices = [
             Choice(index, tokenizer, request, sequence, stops)
             for index, sequence in enumerate(sequences)
         ]
 
     async def pieces(self, engine: Engine) -> AsyncGenerator[list[Piece], None]:
-        """Runs the request; each item is what there is new, maybe nothing but "it left the queue".
+        """Runs the request; each item is what was added to its answers, empty when a sequence left
+        the queue.
 
-        News of many tokens, as after a pause of the reader, come as several items, between which
-        the event loop turns. Raises StepwellError when the engine refuses or gives up. Closing the
-        iterator, whatever way, aborts what has not ended.
+        Many tokens, as after a pause of the reader, come as several items, between which the event
+        loop turns. Raises StepwellError when the engine refuses or gives up. Closing the
+        iterator aborts what has not ended.
         """
         subscription = engine.start(self.sequences)
         try:
@@ -58,13 +59,13 @@ class Generation:
                 for number, part in enumerate(parts_of(deltas, TOKENS_AT_A_TIME)):
                     if number:
                         await asyncio.sleep(0)
-                    news = [
+                    added = [
                         self._accept(index, delta, subscription)
                         for index, delta in part
                         if self.choices[index].finish_reason is None
                     ]
-                    num_open -= sum([piece.finish_reason is not None for piece in news])
-                    yield news
+                    num_open -= sum([piece.finish_reason is not None for piece in added])
+                    yield added
         finally:
             subscription.close()
 
@@ -78,7 +79,7 @@ class Generation:
         return piece
 
     def usage(self) -> Usage:
-        """Counts so far. Of n answers to a prompt the first tells what was cached."""
+        """Counts so far. Cached tokens are counted in the first of the n answers to a prompt."""
         firsts = self.choices[:: self.request.n]
         return Usage(
             num_prompt_tokens=sum(choice.num_prompt_tokens for choice in firsts),

@@ -76,14 +76,14 @@ class Inference:
     def check_room(self, deadline: float | None) -> None:
         """Raises ResourceExhausted where the engine is known to refuse one more request.
 
-        To be asked before the prompt is tokenized: under overload most requests are refused.
+        Called before the prompt is tokenized: under overload most requests are refused.
         """
         self._engine.check_room(deadline)
 
     async def prepare(
         self, request: ClientRequest, traceparent: str = "", deadline: float | None = None
     ) -> Generation:
-        """Checks a request. Raises what is wrong with it; nothing has been sent then.
+        """Checks a request. Raises InvalidArgument or OutOfRange before anything is sent.
 
         The event loop turns while many tokens are checked.
         """
@@ -125,7 +125,7 @@ class Inference:
     def check_num_choices(self, num_prompts: int, n: int) -> None:
         """Raises InvalidArgument for more answers than one request may have.
 
-        Worth asking before the prompts are tokenized.
+        Called before the prompts are tokenized, too.
         """
         if num_prompts * n > self._max_choices:
             raise InvalidArgument(
@@ -172,20 +172,20 @@ class Inference:
             raise prompt_too_long(f"{about}{error.num_tokens} tokens", limits) from error
 
     async def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of any text. Raises OutOfRange for more of them than are told at once."""
+        """Token ids of any text. Raises OutOfRange for more of them than one answer holds."""
         try:
             [token_ids] = await self.tokenizer.encode(
                 [text], add_special_tokens=add_special_tokens, max_tokens=self.max_items
             )
         except TextTooLong as error:
             raise OutOfRange(
-                f"prompt has more than {self.max_items} tokens, which is all that are told at once",
+                f"prompt has more than {self.max_items} tokens, which is all that one answer holds",
                 field="prompt",
             ) from error
         return token_ids
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids. Raises OutOfRange for more of them than are taken at once."""
+        """Text of token ids. Raises OutOfRange for more of them than one request may hold."""
         self.check_num_items("tokens", len(token_ids))
         return await self.tokenizer.detokenize(token_ids)
 

@@ -1,4 +1,4 @@
-"""Sequences that have not ended: what was sent, what came back, and the reader's mailbox."""
+"""Sequences that have not ended, with their tokens so far, and the mailbox of their reader."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
@@ -15,12 +15,12 @@ from services.gateway.core.request import EngineRequest
 class Losses:
     """Replicas that were lost under a sequence since its last token.
 
-    A loss while it was computed makes it a suspect. One while it only waited says little: many of
-    those, and it may still be what ends the sessions.
+    A loss while it was computed makes it a suspect. Losses while it only waited count less: many of
+    them are needed for that.
     """
 
     computing: bool = False
-    """Whether it left the queue of the replica that has it, and got no token there yet."""
+    """Whether it was scheduled by the replica that has it, and got no token there yet."""
     num_computed: int = 0
     num_waited: int = 0
 
@@ -39,11 +39,11 @@ class Losses:
 
 
 class Inflight:
-    """One sequence that has not ended: its request and every token that came for it so far.
+    """One sequence that has not ended: its request and all its tokens so far.
 
-    That is all a replica needs to go on with it. `number` is its place in the order of arrival.
+    That is all a replica needs to go on with it. `number` gives the order of arrival.
     `wait_until` is when its present wait for a replica ends, on the event loop's clock, None when
-    it does not wait. `refused_by` names the replicas that would not take it.
+    it does not wait. `refused_by` has the addresses of the replicas that refused it.
     """
 
     __slots__ = (
@@ -110,14 +110,14 @@ class Inflight:
         self._delta().token_ids += token_ids
 
     def lost(self) -> None:
-        """The replica that had it is gone. Its next wait for a replica has the whole time again."""
+        """Its session ended. Its next wait for a replica has the whole time again."""
         self.was_accepted = True
         self.wait_until = None
         self.release = _nothing
         self.losses.count()
 
     def taken_back(self) -> None:
-        """Leaves a replica that cannot run steps, which is told to abort it."""
+        """Leaves a replica that cannot run steps, and is aborted there."""
         self.was_accepted = True
         self.wait_until = None
         self.release()
@@ -133,7 +133,7 @@ class Inflight:
             delta.logprobs.extend(rows)
 
     def prompt_logprobs(self, rows: LogprobRows) -> None:
-        """Further log-probabilities of the prompt; those that came before are passed over."""
+        """Further log-probabilities of the prompt; those that came before are dropped."""
         num_repeated = min(self._num_repeated_rows, len(rows))
         self._num_repeated_rows -= num_repeated
         rows = rows.after(num_repeated)
@@ -147,11 +147,11 @@ class Inflight:
             delta.prompt_logprobs.extend(rows)
 
     def finished(self, finish: Finish) -> None:
-        """It ended well."""
+        """It ended by itself."""
         self._delta().finish = finish
 
     def failed(self, error: StepwellError) -> None:
-        """It ended badly."""
+        """It ended with an error."""
         self._delta().error = error
 
     def _delta(self) -> Delta:
@@ -159,7 +159,8 @@ class Inflight:
 
 
 def ended(inflight: Inflight) -> Finish | None:
-    """Whether the tokens that came are already a whole answer, although nobody said so.
+    """How the sequence ends by the tokens that came; None if it goes on. For a sequence whose end
+    was lost with its replica.
 
     The rules are the scheduler's: minimum, end of sequence, stop tokens, length, repetition.
     """
@@ -181,9 +182,9 @@ def ended(inflight: Inflight) -> Finish | None:
 
 
 class Mailbox:
-    """Merged news of the sequences of one client request; the core's Subscription.
+    """Merged deltas of the sequences of one client request; the core's Subscription.
 
-    It holds at most one delta per sequence, so a reader that never comes costs no more than the
+    It holds at most one delta per sequence, so a reader that has stopped costs no more than the
     tokens of its own request.
     """
 
@@ -197,40 +198,40 @@ class Mailbox:
         self.inflights = [
             Inflight(request, index, next(numbers), self) for index, request in enumerate(requests)
         ]
-        self._alive = set(range(len(requests)))
+        self._unfinished = set(range(len(requests)))
         self._drop = drop
-        self._news: dict[int, Delta] = {}
-        self._waiter: asyncio.Future[None] | None = None
+        self._deltas: dict[int, Delta] = {}
+        self._reader: asyncio.Future[None] | None = None
 
     def delta(self, index: int) -> Delta:
-        """The delta to add news to; wakes the reader."""
-        delta = self._news.get(index)
+        """The delta to add to; wakes the reader."""
+        delta = self._deltas.get(index)
         if delta is None:
-            delta = self._news[index] = Delta()
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+            delta = self._deltas[index] = Delta()
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
         return delta
 
     async def receive(self) -> list[tuple[int, Delta]]:
-        if not self._news:
-            self._waiter = asyncio.get_running_loop().create_future()
+        if not self._deltas:
+            self._reader = asyncio.get_running_loop().create_future()
             try:
-                await self._waiter
+                await self._reader
             finally:
-                self._waiter = None
-        news, self._news = self._news, {}
-        for index, delta in news.items():
+                self._reader = None
+        deltas, self._deltas = self._deltas, {}
+        for index, delta in deltas.items():
             if delta.finish is not None or delta.error is not None:
-                self._alive.discard(index)
-        return list(news.items())
+                self._unfinished.discard(index)
+        return list(deltas.items())
 
     def abort(self, index: int) -> None:
-        if index in self._alive:
-            self._alive.discard(index)
+        if index in self._unfinished:
+            self._unfinished.discard(index)
             self._drop(self.inflights[index])
 
     def close(self) -> None:
-        for index in tuple(self._alive):
+        for index in tuple(self._unfinished):
             self.abort(index)
 
 

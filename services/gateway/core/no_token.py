@@ -12,9 +12,9 @@ NAN_IN_LOGITS = "NAN_IN_LOGITS"
 def why_no_token(
     request: EngineRequest, output: Sequence[int], vocab_size: int
 ) -> InvalidArgument | None:
-    """What is wrong with a request that has ended, after `output`, for want of a usable logit.
+    """The error of a request that ended after `output` since no logit could be used.
 
-    None where nothing is: then the model itself made NaN.
+    None if the request is not at fault: then the model itself made NaN.
     """
     if request.prompt_embeds is not None:
         return InvalidArgument(
@@ -33,7 +33,7 @@ def why_no_token(
 
 def _bans_every_token(sampling: SamplingParams, output: Sequence[int], vocab_size: int) -> bool:
     """Whether all tokens that may come next are banned: they would complete a bad word, or end the
-    answer before its time.
+    answer before `min_tokens`.
     """
     recent = tuple(output[-max(map(len, sampling.bad_words), default=0) :])
     banned = {

@@ -40,7 +40,7 @@ class Engine(Protocol):
     def check_room(self, deadline: float | None) -> None:
         """Raises ResourceExhausted where a request with this deadline would be refused now.
 
-        It is a guess from what was refused just before; `start` is the last word.
+        It is an estimate; the scheduler decides after `start`.
         """
         ...
 
@@ -48,7 +48,7 @@ class Engine(Protocol):
         """Sends sequences to a replica; while none is ready they wait, in order of arrival.
 
         A sequence survives the loss of its replica: it is sent again with the tokens that came so
-        far, and its news goes on without a lost or repeated token.
+        far, and its deltas go on without a lost or repeated token.
         """
         ...
 

@@ -20,7 +20,7 @@ _MAX_HANDLE = 2**32
 
 @dataclass(frozen=True, slots=True)
 class ReplicaDescription:
-    """What a scheduler says that it serves when a session opens."""
+    """What a scheduler serves, as it announces it when a session opens."""
 
     model_name: str
     limits: ModelLimits
@@ -37,11 +37,11 @@ class ReplicaState:
     draining: bool = False
 
 
-_UNKNOWN = ReplicaState(ready=False, reason="it has not said yet whether it can run steps")
+_UNKNOWN = ReplicaState(ready=False, reason="it has not announced yet whether it can run steps")
 
 
 class ReplicaListener(Protocol):
-    """What a replica tells its fleet."""
+    """What a replica reports to its fleet."""
 
     def replica_changed(self, replica: "Replica") -> None:
         """A session opened, or the replica became able or unable to run steps."""
@@ -151,7 +151,7 @@ class Replica:
         self._listener.replica_changed(self)
 
     def state_changed(self, state: ReplicaState) -> None:
-        """The scheduler said whether it can run steps, maybe the same as before."""
+        """The scheduler announced whether it can run steps, maybe the same as before."""
         before, self._state = self._state, state
         if before == state:
             return
@@ -166,7 +166,7 @@ class Replica:
         self._listener.replica_changed(self)
 
     def queue_changed(self, queue: QueueState) -> None:
-        """The scheduler said how long its queue is."""
+        """The scheduler announced how long its queue is."""
         self._queue = queue
         self._num_others_waiting = max(0, queue.num_waiting - len(self._unadmitted))
 

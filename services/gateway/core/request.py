@@ -108,11 +108,11 @@ class EngineRequest:
     traceparent: str
     prompt_embeds: PromptEmbeds | None = None
     deadline: float | None = None
-    """When the client gives up, on the clock that the engine uses; None where it does not say."""
+    """When the client gives up, on the engine's clock; None without a deadline."""
 
 
 def check_request(request: ClientRequest, limits: ModelLimits) -> None:
-    """Raises InvalidArgument that names what cannot be served; prompts are looked at apart."""
+    """Raises InvalidArgument that names what cannot be served; prompts are checked apart."""
     if request.n < 1:
         raise InvalidArgument(f"n must be at least 1, not {request.n}", field="n")
     if not request.prompts:
@@ -215,15 +215,15 @@ def prompt_too_long(size: str, limits: ModelLimits) -> OutOfRange:
 
 
 def _context_length(limits: ModelLimits) -> str:
-    """How an error begins that says what is too long.
+    """The beginning of an error about what is too long.
 
-    Clients know such an error by the first words, which are OpenAI's and vLLM's: LiteLLM looks for
-    them in the text, LangChain for the code.
+    Clients recognize such an error by it, which is OpenAI's and vLLM's: LiteLLM searches the text
+    for it, LangChain compares the code.
     """
-    words = f"This model's maximum context length is {limits.capacity} tokens"
+    sentence = f"This model's maximum context length is {limits.capacity} tokens"
     if limits.max_request_tokens < limits.max_model_len:
-        words += ", which is what this server's KV cache holds of one request"
-    return words + ":"
+        sentence += ", which is what this server's KV cache holds of one request"
+    return sentence + ":"
 
 
 def _check_stop(stop: Sequence[str]) -> None:

@@ -46,7 +46,7 @@ class StopStrings:
         return shown, None
 
     def flush(self) -> str:
-        """What is held back, once nothing can follow."""
+        """The text that is held back, at the end of the sequence."""
         held, self._held = self._held, ""
         return held
 

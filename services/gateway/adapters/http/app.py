@@ -91,7 +91,7 @@ def guarded(app: ASGIApp, names: Sequence[str], allowed_origins: Sequence[str]) 
 
 
 async def _check_content(request: Request) -> None:
-    """Refuses bodies that are not said to be JSON.
+    """Refuses bodies whose Content-Type is not JSON.
 
     A browser sends any other kind for a page of another site at once (a "simple" request); for JSON
     it asks the server first, which allows it only for the allowed origins (CORS).

@@ -30,7 +30,7 @@ class StreamOptions(Body):
 
 
 class RepetitionDetectionBody(Body):
-    """What repetition ends an answer, as vLLM's clients say it."""
+    """What repetition ends an answer, as vLLM's clients write it."""
 
     max_pattern_size: Int = 0
     min_pattern_size: Int = 0
@@ -111,7 +111,7 @@ class ChatMessage(Body):
     prefix: Annotated[Any, only(False, why=_NO_PREFIX)] = None
     partial: Annotated[Any, only(False, why=_NO_PREFIX)] = None
     # What the assistant thought, by its names at vLLM, DeepSeek, OpenRouter and Ollama. Whether
-    # the model reads it again is for its chat template to say.
+    # the model reads it again depends on its chat template.
     reasoning_content: str | None = None
     reasoning: str | None = None
     thinking: str | None = None

@@ -1,4 +1,4 @@
-"""How many bytes of large bodies are held at once, whoever sent them."""
+"""A bound on the bytes of large bodies that are held at once, of all clients."""
 
 import asyncio
 from collections import deque
@@ -36,16 +36,16 @@ class BodyBudget:
             self._free -= num_bytes
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        place = (num_bytes, turn)
-        self._waiting.append(place)
+        entry = (num_bytes, turn)
+        self._waiting.append(entry)
         try:
             async with asyncio.timeout(self._max_wait_seconds):
                 await turn
         except BaseException as error:
             if turn.done() and not turn.cancelled():
-                self._give_back(num_bytes)  # its turn came while it was given up
+                self._give_back(num_bytes)  # its turn came together with the error
             else:
-                self._waiting.remove(place)
+                self._waiting.remove(entry)
                 self._give_back(0)  # those behind it may fit
             if isinstance(error, TimeoutError):
                 raise ResourceExhausted(

@@ -146,7 +146,7 @@ class GuardedConnection(HttpToolsProtocol):
         self._abort()
 
     def _abort(self) -> None:
-        # The application is told at once: what it writes until `connection_lost` would raise.
+        # The application must not write from here on: until `connection_lost` that would raise.
         if self.cycle is not None:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -178,7 +178,8 @@ class GuardedConnection(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
         self._num_body_bytes += len(body)
-        # The application refuses a body that is too large; most clients send on before they look.
+        # The application refuses a body that is too large; most clients send all of it before they
+        # read the answer.
         if self._num_body_bytes > self._connections.limits.max_body_bytes + _IGNORED_BYTES:
             self._connections.refusals.count("went on sending a body that was refused")
             self._abort()
@@ -227,7 +228,7 @@ class GuardedConnection(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            # Its answer says nothing of an upgrade, and no request can follow.
+            # The upgrade is not made, and no request can follow.
             self.cycle.keep_alive = False
             self._stage = _Stage.NOTHING
         except httptools.HttpParserError:
@@ -294,7 +295,7 @@ class GuardedConnection(HttpToolsProtocol):
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self.transport.write(raw_refusal(status, message))
-        # Closing at once, with something unread, would tell the client of a reset before it has
+        # Closing at once, with something unread, would reset the connection before the client has
         # read the answer.
         self.transport.write_eof()
         self._time(_REFUSAL_READ_SECONDS, self._abort)

@@ -1,11 +1,11 @@
-"""What one HTTP connection and all of them together may cost."""
+"""Bounds on one HTTP connection and on all of them together."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """Bounds of the HTTP server; docs of the settings of the same names say more."""
+    """Bounds of the HTTP server; see the settings of the same names."""
 
     max_connections: int
     max_header_bytes: int

@@ -14,7 +14,7 @@ MAX_SECONDS = 86_400.0
 
 
 def deadline_of(headers: Mapping[str, str]) -> float | None:
-    """When the client gives up, on the event loop's clock; None where it does not say.
+    """When the client gives up, on the event loop's clock; None without the header.
 
     Raises InvalidArgument for what is no number of seconds above 0, a day at most.
     """

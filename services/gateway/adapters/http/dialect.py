@@ -52,7 +52,7 @@ class Dialect(ABC):
 
     @abstractmethod
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
-        """Choices of the chunks that a piece makes; none when it says nothing."""
+        """Choices of the chunks that a piece makes, if any."""
 
     @abstractmethod
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class Dialect(ABC):
     ) -> Iterator[bytes]:
         """Server-sent events, one per choice, all in one piece unless they hold long lists.
 
-        `usage` is asked where every chunk tells it.
+        `usage` is called where every chunk holds it.
         """
         head, tail = self._frame(usage)
         events: list[bytes] = []

@@ -1,8 +1,8 @@
-"""Which names a server answers to.
+"""Checks the name in `Host`.
 
 A page of another site can point a name of its own at a loopback address and then read what a local
 server answers (DNS rebinding). Such requests carry the site's name in `Host`: they are refused.
-An address in `Host` cannot be rebound, and is always let in.
+An address in `Host` cannot be rebound, and always passes.
 """
 
 import ipaddress

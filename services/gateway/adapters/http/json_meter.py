@@ -10,8 +10,7 @@ _MAX_KEY_LENGTH = 64
 class JsonMeter:
     """Counts the commas, colons and brackets of a text that are not inside its strings.
 
-    It refuses no more than a text that would take long to parse; whether it is JSON is for the
-    parser to say.
+    It only refuses texts that would take long to parse; the parser finds out whether it is JSON.
     """
 
     def __init__(self, max_values: int) -> None:

@@ -52,7 +52,7 @@ def parse_body(raw: bytes, model: type[B]) -> B:
 
 
 def _declared_bytes(request: Request, max_bytes: int) -> int:
-    """The length that the client says, or the longest that may be where it says none."""
+    """The Content-Length, or the longest allowed where there is none."""
     declared = request.headers.get("content-length", "")
     if not declared.isdigit():
         return max_bytes
@@ -80,7 +80,7 @@ def _too_large(max_bytes: int) -> PayloadTooLarge:
     return PayloadTooLarge(f"the body is larger than the {max_bytes} bytes that are read")
 
 
-# What to say of a problem by pydantic's name for it, where pydantic's words are not for clients.
+# Sentences for problems, by pydantic's names of them; other problems keep pydantic's message.
 _SENTENCES = {
     "extra_forbidden": ("{where} is no known parameter", "UNKNOWN_PARAMETER"),
     "missing": ("{where} is missing", "MISSING_PARAMETER"),

@@ -50,9 +50,9 @@ class Exchange:
 class GenerationReply(Response):
     """The answer to a completion of either kind, streamed or whole.
 
-    The status is sent with the first news from the engine, so that a refusal at its door has its
-    own status even when a stream was asked for. A client that disconnects cancels the work, which
-    aborts its sequences.
+    The status is sent with the first item from the engine, so that a refusal by the scheduler has
+    its own status also where a stream was asked for. When the client disconnects
+    the work is cancelled and its sequences are aborted.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class GenerationReply(Response):
         gate: Gate,
         observer: Observer,
     ) -> None:
-        """`read` reads the body; it is called once there is a place for the request."""
+        """`read` reads the body; it is called once the gate is entered."""
         super().__init__()
         self._read = read
         self._inference = inference
@@ -72,9 +72,9 @@ class GenerationReply(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with ExitStack() as place:
+            with ExitStack() as entered:
                 with self._observer.counting_refusals():
-                    place.enter_context(self._gate.enter())
+                    entered.enter_context(self._gate.enter())
                     exchange = await self._read()
                 await self._answer(exchange, scope, receive, send)
         except StepwellError as error:
@@ -147,9 +147,9 @@ async def _stream(
 ) -> None:
     send_body = state.get(SEND_BODY, send)
     opened = False
-    async for news in pieces:
+    async for added in pieces:
         choices = [] if opened else dialect.opening()
-        for piece in news:
+        for piece in added:
             choices += dialect.chunks(piece)
         if not opened:
             opened = True
@@ -170,8 +170,8 @@ async def _whole(
     pieces: AsyncIterator[list[Piece]], generation: Generation, dialect: Dialect, send: Send
 ) -> None:
     answers = [Answer() for _ in generation.choices]
-    async for news in pieces:
-        for piece in news:
+    async for added in pieces:
+        for piece in added:
             answers[piece.index].add(piece)
     await send_json(dialect.whole(answers, generation.usage()), send)
 
