@@ -1,4 +1,4 @@
-"""A fleet whose schedulers are the test itself, and whose time passes when the test says so."""
+"""A fleet over fake links, and a clock that the test moves."""
 
 import random
 from collections.abc import Callable

@@ -62,7 +62,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
     fingerprint: bytes = b"f" * 32
     tokenizer_fingerprint: bytes = b""
     heartbeat_seconds: float = 0.2
-    # How long the queue is, as sessions were told last.
+    # How long the queue is, as announced last.
     queue: scheduler_pb2.QueueState | None = None
     # What was heard.
     adds: list[scheduler_pb2.AddRequest] = field(default_factory=list)
@@ -113,14 +113,14 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
         """Tells sessions whether steps can run. Steps still do, as far as there are permits."""
         self._state = scheduler_pb2.ReplicaState(ready=ready, reason=reason, draining=draining)
         for session in self._sessions:
-            session.state_untold = True
+            session.state_unsent = True
         self.wake()
 
     def set_queue(self, **fields: Any) -> None:
         """Tells sessions how long the queue is."""
         self.queue = scheduler_pb2.QueueState(**fields)
         for session in self._sessions:
-            session.queue_untold = True
+            session.queue_unsent = True
         self.wake()
 
     def hang(self) -> None:
@@ -207,8 +207,8 @@ class _Session:
         self._scheduler = scheduler
         self.sequences: dict[int, Sequence] = {}
         self.changed = asyncio.Event()
-        self.state_untold = True
-        self.queue_untold = False
+        self.state_unsent = True
+        self.queue_unsent = False
         self.is_over = False
         self._rejected: list[scheduler_pb2.Rejection] = []
         self._numbers = itertools.count(1)
@@ -251,11 +251,11 @@ class _Session:
         while not self.is_over:
             if scheduler.is_hung:
                 await asyncio.Event().wait()
-            if self.state_untold:
-                self.state_untold = False
+            if self.state_unsent:
+                self.state_unsent = False
                 yield scheduler_pb2.SessionResponse(state=scheduler.state)
-            elif self.queue_untold:
-                self.queue_untold = False
+            elif self.queue_unsent:
+                self.queue_unsent = False
                 yield scheduler_pb2.SessionResponse(queue=scheduler.queue)
             elif self._rejected:
                 rejected, self._rejected = self._rejected, []
@@ -275,7 +275,7 @@ class _Session:
                 await self.changed.wait()
             self.changed.clear()
         except TimeoutError:
-            self.state_untold = True
+            self.state_unsent = True
 
     def _step(self) -> scheduler_pb2.StepDeltas:
         deltas = scheduler_pb2.StepDeltas(step=next(self._numbers))

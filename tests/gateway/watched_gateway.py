@@ -39,17 +39,17 @@ class Watchdog:
             self.work = max(self.work, time.thread_time() - thread)
             self.pause = max(self.pause, min(busy, elapsed))
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """Answers each line; runs in a thread. The process ends with its input."""
         for _ in sys.stdin:
-            self.work, self.pause, told = 0.0, 0.0, {"work": self.work, "pause": self.pause}
-            print(json.dumps(told), flush=True)
+            self.work, self.pause, longest = 0.0, 0.0, {"work": self.work, "pause": self.pause}
+            print(json.dumps(longest), flush=True)
         os._exit(0)
 
 
 async def _serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
     watchdog = Watchdog()
-    threading.Thread(target=watchdog.tell, daemon=True).start()
+    threading.Thread(target=watchdog.report, daemon=True).start()
     watching = asyncio.create_task(watchdog.watch())
     await serve(settings, stop)
     watching.cancel()

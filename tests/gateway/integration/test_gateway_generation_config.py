@@ -1,4 +1,4 @@
-"""Where default sampling parameters come from, and that what a client says holds."""
+"""Where default sampling parameters come from, and that a client's own take precedence."""
 
 import json
 from pathlib import Path
@@ -26,10 +26,10 @@ TOLD = {
 NEUTRAL = {"temperature": 1, "top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1}
 
 
-def write(directory: Path, **told: Any) -> Path:
+def write(directory: Path, **values: Any) -> Path:
     """A model whose generation_config.json says this."""
     write_tokenizer(directory)
-    (directory / "generation_config.json").write_text(json.dumps(told))
+    (directory / "generation_config.json").write_text(json.dumps(values))
     return directory
 
 
@@ -113,7 +113,7 @@ async def test_max_new_tokens_of_a_directory_bounds_every_answer(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("told", "problem"),
+    ("values", "problem"),
     [
         ('{"temperature": -1}', "temperature is -1"),
         ('{"temperature": NaN}', "temperature is nan"),
@@ -126,9 +126,9 @@ async def test_max_new_tokens_of_a_directory_bounds_every_answer(tmp_path: Path)
         ('{"temperature"', "not valid JSON"),
     ],
 )
-def test_a_wrong_file_is_told_in_one_sentence(tmp_path: Path, told: str, problem: str) -> None:
+def test_a_wrong_file_is_told_in_one_sentence(tmp_path: Path, values: str, problem: str) -> None:
     path = write(tmp_path) / "generation_config.json"
-    path.write_text(told)
+    path.write_text(values)
     with pytest.raises(FailedPrecondition) as refused:
         read_sampling_defaults("auto", tmp_path)
     assert refused.value.message.startswith(f"{path}: ")

@@ -73,8 +73,8 @@ class WatchedGateway:
         assert self._child.stdout is not None
         self._child.stdin.write("\n")
         self._child.stdin.flush()
-        told: dict[str, float] = json.loads(self._child.stdout.readline())
-        return told
+        pauses: dict[str, float] = json.loads(self._child.stdout.readline())
+        return pauses
 
     def _read(self) -> None:
         assert self._child.stderr is not None

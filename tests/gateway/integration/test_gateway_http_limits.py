@@ -1,4 +1,4 @@
-"""What an HTTP client may cost before it is served, and whom the server answers at all."""
+"""What an HTTP client may cost before it is served, and which requests are answered at all."""
 
 import asyncio
 import json

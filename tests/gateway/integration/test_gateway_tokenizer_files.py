@@ -29,14 +29,14 @@ async def test_a_tokenizer_that_truncates_and_pads_does_neither(
     assert 2 < len(word) < len(expected) < 64
     model = write_tokenizer(tmp_path)
     path = model / "tokenizer.json"
-    told = json.loads(path.read_text())
-    told["truncation"] = {
+    values = json.loads(path.read_text())
+    values["truncation"] = {
         "direction": "Right",
         "max_length": 2,
         "strategy": "LongestFirst",
         "stride": 0,
     }
-    told["padding"] = {
+    values["padding"] = {
         "strategy": {"Fixed": 64},
         "direction": "Left",
         "pad_to_multiple_of": None,
@@ -44,7 +44,7 @@ async def test_a_tokenizer_that_truncates_and_pads_does_neither(
         "pad_type_id": 0,
         "pad_token": "<|end|>",
     }
-    path.write_text(json.dumps(told))
+    path.write_text(json.dumps(values))
     async with serving(model) as running:
         await finished(running, bad_words=["hello world"], max_tokens=2)
         add = running.scheduler.adds[0]

@@ -211,7 +211,7 @@ def test_sequences_of_a_scheduler_that_drains_finish_there() -> None:
 
 
 def reject(world: FakeFleet, error: StepwellError) -> str:
-    """The only sequence is refused where it is; returns by whom."""
+    """The only sequence is refused where it is; returns the replica's name."""
     (name,) = (name for name in world.links if world.has(name))
     (handle,) = world.replicas[name].running
     world.replicas[name].rejected(handle, error)

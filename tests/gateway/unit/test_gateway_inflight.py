@@ -1,4 +1,4 @@
-"""A sequence on its way: what its reader is told, whatever happened to its replicas."""
+"""What the reader of a sequence gets, also when its replicas are lost."""
 
 from itertools import count
 
@@ -24,7 +24,7 @@ def nothing() -> None:
     return None
 
 
-async def test_news_is_merged_until_somebody_looks() -> None:
+async def test_deltas_are_merged_until_they_are_read() -> None:
     mailbox = make(max_tokens=9)
     (inflight,) = mailbox.inflights
     inflight.admitted(2)
