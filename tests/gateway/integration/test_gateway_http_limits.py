@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 
+from services.gateway.adapters.http.connection import MAX_PIPELINED
 from tests.gateway.fake_scheduler import FakeScheduler
 from tests.gateway.raw_http import post, post_head
 from tests.gateway.serving import Serving, serving, until
@@ -300,3 +302,23 @@ async def test_many_large_bodies_are_not_held_at_once(model: Path):
         # They were held up by bodies that never came whole, whose time was limited.
         kinds = {answer[:13] for answer in answers}
         assert kinds <= {b"HTTP/1.1 400 ", b"HTTP/1.1 408 ", b"HTTP/1.1 429 "}
+
+
+def test_a_request_before_too_many_pipelined_ones_is_dropped_with_them(
+    model: Path, caplog: pytest.LogCaptureFixture
+):
+    """The connection ends before the first is answered: its answer is not written. uvloop, on which
+    the gateway runs, raises where it is.
+    """
+
+    async def story() -> None:
+        async with serving(model, FakeScheduler(), api_keys=("key",)) as served:
+            async with connected(served) as (reader, writer):
+                writer.write(post("/v1/completions", b"{}") * (MAX_PIPELINED + 2))
+                assert await reader.read() == b""
+            await until(lambda: len(served.gateway._http.connections) == 0)
+            await served.http.get("/health")
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(story())
+    assert not [record for record in caplog.records if record.exc_info]

@@ -62,6 +62,7 @@ class GuardedConnection(HttpToolsProtocol):
         self._stage = _Stage.REQUEST
         self._timed_stage: _Stage | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._answered: RequestResponseCycle | None = None
         self._unread: deque[bytes] = deque()
         self._num_header_bytes = 0
         self._num_body_bytes = 0
@@ -88,6 +89,7 @@ class GuardedConnection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._connections.remove(self)
+        self._disconnect_application()
         self._unread.clear()
         self._reader_timeout.stop()
         self._probe.stop()
@@ -146,11 +148,18 @@ class GuardedConnection(HttpToolsProtocol):
         self._abort()
 
     def _abort(self) -> None:
-        # The application must not write from here on: until `connection_lost` that would raise.
-        if self.cycle is not None:
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
+        self._disconnect_application()
         self.transport.abort()
+
+    def _disconnect_application(self) -> None:
+        """Lets the application write no more: uvloop raises when a closed connection is written to.
+
+        uvicorn does so for the request that came last, and only in `connection_lost`; the one that
+        is being answered may have others behind it.
+        """
+        if self._answered is not None:
+            self._answered.disconnected = True
+            self._answered.message_event.set()
 
     def _reader_timed_out(self) -> None:
         self._connections.reader_timed_out()
@@ -191,6 +200,7 @@ class GuardedConnection(HttpToolsProtocol):
     # The application's side.
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answered = cycle
         if cycle.scope["http_version"] == "1.0":
             app = partial(answer_without_chunks, cycle, app)
         else:
