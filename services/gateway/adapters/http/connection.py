@@ -62,7 +62,6 @@ class GuardedConnection(HttpToolsProtocol):
         self._stage = _Stage.REQUEST
         self._timed_stage: _Stage | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._answered: RequestResponseCycle | None = None
         self._unread: deque[bytes] = deque()
         self._num_header_bytes = 0
         self._num_body_bytes = 0
@@ -97,11 +96,6 @@ class GuardedConnection(HttpToolsProtocol):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
-        # uvicorn ends the latest request alone, which may wait behind the one being answered.
-        answered = self._answered
-        if answered is not None and not answered.response_complete:
-            answered.disconnected = True
-            answered.message_event.set()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -157,9 +151,10 @@ class GuardedConnection(HttpToolsProtocol):
         uvicorn does so for the request that came last, and only in `connection_lost`; the one that
         is being answered may have others behind it.
         """
-        if self._answered is not None:
-            self._answered.disconnected = True
-            self._answered.message_event.set()
+        answered = self._answered
+        if answered is not None and not answered.response_complete:
+            answered.disconnected = True
+            answered.message_event.set()
 
     def _reader_timed_out(self) -> None:
         self._connections.reader_timed_out()
@@ -205,8 +200,6 @@ class GuardedConnection(HttpToolsProtocol):
             app = partial(answer_without_chunks, cycle, app)
         else:
             cycle.scope["state"][SEND_BODY] = cycle.send
-
-        self._answered = cycle
 
         def start() -> None:
             if not cycle.disconnected:
