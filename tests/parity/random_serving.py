@@ -1,10 +1,10 @@
-"""Requests served by chance: what no scheduler would do in so short a time, and each may do.
+"""Requests under random schedules, with more events in a few steps than a scheduler would cause.
 
-A step computes some of the running requests, each as far as chance will have it, drafts behind its
-last token. Requests are preempted, in groups or alone, and come back in another row; generations
-end. The pool knows every block that it ever filled until it is handed out again, so that whoever
-enters shares what others computed, in each KV-cache group what its window shows. Blocks are handed
-out in no order, full of what was in them, some of them cleared.
+A step computes a random number of tokens of some running requests, with drafts behind their last
+token. Requests are preempted, in groups or alone, and come back in another row; generations end.
+The pool finds every block that it has filled until it hands the block out again, so that requests
+share what others computed, in each KV-cache group as far as its window. Blocks are handed out in
+random order with their old contents; some of them are cleared.
 """
 
 from collections import Counter
@@ -41,7 +41,7 @@ class RandomPool:
             self._key_of[block] = key
 
     def take(self) -> int:
-        """Any block that nobody holds."""
+        """A random block that no request holds."""
         while self._ref_cnt[block := int(self._random.integers(1, self._num_blocks))]:
             pass
         if (key := self._key_of.pop(block, None)) is not None:

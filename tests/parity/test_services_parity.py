@@ -1,7 +1,7 @@
 """The same tokens over the services, with one step in flight or with two.
 
-Pool, worker and scheduler serve at ports of their own, and speak with each other and with whoever
-wants tokens as they do when each is a process.
+Pool, worker and scheduler serve at ports of their own, and exchange the messages that they exchange
+as processes.
 """
 
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""The thread that computes: one function after the other, for whoever still waits."""
+"""The compute thread runs functions one after the other, and drops those that are cancelled."""
 
 import asyncio
 import threading

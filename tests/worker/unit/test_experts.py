@@ -1,4 +1,4 @@
-"""Experts: grouped by expert, indifferent to company, read from either form of checkpoint."""
+"""Experts: grouped by expert, the same in every batch, read from either form of checkpoint."""
 
 from pathlib import Path
 

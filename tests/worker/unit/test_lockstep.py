@@ -92,7 +92,7 @@ def test_different_tokens_end_the_group(every: int, found_at: int) -> None:
                 own.run(step(1, number), answering(6 if differs else 5))
             except GroupBroken:
                 return number, str(thread.broken.result(5))
-        raise AssertionError("nobody noticed")
+        raise AssertionError("no rank noticed")
 
     for number, why in on_ranks(2, work):
         assert number == found_at
@@ -177,7 +177,7 @@ def test_a_digest_is_of_input_and_output() -> None:
     assert all("different results in step 0" in why for why in on_ranks(2, work))
 
 
-def test_ranks_settle_what_they_have_in_common() -> None:
+def test_ranks_agree_on_their_common_values() -> None:
     def work(thread: RankThread) -> tuple[int, str]:
         group, rank = thread.group, thread.group.ranks.rank
         least = group.smallest("num_blocks", 100 - rank)

@@ -81,7 +81,7 @@ def test_leaving_out_blocks_changes_no_draw(vocab_size: int, spread: float) -> N
 
 @pytest.mark.parametrize("varied", ["seed", "position"])
 def test_exponentials_are_independent_exponentials(varied: str) -> None:
-    """Over tokens, and over neighbouring seeds and positions; a block is neighbours 128 apart."""
+    """Over tokens, seeds and positions in a row; the tokens of a block are 128 apart."""
     rising, fixed = np.arange(200), np.full(200, 3)
     states = states_of(*((rising, fixed) if varied == "seed" else (fixed, rising)))
     found = exponentials_of(states, 8192)

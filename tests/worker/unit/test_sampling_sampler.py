@@ -1,4 +1,4 @@
-"""The sampler against a slow reference, and what must not matter: neighbours, order, preemption."""
+"""The sampler against a slow reference: other rows, their order and preemption change no token."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -145,7 +145,7 @@ def test_tokens_are_those_of_the_slow_reference(params: SamplingParams, prompt: 
     ),
     data=st.data(),
 )
-def test_neighbours_and_their_order_do_not_matter(
+def test_other_rows_and_their_order_do_not_matter(
     requests: list[tuple[SamplingParams, list[int]]], data: st.DataObject
 ) -> None:
     alone = [run(params, prompt, num_tokens=4) for params, prompt in requests]
@@ -217,7 +217,7 @@ def test_a_huge_temperature_leaves_banned_tokens_banned() -> None:
     "params",
     [SamplingParams(temperature=0), SamplingParams(), SamplingParams(repetition_penalty=1.5)],
 )
-def test_a_row_with_nan_is_reported_and_its_neighbours_do_not_notice(
+def test_a_row_with_nan_is_reported_and_changes_no_other_row(
     params: SamplingParams,
 ) -> None:
     logits = torch.randn(4, 10, generator=torch.Generator().manual_seed(3))

@@ -170,7 +170,7 @@ def test_a_rank_that_reads_for_long_is_waited_for(tmp_path: Path) -> None:
 
 
 class OneOf:
-    """A rank that nobody answers."""
+    """A rank whose collectives must not be called."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
