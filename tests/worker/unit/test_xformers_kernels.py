@@ -23,7 +23,8 @@ FILES = {
 }
 """The files, those that take longest first."""
 SECONDS = 300
-"""For a whole file: the interpreter takes half a minute, several on a busy machine."""
+"""For a whole file, and so for each of its tests: the interpreter takes half a minute,
+several on a busy machine."""
 
 Done = subprocess.CompletedProcess[str]
 
@@ -45,7 +46,10 @@ def runs(
 def run_apart(file: str, cache: Path) -> Done:
     """Runs the tests of a file."""
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", WORKER_TESTS / file],
+        [
+            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
+            *("--timeout", str(SECONDS), WORKER_TESTS / file),
+        ],
         env=os.environ
         | {"XFORMERS_ENABLE_TRITON": "1", "TRITON_CACHE_DIR": str(cache)}
         | FILES[file],
