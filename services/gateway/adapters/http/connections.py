@@ -9,7 +9,7 @@ from services.gateway.adapters.http.connection_limits import ConnectionLimits
 from services.gateway.adapters.http.refusal_log import RefusalLog
 
 # So many requests start in one turn of the event loop; those that run have their turns between.
-_REQUESTS_A_TURN = 4
+_REQUESTS_A_TURN = 8
 
 
 class Connection(Protocol):
