@@ -63,9 +63,11 @@ class HttpClient:
         self, prompt: Sequence[int], num_tokens: int, traceparent: str = ""
     ) -> AsyncIterator[int]:
         reader, writer = connection = self._idle.pop()
-        writer.write(self._request(prompt, num_tokens, traceparent))
+        headers = f"traceparent: {traceparent}\r\n" if traceparent else ""
+        address = f"{self._host}:{self._port}"
+        writer.write(completion_request(address, prompt, num_tokens, headers))
         await _expect_stream(reader)
-        while chunk := await _chunk(reader):
+        while chunk := await read_chunk(reader):
             count = _count_tokens(chunk)
             if count:
                 yield count
@@ -78,22 +80,25 @@ class HttpClient:
             writer.close()
             await writer.wait_closed()
 
-    def _request(self, prompt: Sequence[int], num_tokens: int, traceparent: str) -> bytes:
-        body = json.dumps(
-            {
-                "prompt": list(prompt),
-                "max_tokens": num_tokens,
-                "temperature": 0,
-                "ignore_eos": True,
-                "stream": True,
-                "return_token_ids": True,
-            }
-        )
-        trace = f"traceparent: {traceparent}\r\n" if traceparent else ""
-        return (
-            f"POST /v1/completions HTTP/1.1\r\nHost: {self._host}:{self._port}\r\n{trace}"
-            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n{body}"
-        ).encode()
+
+def completion_request(
+    address: str, prompt: Sequence[int], num_tokens: int, headers: str = ""
+) -> bytes:
+    """A streamed greedy `POST /v1/completions` of so many tokens; `headers` are whole lines."""
+    body = json.dumps(
+        {
+            "prompt": list(prompt),
+            "max_tokens": num_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "return_token_ids": True,
+        }
+    )
+    return (
+        f"POST /v1/completions HTTP/1.1\r\nHost: {address}\r\n{headers}"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n{body}"
+    ).encode()
 
 
 async def _expect_stream(reader: asyncio.StreamReader) -> None:
@@ -102,7 +107,7 @@ async def _expect_stream(reader: asyncio.StreamReader) -> None:
         raise RuntimeError(f"the gateway answered {head.decode()}{(await reader.read(4096))!r}")
 
 
-async def _chunk(reader: asyncio.StreamReader) -> bytes:
+async def read_chunk(reader: asyncio.StreamReader) -> bytes:
     """The next chunk of a chunked body; empty at its end."""
     size = int(await reader.readuntil(b"\r\n"), 16)
     return (await reader.readexactly(size + 2))[:-2]

@@ -1,7 +1,7 @@
 """Goodput and refusals under more load than the services can take.
 
     python -m benchmarks.soak overload [--seconds S] [--factor N] [--deadline-seconds S]
-                                       [--model DIR]
+                                       [--api http|grpc] [--model DIR]
 
 1. Capacity: a closed loop of as many clients as run at once, each with the next request as soon as
    its last one is done.
@@ -18,22 +18,18 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import grpc
 import uvloop
-from stepwell.common.v1 import common_pb2
-from stepwell.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 
 from benchmarks.common.arguments import add_model, count, make_parser, positive
 from benchmarks.common.figures import percentile
 from benchmarks.common.stack import Stack
+from benchmarks.soak.overload_clients import DONE, REFUSED, GrpcSender, HttpSender, Sender
 from services.cli.settings import UpSettings
-from services.common.channel import open_channel
-from services.common.status import from_rpc_error
 
-REFUSED = grpc.StatusCode.RESOURCE_EXHAUSTED
 VOCAB_SIZE = 256
 """Prompts are drawn from so many tokens: every model has as many."""
 
@@ -43,6 +39,7 @@ class Options:
     """What is measured."""
 
     model: Path
+    api: str
     seconds: float
     factor: float
     deadline_seconds: float
@@ -60,7 +57,7 @@ class Outcome:
     num_done: int = 0
     refusal_millis: list[float] = field(default_factory=list)
     other: Counter[str] = field(default_factory=Counter)
-    """Requests that were neither done nor refused before queueing, by status."""
+    """Requests that were neither done nor refused before queueing, by error."""
 
     def tokens_per_second(self, options: Options) -> float:
         """Of the requests that were done."""
@@ -68,10 +65,10 @@ class Outcome:
 
 
 class Clients:
-    """Sends requests over one channel and records their outcomes."""
+    """Sends requests and records their outcomes."""
 
-    def __init__(self, channel: grpc.aio.Channel, options: Options) -> None:
-        self._stub = gateway_pb2_grpc.InferenceStub(channel)
+    def __init__(self, sender: Sender, options: Options) -> None:
+        self._sender = sender
         self._options = options
         self._random = random.Random(0)
 
@@ -103,45 +100,37 @@ class Clients:
         return outcome
 
     async def _send(self, outcome: Outcome, deadline_seconds: float | None) -> None:
-        options = self._options
-        request = gateway_pb2.GenerateRequest(
-            token_ids=common_pb2.TokenIds(
-                ids=[self._random.randrange(VOCAB_SIZE) for _ in range(options.prompt_tokens)]
-            ),
-            sampling=common_pb2.SamplingParams(temperature=0, max_tokens=options.output_tokens),
-            ignore_eos=True,
-        )
-        sent, num_tokens = time.monotonic(), 0
-        try:
-            async for response in self._stub.Generate(request, timeout=deadline_seconds):
-                num_tokens += len(response.token_ids)
-        except grpc.aio.AioRpcError as error:
-            if error.code() is not REFUSED:
-                outcome.other[error.code().name] += 1
-            elif from_rpc_error(error).error_reason == "QUEUE_TIMEOUT":
-                outcome.other["evicted from the queue"] += 1
-            else:
-                outcome.refusal_millis.append(1000 * (time.monotonic() - sent))
-        else:
+        prompt = self._random.choices(range(VOCAB_SIZE), k=self._options.prompt_tokens)
+        sent = time.monotonic()
+        result = await self._sender.send(prompt, self._options.output_tokens, deadline_seconds)
+        if result == DONE:
             outcome.num_done += 1
+        elif result == REFUSED:
+            outcome.refusal_millis.append(1000 * (time.monotonic() - sent))
+        else:
+            outcome.other[result] += 1
 
 
 async def measure(options: Options) -> tuple[Outcome, Outcome]:
     """Capacity, then overload, of services that are started for it."""
     settings = UpSettings(model=options.model, max_num_seqs=options.concurrency)
-    async with Stack(settings) as stack, open_channel(stack.grpc) as channel:
-        clients = Clients(channel, options)
-        await clients.capacity(options.seconds / 4)  # the first steps of each size take longer
-        capacity = await clients.capacity(options.seconds)
-        rate = options.factor * capacity.num_done / capacity.seconds
-        return capacity, await clients.overload(options.seconds, rate)
+    async with Stack(settings) as stack:
+        grpc = options.api == "grpc"
+        sender = GrpcSender(stack.grpc) if grpc else HttpSender(stack.http)
+        async with aclosing(sender):
+            clients = Clients(sender, options)
+            await clients.capacity(options.seconds / 4)  # the first steps of each size take longer
+            capacity = await clients.capacity(options.seconds)
+            rate = options.factor * capacity.num_done / capacity.seconds
+            return capacity, await clients.overload(options.seconds, rate)
 
 
 def report(options: Options, capacity: Outcome, overload: Outcome) -> str:
     """The figures, as a table."""
     full, good = capacity.tokens_per_second(options), overload.tokens_per_second(options)
     lines = [
-        f"| {options.factor:g} times the load, deadline {options.deadline_seconds:g} s | |",
+        f"| {options.factor:g} times the load over {options.api}, "
+        f"deadline {options.deadline_seconds:g} s | |",
         "| --- | ---: |",
         f"| capacity, tokens/s | {full:.0f} |",
         f"| goodput, tokens/s | {good:.0f} |",
@@ -160,6 +149,9 @@ def parse_options(argv: Sequence[str]) -> Options:
     """The command line. Ends the process with one sentence when it makes no sense."""
     parser = make_parser("soak overload", (__doc__ or "").partition("\n")[0])
     add_model(parser)
+    parser.add_argument(
+        "--api", choices=("http", "grpc"), default="http", help="API that clients use"
+    )
     flags: tuple[tuple[str, Callable[[str], float], float, str], ...] = (
         ("--seconds", positive, 20.0, "length of each part"),
         ("--factor", positive, 10.0, "load, as a multiple of capacity"),

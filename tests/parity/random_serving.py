@@ -50,11 +50,11 @@ class RandomPool:
         return block
 
     def touch(self, blocks: list[int]) -> None:
-        """Somebody holds these too."""
+        """Another holder has these, too."""
         self._ref_cnt.update(block for block in blocks if block)
 
     def free(self, blocks: list[int]) -> None:
-        """Somebody holds them no more."""
+        """A holder gives them back."""
         self._ref_cnt.subtract(block for block in blocks if block)
 
     def forget(self) -> None:

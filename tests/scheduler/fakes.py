@@ -1,5 +1,5 @@
 """The engine's ports, small and real: workers that can be held up or lost, a pool that can be lost,
-a replica that brings both back, someone who waits for tokens, and someone who watches.
+a replica that brings both back, a receiver of tokens, and an observer of steps.
 """
 
 import asyncio

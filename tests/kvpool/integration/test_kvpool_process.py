@@ -30,7 +30,7 @@ async def test_it_drains_on_sigterm_and_exits_with_success():
         async with asyncio.timeout(wire.SECONDS):
             while b"draining" not in await process.stderr.readline():
                 pass
-        # Whoever speaks for a pool may finish.
+        # A scheduler's open stream may finish.
         assert (await speaker.transact(wire.release(1))).num_free_blocks == 9
         await speaker.end()
         async with asyncio.timeout(wire.SECONDS):

@@ -204,7 +204,7 @@ class PoolMachine(RuleBasedStateMachine):
     def _grow(self, choices: Choices) -> Grow:
         requests = choices.some_of(self.admitted)
         slots = [choices.upto(8 * self.block_size) for _ in requests]
-        # What this transaction admits has computed nothing yet, and nobody more than fits.
+        # What this transaction admits has computed nothing yet, and no request more than fits.
         held = [self.num_held_slots.get(request, 0) for request in requests]
         computed = [choices.upto(min(both)) for both in zip(held, slots, strict=True)]
         return Grow(requests, computed, slots)

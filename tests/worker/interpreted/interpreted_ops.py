@@ -7,7 +7,7 @@ from services.worker.backends.device import CpuDevice
 
 
 class AnywhereSplitK(triton_splitk.FwOp):
-    """The operator as it is, for tensors of the CPU too: whoever runs it knows what it does."""
+    """The operator as it is, for tensors of the CPU too: the caller knows what it does."""
 
     SUPPORTED_DEVICES = frozenset({"cpu"})
     SUPPORTED_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
