@@ -10,7 +10,7 @@ from services.scheduler.adapters.statistics import StepCounts
 from services.scheduler.core.engine_core import EngineCore, EngineState
 from services.scheduler.core.queue_estimate import QueueEstimate, expected_tokens
 
-PERIOD_SECONDS = 0.25
+PERIOD_SECONDS = 0.1
 
 
 class QueueWatch:
