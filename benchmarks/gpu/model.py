@@ -23,9 +23,9 @@ from benchmarks.gpu.parity import largest_difference
 from services.common.sampling import SamplingParams
 from services.worker.backends.attention import AttentionShape
 from services.worker.backends.cuda.kernels import CudaKernels
-from services.worker.core.batch import BatchLimits
 from services.worker.core.device_tokens import PendingOutput
-from services.worker.core.runner import Runner
+from services.worker.core.input_batch import BatchLimits
+from services.worker.core.model_runner import ModelRunner
 from services.worker.core.step import NewRequest, StepInput
 from services.worker.models.config import read_model_config
 from services.worker.models.decoder import Decoder
@@ -110,7 +110,7 @@ def run(platform: CudaPlatform, copy: float, shape: dict[str, Any] = SHAPE) -> b
 
 
 def our_rate(
-    runner: Runner, reference: PreTrainedModel, shape: dict[str, Any], copy: float, batch: int
+    runner: ModelRunner, reference: PreTrainedModel, shape: dict[str, Any], copy: float, batch: int
 ) -> float:
     """Prints what decodes of a batch read a second; tokens a second, prompts included."""
     weights = sum(parameter.numel() for parameter in reference.parameters())
@@ -145,7 +145,7 @@ def random_model(shape: dict[str, Any], device: torch.device) -> PreTrainedModel
         torch.set_default_dtype(default)
 
 
-def build_runner(platform: CudaPlatform, reference: PreTrainedModel) -> Runner:
+def build_runner(platform: CudaPlatform, reference: PreTrainedModel) -> ModelRunner:
     """The worker's runner over the same weights, warm."""
     with temporary_config(reference) as directory:
         config = read_model_config(directory)
@@ -199,7 +199,7 @@ def random_prompts(batch: int, vocab_size: int) -> np.ndarray:
     return generator.integers(3, vocab_size, (batch, PROMPT), dtype=np.int32)
 
 
-def run_batch(runner: Runner, prompts: np.ndarray, generation: int) -> Run:
+def run_batch(runner: ModelRunner, prompts: np.ndarray, generation: int) -> Run:
     """Computes the prompts in steps that fill the token budget, then decodes with two in flight."""
     batch = len(prompts)
     rows = np.arange(batch, dtype=np.int32)

@@ -75,7 +75,7 @@ def sampling_differences(device: Device) -> tuple[int, float]:
     rows = np.arange(NUM_ROWS)
     logits = torch.randn(NUM_ROWS, VOCAB_SIZE, device=device.torch_device).bfloat16().float() * 2
     expected = samplers[0].sample(logits, rows)
-    token_ids = sample_on_device(logits, samplers[1].draws(rows), device)
+    token_ids = sample_on_device(logits, samplers[1].sampling_metadata(rows), device)
     others = int((token_ids.cpu().numpy() != expected.token_ids).sum())
     sampled = torch.from_numpy(expected.token_ids.astype(np.int64)).to(token_ids)
     found = logprobs_on_device(logits, sampled, samplers[1].num_logprobs(rows), device).wait()

@@ -11,14 +11,14 @@ import torch
 from transformers import PreTrainedModel
 
 from services.common.sampling import SamplingParams
-from services.worker.core.runner import Runner
+from services.worker.core.model_runner import ModelRunner
 from services.worker.core.step import NewRequest, StepInput, StepOutput
 
 GENERATION = 2**31
 
 
 def largest_difference(
-    runner: Runner, reference: PreTrainedModel, texts: np.ndarray, num_single: int
+    runner: ModelRunner, reference: PreTrainedModel, texts: np.ndarray, num_single: int
 ) -> float:
     """The largest difference of log-probabilities of `texts` [batch, length]; the last `num_single`
     tokens are computed one by one. NaN counts as infinite.
@@ -28,7 +28,7 @@ def largest_difference(
     return float((ours - theirs).abs().nan_to_num(nan=torch.inf).max())
 
 
-def log_probabilities(runner: Runner, texts: np.ndarray, num_single: int) -> np.ndarray:
+def log_probabilities(runner: ModelRunner, texts: np.ndarray, num_single: int) -> np.ndarray:
     """Of every token but the first of each text, float32 [batch, length - 1]."""
     batch, length = texts.shape
     groups, width = len(runner.limits.windows), -(-length // runner.limits.block_size)

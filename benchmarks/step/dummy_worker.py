@@ -29,7 +29,7 @@ from services.common.telemetry import configure_tracing
 from services.worker.adapters.compute import ComputeThread
 from services.worker.adapters.servicer import WorkerServicer
 from services.worker.core.kv_groups import LayerGroup
-from services.worker.core.runner import Runner
+from services.worker.core.model_runner import ModelRunner
 from services.worker.core.step import StepInput, StepOutput
 from services.worker.core.worker import Worker, WorkerDescription
 
@@ -41,7 +41,7 @@ _MADE_UP_TOKEN = 5
 
 
 class DummyRunner:
-    """Stands in for a `Runner`. Records when each step ended that gave all of its requests one
+    """Stands in for a `ModelRunner`. Records when each step ended that gave all of its requests one
     token, and how many requests those were.
     """
 
@@ -119,7 +119,7 @@ async def serve(address: str, max_num_seqs: int, num_blocks: int, endpoint: str)
     server.add(worker_pb2_grpc.add_WorkerServicer_to_server, servicer, SERVICE)
     try:
         await server.start(address)
-        servicer.open(Worker(cast(Runner, runner), description(max_num_seqs, num_blocks)))
+        servicer.open(Worker(cast(ModelRunner, runner), description(max_num_seqs, num_blocks)))
         await server.set_ready(True)
         while line := await asyncio.to_thread(sys.stdin.readline):
             answer = await _answer(runner, compute, json.loads(line))

@@ -12,8 +12,8 @@ from services.common.tokenizer_files import tokenizer_fingerprint
 from services.worker.backends.attention import AttentionShape
 from services.worker.backends.kernels import Kernels
 from services.worker.backends.out_of_memory import memory_for
-from services.worker.core.batch import BatchLimits
 from services.worker.core.fingerprint import model_fingerprint
+from services.worker.core.input_batch import BatchLimits
 from services.worker.core.kv_cache import (
     KVCacheDemand,
     KVCacheMemory,
@@ -22,7 +22,7 @@ from services.worker.core.kv_cache import (
 )
 from services.worker.core.kv_groups import LayerGroup, group_layers
 from services.worker.core.lockstep import Lockstep
-from services.worker.core.runner import Runner
+from services.worker.core.model_runner import ModelRunner
 from services.worker.core.worker import Worker, WorkerDescription
 from services.worker.models.checkpoint import Checkpoint, open_checkpoint
 from services.worker.models.load import check_configuration, load_model
@@ -210,7 +210,7 @@ def _least(sizing: KVCacheSizing, group: Group) -> KVCacheSizing:
     return KVCacheSizing(num_blocks, max_model_len, why)
 
 
-def _warm_runner(platform: Platform, parts: Parts, progress: "_Progress") -> Runner:
+def _warm_runner(platform: Platform, parts: Parts, progress: "_Progress") -> ModelRunner:
     with memory_for("the KV cache", "lower num_blocks, kv_cache_memory_bytes or max_num_seqs"):
         runner = platform.runner(parts)
     with memory_for("a step", "lower max_num_batched_tokens, max_num_seqs or the KV cache"):

@@ -18,7 +18,7 @@ from services.worker.backends.attention import (
     PagedAttention,
     StepLayout,
 )
-from services.worker.core.runner import Runner
+from services.worker.core.model_runner import ModelRunner
 from services.worker.models.model import Model
 from services.worker.parallel.ranks import ALONE, Ranks
 from services.worker.platforms.cpu_kernels import KernelsSetting
@@ -104,7 +104,7 @@ class ExactModel:
     references: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.runner: Runner = build_runner(
+        self.runner: ModelRunner = build_runner(
             self.directory,
             block_size=BLOCK_SIZE,
             num_blocks=NUM_BLOCKS,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.worker.core.runner import Runner
+from services.worker.core.model_runner import ModelRunner
 from services.worker.core.step import NewRequest, StepInput, StepOutput
 from tests.tiny_models import VOCAB_SIZE
 from tests.worker.runner_driver import Request, appended, ints
@@ -77,7 +77,7 @@ class Happened:
 class RandomServing:
     """Serves requests over a runner; the same seed over the same answers does the same."""
 
-    def __init__(self, runner: Runner, *, max_chunk: int, seed: int) -> None:
+    def __init__(self, runner: ModelRunner, *, max_chunk: int, seed: int) -> None:
         self._runner = runner
         self._random = np.random.default_rng(seed)
         self._max_chunk = max_chunk

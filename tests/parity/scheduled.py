@@ -19,7 +19,7 @@ from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.request import Request
 from services.scheduler.core.scheduler import Scheduler
 from services.worker.adapters.converters import step_from_proto, step_output_to_proto
-from services.worker.core.runner import Runner
+from services.worker.core.model_runner import ModelRunner
 from tests.parity.situations import BLOCK_SIZE, MAX_MODEL_LEN, MAX_TOKENS, Situation, prompts
 
 
@@ -35,7 +35,7 @@ class Run:
 
 
 async def generate(
-    runner: Runner,
+    runner: ModelRunner,
     situation: Situation,
     sampling: common_pb2.SamplingParams,
     *,
@@ -90,7 +90,7 @@ async def generate(
     )
 
 
-def pool_groups(runner: Runner) -> list[KVCacheGroup]:
+def pool_groups(runner: ModelRunner) -> list[KVCacheGroup]:
     """The runner's KV-cache groups, as the pool is told of them."""
     return [
         KVCacheGroup(AttentionType.FULL, BLOCK_SIZE)
@@ -100,7 +100,7 @@ def pool_groups(runner: Runner) -> list[KVCacheGroup]:
     ]
 
 
-def execute(runner: Runner, plan: SchedulerOutput) -> ModelRunnerOutput:
+def execute(runner: ModelRunner, plan: SchedulerOutput) -> ModelRunnerOutput:
     """Runs a step as the worker would that gets it over the wire."""
     step = step_from_proto(scheduler_output_to_proto(plan, generation=1, traceparent=""))
     return model_runner_output_from_proto(

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from services.common.sampling import SamplingParams
 from services.worker.core.lockstep import Lockstep
-from services.worker.core.runner import Runner
+from services.worker.core.model_runner import ModelRunner
 from services.worker.platforms.cpu_kernels import KernelsSetting
 from tests.parity.oracle import assert_served, embedded_prompt
 from tests.parity.random_serving import Happened, RandomServing
@@ -54,7 +54,7 @@ class Served:
     directory: Path
     num_groups: int
 
-    def runner(self, schedule: Schedule, **options: Any) -> Runner:
+    def runner(self, schedule: Schedule, **options: Any) -> ModelRunner:
         """With a pool that holds all requests, and not much more."""
         each = -(-MOST_TOKENS // schedule.block_size) + 1
         return build_runner(
@@ -95,7 +95,9 @@ def make_requests(schedule: Schedule, hidden_size: int) -> list[Request]:
     return requests
 
 
-def serve(runner: Runner, schedule: Schedule, hidden_size: int) -> tuple[list[Request], Happened]:
+def serve(
+    runner: ModelRunner, schedule: Schedule, hidden_size: int
+) -> tuple[list[Request], Happened]:
     """Twice: what comes first is what is drafted from then."""
     serving = RandomServing(runner, max_chunk=schedule.max_chunk, seed=schedule.seed)
     first, second = make_requests(schedule, hidden_size), make_requests(schedule, hidden_size)

@@ -12,11 +12,11 @@ from services.common.sampling import SamplingParams
 from services.worker.backends.attention import AttentionShape, PagedAttention
 from services.worker.backends.device import CpuDevice
 from services.worker.backends.native.compiled import default_cache_directory
-from services.worker.core.batch import BatchLimits
 from services.worker.core.device_tokens import DeviceTokens
+from services.worker.core.input_batch import BatchLimits
 from services.worker.core.kv_groups import group_layers
 from services.worker.core.lockstep import Lockstep
-from services.worker.core.runner import Runner
+from services.worker.core.model_runner import ModelRunner
 from services.worker.core.step import AppendedBlocks, NewRequest, StepInput, StepOutput
 from services.worker.models.checkpoint import open_checkpoint
 from services.worker.models.config import DtypeSetting
@@ -49,7 +49,7 @@ def build_runner(
     ranks: Ranks = ALONE,
     lockstep: Lockstep | None = None,
     around: Callable[[Model, PagedAttention], tuple[Model, PagedAttention]] | None = None,
-) -> Runner:
+) -> ModelRunner:
     """A runner over the model in a directory, or one rank of it. `keeps_tokens_on_device`: sampled
     tokens stay where logits are, as on CUDA. `around` may wrap model and attention.
     """
@@ -84,7 +84,7 @@ def build_runner(
     model, attention = loaded.model, kernels.paged_attention(shape)
     if around is not None:
         model, attention = around(model, attention)
-    return Runner(model, attention, limits, device_tokens=device_tokens, lockstep=lockstep)
+    return ModelRunner(model, attention, limits, device_tokens=device_tokens, lockstep=lockstep)
 
 
 def appended(*grown: tuple[int, list[int]]) -> AppendedBlocks:
@@ -135,7 +135,7 @@ class Driver:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: ModelRunner,
         *,
         block_size: int,
         num_blocks: int,

@@ -6,7 +6,7 @@ import numpy as np
 
 from services.common.sampling import SamplingParams
 from services.worker.core.device_tokens import PendingOutput
-from services.worker.core.runner import Runner
+from services.worker.core.model_runner import ModelRunner
 from services.worker.core.step import NewRequest, StepInput, StepOutput
 from tests.worker.runner_driver import ints
 
@@ -45,11 +45,11 @@ def story(kinds: tuple[SamplingParams, ...], num_groups: int = 1) -> list[StepIn
     return steps
 
 
-def run_plainly(runner: Runner, steps: list[StepInput]) -> list[StepOutput]:
+def run_plainly(runner: ModelRunner, steps: list[StepInput]) -> list[StepOutput]:
     return [runner.execute(step) for step in steps]
 
 
-def run_two_in_flight(runner: Runner, steps: list[StepInput]) -> list[StepOutput]:
+def run_two_in_flight(runner: ModelRunner, steps: list[StepInput]) -> list[StepOutput]:
     """Each step is begun before the answer to the one ahead is asked for."""
     outputs, flying = [], deque[StepOutput | PendingOutput]()
     for number in range(len(steps) + 1):

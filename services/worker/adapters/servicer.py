@@ -24,7 +24,7 @@ from services.worker.adapters.converters import (
 )
 from services.worker.adapters.telemetry import StepTimes, StepTracer
 from services.worker.core.device_tokens import PendingOutput
-from services.worker.core.runner import Runner
+from services.worker.core.model_runner import ModelRunner
 from services.worker.core.step import StepInput, StepOutput
 from services.worker.core.worker import Worker
 
@@ -149,7 +149,7 @@ class _StepStream:
     this thread and the compute thread share the interpreter's lock.
     """
 
-    def __init__(self, runner: Runner, compute: ComputeThread, tracer: StepTracer) -> None:
+    def __init__(self, runner: ModelRunner, compute: ComputeThread, tracer: StepTracer) -> None:
         self._runner = runner
         self._compute = compute
         self._tracer = tracer

@@ -16,7 +16,7 @@ from services.worker.backends.cuda.sampler import UNUSABLE, sample_on_device
 from services.worker.backends.device import Device, Download
 from services.worker.core.errors import InvalidStep
 from services.worker.core.step import Int32Array, RequestLogprobs, StepInput, StepOutput
-from services.worker.sampling.sampler import Draws
+from services.worker.sampling.sampler import SamplingMetadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class DeviceTokens:
         step: StepInput,
         sampling: np.ndarray,
         logits: torch.Tensor,
-        draws: Draws,
+        metadata: SamplingMetadata,
         num_logprobs: dict[int, int],
     ) -> PendingOutput:
         """Samples one token of each request `sampling`, in the order of the logits' rows.
@@ -121,7 +121,7 @@ class DeviceTokens:
         that ask for log-probabilities.
         """
         rows = step.rows[sampling].astype(np.int64)
-        token_ids = self._sampled(logits, draws)
+        token_ids = self._sampled(logits, metadata)
         self._last_tokens.index_copy_(0, self._device.upload(rows), token_ids.clamp(min=0))
         self._is_held[rows] = True
         logprobs = None
@@ -131,16 +131,16 @@ class DeviceTokens:
             )
         return PendingOutput(step, sampling, self._device.download(token_ids), logprobs)
 
-    def _sampled(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
-        if not self._by_row or not draws.temperatures.any():
-            return sample_on_device(logits, draws, self._device)
-        arrays = {field.name: getattr(draws, field.name) for field in fields(draws)}
+    def _sampled(self, logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
+        if not self._by_row or not metadata.temperatures.any():
+            return sample_on_device(logits, metadata, self._device)
+        arrays = {field.name: getattr(metadata, field.name) for field in fields(metadata)}
         rows = [slice(row, row + 1) for row in range(len(logits))]
         return torch.cat(
             [
                 sample_on_device(
                     logits[row],
-                    Draws(**{name: array[row] for name, array in arrays.items()}),
+                    SamplingMetadata(**{name: array[row] for name, array in arrays.items()}),
                     self._device,
                 )
                 for row in rows

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from services.worker.backends.attention import Int32Array, Int64Array, StepLayout
-from services.worker.core.batch import PersistentBatch
+from services.worker.core.input_batch import InputBatch
 from services.worker.core.step import StepInput
 
 
@@ -25,7 +25,7 @@ class StepTokens:
     layouts: tuple[StepLayout, ...]
 
 
-def lay_out(step: StepInput, batch: PersistentBatch) -> StepTokens:
+def lay_out(step: StepInput, batch: InputBatch) -> StepTokens:
     """Orders requests: those with one token by length, then the others in the step's order."""
     counts = step.num_scheduled_tokens
     seq_lens = step.num_computed_tokens + counts

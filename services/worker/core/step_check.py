@@ -8,7 +8,7 @@ from services.worker.core.errors import InvalidStep
 from services.worker.core.step import AppendedBlocks, Int32Array, NewRequest, StepInput
 
 if TYPE_CHECKING:
-    from services.worker.core.batch import PersistentBatch
+    from services.worker.core.input_batch import InputBatch
 
 
 _NO_DRAFTS = np.zeros(1, np.int32)
@@ -17,7 +17,7 @@ _NO_DRAFTS = np.zeros(1, np.int32)
 class StepCheck:
     """Checks one step against the batch as it will be once the step's difference is applied."""
 
-    def __init__(self, batch: "PersistentBatch", step: StepInput) -> None:
+    def __init__(self, batch: "InputBatch", step: StepInput) -> None:
         self._batch = batch
         self._limits = batch.limits
         self._step = step

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from services.worker.core.kv_groups import LayerGroup
-from services.worker.core.runner import Runner
+from services.worker.core.model_runner import ModelRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,5 +38,5 @@ class WorkerDescription:
 class Worker:
     """The runner of steps, and the description that the scheduler asks for."""
 
-    runner: Runner
+    runner: ModelRunner
     description: WorkerDescription

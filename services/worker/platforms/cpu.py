@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 from services.worker.backends.attention import CPU, AttentionShape
 from services.worker.backends.kernels import Kernels
-from services.worker.core.batch import BatchLimits
+from services.worker.core.input_batch import BatchLimits
 from services.worker.core.kv_cache import FreeMemory, estimate_activation_bytes
-from services.worker.core.runner import Runner
+from services.worker.core.model_runner import ModelRunner
 from services.worker.models.config import DtypeSetting
 from services.worker.models.model import LoadedModel
 from services.worker.platforms.interface import Parts
@@ -56,13 +56,13 @@ class CpuPlatform:
             ),
         )
 
-    def runner(self, parts: Parts) -> Runner:
+    def runner(self, parts: Parts) -> ModelRunner:
         """See Platform."""
         attention = parts.kernels.paged_attention(parts.shape)
-        return Runner(parts.loaded.model, attention, parts.limits, lockstep=parts.lockstep)
+        return ModelRunner(parts.loaded.model, attention, parts.limits, lockstep=parts.lockstep)
 
     def warm_up(
-        self, runner: Runner, limits: BatchLimits, progress: Callable[[int, int], None]
+        self, runner: ModelRunner, limits: BatchLimits, progress: Callable[[int, int], None]
     ) -> None:
         """A prompt, a chunk and a decode."""
         warm_up(runner, limits, progress)

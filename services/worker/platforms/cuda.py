@@ -9,9 +9,9 @@ from services.worker.backends.attention import AttentionShape
 from services.worker.backends.cuda.device import CudaDevice
 from services.worker.backends.cuda.kernels import BatchInvariantKernels, CudaKernels
 from services.worker.backends.kernels import Kernels
-from services.worker.core.batch import BatchLimits
+from services.worker.core.input_batch import BatchLimits
 from services.worker.core.kv_cache import FreeMemory
-from services.worker.core.runner import Runner
+from services.worker.core.model_runner import ModelRunner
 from services.worker.models.config import DtypeSetting
 from services.worker.models.model import LoadedModel
 from services.worker.platforms.cuda_runner import runner_on, suits_xformers
@@ -72,7 +72,7 @@ class CudaPlatform:
         if self._batch_invariant:
             check_batch_invariant(shape.layers, is_native=loaded.is_native)
 
-    def runner(self, parts: Parts) -> Runner:
+    def runner(self, parts: Parts) -> ModelRunner:
         """See `runner_on`. Gets a CudaDevice of its own, because its graphs are freed with it."""
         return runner_on(CudaDevice(), parts, batch_invariant=self._batch_invariant)
 
@@ -106,7 +106,7 @@ class CudaPlatform:
         )
 
     def warm_up(
-        self, runner: Runner, limits: BatchLimits, progress: Callable[[int, int], None]
+        self, runner: ModelRunner, limits: BatchLimits, progress: Callable[[int, int], None]
     ) -> None:
         """Compiles every kernel that steps need, and records every program of decodes."""
         shapes = every_shape(limits)

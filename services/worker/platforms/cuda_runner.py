@@ -8,7 +8,7 @@ from services.worker.backends.device import Device
 from services.worker.backends.torch.paged_attention import TorchPagedAttention
 from services.worker.core.decode_buckets import DecodeBuckets
 from services.worker.core.device_tokens import DeviceTokens
-from services.worker.core.runner import Runner
+from services.worker.core.model_runner import ModelRunner
 from services.worker.platforms.interface import Parts
 
 
@@ -23,7 +23,7 @@ def runner_on(
     split_k: type[Any] | None = None,
     *,
     batch_invariant: bool = False,
-) -> Runner:
+) -> ModelRunner:
     """A runner that samples on the device, and repeats recorded decodes if the model allows it.
 
     Attention is xFormers' if that suits every layer; else torch's, whose decodes depend on values
@@ -34,7 +34,7 @@ def runner_on(
     device_tokens = DeviceTokens(device, limits.max_num_seqs, by_row=batch_invariant)
     if not suits_xformers(shape.layers):
         plain = TorchPagedAttention(shape, device, batch_invariant=False)
-        return Runner(model, plain, limits, device, device_tokens, lockstep=parts.lockstep)
+        return ModelRunner(model, plain, limits, device, device_tokens, lockstep=parts.lockstep)
 
     # Imported here because it imports xFormers, which a worker on the CPU does not need.
     from services.worker.backends.cuda.paged_attention import XformersPagedAttention  # noqa: PLC0415
@@ -43,4 +43,4 @@ def runner_on(
         shape, device, limits.max_blocks_per_seq, split_k, batch_invariant=batch_invariant
     )
     buckets = DecodeBuckets(model, attention, device) if parts.loaded.is_static else None
-    return Runner(model, attention, limits, device, device_tokens, buckets, parts.lockstep)
+    return ModelRunner(model, attention, limits, device, device_tokens, buckets, parts.lockstep)

@@ -8,10 +8,10 @@ import torch
 
 from services.worker.backends.attention import AttentionShape
 from services.worker.backends.kernels import Kernels
-from services.worker.core.batch import BatchLimits
+from services.worker.core.input_batch import BatchLimits
 from services.worker.core.kv_cache import FreeMemory
 from services.worker.core.lockstep import Lockstep
-from services.worker.core.runner import Runner
+from services.worker.core.model_runner import ModelRunner
 from services.worker.models.config import DtypeSetting
 from services.worker.models.model import LoadedModel
 
@@ -68,12 +68,12 @@ class Platform(Protocol):
         """The memory from which the KV cache gets a share; `parts` have no cache yet."""
         ...
 
-    def runner(self, parts: Parts) -> Runner:
+    def runner(self, parts: Parts) -> ModelRunner:
         """A runner with its KV cache."""
         ...
 
     def warm_up(
-        self, runner: Runner, limits: BatchLimits, progress: Callable[[int, int], None]
+        self, runner: ModelRunner, limits: BatchLimits, progress: Callable[[int, int], None]
     ) -> None:
         """Runs steps so that those of the first requests are as fast as later ones."""
         ...

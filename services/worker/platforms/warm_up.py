@@ -5,15 +5,15 @@ from collections.abc import Callable
 import numpy as np
 
 from services.common.sampling import SamplingParams
-from services.worker.core.batch import BatchLimits
-from services.worker.core.runner import Runner
+from services.worker.core.input_batch import BatchLimits
+from services.worker.core.model_runner import ModelRunner
 from services.worker.core.step import NewRequest, StepInput
 
 WARM_UP_TOKENS = 256
 """Most prompt tokens of a warm-up step: enough to touch every weight and kernel."""
 
 
-def warm_up(runner: Runner, limits: BatchLimits, progress: Callable[[int, int], None]) -> None:
+def warm_up(runner: ModelRunner, limits: BatchLimits, progress: Callable[[int, int], None]) -> None:
     """Runs a prompt, a chunk after it and decodes, then empties the batch.
 
     The KV-cache groups overwrite each other's blocks. The outputs are discarded.

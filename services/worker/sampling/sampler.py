@@ -21,7 +21,7 @@ from services.worker.sampling.logprobs import LogprobRows, logprob_rows, prompt_
 from services.worker.sampling.philox import random_states
 from services.worker.sampling.race import Race
 
-__all__ = ["Draws", "LogprobRows", "Sampler", "SamplerOutput", "prompt_logprobs"]
+__all__ = ["LogprobRows", "Sampler", "SamplerOutput", "SamplingMetadata", "prompt_logprobs"]
 
 _SAMPLING_STREAM = 0
 
@@ -36,7 +36,7 @@ class SamplerOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class Draws:
+class SamplingMetadata:
     """Sampling parameters of simple rows, parallel arrays [R]. A filter that is not used has its
     neutral value; that of `top_k` is 0. `states` [R, 2]: random states of the draws; see race.py.
     """
@@ -121,7 +121,7 @@ class Sampler:
         self._requests[batch_row] = None
 
     def is_simple(self, batch_rows: np.ndarray) -> bool:
-        """Whether `draws` is all that sampling these requests needs: no edits of logits."""
+        """Whether these requests can be sampled by `sampling_metadata`: none has logit edits."""
         return not self._is_edited[batch_rows].any()
 
     def num_logprobs(self, batch_rows: np.ndarray) -> dict[int, int]:
@@ -135,15 +135,15 @@ class Sampler:
             found[row] = num_top
         return found
 
-    def draws(self, batch_rows: np.ndarray) -> Draws:
-        """The draws of the next token of simple requests, to be sampled on a device.
+    def sampling_metadata(self, batch_rows: np.ndarray) -> SamplingMetadata:
+        """What a device needs to sample the next token of simple requests.
 
         The token counts as part of the requests from then on; its id need not be known.
         """
         states = self._states(batch_rows)
         self._num_tokens[batch_rows] += 1
         temperatures, top_k, top_p, min_p = self._filters[:, batch_rows]
-        return Draws(temperatures, top_k, top_p, min_p, states)
+        return SamplingMetadata(temperatures, top_k, top_p, min_p, states)
 
     def sample(self, logits: torch.Tensor, batch_rows: np.ndarray) -> SamplerOutput:
         """One token for each row of the logits float32 [R, V]; row i belongs to batch_rows[i].

@@ -26,7 +26,7 @@ from services.worker.adapters.liveness import follow_liveness
 from services.worker.adapters.servicer import WorkerServicer
 from services.worker.build import build_worker
 from services.worker.core.device_tokens import PendingOutput
-from services.worker.core.runner import Runner
+from services.worker.core.model_runner import ModelRunner
 from services.worker.core.step import StepInput, StepOutput
 from services.worker.core.worker import Worker
 from services.worker.settings import WorkerSettings
@@ -382,7 +382,7 @@ async def test_draining_ends_the_stream(
 class HeldRunner:
     """A runner whose steps end when they are let go."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: ModelRunner) -> None:
         self.going = threading.Event()
         self._runner = runner
 
@@ -400,7 +400,7 @@ async def test_a_step_beyond_its_time_makes_the_worker_one_that_is_not_live(
     held, compute, server = HeldRunner(loaded.runner), ComputeThread(), GrpcServer()
     servicer = WorkerServicer(compute, configure_tracing("worker", "", 1.0))
     server.add(worker_pb2_grpc.add_WorkerServicer_to_server, servicer, GRPC_SERVICE)
-    servicer.open(replace(loaded, runner=cast(Runner, held)))
+    servicer.open(replace(loaded, runner=cast(ModelRunner, held)))
     following = asyncio.create_task(follow_liveness(compute, server.set_live))
     async with open_channel(await server.start("127.0.0.1:0")) as channel:
         health = health_pb2_grpc.HealthStub(channel)

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig
 from benchmarks.gpu.parity import largest_difference
 from services.worker.backends.attention import AttentionShape
 from services.worker.backends.cuda.kernels import BatchInvariantKernels, CudaKernels
-from services.worker.core.batch import BatchLimits
+from services.worker.core.input_batch import BatchLimits
 from services.worker.core.kv_groups import group_layers
-from services.worker.core.runner import Runner
+from services.worker.core.model_runner import ModelRunner
 from services.worker.models.checkpoint import open_checkpoint
 from services.worker.models.config import DtypeSetting
 from services.worker.models.load import load_model
@@ -65,7 +65,7 @@ def save_experts(directory: Path) -> None:
     save_tiny_model(directory, "qwen3_moe")
 
 
-def runner_as_on_cuda(directory: Path, *, batch_invariant: bool = False) -> Runner:
+def runner_as_on_cuda(directory: Path, *, batch_invariant: bool = False) -> ModelRunner:
     grouped = CudaKernels(grouped=frozenset({torch.float32}))
     kernels = BatchInvariantKernels() if batch_invariant else grouped
     options = LoadOptions(MAX_MODEL_LEN, DtypeSetting.FLOAT32)

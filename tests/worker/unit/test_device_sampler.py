@@ -41,7 +41,7 @@ def samplers(kinds: list[SamplingParams]) -> tuple[Sampler, Sampler]:
 
 
 def sample(sampler: Sampler, logits: torch.Tensor, rows: np.ndarray) -> list[int]:
-    return sample_on_device(logits, sampler.draws(rows), CpuDevice()).tolist()
+    return sample_on_device(logits, sampler.sampling_metadata(rows), CpuDevice()).tolist()
 
 
 @pytest.mark.parametrize("ties", [False, True])

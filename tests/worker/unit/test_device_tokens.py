@@ -9,7 +9,7 @@ import torch
 from services.common.sampling import SamplingParams
 from services.worker.core.device_tokens import PendingOutput
 from services.worker.core.errors import InvalidStep
-from services.worker.core.runner import Runner
+from services.worker.core.model_runner import ModelRunner
 from services.worker.core.step import StepInput
 from services.worker.sampling.logprobs import LogprobRows
 from tests.tiny_models import save_tiny_model
@@ -32,7 +32,7 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def runner_of(model: Path, *, keeps_tokens_on_device: bool) -> Runner:
+def runner_of(model: Path, *, keeps_tokens_on_device: bool) -> ModelRunner:
     return build_runner(
         model, block_size=4, num_blocks=60, keeps_tokens_on_device=keeps_tokens_on_device
     )

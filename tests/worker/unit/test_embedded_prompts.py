@@ -10,7 +10,7 @@ import torch
 from services.common.errors import InvalidArgument
 from services.common.prompt_embeds import EmbedsDtype, PromptEmbeds
 from services.common.sampling import SamplingParams
-from services.worker.core.runner import Runner
+from services.worker.core.model_runner import ModelRunner
 from services.worker.core.step import NewRequest, StepInput
 from tests.tiny_models import save_tiny_model
 from tests.worker.runner_driver import GREEDY, build_runner, ints
@@ -24,7 +24,7 @@ def step(number: int, scheduled: int, computed: int, *new: NewRequest) -> StepIn
 
 
 def entering(
-    runner: Runner, tokens: list[int], embeds: PromptEmbeds | None, sampling: SamplingParams
+    runner: ModelRunner, tokens: list[int], embeds: PromptEmbeds | None, sampling: SamplingParams
 ) -> NewRequest:
     tables = tuple(BLOCKS + 8 * group for group in range(len(runner.limits.windows)))
     end = 0 if embeds is None else embeds.num_tokens
@@ -32,7 +32,7 @@ def entering(
 
 
 def generate(
-    runner: Runner,
+    runner: ModelRunner,
     embeds: PromptEmbeds | None = None,
     sampling: SamplingParams = GREEDY,
     chunk: int = len(PROMPT),

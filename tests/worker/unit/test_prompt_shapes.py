@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from services.worker.core.batch import BatchLimits
+from services.worker.core.input_batch import BatchLimits
 from services.worker.platforms.prompt_shapes import (
     PromptShape,
     every_shape,

@@ -10,27 +10,29 @@ import torch
 
 from services.worker.backends.cuda.race import race_on_device
 from services.worker.backends.device import Device
-from services.worker.sampling.sampler import Draws
+from services.worker.sampling.sampler import SamplingMetadata
 
 UNUSABLE = -1
 """Stands for a token that cannot be sampled because of NaN or infinity in the logits."""
 
 
-def sample_on_device(logits: torch.Tensor, draws: Draws, device: Device) -> torch.Tensor:
+def sample_on_device(
+    logits: torch.Tensor, metadata: SamplingMetadata, device: Device
+) -> torch.Tensor:
     """One token, int64 [R], for each row of the logits float32 [R, V]; UNUSABLE for some."""
     best = logits.argmax(dim=-1, keepdim=True)
     largest = logits.gather(1, best)
     token_ids = best
-    drawing = np.flatnonzero(draws.temperatures > 0)
+    drawing = np.flatnonzero(metadata.temperatures > 0)
     if len(drawing):
         rows = device.upload(drawing)
-        states = draws.states[drawing].T.view(np.float64)
-        parameters = (draws.temperatures, draws.top_k, draws.top_p, draws.min_p)
+        states = metadata.states[drawing].T.view(np.float64)
+        parameters = (metadata.temperatures, metadata.top_k, metadata.top_p, metadata.min_p)
         uploaded = device.upload(np.vstack((np.stack(parameters)[:, drawing], states)))
         temperature, *filters = uploaded[:4].unsqueeze(-1)
         temperature, largest_drawn = temperature.float(), largest[rows]
         chosen = logits if len(drawing) == len(logits) else logits[rows]
-        if _is_filtered(draws, drawing):
+        if _is_filtered(metadata, drawing):
             weights = torch.exp((chosen - largest_drawn) / temperature)
             chosen = _filtered(chosen, weights, *filters)
         drawn = race_on_device(chosen, largest_drawn, temperature, uploaded[4:].view(torch.int64).T)
@@ -38,8 +40,8 @@ def sample_on_device(logits: torch.Tensor, draws: Draws, device: Device) -> torc
     return torch.where(largest.isfinite(), token_ids, UNUSABLE).squeeze(1)
 
 
-def _is_filtered(draws: Draws, rows: np.ndarray) -> bool:
-    wanted = (draws.top_k > 0) | (draws.top_p < 1) | (draws.min_p > 0)
+def _is_filtered(metadata: SamplingMetadata, rows: np.ndarray) -> bool:
+    wanted = (metadata.top_k > 0) | (metadata.top_p < 1) | (metadata.min_p > 0)
     return bool(wanted[rows].any())
 
 

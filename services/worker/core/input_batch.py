@@ -1,8 +1,8 @@
-"""The persistent batch: the state of each running request that the worker keeps between steps.
+"""The input batch: the state of each running request that the worker keeps between steps.
 
 A request is sent once, in full, and takes a row. After that only differences are sent. The worker
 appends sampled tokens to its own copy, so that the scheduler can plan and send a step before the
-step ahead of it has run. The idea is vLLM's persistent input batch.
+step ahead of it has run. It is vLLM's persistent batch.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ class BatchLimits:
         return min(num_blocks * self.block_size, self.max_model_len)
 
 
-class PersistentBatch:
+class InputBatch:
     """Rows with their tokens, block tables and sampling parameters.
 
     `apply` checks a step against the batch and only then changes it. Arrays are indexed by row:

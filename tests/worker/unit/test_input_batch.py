@@ -7,8 +7,8 @@ import pytest
 
 from services.common.errors import InvalidArgument
 from services.common.sampling import SamplingParams
-from services.worker.core.batch import BatchLimits, PersistentBatch
 from services.worker.core.errors import InvalidStep
+from services.worker.core.input_batch import BatchLimits, InputBatch
 from services.worker.core.step import NewRequest, StepInput
 from tests.worker.runner_driver import GREEDY, appended, ints
 
@@ -36,14 +36,14 @@ def step(
 
 
 @pytest.fixture
-def batch() -> PersistentBatch:
+def batch() -> InputBatch:
     """Row 2 holds five prompt tokens in blocks 3 and 4."""
-    batch = PersistentBatch(LIMITS)
+    batch = InputBatch(LIMITS)
     batch.apply(step((2, 5, 0), enter=(new(2, [10, 11, 12, 13, 14], [3, 4]),)))
     return batch
 
 
-def test_differences_add_up(batch: PersistentBatch) -> None:
+def test_differences_add_up(batch: InputBatch) -> None:
     batch.append(2, [50])
     batch.append(2, [51, 52, 53])
     batch.apply(
@@ -61,13 +61,13 @@ def test_differences_add_up(batch: PersistentBatch) -> None:
     assert batch.num_tokens[2] == 9
 
 
-def test_a_freed_row_can_be_taken_in_the_same_step(batch: PersistentBatch) -> None:
+def test_a_freed_row_can_be_taken_in_the_same_step(batch: InputBatch) -> None:
     batch.apply(step((2, 1, 0), removed_rows=ints(2), enter=(new(2, [99], [5]),)))
     assert batch.num_tokens[2] == 1
     assert batch.block_tables[0, 2, : batch.num_blocks[0, 2]].tolist() == [5]
 
 
-def test_a_step_may_only_remove(batch: PersistentBatch) -> None:
+def test_a_step_may_only_remove(batch: InputBatch) -> None:
     batch.apply(step(removed_rows=ints(2)))
     assert batch.rows == []
 
@@ -130,9 +130,7 @@ CONTRADICTIONS = {
 
 
 @pytest.mark.parametrize("problem", CONTRADICTIONS)
-def test_a_contradiction_is_refused_and_changes_nothing(
-    batch: PersistentBatch, problem: str
-) -> None:
+def test_a_contradiction_is_refused_and_changes_nothing(batch: InputBatch, problem: str) -> None:
     contradiction = CONTRADICTIONS[problem]
     with pytest.raises(InvalidStep, match=f"^step 7: {problem}"):
         batch.apply(contradiction)
@@ -143,14 +141,14 @@ def test_a_contradiction_is_refused_and_changes_nothing(
 
 
 def test_a_sequence_at_its_greatest_length_cannot_go_on() -> None:
-    batch = PersistentBatch(replace(LIMITS, max_num_batched_tokens=20))
+    batch = InputBatch(replace(LIMITS, max_num_batched_tokens=20))
     batch.apply(step((0, 16, 0), enter=(new(0, [1] * 16, [1, 2, 3, 4]),)))
     batch.append(0, [2])
     with pytest.raises(InvalidStep, match="row 0 would reach 17 tokens, over 16"):
         batch.apply(step((0, 1, 16)))
 
 
-def test_sampling_parameters_are_checked_too(batch: PersistentBatch) -> None:
+def test_sampling_parameters_are_checked_too(batch: InputBatch) -> None:
     bad = replace(ENTER[0], sampling=SamplingParams(temperature=float("nan")))
     with pytest.raises(InvalidArgument, match="temperature") as caught:
         batch.apply(step((1, 2, 0), enter=(bad,)))
@@ -160,18 +158,18 @@ def test_sampling_parameters_are_checked_too(batch: PersistentBatch) -> None:
 
 
 @pytest.fixture
-def hybrid() -> PersistentBatch:
+def hybrid() -> InputBatch:
     """Two groups, the second with a window. Row 1 came with a hit of two blocks, of which the
     window shows the second.
     """
-    batch = PersistentBatch(replace(LIMITS, windows=(None, 4)))
+    batch = InputBatch(replace(LIMITS, windows=(None, 4)))
     tables = (ints(3, 4, 5), ints(0, 6, 7))
     entering = NewRequest(1, ints(*range(10, 19)), 9, GREEDY, tables)
     batch.apply(step((1, 1, 8), enter=(entering,)))
     return batch
 
 
-def test_each_group_has_a_table(hybrid: PersistentBatch) -> None:
+def test_each_group_has_a_table(hybrid: InputBatch) -> None:
     hybrid.append(1, [50])
     hybrid.append(1, [51])
     hybrid.append(1, [52])
@@ -192,7 +190,7 @@ def test_each_group_has_a_table(hybrid: PersistentBatch) -> None:
     ],
 )
 def test_only_a_window_may_leave_the_beginning_of_a_table_empty(
-    hybrid: PersistentBatch, tables: tuple[np.ndarray, ...], problem: str
+    hybrid: InputBatch, tables: tuple[np.ndarray, ...], problem: str
 ) -> None:
     entering = NewRequest(0, ints(1, 2, 3, 4, 5), 5, GREEDY, tables)
     with pytest.raises(InvalidStep, match=f"^step 7: {problem}"):

@@ -8,7 +8,7 @@ import torch
 
 from services.common.sampling import SamplingParams
 from services.worker.core.errors import InvalidStep
-from services.worker.core.runner import Runner
+from services.worker.core.model_runner import ModelRunner
 from services.worker.core.step import NewRequest, StepInput, StepOutput
 from tests.tiny_models import save_tiny_model
 from tests.worker.runner_driver import GREEDY, build_runner, ints
@@ -18,7 +18,7 @@ LOGPROBS = SamplingParams(temperature=0, logprobs=0)
 
 
 @pytest.fixture
-def runner(tmp_path: Path) -> Runner:
+def runner(tmp_path: Path) -> ModelRunner:
     torch.set_num_threads(1)
     save_tiny_model(tmp_path, "llama")
     return build_runner(tmp_path, block_size=4, num_blocks=40)
@@ -36,7 +36,7 @@ def step(number: int, *entries: tuple[int, int, int], generation: int = 1, **cha
     return StepInput(generation, number, ints(*rows), ints(*scheduled), ints(*computed), **changes)
 
 
-def run_plainly(runner: Runner, sampling: SamplingParams, count: int) -> list[int]:
+def run_plainly(runner: ModelRunner, sampling: SamplingParams, count: int) -> list[int]:
     """The first tokens without drafts."""
     tokens = runner.execute(
         step(0, (3, 5, 0), new_requests=(new(3, sampling, 30),))
@@ -47,7 +47,7 @@ def run_plainly(runner: Runner, sampling: SamplingParams, count: int) -> list[in
     return tokens
 
 
-def test_nothing_is_sampled_inside_a_prompt(runner: Runner) -> None:
+def test_nothing_is_sampled_inside_a_prompt(runner: ModelRunner) -> None:
     first = runner.execute(step(1, (0, 3, 0), new_requests=(new(),)))
     assert (first.num_tokens.tolist(), first.token_ids.tolist()) == ([0], [])
     last = runner.execute(step(2, (0, 2, 3)))
@@ -55,7 +55,7 @@ def test_nothing_is_sampled_inside_a_prompt(runner: Runner) -> None:
     assert last.token_ids.tolist() == run_plainly(runner, GREEDY, 1)
 
 
-def test_answers_keep_the_order_of_the_step(runner: Runner) -> None:
+def test_answers_keep_the_order_of_the_step(runner: ModelRunner) -> None:
     runner.execute(step(1, (2, 5, 0), new_requests=(new(2),)))
     output = runner.execute(
         step(
@@ -71,14 +71,14 @@ def test_answers_keep_the_order_of_the_step(runner: Runner) -> None:
     assert output.token_ids.tolist() == tokens
 
 
-def test_a_step_that_only_removes_answers_nothing(runner: Runner) -> None:
+def test_a_step_that_only_removes_answers_nothing(runner: ModelRunner) -> None:
     runner.execute(step(1, (0, 5, 0), new_requests=(new(),)))
     output = runner.execute(step(2, removed_rows=ints(0)))
     assert (output.generation, output.step) == (1, 2)
     assert len(output.num_tokens) == len(output.token_ids) == 0
 
 
-def test_a_new_generation_starts_with_an_empty_batch(runner: Runner) -> None:
+def test_a_new_generation_starts_with_an_empty_batch(runner: ModelRunner) -> None:
     runner.execute(step(1, (0, 5, 0), new_requests=(new(),)))
     with pytest.raises(InvalidStep, match=r"row \[0\] is not in use"):
         runner.execute(step(2, (0, 1, 5), generation=2))
@@ -86,7 +86,7 @@ def test_a_new_generation_starts_with_an_empty_batch(runner: Runner) -> None:
     assert output.num_tokens.tolist() == [1]
 
 
-def verify(runner: Runner, sampling: SamplingParams, drafts: list[int]) -> StepOutput:
+def verify(runner: ModelRunner, sampling: SamplingParams, drafts: list[int]) -> StepOutput:
     """The step after the prompt, with drafts for the tokens that follow."""
     runner.execute(step(10, (0, 5, 0), new_requests=(new(0, sampling),)))
     return runner.execute(
@@ -102,7 +102,7 @@ def verify(runner: Runner, sampling: SamplingParams, drafts: list[int]) -> StepO
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=1.5, seed=4)])
 @pytest.mark.parametrize("num_right", [0, 1, 3])
 def test_drafts_stand_as_far_as_they_are_what_would_be_sampled(
-    runner: Runner, sampling: SamplingParams, num_right: int
+    runner: ModelRunner, sampling: SamplingParams, num_right: int
 ) -> None:
     tokens = run_plainly(runner, sampling, 8)
     drafts = tokens[1 : 1 + num_right] + [3] * (3 - num_right)
@@ -118,7 +118,7 @@ def test_drafts_stand_as_far_as_they_are_what_would_be_sampled(
     assert rest == tokens[2 + num_right : 4 + num_right]
 
 
-def test_verification_returns_a_row_of_logprobs_per_token(runner: Runner) -> None:
+def test_verification_returns_a_row_of_logprobs_per_token(runner: ModelRunner) -> None:
     sampling = SamplingParams(temperature=0, logprobs=2)
     tokens = run_plainly(runner, sampling, 4)
     output = verify(runner, sampling, tokens[1:3])
@@ -127,13 +127,13 @@ def test_verification_returns_a_row_of_logprobs_per_token(runner: Runner) -> Non
     assert rows.token_ids[:, 0].tolist() == tokens[1:4]
 
 
-def test_penalties_see_accepted_drafts(runner: Runner) -> None:
+def test_penalties_see_accepted_drafts(runner: ModelRunner) -> None:
     sampling = SamplingParams(temperature=0, frequency_penalty=2.0, repetition_penalty=1.5)
     tokens = run_plainly(runner, sampling, 6)
     assert verify(runner, sampling, tokens[1:5]).token_ids.tolist() == tokens[1:6]
 
 
-def test_drafts_beside_requests_without(runner: Runner) -> None:
+def test_drafts_beside_requests_without(runner: ModelRunner) -> None:
     tokens = run_plainly(runner, GREEDY, 4)
     runner.execute(step(1, (0, 5, 0), new_requests=(new(0),)))
     output = runner.execute(
@@ -150,7 +150,7 @@ def test_drafts_beside_requests_without(runner: Runner) -> None:
     assert output.token_ids.tolist() == [tokens[0], tokens[1], tokens[2]]
 
 
-def test_blocks_are_zeroed_before_the_step_writes_to_them(runner: Runner) -> None:
+def test_blocks_are_zeroed_before_the_step_writes_to_them(runner: ModelRunner) -> None:
     expected = run_plainly(runner, GREEDY, 2)
     first = step(5, (0, 5, 0), new_requests=(new(),), block_ids_to_zero=ints(1, 2, 3))
     tokens = runner.execute(first).token_ids.tolist()
@@ -158,7 +158,7 @@ def test_blocks_are_zeroed_before_the_step_writes_to_them(runner: Runner) -> Non
     assert tokens == expected
 
 
-def test_what_a_zeroed_block_stored_is_gone(runner: Runner) -> None:
+def test_what_a_zeroed_block_stored_is_gone(runner: ModelRunner) -> None:
     runner.execute(step(1, (0, 5, 0), new_requests=(new(),)))
     found = runner.execute(step(2, (1, 1, 4), new_requests=(new(1),)))
     assert found.token_ids.tolist() == run_plainly(runner, LOGPROBS, 1)
@@ -170,6 +170,8 @@ def test_what_a_zeroed_block_stored_is_gone(runner: Runner) -> None:
 
 
 @pytest.mark.parametrize("block", [0, 40])
-def test_a_block_that_is_none_of_the_cache_cannot_be_zeroed(runner: Runner, block: int) -> None:
+def test_a_block_that_is_none_of_the_cache_cannot_be_zeroed(
+    runner: ModelRunner, block: int
+) -> None:
     with pytest.raises(InvalidStep, match="block_ids_to_zero"):
         runner.execute(step(1, block_ids_to_zero=ints(block)))

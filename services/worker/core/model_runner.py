@@ -19,11 +19,11 @@ import torch
 
 from services.worker.backends.attention import PagedAttention
 from services.worker.backends.device import CpuDevice, Device
-from services.worker.core.batch import BatchLimits, PersistentBatch
 from services.worker.core.computed import Computed, SamplingRequests, StepRequests
 from services.worker.core.decode_buckets import DecodeBuckets, is_decodes_alone
 from services.worker.core.device_tokens import DeviceTokens, PendingOutput
 from services.worker.core.embedded_prompts import EmbeddedPrompts
+from services.worker.core.input_batch import BatchLimits, InputBatch
 from services.worker.core.layout import StepTokens, lay_out
 from services.worker.core.lockstep import Lockstep
 from services.worker.core.sampled import Sampled, joined
@@ -35,7 +35,7 @@ _PROMPT_LOGPROB_ROWS = 128
 """Prompt positions whose logits are held at once."""
 
 
-class Runner:
+class ModelRunner:
     """Runs steps, one after the other, over one model, one cache and one batch. Not thread-safe.
 
     `device_tokens`: keeps sampled tokens on the device, so that `begin` does not wait for them.
@@ -59,7 +59,7 @@ class Runner:
         self._device_tokens = device_tokens
         self._buckets = buckets
         self._lockstep = lockstep
-        self._batch = PersistentBatch(limits)
+        self._batch = InputBatch(limits)
         self._embedded = EmbeddedPrompts(model)
         self._sampler = Sampler(limits.max_num_seqs, limits.vocab_size)
         self._generation: int | None = None
@@ -233,8 +233,8 @@ class Runner:
         assert self._device_tokens is not None
         self._batch.append_unknown(rows)
         num_logprobs = self._sampler.num_logprobs(rows)
-        draws = self._sampler.draws(rows)
-        return self._device_tokens.sample(step, sampling, logits, draws, num_logprobs)
+        metadata = self._sampler.sampling_metadata(rows)
+        return self._device_tokens.sample(step, sampling, logits, metadata, num_logprobs)
 
     def _prompt_logprobs(
         self, requests: StepRequests, computed: Computed
