@@ -46,6 +46,7 @@ from services.gateway.adapters.scheduler_link import SchedulerLink
 from services.gateway.core.fleet import Fleet, FleetTimes
 from services.gateway.core.gate import Gate
 from services.gateway.core.inference import Inference
+from services.gateway.core.routing import LeastLoaded
 from services.gateway.settings import GatewaySettings
 
 SERVICE = "gateway"
@@ -112,13 +113,14 @@ class Gateway:
         self.fleet = Fleet(
             self._links,
             asyncio.get_running_loop(),
+            LeastLoaded(random.Random(secrets.randbits(64))),
             times=FleetTimes(
                 resubmit_timeout_seconds=settings.resubmit_timeout_seconds,
                 migrate_after_seconds=settings.migrate_after_seconds,
             ),
-            rng=random.Random(secrets.randbits(64)),
             tokenizer_fingerprint=tokenizer_fingerprint(settings.model),
         )
+        self.membership = self.fleet.membership
         self._inference = Inference(
             settings.model_name,
             tokenizer,
@@ -148,7 +150,7 @@ class Gateway:
         )
         app = make_app(
             GenerationRoutes(inference, gate, self._observer, bodies),
-            TokenizerRoutes(inference, fleet, gate, bodies),
+            TokenizerRoutes(inference, self.membership, gate, bodies),
             ServerRoutes(inference, fleet, self._links, gate, self._metrics),
             self._keys,
         )
@@ -171,7 +173,7 @@ class Gateway:
         settings = self._settings
         servicer = InferenceServicer(
             self._inference,
-            self.fleet,
+            self.membership,
             self.gate,
             self._observer,
             self._metrics,
@@ -214,7 +216,7 @@ class Gateway:
             raise
         self._tasks = [
             asyncio.create_task(self._links[replica.address].run(replica))
-            for replica in self.fleet.replicas
+            for replica in self.membership.replicas
         ]
         self._tasks.append(asyncio.create_task(self._follow_readiness()))
         return Addresses(http_address, grpc_address)
@@ -250,9 +252,9 @@ class Gateway:
     async def _follow_readiness(self) -> None:
         """Health over gRPC says SERVING while a replica is ready."""
         while True:
-            self.fleet.changed.clear()
-            await self._grpc.set_ready(self.fleet.num_ready > 0 and self.gate.is_open)
-            await self.fleet.changed.wait()
+            self.membership.changed.clear()
+            await self._grpc.set_ready(self.membership.num_ready > 0 and self.gate.is_open)
+            await self.membership.changed.wait()
 
 
 if __name__ == "__main__":

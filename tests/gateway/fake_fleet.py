@@ -9,6 +9,7 @@ from services.gateway.core.fleet import Fleet, FleetTimes
 from services.gateway.core.inflight import Inflight, Mailbox
 from services.gateway.core.replica import Replica, ReplicaDescription, ReplicaState
 from services.gateway.core.request import EngineRequest, ModelLimits
+from services.gateway.core.routing import LeastLoaded
 
 LIMITS = ModelLimits(100, 90, 320, (0,), priority_scheduling=False, hidden_size=4)
 TIMES = FleetTimes(resubmit_timeout_seconds=30.0, migrate_after_seconds=1.0)
@@ -77,11 +78,11 @@ class FakeFleet:
         self.fleet = Fleet(
             self.links,
             self.clock,
+            LeastLoaded(random.Random(0)),
             times=TIMES,
-            rng=random.Random(0),
             tokenizer_fingerprint=tokenizer_fingerprint,
         )
-        self.replicas = dict(zip(names, self.fleet.replicas, strict=True))
+        self.replicas = dict(zip(names, self.fleet.membership.replicas, strict=True))
 
     def connect(self, *names: str, fingerprint: bytes = b"f", limits: ModelLimits = LIMITS) -> None:
         """Opens sessions that can run steps."""
@@ -90,10 +91,18 @@ class FakeFleet:
             replica.opened(ReplicaDescription("tiny", limits, fingerprint, b""))
             replica.state_changed(ReplicaState(ready=True))
 
-    def start(self, *, max_tokens: int = 8, num_prompts: int = 1, n: int = 1) -> Mailbox:
+    def start(
+        self,
+        *,
+        max_tokens: int = 8,
+        num_prompts: int = 1,
+        n: int = 1,
+        deadline: float | None = None,
+    ) -> Mailbox:
         """A request of `n` answers to each prompt."""
+        sampling = SamplingParams(max_tokens=max_tokens)
         requests = [
-            EngineRequest("r", prompt, SamplingParams(max_tokens=max_tokens), 0, "", 0, "")
+            EngineRequest("r", prompt, sampling, 0, "", 0, "", deadline=deadline)
             for prompt in ([1, 2, number] for number in range(num_prompts))
             for _ in range(n)
         ]

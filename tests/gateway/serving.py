@@ -94,7 +94,7 @@ async def serving(
     async with async_http_client(base_url=base_url, timeout=DEADLINE_SECONDS) as http:
         serving = Serving(gateway, fakes, http, base_url, bound.grpc, channel, tokenizer)
         try:
-            await until(lambda: gateway.fleet.num_ready == num_wanted)
+            await until(lambda: gateway.membership.num_ready == num_wanted)
             yield serving
         finally:
             await channel.close()

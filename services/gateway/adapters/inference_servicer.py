@@ -22,10 +22,10 @@ from services.gateway.adapters.metrics import Metrics
 from services.gateway.adapters.observation import Observer
 from services.gateway.adapters.stream_reader_timeout import StreamReaderTimeout
 from services.gateway.core.choice import Piece
-from services.gateway.core.fleet import Fleet
 from services.gateway.core.gate import Gate
 from services.gateway.core.generation import Generation
 from services.gateway.core.inference import Inference
+from services.gateway.core.membership import Membership
 from services.gateway.core.request import CHAT_ROLES, ClientRequest, Prompt
 from services.gateway.core.request_id import check_request_id
 
@@ -49,7 +49,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
     def __init__(
         self,
         inference: Inference,
-        fleet: Fleet,
+        membership: Membership,
         gate: Gate,
         observer: Observer,
         metrics: Metrics,
@@ -57,7 +57,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         reader_timeout_seconds: float,
     ) -> None:
         self._inference = inference
-        self._fleet = fleet
+        self._membership = membership
         self._gate = gate
         self._observer = observer
         self._metrics = metrics
@@ -126,11 +126,10 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         self, _request: gateway_pb2.ListModelsRequest, context: Context
     ) -> gateway_pb2.ListModelsResponse:
         self._enter("", context)
-        num_ready = self._fleet.num_ready
         model = gateway_pb2.Model(
             name=self._inference.model_name,
-            max_model_len=self._fleet.limits().max_model_len if num_ready else 0,
-            num_ready_replicas=num_ready,
+            max_model_len=self._membership.max_model_len() or 0,
+            num_ready_replicas=self._membership.num_ready,
         )
         return gateway_pb2.ListModelsResponse(models=[model])
 

@@ -10,14 +10,13 @@ from services.gateway.core.delta import Delta, Finish
 from services.gateway.core.logprobs import LogprobRows
 from services.gateway.core.request import EngineRequest
 
+MAX_LOSSES_COMPUTED = 5
+MAX_LOSSES_WAITED = 50
+
 
 @dataclass(slots=True)
 class Losses:
-    """Replicas that were lost under a sequence since its last token.
-
-    A loss while it was computed makes it a suspect. Losses while it only waited count less: many of
-    them are needed for that.
-    """
+    """Replicas that were lost under a sequence since its last token."""
 
     computing: bool = False
     """Whether it was scheduled by the replica that has it, and got no token there yet."""
@@ -28,6 +27,11 @@ class Losses:
     def total(self) -> int:
         """All of them."""
         return self.num_computed + self.num_waited
+
+    @property
+    def are_suspicious(self) -> bool:
+        """Whether the sequence may be their cause: losses while it only waited count less."""
+        return self.num_computed > MAX_LOSSES_COMPUTED or self.num_waited > MAX_LOSSES_WAITED
 
     def count(self) -> None:
         """One more replica is lost."""

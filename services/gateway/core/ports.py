@@ -9,6 +9,9 @@ from services.gateway.core.delta import Delta
 from services.gateway.core.inflight import Inflight
 from services.gateway.core.request import EngineRequest, ModelLimits
 
+TIMER_SLACK_SECONDS = 0.001
+"""An event loop's clock may make a call by so much too early."""
+
 
 class Subscription(Protocol):
     """The deltas of the sequences of one client request, until it is closed."""

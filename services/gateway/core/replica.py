@@ -61,7 +61,7 @@ class ReplicaListener(Protocol):
 class Replica:
     """Sends sequences over its link; the link calls the methods from `opened` on with what comes.
 
-    `refusal` is set by the fleet: why this replica gets no requests although it could run them.
+    `refusal` is set by ServedModel: why this replica gets no requests although it could run them.
     """
 
     def __init__(self, address: str, link: Link, clock: Clock, listener: ReplicaListener) -> None:
@@ -112,7 +112,9 @@ class Replica:
         """For how long a connected replica has not been able to run steps; None when it is able."""
         return None if self._stalled_since is None else self._clock.time() - self._stalled_since
 
-    def queue_refusal(self, timeout_seconds: float | None) -> ResourceExhausted | None:
+    def queue_refusal(
+        self, timeout_seconds: float | None, *, has_output: bool = False
+    ) -> ResourceExhausted | None:
         """Why the scheduler would refuse a request with this timeout; None if it may take it.
 
         The length of the queue is what the scheduler announced last of other gateways' requests,
@@ -121,7 +123,8 @@ class Replica:
         if self._queue is None:
             return None
         num_waiting = self._num_others_waiting + len(self._unadmitted)
-        return replace(self._queue, num_waiting=num_waiting).refusal(timeout_seconds)
+        queue = replace(self._queue, num_waiting=num_waiting)
+        return queue.refusal(timeout_seconds, has_output=has_output)
 
     def send(self, inflight: Inflight) -> None:
         """Sends a sequence there. The replica must be ready."""

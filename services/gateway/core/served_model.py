@@ -2,9 +2,9 @@
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from services.gateway.core.ports import Clock
+from services.gateway.core.ports import TIMER_SLACK_SECONDS, Clock
 from services.gateway.core.replica import Replica, ReplicaDescription
 
 logger = logging.getLogger(__name__)
@@ -19,11 +19,20 @@ class ServedModel:
     and replacing a model on all replicas needs no restart of the gateway.
     """
 
-    def __init__(self, tokenizer_fingerprint: bytes, patience_seconds: float, clock: Clock) -> None:
-        """`tokenizer_fingerprint` is the gateway's own; empty where it is not known."""
+    def __init__(
+        self,
+        tokenizer_fingerprint: bytes,
+        patience_seconds: float,
+        clock: Clock,
+        on_absent: Callable[[], object],
+    ) -> None:
+        """`tokenizer_fingerprint` is the gateway's own; empty where it is not known. `on_absent` is
+        called when the model in use has been absent for `patience_seconds`; it may be back since.
+        """
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self._patience = patience_seconds
         self._clock = clock
+        self._on_absent = on_absent
         self._fingerprint: bytes | None = None
         self._absent_since: float | None = None
 
@@ -51,18 +60,15 @@ class ServedModel:
             replica.refusal = refusal
         return was_replaced
 
-    def compare_again_at(self) -> float | None:
-        """When to compare again though no replica changes: a wait for the model in use ends."""
-        return None if self._absent_since is None else self._absent_since + self._patience
-
     def _choose(self, usable: Sequence[bytes], *, all_connected: bool) -> bool:
         now, before = self._clock.time(), self._fingerprint
         if before is not None and self._absent_since is None:
             self._absent_since = now
+            self._clock.call_at(now + self._patience, self._on_absent)
         if not usable:
             return False
-        waited = self._absent_since is not None and now >= self._absent_since + self._patience
-        if before is not None and not all_connected and not waited:
+        since, patience = self._absent_since, self._patience - TIMER_SLACK_SECONDS
+        if since is not None and now < since + patience and not all_connected:
             return False
         [(self._fingerprint, _)] = Counter(usable).most_common(1)
         self._absent_since = None

@@ -23,7 +23,7 @@ async def test_a_stream_goes_on_when_the_scheduler_comes_back(served: Serving) -
     stream = Stream(served)
     await until(lambda: len(stream.token_ids) == 10)
     await scheduler.die()
-    await until(lambda: served.gateway.fleet.num_ready == 0)
+    await until(lambda: served.gateway.membership.num_ready == 0)
     assert (await served.http.get("/health")).status_code == 503
     scheduler.permits = 5
     await scheduler.start()
@@ -70,7 +70,7 @@ async def test_many_kills_lose_and_repeat_nothing(model: Path) -> None:
             await until(lambda: sum(map(len, (s.token_ids for s in streams))) > 0)
             await victim.die()
             await victim.start()
-            await until(lambda: served.gateway.fleet.num_ready == 2)
+            await until(lambda: served.gateway.membership.num_ready == 2)
         first.run_freely()
         second.run_freely()
         await asyncio.gather(*(stream.task for stream in streams))

@@ -18,7 +18,7 @@ from tests.gateway.streams import Stream, expected
 
 async def full_for(served: Serving, timeout_seconds: float | None) -> None:
     """Waits until the gateway knows that a request with this timeout would be refused."""
-    (replica,) = served.gateway.fleet.replicas
+    (replica,) = served.gateway.membership.replicas
     await until(lambda: replica.queue_refusal(timeout_seconds) is not None)
 
 
@@ -50,7 +50,7 @@ async def test_a_full_system_refuses_before_it_reads_and_without_asking_the_sche
         refused = await served.http.get("/metrics")
         assert 'rejections_total{model_name="tiny",reason="queue_full"} 3.0' in refused.text
         served.scheduler.set_queue(num_waiting=0, max_num_waiting=3)
-        (replica,) = served.gateway.fleet.replicas
+        (replica,) = served.gateway.membership.replicas
         await until(lambda: replica.queue_refusal(None) is None)
         assert (await served.http.post("/v1/completions", json={"prompt": "the"})).is_success
 
@@ -140,7 +140,7 @@ async def test_a_request_that_waits_for_a_replica_waits_until_its_deadline(model
     scheduler = FakeScheduler()
     async with serving(model, scheduler) as served:
         await scheduler.die()
-        await until(lambda: served.gateway.fleet.num_ready == 0)
+        await until(lambda: served.gateway.membership.num_ready == 0)
         late = await served.http.post(
             "/v1/completions", json={"prompt": "a"}, headers={"X-Request-Timeout": "0.2"}
         )

@@ -29,7 +29,7 @@ async def test_a_replica_that_cannot_run_steps_gets_no_requests(model: Path) -> 
     first, second = FakeScheduler(), FakeScheduler()
     async with serving(model, first, second) as served:
         not_ready(first)
-        await until(lambda: served.gateway.fleet.num_ready == 1)
+        await until(lambda: served.gateway.membership.num_ready == 1)
         for _ in range(8):
             answer = await served.http.post("/v1/completions", json={"prompt": "the"})
             assert answer.status_code == 200
@@ -41,7 +41,7 @@ async def test_a_replica_that_cannot_run_steps_gets_no_requests(model: Path) -> 
             (True, ""),
         ]
         not_ready(second)
-        await until(lambda: served.gateway.fleet.num_ready == 0)
+        await until(lambda: served.gateway.membership.num_ready == 0)
         refused = await served.http.get("/health")
         assert refused.status_code == 503
         assert "the pool is away" in refused.json()["reason"]
@@ -70,8 +70,8 @@ async def test_streams_stay_for_a_short_absence_and_with_an_only_replica(model: 
         stream = Stream(served)
         await until(lambda: len(stream.token_ids) == 3)
         not_ready(first)
-        await until(lambda: served.gateway.fleet.num_ready == 0)
-        replica = served.gateway.fleet.replicas[0]
+        await until(lambda: served.gateway.membership.num_ready == 0)
+        replica = served.gateway.membership.replicas[0]
         await until(lambda: (replica.seconds_stalled() or 0) > 0.2)
         assert first.num_running == 1
         ready(first)
@@ -84,11 +84,11 @@ async def test_streams_leave_once_another_replica_is_ready(model: Path) -> None:
     first, second = FakeScheduler(permits=3), FakeScheduler()
     async with serving(model, first, second, migrate_after_seconds=0.05) as served:
         not_ready(second)
-        await until(lambda: served.gateway.fleet.num_ready == 1)
+        await until(lambda: served.gateway.membership.num_ready == 1)
         stream = Stream(served)
         await until(lambda: len(stream.token_ids) == 3)
         not_ready(first)
-        await until(lambda: (served.gateway.fleet.replicas[0].seconds_stalled() or 0) > 0.1)
+        await until(lambda: (served.gateway.membership.replicas[0].seconds_stalled() or 0) > 0.1)
         ready(second)
         await stream.task
         assert stream.token_ids == expected(30)
@@ -100,7 +100,7 @@ async def test_a_draining_replica_keeps_its_streams(model: Path) -> None:
         streams = [Stream(served) for _ in range(2)]
         await until(lambda: first.num_running == second.num_running == 1)
         first.set_state(ready=False, reason="the scheduler is draining", draining=True)
-        await until(lambda: served.gateway.fleet.num_ready == 1)
+        await until(lambda: served.gateway.membership.num_ready == 1)
         third = Stream(served)
         await until(lambda: second.num_running == 2)
         first.run_freely()
@@ -119,7 +119,7 @@ async def test_a_silent_session_is_ended_and_its_requests_go_elsewhere(model: Pa
         second.run_freely()
         await asyncio.gather(*(stream.task for stream in streams))
         assert [stream.token_ids for stream in streams] == [expected(30)] * 4
-        reason = served.gateway.fleet.replicas[0].reason
+        reason = served.gateway.membership.replicas[0].reason
         assert reason == "no message for 0.8 s: the scheduler hangs"
 
 
@@ -129,7 +129,7 @@ async def test_a_session_without_requests_is_not_taken_for_hung(model: Path) -> 
         until_then = loop.time() + 1.5
         await until(lambda: loop.time() > until_then)
         assert served.scheduler.num_sessions == 1
-        assert served.gateway.fleet.num_ready == 1
+        assert served.gateway.membership.num_ready == 1
 
 
 async def test_requests_that_wait_are_sent_in_order_of_arrival(model: Path) -> None:
@@ -193,7 +193,7 @@ async def test_a_request_under_which_replicas_die_is_ended(model: Path) -> None:
         stream = Stream(served)
         for _ in range(6):
             await until(lambda: scheduler.num_running == 1)
-            inflight = served.gateway.fleet.replicas[0].inflights()[0]
+            inflight = served.gateway.membership.replicas[0].inflights()[0]
             await until(lambda inflight=inflight: inflight.losses.computing)  # type: ignore[misc]
             scheduler.end_sessions()
             await until(lambda: scheduler.num_running == 0)
@@ -206,7 +206,7 @@ async def test_new_requests_wait_for_a_replica_as_long_as_others(model: Path) ->
     scheduler = FakeScheduler()
     async with serving(model, scheduler) as served:
         await scheduler.die()
-        await until(lambda: served.gateway.fleet.num_ready == 0)
+        await until(lambda: served.gateway.membership.num_ready == 0)
         answer = asyncio.create_task(served.http.post("/v1/completions", json={"prompt": PROMPT}))
         await until(lambda: served.gateway.fleet.num_waiting == 1)
         await scheduler.start()
@@ -217,7 +217,7 @@ async def test_a_draining_gateway_refuses_at_once_and_ends_what_waits(model: Pat
     scheduler = FakeScheduler()
     async with serving(model, scheduler, drain_seconds=0.5) as served:
         await scheduler.die()
-        await until(lambda: served.gateway.fleet.num_ready == 0)
+        await until(lambda: served.gateway.membership.num_ready == 0)
         stream = Stream(served)
         await until(lambda: served.gateway.fleet.num_waiting == 1)
         drained = asyncio.create_task(served.gateway.drain())
@@ -232,9 +232,11 @@ async def test_a_draining_gateway_refuses_at_once_and_ends_what_waits(model: Pat
 async def test_a_replica_of_another_model_is_refused(model: Path) -> None:
     first, second = FakeScheduler(), FakeScheduler(fingerprint=b"g" * 32)
     async with serving(model, first, second, num_ready=1) as served:
-        await until(lambda: all(replica.is_connected for replica in served.gateway.fleet.replicas))
-        good = next(r for r in served.gateway.fleet.replicas if r.is_ready)
-        (bad,) = (r for r in served.gateway.fleet.replicas if not r.is_ready)
+        await until(
+            lambda: all(replica.is_connected for replica in served.gateway.membership.replicas)
+        )
+        good = next(r for r in served.gateway.membership.replicas if r.is_ready)
+        (bad,) = (r for r in served.gateway.membership.replicas if not r.is_ready)
         assert "fingerprint" in bad.reason
         for _ in range(8):
             answer = await served.http.post("/v1/completions", json={"prompt": "the"})
@@ -249,14 +251,14 @@ async def test_a_replica_of_another_model_is_refused(model: Path) -> None:
 async def test_a_replica_with_another_tokenizer_is_refused(model: Path) -> None:
     scheduler = FakeScheduler(tokenizer_fingerprint=b"t" * 32)
     async with serving(model, scheduler, num_ready=0) as served:
-        await until(lambda: served.gateway.fleet.replicas[0].is_connected)
+        await until(lambda: served.gateway.membership.replicas[0].is_connected)
         health = await served.http.get("/health")
         assert health.status_code == 503
         assert "tokenizer files" in health.json()["reason"]
         await scheduler.die()
         scheduler.tokenizer_fingerprint = tokenizer_fingerprint(model)
         await scheduler.start()
-        await until(lambda: served.gateway.fleet.num_ready == 1)
+        await until(lambda: served.gateway.membership.num_ready == 1)
 
 
 async def test_a_stream_never_goes_on_under_another_model(model: Path) -> None:
@@ -265,7 +267,7 @@ async def test_a_stream_never_goes_on_under_another_model(model: Path) -> None:
         await second.die()
         second.fingerprint = b"g" * 32
         await second.start()
-        await until(lambda: "fingerprint" in served.gateway.fleet.replicas[1].reason)
+        await until(lambda: "fingerprint" in served.gateway.membership.replicas[1].reason)
         stream = Stream(served)
         await until(lambda: len(stream.token_ids) == 3)
         # The good one crashes and comes back: the other is not taken in between.
@@ -305,11 +307,11 @@ async def test_a_replaced_model_does_not_wait_for_ever_for_the_old_one(model: Pa
     async with serving(model, first, second, resubmit_timeout_seconds=0.4) as served:
         await first.die()
         await second.die()
-        await until(lambda: served.gateway.fleet.num_ready == 0)
+        await until(lambda: served.gateway.membership.num_ready == 0)
         second.fingerprint = b"g" * 32
         await second.start()
-        await until(lambda: served.gateway.fleet.num_ready == 1, 5)
+        await until(lambda: served.gateway.membership.num_ready == 1, 5)
         assert (await served.http.post("/v1/completions", json={"prompt": "the"})).is_success
         await first.start()
-        await until(lambda: "fingerprint" in served.gateway.fleet.replicas[0].reason)
-        assert served.gateway.fleet.num_ready == 1
+        await until(lambda: "fingerprint" in served.gateway.membership.replicas[0].reason)
+        assert served.gateway.membership.num_ready == 1

@@ -12,8 +12,7 @@ from services.common.errors import (
 from services.common.finish_reason import FinishReason
 from services.common.queue_state import QueueState
 from services.gateway.core.delta import Delta, Finish
-from services.gateway.core.fleet import MAX_LOSSES_COMPUTED, MAX_LOSSES_WAITED
-from services.gateway.core.inflight import Mailbox
+from services.gateway.core.inflight import MAX_LOSSES_COMPUTED, MAX_LOSSES_WAITED, Mailbox
 from services.gateway.core.no_token import NAN_IN_LOGITS
 from services.gateway.core.replica import ReplicaState
 from tests.gateway.fake_fleet import LIMITS, TIMES, FakeFleet
@@ -69,8 +68,8 @@ def test_replicas_that_cannot_run_steps_get_nothing() -> None:
     world.start()
     world.start()
     assert (len(world.has("a")), len(world.has("b"))) == (0, 2)
-    assert world.fleet.not_ready() == {"a": "no worker"}
-    assert world.fleet.why_not_ready() == ""
+    assert world.fleet.membership.not_ready() == {"a": "no worker"}
+    assert world.fleet.membership.why_not_ready() == ""
 
 
 # Waiting.
@@ -80,7 +79,7 @@ async def test_sequences_wait_in_order_of_arrival_for_a_replica() -> None:
     world = FakeFleet(1)
     mailboxes = [world.start() for _ in range(3)]
     assert world.fleet.num_waiting == 3
-    assert world.fleet.why_not_ready() == "no replica is ready: a (not connected yet)"
+    assert world.fleet.membership.why_not_ready() == "no replica is ready: a (not connected yet)"
     world.clock.advance(TIMES.resubmit_timeout_seconds - 1)
     world.connect("a")
     assert world.fleet.num_waiting == 0
@@ -289,6 +288,31 @@ def test_there_is_room_while_one_replica_takes_requests() -> None:
     world.fleet.check_room(None)  # requests wait for a replica
 
 
+def test_a_replica_whose_queue_has_room_is_preferred() -> None:
+    world = FakeFleet(2)
+    world.connect("a", "b")
+    world.replicas["b"].queue_changed(queue(2))
+    for _ in range(2):
+        world.replicas["a"].queue_changed(queue(4))
+        world.start()
+    assert (len(world.has("a")), len(world.has("b"))) == (0, 2)
+    world.start()
+    assert (len(world.has("a")), len(world.has("b"))) == (1, 2), "both are full: by load"
+
+
+def test_a_replica_whose_queue_moves_in_time_is_preferred() -> None:
+    world = FakeFleet(2)
+    world.connect("a", "b")
+    world.replicas["a"].queue_changed(queue(3, seconds_per_request=1.0))
+    world.replicas["b"].queue_changed(queue(3, seconds_per_request=0.1))
+    for _ in range(2):
+        world.start(deadline=2.0)
+        world.replicas["b"].queue_changed(queue(3, seconds_per_request=0.1))
+    assert (len(world.has("a")), len(world.has("b"))) == (0, 2)
+    world.start()
+    assert len(world.has("a")) == 1, "without a deadline both have room"
+
+
 def test_own_sequences_count_as_queued_until_they_are_admitted_or_end() -> None:
     world = FakeFleet(1)
     world.connect("a")
@@ -326,12 +350,12 @@ def test_replicas_with_another_model_get_nothing() -> None:
     world = FakeFleet(2)
     world.connect("a")
     world.connect("b", fingerprint=b"g")
-    assert world.fleet.num_ready == 1
-    assert "fingerprint" in world.fleet.not_ready()["b"]
+    assert world.fleet.membership.num_ready == 1
+    assert "fingerprint" in world.fleet.membership.not_ready()["b"]
     world.replicas["a"].closed("killed")
-    assert world.fleet.num_ready == 0, "it does not take over at once"
+    assert world.fleet.membership.num_ready == 0, "it does not take over at once"
     world.clock.advance(TIMES.resubmit_timeout_seconds)
-    assert world.fleet.num_ready == 1
+    assert world.fleet.membership.num_ready == 1
     assert world.replicas["b"].is_ready
 
 

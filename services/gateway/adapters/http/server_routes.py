@@ -28,6 +28,7 @@ class ServerRoutes:
     ) -> None:
         self._inference = inference
         self._fleet = fleet
+        self._membership = fleet.membership
         self._links = links
         self._gate = gate
         self._metrics = metrics
@@ -53,24 +54,24 @@ class ServerRoutes:
                 "requests_in_flight": self._gate.inside,
                 "sequences_without_replica": self._fleet.num_waiting,
                 "replicas": await replica_statuses(
-                    (replica, self._links[replica.address]) for replica in self._fleet.replicas
+                    (replica, self._links[replica.address]) for replica in self._membership.replicas
                 ),
             }
         )
 
     async def health(self) -> Response:
         """200 when a replica can serve requests, with those that cannot; else 503 and why not."""
-        reason = self._fleet.why_not_ready() if self._gate.is_open else "shutting down"
+        reason = self._membership.why_not_ready() if self._gate.is_open else "shutting down"
         if reason:
             return JSONResponse({"status": "unavailable", "reason": reason}, status_code=503)
-        return JSONResponse({"status": "ok", "not_ready": self._fleet.not_ready()})
+        return JSONResponse({"status": "ok", "not_ready": self._membership.not_ready()})
 
     async def metrics(self) -> Response:
         """Prometheus metrics."""
-        self._metrics.replicas_ready.set(self._fleet.num_ready)
+        self._metrics.replicas_ready.set(self._membership.num_ready)
         return Response(self._metrics.render(), media_type=metrics.CONTENT_TYPE)
 
     def _model_card(self) -> dict[str, Any]:
         name = self._inference.model_name
         card = {"id": name, "object": "model", "created": self._created, "owned_by": "stepwell"}
-        return {**card, "max_model_len": self._fleet.max_model_len()}
+        return {**card, "max_model_len": self._membership.max_model_len()}

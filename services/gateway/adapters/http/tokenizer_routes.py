@@ -8,17 +8,19 @@ from services.gateway.adapters.http.bodies import DetokenizeBody, TokenizeBody
 from services.gateway.adapters.http.chat import render
 from services.gateway.adapters.http.json_pieces import JsonReply, LongList
 from services.gateway.adapters.http.parse import BodyReader
-from services.gateway.core.fleet import Fleet
 from services.gateway.core.gate import Gate
 from services.gateway.core.inference import Inference
+from services.gateway.core.membership import Membership
 
 
 class TokenizerRoutes:
     """Text to token ids and back."""
 
-    def __init__(self, inference: Inference, fleet: Fleet, gate: Gate, bodies: BodyReader) -> None:
+    def __init__(
+        self, inference: Inference, membership: Membership, gate: Gate, bodies: BodyReader
+    ) -> None:
         self._inference = inference
-        self._fleet = fleet
+        self._membership = membership
         self._gate = gate
         self._bodies = bodies
 
@@ -42,7 +44,7 @@ class TokenizerRoutes:
         return JsonReply(
             {
                 "count": len(token_ids),
-                "max_model_len": self._fleet.max_model_len(),
+                "max_model_len": self._membership.max_model_len(),
                 "tokens": LongList(token_ids),
                 "token_strs": None if names is None else LongList(names),
             }
