@@ -5,46 +5,27 @@ from typing import cast
 
 from stepwell.kvpool.v1 import kvpool_pb2
 
+from services.common import pool_operations as ops
 from services.common.block_hash import HASH_BYTES, BlockHash
 from services.common.errors import InternalError
 from services.common.ids import BlockId, RequestKey
-from services.common.pool_operations import (
-    Admission,
-    Admit,
-    AdmitResult,
-    Commit,
-    GroupBlocks,
-    Grow,
-    GrowResult,
-    Lookup,
-    LookupResult,
-    MalformedTransaction,
-    Operation,
-    OperationResult,
-    Outcome,
-    Release,
-    ResetPrefixCache,
-    ResetPrefixCacheResult,
-    Stop,
-    StopReason,
-)
 from services.common.proto_enum import ProtoEnum
 
-_STOP_REASONS = ProtoEnum(StopReason, kvpool_pb2.StopReason, "STOP_REASON_")
+_STOP_REASONS = ProtoEnum(ops.StopReason, kvpool_pb2.StopReason, "STOP_REASON_")
 
 
-def operation_to_proto(operation: Operation) -> kvpool_pb2.Operation:
+def operation_to_proto(operation: ops.Operation) -> kvpool_pb2.Operation:
     """The message of one operation."""
     match operation:
-        case Release(requests):
+        case ops.Release(requests):
             return kvpool_pb2.Operation(release=kvpool_pb2.Release(requests=requests))
-        case Grow(requests, num_computed_tokens, num_slots):
+        case ops.Grow(requests, num_computed_tokens, num_slots):
             return kvpool_pb2.Operation(
                 grow=kvpool_pb2.Grow(
                     requests=requests, num_computed_tokens=num_computed_tokens, num_slots=num_slots
                 )
             )
-        case Commit(requests, num_tokens, new_hashes):
+        case ops.Commit(requests, num_tokens, new_hashes):
             return kvpool_pb2.Operation(
                 commit=kvpool_pb2.Commit(
                     requests=requests,
@@ -53,7 +34,7 @@ def operation_to_proto(operation: Operation) -> kvpool_pb2.Operation:
                     new_hashes=_concatenate(new_hashes),
                 )
             )
-        case Lookup(requests, max_hit_tokens, new_hashes):
+        case ops.Lookup(requests, max_hit_tokens, new_hashes):
             return kvpool_pb2.Operation(
                 lookup=kvpool_pb2.Lookup(
                     requests=requests,
@@ -62,15 +43,15 @@ def operation_to_proto(operation: Operation) -> kvpool_pb2.Operation:
                     new_hashes=_concatenate(new_hashes),
                 )
             )
-        case Admit(admissions):
+        case ops.Admit(admissions):
             return kvpool_pb2.Operation(
                 admit=kvpool_pb2.Admit(admissions=map(_admission_to_proto, admissions))
             )
-        case ResetPrefixCache():
+        case ops.ResetPrefixCache():
             return kvpool_pb2.Operation(reset_prefix_cache=kvpool_pb2.ResetPrefixCache())
 
 
-def operations_from_proto(messages: Iterable[kvpool_pb2.Operation]) -> list[Operation]:
+def operations_from_proto(messages: Iterable[kvpool_pb2.Operation]) -> list[ops.Operation]:
     """The operations of a transaction. Raises MalformedTransaction, which names the field."""
     return [
         _operation_from_proto(message, f"operations[{index}]")
@@ -79,7 +60,7 @@ def operations_from_proto(messages: Iterable[kvpool_pb2.Operation]) -> list[Oper
 
 
 def outcome_to_proto(
-    outcome: Outcome, generation: int, sequence: int
+    outcome: ops.Outcome, generation: int, sequence: int
 ) -> kvpool_pb2.TransactResponse:
     """The answer to a transaction of this generation and sequence number."""
     return kvpool_pb2.TransactResponse(
@@ -92,9 +73,9 @@ def outcome_to_proto(
     )
 
 
-def outcome_from_proto(message: kvpool_pb2.TransactResponse) -> Outcome:
+def outcome_from_proto(message: kvpool_pb2.TransactResponse) -> ops.Outcome:
     """The outcome of a transaction, from its answer."""
-    return Outcome(
+    return ops.Outcome(
         message.num_free_blocks,
         tuple(map(_result_from_proto, message.results)),
         _stop_from_proto(message.stop) if message.HasField("stop") else None,
@@ -105,7 +86,7 @@ def outcome_from_proto(message: kvpool_pb2.TransactResponse) -> Outcome:
 def block_hashes_from_proto(packed: bytes, field: str) -> list[BlockHash]:
     """The hashes in concatenated bytes. Raises MalformedTransaction if the last one is cut off."""
     if len(packed) % HASH_BYTES:
-        raise MalformedTransaction(
+        raise ops.MalformedTransaction(
             f"{len(packed)} bytes are no whole number of hashes of {HASH_BYTES} bytes", field=field
         )
     return [
@@ -113,43 +94,45 @@ def block_hashes_from_proto(packed: bytes, field: str) -> list[BlockHash]:
     ]
 
 
-def _operation_from_proto(message: kvpool_pb2.Operation, where: str) -> Operation:
+def _operation_from_proto(message: kvpool_pb2.Operation, where: str) -> ops.Operation:
     match message.WhichOneof("operation"):
         case "release":
-            return Release(_requests(message.release.requests))
+            return ops.Release(_requests(message.release.requests))
         case "grow":
             grow = message.grow
-            return Grow(
+            return ops.Grow(
                 _requests(grow.requests), list(grow.num_computed_tokens), list(grow.num_slots)
             )
         case "commit":
             commit = message.commit
-            return Commit(
+            return ops.Commit(
                 _requests(commit.requests),
                 list(commit.num_tokens),
                 _hashes_by_request(commit.num_new_hashes, commit.new_hashes, f"{where}.commit"),
             )
         case "lookup":
             lookup = message.lookup
-            return Lookup(
+            return ops.Lookup(
                 _requests(lookup.requests),
                 list(lookup.max_hit_tokens),
                 _hashes_by_request(lookup.num_new_hashes, lookup.new_hashes, f"{where}.lookup"),
             )
         case "admit":
-            return Admit(
+            return ops.Admit(
                 [
                     _admission_from_proto(admission, f"{where}.admit.admissions[{index}]")
                     for index, admission in enumerate(message.admit.admissions)
                 ]
             )
         case "reset_prefix_cache":
-            return ResetPrefixCache()
+            return ops.ResetPrefixCache()
         case _:
-            raise MalformedTransaction("the operation is not set, or not known here", field=where)
+            raise ops.MalformedTransaction(
+                "the operation is not set, or not known here", field=where
+            )
 
 
-def _admission_to_proto(admission: Admission) -> kvpool_pb2.Admission:
+def _admission_to_proto(admission: ops.Admission) -> kvpool_pb2.Admission:
     return kvpool_pb2.Admission(
         request=admission.request,
         max_hit_tokens=admission.max_hit_tokens,
@@ -164,8 +147,8 @@ def _admission_to_proto(admission: Admission) -> kvpool_pb2.Admission:
     )
 
 
-def _admission_from_proto(message: kvpool_pb2.Admission, where: str) -> Admission:
-    return Admission(
+def _admission_from_proto(message: kvpool_pb2.Admission, where: str) -> ops.Admission:
+    return ops.Admission(
         request=RequestKey(message.request),
         max_hit_tokens=message.max_hit_tokens,
         num_hit_tokens=message.num_hit_tokens,
@@ -196,7 +179,7 @@ def _hashes_by_request(
 ) -> list[Sequence[BlockHash]]:
     hashes = block_hashes_from_proto(packed, f"{where}.new_hashes")
     if sum(counts) != len(hashes):
-        raise MalformedTransaction(
+        raise ops.MalformedTransaction(
             f"there are {len(hashes)} hashes, but num_new_hashes add up to {sum(counts)}",
             field=f"{where}.num_new_hashes",
         )
@@ -208,21 +191,21 @@ def _hashes_by_request(
     return by_request
 
 
-def _result_to_proto(result: OperationResult | None) -> kvpool_pb2.OperationResult:
+def _result_to_proto(result: ops.OperationResult | None) -> kvpool_pb2.OperationResult:
     match result:
-        case GrowResult(groups):
+        case ops.GrowResult(groups):
             return kvpool_pb2.OperationResult(
                 grow=kvpool_pb2.GrowResult(groups=map(_blocks_to_proto, groups))
             )
-        case LookupResult(num_hit_tokens):
+        case ops.LookupResult(num_hit_tokens):
             return kvpool_pb2.OperationResult(
                 lookup=kvpool_pb2.LookupResult(num_hit_tokens=num_hit_tokens)
             )
-        case AdmitResult(groups):
+        case ops.AdmitResult(groups):
             return kvpool_pb2.OperationResult(
                 admit=kvpool_pb2.AdmitResult(groups=map(_blocks_to_proto, groups))
             )
-        case ResetPrefixCacheResult(done):
+        case ops.ResetPrefixCacheResult(done):
             return kvpool_pb2.OperationResult(
                 reset_prefix_cache=kvpool_pb2.ResetPrefixCacheResult(done=done)
             )
@@ -230,29 +213,29 @@ def _result_to_proto(result: OperationResult | None) -> kvpool_pb2.OperationResu
             return kvpool_pb2.OperationResult()
 
 
-def _result_from_proto(message: kvpool_pb2.OperationResult) -> OperationResult | None:
+def _result_from_proto(message: kvpool_pb2.OperationResult) -> ops.OperationResult | None:
     match message.WhichOneof("result"):
         case "grow":
-            return GrowResult(tuple(map(_blocks_from_proto, message.grow.groups)))
+            return ops.GrowResult(tuple(map(_blocks_from_proto, message.grow.groups)))
         case "lookup":
-            return LookupResult(list(message.lookup.num_hit_tokens))
+            return ops.LookupResult(list(message.lookup.num_hit_tokens))
         case "admit":
-            return AdmitResult(tuple(map(_blocks_from_proto, message.admit.groups)))
+            return ops.AdmitResult(tuple(map(_blocks_from_proto, message.admit.groups)))
         case "reset_prefix_cache":
-            return ResetPrefixCacheResult(message.reset_prefix_cache.done)
+            return ops.ResetPrefixCacheResult(message.reset_prefix_cache.done)
         case None:
             return None
 
 
-def _blocks_to_proto(blocks: GroupBlocks) -> kvpool_pb2.GroupBlocks:
+def _blocks_to_proto(blocks: ops.GroupBlocks) -> kvpool_pb2.GroupBlocks:
     return kvpool_pb2.GroupBlocks(num_blocks=blocks.num_blocks, block_ids=blocks.block_ids)
 
 
-def _blocks_from_proto(message: kvpool_pb2.GroupBlocks) -> GroupBlocks:
-    return GroupBlocks(list(message.num_blocks), cast("list[BlockId]", list(message.block_ids)))
+def _blocks_from_proto(message: kvpool_pb2.GroupBlocks) -> ops.GroupBlocks:
+    return ops.GroupBlocks(list(message.num_blocks), cast("list[BlockId]", list(message.block_ids)))
 
 
-def _stop_to_proto(stop: Stop) -> kvpool_pb2.Stop:
+def _stop_to_proto(stop: ops.Stop) -> kvpool_pb2.Stop:
     return kvpool_pb2.Stop(
         operation_index=stop.operation_index,
         item_index=stop.item_index,
@@ -261,8 +244,8 @@ def _stop_to_proto(stop: Stop) -> kvpool_pb2.Stop:
     )
 
 
-def _stop_from_proto(message: kvpool_pb2.Stop) -> Stop:
+def _stop_from_proto(message: kvpool_pb2.Stop) -> ops.Stop:
     reason = _STOP_REASONS.from_proto(message.reason)
     if reason is None:
         raise InternalError(f"a transaction stopped for reason {message.reason}, not known here")
-    return Stop(message.operation_index, message.item_index, reason, message.num_hit_tokens)
+    return ops.Stop(message.operation_index, message.item_index, reason, message.num_hit_tokens)
