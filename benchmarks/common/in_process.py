@@ -207,7 +207,7 @@ class InProcess:
         shape = ReplicaShape(description_to_proto(built), built.num_blocks)
         config = scheduler_config(SchedulerSettings(kvpool="", workers=()), shape)
         local = LocalEngine(_limits(built, config))
-        pool = InProcessPool(built.num_blocks, built.block_size, groups=config.groups)
+        pool = InProcessPool(config)
         local.engine = EngineCore(
             Scheduler(config, pool),
             RunnerExecutor(worker.runner, self._compute),

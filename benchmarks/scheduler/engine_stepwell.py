@@ -25,9 +25,12 @@ from benchmarks.scheduler.loads import (
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.common.block_hash import BlockHash, hash_full_blocks
 from services.common.ids import RequestKey
+from services.common.kv_cache_groups import AttentionType, KVCacheGroup
 from services.common.pool_operations import Admission, Admit, Lookup, Release
 from services.common.sampling import SamplingParams
 from services.kvpool.core.block_pool import BlockPool
+from services.kvpool.core.kv_pool import KVPool
+from services.kvpool.core.pool_config import PoolConfig
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.request import Request
@@ -60,7 +63,7 @@ async def _step_micros(num_running: int, *, async_scheduling: bool) -> float:
         num_blocks=num_blocks,
         async_scheduling=async_scheduling,
     )
-    scheduler = Scheduler(config, InProcessPool(num_blocks, BLOCK_SIZE))
+    scheduler = Scheduler(config, InProcessPool(config))
     for number in range(num_running):
         scheduler.add(_request(number))
     while scheduler.waiting or any(request.is_prefill_chunk for request in scheduler.running):
@@ -96,7 +99,12 @@ def _sampled(plan: SchedulerOutput) -> ModelRunnerOutput:
 
 def _full_hit_micros(tokens: list[int]) -> float:
     hashes = hash_full_blocks(b"root", tokens, BLOCK_SIZE)
-    pool = InProcessPool(16 * (CONTEXT + 2 * STEPS) // BLOCK_SIZE + 2048, BLOCK_SIZE).core
+    pool = KVPool(
+        PoolConfig(
+            num_blocks=16 * (CONTEXT + 2 * STEPS) // BLOCK_SIZE + 2048,
+            groups=(KVCacheGroup(AttentionType.FULL, BLOCK_SIZE),),
+        )
+    )
     hit = (PROMPT - 1) // BLOCK_SIZE * BLOCK_SIZE
     pool.transact([_admit(1, 0, hashes)])
     taken: list[int] = []

@@ -71,7 +71,7 @@ def record(scenario: dict[str, Any], *more_groups: common_pb2.KVCacheGroup) -> R
     description.groups.extend(more_groups)
     shape = ReplicaShape(description, story.config.num_blocks)
     config = replace(story.config, groups=shape.groups)
-    pool = InProcessPool(config.num_blocks, config.block_size, groups=config.groups)
+    pool = InProcessPool(config)
     entries = [header(config, shape, 0)]
     scheduler = RecordingScheduler(config, pool, entries.append)
     asyncio.run(ScenarioRun(story, scheduler, pool.core).run())

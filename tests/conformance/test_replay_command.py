@@ -41,9 +41,7 @@ async def test_a_log_of_a_scenario_replays_and_without_a_change_nothing_changes(
 ) -> None:
     scenario = read_scenario(recording["scenario"])
     config = scenario.config
-    pool = InProcessPool(
-        config.num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching
-    )
+    pool = InProcessPool(config)
     entries: list[Entry] = []
     await ScenarioRun(scenario, RecordingScheduler(config, pool, entries.append), pool.core).run()
     header = Header("stand-in", config)

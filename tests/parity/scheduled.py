@@ -45,7 +45,6 @@ async def generate(
     runner.reset()
     groups = pool_groups(runner)
     num_blocks = min(situation.num_blocks * len(groups), runner.limits.num_blocks)
-    pool = InProcessPool(num_blocks, BLOCK_SIZE, groups=groups)
     config = SchedulerConfig(
         max_num_seqs=situation.max_num_seqs,
         max_num_batched_tokens=situation.max_num_batched_tokens,
@@ -55,6 +54,7 @@ async def generate(
         groups=tuple(groups),
         async_scheduling=async_scheduling,
     )
+    pool = InProcessPool(config)
     scheduler = Scheduler(config, pool)
     requests = [
         Request(

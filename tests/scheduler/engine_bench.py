@@ -32,12 +32,12 @@ class Bench:
             "max_num_batched_tokens": 32,
             "max_model_len": 120,
         }
-        self.pool = FragilePool(num_blocks, BLOCK_SIZE)
+        shape = SchedulerConfig(block_size=BLOCK_SIZE, num_blocks=num_blocks, **limits | config)
+        self.pool = FragilePool(shape)
         self.executor = FakeExecutor(BLOCK_SIZE, limits["max_num_seqs"])
         self.replica = FakeReplica(self.pool, self.executor)
         self.inbox = Inbox()
         self.watcher = Watcher()
-        shape = SchedulerConfig(block_size=BLOCK_SIZE, num_blocks=num_blocks, **limits | config)
         scheduler = Scheduler(shape, self.pool)
         self.readiness = ReadinessLog()
         self.engine = EngineCore(

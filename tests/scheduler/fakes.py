@@ -23,33 +23,21 @@ SECONDS = 30.0
 _Answer = asyncio.Future[ModelRunnerOutput]
 
 
-class FragilePool:
+class FragilePool(InProcessPool):
     """A `KVPool` over the real core, until it is lost."""
-
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self._shape = num_blocks, block_size
-        self._is_lost = False
-        self.inner = InProcessPool(num_blocks, block_size)
 
     @property
     def num_free_blocks(self) -> int:
         """Blocks that no request holds."""
-        return self.inner.core.num_free_blocks
+        return self.core.num_free_blocks
 
     def lose(self) -> None:
         """From here on every transaction fails."""
-        self._is_lost = True
-
-    def renew(self) -> None:
-        """A new generation, empty."""
-        self.inner = InProcessPool(*self._shape)
-        self._is_lost = False
+        self.num_answers_left = 0
 
     async def transact(self, operations: Sequence[Operation], traceparent: str = "") -> Outcome:
         await asyncio.sleep(0)
-        if self._is_lost:
-            raise ports.PoolLost("the pool is away")
-        return await self.inner.transact(operations, traceparent)
+        return await super().transact(operations, traceparent)
 
 
 class FakeExecutor:
@@ -148,7 +136,7 @@ class FakeReplica:
 
     async def reopen(self) -> None:
         await self.there.wait()
-        self._pool.renew()
+        self._pool.reopen()
         self._executor.renew()
         self.num_reopened += 1
 

@@ -66,13 +66,7 @@ class Story:
         self.config = SchedulerConfig(
             block_size=block_size, num_blocks=num_blocks, **limits | config
         )
-        self.pool = InProcessPool(
-            num_blocks,
-            block_size,
-            enable_prefix_caching=self.config.enable_prefix_caching,
-            groups=self.config.groups,
-            drop_last_hit_block=self.config.drop_last_hit_block,
-        )
+        self.pool = InProcessPool(self.config)
         self.scheduler = Scheduler(self.config, through(self.pool))
         self.model = self._new_model()
         self._num_requests = 0

@@ -3,8 +3,10 @@
 import json
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
+from enum import Enum
+from typing import Any, TypeVar
 
+E = TypeVar("E", bound=Enum)
 FieldPath = tuple[str | int, ...]
 
 _JSON_SPACE = " \t\n\r"
@@ -113,6 +115,10 @@ class Field:
         if not isinstance(self.value, str) or self.value not in values:
             raise self.wrong(f"must be one of {', '.join(values)}")
         return self.value
+
+    def member(self, members: type[E]) -> E:
+        """A member of an enum, by its value, a string."""
+        return members(self.one_of([member.value for member in members]))
 
     def wrong(self, complaint: str) -> FieldError:
         """The error, with the value in its sentence."""

@@ -6,39 +6,41 @@ from services.common.kv_cache_groups import AttentionType, KVCacheGroup
 from services.common.pool_operations import Operation, Outcome
 from services.kvpool.core.kv_pool import KVPool
 from services.kvpool.core.pool_config import PoolConfig
+from services.scheduler.core import ports
+from services.scheduler.core.config import SchedulerConfig
 
 
 class InProcessPool:
-    """A scheduler's `KVPool` that calls the pool directly.
+    """The `KVPool` of a scheduler with this configuration. `core` is the pool, for inspection."""
 
-    Without `groups` it has one group, of full attention. `core` is the pool, for inspection.
-    """
+    core: KVPool
 
-    def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        *,
-        enable_prefix_caching: bool = True,
-        groups: Sequence[KVCacheGroup] = (),
-        drop_last_hit_block: bool = False,
-    ) -> None:
-        groups = groups or [KVCacheGroup(AttentionType.FULL, block_size)]
-        self.core = KVPool(
-            PoolConfig(
-                num_blocks=num_blocks,
-                groups=tuple(groups),
-                enable_prefix_caching=enable_prefix_caching,
-                fingerprint=b"",
-                drop_last_hit_block=drop_last_hit_block,
-            )
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = PoolConfig(
+            num_blocks=config.num_blocks,
+            groups=config.groups or (KVCacheGroup(AttentionType.FULL, config.block_size),),
+            enable_prefix_caching=config.enable_prefix_caching,
+            drop_last_hit_block=config.drop_last_hit_block,
         )
         self.num_transactions = 0
+        self.num_answers_left: int | None = None
+        """Transactions that it answers before it raises PoolLost; None: all."""
+        self.reopen()
+
+    def reopen(self) -> None:
+        """Replaces the pool by an empty one that answers all transactions."""
+        self.num_answers_left = None
+        self.core = KVPool(self._config)
 
     async def transact(
         self,
         operations: Sequence[Operation],
         traceparent: str = "",  # noqa: ARG002 - there are no spans in process
     ) -> Outcome:
+        """See `ports.KVPool`."""
+        if self.num_answers_left is not None:
+            if self.num_answers_left == 0:
+                raise ports.PoolLost("the pool was lost here")
+            self.num_answers_left -= 1
         self.num_transactions += 1
         return self.core.transact(operations)

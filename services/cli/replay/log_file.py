@@ -165,7 +165,7 @@ def _read_header(top: Field) -> Header:
 
 def _read_group(group: Field, config: SchedulerConfig) -> KVCacheGroup:
     return KVCacheGroup(
-        AttentionType(group["attention_type"].one_of([kind.value for kind in AttentionType])),
+        group["attention_type"].member(AttentionType),
         group["block_size"].integer(config.block_size, config.block_size),
         group["window"].integer(),
         group["num_layers"].integer(),

@@ -1,53 +1,30 @@
 """Replays a step log: makes the same calls, and compares what the scheduler decides."""
 
-from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from services.cli.replay.fields import Field
-from services.cli.replay.history import History, new_request, read_arrival
+from services.cli.replay.history import Abort, Event, History
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.cli.replay.log_file import Header
-from services.cli.replay.statistics import RunStatistics
+from services.cli.replay.scheduler_run import SchedulerRun
+from services.common.errors import InvalidArgument
 from services.common.finish_reason import FinishReason
-from services.common.pool_operations import Operation, Outcome
-from services.scheduler.core import ports
-from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
+from services.common.ids import RequestKey
+from services.common.repetition import RepetitionDetection
+from services.common.sampling import SamplingParams
+from services.scheduler.core.output import ModelRunnerOutput
+from services.scheduler.core.ports import PoolLost
 from services.scheduler.core.recorder import Entry, RecordingScheduler
 from services.scheduler.core.request import Request
 from services.scheduler.core.scheduler import PauseMode
 
 _ABSENT = object()
-
-
-class LosablePool:
-    """An in-process pool that can be lost, and opened again, empty."""
-
-    def __init__(self, config: SchedulerConfig) -> None:
-        self._config = config
-        self.num_answers_left: int | None = None
-        """Transactions that it answers before it is lost; None if it is not to be lost."""
-        self.reopen()
-
-    def reopen(self) -> None:
-        """Begins a new life."""
-        self.num_answers_left = None
-        self._pool = InProcessPool(
-            self._config.num_blocks,
-            self._config.block_size,
-            enable_prefix_caching=self._config.enable_prefix_caching,
-            groups=self._config.groups,
-            drop_last_hit_block=self._config.drop_last_hit_block,
-        )
-
-    async def transact(self, operations: Sequence[Operation], traceparent: str = "") -> Outcome:
-        """See `ports.KVPool`."""
-        if self.num_answers_left is not None:
-            if self.num_answers_left == 0:
-                raise ports.PoolLost("the pool was lost here")
-            self.num_answers_left -= 1
-        return await self._pool.transact(operations, traceparent)
+_CALLS = (
+    *("add", "abort", "pause", "resume", "schedule", "update_from_output", "preempt_all"),
+    *("forget_pool", "admit_only", "flush", "reset_prefix_cache", "end"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +37,17 @@ class Difference:
     replayed: Any
 
 
-class LogReplay:
+class LogReplay(SchedulerRun):
     """Replays the entries of a log in order, and keeps what a what-if needs."""
 
     def __init__(self, header: Header) -> None:
-        self._pool = LosablePool(header.config)
         self._recorded: list[Entry] = []
-        self.scheduler = RecordingScheduler(header.config, self._pool, self._recorded.append)
-        self.statistics = RunStatistics(self.scheduler)
+        pool = InProcessPool(header.config)
+        super().__init__(RecordingScheduler(header.config, pool, self._recorded.append), pool)
         self.history = History()
+        self.requests = self.history.requests
         self.is_complete = False
         """Whether the entry `end` was read."""
-        self._in_flight: dict[int, SchedulerOutput] = {}
 
     async def replay_entry(self, entry: Field) -> list[Difference]:
         """Makes the call of an entry; returns the fields that differ.
@@ -85,109 +61,102 @@ class LogReplay:
         if call == "end":
             self.is_complete = True
             return []
-        await _CALLS[call](self, entry)
+        if "lost_after" in entry.members():
+            self.pool.num_answers_left = entry["lost_after"].integer()
+        with suppress(PoolLost):
+            await self._call(call, entry)
+        self.pool.num_answers_left = None
         replayed = self._recorded.pop()
         return _compare(replayed.get("step", self.history.num_plans), entry.members(), replayed)
 
-    async def _add(self, entry: Field) -> None:
-        arrival = read_arrival(entry, self.scheduler.config.max_model_len)
-        if arrival.key in self.history.requests:
-            raise entry["key"].wrong("must be new")
-        request = new_request(arrival)
-        self.statistics.arrived(request, self.history.num_plans)
-        self.history.add_arrival(arrival, request)
-        self.scheduler.add(request)
+    async def _call(self, call: str, entry: Field) -> None:
+        match call:
+            case "add":
+                await self._apply(self._read_request(entry))
+            case "abort":
+                key = self._unfinished(entry["key"]).key
+                await self._apply(Abort(key, entry["reason"].member(FinishReason)))
+            case "preempt_all" | "forget_pool" | "reset_prefix_cache":
+                await self._apply(call)
+            case "pause":
+                self.scheduler.pause(entry["mode"].member(PauseMode))
+            case "resume":
+                self.scheduler.resume()
+            case "admit_only" if entry["keys"].value is None:
+                self.scheduler.admit_only(None)
+            case "admit_only":
+                self.scheduler.admit_only(list(map(self._unfinished, entry["keys"].items())))
+            case "flush":
+                await self.scheduler.flush()
+            case "schedule":
+                plan = await self.scheduler.schedule()
+                self.statistics.planned(plan, self.history.num_plans)
+                self.in_flight[plan.step] = plan
+                self.history.add_plan()
+            case _:
+                self._update_from_output(entry)
 
-    async def _abort(self, entry: Field) -> None:
-        request = self._request(entry["key"])
-        reason = FinishReason(entry["reason"].one_of([reason.value for reason in FinishReason]))
-        self.history.add_abort(request, reason)
-        self.scheduler.abort(request, reason)
+    async def _apply(self, event: Event) -> None:
+        self.history.add(event)
+        await self.apply(event, self.history.num_plans)
 
-    async def _pause(self, entry: Field) -> None:
-        self.scheduler.pause(PauseMode(entry["mode"].one_of([mode.value for mode in PauseMode])))
-
-    async def _resume(self, entry: Field) -> None:  # noqa: ARG002 - the call has no arguments
-        self.scheduler.resume()
-
-    async def _schedule(self, entry: Field) -> None:
-        plan = await self._with_loss(entry, self.scheduler.schedule)
-        if plan is not None:
-            self.statistics.planned(plan, self.history.num_plans)
-            self._in_flight[plan.step] = plan
-            self.history.add_plan()
-
-    async def _update_from_output(self, entry: Field) -> None:
+    def _update_from_output(self, entry: Field) -> None:
         step = entry["step"]
-        plan = self._in_flight.get(step.integer())
+        plan = self.in_flight.get(step.integer())
         if plan is None:
             raise step.wrong("must be a step in flight")
         output = _read_output(entry, len(plan.requests))
-        self._in_flight = {
-            number: later for number, later in self._in_flight.items() if number > plan.step
-        }
+        for number in [number for number in self.in_flight if number <= plan.step]:
+            del self.in_flight[number]
         update = self.scheduler.update_from_output(plan, output)
         self.statistics.updated(update)
         self.history.add_update(update)
 
-    async def _preempt_all(self, entry: Field) -> None:  # noqa: ARG002 - the call has no arguments
-        self.history.add_call("preempt_all")
-        self.scheduler.preempt_all()
-        self.statistics.preempted()
-
-    async def _forget_pool(self, entry: Field) -> None:  # noqa: ARG002 - the call has no arguments
-        self.history.add_call("forget_pool")
-        self._in_flight.clear()
-        self.scheduler.forget_pool()
-        self.statistics.preempted()
-        self._pool.reopen()
-
-    async def _admit_only(self, entry: Field) -> None:
-        keys = entry["keys"]
-        if keys.value is None:
-            self.scheduler.admit_only(None)
-        else:
-            self.scheduler.admit_only([self._request(key) for key in keys.items()])
-
-    async def _flush(self, entry: Field) -> None:
-        await self._with_loss(entry, self.scheduler.flush)
-
-    async def _reset_prefix_cache(self, entry: Field) -> None:
-        self.history.add_call("reset_prefix_cache")
-        await self._with_loss(entry, self.scheduler.reset_prefix_cache)
-
-    async def _with_loss(self, entry: Field, call: Callable[[], Any]) -> Any:
-        """Calls, with a pool that is lost where the log says so; returns None then."""
-        if "lost_after" in entry.members():
-            self._pool.num_answers_left = entry["lost_after"].integer()
-        try:
-            return await call()
-        except ports.PoolLost:
-            return None
-        finally:
-            self._pool.num_answers_left = None
-
-    def _request(self, key: Field) -> Request:
-        request = self.history.requests.get(key.integer())
+    def _unfinished(self, key: Field) -> Request:
+        request = self.requests.get(RequestKey(key.integer()))
         if request is None or request.is_finished:
             raise key.wrong("must be of a request that has not ended")
         return request
 
+    def _read_request(self, entry: Field) -> Request:
+        key, tokens = RequestKey(entry["key"].integer(1)), entry["tokens"]
+        if key in self.requests:
+            raise entry["key"].wrong("must be new")
+        token_ids, max_model_len = tokens.integers(), self.scheduler.config.max_model_len
+        if not 0 < len(token_ids) < max_model_len:
+            raise tokens.wrong(f"must hold 1 to {max_model_len - 1} tokens")
+        num_prompt_tokens = entry["num_prompt_tokens"].integer(1, len(token_ids))
+        return Request(
+            request_id=entry["id"].text(),
+            key=key,
+            token_ids=token_ids,
+            num_prompt_tokens=num_prompt_tokens,
+            sampling=SamplingParams(
+                max_tokens=entry["max_tokens"].integer(len(token_ids) - num_prompt_tokens + 1),
+                eos_token_ids=tuple(entry["eos_token_ids"].integers()),
+                stop_token_ids=tuple(entry["stop_token_ids"].integers()),
+                repetition_detection=_read_repetition(entry["repetition_detection"]),
+                min_tokens=entry["min_tokens"].integer(),
+            ),
+            priority=entry["priority"].integer(-(2**31)),
+            arrival_time=entry["arrival_time"].number(-1e18, 1e18),
+            cache_salt=entry["cache_salt"].text(),
+            reads_prefix_cache=entry["reads_prefix_cache"].boolean(),
+        )
 
-_CALLS: dict[str, Any] = {
-    "add": LogReplay._add,
-    "abort": LogReplay._abort,
-    "pause": LogReplay._pause,
-    "resume": LogReplay._resume,
-    "schedule": LogReplay._schedule,
-    "update_from_output": LogReplay._update_from_output,
-    "preempt_all": LogReplay._preempt_all,
-    "forget_pool": LogReplay._forget_pool,
-    "admit_only": LogReplay._admit_only,
-    "flush": LogReplay._flush,
-    "reset_prefix_cache": LogReplay._reset_prefix_cache,
-    "end": None,
-}
+
+def _read_repetition(entry: Field) -> RepetitionDetection | None:
+    if entry.value is None:
+        return None
+    values = entry.integers()
+    if len(values) != 3:
+        raise entry.wrong("must be two sizes and a count")
+    repetition = RepetitionDetection(*values)
+    try:
+        repetition.validate()
+    except InvalidArgument as error:
+        raise entry.wrong(f"must describe a repetition ({error.message})") from None
+    return repetition
 
 
 def _read_output(entry: Field, num_requests: int) -> ModelRunnerOutput:

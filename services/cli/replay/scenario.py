@@ -1,11 +1,15 @@
 """A scenario: a configuration in vLLM's names, and what happens at each step."""
 
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
 from services.cli.replay.fields import Field, FieldError
 from services.cli.replay.settings import read_config
+from services.common.ids import RequestKey
+from services.common.sampling import SamplingParams
 from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.request import Request
 
 DEFAULTS: dict[str, Any] = {
     "policy": "fcfs",
@@ -35,24 +39,10 @@ _MOST_STEPS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
-    """A request, as a client would send it."""
+class Abort:
+    """A request that is aborted, before a step or between its plan and its tokens (`mid`)."""
 
     request_id: str
-    prompt_token_ids: list[int]
-    max_tokens: int
-    priority: int
-    arrival_time: float
-    eos_token_ids: frozenset[int]
-    stop_token_ids: frozenset[int]
-    cache_salt: str
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    """Requests that are aborted, before a step or between its plan and its tokens (`mid`)."""
-
-    request_ids: list[str]
     is_mid_step: bool
 
 
@@ -64,8 +54,8 @@ class Scenario:
     named_config: dict[str, Any]
     """The whole configuration, in the scenario's own names."""
     config: SchedulerConfig
-    events: dict[int, list[Arrival | Abort]]
-    """By step, in the order of the file."""
+    events: dict[int, list[Request | Abort]]
+    """By step, in the order of the file: requests that arrive, and aborts."""
     max_steps: int
 
 
@@ -79,20 +69,20 @@ def read_scenario(document: Any) -> Scenario:
     config = _config(Field(named, given.path))
     eos = Field(named["eos_token_id"], (*given.path, "eos_token_id")).integer()
     Field(named["prefix_caching_hash_algo"], (*given.path, "prefix_caching_hash_algo")).text()
-    events: dict[int, list[Arrival | Abort]] = {}
+    events: dict[int, list[Request | Abort]] = defaultdict(list)
     known: set[str] = set()
     for event in top["events"].items():
         step = event["step"].integer(0, _MOST_STEPS)
         if "add" in event.members():
             event.only(("step", "add"))
-            arrival = _arrival(event["add"], step, eos)
-            if arrival.request_id in known:
+            request = _request(event["add"], RequestKey(len(known) + 1), step, eos)
+            if request.request_id in known:
                 raise event["add"]["request_id"].wrong("must be new")
-            known.add(arrival.request_id)
-            events.setdefault(step, []).append(arrival)
+            known.add(request.request_id)
+            events[step].append(request)
         else:
             event.only(("step", "abort", "phase"))
-            events.setdefault(step, []).append(_abort(event))
+            events[step] += _aborts(event)
     max_steps = top.get("max_steps", _MAX_STEPS).integer(1, _MOST_STEPS)
     return Scenario(top.get("name", "").text(), named, config, events, max_steps)
 
@@ -113,7 +103,7 @@ def _config(field: Field) -> SchedulerConfig:
         raise FieldError(wrong, complaint) from None
 
 
-def _arrival(add: Field, step: int, eos: int) -> Arrival:
+def _request(add: Field, key: RequestKey, step: int, eos: int) -> Request:
     add.only(
         (
             *("request_id", "prompt_token_ids", "max_tokens", "priority", "arrival_time"),
@@ -121,22 +111,25 @@ def _arrival(add: Field, step: int, eos: int) -> Arrival:
         )
     )
     add.get("min_tokens", 0).integer()  # checked, and not used: it concerns the sampler
-    salt = add.get("cache_salt", "")
-    return Arrival(
+    salt, prompt = add.get("cache_salt", ""), add["prompt_token_ids"].integers()
+    return Request(
         request_id=add["request_id"].text(),
-        prompt_token_ids=add["prompt_token_ids"].integers(),
-        max_tokens=add["max_tokens"].integer(1),
+        key=key,
+        token_ids=prompt,
+        num_prompt_tokens=len(prompt),
+        sampling=SamplingParams(
+            max_tokens=add["max_tokens"].integer(1),
+            eos_token_ids=() if add.get("ignore_eos", False).boolean() else (eos,),
+            stop_token_ids=tuple(set(add.get("stop_token_ids", []).integers())),
+        ),
         priority=add.get("priority", 0).integer(-(2**31)),
         arrival_time=add.get("arrival_time", float(step)).number(-1e18, 1e18),
-        eos_token_ids=frozenset(() if add.get("ignore_eos", False).boolean() else (eos,)),
-        stop_token_ids=frozenset(add.get("stop_token_ids", []).integers()),
         cache_salt="" if salt.value is None else salt.text(),
     )
 
 
-def _abort(event: Field) -> Abort:
+def _aborts(event: Field) -> list[Abort]:
     ids = event["abort"]
-    return Abort(
-        [ids.text()] if isinstance(ids.value, str) else [item.text() for item in ids.items()],
-        event.get("phase", "before").one_of(_PHASES) == "mid",
-    )
+    is_mid_step = event.get("phase", "before").one_of(_PHASES) == "mid"
+    items = [ids] if isinstance(ids.value, str) else ids.items()
+    return [Abort(item.text(), is_mid_step) for item in items]

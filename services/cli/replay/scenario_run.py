@@ -8,10 +8,9 @@ from collections import deque
 from typing import Any
 
 from services.cli.replay.inprocess_pool import InProcessPool
-from services.cli.replay.scenario import Abort, Arrival, Scenario
+from services.cli.replay.scenario import Abort, Scenario
 from services.cli.replay.scenario_model import continuation, proposals
-from services.common.ids import RequestKey
-from services.common.sampling import SamplingParams
+from services.cli.replay.scheduler_run import as_added
 from services.kvpool.core.kv_pool import KVPool
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.request import Request
@@ -24,9 +23,7 @@ Record = dict[str, Any]
 async def run_scenario(scenario: Scenario) -> Record:
     """The record, with the pool in this process."""
     config = scenario.config
-    pool = InProcessPool(
-        config.num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching
-    )
+    pool = InProcessPool(config)
     return await ScenarioRun(scenario, Scheduler(config, pool), pool.core).run()
 
 
@@ -99,14 +96,14 @@ class ScenarioRun:
 
     async def _apply_events(self, step: int, record: Record) -> None:
         for event in self._scenario.events.get(step, ()):
-            if isinstance(event, Arrival):
-                self._add(step, event, record)
+            if isinstance(event, Request):
+                self._add(step, as_added(event), record)
             elif not event.is_mid_step:
                 self._abort(step, event, record)
         await self.scheduler.flush()
 
-    def _add(self, step: int, arrival: Arrival, record: Record) -> None:
-        request_id, prompt = arrival.request_id, arrival.prompt_token_ids
+    def _add(self, step: int, request: Request, record: Record) -> None:
+        request_id = request.request_id
         record.setdefault("added", []).append(request_id)
         self._results[request_id] = {
             "output_token_ids": [],
@@ -117,34 +114,19 @@ class ScenarioRun:
             "finish_reason": None,
             "stop_reason": None,
         }
-        if not 0 < len(prompt) < self._scenario.config.max_model_len:
+        if not 0 < request.num_tokens < self._scenario.config.max_model_len:
             record.setdefault("rejected", []).append(request_id)
             self._results[request_id] |= {"finish_reason": "rejected", "finish_step": step}
             return
-        request = Request(
-            request_id=request_id,
-            key=RequestKey(len(self._requests) + 1),
-            token_ids=list(prompt),
-            num_prompt_tokens=len(prompt),
-            sampling=SamplingParams(
-                max_tokens=arrival.max_tokens,
-                eos_token_ids=tuple(arrival.eos_token_ids),
-                stop_token_ids=tuple(arrival.stop_token_ids),
-            ),
-            priority=arrival.priority,
-            arrival_time=arrival.arrival_time,
-            cache_salt=arrival.cache_salt,
-        )
         self._requests[request_id] = request
         self.scheduler.add(request)
 
     def _abort(self, step: int, abort: Abort, record: Record) -> None:
-        for request_id in abort.request_ids:
-            request = self._requests.get(request_id)
-            if request is not None and not request.is_finished:
-                record.setdefault("aborted", []).append(request_id)
-                self.scheduler.abort(request)
-                self._note_end(request, step)
+        request = self._requests.get(abort.request_id)
+        if request is not None and not request.is_finished:
+            record.setdefault("aborted", []).append(abort.request_id)
+            self.scheduler.abort(request)
+            self._note_end(request, step)
 
     def _note_end(self, request: Request, step: int) -> None:
         self._finished_since_plan.append(request.request_id)

@@ -8,13 +8,13 @@ step of the abort. A request that has not ended at the end of the log is aborted
 logged tokens.
 """
 
-from collections import deque
 from dataclasses import replace
 from typing import Any
 
 from services.cli.errors import CommandError
-from services.cli.replay.history import Abort, Arrival, Event, History, new_request
-from services.cli.replay.log_replay import LosablePool
+from services.cli.replay.history import Event, History
+from services.cli.replay.inprocess_pool import InProcessPool
+from services.cli.replay.scheduler_run import SchedulerRun
 from services.cli.replay.statistics import RunStatistics
 from services.common.errors import StepwellError
 from services.common.finish_reason import FinishReason
@@ -58,74 +58,50 @@ async def what_if(history: History, config: SchedulerConfig) -> RunStatistics:
     return await run.run()
 
 
-class WhatIf:
+class WhatIf(SchedulerRun):
     """One run of a history under a configuration."""
 
     def __init__(self, history: History, config: SchedulerConfig) -> None:
-        self._pool = LosablePool(config)
+        pool = InProcessPool(config)
+        super().__init__(Scheduler(config, pool), pool)
         self._history = history
-        self.scheduler = Scheduler(config, self._pool)
-        self.statistics = RunStatistics(self.scheduler)
-        self._requests: dict[int, Request] = {}
-        self._in_flight: deque[SchedulerOutput] = deque()
         self._depth = 2 if config.async_scheduling else 1
         self._now = 0
 
     async def run(self) -> RunStatistics:
         """Runs to the end of the last request."""
-        last = max(self._history.moments, default=0)
-        while self._now <= last or self._in_flight or self.scheduler.has_work:
+        last = max([*self._history.before_plan, *self._history.before_update], default=0)
+        while self._now <= last or self.in_flight or self.scheduler.has_work:
             await self._step(is_last=self._now > last)
             self._now += 1
         return self.statistics
 
     async def _step(self, *, is_last: bool) -> None:
-        moment = self._history.moments.get(self._now)
-        for event in moment.before_plan if moment else ():
-            await self._apply(event, self._now)
+        for event in self._history.before_plan.get(self._now, ()):
+            await self.apply(event, self._now)
         plan = None
         if self.scheduler.has_work:
             plan = await self.scheduler.schedule()
             self.statistics.planned(plan, self._now)
             if plan.requests or plan.removed_rows:
-                self._in_flight.append(plan)
-        for event in moment.before_update if moment else ():
-            await self._apply(event, self._now + 1)
+                self.in_flight[plan.step] = plan
+        for event in self._history.before_update.get(self._now, ()):
+            await self.apply(event, self._now + 1)
         planned = plan is not None and bool(plan.requests)
-        if self._in_flight and (len(self._in_flight) >= self._depth or not planned):
-            self._update(self._in_flight.popleft())
+        if self.in_flight and (len(self.in_flight) >= self._depth or not planned):
+            self._update(self.in_flight.pop(min(self.in_flight)))
         elif is_last and plan is not None and not planned:
             raise CommandError(
                 f"with these settings {len(self.scheduler.waiting)} of the requests would wait "
                 "for ever: the pool cannot hold the first of them"
             )
 
-    async def _apply(self, event: Event, now: int) -> None:
-        if isinstance(event, Arrival):
-            self._arrive(event, now)
-        elif isinstance(event, Abort):
-            request = self._requests.get(event.key)
-            if request is not None:
-                self.scheduler.abort(request, event.reason)
-        elif event == "preempt_all":
-            self.scheduler.preempt_all()
-            self.statistics.preempted()
-        elif event == "reset_prefix_cache":
-            await self.scheduler.reset_prefix_cache()
-        else:
-            self._in_flight.clear()
-            self.scheduler.forget_pool()
-            self.statistics.preempted()
-            self._pool.reopen()
-
-    def _arrive(self, arrival: Arrival, now: int) -> None:
-        if len(arrival.token_ids) >= self.scheduler.config.max_model_len:
+    async def apply(self, event: Event, now: int) -> None:
+        """Makes the call of an event; refuses requests that are too long for the configuration."""
+        if isinstance(event, Request) and event.num_tokens >= self.scheduler.config.max_model_len:
             self.statistics.num_refused += 1
-            return
-        request = new_request(arrival)
-        self._requests[arrival.key] = request
-        self.statistics.arrived(request, now)
-        self.scheduler.add(request)
+        else:
+            await super().apply(event, now)
 
     def _update(self, plan: SchedulerOutput) -> None:
         drafts = [-1] * self.scheduler.config.num_speculative_tokens

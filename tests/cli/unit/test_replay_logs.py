@@ -21,8 +21,9 @@ from stepwell.common.v1 import common_pb2
 from services.cli.__main__ import main
 from services.cli.errors import CommandError
 from services.cli.replay.fields import Field
+from services.cli.replay.inprocess_pool import InProcessPool
 from services.cli.replay.log_file import Header
-from services.cli.replay.log_replay import LogReplay, LosablePool
+from services.cli.replay.log_replay import LogReplay
 from services.cli.replay.scenario_model import next_token
 from services.cli.replay.statistics import RunStatistics
 from services.cli.replay.what_if import WhatIf, changed_config
@@ -54,7 +55,7 @@ class Fragile:
 
     def __init__(self, config: SchedulerConfig, losses: dict[int, int]) -> None:
         self.entries: list[Entry] = []
-        self._pool = LosablePool(config)
+        self._pool = InProcessPool(config)
         self._scheduler = RecordingScheduler(config, self._pool, self.entries.append)
         self._losses = losses
         self._in_flight: deque[SchedulerOutput] = deque()

@@ -259,14 +259,14 @@ async def test_resetting_is_refused_while_blocks_are_in_use(bench: Bench) -> Non
     assert bench.inbox.tokens["a"] == continuation(prompt(9), 50)
     await bench.until_idle()
     await bench.engine.reset_prefix_cache(preempt_running=False)
-    assert bench.pool.inner.core.num_cached_hashes == 0
+    assert bench.pool.core.num_cached_hashes == 0
 
 
 async def test_resetting_may_preempt_and_changes_no_token(bench: Bench) -> None:
     request = bench.add("a", prompt(9), max_tokens=50)
     await bench.until_tokens("a", 2)
     await bench.engine.reset_prefix_cache(preempt_running=True)
-    assert bench.pool.inner.core.num_cached_hashes == 0
+    assert bench.pool.core.num_cached_hashes == 0
     await bench.until_ended("a")
     assert request.num_preemptions == 1
     assert bench.inbox.tokens["a"] == continuation(prompt(9), 50)

@@ -1,0 +1,51 @@
+"""A scheduler over a pool in this process, driven by the events of a log."""
+
+from dataclasses import replace
+
+from services.cli.replay.history import Abort, Event
+from services.cli.replay.inprocess_pool import InProcessPool
+from services.cli.replay.statistics import RunStatistics
+from services.common.ids import RequestKey
+from services.scheduler.core.output import SchedulerOutput
+from services.scheduler.core.request import Request
+from services.scheduler.core.scheduler import Scheduler
+
+
+class SchedulerRun:
+    """One run, and its statistics."""
+
+    def __init__(self, scheduler: Scheduler, pool: InProcessPool) -> None:
+        self.scheduler = scheduler
+        self.pool = pool
+        self.statistics = RunStatistics(scheduler)
+        self.requests: dict[RequestKey, Request] = {}
+        self.in_flight: dict[int, SchedulerOutput] = {}
+        """Plans without the tokens of their step, by its number."""
+
+    async def apply(self, event: Event, now: int) -> None:
+        """Makes the call of an event, which came when `now` steps had been planned. The abort of a
+        request that was not added does nothing.
+        """
+        if isinstance(event, Request):
+            request = as_added(event)
+            self.requests[request.key] = request
+            self.statistics.arrived(request, now)
+            self.scheduler.add(request)
+        elif isinstance(event, Abort):
+            if event.key in self.requests:
+                self.scheduler.abort(self.requests[event.key], event.reason)
+        elif event == "reset_prefix_cache":
+            await self.scheduler.reset_prefix_cache()
+        elif event == "preempt_all":
+            self.scheduler.preempt_all()
+            self.statistics.preempted()
+        else:
+            self.in_flight.clear()
+            self.scheduler.forget_pool()
+            self.statistics.preempted()
+            self.pool.reopen()
+
+
+def as_added(request: Request) -> Request:
+    """A copy, to be scheduled, of a request that never was."""
+    return replace(request, token_ids=list(request.token_ids), draft_token_ids=[], block_hashes=[])
