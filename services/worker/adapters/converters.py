@@ -20,7 +20,7 @@ from services.worker.core.step import (
     StepOutput,
 )
 from services.worker.core.worker import WorkerDescription
-from services.worker.sampling.sampler import LogprobRows
+from services.worker.sampling.logprobs import LogprobRows
 
 _INT32_BYTES = 4
 _INT32 = np.dtype("<i4")

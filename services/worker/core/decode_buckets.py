@@ -83,8 +83,3 @@ class _Program:
         self._positions[:count].copy_(self._device.upload(positions), non_blocking=True)
         self._positions[count:].zero_()
         return self._run()[:count]
-
-
-def is_decodes_alone(layout: StepLayout) -> bool:
-    """Whether every request of a step has one token."""
-    return layout.num_decodes == len(layout.seq_lens)

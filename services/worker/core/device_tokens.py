@@ -6,7 +6,7 @@ that are sampled on the host, because their logits are edited or drafts are veri
 the host at once.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from services.worker.backends.cuda.logprobs import PendingLogprobs, logprobs_on_
 from services.worker.backends.cuda.sampler import UNUSABLE, sample_on_device
 from services.worker.backends.device import Device, Download
 from services.worker.core.errors import InvalidStep
+from services.worker.core.layout import StepTokens
 from services.worker.core.step import Int32Array, RequestLogprobs, StepInput, StepOutput
 from services.worker.sampling.sampler import SamplingMetadata
 
@@ -82,30 +83,26 @@ class DeviceTokens:
         self._is_held[rows] = False
 
     def fill_in(
-        self,
-        token_ids: torch.Tensor,
-        step: StepInput,
-        first_tokens: Int32Array,
-        num_tokens: Int32Array,
+        self, token_ids: torch.Tensor, step: StepInput, tokens: StepTokens, num_tokens: Int32Array
     ) -> None:
         """Writes last tokens that are on the device alone into a step's token ids, in place.
 
-        `first_tokens`: index of each request's first token in `token_ids`; `num_tokens`: tokens
-        that each request has. Raises InvalidStep for a request that computes tokens before its last
-        one, since the host does not know them.
+        `num_tokens`: tokens of each request, in the order of the layout. Raises InvalidStep for a
+        request that computes tokens before its last one, since the host does not know them.
         """
-        held = np.flatnonzero(self._is_held[step.rows])
-        behind = held[step.num_computed_tokens[held] != num_tokens[held] - 1]
+        held = np.flatnonzero(self._is_held[tokens.rows])
+        if not len(held):
+            return
+        behind = held[(tokens.num_computed_tokens != num_tokens - 1)[held]]
         if len(behind):
             raise InvalidStep(
-                f"step {step.step}: num_computed_tokens: row {step.rows[behind[0]]} computes "
+                f"step {step.step}: num_computed_tokens: row {tokens.rows[behind[0]]} computes "
                 "tokens again that it has sampled",
                 field="num_computed_tokens",
             )
-        if len(held):
-            rows = self._device.upload(step.rows[held].astype(np.int64))
-            indexes = self._device.upload(first_tokens[held].astype(np.int64))
-            token_ids.index_copy_(0, indexes, self._last_tokens.index_select(0, rows))
+        rows = self._device.upload(tokens.rows[held].astype(np.int64))
+        indexes = self._device.upload(tokens.first_tokens[held].astype(np.int64))
+        token_ids.index_copy_(0, indexes, self._last_tokens.index_select(0, rows))
 
     def sample(
         self,
@@ -134,15 +131,6 @@ class DeviceTokens:
     def _sampled(self, logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
         if not self._by_row or not metadata.temperatures.any():
             return sample_on_device(logits, metadata, self._device)
-        arrays = {field.name: getattr(metadata, field.name) for field in fields(metadata)}
         rows = [slice(row, row + 1) for row in range(len(logits))]
-        return torch.cat(
-            [
-                sample_on_device(
-                    logits[row],
-                    SamplingMetadata(**{name: array[row] for name, array in arrays.items()}),
-                    self._device,
-                )
-                for row in rows
-            ]
-        )
+        sampled = [sample_on_device(logits[row], metadata.of(row), self._device) for row in rows]
+        return torch.cat(sampled)

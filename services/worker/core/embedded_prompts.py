@@ -5,17 +5,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from services.common.prompt_embeds import EmbedsDtype, PromptEmbeds
+from services.common.prompt_embeds import PromptEmbeds
 from services.worker.core.errors import InvalidStep
 from services.worker.core.layout import StepTokens
 from services.worker.core.step import StepInput
 from services.worker.models.model import Model
-
-_DTYPES = {
-    EmbedsDtype.FLOAT32: torch.float32,
-    EmbedsDtype.BFLOAT16: torch.bfloat16,
-    EmbedsDtype.FLOAT16: torch.float16,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,24 +64,19 @@ class EmbeddedPrompts:
             self._embeds.pop(row, None)
         self._embeds |= entering
 
-    def of_step(
-        self, step: StepInput, tokens: StepTokens, token_ids: torch.Tensor
-    ) -> torch.Tensor | None:
-        """Embeddings [num_tokens, hidden_size] of a step, in the layout's order; None if all of
-        them are looked up by token id.
-        """
+    def of_step(self, tokens: StepTokens, token_ids: torch.Tensor) -> torch.Tensor | None:
+        """Embeddings [num_tokens, hidden_size] of a step; None if all are those of token ids."""
         embedded: torch.Tensor | None = None
         if not self._embeds:
             return embedded
-        for index, row in enumerate(step.rows.tolist()):
+        columns = (tokens.rows, tokens.first_tokens, tokens.num_computed_tokens, tokens.seq_lens)
+        for row, first, computed, end in zip(*(x.tolist() for x in columns), strict=True):
             given = self._embeds.get(row)
-            computed = int(step.num_computed_tokens[index])
             if given is None or computed >= given.end:
                 continue
             if embedded is None:
                 embedded = self._model.embed(token_ids)
-            count = min(int(step.num_scheduled_tokens[index]), given.end - computed)
-            first, begin = int(tokens.first_tokens[index]), computed - given.begin
+            count, begin = min(end, given.end) - computed, computed - given.begin
             embedded[first : first + count] = given.matrix[begin : begin + count]
         return embedded
 
@@ -95,5 +84,5 @@ class EmbeddedPrompts:
         like = self._model.embed(torch.zeros(1, dtype=torch.int64, device=device))
         embeds.check(like.shape[1])
         numbers = np.frombuffer(embeds.data, np.uint8).copy()
-        matrix = torch.from_numpy(numbers).view(_DTYPES[embeds.dtype])
+        matrix = torch.from_numpy(numbers).view(getattr(torch, embeds.dtype.name.lower()))
         return matrix.view(embeds.num_tokens, -1).to(like)

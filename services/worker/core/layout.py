@@ -1,4 +1,4 @@
-"""The tokens of a step, in the order that attention needs."""
+"""The tokens of a step, in the order that attention needs, and the logits to sample from."""
 
 from dataclasses import dataclass
 
@@ -11,23 +11,73 @@ from services.worker.core.step import StepInput
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
-    """Token ids and positions, int64 [num_tokens], and the layouts of their keys and values.
+    """Token ids and positions, int64 [num_tokens], and the requests that they belong to.
 
-    `order`: indexes of the step's requests in the order of the layout. `first_tokens` int32: the
-    index of each request's first token, in the step's order. `layouts`: one for each KV-cache
+    Arrays over requests are in the layout's order: `order` are their indexes in the step.
+    `num_draft_tokens` is None if the step has no drafts. There is one layout for each KV-cache
     group; they differ in their tables.
     """
 
     token_ids: Int64Array
     positions: Int64Array
     order: Int64Array
-    first_tokens: Int32Array
+    num_scheduled_tokens: Int32Array
+    num_draft_tokens: Int32Array | None
     layouts: tuple[StepLayout, ...]
+
+    @property
+    def rows(self) -> Int32Array:
+        """The row of the batch of each request."""
+        return self.layouts[0].rows
+
+    @property
+    def first_tokens(self) -> Int32Array:
+        """The index of each request's first token."""
+        return self.layouts[0].query_starts[:-1]
+
+    @property
+    def seq_lens(self) -> Int32Array:
+        """The number of tokens of each request after the step, drafts included."""
+        return self.layouts[0].seq_lens
+
+    @property
+    def num_computed_tokens(self) -> Int32Array:
+        """The number of tokens of each request that are computed before the step."""
+        return self.seq_lens - self.num_scheduled_tokens
+
+    def sampling(self, num_tokens: Int32Array) -> "SamplingRequests":
+        """The requests to sample for: those whose last known token is computed.
+
+        `num_tokens`: known tokens of each request.
+        """
+        drafts, seq_lens = self.num_draft_tokens, self.seq_lens
+        known = seq_lens if drafts is None else seq_lens - drafts
+        requests = np.flatnonzero(known == num_tokens)
+        ends = self.layouts[0].query_starts[1:][requests].astype(np.int64)
+        if drafts is None:
+            return SamplingRequests(requests, ends - 1, np.arange(len(requests)))
+        counts = drafts[requests] + 1
+        firsts = np.cumsum(counts) - counts
+        indices = np.repeat(ends - counts - firsts, counts) + np.arange(counts.sum())
+        return SamplingRequests(requests, indices, firsts)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRequests:
+    """The requests of a step that tokens are sampled for, by index in the layout's order.
+
+    `logits_indices`: rising indexes of the step's tokens whose logits are needed: each request's
+    last known token and its drafts. `firsts`: index in `logits_indices` of each request's first.
+    """
+
+    requests: Int64Array
+    logits_indices: Int64Array
+    firsts: Int64Array
 
 
 def lay_out(step: StepInput, batch: InputBatch) -> StepTokens:
     """Orders requests: those with one token by length, then the others in the step's order."""
-    counts = step.num_scheduled_tokens
+    counts, drafts = step.num_scheduled_tokens, step.num_draft_tokens
     seq_lens = step.num_computed_tokens + counts
     is_decode = counts == 1
     num_decodes = int(np.count_nonzero(is_decode))
@@ -44,12 +94,11 @@ def lay_out(step: StepInput, batch: InputBatch) -> StepTokens:
         for tables in batch.block_tables
     )
     positions = layouts[0].positions
-    first_tokens = np.empty(len(counts), np.int32)
-    first_tokens[order] = starts[:-1]
     return StepTokens(
         token_ids=batch.token_ids[layouts[0].token_rows, positions].astype(np.int64),
         positions=positions,
         order=order,
-        first_tokens=first_tokens,
+        num_scheduled_tokens=counts[order],
+        num_draft_tokens=drafts[order] if drafts.any() else None,
         layouts=layouts,
     )

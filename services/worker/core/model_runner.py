@@ -14,22 +14,24 @@ that the model gives it: the rate of rejection sampling (Leviathan et al.) for d
 proposed with certainty.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
-from services.worker.backends.attention import PagedAttention
+from services.worker.backends.attention import Int64Array, PagedAttention
 from services.worker.backends.device import CpuDevice, Device
-from services.worker.core.computed import Computed, SamplingRequests, StepRequests
-from services.worker.core.decode_buckets import DecodeBuckets, is_decodes_alone
+from services.worker.core.decode_buckets import DecodeBuckets
 from services.worker.core.device_tokens import DeviceTokens, PendingOutput
 from services.worker.core.embedded_prompts import EmbeddedPrompts
 from services.worker.core.input_batch import BatchLimits, InputBatch
-from services.worker.core.layout import StepTokens, lay_out
+from services.worker.core.layout import SamplingRequests, StepTokens, lay_out
 from services.worker.core.lockstep import Lockstep
-from services.worker.core.sampled import Sampled, joined
+from services.worker.core.sampled import Sampled
 from services.worker.core.step import Int32Array, StepInput, StepOutput
 from services.worker.models.model import Model, wanted_rows
-from services.worker.sampling.sampler import LogprobRows, Sampler, prompt_logprobs
+from services.worker.sampling.logprobs import LogprobRows, logprob_rows
+from services.worker.sampling.sampler import Sampler
 
 _PROMPT_LOGPROB_ROWS = 128
 """Prompt positions whose logits are held at once."""
@@ -63,8 +65,8 @@ class ModelRunner:
         self._embedded = EmbeddedPrompts(model)
         self._sampler = Sampler(limits.max_num_seqs, limits.vocab_size)
         self._generation: int | None = None
-        self._prompt_watchers: set[int] = set()
-        """Rows whose requests ask for log-probabilities of their prompts."""
+        self._num_prompt_logprobs: dict[int, int] = {}
+        """By row, for requests that ask for log-probabilities of their prompts."""
 
     @property
     def limits(self) -> BatchLimits:
@@ -75,7 +77,7 @@ class ModelRunner:
         """Empties the batch, also after a step that failed half-way."""
         limits = self._batch.limits
         self._batch.clear()
-        self._prompt_watchers.clear()
+        self._num_prompt_logprobs.clear()
         self._embedded.clear()
         if self._device_tokens is not None:
             self._device_tokens.reset()
@@ -108,11 +110,14 @@ class ModelRunner:
             return StepOutput(step.generation, step.step, empty, empty)
         self._place_drafts(step)
         tokens = lay_out(step, self._batch)
-        requests = _step_requests(step, tokens)
-        sampling = requests.sampling(self._batch.num_tokens[requests.rows])
-        computed = self._forward(step, tokens, sampling)
-        prompt = self._prompt_logprobs(requests, computed)
-        return self._sample(step, requests, sampling, computed, prompt)
+        num_tokens = self._batch.num_tokens[tokens.rows]
+        sampling = tokens.sampling(num_tokens)
+        token_ids = self._device.upload(tokens.token_ids)
+        if self._device_tokens is not None:
+            self._device_tokens.fill_in(token_ids, step, tokens, num_tokens)
+        logits, logits_of = self._forward(tokens, token_ids, sampling.logits_indices)
+        prompt = self._prompt_logprobs(tokens, logits_of)
+        return self._sample(step, tokens, sampling, logits, prompt)
 
     def _update_batch(self, step: StepInput) -> None:
         embedded = self._embedded.read(step, self._device.torch_device)
@@ -120,7 +125,7 @@ class ModelRunner:
         self._embedded.replace(step, embedded)
         for row in step.removed_rows.tolist():
             self._sampler.remove(row)
-            self._prompt_watchers.discard(row)
+            self._num_prompt_logprobs.pop(row, None)
         for new in step.new_requests:
             self._sampler.add(
                 new.row,
@@ -132,20 +137,22 @@ class ModelRunner:
             if self._device_tokens is not None:
                 self._device_tokens.release(np.array([new.row]))
             if new.sampling.prompt_logprobs is not None:
-                self._prompt_watchers.add(new.row)
+                self._num_prompt_logprobs[new.row] = new.sampling.prompt_logprobs
 
-    def _forward(self, step: StepInput, tokens: StepTokens, sampling: SamplingRequests) -> Computed:
-        """Runs the model over the step's tokens, in the layout's order."""
-        token_ids = self._device.upload(tokens.token_ids)
-        if self._device_tokens is not None:
-            num_tokens = self._batch.num_tokens[step.rows]
-            self._device_tokens.fill_in(token_ids, step, tokens.first_tokens, num_tokens)
-        embedded = self._embedded.of_step(step, tokens, token_ids)
-        is_all = len(sampling.tokens) == len(tokens.token_ids)
-        wanted = None if is_all else self._device.upload(sampling.tokens)
-        if self._buckets is not None and embedded is None and is_decodes_alone(tokens.layouts[0]):
+    def _forward(
+        self, tokens: StepTokens, token_ids: torch.Tensor, logits_indices: Int64Array
+    ) -> tuple[torch.Tensor | None, Callable[[torch.Tensor], torch.Tensor]]:
+        """Runs the model over the step's tokens. Returns the logits of the tokens at these indexes,
+        float32 [n, vocab_size], or None without indexes; and a function that computes the logits of
+        tokens at other indexes.
+        """
+        embedded = self._embedded.of_step(tokens, token_ids)
+        is_all = len(logits_indices) == len(token_ids)
+        wanted = None if is_all else self._device.upload(logits_indices)
+        only_decodes = tokens.layouts[0].num_decodes == len(tokens.order)
+        if self._buckets is not None and embedded is None and only_decodes:
             logits = self._buckets.logits(token_ids, tokens.positions, tokens.layouts)
-            return Computed(wanted_rows(logits, wanted), lambda some: logits[some])
+            return wanted_rows(logits, wanted), lambda some: logits[some]
         hidden, found = self._model.forward(
             token_ids,
             self._device.upload(tokens.positions),
@@ -155,7 +162,7 @@ class ModelRunner:
         )
         if self._lockstep is not None:
             self._lockstep.add_hidden_states(hidden)
-        return Computed(found, lambda some: self._model.compute_logits(hidden[some]))
+        return found, lambda some: self._model.compute_logits(hidden[some])
 
     def _place_drafts(self, step: StepInput) -> None:
         """Writes drafts behind the known tokens. They count as known once they are accepted."""
@@ -171,104 +178,76 @@ class ModelRunner:
     def _sample(
         self,
         step: StepInput,
-        requests: StepRequests,
+        tokens: StepTokens,
         sampling: SamplingRequests,
-        computed: Computed,
+        logits: torch.Tensor | None,
         prompt: dict[int, LogprobRows],
     ) -> StepOutput | PendingOutput:
-        """Samples the next tokens, and verifies drafts."""
-        sampled, logits = Sampled(), computed.logits
+        """Samples the next tokens, and verifies drafts.
+
+        Samples on the device if the host needs no result of the device before the step returns.
+        """
+        sampled, on_device = Sampled(), self._device_tokens
         if logits is not None:
-            rows, order = requests.rows[sampling.requests], requests.order[sampling.requests]
-            if self._can_sample_on_device(requests, rows, prompt):
-                return self._sample_on_device(step, order, rows, logits)
-            if requests.num_draft_tokens is None:
+            rows, order = tokens.rows[sampling.requests], tokens.order[sampling.requests]
+            if tokens.num_draft_tokens is not None:
+                self._verify(tokens, sampling, tokens.num_draft_tokens, logits, sampled)
+            elif on_device is not None and not prompt and self._sampler.is_simple(rows):
+                self._batch.append_unknown(rows)
+                num_logprobs = self._sampler.num_logprobs(rows)
+                metadata = self._sampler.sampling_metadata(rows)
+                return on_device.sample(step, order, logits, metadata, num_logprobs)
+            else:
                 output = self._sampler.sample(logits, rows)
                 sampled.add(order, output)
                 self._batch.append_one(rows, output.token_ids)
-            else:
-                self._verify(requests, sampling, logits, sampled)
-            if self._device_tokens is not None:
-                self._device_tokens.release(rows)
+            if on_device is not None:
+                on_device.release(rows)
         return sampled.output(step, prompt)
 
     def _verify(
         self,
-        requests: StepRequests,
+        tokens: StepTokens,
         sampling: SamplingRequests,
+        num_draft_tokens: Int32Array,
         logits: torch.Tensor,
         sampled: Sampled,
     ) -> None:
         """Samples each request token by token, until one is not the draft at its position."""
-        drafts = requests.num_draft_tokens
-        assert drafts is not None
-        known = requests.ends - drafts
+        known = tokens.seq_lens - num_draft_tokens
         offset, active = 0, np.arange(len(sampling.requests))
         while len(active):
             indexes = sampling.requests[active]
-            rows = requests.rows[indexes]
+            rows = tokens.rows[indexes]
             wanted = logits[self._device.upload(sampling.firsts[active] + offset)]
             output = self._sampler.sample(wanted, rows)
-            sampled.add(requests.order[indexes], output)
-            guessed = self._batch.token_ids[rows, known[indexes] + offset]
-            stands = (drafts[indexes] > offset) & (guessed == output.token_ids)
-            stands[output.nan_rows] = False
+            sampled.add(tokens.order[indexes], output)
+            drafts = self._batch.token_ids[rows, known[indexes] + offset]
+            accepted = (num_draft_tokens[indexes] > offset) & (drafts == output.token_ids)
+            accepted[output.nan_rows] = False
             self._batch.append_one(rows, output.token_ids)
-            active, offset = active[stands], offset + 1
-
-    def _can_sample_on_device(
-        self, requests: StepRequests, rows: Int32Array, prompt: dict[int, LogprobRows]
-    ) -> bool:
-        """Whether the host needs no result of the device before it returns from the step."""
-        return (
-            self._device_tokens is not None
-            and not prompt
-            and requests.num_draft_tokens is None
-            and self._sampler.is_simple(rows)
-        )
-
-    def _sample_on_device(
-        self, step: StepInput, sampling: np.ndarray, rows: Int32Array, logits: torch.Tensor
-    ) -> PendingOutput:
-        assert self._device_tokens is not None
-        self._batch.append_unknown(rows)
-        num_logprobs = self._sampler.num_logprobs(rows)
-        metadata = self._sampler.sampling_metadata(rows)
-        return self._device_tokens.sample(step, sampling, logits, metadata, num_logprobs)
+            active, offset = active[accepted], offset + 1
 
     def _prompt_logprobs(
-        self, requests: StepRequests, computed: Computed
+        self, tokens: StepTokens, logits_of: Callable[[torch.Tensor], torch.Tensor]
     ) -> dict[int, LogprobRows]:
-        """Log-probabilities of the prompt tokens that follow this step's positions, by request."""
+        """Log-probabilities of the prompt tokens that follow this step's tokens, by request."""
         found: dict[int, LogprobRows] = {}
-        if not self._prompt_watchers:
+        if not self._num_prompt_logprobs:
             return found
-        starts = requests.ends - requests.num_scheduled_tokens
-        ends = np.minimum(requests.ends, self._batch.num_prompt_tokens[requests.rows] - 1)
+        starts = tokens.num_computed_tokens
+        ends = np.minimum(tokens.seq_lens, self._batch.num_prompt_tokens[tokens.rows] - 1)
         for index in np.flatnonzero(starts < ends).tolist():
-            row, begin, end = requests.rows[index], starts[index], ends[index]
-            num_top = self._batch.sampling[int(row)].prompt_logprobs
+            row, begin, end = int(tokens.rows[index]), starts[index], ends[index]
+            num_top = self._num_prompt_logprobs.get(row)
             if num_top is None:
                 continue
             targets = self._batch.token_ids[row, begin + 1 : end + 1]
-            first = int(requests.first_tokens[index])
+            indexes = int(tokens.first_tokens[index]) + np.arange(end - begin)
             parts = []
             for start in range(0, end - begin, _PROMPT_LOGPROB_ROWS):
-                stop = min(start + _PROMPT_LOGPROB_ROWS, end - begin)
-                some = self._device.upload(np.arange(first + start, first + stop))
-                logits = computed.logits_of(some)
-                parts.append(prompt_logprobs(logits, targets[start:stop], num_top))
-            found[int(requests.order[index])] = joined(parts)
+                some = slice(start, start + _PROMPT_LOGPROB_ROWS)
+                logits = logits_of(self._device.upload(indexes[some])).numpy(force=True)
+                parts.append(logprob_rows(logits, targets[some], num_top))
+            found[int(tokens.order[index])] = LogprobRows.joined(parts)
         return found
-
-
-def _step_requests(step: StepInput, tokens: StepTokens) -> StepRequests:
-    layout, drafts = tokens.layouts[0], step.num_draft_tokens
-    return StepRequests(
-        tokens.order,
-        layout.rows,
-        layout.query_starts[:-1],
-        layout.seq_lens,
-        step.num_scheduled_tokens[tokens.order],
-        drafts[tokens.order] if drafts.any() else None,
-    )

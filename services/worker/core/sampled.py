@@ -3,7 +3,8 @@
 import numpy as np
 
 from services.worker.core.step import RequestLogprobs, StepInput, StepOutput, no_ints
-from services.worker.sampling.sampler import LogprobRows, SamplerOutput
+from services.worker.sampling.logprobs import LogprobRows
+from services.worker.sampling.sampler import SamplerOutput
 
 
 class Sampled:
@@ -35,7 +36,7 @@ class Sampled:
             token_ids = np.concatenate(self._token_ids)[by_request]
         logprobs = {
             index: RequestLogprobs(
-                joined(self._logprobs[index]) if index in self._logprobs else None,
+                LogprobRows.joined(self._logprobs[index]) if index in self._logprobs else None,
                 prompt.get(index),
             )
             for index in sorted(self._logprobs.keys() | prompt.keys())
@@ -48,15 +49,3 @@ class Sampled:
             logprobs=logprobs,
             nan_requests=np.array(sorted(self._nan_requests), np.int32),
         )
-
-
-def joined(parts: list[LogprobRows]) -> LogprobRows:
-    """The rows of all parts, of which there is at least one, in order."""
-    if len(parts) == 1:
-        return parts[0]
-    return LogprobRows(
-        parts[0].width,
-        np.concatenate([part.token_ids for part in parts]),
-        np.concatenate([part.logprobs for part in parts]),
-        np.concatenate([part.ranks for part in parts]),
-    )

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from services.common.prompt_embeds import PromptEmbeds
 from services.common.sampling import SamplingParams
-from services.worker.sampling.sampler import LogprobRows
+from services.worker.sampling.logprobs import LogprobRows
 
 Int32Array = npt.NDArray[np.int32]
 

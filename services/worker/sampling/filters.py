@@ -8,8 +8,6 @@ tokens that are probable enough to be kept.
 Weights are probabilities up to a factor, float32, the largest 1. They are summed in float64.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from services.common.sampling import SamplingParams
@@ -31,6 +29,13 @@ def best_token_ids(logits: Float32Array, count: int) -> Int64Array:
         tied = np.flatnonzero(~(logits[token_ids] > threshold))
         token_ids = np.delete(token_ids, tied[count - len(token_ids) :])
     return token_ids
+
+
+def keep_only(logits: Float32Array, token_ids: Int64Array) -> None:
+    """Bans all other tokens of a row of logits [V], in place."""
+    kept = logits[token_ids]
+    logits.fill(-np.inf)
+    logits[token_ids] = kept
 
 
 def kept_token_ids(

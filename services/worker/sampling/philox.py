@@ -6,8 +6,6 @@ bits. Any word can be made without the ones before it, so that ranks draw the sa
 exchanging words, and a request draws the same tokens after a preemption.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from services.worker.sampling.arrays import Int64Array, UInt32Array, UInt64Array

@@ -7,25 +7,41 @@ Gumbel number.) The exponential of a token does not depend on other tokens. A lo
 rounding therefore changes the draw only if the two smallest times differ as little, and two models
 that give tokens similar probabilities, such as a draft model and its target, mostly draw the same
 tokens.
-"""
 
-from __future__ import annotations
+Exponentials have no memory: of 32 of them the smallest is an exponential divided by 32, each of
+the 32 is it equally often, and the differences of the others to it are exponentials again. So they
+are made in blocks of 32: one word of the hash gives the smallest of a block and the token that has
+it, and words for the other tokens are made only if the block can hold the winner of the race. (As
+in top-down sampling of Gumbels: Maddison, Tarlow, Minka, "A* Sampling", NIPS 2014.)
+
+A token id is composed of superblock, offset and lane: a superblock holds 128 blocks, one for each
+lane, so that the largest logit of each block is found in passes over 128 consecutive ids.
+
+The words are those of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number
+generators", OOPSLA 2014): word i of a state is a mix of state + i * GAMMA. The states are words of
+Philox, one for blocks and one for tokens at each (seed, position).
+"""
 
 import numpy as np
 
 from services.worker.sampling.arrays import Float32Array, Float64Array, Int64Array, UInt64Array
-from services.worker.sampling.noise import (
-    BLOCK_SIZE,
-    GAMMA,
-    LAST_SHIFT,
-    MIX,
-    NUM_LANES,
-    NUMBER_SHIFT,
-    NUMBER_UNIT,
-    SUPERBLOCK_SIZE,
-)
 
-_LINES_BYTES = 2**21
+BLOCK_SIZE = 32
+NUM_LANES = 128
+SUPERBLOCK_SIZE = BLOCK_SIZE * NUM_LANES
+
+GAMMA = 0x9E3779B97F4A7C15
+MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+"""Pairs of a shift and a factor: a word is xored with itself shifted right, then multiplied."""
+LAST_SHIFT = 31
+
+NUMBER_SHIFT = 12
+"""The 52 bits above are n of the number (n + 1/2) * NUMBER_UNIT, which is above 0 and below 1. The
+lowest of the bits below are the offset of a block's smallest exponential.
+"""
+NUMBER_UNIT = 2.0**-52
+
+_LOGITS_BYTES = 2**21
 _NUM_FIRST_BLOCKS = 24
 _LEAST_WEIGHT = np.float32(-1e6)
 """The least logarithm of a weight. With -46 a token already cannot win, since an exponential is at
@@ -56,8 +72,8 @@ def exponentials(random: UInt64Array) -> Float64Array:
 class Race:
     """Draws tokens for up to `capacity` rows of logits at a time.
 
-    The logits of a row are written to `line`, and `enter` adds the row to the race; `run` draws a
-    token for each row and removes them all.
+    The logits of a row are written to `next_row`, and `enter` adds the row to the race; `run` draws
+    a token for each row and removes them all.
 
       1. The speed of a block is bounded by its largest logit with its smallest exponential.
       2. The exponentials of all tokens in the blocks with the highest bounds are computed, and the
@@ -69,10 +85,10 @@ class Race:
 
     def __init__(self, max_num_rows: int, vocab_size: int) -> None:
         width = -(-vocab_size // SUPERBLOCK_SIZE) * SUPERBLOCK_SIZE
-        self.capacity = max(1, min(max_num_rows, _LINES_BYTES // (4 * width)))
+        self.capacity = max(1, min(max_num_rows, _LOGITS_BYTES // (4 * width)))
         self._num_rows = 0
         self._vocab_size = vocab_size
-        self._lines = np.full((self.capacity, width), -np.inf, dtype=np.float32)
+        self._logits = np.full((self.capacity, width), -np.inf, dtype=np.float32)
         self._largest = np.empty((self.capacity, 1), dtype=np.float32)
         self._temperatures = np.empty((self.capacity, 1), dtype=np.float32)
         self._states = np.empty((2, self.capacity, 1), dtype=np.uint64)
@@ -82,16 +98,16 @@ class Race:
         self._token_ids = by_offset.reshape(-1, BLOCK_SIZE)
 
     @property
-    def line(self) -> Float32Array:
+    def next_row(self) -> Float32Array:
         """Memory for the logits of the next row, [V]; minus infinity bans a token."""
-        return self._lines[self._num_rows, : self._vocab_size]
+        return self._logits[self._num_rows, : self._vocab_size]
 
     def clear(self) -> None:
         """Removes all rows."""
         self._num_rows = 0
 
     def enter(self, largest: np.float32, temperature: np.float32, states: UInt64Array) -> None:
-        """Adds the row in `line`: the largest of its logits, finite; its temperature, above 0;
+        """Adds `next_row`: the largest of its logits, finite; its temperature, above 0;
         and the states [2] of blocks and of tokens.
         """
         row = self._num_rows
@@ -106,8 +122,8 @@ class Race:
         """
         count = self._num_rows
         self.clear()
-        rows, lines = self._rows[:count], self._lines[:count]
-        best = lines.reshape(count, -1, BLOCK_SIZE, NUM_LANES).max(axis=2).reshape(count, -1)
+        rows, logits = self._rows[:count], self._logits[:count]
+        best = logits.reshape(count, -1, BLOCK_SIZE, NUM_LANES).max(axis=2).reshape(count, -1)
         random = words(self._states[0, :count], self._block_indexes)
         smallest = exponentials(random)
         smallest /= BLOCK_SIZE
@@ -134,7 +150,7 @@ class Race:
         times = exponentials(words(self._states[1, rows], token_ids.astype(np.uint64)))
         times[self._rows[: len(rows)], np.arange(blocks.shape[1]), offsets] = 0
         times += smallest[rows, blocks][:, :, None]
-        speeds = self._speeds(rows, self._lines[rows[:, :, None], token_ids], times)
+        speeds = self._speeds(rows, self._logits[rows[:, :, None], token_ids], times)
         fastest = speeds.max(axis=(1, 2))
         ids = np.where(speeds == fastest[:, None, None], token_ids, self._vocab_size)
         return fastest, ids.min(axis=(1, 2))

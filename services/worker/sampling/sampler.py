@@ -1,6 +1,4 @@
-"""The sampler of a persistent batch: one row of logits in, one token out, per request."""
-
-from __future__ import annotations
+"""The sampler of the input batch: one row of logits in, one token out, per request."""
 
 from dataclasses import dataclass
 
@@ -16,12 +14,10 @@ from services.worker.sampling.arrays import (
     UInt64Array,
 )
 from services.worker.sampling.edits import LogitEdit, logit_edits
-from services.worker.sampling.filters import kept_token_ids
-from services.worker.sampling.logprobs import LogprobRows, logprob_rows, prompt_logprobs
+from services.worker.sampling.filters import keep_only, kept_token_ids
+from services.worker.sampling.logprobs import LogprobRows, logprob_rows
 from services.worker.sampling.philox import random_states
 from services.worker.sampling.race import Race
-
-__all__ = ["LogprobRows", "Sampler", "SamplerOutput", "SamplingMetadata", "prompt_logprobs"]
 
 _SAMPLING_STREAM = 0
 
@@ -37,15 +33,24 @@ class SamplerOutput:
 
 @dataclass(frozen=True, slots=True)
 class SamplingMetadata:
-    """Sampling parameters of simple rows, parallel arrays [R]. A filter that is not used has its
-    neutral value; that of `top_k` is 0. `states` [R, 2]: random states of the draws; see race.py.
+    """What sampling needs of requests without logit edits, column i for row i of the logits.
+
+    `parameters` [4, R]: temperatures, top_k (0: unused), top_p, min_p. `states` [R, 2]: the random
+    states of the draws, see race.py.
     """
 
-    temperatures: Float64Array
-    top_k: Float64Array
-    top_p: Float64Array
-    min_p: Float64Array
+    parameters: Float64Array
     states: UInt64Array
+
+    @property
+    def temperatures(self) -> Float64Array:
+        """0 for a greedy request."""
+        temperatures: Float64Array = self.parameters[0]
+        return temperatures
+
+    def of(self, rows: slice) -> "SamplingMetadata":
+        """That of some rows."""
+        return SamplingMetadata(self.parameters[:, rows], self.states[rows])
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +81,14 @@ class Sampler:
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
-        self._requests: list[_Request | None] = [None] * max_num_seqs
+        self._requests: dict[int, _Request] = {}
         self._row_numbers = np.arange(max_num_seqs)
         self._num_tokens: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
         self._seeds = np.zeros(max_num_seqs, dtype=np.uint64)
         self._is_plain = np.zeros(max_num_seqs, dtype=np.bool_)
         self._is_edited = np.zeros(max_num_seqs, dtype=np.bool_)
         self._wants_logprobs = np.zeros(max_num_seqs, dtype=np.bool_)
-        self._filters = np.zeros((4, max_num_seqs), dtype=np.float64)
+        self._parameters = np.zeros((4, max_num_seqs), dtype=np.float64)
         self._race = Race(max_num_seqs, vocab_size)
         self._weights = np.empty(vocab_size, dtype=np.float32)
 
@@ -96,11 +101,11 @@ class Sampler:
         *,
         num_placeholders: int = 0,
     ) -> None:
-        """Puts a request into a free row: its prompt and, when it comes back, its output so far.
+        """Puts a request, with the output that it has, into a free row of the batch.
 
         The first `num_placeholders` tokens only count as positions.
         """
-        if self._requests[batch_row] is not None:
+        if batch_row in self._requests:
             raise ValueError(f"row {batch_row} is taken")
         edits = logit_edits(
             params, token_ids[num_placeholders:], num_prompt_tokens - num_placeholders
@@ -109,28 +114,27 @@ class Sampler:
         self._requests[batch_row] = _Request(params, temperature, edits)
         self._num_tokens[batch_row] = len(token_ids)
         self._seeds[batch_row] = params.seed or 0
-        self._filters[:, batch_row] = temperature, params.top_k, params.top_p, params.min_p
+        self._parameters[:, batch_row] = temperature, params.top_k, params.top_p, params.min_p
         self._is_plain[batch_row] = temperature == 0 and not edits
         self._is_edited[batch_row] = bool(edits)
         self._wants_logprobs[batch_row] = params.logprobs is not None
 
     def remove(self, batch_row: int) -> None:
         """Frees a row of the batch."""
-        if self._requests[batch_row] is None:
+        if self._requests.pop(batch_row, None) is None:
             raise ValueError(f"row {batch_row} is free")
-        self._requests[batch_row] = None
 
     def is_simple(self, batch_rows: np.ndarray) -> bool:
         """Whether these requests can be sampled by `sampling_metadata`: none has logit edits."""
         return not self._is_edited[batch_rows].any()
 
     def num_logprobs(self, batch_rows: np.ndarray) -> dict[int, int]:
-        """The number of most probable tokens to report, by row, of requests that ask for
-        log-probabilities.
+        """By index in `batch_rows`, for requests that ask for log-probabilities: how many of the
+        most probable tokens to report.
         """
         found: dict[int, int] = {}
         for row in self._wants_logprobs[batch_rows].nonzero()[0].tolist():
-            num_top = self._request(batch_rows[row]).params.logprobs
+            num_top = self._requests[batch_rows[row]].params.logprobs
             assert num_top is not None
             found[row] = num_top
         return found
@@ -142,8 +146,7 @@ class Sampler:
         """
         states = self._states(batch_rows)
         self._num_tokens[batch_rows] += 1
-        temperatures, top_k, top_p, min_p = self._filters[:, batch_rows]
-        return SamplingMetadata(temperatures, top_k, top_p, min_p, states)
+        return SamplingMetadata(self._parameters[:, batch_rows], states)
 
     def sample(self, logits: torch.Tensor, batch_rows: np.ndarray) -> SamplerOutput:
         """One token for each row of the logits float32 [R, V]; row i belongs to batch_rows[i].
@@ -152,45 +155,51 @@ class Sampler:
         `nan_rows`, and has no log-probabilities, if NaN or infinity leaves no token to sample; this
         does not affect other rows.
         """
-        lines: Float32Array = logits.numpy(force=True)
-        token_ids = lines.argmax(axis=1)
-        usable = np.isfinite(lines[self._row_numbers[: len(lines)], token_ids])
+        on_host: Float32Array = logits.numpy(force=True)
+        token_ids = on_host.argmax(axis=1)
+        usable = np.isfinite(on_host[self._row_numbers[: len(on_host)], token_ids])
         plain = self._is_plain[batch_rows]
         if not plain.all():
-            self._choose_some(lines, batch_rows, np.flatnonzero(usable & ~plain), token_ids, usable)
+            rows = np.flatnonzero(usable & ~plain)
+            self._choose_some(on_host, batch_rows, rows, token_ids, usable)
         token_ids[~usable] = 0
         self._append(batch_rows, token_ids)
+        logprobs = {
+            row: logprob_rows(on_host[row : row + 1], token_ids[row : row + 1], num_top)
+            for row, num_top in self.num_logprobs(batch_rows).items()
+            if usable[row]
+        }
         return SamplerOutput(
             token_ids=token_ids.astype(np.int32),
-            logprobs=self._logprobs(lines, batch_rows, token_ids, usable),
+            logprobs=logprobs,
             nan_rows=np.flatnonzero(~usable).astype(np.int32),
         )
 
     def _choose_some(
         self,
-        lines: Float32Array,
+        logits: Float32Array,
         batch_rows: np.ndarray,
         rows: np.ndarray,
         token_ids: Int64Array,
         usable: np.ndarray,
     ) -> None:
-        """Writes the tokens of these rows, and whether there is one to sample."""
+        """Writes the tokens of these rows of the logits, and whether there is one to sample."""
         race, drawing = self._race, list[int]()
         race.clear()
         states = self._states(batch_rows[rows])
         with np.errstate(all="ignore"):
             for row, own_states in zip(rows.tolist(), states, strict=True):
-                request = self._request(batch_rows[row])
-                line = race.line
-                np.copyto(line, lines[row])
+                request = self._requests[batch_rows[row]]
+                own = race.next_row
+                np.copyto(own, logits[row])
                 for edit in request.edits:
-                    edit.apply(line)
-                best = token_ids[row] = line.argmax()
-                largest = line[best]
+                    edit.apply(own)
+                best = token_ids[row] = own.argmax()
+                largest = own[best]
                 usable[row] = np.isfinite(largest)
                 if request.temperature == 0 or not usable[row]:
                     continue
-                self._filter(line, largest, request)
+                self._filter(own, largest, request)
                 race.enter(largest, request.temperature, own_states)
                 drawing.append(row)
                 if len(drawing) == race.capacity:
@@ -199,19 +208,17 @@ class Sampler:
             if drawing:
                 token_ids[drawing] = race.run()
 
-    def _filter(self, line: Float32Array, largest: np.float32, request: _Request) -> None:
-        """Bans, in place, the tokens of a row that its filters do not keep."""
+    def _filter(self, logits: Float32Array, largest: np.float32, request: _Request) -> None:
+        """Bans, in place, the tokens of a row [V] that its filters do not keep."""
         if not request.params.filters:
             return
         weights = self._weights
-        np.subtract(line, largest, out=weights)
+        np.subtract(logits, largest, out=weights)
         np.divide(weights, request.temperature, out=weights)
         np.exp(weights, out=weights)
-        kept = kept_token_ids(line, weights, request.params)
+        kept = kept_token_ids(logits, weights, request.params)
         if kept is not None:
-            values = line[kept]
-            line.fill(-np.inf)
-            line[kept] = values
+            keep_only(logits, kept)
 
     def _states(self, batch_rows: np.ndarray) -> UInt64Array:
         return random_states(
@@ -221,20 +228,5 @@ class Sampler:
     def _append(self, batch_rows: np.ndarray, token_ids: Int64Array) -> None:
         self._num_tokens[batch_rows] += 1
         for row in self._is_edited[batch_rows].nonzero()[0].tolist():
-            for edit in self._request(batch_rows[row]).edits:
+            for edit in self._requests[batch_rows[row]].edits:
                 edit.append(int(token_ids[row]))
-
-    def _logprobs(
-        self, lines: Float32Array, batch_rows: np.ndarray, token_ids: Int64Array, usable: np.ndarray
-    ) -> dict[int, LogprobRows]:
-        return {
-            row: logprob_rows(lines[row : row + 1], token_ids[row : row + 1], num_top)
-            for row, num_top in self.num_logprobs(batch_rows).items()
-            if usable[row]
-        }
-
-    def _request(self, batch_row: int) -> _Request:
-        request = self._requests[batch_row]
-        if request is None:
-            raise ValueError(f"row {batch_row} is free")
-        return request

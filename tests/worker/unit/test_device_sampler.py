@@ -8,7 +8,7 @@ from services.common.sampling import SamplingParams
 from services.worker.backends.cuda.logprobs import logprobs_on_device
 from services.worker.backends.cuda.sampler import UNUSABLE, sample_on_device
 from services.worker.backends.device import CpuDevice
-from services.worker.sampling.logprobs import prompt_logprobs
+from services.worker.sampling.logprobs import logprob_rows
 from services.worker.sampling.sampler import Sampler
 
 VOCAB_SIZE = 60
@@ -109,8 +109,8 @@ def test_log_probabilities_are_those_of_the_host(ties: bool) -> None:
         found = logprobs_on_device(logits, token_ids, num_top, CpuDevice()).wait()
         assert list(found) == list(num_top)
         for row, count in num_top.items():
-            expected = prompt_logprobs(
-                logits[row : row + 1], token_ids[row : row + 1].numpy(), count
+            expected = logprob_rows(
+                logits[row : row + 1].numpy(), token_ids[row : row + 1].numpy(), count
             )
             assert found[row].width == expected.width
             assert found[row].token_ids.tolist() == expected.token_ids.tolist()

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.sampling import SamplingParams
-from services.worker.sampling.sampler import Sampler, prompt_logprobs
+from services.worker.sampling.logprobs import logprob_rows
+from services.worker.sampling.sampler import Sampler
 
 
 @settings(deadline=None, max_examples=60)
@@ -15,7 +16,7 @@ def test_rows_are_those_of_a_sorted_log_softmax(seed: int, num_rows: int, num_to
     generator = np.random.default_rng(seed)
     logits = (generator.standard_normal((num_rows, 20)) * 4).astype(np.float32)
     targets = generator.integers(0, 20, num_rows)
-    found = prompt_logprobs(torch.from_numpy(logits), targets, num_top)
+    found = logprob_rows(logits, targets, num_top)
     expected = torch.log_softmax(torch.from_numpy(logits).double(), dim=-1).numpy()
     assert found.width == 1 + num_top
     assert found.token_ids.shape == found.logprobs.shape == (num_rows, 1 + num_top)
@@ -29,14 +30,14 @@ def test_rows_are_those_of_a_sorted_log_softmax(seed: int, num_rows: int, num_to
 
 def test_all_tokens_together_have_probability_one() -> None:
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
-    found = prompt_logprobs(logits, np.array([0, 1, 2]), num_top=50)
+    found = logprob_rows(logits.numpy(), np.array([0, 1, 2]), num_top=50)
     np.testing.assert_allclose(np.exp(found.logprobs[:, 1:]).sum(axis=1), 1, rtol=1e-5)
     assert (np.diff(found.logprobs[:, 1:], axis=1) <= 0).all()
 
 
 def test_equal_logits_rank_by_id() -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0]])
-    found = prompt_logprobs(logits, np.array([2]), num_top=4)
+    found = logprob_rows(logits.numpy(), np.array([2]), num_top=4)
     assert found.token_ids.tolist() == [[2, 1, 2, 3, 0]]
     assert found.ranks.tolist() == [2]
 
@@ -44,8 +45,8 @@ def test_equal_logits_rank_by_id() -> None:
 def test_a_prompt_row_does_not_depend_on_the_chunk_it_is_in() -> None:
     logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(2))
     targets = np.arange(6)
-    whole = prompt_logprobs(logits, targets, num_top=3)
-    chunks = [prompt_logprobs(logits[i : i + 2], targets[i : i + 2], 3) for i in (0, 2, 4)]
+    whole = logprob_rows(logits.numpy(), targets, num_top=3)
+    chunks = [logprob_rows(logits[i : i + 2].numpy(), targets[i : i + 2], 3) for i in (0, 2, 4)]
     for name in ("token_ids", "logprobs", "ranks"):
         joined = np.concatenate([getattr(chunk, name) for chunk in chunks])
         np.testing.assert_array_equal(joined, getattr(whole, name))
@@ -53,7 +54,7 @@ def test_a_prompt_row_does_not_depend_on_the_chunk_it_is_in() -> None:
 
 def test_nan_in_a_prompt_row_stays_in_that_row() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0], [float("nan"), 1.0, 2.0]])
-    found = prompt_logprobs(logits, np.array([0, 1]), num_top=2)
+    found = logprob_rows(logits.numpy(), np.array([0, 1]), num_top=2)
     assert np.isfinite(found.logprobs[0]).all()
     assert np.isnan(found.logprobs[1]).all()
 

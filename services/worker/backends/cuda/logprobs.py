@@ -33,7 +33,6 @@ class PendingLogprobs:
         width = numbers.shape[1] // 2
         return {
             row: LogprobRows(
-                1 + num_top,
                 line[None, : 1 + num_top].astype(np.int32),
                 line[None, width : width + 1 + num_top].astype(np.float32),
                 line[-1:].astype(np.int32),

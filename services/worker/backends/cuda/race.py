@@ -6,7 +6,7 @@ tokens the host would have to wait for the device.
 
 import torch
 
-from services.worker.sampling.noise import (
+from services.worker.sampling.race import (
     BLOCK_SIZE,
     GAMMA,
     LAST_SHIFT,

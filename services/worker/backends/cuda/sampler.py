@@ -27,8 +27,7 @@ def sample_on_device(
     if len(drawing):
         rows = device.upload(drawing)
         states = metadata.states[drawing].T.view(np.float64)
-        parameters = (metadata.temperatures, metadata.top_k, metadata.top_p, metadata.min_p)
-        uploaded = device.upload(np.vstack((np.stack(parameters)[:, drawing], states)))
+        uploaded = device.upload(np.vstack((metadata.parameters[:, drawing], states)))
         temperature, *filters = uploaded[:4].unsqueeze(-1)
         temperature, largest_drawn = temperature.float(), largest[rows]
         chosen = logits if len(drawing) == len(logits) else logits[rows]
@@ -41,8 +40,8 @@ def sample_on_device(
 
 
 def _is_filtered(metadata: SamplingMetadata, rows: np.ndarray) -> bool:
-    wanted = (metadata.top_k > 0) | (metadata.top_p < 1) | (metadata.min_p > 0)
-    return bool(wanted[rows].any())
+    _, top_k, top_p, min_p = metadata.parameters[:, rows]
+    return bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any())
 
 
 def _filtered(
