@@ -14,14 +14,14 @@ def states_of(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 def drawn(logits: np.ndarray, states: np.ndarray, temperature: float = 1.0) -> np.ndarray:
     """A token of the logits [V], or of each row [n, V], for each of the states [n, 2]."""
-    rows = np.broadcast_to(logits, (len(states), logits.shape[-1]))
-    race = Race(len(states), rows.shape[1])
+    logits = np.broadcast_to(logits, (len(states), logits.shape[-1]))
+    race = Race(len(states), logits.shape[1])
     found: list[int] = []
     for start in range(0, len(states), race.capacity):
         rows = range(start, min(start + race.capacity, len(states)))
         for row in rows:
-            np.copyto(race.next_row, rows[row])
-            race.enter(rows[row].max(), np.float32(temperature), states[row])
+            np.copyto(race.next_row, logits[row])
+            race.enter(logits[row].max(), np.float32(temperature), states[row])
         found += race.run().tolist()
     return np.array(found)
 
