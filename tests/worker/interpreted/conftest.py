@@ -5,10 +5,13 @@ in a process of their own, which tests/worker/unit/test_xformers_kernels.py star
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+import triton.language
+from triton.runtime import interpreter
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     collect_ignore_glob = ["test_*.py"]
@@ -29,4 +32,27 @@ def _hopper() -> Iterator[None]:
     """Heads of 128 make xFormers ask what CUDA device there is; here it hears of an H200."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _language_replaced_once() -> Iterator[None]:
+    """The interpreter replaces the functions of triton.language, in those of its modules that a
+    function sees, at every launch of a kernel and at every call within one, which takes most of
+    its time. Here they stay replaced from the first of these.
+    """
+    replace = interpreter._patch_lang
+    modules = (triton.language, triton.language.core)
+    replaced: set[tuple[bool, ...]] = set()
+
+    def replace_once(function: Callable[..., Any]) -> interpreter._LangPatchScope:
+        seen = {id(value) for value in function.__globals__.values()}
+        which = tuple(id(module) in seen for module in modules)
+        if which not in replaced:
+            replaced.add(which)
+            replace(function)
+        return interpreter._LangPatchScope()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang", replace_once)
         yield
