@@ -16,8 +16,10 @@ help: ## Show this list
 run: $(VENV)/.run gen/.built ## Install, start all four services and serve MODEL (models/demo)
 	@exec $(BIN)/stepwell up --model $(MODEL) $(ARGS)
 
+# Two processes divide the tests (tests/conftest.py); those of the files that ARGS names run in one.
 test: $(VENV)/.dev gen/.built ## Run every test, on the CPU
-	@CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest $(ARGS)
+	@CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest \
+	    $(if $(filter tests%,$(ARGS)),,--numprocesses 2 --no-loadscope-reorder) $(ARGS)
 
 check: $(VENV)/.dev gen/.built ## Format, lint, types, layering, contracts, generated code
 	$(BIN)/ruff format --check .

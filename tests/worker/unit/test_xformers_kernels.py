@@ -1,4 +1,4 @@
-"""Runs tests of xFormers' kernels in processes of their own, one for each processor at once.
+"""Runs tests of xFormers' kernels in processes of their own, as many at once as have a processor.
 
 Whether Triton interprets is decided at its first import: tests/worker/interpreted run the kernels
 on the CPU, tests/worker/compiled compile them for GPUs.
@@ -38,7 +38,8 @@ def runs(
     here = [item for item in request.session.items if item.path == request.path]
     selected = [item.callspec.params["file"] for item in here if isinstance(item, pytest.Function)]
     cache = tmp_path_factory.mktemp("triton")
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    processors = (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    with ThreadPoolExecutor(max(1, processors)) as pool:
         yield {file: pool.submit(run_apart, file, cache) for file in FILES if file in selected}
         pool.shutdown(cancel_futures=True)
 
