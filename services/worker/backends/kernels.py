@@ -29,11 +29,6 @@ class Linear(Protocol):
     """Multiplication by a fixed weight [out, in], plus a fixed bias [out] if there is one."""
 
     @property
-    def in_features(self) -> int:
-        """Columns of the input."""
-        ...
-
-    @property
     def out_features(self) -> int:
         """Columns of the output."""
         ...

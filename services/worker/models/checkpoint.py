@@ -122,10 +122,6 @@ class TensorReader:
         """The number of bytes read so far, in the stored data types."""
         return sum(self._sizes)
 
-    def read(self, *names: str, dtype: torch.dtype) -> torch.Tensor:
-        """The tensors, stacked along their first axis, as a new tensor of `dtype`."""
-        return self.read_parts(*((name, ()) for name in names), dtype=dtype)
-
     def read_parts(
         self, *parts: tuple[str, tuple[slice | int, ...]], dtype: torch.dtype
     ) -> torch.Tensor:

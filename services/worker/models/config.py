@@ -7,17 +7,11 @@ from pathlib import Path
 import torch
 
 from services.worker.backends.attention import AttentionLayer
-from services.worker.backends.kernels import Activation
-from services.worker.models.architecture import (
-    TRAITS,
-    Architecture,
-    Biases,
-    Traits,
-)
+from services.worker.models.architecture import TRAITS, Architecture, Biases, Traits
 from services.worker.models.errors import ModelConfigError, UnsupportedModel, quantized
 from services.worker.models.json_file import JsonReader, read_json_object
 from services.worker.models.layer_config import LayerConfig, read_layers
-from services.worker.models.rope import RopeConfig, read_rope_configs
+from services.worker.models.rope import RopeConfig, read_ropes
 
 
 class DtypeSetting(enum.Enum):
@@ -28,11 +22,7 @@ class DtypeSetting(enum.Enum):
     BFLOAT16 = "bfloat16"
 
 
-_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+_DTYPES = {str(dtype)[6:]: dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +31,6 @@ class ModelConfig:
 
     * `layers`: properties that may differ from layer to layer.
     * `qkv_bias`, `output_bias`, `mlp_bias`: whether these projections have biases.
-    * `qk_norm`: queries and keys are normalized per head.
-    * `output_norms`: outputs of attention and MLP are normalized before they are added to the
-      residual.
-    * `norm_weight_offset`: added to the norm weights of checkpoints.
-    * `activation`: the activation of the MLPs' gates.
     * `embedding_scale`, `attention_scale`: factors of embeddings, and of queries times keys.
     * `attention_softcap`, `logits_softcap`: c tanh(x / c) instead of x, for the scores of attention
       and for logits; None: x.
@@ -66,16 +51,17 @@ class ModelConfig:
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
-    qk_norm: bool
-    output_norms: bool
-    norm_weight_offset: float
-    activation: Activation
     embedding_scale: float
     attention_scale: float
     attention_softcap: float | None
     logits_softcap: float | None
     checkpoint_dtype: torch.dtype | None
     eos_token_ids: tuple[int, ...]
+
+    @property
+    def traits(self) -> Traits:
+        """The traits of the architecture."""
+        return TRAITS[self.architecture]
 
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
@@ -108,31 +94,27 @@ def read_model_config(directory: Path) -> ModelConfig:
     architecture = Architecture(read_architecture(directory))
     traits = TRAITS[architecture]
     _check_features(reader, traits)
-    hidden_size = reader.positive_int("hidden_size")
-    num_heads = reader.positive_int("num_attention_heads")
-    head_dim = reader.positive_int("head_dim", traits.head_dim or max(hidden_size // num_heads, 1))
+    hidden_size = reader.integer("hidden_size")
+    num_heads = reader.integer("num_attention_heads")
+    head_dim = reader.integer("head_dim", traits.head_dim or max(hidden_size // num_heads, 1))
     biased = reader.boolean("attention_bias", False) and traits.biases is Biases.CONFIGURED
-    layers = read_layers(reader, traits, reader.positive_int("num_hidden_layers"))
+    layers = read_layers(reader, traits, reader.integer("num_hidden_layers"))
     attention_softcap, logits_softcap = _softcaps(reader, traits)
     config = ModelConfig(
         architecture=architecture,
-        vocab_size=reader.positive_int("vocab_size"),
+        vocab_size=reader.integer("vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=reader.positive_int("intermediate_size"),
+        intermediate_size=reader.integer("intermediate_size"),
         num_heads=num_heads,
-        num_kv_heads=reader.positive_int("num_key_value_heads", num_heads),
+        num_kv_heads=reader.integer("num_key_value_heads", num_heads),
         head_dim=head_dim,
         rms_norm_eps=reader.positive_float("rms_norm_eps", 1e-6),
         layers=layers,
-        rope=read_rope_configs(reader, theta=traits.theta).full,
+        rope=read_ropes(reader, theta=traits.theta, local_theta=None)[0],
         tie_word_embeddings=reader.boolean("tie_word_embeddings", traits.tie_word_embeddings),
         qkv_bias=biased or traits.biases is Biases.QKV,
         output_bias=biased,
         mlp_bias=reader.boolean("mlp_bias", False) and traits.mlp_bias,
-        qk_norm=traits.qk_norm,
-        output_norms=traits.output_norms,
-        norm_weight_offset=traits.norm_weight_offset,
-        activation=traits.activation,
         embedding_scale=hidden_size**0.5 if traits.scaled_embedding else 1.0,
         attention_scale=_attention_scale(reader, traits, head_dim),
         attention_softcap=attention_softcap,
@@ -160,17 +142,16 @@ def resolve_dtype(setting: DtypeSetting, checkpoint_dtype: torch.dtype | None) -
     return torch.bfloat16 if stored_so and has_bfloat16 else torch.float32
 
 
-def resolve_max_model_len(rope: RopeConfig, asked: int | None, path: Path) -> int:
-    """The longest sequence to serve: `asked`, or by default the model's own limit.
+def resolve_max_model_len(asked: int | None, default: int, longest: int, path: Path) -> int:
+    """The longest sequence to serve: `asked`, or else the default.
 
-    Raises ModelConfigError if the model cannot serve it.
+    Raises ModelConfigError if that is more than the `longest` that the model is made for.
     """
-    if asked is not None and asked > rope.max_model_len:
+    if asked is not None and asked > longest:
         raise ModelConfigError(
-            path, f"max_model_len is {asked}, but the model is made for {rope.max_model_len} tokens"
+            path, f"max_model_len is {asked}, but the model is made for {longest} tokens"
         )
-    default = min(rope.max_model_len, rope.max_position_embeddings)
-    return asked if asked is not None else default
+    return default if asked is None else asked
 
 
 def read_architecture(directory: Path) -> str:

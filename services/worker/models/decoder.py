@@ -46,7 +46,7 @@ class Decoder:
         )
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Token ids, int64 [n] -> embeddings [n, hidden_size], scaled where the model does so."""
+        """See Model; scaled where the model does so."""
         embedded = F.embedding(token_ids, self._weights.embedding)
         return embedded if self._embedding_scale == 1 else embedded * self._embedding_scale
 
@@ -66,7 +66,6 @@ class Decoder:
         return hidden, wanted_logits(self, hidden, wanted)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states [n, hidden_size] -> logits, float32 [n, vocab_size]."""
         num_rows = len(hidden)
         padded = F.pad(hidden, (0, 0, 0, self._kernels.padded_rows(num_rows) - num_rows))
         return self._capped(self._weights.head.full(padded)[:num_rows])

@@ -38,22 +38,18 @@ class JsonReader:
     def __contains__(self, key: str) -> bool:
         return key in self._values
 
+    def __len__(self) -> int:
+        return len(self._values)
+
     def is_null(self, key: str) -> bool:
         """Whether the key is present with the value null, where that differs from its absence."""
         return key in self._nulls
 
-    def positive_int(self, key: str, default: int | None = None) -> int:
-        """A whole number of 1 or more."""
+    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        """A whole number of `least` or more."""
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.error(key, f"must be a whole number of 1 or more, not {value!r}")
-        return value
-
-    def count(self, key: str, default: int) -> int:
-        """A whole number of 0 or more."""
-        value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise self.error(key, f"must be a whole number of 0 or more, not {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise self.error(key, f"must be a whole number of {least} or more, not {value!r}")
         return value
 
     def positive_float(self, key: str, default: float | None = None) -> float:
@@ -83,11 +79,9 @@ class JsonReader:
             raise self.error(key, f"must be a string, not {value!r}")
         return value
 
-    def nested(self, key: str) -> "JsonReader | None":
-        """An object in the object; None when absent or empty."""
-        value = self._values.get(key)
-        if value is None or value == {}:
-            return None
+    def nested(self, key: str) -> "JsonReader":
+        """An object in the object; an empty one when absent."""
+        value = self._values.get(key, {})
         if not isinstance(value, dict):
             raise self.error(key, f"must be an object, not {value!r}")
         return JsonReader(self.path, value, f"{self._prefix}{key}.")

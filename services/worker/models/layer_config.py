@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from services.worker.models.architecture import ExpertLayout, Traits, Windows
 from services.worker.models.errors import UnsupportedModel
 from services.worker.models.json_file import JsonReader
-from services.worker.models.rope import RopeConfig, read_rope_configs
+from services.worker.models.rope import RopeConfig, read_ropes
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
@@ -41,12 +41,12 @@ class LayerConfig:
 def read_layers(reader: JsonReader, traits: Traits, num_layers: int) -> tuple[LayerConfig, ...]:
     """Every layer in order. Raises ModelConfigError."""
     windows = _windows(reader, traits, num_layers)
-    ropes = read_rope_configs(reader, theta=traits.theta, local_theta=traits.local_theta)
+    rope, sliding_rope = read_ropes(reader, theta=traits.theta, local_theta=traits.local_theta)
     experts = _experts(reader, traits)
     return tuple(
         LayerConfig(
             window=window,
-            rope=ropes.full if window is None else ropes.sliding,
+            rope=rope if window is None else sliding_rope,
             experts=experts if _routes(reader, traits, index) else None,
         )
         for index, window in enumerate(windows)
@@ -55,15 +55,10 @@ def read_layers(reader: JsonReader, traits: Traits, num_layers: int) -> tuple[La
 
 def _windows(reader: JsonReader, traits: Traits, num_layers: int) -> list[int | None]:
     sliding = _sliding_layers(reader, traits, num_layers)
-    if not any(sliding):
+    is_absent = "sliding_window" not in reader and traits.default_window is None
+    if not any(sliding) or is_absent or reader.is_null("sliding_window"):
         return [None] * num_layers
-    if reader.is_null("sliding_window") or (
-        "sliding_window" not in reader and traits.default_window is None
-    ):
-        return [None] * num_layers
-    window = reader.positive_int("sliding_window", traits.default_window)
-    if window < 2:
-        raise reader.error("sliding_window", f"must be 2 or more, not {window}")
+    window = reader.integer("sliding_window", traits.default_window, least=2)
     return [window if slides else None for slides in sliding]
 
 
@@ -77,13 +72,13 @@ def _sliding_layers(reader: JsonReader, traits: Traits, num_layers: int) -> list
             return [reader.boolean("use_sliding_window", False)] * num_layers
         case Windows.UPPER_IF_ENABLED:
             enabled = reader.boolean("use_sliding_window", False)
-            first = reader.count("max_window_layers", 28) if enabled else num_layers
+            first = reader.integer("max_window_layers", 28, least=0) if enabled else num_layers
             listed = _listed(reader, num_layers)
             if listed is not None and any(listed) and not enabled:
                 raise reader.error("layer_types", "slide, but use_sliding_window is not true")
             return listed or [index >= first for index in range(num_layers)]
         case Windows.PATTERN:
-            pattern = reader.positive_int("sliding_window_pattern", traits.window_pattern)
+            pattern = reader.integer("sliding_window_pattern", traits.window_pattern)
             listed = _listed(reader, num_layers)
             return listed or [(index + 1) % pattern != 0 for index in range(num_layers)]
 
@@ -108,13 +103,13 @@ def _experts(reader: JsonReader, traits: Traits) -> ExpertsConfig | None:
         case None:
             return None
         case ExpertLayout.MIXTRAL:
-            count = reader.positive_int("num_local_experts", reader.raw("num_experts") or 8)
-            picked = reader.positive_int("num_experts_per_tok", 2)
-            inner, normalized = reader.positive_int("intermediate_size"), True
+            count = reader.integer("num_local_experts", reader.raw("num_experts") or 8)
+            picked = reader.integer("num_experts_per_tok", 2)
+            inner, normalized = reader.integer("intermediate_size"), True
         case ExpertLayout.QWEN3:
-            count = reader.positive_int("num_experts", reader.raw("num_local_experts") or 128)
-            picked = reader.positive_int("num_experts_per_tok", 8)
-            inner = reader.positive_int("moe_intermediate_size", 768)
+            count = reader.integer("num_experts", reader.raw("num_local_experts") or 128)
+            picked = reader.integer("num_experts_per_tok", 8)
+            inner = reader.integer("moe_intermediate_size", 768)
             normalized = reader.boolean("norm_topk_prob", False)
     if picked > count:
         raise reader.error("num_experts_per_tok", f"must be {count} or less, not {picked}")
@@ -125,5 +120,5 @@ def _routes(reader: JsonReader, traits: Traits, index: int) -> bool:
     """Whether a layer has experts: in Qwen3-MoE some layers may have a dense MLP."""
     if traits.experts is not ExpertLayout.QWEN3:
         return traits.experts is not None
-    step = reader.positive_int("decoder_sparse_step", 1)
+    step = reader.integer("decoder_sparse_step", 1)
     return index not in reader.integers("mlp_only_layers") and (index + 1) % step == 0

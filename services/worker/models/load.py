@@ -5,7 +5,6 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from services.worker.backends.attention import AttentionLayer
 from services.worker.backends.kernels import Kernels
 from services.worker.models.architecture import Architecture
 from services.worker.models.checkpoint import Checkpoint
@@ -37,7 +36,7 @@ def check_configuration(directory: Path, num_ranks: int = 1) -> None:
 
 def is_native(name: str) -> bool:
     """Whether there is native code for an architecture."""
-    return any(name == native.value for native in Architecture)
+    return name in {native.value for native in Architecture}
 
 
 def load_model(
@@ -68,7 +67,12 @@ def load_model(
 
         loaded = load_transformers_model(checkpoint, options, kernels, ranks, wait_for_ranks)
         progress(1, 1)
-    return replace(loaded, attention=_shortened(loaded.attention, loaded.max_model_len))
+    # A window that is no shorter than the longest sequence hides nothing.
+    attention = tuple(
+        replace(x, window=None) if x.window and x.window >= loaded.max_model_len else x
+        for x in loaded.attention
+    )
+    return replace(loaded, attention=attention)
 
 
 def _load_natively(
@@ -80,33 +84,24 @@ def _load_natively(
 ) -> LoadedModel:
     directory = checkpoint.directory
     config = read_model_config(directory)
-    longest = resolve_max_model_len(config.rope, options.max_model_len, directory / "config.json")
+    longest = config.rope.max_model_len
+    default = min(longest, config.rope.max_position_embeddings)
+    asked, path = options.max_model_len, directory / "config.json"
+    max_model_len = resolve_max_model_len(asked, default, longest, path)
     dtype = resolve_dtype(options.dtype, config.checkpoint_dtype)
     log_loading(config.architecture.value, directory, dtype)
     weights = load_weights(config, checkpoint, dtype, kernels, progress, ranks)
     own = Shard(ranks.rank, ranks.size).config(config)
     return LoadedModel(
-        model=Decoder(own, weights, kernels, longest),
+        model=Decoder(own, weights, kernels, max_model_len),
         architecture=config.architecture.value,
         dtype=dtype,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
-        max_model_len=longest,
+        max_model_len=max_model_len,
         eos_token_ids=config.eos_token_ids,
         attention=own.attention_layers,
-        rope_length=longest if config.rope.rope_type is RopeType.DYNAMIC else 0,
+        rope_length=max_model_len if config.rope.rope_type is RopeType.DYNAMIC else 0,
         is_static=all(is_static(layer.mlp) for layer in weights.layers),
-    )
-
-
-def _shortened(
-    layers: tuple[AttentionLayer, ...], max_model_len: int
-) -> tuple[AttentionLayer, ...]:
-    """The layers, without windows that are no shorter than the longest sequence."""
-    return tuple(
-        replace(layer, window=None)
-        if layer.window is not None and layer.window >= max_model_len
-        else layer
-        for layer in layers
     )

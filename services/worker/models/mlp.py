@@ -28,7 +28,6 @@ class Experts:
     kernels: Kernels
 
     def __call__(self, hidden: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """See Mlp."""
         weights, picked = _route(self.router(hidden), self.num_picked, normalized=self.normalized)
         output = torch.zeros_like(hidden)
         flat = picked[:num_tokens].flatten()
@@ -66,7 +65,6 @@ class GroupedExperts:
     activation: Activation
 
     def __call__(self, hidden: torch.Tensor, num_tokens: int) -> torch.Tensor:  # noqa: ARG002
-        """See Mlp."""
         weights, picked = _route(self.router(hidden), self.num_picked, normalized=self.normalized)
         picked, places = picked.sort(dim=-1)
         shares = weights.gather(1, places).to(hidden.dtype).unsqueeze(-1)
@@ -103,7 +101,6 @@ class SummedMlp:
     ranks: Ranks
 
     def __call__(self, hidden: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """See Mlp."""
         return self.ranks.sum(self.part(hidden, num_tokens))
 
 

@@ -18,7 +18,6 @@ class Model(Protocol):
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Token ids, int64 [n] -> the input of the first layer, a new tensor [n, hidden_size]."""
-        ...
 
     def forward(
         self,
@@ -34,11 +33,9 @@ class Model(Protocol):
         `embedded` [n, hidden_size] replaces `embed(token_ids)`, and may be overwritten. `wanted`
         int64 [m]: rising indexes of the tokens whose logits are returned; None: of all.
         """
-        ...
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [n, hidden_size] -> logits, float32 [n, vocab_size]."""
-        ...
 
 
 def wanted_rows(whole: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor | None:

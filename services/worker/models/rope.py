@@ -8,14 +8,12 @@ everything in `rope_parameters`.
 
 import enum
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from services.worker.models.errors import UnsupportedModel
 from services.worker.models.json_file import JsonReader
-
-DEFAULT_THETA = 10000.0
 
 
 class RopeType(enum.Enum):
@@ -63,42 +61,30 @@ class RopeConfig:
                 return self.max_position_embeddings
 
 
-@dataclass(frozen=True, slots=True)
-class RopeConfigs:
-    """The embedding of layers that see everything, and that of layers with a sliding window."""
-
-    full: RopeConfig
-    sliding: RopeConfig
-
-
-def read_rope_configs(
-    config: JsonReader, *, theta: float = DEFAULT_THETA, local_theta: float | None = None
-) -> RopeConfigs:
-    """The rotary embeddings that config.json describes. Raises ModelConfigError.
+def read_ropes(
+    config: JsonReader, *, theta: float, local_theta: float | None
+) -> tuple[RopeConfig, RopeConfig]:
+    """The rotary embedding of layers that see all tokens, and that of layers with a window, as
+    config.json describes them. Raises ModelConfigError.
 
     `theta`: the base where none is given. `local_theta`: layers with a window have a base of their
     own, this or `rope_local_base_freq`, and are not stretched; None: one embedding for all.
     `rope_parameters` may also hold an entry for each type of layer.
     """
     values = config.nested("rope_parameters") or config.nested("rope_scaling")
-    if values is None:
-        values = JsonReader(config.path, {})
-    if values.nested("full_attention") is not None or values.nested("sliding_attention"):
-        nothing = JsonReader(config.path, {})
-        full, sliding = (
-            _read_rope(config, values.nested(f"{kind}_attention") or nothing, base)
-            for kind, base in (("full", theta), ("sliding", local_theta or theta))
-        )
-        return RopeConfigs(full, sliding)
-    full = _read_rope(config, values, config.positive_float("rope_theta", theta))
+    full, sliding = values.nested("full_attention"), values.nested("sliding_attention")
+    if full or sliding:
+        local = _read_rope(config, sliding, local_theta or theta)
+        return _read_rope(config, full, theta), local
+    rope = _read_rope(config, values, config.positive_float("rope_theta", theta))
     if local_theta is None:
-        return RopeConfigs(full, full)
+        return rope, rope
     local_theta = config.positive_float("rope_local_base_freq", local_theta)
-    return RopeConfigs(full, _read_rope(config, JsonReader(config.path, {}), local_theta))
+    return rope, _read_rope(config, JsonReader(config.path, {}), local_theta)
 
 
 def _read_rope(config: JsonReader, values: JsonReader, theta: float) -> RopeConfig:
-    length = config.positive_int("max_position_embeddings", 2048)
+    length = config.integer("max_position_embeddings", 2048)
     name = values.text("rope_type", values.text("type", "default"))
     try:
         rope_type = RopeType(name)
@@ -111,8 +97,8 @@ def _read_rope(config: JsonReader, values: JsonReader, theta: float) -> RopeConf
     if values.positive_float("partial_rotary_factor", outer_share) != 1:
         raise UnsupportedModel(config.path, "partial_rotary_factor other than 1 is not supported")
     theta = values.positive_float("rope_theta", theta)
-    outside = config.positive_int("original_max_position_embeddings", length)
-    original = values.positive_int("original_max_position_embeddings", outside)
+    outside = config.integer("original_max_position_embeddings", length)
+    original = values.integer("original_max_position_embeddings", outside)
     plain = RopeConfig(rope_type, theta, length, original)
     return plain if rope_type is RopeType.DEFAULT else _stretched(plain, values)
 
@@ -125,11 +111,8 @@ def _stretched(plain: RopeConfig, values: JsonReader) -> RopeConfig:
         return values.positive_float(key) if key in values else None
 
     needed = None if plain.rope_type is RopeType.LLAMA3 else 1.0
-    return RopeConfig(
-        plain.rope_type,
-        plain.theta,
-        plain.max_position_embeddings,
-        plain.original_max_position_embeddings,
+    return replace(
+        plain,
         factor=values.positive_float("factor", fallback),
         low_freq_factor=values.positive_float("low_freq_factor", needed),
         high_freq_factor=values.positive_float("high_freq_factor", needed and 4.0),

@@ -1,13 +1,23 @@
-"""Names and shapes of the tensors in checkpoints of native architectures."""
+"""Names and shapes of the tensors in checkpoints of native architectures.
+
+A checkpoint holds tensors for each expert, under the names of its architecture, or all experts of a
+layer stacked, as transformers holds them in memory.
+"""
 
 from dataclasses import dataclass
 
+from services.worker.models.architecture import ExpertLayout
 from services.worker.models.config import ModelConfig
-from services.worker.models.expert_tensors import Shapes, expert_tensors
+from services.worker.models.layer_config import ExpertsConfig
+
+Shapes = dict[str, tuple[int, ...]]
 
 EMBEDDING = "model.embed_tokens.weight"
 NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
+STACKED_ROUTER = "mlp.gate.weight"
+STACKED_GATE_UP = "mlp.experts.gate_up_proj"
+STACKED_DOWN = "mlp.experts.down_proj"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +38,36 @@ _OUTPUT_NORMALIZED = NormNames(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """Names of a layer's tensors; `{}` in those of an expert stands for its number."""
+
+    router: str
+    gate: str
+    up: str
+    down: str
+
+
+EXPERT_NAMES = {
+    ExpertLayout.MIXTRAL: ExpertNames(
+        router="block_sparse_moe.gate.weight",
+        gate="block_sparse_moe.experts.{}.w1.weight",
+        up="block_sparse_moe.experts.{}.w3.weight",
+        down="block_sparse_moe.experts.{}.w2.weight",
+    ),
+    ExpertLayout.QWEN3: ExpertNames(
+        router="mlp.gate.weight",
+        gate="mlp.experts.{}.gate_proj.weight",
+        up="mlp.experts.{}.up_proj.weight",
+        down="mlp.experts.{}.down_proj.weight",
+    ),
+}
+"""Names within a layer, in checkpoints with tensors for each expert."""
+
+
 def norm_names(config: ModelConfig) -> NormNames:
     """The names of norms within a layer."""
-    return _OUTPUT_NORMALIZED if config.output_norms else _PLAIN
+    return _OUTPUT_NORMALIZED if config.traits.output_norms else _PLAIN
 
 
 def expected_tensors(config: ModelConfig, *, stacked_experts: bool) -> Shapes:
@@ -45,50 +82,56 @@ def expected_tensors(config: ModelConfig, *, stacked_experts: bool) -> Shapes:
     if not config.tie_word_embeddings:
         shapes[HEAD] = (config.vocab_size, config.hidden_size)
     for index, layer in enumerate(config.layers):
-        tensors = _attention_tensors(config)
-        if layer.experts is None:
-            tensors |= _mlp_tensors(config)
-        else:
-            tensors |= expert_tensors(layer.experts, config.hidden_size, stacked=stacked_experts)
+        tensors = _layer_tensors(config, layer.experts, stacked_experts=stacked_experts)
         shapes.update({f"model.layers.{index}.{name}": shape for name, shape in tensors.items()})
     return shapes
 
 
-def _attention_tensors(config: ModelConfig) -> Shapes:
-    hidden = config.hidden_size
-    queries = config.num_heads * config.head_dim
-    keys = config.num_kv_heads * config.head_dim
+def _layer_tensors(
+    config: ModelConfig, experts: ExpertsConfig | None, *, stacked_experts: bool
+) -> Shapes:
+    """Name within a layer and shape of every tensor of the layer."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries, keys = (heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads))
     norms = norm_names(config)
     named = ("input_layernorm", norms.attention_output, norms.mlp, norms.mlp_output)
     shapes: Shapes = {f"{name}.weight": (hidden,) for name in named if name is not None}
-    if config.qk_norm:
+    if config.traits.qk_norm:
         shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (config.head_dim,)
-    return shapes | _projections(
-        {
-            "self_attn.q_proj": (queries, hidden, config.qkv_bias),
-            "self_attn.k_proj": (keys, hidden, config.qkv_bias),
-            "self_attn.v_proj": (keys, hidden, config.qkv_bias),
-            "self_attn.o_proj": (hidden, queries, config.output_bias),
+    projections = {
+        "self_attn.q_proj": (queries, hidden, config.qkv_bias),
+        "self_attn.k_proj": (keys, hidden, config.qkv_bias),
+        "self_attn.v_proj": (keys, hidden, config.qkv_bias),
+        "self_attn.o_proj": (hidden, queries, config.output_bias),
+    }
+    if experts is not None:
+        shapes |= _expert_tensors(experts, hidden, stacked=stacked_experts)
+    else:
+        projections |= {
+            "mlp.gate_proj": (inner, hidden, config.mlp_bias),
+            "mlp.up_proj": (inner, hidden, config.mlp_bias),
+            "mlp.down_proj": (hidden, inner, config.mlp_bias),
         }
-    )
-
-
-def _mlp_tensors(config: ModelConfig) -> Shapes:
-    hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-    return _projections(
-        {
-            "mlp.gate_proj": (inner, hidden, bias),
-            "mlp.up_proj": (inner, hidden, bias),
-            "mlp.down_proj": (hidden, inner, bias),
-        }
-    )
-
-
-def _projections(shapes: dict[str, tuple[int, int, bool]]) -> Shapes:
-    """Weights, and the biases of those that have them."""
-    tensors: Shapes = {}
-    for name, (rows, columns, bias) in shapes.items():
-        tensors[f"{name}.weight"] = (rows, columns)
+    for name, (rows, columns, bias) in projections.items():
+        shapes[f"{name}.weight"] = (rows, columns)
         if bias:
-            tensors[f"{name}.bias"] = (rows,)
-    return tensors
+            shapes[f"{name}.bias"] = (rows,)
+    return shapes
+
+
+def _expert_tensors(config: ExpertsConfig, hidden_size: int, *, stacked: bool) -> Shapes:
+    """Name within a layer and shape of every tensor of router and experts."""
+    count, inner = config.num_experts, config.intermediate_size
+    if stacked:
+        return {
+            STACKED_ROUTER: (count, hidden_size),
+            STACKED_GATE_UP: (count, 2 * inner, hidden_size),
+            STACKED_DOWN: (count, hidden_size, inner),
+        }
+    names = EXPERT_NAMES[config.layout]
+    shapes: Shapes = {names.router: (count, hidden_size)}
+    for number in range(count):
+        shapes[names.gate.format(number)] = (inner, hidden_size)
+        shapes[names.up.format(number)] = (inner, hidden_size)
+        shapes[names.down.format(number)] = (hidden_size, inner)
+    return shapes

@@ -17,7 +17,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from services.worker.backends.out_of_memory import is_out_of_memory
 from services.worker.models.checkpoint import CPU, Checkpoint, TensorReader
 from services.worker.models.errors import ModelError, ModelFileError, ModelTensorError
-from services.worker.models.transformers_attention import ATTENTION_NAME
+from services.worker.models.transformers_decoder import ATTENTION_NAME
 from services.worker.models.transformers_division import Division
 from services.worker.models.transformers_linear import Part
 from services.worker.models.transformers_probe import Refused
@@ -36,16 +36,13 @@ def model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
     return None
 
 
-def load_whole(directory: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model on the CPU. Raises Refused, ModelError."""
-    return _load(model_class(config), directory, config, dtype, directory)
-
-
-def load_part(
-    checkpoint: Checkpoint, config: PretrainedConfig, dtype: torch.dtype, division: Division
+def load_checkpoint(
+    checkpoint: Checkpoint, config: PretrainedConfig, dtype: torch.dtype, division: Division | None
 ) -> PreTrainedModel:
-    """A rank's part of the model on the CPU. Raises Refused, ModelError."""
+    """The model, or with a division a rank's part of it, on the CPU. Raises Refused, ModelError."""
     directory = checkpoint.directory
+    if division is None:
+        return _load(model_class(config), directory, config, dtype, directory)
     with replace(checkpoint, device=CPU).open() as reader:
         tensors = {name: _LazyTensor(reader, name, division.part_of) for name in checkpoint.tensors}
         divided = _divided(model_class(config), division)

@@ -2,27 +2,35 @@
 
 The model is transformers' own, whole: its layers, its norms, its head. Only its attention is ours.
 The same division as vLLM's Transformers backend.
+
+Models of transformers call the attention function that their configuration names. Ours is
+registered under ATTENTION_NAME and passes each call to the function that `_attending_with` has set
+for the thread: a step over a paged cache, or a probe. No function that makes masks is registered,
+since the cache determines which tokens each token of a flattened batch sees.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from services.worker.backends.attention import AttentionLayer, LayerAttention
 from services.worker.models.model import wanted_logits
-from services.worker.models.transformers_attention import (
-    ATTENTION_NAME,
-    AttendFunction,
-    attending_with,
-    from_cache,
-)
 from services.worker.models.transformers_probe import Probe, Refused
+
+ATTENTION_NAME = "stepwell"
+
+_AttendFunction = Callable[..., torch.Tensor]
+"""Called as transformers calls attention; returns [1, n, num_heads, head_dim]."""
+
+_attend_function: ContextVar[_AttendFunction] = ContextVar("attend")
 
 _PROBE_TOKENS = 33
 _TOLERANCE = 1e-3
@@ -53,7 +61,6 @@ class TransformersDecoder:
         return int(self.embed(torch.zeros(1, dtype=torch.int64, device=device)).shape[1])
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Token ids, int64 [n] -> embeddings [n, hidden_size]."""
         embedded: torch.Tensor = self._embedding(token_ids[None])[0]
         return embedded
 
@@ -65,8 +72,7 @@ class TransformersDecoder:
         embedded: torch.Tensor | None = None,
         wanted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See Model."""
-        attend, num_tokens = from_cache(attention), len(token_ids)
+        attend, num_tokens = _from_cache(attention), len(token_ids)
         padding = (0, self._padded_rows(num_tokens) - num_tokens)
         positions = F.pad(positions, padding)
         if embedded is None:
@@ -78,10 +84,7 @@ class TransformersDecoder:
         return hidden, wanted_logits(self, hidden, wanted)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states [n, hidden_size] -> logits, float32 [n, vocab_size].
-
-        Includes what the model computes after its projection.
-        """
+        """See Model. Includes what the model computes after its projection."""
         num_rows = len(hidden)
         padded = F.pad(hidden, (0, 0, 0, self._padded_rows(num_rows) - num_rows))
         self._given.states = padded[None]
@@ -111,9 +114,9 @@ class TransformersDecoder:
         return layers
 
     def _forward(
-        self, attend: AttendFunction, positions: torch.Tensor, **inputs: torch.Tensor
+        self, attend: _AttendFunction, positions: torch.Tensor, **inputs: torch.Tensor
     ) -> torch.Tensor:
-        with attending_with(attend):
+        with _attending_with(attend):
             output = self._body(position_ids=positions[None], use_cache=False, **inputs)
         hidden: torch.Tensor = output.last_hidden_state
         return hidden[0]
@@ -147,3 +150,47 @@ def _with_body(model: PreTrainedModel, body: nn.Module) -> PreTrainedModel:
     changed = copy.copy(model)
     changed._modules = {**model._modules, model.base_model_prefix: body}
     return changed
+
+
+@contextmanager
+def _attending_with(attend: _AttendFunction) -> Iterator[None]:
+    """Within it, attention of models that transformers runs in this thread is `attend`."""
+    token = _attend_function.set(attend)
+    try:
+        yield
+    finally:
+        _attend_function.reset(token)
+
+
+def _from_cache(attention: LayerAttention) -> _AttendFunction:
+    """Attention of a flattened batch over a paged cache. Queries and keys come rotated."""
+
+    def attend(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *_: object,
+        **__: object,
+    ) -> torch.Tensor:
+        heads = [x.squeeze(0).transpose(0, 1).contiguous() for x in (query, key, value)]
+        layer: Any = module.layer_idx
+        attended = attention(layer, heads[0], heads[1], heads[2], None)
+        return attended.view(1, *heads[0].shape)
+
+    return attend
+
+
+def _attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *args: Any,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """The function that transformers calls: heads [1, heads, n, head_dim]."""
+    return _attend_function.get()(module, query, key, value, *args, **options), None
+
+
+AttentionInterface.register(ATTENTION_NAME, _attend)

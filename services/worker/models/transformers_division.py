@@ -129,7 +129,7 @@ class Division:
         """This rank's part of a layer's columns: whole heads, if the layer is of attention."""
         if not isinstance(getattr(parent, "layer_idx", None), int):
             return self.shard.of(width)
-        check_divisible(*(self._num_heads, self._num_kv_heads), self.shard.size, self._directory)
+        check_divisible(self._num_heads, self._num_kv_heads, self.shard.size, self._directory)
         self._correct_counts(parent)
         if name.rpartition(".")[2] in _OF_KEYS_AND_VALUES:
             count, heads = self._num_kv_heads, self.shard.kv_heads(self._num_kv_heads)

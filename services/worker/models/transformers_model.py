@@ -16,21 +16,12 @@ from services.worker.backends.attention import AttentionLayer
 from services.worker.backends.kernels import Kernels
 from services.worker.backends.out_of_memory import is_out_of_memory
 from services.worker.models.checkpoint import Checkpoint
-from services.worker.models.config import resolve_dtype
-from services.worker.models.errors import (
-    ModelConfigError,
-    UnsupportedModel,
-    quantized,
-)
+from services.worker.models.config import resolve_dtype, resolve_max_model_len
+from services.worker.models.errors import ModelConfigError, UnsupportedModel, quantized
 from services.worker.models.json_file import read_json_object
 from services.worker.models.layer_config import FULL, SLIDING
 from services.worker.models.model import LoadedModel, LoadOptions, log_loading
-from services.worker.models.transformers_checkpoint import (
-    load_part,
-    load_whole,
-    model_class,
-    one_line,
-)
+from services.worker.models.transformers_checkpoint import load_checkpoint, model_class, one_line
 from services.worker.models.transformers_decoder import TransformersDecoder
 from services.worker.models.transformers_division import Division
 from services.worker.models.transformers_probe import Refused
@@ -70,13 +61,18 @@ def load_transformers_model(
     """
     directory = checkpoint.directory
     config = read_transformers_config(directory)
-    longest = _max_model_len(config, options.max_model_len, directory / "config.json")
+    path = directory / "config.json"
+    longest: int | None = getattr(config, "max_position_embeddings", None)
+    if longest is None:
+        raise ModelConfigError(path, "max_position_embeddings is missing")
+    max_model_len = resolve_max_model_len(options.max_model_len, longest, longest, path)
     stored = config.dtype if isinstance(config.dtype, torch.dtype) else None
     dtype = resolve_dtype(options.dtype, stored)
     log_loading(f"{(config.architectures or [''])[0]}, run by transformers,", directory, dtype)
     try:
         division = Division(directory, ranks) if ranks.size > 1 else None
-        model = _load(checkpoint, config, dtype, division)
+        model = load_checkpoint(checkpoint, config, dtype, division)
+        model.to(checkpoint.device)  # type: ignore[arg-type]
         _check_model(model)
         wait_for_ranks()
         decoder = TransformersDecoder(model, kernels.padded_rows)
@@ -86,9 +82,7 @@ def load_transformers_model(
             _check_heads(division.heads, layers)
     except Refused as refusal:
         name = (config.architectures or ["the model"])[0]
-        raise UnsupportedModel(
-            directory / "config.json", f"{name} {refusal}, and has no native code here"
-        ) from refusal
+        raise UnsupportedModel(path, f"{name} {refusal}, and has no native code here") from refusal
     return LoadedModel(
         model=decoder,
         architecture=type(model).__name__,
@@ -96,22 +90,11 @@ def load_transformers_model(
         vocab_size=config.vocab_size,
         hidden_size=decoder.hidden_size,
         intermediate_size=_intermediate_size(config),
-        max_model_len=longest,
+        max_model_len=max_model_len,
         eos_token_ids=_eos_token_ids(config, model),
         attention=layers,
         is_native=False,
     )
-
-
-def _max_model_len(config: PretrainedConfig, asked: int | None, path: Path) -> int:
-    longest: int | None = getattr(config, "max_position_embeddings", None)
-    if longest is None:
-        raise ModelConfigError(path, "max_position_embeddings is missing")
-    if asked is not None and asked > longest:
-        raise ModelConfigError(
-            path, f"max_model_len is {asked}, but the model is made for {longest} tokens"
-        )
-    return longest if asked is None else asked
 
 
 def _intermediate_size(config: PretrainedConfig) -> int:
@@ -160,20 +143,6 @@ def _rope_types(config: PretrainedConfig) -> list[str]:
     values = getattr(config, "rope_parameters", None) or {}
     entries = [values, *(entry for entry in values.values() if isinstance(entry, dict))]
     return [str(entry["rope_type"]) for entry in entries if entry.get("rope_type")]
-
-
-def _load(
-    checkpoint: Checkpoint,
-    config: PretrainedConfig,
-    dtype: torch.dtype,
-    division: Division | None,
-) -> PreTrainedModel:
-    if division is None:
-        model = load_whole(checkpoint.directory, config, dtype)
-    else:
-        model = load_part(checkpoint, config, dtype, division)
-    model.to(checkpoint.device)  # type: ignore[arg-type]
-    return model
 
 
 def _check_model(model: PreTrainedModel) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
@@ -16,19 +17,16 @@ from services.worker.backends.kernels import (
 )
 from services.worker.models.checkpoint import WHOLE, Checkpoint, TensorReader
 from services.worker.models.config import ModelConfig
-from services.worker.models.expert_tensors import (
-    STACKED_DOWN,
-    STACKED_GATE_UP,
-    STACKED_ROUTER,
-    expert_names,
-)
 from services.worker.models.layer_config import ExpertsConfig
 from services.worker.models.mlp import Experts, GroupedExperts, SummedMlp
 from services.worker.models.shard import Shard, of_width
 from services.worker.models.tensor_shapes import (
     EMBEDDING,
+    EXPERT_NAMES,
     HEAD,
-    NORM,
+    STACKED_DOWN,
+    STACKED_GATE_UP,
+    STACKED_ROUTER,
     expected_tensors,
     norm_names,
 )
@@ -53,25 +51,26 @@ def load_weights(
 
     Raises ModelError before anything is read when the tensors are not those of `config`.
     """
-    shard = Shard(ranks.rank, ranks.size)
     stacked = any(name.endswith(STACKED_GATE_UP) for name in checkpoint.tensors)
     expected = expected_tensors(config, stacked_experts=stacked)
     if config.tie_word_embeddings and HEAD in checkpoint.tensors:
         expected[HEAD] = expected[EMBEDDING]
     checkpoint.check(expected)
+    shard = Shard(ranks.rank, ranks.size)
     with checkpoint.open() as reader:
+        loader = _Loader(config, reader, kernels, dtype, ranks, shard, stacked)
         layers = []
-        for index in range(config.num_layers):
-            layer = _LayerReader(reader, kernels, index, dtype, config.norm_weight_offset)
-            layers.append(_load_layer(config, index, layer, ranks, stacked=stacked))
+        for index, layer in enumerate(config.layers):
+            of_layer = replace(loader, prefix=f"model.layers.{index}.")
+            layers.append(of_layer.layer(layer.experts))
             progress(index + 1, config.num_layers)
-        embedding = reader.read(EMBEDDING, dtype=dtype)
+        embedding = loader.parts((EMBEDDING, ()))
         rows = shard.of_head(config.vocab_size)
         head = embedding[rows]
         if HEAD in expected:
-            head = _own_head(reader.read_parts((HEAD, (rows,)), dtype=dtype), head, config)
-        norm = _read_norm(reader, kernels, NORM, dtype, config.norm_weight_offset)
-    shard.log_read(reader.num_bytes, sum(checkpoint.tensors[name].num_bytes for name in expected))
+            head = _own_head(loader.parts((HEAD, (rows,))), head, config)
+        norm = loader.norm("model.norm")
+    shard.log_read(reader.num_bytes, checkpoint.num_bytes)
     projection = kernels.linear(head, None)
     if len(head) < config.vocab_size:
         projection = GatheredLinear(projection, ranks)
@@ -94,30 +93,95 @@ def _own_head(head: torch.Tensor, tied: torch.Tensor, config: ModelConfig) -> to
     return head
 
 
-def _summed(part: Linear, ranks: Ranks) -> Linear:
-    return SummedLinear(part, ranks) if ranks.size > 1 else part
+@dataclass(frozen=True, slots=True)
+class _Loader:
+    """Reads this rank's part of tensors whose names begin with `prefix`, such as those of a layer,
+    and gives it to the kernels.
+    """
 
+    config: ModelConfig
+    reader: TensorReader
+    kernels: Kernels
+    dtype: torch.dtype
+    ranks: Ranks
+    shard: Shard
+    stacked_experts: bool
+    prefix: str = ""
 
-class _LayerReader:
-    """Reads tensors of one layer."""
+    def layer(self, experts: ExpertsConfig | None) -> LayerWeights:
+        """The weights of a layer."""
+        config, norms, is_first = self.config, norm_names(self.config), not self.shard.rank
+        heads, kv_heads = config.num_heads, config.num_kv_heads
+        queries = of_width(self.shard.heads(heads, kv_heads), config.head_dim)
+        keys = of_width(self.shard.kv_heads(kv_heads), config.head_dim)
+        qkv = {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
+        weight, bias = self.fused(qkv, bias=config.qkv_bias)
+        return LayerWeights(
+            input_norm=self.norm("input_layernorm"),
+            qkv=self.kernels.linear(weight, bias),
+            query_norm=self.norm("self_attn.q_norm") if config.traits.qk_norm else None,
+            key_norm=self.norm("self_attn.k_norm") if config.traits.qk_norm else None,
+            output=self.summed("self_attn.o_proj", queries, bias=config.output_bias and is_first),
+            attention_output_norm=self.norm(norms.attention_output)
+            if norms.attention_output
+            else None,
+            mlp_norm=self.norm(norms.mlp),
+            mlp=self.mlp() if experts is None else self.experts(experts),
+            mlp_output_norm=self.norm(norms.mlp_output) if norms.mlp_output else None,
+        )
 
-    def __init__(
-        self,
-        reader: TensorReader,
-        kernels: Kernels,
-        index: int,
-        dtype: torch.dtype,
-        norm_weight_offset: float,
-    ) -> None:
-        self._reader = reader
-        self.kernels = kernels
-        self._prefix = f"model.layers.{index}."
-        self.dtype = dtype
-        self._offset = norm_weight_offset
+    def mlp(self) -> GatedMlp:
+        """A dense MLP."""
+        config, is_first = self.config, not self.shard.rank
+        inner = self.shard.of(config.intermediate_size)
+        gate_up = {"mlp.gate_proj": inner, "mlp.up_proj": inner}
+        weight, bias = self.fused(gate_up, bias=config.mlp_bias)
+        return GatedMlp(
+            gate_up=self.kernels.gated_linear(weight, bias, config.traits.activation),
+            down=self.summed("mlp.down_proj", inner, bias=config.mlp_bias and is_first),
+        )
+
+    def experts(self, experts: ExpertsConfig) -> Mlp:
+        """A router and its experts."""
+        kernels, names, size = self.kernels, EXPERT_NAMES[experts.layout], experts.intermediate_size
+        inner, activation = self.shard.of(size), self.config.traits.activation
+        behind = slice(inner.start + size, inner.stop + size)
+
+        def read(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+            """An expert's input projections, gates before values, and its output projection."""
+            if self.stacked_experts:
+                gate_up = self.parts(*((STACKED_GATE_UP, (number, x)) for x in (inner, behind)))
+                return gate_up, self.parts((STACKED_DOWN, (number, WHOLE, inner)))
+            gate, up = names.gate.format(number), names.up.format(number)
+            gate_up = self.parts((gate, (inner,)), (up, (inner,)))
+            return gate_up, self.parts((names.down.format(number), (WHOLE, inner)))
+
+        router_name = STACKED_ROUTER if self.stacked_experts else names.router
+        router = kernels.linear(self.parts((router_name, ())), None)
+        picking = experts.num_experts_per_tok, experts.normalized
+        all_of_them = (read(number) for number in range(experts.num_experts))
+        mlp: Mlp
+        if kernels.groups_experts(self.dtype, inner.stop - inner.start):
+            together = _stacked(all_of_them, experts.num_experts)
+            mlp = GroupedExperts(router, *together, *picking, activation)
+        else:
+            apart = tuple(
+                GatedMlp(
+                    kernels.gated_linear(gate_up, None, activation), kernels.linear(down, None)
+                )
+                for gate_up, down in all_of_them
+            )
+            mlp = Experts(router, apart, *picking, kernels)
+        return SummedMlp(mlp, self.ranks) if self.ranks.size > 1 else mlp
 
     def norm(self, name: str) -> torch.Tensor:
-        name = f"{self._prefix}{name}.weight"
-        return _read_norm(self._reader, self.kernels, name, self.dtype, self._offset)
+        """The weight of a norm. One with an offset is not rounded: a small weight would lose more
+        bits to the sum than bfloat16 took from it.
+        """
+        offset = self.config.traits.norm_weight_offset
+        dtype = torch.float32 if offset else self.dtype
+        weight = self.reader.read_parts((f"{self.prefix}{name}.weight", ()), dtype=dtype)
+        return self.kernels.norm_weight(weight + offset if offset else weight)
 
     def fused(
         self, rows: dict[str, slice], *, bias: bool
@@ -127,97 +191,17 @@ class _LayerReader:
         biases = ((f"{name}.bias", (taken,)) for name, taken in rows.items())
         return self.parts(*weights), self.parts(*biases) if bias else None
 
-    def columns(
-        self, name: str, taken: slice, *, bias: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Some columns of a projection's weight, and its bias."""
-        weight = self.parts((f"{name}.weight", (WHOLE, taken)))
-        return weight, self.parts((f"{name}.bias", ())) if bias else None
+    def summed(self, name: str, columns: slice, *, bias: bool) -> Linear:
+        """A projection of this rank's part of its input; the ranks' products are summed."""
+        weight = self.parts((f"{name}.weight", (WHOLE, columns)))
+        added = self.parts((f"{name}.bias", ())) if bias else None
+        part = self.kernels.linear(weight, added)
+        return SummedLinear(part, self.ranks) if self.ranks.size > 1 else part
 
     def parts(self, *parts: tuple[str, tuple[slice | int, ...]]) -> torch.Tensor:
         """Parts of tensors, stacked along their first axis. See TensorReader."""
-        named = ((f"{self._prefix}{name}", index) for name, index in parts)
-        return self._reader.read_parts(*named, dtype=self.dtype)
-
-
-def _load_layer(
-    config: ModelConfig, index: int, layer: _LayerReader, ranks: Ranks, *, stacked: bool
-) -> LayerWeights:
-    shard, width = Shard(ranks.rank, ranks.size), config.head_dim
-    queries = of_width(shard.heads(config.num_heads, config.num_kv_heads), width)
-    keys = of_width(shard.kv_heads(config.num_kv_heads), width)
-    qkv = {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
-    output = layer.columns("self_attn.o_proj", queries, bias=config.output_bias and not shard.rank)
-    experts = config.layers[index].experts
-    norms = norm_names(config)
-    return LayerWeights(
-        input_norm=layer.norm("input_layernorm"),
-        qkv=layer.kernels.linear(*layer.fused(qkv, bias=config.qkv_bias)),
-        query_norm=layer.norm("self_attn.q_norm") if config.qk_norm else None,
-        key_norm=layer.norm("self_attn.k_norm") if config.qk_norm else None,
-        output=_summed(layer.kernels.linear(*output), ranks),
-        attention_output_norm=layer.norm(norms.attention_output)
-        if norms.attention_output
-        else None,
-        mlp_norm=layer.norm(norms.mlp),
-        mlp=_load_mlp(config, layer, ranks)
-        if experts is None
-        else _load_experts(config, experts, layer, ranks, stacked=stacked),
-        mlp_output_norm=layer.norm(norms.mlp_output) if norms.mlp_output else None,
-    )
-
-
-def _load_mlp(config: ModelConfig, layer: _LayerReader, ranks: Ranks) -> GatedMlp:
-    shard = Shard(ranks.rank, ranks.size)
-    inner = shard.of(config.intermediate_size)
-    gate_up = {"mlp.gate_proj": inner, "mlp.up_proj": inner}
-    weight, bias = layer.fused(gate_up, bias=config.mlp_bias)
-    down = layer.columns("mlp.down_proj", inner, bias=config.mlp_bias and not shard.rank)
-    return GatedMlp(
-        gate_up=layer.kernels.gated_linear(weight, bias, config.activation),
-        down=_summed(layer.kernels.linear(*down), ranks),
-    )
-
-
-def _load_experts(
-    config: ModelConfig,
-    experts: ExpertsConfig,
-    layer: _LayerReader,
-    ranks: Ranks,
-    *,
-    stacked: bool,
-) -> Mlp:
-    kernels, names = layer.kernels, expert_names(experts)
-    inner = Shard(ranks.rank, ranks.size).of(experts.intermediate_size)
-    behind = slice(inner.start + experts.intermediate_size, inner.stop + experts.intermediate_size)
-
-    def read(number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The input projections of an expert, gates before values, and its output projection."""
-        if stacked:
-            gate_up = layer.parts(*((STACKED_GATE_UP, (number, rows)) for rows in (inner, behind)))
-            down = layer.parts((STACKED_DOWN, (number, WHOLE, inner)))
-        else:
-            gate, up = names.gate.format(number), names.up.format(number)
-            gate_up = layer.parts((gate, (inner,)), (up, (inner,)))
-            down = layer.parts((names.down.format(number), (WHOLE, inner)))
-        return gate_up, down
-
-    router = kernels.linear(layer.parts((STACKED_ROUTER if stacked else names.router, ())), None)
-    picking = experts.num_experts_per_tok, experts.normalized
-    all_of_them = (read(number) for number in range(experts.num_experts))
-    mlp: Mlp
-    if kernels.groups_experts(layer.dtype, inner.stop - inner.start):
-        together = _stacked(all_of_them, experts.num_experts)
-        mlp = GroupedExperts(router, *together, *picking, config.activation)
-    else:
-        apart = tuple(
-            GatedMlp(
-                kernels.gated_linear(gate_up, None, config.activation), kernels.linear(down, None)
-            )
-            for gate_up, down in all_of_them
-        )
-        mlp = Experts(router, apart, *picking, kernels)
-    return SummedMlp(mlp, ranks) if ranks.size > 1 else mlp
+        named = ((f"{self.prefix}{name}", index) for name, index in parts)
+        return self.reader.read_parts(*named, dtype=self.dtype)
 
 
 def _stacked(
@@ -229,14 +213,3 @@ def _stacked(
     for number, pair in enumerate(chain((first,), pairs)):
         both[0][number], both[1][number] = pair
     return both
-
-
-def _read_norm(
-    reader: TensorReader, kernels: Kernels, name: str, dtype: torch.dtype, offset: float
-) -> torch.Tensor:
-    """The weight of a norm. One with an offset is not rounded: a small weight would lose more bits
-    to the sum than bfloat16 took from it.
-    """
-    if offset:
-        return kernels.norm_weight(reader.read(name, dtype=torch.float32) + offset)
-    return kernels.norm_weight(reader.read(name, dtype=dtype))

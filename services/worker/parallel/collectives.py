@@ -36,7 +36,6 @@ class GlooRanks:
         self._group = dist.ProcessGroupGloo(store, rank, size, options)
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
-        """See Ranks."""
         if self.size == 2 and part.nbytes >= _RING_BYTES:
             ring = part.contiguous()
             self._group.allreduce([ring]).wait()
@@ -48,11 +47,9 @@ class GlooRanks:
         return total.to(part.dtype)
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """See Ranks."""
         return self._gathered(part).transpose(0, 1).flatten(1)
 
     def exchange(self, numbers: list[int]) -> list[list[int]]:
-        """See Ranks."""
         gathered: list[list[int]] = self._gathered(torch.tensor([numbers])).flatten(1).tolist()
         return gathered
 
@@ -80,18 +77,15 @@ class NcclRanks:
         self._group = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
-        """See Ranks."""
         total = part.contiguous()
         self._group.allreduce([total]).wait()
         return total
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """See Ranks."""
         rows, width = part.shape
         parts = part.new_empty((self.size * rows, width))
         self._group._allgather_base(parts, part.contiguous()).wait()
         return parts.view(self.size, rows, width).transpose(0, 1).flatten(1)
 
     def exchange(self, numbers: list[int]) -> list[list[int]]:
-        """See Ranks."""
         return self._host.exchange(numbers)

@@ -77,8 +77,10 @@ class Group:
         self.local_ranks = [rank for rank, host in enumerate(hosts) if host == own]
         logger.info("rank %d of %d: all ranks are here", membership.rank, membership.size)
 
-    def on_cuda(self) -> Ranks:
-        """The ranks for tensors on the current CUDA device."""
+    def ranks_on(self, device: torch.device) -> Ranks:
+        """The ranks for tensors on the CPU, or on the current CUDA device."""
+        if device.type == "cpu":
+            return self.ranks
         return NcclRanks(self._store, self.ranks, self._timeout)
 
     def gather(self, what: str, value: str) -> list[str]:

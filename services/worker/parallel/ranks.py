@@ -4,6 +4,7 @@ The division is Megatron-LM's (Shoeybi et al.): the projections into heads and i
 MLP are divided by columns, those out of them by rows, so that a layer has two sums over the ranks.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -19,81 +20,68 @@ class Ranks(Protocol):
     @property
     def rank(self) -> int:
         """The number of this rank, from 0."""
-        ...
 
     @property
     def size(self) -> int:
         """The number of ranks."""
-        ...
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' `part`, which may be overwritten. Where ranks are added one by one
         they are in rank order, so that a row's sum does not depend on the rows beside it.
         """
-        ...
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         """[n, d] of each rank side by side, in rank order: [n, size * d]."""
-        ...
 
     def exchange(self, numbers: list[int]) -> list[list[int]]:
         """The numbers, below 2^63, of each rank. Waits on the host for every rank."""
-        ...
 
 
 class Alone:
-    """A group of one."""
+    """A group of one: each collective returns the part of this rank."""
 
     rank = 0
     size = 1
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
-        """Itself."""
         return part
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """Itself."""
         return part
 
     def exchange(self, numbers: list[int]) -> list[list[int]]:
-        """The numbers of this rank."""
         return [numbers]
 
 
 ALONE = Alone()
 
 
-class SummedLinear:
-    """A projection divided by rows of its input: the ranks' products are summed."""
+class _DividedLinear:
+    """See Linear: `combine` makes the output of all ranks of that of this rank's part."""
 
-    def __init__(self, part: Linear, ranks: Ranks) -> None:
+    def __init__(
+        self, part: Linear, out_features: int, combine: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
         self._part = part
-        self._ranks = ranks
-        self.in_features = part.in_features
-        self.out_features = part.out_features
+        self._combine = combine
+        self.out_features = out_features
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """See Linear; x is this rank's part."""
-        return self._ranks.sum(self._part(x))
+        return self._combine(self._part(x))
 
     def full(self, x: torch.Tensor) -> torch.Tensor:
-        """See Linear."""
-        return self._ranks.sum(self._part.full(x))
+        return self._combine(self._part.full(x))
 
 
-class GatheredLinear:
-    """A projection divided by columns of its output, which all ranks get whole."""
+class SummedLinear(_DividedLinear):
+    """vLLM's RowParallelLinear: each rank has some columns of the input; products are summed."""
 
     def __init__(self, part: Linear, ranks: Ranks) -> None:
-        self._part = part
-        self._ranks = ranks
-        self.in_features = part.in_features
-        self.out_features = part.out_features * ranks.size
+        super().__init__(part, part.out_features, ranks.sum)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """See Linear."""
-        return self._ranks.gather(self._part(x))
 
-    def full(self, x: torch.Tensor) -> torch.Tensor:
-        """See Linear."""
-        return self._ranks.gather(self._part.full(x))
+class GatheredLinear(_DividedLinear):
+    """vLLM's ColumnParallelLinear: each rank computes some columns of the output; all get all."""
+
+    def __init__(self, part: Linear, ranks: Ranks) -> None:
+        super().__init__(part, part.out_features * ranks.size, ranks.gather)

@@ -92,7 +92,11 @@ def test_experts_are_normalized_as_each_does_it(tmp_path: Path) -> None:
     [
         ("qwen2_window", {"layer_types": ["full_attention"]}, "layer_types must list 5 layers"),
         ("qwen2_window", {"use_sliding_window": False}, "layer_types slide, but"),
-        ("mistral_window", {"sliding_window": 1}, "sliding_window must be 2 or more"),
+        (
+            "mistral_window",
+            {"sliding_window": 1},
+            "sliding_window must be a whole number of 2 or more",
+        ),
         ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok must be 5 or less"),
     ],
 )

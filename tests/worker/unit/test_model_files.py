@@ -124,7 +124,7 @@ def test_wrong_value_in_config(directory: Path, changes: dict[str, object], prob
 def test_length_beyond_the_model_is_refused(directory: Path) -> None:
     config = read_model_config(directory)
     with pytest.raises(ModelConfigError, match=r"max_model_len is 513, but .* 512 tokens"):
-        resolve_max_model_len(config.rope, 513, directory / "config.json")
+        resolve_max_model_len(513, 512, config.rope.max_model_len, directory / "config.json")
 
 
 def test_missing_weights(directory: Path) -> None:

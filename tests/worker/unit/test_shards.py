@@ -83,7 +83,7 @@ class _Opened:
 
     def __init__(self, checkpoint: Checkpoint, reader: TensorReader) -> None:
         self.tensors = checkpoint.tensors
-        self.check = checkpoint.check
+        self.num_bytes, self.check = checkpoint.num_bytes, checkpoint.check
         self._reader = reader
 
     def open(self) -> "_Opened":

@@ -32,7 +32,7 @@ from services.worker.models.config import DtypeSetting
 from services.worker.models.errors import UnsupportedModel
 from services.worker.models.load import load_model
 from services.worker.models.model import LoadedModel, LoadOptions
-from services.worker.models.transformers_checkpoint import load_part
+from services.worker.models.transformers_checkpoint import load_checkpoint
 from services.worker.models.transformers_division import Division
 from services.worker.models.transformers_model import read_transformers_config
 from services.worker.parallel.group import Timeouts
@@ -197,7 +197,7 @@ def test_a_rank_reads_its_part_alone(tmp_path: Path, kind: str) -> None:
     plain = open_checkpoint(tmp_path)
     division: Any = Division(tmp_path, OneOf(1, 2))
     checkpoint = CountingCheckpoint(plain.directory, plain.tensors)
-    load_part(checkpoint, read_transformers_config(tmp_path), torch.float32, division)
+    load_checkpoint(checkpoint, read_transformers_config(tmp_path), torch.float32, division)
     assert READ.pop() == sum(
         tensor.num_bytes // (1 if any(part in name for part in WHOLE_ON_EACH_RANK) else 2)
         for name, tensor in plain.tensors.items()

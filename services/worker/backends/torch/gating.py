@@ -28,7 +28,6 @@ class GatedLinear:
         self._projection = projection
         self._activation = activation
         self._batch_invariant = batch_invariant
-        self.in_features = projection.in_features
         self.out_features = projection.out_features // 2
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
