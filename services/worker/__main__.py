@@ -13,9 +13,8 @@ from services.common.errors import Aborted, StepwellError
 from services.common.lifecycle import end_at_once, run_service
 from services.common.server import GrpcServer
 from services.common.telemetry import Tracing, service_tracing
-from services.worker.adapters.compute import ComputeThread
+from services.worker.adapters.compute import ComputeThread, follow_liveness
 from services.worker.adapters.group_member import GroupMember
-from services.worker.adapters.liveness import follow_liveness
 from services.worker.adapters.servicer import WorkerServicer
 from services.worker.build import load_worker
 from services.worker.core.worker import Worker

@@ -1,4 +1,4 @@
-"""The thread that computes, and a thread that waits for downloads from a device.
+"""The thread that computes, a thread that waits for downloads from a device, and their liveness.
 
 While a step computes the event loop is free, so that the next step's message is decoded before the
 step ends. Only one thread computes, since each would have its own team of OpenMP threads. Downloads
@@ -6,16 +6,22 @@ are waited for in another thread, so that the next step can be queued meanwhile.
 """
 
 import asyncio
+import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from queue import SimpleQueue
 from typing import TypeVar
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+_LIVENESS_PERIOD_SECONDS = 0.25
 
 
 class ComputeThread:
@@ -98,13 +104,11 @@ class _Lane:
             if allowed_seconds != inf:
                 self._running = Overdue(time.monotonic(), allowed_seconds)
             try:
-                result = function()
+                finish = partial(future.set_result, function())
             except BaseException as error:
-                self._running = None
-                _call_in_loop(loop, _fail, future, error)
-            else:
-                self._running = None
-                _call_in_loop(loop, _resolve, future, result)
+                finish = partial(future.set_exception, error)
+            self._running = None
+            _call_in_loop(loop, lambda: future.done() or finish())
 
         self._tasks.put(run)
         return future
@@ -120,19 +124,38 @@ class _Lane:
             del run  # and with it what the function holds
 
 
-def _call_in_loop(
-    loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: object
+async def follow_liveness(
+    compute: ComputeThread,
+    set_live: Callable[[bool], Awaitable[None]],
+    period_seconds: float = _LIVENESS_PERIOD_SECONDS,
 ) -> None:
+    """Checks whether a step is overdue, every `period_seconds`, until cancelled. Calls
+    `set_live` with each change.
+
+    A step counts as hanging if two checks in a row find it overdue: after this process was stopped,
+    a step that is nearly done gets a period to end.
+    """
+    before, live = None, True
+    while True:
+        await asyncio.sleep(period_seconds)
+        overdue = compute.overdue
+        hangs = overdue is not None and overdue is before
+        before = overdue
+        if hangs is not live:
+            continue
+        live = not hangs
+        await set_live(live)
+        if overdue is not None:
+            logger.error(
+                "a step has computed for %.1f s, and was to be done within %.1f s: not live",
+                time.monotonic() - overdue.began,
+                overdue.allowed_seconds,
+            )
+        else:
+            logger.warning("the step that took too long is done: live again")
+
+
+def _call_in_loop(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
     """Calls back in the loop, unless the loop has ended."""
     with suppress(RuntimeError):
-        loop.call_soon_threadsafe(callback, *args)
-
-
-def _resolve(future: "asyncio.Future[T]", result: T) -> None:
-    if not future.done():
-        future.set_result(result)
-
-
-def _fail(future: "asyncio.Future[T]", error: BaseException) -> None:
-    if not future.done():
-        future.set_exception(error)
+        loop.call_soon_threadsafe(callback)

@@ -1,7 +1,7 @@
 """Converts between the contract's messages and the core's types. Arrays share messages' memory."""
 
 import sys
-from collections.abc import Sequence
+from dataclasses import fields
 
 import numpy as np
 from stepwell.common.v1 import common_pb2
@@ -15,7 +15,6 @@ from services.worker.core.step import (
     AppendedBlocks,
     Int32Array,
     NewRequest,
-    RequestLogprobs,
     StepInput,
     StepOutput,
 )
@@ -60,7 +59,10 @@ def step_output_to_proto(
         num_tokens=_packed(output.num_tokens),
         token_ids=_packed(output.token_ids),
         logprobs=[
-            _request_logprobs(index, logprobs) for index, logprobs in output.logprobs.items()
+            worker_pb2.RequestLogprobs(
+                index=index, sampled=_logprobs(of.sampled), prompt=_logprobs(of.prompt)
+            )
+            for index, of in output.logprobs.items()
         ],
         nan_requests=_packed(output.nan_requests),
         queue_nanos=queue_nanos,
@@ -69,28 +71,14 @@ def step_output_to_proto(
 
 
 def description_to_proto(description: WorkerDescription) -> worker_pb2.DescribeResponse:
-    """The answer to Describe."""
+    """The answer to Describe. Its fields are those of the description, by name; each group has the
+    block size.
+    """
+    values = {field.name: getattr(description, field.name) for field in fields(description)}
+    block_size = values.pop("block_size")
+    groups = (group.kv_cache_group(block_size) for group in values.pop("groups"))
     return worker_pb2.DescribeResponse(
-        incarnation=description.incarnation,
-        model_name=description.model_name,
-        fingerprint=description.fingerprint,
-        tokenizer_fingerprint=description.tokenizer_fingerprint,
-        max_model_len=description.max_model_len,
-        vocab_size=description.vocab_size,
-        eos_token_ids=description.eos_token_ids,
-        groups=[
-            kv_cache_group_to_proto(group.kv_cache_group(description.block_size))
-            for group in description.groups
-        ],
-        num_blocks=description.num_blocks,
-        bytes_per_block=description.bytes_per_block,
-        max_num_seqs=description.max_num_seqs,
-        max_num_batched_tokens=description.max_num_batched_tokens,
-        rank=description.rank,
-        world_size=description.world_size,
-        kv_cache_sizing=description.kv_cache_sizing,
-        dtype=description.dtype,
-        hidden_size=description.hidden_size,
+        groups=[kv_cache_group_to_proto(group) for group in groups], **values
     )
 
 
@@ -110,28 +98,15 @@ def _new_request(message: worker_pb2.NewRequest) -> NewRequest:
     )
 
 
-def _request_logprobs(index: int, logprobs: RequestLogprobs) -> worker_pb2.RequestLogprobs:
-    return worker_pb2.RequestLogprobs(
-        index=index,
-        sampled=_logprobs(logprobs.sampled),
-        prompt=_logprobs(logprobs.prompt),
-    )
-
-
 def _logprobs(rows: LogprobRows | None) -> common_pb2.Logprobs | None:
     if rows is None:
         return None
     return common_pb2.Logprobs(
         width=rows.width,
-        token_ids=_flat(rows.token_ids),
-        logprobs=rows.logprobs.reshape(-1).tolist(),
-        ranks=_flat(rows.ranks),
+        token_ids=rows.token_ids.ravel().tolist(),
+        logprobs=rows.logprobs.ravel().tolist(),
+        ranks=rows.ranks.tolist(),
     )
-
-
-def _flat(values: Int32Array) -> Sequence[int]:
-    flat: list[int] = values.reshape(-1).tolist()
-    return flat
 
 
 def _array(packed: bytes, field: str) -> Int32Array:

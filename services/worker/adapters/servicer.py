@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
@@ -68,7 +68,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         request: worker_pb2.DescribeRequest,
         context: _Context,
     ) -> worker_pb2.DescribeResponse:
-        """See the contract."""
         message = description_to_proto(self._loaded().description)
         message.seen_generation = self._seen_generation
         return message
@@ -78,7 +77,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         request_iterator: AsyncIterator[worker_pb2.ExecuteRequest],
         context: _Context,
     ) -> AsyncIterator[worker_pb2.ExecuteResponse]:
-        """See the contract."""
         self._loaded()
         first = await anext(aiter(request_iterator), None)
         if first is None:
@@ -106,32 +104,20 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         return self._worker
 
 
-@dataclass(frozen=True, slots=True)
-class _BegunStep:
-    """A step that was run, or queued on a device, and the times of that."""
-
-    output: StepOutput | PendingOutput
-    started_nanos: int
-    ended_nanos: int
-
-
-@dataclass(frozen=True, slots=True)
-class _RunStep:
-    """A step that was run, and the times of that by the monotonic clock, in nanoseconds."""
-
-    output: StepOutput
-    started_nanos: int
-    ended_nanos: int
-
-
 @dataclass(slots=True)
 class _PendingStep:
-    """A step that is not answered yet. `downloaded`: its output, if a device still computes it."""
+    """A step that is not answered yet, with times of the monotonic clock in nanoseconds.
+
+    `begun`: done when the step was run, or queued on a device; `downloaded`: its output, if a
+    device still computes it.
+    """
 
     message: worker_pb2.ExecuteRequest
     step: StepInput
     arrived_nanos: int
-    begun: "asyncio.Future[_BegunStep]"
+    started_nanos: int = 0
+    ended_nanos: int = 0
+    begun: "asyncio.Future[StepOutput | PendingOutput]" = field(init=False)
     downloaded: "asyncio.Future[StepOutput] | None" = None
 
     def cancel(self) -> None:
@@ -187,14 +173,14 @@ class _StepStream:
                     raise self._error
                 if taking_in.done():
                     taking_in.result()
-                run = self._oldest()
-                if run is None:
+                output = self._oldest_output()
+                if output is None:
                     await self._changed.wait()
                     self._changed.clear()
                 else:
                     pending = self._pending.popleft()
                     self._has_room.set()
-                    yield self._answer(pending, run)
+                    yield self._answer(pending, output)
             taking_in.result()
         finally:
             taking_in.cancel()
@@ -216,59 +202,57 @@ class _StepStream:
     def _submit(self, message: worker_pb2.ExecuteRequest) -> _PendingStep:
         arrived = time.perf_counter_ns()
         step = step_from_proto(message)
-        begun = self._compute.submit(lambda: self._begin(step), _allowed_seconds(message))
-        begun.add_done_callback(self._wake)
-        return _PendingStep(message, step, arrived, begun)
+        pending = _PendingStep(message, step, arrived)
+        pending.begun = self._compute.submit(
+            lambda: self._begin(pending), _allowed_seconds(message)
+        )
+        pending.begun.add_done_callback(self._wake)
+        return pending
 
-    def _oldest(self) -> _RunStep | None:
-        """The oldest step, once it has run; None before that, or if there is none.
+    def _oldest_output(self) -> StepOutput | None:
+        """The output of the oldest step; None until that has run, or if there is no step.
 
         If a device still computes it, starts to wait for the download in the other thread.
         """
         if not self._pending or not self._pending[0].begun.done():
             return None
         pending = self._pending[0]
-        begun = pending.begun.result()
-        if isinstance(begun.output, StepOutput):
-            return _RunStep(begun.output, begun.started_nanos, begun.ended_nanos)
+        output = pending.begun.result()
+        if isinstance(output, StepOutput):
+            return output
         if pending.downloaded is None:
             pending.downloaded = self._compute.submit_wait(
-                begun.output.wait, _allowed_seconds(pending.message)
+                output.wait, _allowed_seconds(pending.message)
             )
             pending.downloaded.add_done_callback(self._wake)
         if not pending.downloaded.done():
             return None
-        return _RunStep(pending.downloaded.result(), begun.started_nanos, time.perf_counter_ns())
+        pending.ended_nanos = time.perf_counter_ns()
+        return pending.downloaded.result()
 
     def _wake(self, _done: "asyncio.Future[Any]") -> None:
         self._changed.set()
 
-    def _begin(self, step: StepInput) -> _BegunStep:
+    def _begin(self, pending: _PendingStep) -> StepOutput | PendingOutput:
         """Runs in the compute thread. If a step fails, the stream's other steps are dropped."""
         if self._closed:
             raise Aborted("the stream ended before this step began")
-        started = time.perf_counter_ns()
+        pending.started_nanos = time.perf_counter_ns()
         try:
-            output = self._runner.begin(step)
+            output = self._runner.begin(pending.step)
         except BaseException:
             self._closed = True
             raise
-        return _BegunStep(output, started, time.perf_counter_ns())
+        pending.ended_nanos = time.perf_counter_ns()
+        return output
 
-    def _answer(self, pending: _PendingStep, run: _RunStep) -> worker_pb2.ExecuteResponse:
+    def _answer(self, pending: _PendingStep, output: StepOutput) -> worker_pb2.ExecuteResponse:
+        arrived, started, ended = pending.arrived_nanos, pending.started_nanos, pending.ended_nanos
         epoch = time.time_ns() - time.perf_counter_ns()
-        self._tracer.record(
-            pending.message,
-            pending.step,
-            run.output,
-            StepTimes(
-                epoch + pending.arrived_nanos, epoch + run.started_nanos, epoch + run.ended_nanos
-            ),
-        )
+        times = StepTimes(epoch + arrived, epoch + started, epoch + ended)
+        self._tracer.record(pending.message, pending.step, output, times)
         return step_output_to_proto(
-            run.output,
-            queue_nanos=run.started_nanos - pending.arrived_nanos,
-            execute_nanos=run.ended_nanos - run.started_nanos,
+            output, queue_nanos=started - arrived, execute_nanos=ended - started
         )
 
 

@@ -21,13 +21,11 @@ class DecodeStep(LayerAttention, Protocol):
     @property
     def num_lanes(self) -> int:
         """The number of tokens that it is called for."""
-        ...
 
     def set(self, layouts: Sequence[StepLayout]) -> None:
         """Copies in the inputs of a step of at most `num_lanes` decodes, with one layout for each
         KV-cache group. The lanes behind them write to no request's blocks.
         """
-        ...
 
 
 class StaticAttention(Protocol):
@@ -35,7 +33,6 @@ class StaticAttention(Protocol):
 
     def decode_step(self, num_decodes: int) -> DecodeStep:
         """Attention for so many decodes, rounded up to a power of two."""
-        ...
 
 
 class DecodeBuckets:

@@ -27,7 +27,6 @@ def model_fingerprint(
     checkpoint: Checkpoint,
     block_size: int,
     kv_dtype: str,
-    *,
     rope_length: int = 0,
     groups: Sequence[LayerGroup] = (),
 ) -> bytes:

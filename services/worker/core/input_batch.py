@@ -5,7 +5,6 @@ appends sampled tokens to its own copy, so that the scheduler can plan and send 
 step ahead of it has run. It is vLLM's persistent batch.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -93,12 +92,6 @@ class InputBatch:
         self.token_ids[rows, self.num_tokens[rows]] = token_ids
         self.num_tokens[rows] += 1
 
-    def append(self, row: int, token_ids: Sequence[int] | Int32Array) -> None:
-        """Adds sampled tokens to a request's known ones."""
-        start = self.num_tokens[row]
-        self.token_ids[row, start : start + len(token_ids)] = token_ids
-        self.num_tokens[row] += len(token_ids)
-
     def append_unknown(self, rows: Int32Array) -> None:
         """Counts one more token of each of these requests, whose id the device alone knows."""
         self.num_tokens[rows] += 1
@@ -106,10 +99,10 @@ class InputBatch:
     def _enter(self, request: NewRequest) -> None:
         row = request.row
         self.sampling[row] = request.sampling
-        self.num_tokens[row] = 0
-        self.num_blocks[:, row] = 0
+        self.num_tokens[row] = len(request.token_ids)
+        self.token_ids[row, : len(request.token_ids)] = request.token_ids
         self.num_prompt_tokens[row] = request.num_prompt_tokens
-        self.append(row, request.token_ids)
+        self.num_blocks[:, row] = 0
         for group, block_ids in enumerate(request.block_tables):
             self._grow(group, row, block_ids)
 

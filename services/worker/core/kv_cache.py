@@ -148,23 +148,3 @@ def _check_there_is(size: int, reason: str, free: FreeMemory) -> None:
 
 def _mib(size: int) -> str:
     return f"{size / _MIB:.1f} MiB"
-
-
-def estimate_activation_bytes(
-    *,
-    max_num_batched_tokens: int,
-    max_num_seqs: int,
-    hidden_size: int,
-    intermediate_size: int,
-    vocab_size: int,
-    attention_bytes: int,
-    itemsize: int,
-) -> int:
-    """An upper estimate of the memory of the largest step besides weights and cache.
-
-    For each token: residual, normalized and attended states, and the fused projections. For each
-    row that is sampled: logits in float32 and the sampler's copies. Then `attention_bytes`.
-    """
-    per_token = (6 * hidden_size + 4 * intermediate_size) * itemsize
-    per_row = 4 * 4 * vocab_size
-    return max_num_batched_tokens * per_token + max_num_seqs * per_row + attention_bytes

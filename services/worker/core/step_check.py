@@ -33,37 +33,27 @@ class StepCheck:
             self._in_use.remove(row)
         for request in self._step.new_requests:
             self._check_new(request)
+        name = "appended_blocks"
         groups, expected = len(self._step.appended_blocks), len(self._limits.windows)
-        self._require(
-            groups in (0, expected), "appended_blocks", f"{groups} groups, not {expected}"
-        )
+        self._require(groups in (0, expected), name, f"{groups} groups, not {expected}")
         for group, appended in enumerate(self._step.appended_blocks):
             self._check_appended(group, appended)
         self._check_block_ids(self._step.block_ids_to_zero, "block_ids_to_zero")
         self._check_scheduled()
 
     def _check_new(self, request: NewRequest) -> None:
-        limits, row = self._limits, request.row
-        count = len(request.token_ids)
-        self._require(
-            0 <= row < limits.max_num_seqs,
-            "new_requests.row",
-            f"row {row} is not below {limits.max_num_seqs}",
-        )
-        self._require(row not in self._in_use, "new_requests.row", f"row {row} is in use")
-        self._require(
-            1 <= count <= limits.max_model_len,
-            "new_requests.token_ids",
-            f"{count} tokens, not 1 to {limits.max_model_len}",
-        )
-        self._require(
-            1 <= request.num_prompt_tokens <= count,
-            "new_requests.num_prompt_tokens",
-            f"{request.num_prompt_tokens}, not 1 to {count}",
-        )
-        self._check_token_ids(request.token_ids, "new_requests.token_ids")
+        num_rows, longest = self._limits.max_num_seqs, self._limits.max_model_len
+        row, count, num_prompt = request.row, len(request.token_ids), request.num_prompt_tokens
+        name = "new_requests.row"
+        self._require(0 <= row < num_rows, name, f"row {row} is not below {num_rows}")
+        self._require(row not in self._in_use, name, f"row {row} is in use")
+        name = "new_requests.token_ids"
+        self._require(1 <= count <= longest, name, f"{count} tokens, not 1 to {longest}")
+        self._check_token_ids(request.token_ids, name)
+        name = "new_requests.num_prompt_tokens"
+        self._require(1 <= num_prompt <= count, name, f"{num_prompt}, not 1 to {count}")
         self._check_tables(request.block_tables)
-        request.sampling.validate(limits.vocab_size)
+        request.sampling.validate(self._limits.vocab_size)
         self._in_use.add(row)
         self._new[row] = request
 
@@ -78,38 +68,28 @@ class StepCheck:
             self._require(len(table) <= most, name, f"{len(table)} blocks, over {most}")
 
     def _check_appended(self, group: int, appended: AppendedBlocks) -> None:
-        name = "appended_blocks"
-        self._require(
-            len(appended.rows) == len(appended.num_blocks), name, "lists of different length"
-        )
-        self._require(
-            not (appended.num_blocks < 0).any()
-            and int(appended.num_blocks.sum()) == len(appended.block_ids),
-            name,
-            "block ids do not add up to num_blocks",
-        )
+        name, rows, counts = "appended_blocks", appended.rows, appended.num_blocks
+        self._require(len(rows) == len(counts), name, "lists of different length")
+        adds_up = not (counts < 0).any() and int(counts.sum()) == len(appended.block_ids)
+        self._require(adds_up, name, "block ids do not add up to num_blocks")
         self._check_block_ids(appended.block_ids, name)
         grown = self._appended[group]
-        for row, count in zip(appended.rows.tolist(), appended.num_blocks.tolist(), strict=True):
+        for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
             self._require(row in self._in_use, name, f"row {row} is not in use")
             grown[row] = grown.get(row, 0) + count
+        most = self._limits.max_blocks_per_seq
         for row in grown:
             width = self._table_size(group, row)
-            most = self._limits.max_blocks_per_seq
             self._require(width <= most, name, f"row {row} has {width} blocks, over {most}")
 
     def _check_scheduled(self) -> None:
-        step, limits = self._step, self._limits
+        step, most = self._step, self._limits.max_num_batched_tokens
         count = len(step.rows)
         for name in ("num_scheduled_tokens", "num_computed_tokens"):
             given = len(getattr(step, name))
             self._require(given == count, name, f"{given} entries for {count} rows")
-        total = int(step.num_scheduled_tokens.sum())
-        self._require(
-            total <= limits.max_num_batched_tokens,
-            "num_scheduled_tokens",
-            f"{total} tokens in a step of at most {limits.max_num_batched_tokens}",
-        )
+        name, total = "num_scheduled_tokens", int(step.num_scheduled_tokens.sum())
+        self._require(total <= most, name, f"{total} tokens in a step of at most {most}")
         rows = set(step.rows.tolist())
         self._require(len(rows) == count, "rows", "a row is named twice")
         missing = sorted(rows - self._in_use)
@@ -119,16 +99,13 @@ class StepCheck:
         self._check_requests()
 
     def _check_drafts(self) -> None:
-        drafts, count = self._step.num_draft_tokens, len(self._step.rows)
-        self._require(
-            len(drafts) in (0, count), "num_draft_tokens", f"{len(drafts)} entries, {count} rows"
-        )
-        self._require(
-            not (drafts < 0).any() and int(drafts.sum()) == len(self._step.draft_token_ids),
-            "draft_token_ids",
-            "drafts do not add up to num_draft_tokens",
-        )
-        self._check_token_ids(self._step.draft_token_ids, "draft_token_ids")
+        counts, rows = self._step.num_draft_tokens, len(self._step.rows)
+        entries = len(counts)
+        self._require(entries in (0, rows), "num_draft_tokens", f"{entries} entries, {rows} rows")
+        name, token_ids = "draft_token_ids", self._step.draft_token_ids
+        adds_up = not (counts < 0).any() and int(counts.sum()) == len(token_ids)
+        self._require(adds_up, name, "drafts do not add up to num_draft_tokens")
+        self._check_token_ids(token_ids, name)
 
     def _check_requests(self) -> None:
         """Checks all requests at once, and then the first invalid one by itself."""
@@ -165,25 +142,24 @@ class StepCheck:
     def _refuse_request(
         self, row: int, scheduled: int, computed: int, known: int, room: int, drafts: int
     ) -> None:
-        end = computed + scheduled
-        self._require(
-            scheduled > drafts, "num_scheduled_tokens", f"row {row} computes no known token"
+        name, end, longest = (
+            "num_scheduled_tokens",
+            computed + scheduled,
+            self._limits.max_model_len,
         )
+        follows = end - drafts
+        self._require(scheduled > drafts, name, f"row {row} computes no known token")
         self._require(
-            computed >= 0 and end - drafts <= known,
+            computed >= 0 and follows <= known,
             "num_computed_tokens",
-            f"row {row} has {known} tokens, not {end - drafts}",
+            f"row {row} has {known} tokens, not {follows}",
         )
         self._require(
-            not drafts or end - drafts == known,
+            not drafts or follows == known,
             "num_draft_tokens",
             f"drafts of row {row} do not follow its {known} tokens",
         )
-        self._require(
-            end <= self._limits.max_model_len,
-            "num_scheduled_tokens",
-            f"row {row} would reach {end} tokens, over {self._limits.max_model_len}",
-        )
+        self._require(end <= longest, name, f"row {row} would reach {end} tokens, over {longest}")
         self._require(end <= room, "rows", f"row {row} needs {end} tokens, has room for {room}")
 
     def _table_size(self, group: int, row: int) -> int:
@@ -194,23 +170,16 @@ class StepCheck:
         return held + self._appended[group].get(row, 0)
 
     def _check_token_ids(self, token_ids: Int32Array, field: str) -> None:
-        if len(token_ids):
-            wrong = token_ids[(token_ids < 0) | (token_ids >= self._limits.vocab_size)]
-            self._require(
-                not len(wrong),
-                field,
-                f"token {wrong[:1].tolist()} is not below {self._limits.vocab_size}",
-            )
+        size = self._limits.vocab_size
+        wrong = token_ids[(token_ids < 0) | (token_ids >= size)]
+        self._require(not len(wrong), field, f"token {wrong[:1].tolist()} is not below {size}")
 
     def _check_block_ids(self, block_ids: Int32Array, field: str) -> None:
         if not len(block_ids):
             return
-        wrong = block_ids[(block_ids < 1) | (block_ids >= self._limits.num_blocks)]
-        self._require(
-            not len(wrong),
-            field,
-            f"block {wrong[:1].tolist()} is not from 1 to {self._limits.num_blocks - 1}",
-        )
+        last = self._limits.num_blocks - 1
+        wrong = block_ids[(block_ids < 1) | (block_ids > last)]
+        self._require(not len(wrong), field, f"block {wrong[:1].tolist()} is not from 1 to {last}")
 
     def _require(self, holds: bool, field: str, problem: str) -> None:
         if not holds:

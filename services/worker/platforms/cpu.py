@@ -5,7 +5,7 @@ from collections.abc import Callable
 from services.worker.backends.attention import CPU, AttentionShape
 from services.worker.backends.kernels import Kernels
 from services.worker.core.input_batch import BatchLimits
-from services.worker.core.kv_cache import FreeMemory, estimate_activation_bytes
+from services.worker.core.kv_cache import FreeMemory
 from services.worker.core.model_runner import ModelRunner
 from services.worker.models.config import DtypeSetting
 from services.worker.models.model import LoadedModel
@@ -40,20 +40,20 @@ class CpuPlatform:
         """Every model can be computed."""
 
     def free_memory(self, parts: Parts) -> FreeMemory:
-        """The machine's available memory, less an estimate of what steps take."""
+        """The machine's available memory, less an upper estimate of what the largest step takes.
+
+        That is for each token residual, normalized and attended states and the fused projections,
+        for each row that is sampled logits in float32 and the sampler's copies, and what attention
+        takes.
+        """
         loaded, limits = parts.loaded, parts.limits
+        width = 6 * loaded.hidden_size + 4 * loaded.intermediate_size
         return FreeMemory(
             of_bytes=available_memory_bytes() // self._num_sharers,
             utilization=self._memory_utilization,
-            activation_bytes=estimate_activation_bytes(
-                max_num_batched_tokens=limits.max_num_batched_tokens,
-                max_num_seqs=limits.max_num_seqs,
-                hidden_size=loaded.hidden_size,
-                intermediate_size=loaded.intermediate_size,
-                vocab_size=loaded.vocab_size,
-                attention_bytes=parts.kernels.attention_bytes(parts.shape, loaded.max_model_len),
-                itemsize=loaded.dtype.itemsize,
-            ),
+            activation_bytes=limits.max_num_batched_tokens * width * loaded.dtype.itemsize
+            + limits.max_num_seqs * 4 * 4 * loaded.vocab_size
+            + parts.kernels.attention_bytes(parts.shape, loaded.max_model_len),
         )
 
     def runner(self, parts: Parts) -> ModelRunner:

@@ -21,8 +21,7 @@ from services.common.channel import open_channel
 from services.common.server import GrpcServer
 from services.common.telemetry import configure_tracing
 from services.worker.__main__ import GRPC_SERVICE
-from services.worker.adapters.compute import ComputeThread
-from services.worker.adapters.liveness import follow_liveness
+from services.worker.adapters.compute import ComputeThread, follow_liveness
 from services.worker.adapters.servicer import WorkerServicer
 from services.worker.build import build_worker
 from services.worker.core.device_tokens import PendingOutput

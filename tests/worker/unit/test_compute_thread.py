@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.worker.adapters.compute import ComputeThread
-from services.worker.adapters.liveness import follow_liveness
+from services.worker.adapters.compute import ComputeThread, follow_liveness
 
 SECONDS = 10
 

@@ -44,8 +44,8 @@ def batch() -> InputBatch:
 
 
 def test_differences_add_up(batch: InputBatch) -> None:
-    batch.append(2, [50])
-    batch.append(2, [51, 52, 53])
+    for token_id in (50, 51, 52, 53):
+        batch.append_one(ints(2), ints(token_id))
     batch.apply(
         step(
             (2, 4, 5),
@@ -143,7 +143,7 @@ def test_a_contradiction_is_refused_and_changes_nothing(batch: InputBatch, probl
 def test_a_sequence_at_its_greatest_length_cannot_go_on() -> None:
     batch = InputBatch(replace(LIMITS, max_num_batched_tokens=20))
     batch.apply(step((0, 16, 0), enter=(new(0, [1] * 16, [1, 2, 3, 4]),)))
-    batch.append(0, [2])
+    batch.append_one(ints(0), ints(2))
     with pytest.raises(InvalidStep, match="row 0 would reach 17 tokens, over 16"):
         batch.apply(step((0, 1, 16)))
 
@@ -170,10 +170,8 @@ def hybrid() -> InputBatch:
 
 
 def test_each_group_has_a_table(hybrid: InputBatch) -> None:
-    hybrid.append(1, [50])
-    hybrid.append(1, [51])
-    hybrid.append(1, [52])
-    hybrid.append(1, [53])
+    for token_id in (50, 51, 52, 53):
+        hybrid.append_one(ints(1), ints(token_id))
     grown = (appended((1, [8])), appended((1, [9])))
     hybrid.apply(step((1, 1, 12), appended_blocks=grown))
     assert hybrid.block_tables[:, 1].tolist() == [[3, 4, 5, 8], [0, 6, 7, 9]]
