@@ -14,7 +14,7 @@ from services.kvpool.adapters.event_feed import EventFeed
 from services.kvpool.adapters.memory_directory import MemoryDirectory
 from services.kvpool.adapters.metrics import PoolCollector
 from services.kvpool.adapters.servicer import KVPoolServicer
-from services.kvpool.core.pool_host import PoolHost, PoolLimits
+from services.kvpool.core.pool_host import PoolHost
 from services.kvpool.settings import KVPoolSettings
 
 SERVICE = "kvpool"
@@ -51,9 +51,10 @@ class PoolService:
         self._directory = MemoryDirectory()
         self._feed = EventFeed(settings.watch_buffer_hashes)
         self.host: PoolHost[kvpool_pb2.TransactResponse] = PoolHost(
-            PoolLimits(settings.max_pools, settings.max_blocks_per_pool),
             (self._directory, self._feed),
             lambda: time.time_ns() // 1_000,
+            max_pools=settings.max_pools,
+            max_blocks_per_pool=settings.max_blocks_per_pool,
         )
         self._server = GrpcServer(max_concurrent_rpcs=RPCS_PER_POOL * settings.max_pools)
         self._server.add(

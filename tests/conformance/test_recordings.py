@@ -21,7 +21,7 @@ from services.common.telemetry import configure_tracing
 from services.kvpool.adapters.event_feed import EventFeed
 from services.kvpool.adapters.memory_directory import MemoryDirectory
 from services.kvpool.adapters.servicer import KVPoolServicer
-from services.kvpool.core.pool_host import PoolHost, PoolLimits
+from services.kvpool.core.pool_host import PoolHost
 from services.scheduler.adapters.pool_client import PoolClient
 from services.scheduler.core.scheduler import Scheduler
 from tests.conformance.differences import FIELDS, differences
@@ -47,7 +47,7 @@ async def replay_over_grpc(scenario: Record) -> Record:
     config = story.config
     feed, directory = EventFeed(65_536), MemoryDirectory()
     host: PoolHost[kvpool_pb2.TransactResponse] = PoolHost(
-        PoolLimits(max_pools=1, max_blocks_per_pool=10_000), (directory, feed), lambda: 1
+        (directory, feed), lambda: 1, max_pools=1, max_blocks_per_pool=10_000
     )
     server = GrpcServer()
     servicer = KVPoolServicer(host, directory, feed, configure_tracing("kvpool", "", 1.0))

@@ -1,6 +1,7 @@
 """Messages of stepwell.kvpool.v1 and the core's dataclasses; operations are in services.common."""
 
 from collections.abc import Iterable
+from dataclasses import asdict
 
 from stepwell.kvpool.v1 import kvpool_pb2
 
@@ -64,28 +65,16 @@ def pool_stats_to_proto(
     pools: Iterable[HostedPool[kvpool_pb2.TransactResponse]],
 ) -> kvpool_pb2.GetStatsResponse:
     """The counts of each pool."""
-    response = kvpool_pb2.GetStatsResponse()
-    for hosted in pools:
-        stats = hosted.pool.stats()
-        response.pools.add(
-            pool_id=hosted.pool_id,
-            generation=hosted.generation,
-            num_usable_blocks=stats.num_usable_blocks,
-            num_free_blocks=stats.num_free_blocks,
-            num_cached_hashes=stats.num_cached_hashes,
-            num_requests=stats.num_requests,
-            num_evictions=stats.num_evictions,
-            num_query_tokens=stats.num_query_tokens,
-            num_hit_tokens=stats.num_hit_tokens,
-            num_transactions=stats.num_transactions,
-            num_resets=stats.num_resets,
-            evicted_lifetime_transactions=stats.evicted_lifetime_transactions,
-            evicted_idle_transactions=stats.evicted_idle_transactions,
-            num_reuses=stats.num_reuses,
-            reuse_gap_transactions=stats.reuse_gap_transactions,
-            num_common_prefix_blocks=stats.num_common_prefix_blocks,
-        )
-    return response
+    return kvpool_pb2.GetStatsResponse(
+        pools=[
+            kvpool_pb2.PoolStats(
+                pool_id=hosted.pool_id,
+                generation=hosted.generation,
+                **asdict(hosted.pool.stats()),
+            )
+            for hosted in pools
+        ]
+    )
 
 
 def _event_to_proto(event: Event) -> kvpool_pb2.Event:

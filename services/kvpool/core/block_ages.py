@@ -11,7 +11,9 @@ from services.common.ids import BlockId
 
 
 class BlockAges:
-    """Sums since the pool was opened; the owner adds 1 to `now` with each transaction."""
+    """Sums since the pool was opened. The owner adds 1 to `now` with each transaction, and to
+    `num_resets` when every hash is forgotten at once, which is no eviction.
+    """
 
     __slots__ = (
         "_published_at",
@@ -50,7 +52,3 @@ class BlockAges:
         self.num_evictions += len(blocks)
         self.lifetime += self.now * len(blocks) - sum(map(self._published_at.__getitem__, blocks))
         self.idle_before_evict += self.now * len(blocks) - sum(free_since)
-
-    def reset(self) -> None:
-        """Every hash is forgotten at once, which is no eviction."""
-        self.num_resets += 1

@@ -1,7 +1,7 @@
 """The blocks of a pool: free ones, held ones, cached ones."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import takewhile, zip_longest
 
 from services.common.block_hash import BlockHash
@@ -25,7 +25,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.ages = BlockAges(num_blocks)
         self._free = FreeQueue([BlockId(block) for block in range(1, num_blocks)])
-        self._indexes = tuple(PrefixIndex() for _ in range(num_groups))
+        self.indexes = tuple(PrefixIndex() for _ in range(num_groups))
+        """The published blocks of each group. Only `publish`, `reset` and evictions change them."""
         # ref_cnt of the blocks that several tables hold; any other block has 0 or 1.
         self._shared: dict[BlockId, int] = {}
         self._events = EventLog()
@@ -38,21 +39,7 @@ class BlockPool:
     @property
     def num_cached_hashes(self) -> int:
         """Hashes that can be found, over all groups."""
-        return sum(map(len, self._indexes))
-
-    def find_prefix(
-        self, group: int, hashes: Sequence[BlockHash], max_blocks: int
-    ) -> list[BlockId]:
-        """Blocks of the longest cached prefix of a hash chain, `max_blocks` at most."""
-        return self._indexes[group].find_prefix(hashes, max_blocks)
-
-    def finder(self, group: int) -> Callable[[BlockHash], BlockId | None]:
-        """A function from a hash to its cached block in a group, or None."""
-        return self._indexes[group].find
-
-    def is_published(self, group: int, block: BlockId) -> bool:
-        """Whether a block of a group has a hash."""
-        return self._indexes[group].hash_of(block) is not None
+        return sum(map(len, self.indexes))
 
     def count_held_by(self, num_holders: int, blocks: Sequence[BlockId]) -> int:
         """How many of these held blocks, up to the first other one, have so many holders."""
@@ -95,7 +82,7 @@ class BlockPool:
 
     def publish(self, group: int, hashes: Sequence[BlockHash], blocks: Sequence[BlockId]) -> None:
         """Lets held blocks without a hash be found, each under the hash beside it."""
-        new = self._indexes[group].insert(hashes, blocks)
+        new = self.indexes[group].insert(hashes, blocks)
         self.ages.published(blocks)
         self._events.stored(group, new)
 
@@ -106,10 +93,10 @@ class BlockPool:
         """
         if len(self._free) < self.num_blocks - 1:
             return False
-        for index in self._indexes:
+        for index in self.indexes:
             index.clear()
         self._free.blank_all()
-        self.ages.reset()
+        self.ages.num_resets += 1
         self._events.cleared()
         return True
 
@@ -121,7 +108,7 @@ class BlockPool:
         """Everything that can be found now."""
         return tuple(
             BlocksStored(group, tuple(index.hashes()))
-            for group, index in enumerate(self._indexes)
+            for group, index in enumerate(self.indexes)
             if len(index)
         )
 
@@ -139,7 +126,7 @@ class BlockPool:
         for group, blocks, hashes in tables:
             holders.update(block for block in blocks if block != NULL_BLOCK)
             for block, block_hash in zip_longest(blocks, hashes):
-                found = self._indexes[group].hash_of(block)
+                found = self.indexes[group].hash_of(block)
                 expected = None if block == NULL_BLOCK else block_hash
                 assert found == expected, f"block {block} is not under its hash"
         free = self._free.order()
@@ -153,7 +140,7 @@ class BlockPool:
 
     def _check_indexes(self, free: set[BlockId]) -> None:
         cached: list[BlockId] = []
-        for index in self._indexes:
+        for index in self.indexes:
             index.check()
             cached += index.blocks()
         assert NULL_BLOCK not in cached, "the null block is published"
@@ -165,7 +152,7 @@ class BlockPool:
     def _evict(self, num_blocks: int) -> list[BlockId]:
         blocks, free_since = self._free.pop_cached(num_blocks)
         self.ages.evicted(blocks, free_since)
-        for group, index in enumerate(self._indexes):
+        for group, index in enumerate(self.indexes):
             self._events.removed(group, index.remove(blocks))
         return blocks
 

@@ -11,13 +11,12 @@ runs, and a prefix of n tokens is a hit if the blocks from there on are cached, 
 are not. Table entries that hold nothing name the null block.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from services.common.block_hash import BlockHash
 from services.common.ids import NULL_BLOCK, BlockId
-from services.common.kv_cache_groups import KVCacheGroup
+from services.common.kv_cache_groups import AttentionType, KVCacheGroup
 from services.kvpool.core.block_pool import BlockPool
 
 
@@ -42,29 +41,29 @@ Filling = tuple[BlockTable, Sequence[BlockHash], int]
 """A table, the hashes of its request's full blocks, and the number of tokens stored."""
 
 
-class GroupManager(ABC):
-    """The tables of one group. A subclass is a kind of attention.
+class GroupManager:
+    """The tables of one group: of sliding windows and of chunked local attention. Full attention
+    and state-space layers have subclasses.
 
     With `drop_last_hit_block`, a hit must have one more cached block behind it, which is computed
     again: a draft head (EAGLE) reads the hidden states at the end of the prompt, and those are not
     stored.
     """
 
-    __slots__ = ("_block_size", "_group", "_num_dropped", "_pool", "_spec")
+    __slots__ = ("_block_size", "_group", "_index", "_num_dropped", "_pool", "_spec", "frees_early")
 
     def __init__(
-        self, group: int, spec: KVCacheGroup, pool: BlockPool, *, drop_last_hit_block: bool = False
+        self, group: int, spec: KVCacheGroup, pool: BlockPool, *, drop_last_hit_block: bool
     ) -> None:
+        self.frees_early = spec.attention_type is not AttentionType.FULL
+        """Whether earlier blocks of a request are freed while it runs."""
         self._group = group
         self._spec = spec
         self._block_size = spec.block_size
         self._pool = pool
-        self._num_dropped = int(drop_last_hit_block)
-
-    @property
-    @abstractmethod
-    def frees_early(self) -> bool:
-        """Whether earlier blocks of a request are freed while it runs."""
+        self._index = pool.indexes[group]
+        keeps_states = spec.attention_type is AttentionType.STATE_SPACE  # a draft head reads none
+        self._num_dropped = int(drop_last_hit_block and not keeps_states)
 
     def num_missing(self, num_entries: int, num_slots: int) -> int:
         """Blocks that a table of so many entries lacks to hold so many token slots."""
@@ -82,7 +81,7 @@ class GroupManager(ABC):
         Looks from the right, and starts again before each block that is missing, so that every hash
         is looked up at most once.
         """
-        find = self._pool.finder(self._group)
+        find = self._index.find
         end = min(depth, len(hashes) - self._num_dropped)
         while end > 0:
             begin = self._spec.first_seen_block(end * self._block_size)
@@ -143,10 +142,24 @@ class GroupManager(ABC):
         self._free_entries(table, table.num_null, len(table.blocks))
 
     def num_common_blocks(self, table: BlockTable, num_requests: int) -> int:  # noqa: ARG002
-        """Leading blocks of a table that all requests hold; 0 for a kind that frees early."""
+        """Leading blocks of a table that all of so many requests hold; 0 if blocks are freed early."""
         return 0
 
     def _free_entries(self, table: BlockTable, begin: int, end: int) -> None:
         self._pool.free(
             table.blocks[begin:end], min(max(0, table.num_published - begin), end - begin)
         )
+
+
+class FullAttentionManager(GroupManager):
+    """A request holds all its blocks until it ends, and a hit is a cached prefix."""
+
+    __slots__ = ()
+
+    def find_longest_cache_hit(self, hashes: Sequence[BlockHash], depth: int) -> list[BlockId]:
+        """The longest cached prefix: found from the left, since a chain breaks only once."""
+        blocks = self._index.find_prefix(hashes, depth + self._num_dropped)
+        return blocks[:-1] if self._num_dropped else blocks
+
+    def num_common_blocks(self, table: BlockTable, num_requests: int) -> int:
+        return self._pool.count_held_by(num_requests, table.blocks)

@@ -27,9 +27,9 @@ from services.common.pool_operations import (
     StopReason,
 )
 from services.kvpool.core.block_pool import BlockPool
-from services.kvpool.core.coordinator import Tables, create_coordinator
+from services.kvpool.core.coordinator import Coordinator, Tables
 from services.kvpool.core.events import BlocksStored, Event
-from services.kvpool.core.pool_config import PoolConfig, validate_pool_config
+from services.kvpool.core.pool_config import PoolConfig
 from services.kvpool.core.stats import PoolStats
 from services.kvpool.core.validation import TransactionValidator
 from services.kvpool.core.zeroing import block_ids_to_zero
@@ -43,16 +43,11 @@ class KVPool:
 
     def __init__(self, config: PoolConfig) -> None:
         """Every block is free. Raises InvalidPool or UnsupportedGroup, naming the field."""
-        validate_pool_config(config)
+        config.validate()
         self.config = config
         self._block_size = config.groups[0].block_size
         self._blocks = BlockPool(config.num_blocks, len(config.groups))
-        self._coordinator = create_coordinator(
-            config.groups,
-            self._blocks,
-            enable_prefix_caching=config.enable_prefix_caching,
-            drop_last_hit_block=config.drop_last_hit_block,
-        )
+        self._coordinator = Coordinator(config, self._blocks)
         self._groups = self._coordinator.groups
         self._holds_states = any(
             spec.attention_type is AttentionType.STATE_SPACE for spec in config.groups
@@ -113,7 +108,7 @@ class KVPool:
         and for groups that free blocks early. Its cost grows with the number of such blocks.
         """
         tables = next(iter(self._tables.values()), None)
-        if tables is None:
+        if tables is None or not self.config.enable_prefix_caching:
             return [0 for _ in self._groups]
         return self._coordinator.num_common_blocks(tables, len(self._tables))
 
@@ -166,7 +161,7 @@ class KVPool:
             case Grow():
                 return self._grow(index, operation)
             case Commit():
-                self._commit(operation)
+                self._publish(operation.requests, operation.num_tokens, operation.new_hashes)
                 return None, None
             case Lookup():
                 return self._lookup(operation), None
@@ -239,9 +234,6 @@ class KVPool:
             for group, table, granted in zip(self._groups, tables, result.groups, strict=True):
                 _append(granted, group.extend(table, num_slots))
         return result, None
-
-    def _commit(self, commit: Commit) -> None:
-        self._publish(commit.requests, commit.num_tokens, commit.new_hashes)
 
     def _lookup(self, lookup: Lookup) -> LookupResult:
         result = LookupResult([])

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from services.common.kv_cache_groups import KVCacheGroup
-from services.kvpool.core.errors import InvalidPool
+from services.common.kv_cache_groups import AttentionType, KVCacheGroup
+from services.kvpool.core.errors import InvalidPool, UnsupportedGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,23 +22,40 @@ class PoolConfig:
     fingerprint: bytes = b""
     drop_last_hit_block: bool = False
 
+    def validate(self) -> None:
+        """Raises InvalidPool or UnsupportedGroup, naming the field."""
+        if self.num_blocks < 2:
+            raise InvalidPool(
+                f"a pool of {self.num_blocks} blocks has only the null block", field="num_blocks"
+            )
+        if not self.groups:
+            raise InvalidPool("a pool needs at least one group", field="groups")
+        for index, group in enumerate(self.groups):
+            field = f"groups[{index}].block_size"
+            if group.block_size < 1:
+                raise InvalidPool("a block holds at least one token", field=field)
+            if group.block_size != self.groups[0].block_size:
+                raise InvalidPool("groups of different block sizes are not served", field=field)
+        for index, group in enumerate(self.groups):
+            if (conflict := _window_conflict(group)) is not None:
+                raise UnsupportedGroup(conflict, field=f"groups[{index}].window")
+            if self.drop_last_hit_block and group.attention_type is AttentionType.CHUNKED_LOCAL:
+                raise UnsupportedGroup(
+                    "hits of chunked local attention cannot drop their last block",
+                    field=f"groups[{index}].attention_type",
+                )
 
-def validate_pool_config(config: PoolConfig) -> None:
-    """Raises InvalidPool, naming the field. Groups are checked further when they are created."""
-    if config.num_blocks < 2:
-        raise InvalidPool(
-            f"a pool of {config.num_blocks} blocks has only the null block",
-            field="num_blocks",
-        )
-    if not config.groups:
-        raise InvalidPool("a pool needs at least one group", field="groups")
-    for index, spec in enumerate(config.groups):
-        if spec.block_size < 1:
-            raise InvalidPool(
-                "a block holds at least one token", field=f"groups[{index}].block_size"
-            )
-        if spec.block_size != config.groups[0].block_size:
-            raise InvalidPool(
-                "groups of different block sizes are not served",
-                field=f"groups[{index}].block_size",
-            )
+
+def _window_conflict(group: KVCacheGroup) -> str | None:
+    """Why a group cannot have its window, in one sentence; None if it can."""
+    window, size = group.window, group.block_size
+    match group.attention_type:
+        case AttentionType.FULL if window:
+            return f"full attention has no window, here {window} tokens"
+        case AttentionType.STATE_SPACE if window:
+            return f"state-space layers have no window, here {window} tokens"
+        case AttentionType.SLIDING_WINDOW if window < 2:
+            return f"a sliding window of {window} tokens shows nothing of the past"
+        case AttentionType.CHUNKED_LOCAL if window < 1 or window % size:
+            return f"chunks of {window} tokens are no whole blocks of {size}"
+    return None

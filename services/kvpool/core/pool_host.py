@@ -18,14 +18,6 @@ MAX_GENERATION = 2**62
 """Microseconds since 1970 reach it in 146,000 years."""
 
 
-@dataclass(frozen=True, slots=True)
-class PoolLimits:
-    """What a process may keep: a block costs it about a hundred bytes."""
-
-    max_pools: int
-    max_blocks_per_pool: int
-
-
 @dataclass(slots=True)
 class HostedPool(Generic[Answer]):
     """One life of a pool, with the answers it gave and the number of its last batch of events."""
@@ -45,7 +37,7 @@ class HostedPool(Generic[Answer]):
 
 
 class PoolHost(Generic[Answer]):
-    """Opens pools and passes their events on.
+    """Opens pools and passes their events on. A block costs the process about a hundred bytes.
 
     `clock_micros` is wall-clock time in microseconds: generations start there, so that they grow
     over restarts of the process without anything being stored. If the clock was set back, they
@@ -54,11 +46,14 @@ class PoolHost(Generic[Answer]):
 
     def __init__(
         self,
-        limits: PoolLimits,
         sinks: Sequence[EventSink],
         clock_micros: Callable[[], int],
+        *,
+        max_pools: int,
+        max_blocks_per_pool: int,
     ) -> None:
-        self._limits = limits
+        self._max_pools = max_pools
+        self._max_blocks_per_pool = max_blocks_per_pool
         self._sinks = sinks
         self._clock_micros = clock_micros
         self._pools: dict[PoolId, HostedPool[Answer]] = {}
@@ -74,13 +69,13 @@ class PoolHost(Generic[Answer]):
         """
         if not pool_id:
             raise InvalidPool("a pool has a name", field="pool_id")
-        if config.num_blocks > self._limits.max_blocks_per_pool:
+        if config.num_blocks > self._max_blocks_per_pool:
             raise InvalidPool(
-                f"{config.num_blocks} blocks are more than the {self._limits.max_blocks_per_pool} "
+                f"{config.num_blocks} blocks are more than the {self._max_blocks_per_pool} "
                 "that a pool may have here",
                 field="num_blocks",
             )
-        if pool_id not in self._pools and len(self._pools) >= self._limits.max_pools:
+        if pool_id not in self._pools and len(self._pools) >= self._max_pools:
             raise TooManyPools(f"{len(self._pools)} pools are open, and no more may be")
         if seen_generation >= MAX_GENERATION:
             raise InvalidPool(
@@ -90,8 +85,7 @@ class PoolHost(Generic[Answer]):
         pool = KVPool(config)
         seen = max(self._last_generation, seen_generation)
         self._last_generation = max(seen + 1, self._clock_micros())
-        hosted: HostedPool[Answer] = HostedPool(pool_id, self._last_generation, pool)
-        self._pools[pool_id] = hosted
+        hosted = self._pools[pool_id] = HostedPool(pool_id, self._last_generation, pool)
         for sink in self._sinks:
             sink.open(pool_id, hosted.generation, config.groups)
         return hosted

@@ -26,11 +26,6 @@ class StateSpaceManager(GroupManager):
 
     __slots__ = ()
 
-    @property
-    def frees_early(self) -> bool:
-        """True: each state, once the next one is stored."""
-        return True
-
     def num_missing(self, num_entries: int, num_slots: int) -> int:
         """One if the slots reach beyond the table, however far."""
         return int(-(-num_slots // self._block_size) > num_entries)
@@ -78,6 +73,6 @@ class StateSpaceManager(GroupManager):
 
     def _free_entries(self, table: BlockTable, begin: int, end: int) -> None:
         states = [block for block in table.blocks[begin:end] if block]
-        published = [block for block in states if self._pool.is_published(self._group, block)]
+        published = [block for block in states if self._index.hash_of(block) is not None]
         others = [block for block in states if block not in published]
         self._pool.free(published + others, len(published))

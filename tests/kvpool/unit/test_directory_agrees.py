@@ -9,7 +9,7 @@ from services.common.ids import PoolId
 from services.common.kv_cache_groups import AttentionType, KVCacheGroup
 from services.kvpool.adapters.memory_directory import MemoryDirectory
 from services.kvpool.core.pool_config import PoolConfig
-from services.kvpool.core.pool_host import PoolHost, PoolLimits
+from services.kvpool.core.pool_host import PoolHost
 from tests.kvpool.worked_examples import BLOCK_SIZE, admit, commit, grow, hashes, lookup, release
 
 FULL = KVCacheGroup(AttentionType.FULL, BLOCK_SIZE)
@@ -33,7 +33,7 @@ STATE = KVCacheGroup(AttentionType.STATE_SPACE, BLOCK_SIZE)
 )
 def test_a_directory_is_as_deep_as_the_pool(groups: tuple[KVCacheGroup, ...]) -> None:
     directory, rng = MemoryDirectory(), random.Random(3)
-    host: PoolHost[str] = PoolHost(PoolLimits(1, 100), [directory], lambda: 1)
+    host: PoolHost[str] = PoolHost([directory], lambda: 1, max_pools=1, max_blocks_per_pool=100)
     hosted = host.open(PoolId("p"), PoolConfig(40, groups))
     pool, depths = hosted.pool, set()
     for request in range(1, 200, 2):

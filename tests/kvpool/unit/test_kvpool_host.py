@@ -6,7 +6,7 @@ from services.common.kv_cache_groups import AttentionType, KVCacheGroup
 from services.kvpool.adapters.memory_directory import MemoryDirectory
 from services.kvpool.core.errors import InvalidPool, PoolNotFound, TooManyPools
 from services.kvpool.core.pool_config import PoolConfig
-from services.kvpool.core.pool_host import PoolHost, PoolLimits
+from services.kvpool.core.pool_host import PoolHost
 from services.kvpool.core.ports import PoolMatch
 from tests.kvpool.worked_examples import admit, hashes
 
@@ -14,7 +14,7 @@ CONFIG = PoolConfig(8, (KVCacheGroup(AttentionType.FULL, 4),))
 
 
 def make_host(now: int, *sinks: MemoryDirectory) -> PoolHost[str]:
-    return PoolHost(PoolLimits(max_pools=2, max_blocks_per_pool=8), sinks, lambda: now)
+    return PoolHost(sinks, lambda: now, max_pools=2, max_blocks_per_pool=8)
 
 
 def test_generations_grow_even_when_the_clock_stands():
