@@ -1,9 +1,9 @@
 """An example of a new scheduling policy: all that it takes, but for a line in the table."""
 
-from collections.abc import Iterator
+from bisect import insort
 
+from services.scheduler.core.policies.policy import RequestQueue
 from services.scheduler.core.request import Request
-from services.scheduler.core.request_queue import RequestQueue
 from services.scheduler.core.running_requests import RunningRequests
 
 
@@ -19,23 +19,10 @@ class ShortestPromptFirstPolicy:
         return max(running, key=lambda request: request.num_prompt_tokens)
 
 
-class ShortestPromptFirstQueue:
+class ShortestPromptFirstQueue(list[Request]):
     """Requests in the order of their prompts' lengths."""
 
-    def __init__(self) -> None:
-        self._requests: list[Request] = []
-
-    def add(self, request: Request) -> None:
-        self._requests.append(request)
-        self._requests.sort(key=lambda queued: queued.num_prompt_tokens)
+    def add(self, request: Request, /) -> None:
+        insort(self, request, key=lambda queued: queued.num_prompt_tokens)
 
     prepend = add
-
-    def remove(self, request: Request) -> None:
-        self._requests.remove(request)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests)
-
-    def __len__(self) -> int:
-        return len(self._requests)

@@ -142,7 +142,7 @@ class GroupManager:
         self._free_entries(table, table.num_null, len(table.blocks))
 
     def num_common_blocks(self, table: BlockTable, num_requests: int) -> int:  # noqa: ARG002
-        """Leading blocks of a table that all of so many requests hold; 0 if blocks are freed early."""
+        """Leading blocks of a table that all requests hold; 0 if blocks are freed early."""
         return 0
 
     def _free_entries(self, table: BlockTable, begin: int, end: int) -> None:

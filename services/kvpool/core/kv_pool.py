@@ -301,7 +301,8 @@ class KVPool:
     def _find_longest_cache_hit(
         self, chain: Sequence[BlockHash], max_hit_tokens: int
     ) -> list[list[BlockId]]:
-        return self._coordinator.find_longest_cache_hit(chain[: max_hit_tokens // self._block_size])
+        num_blocks = max_hit_tokens // self._block_size if self.config.enable_prefix_caching else 0
+        return self._coordinator.find_longest_cache_hit(chain[:num_blocks])
 
     def _no_blocks(self) -> tuple[GroupBlocks, ...]:
         return tuple(GroupBlocks([], []) for _ in self._groups)

@@ -1,32 +1,23 @@
 """The replica's numbers at the time of a request for them: RPC GetStats, and Prometheus."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common import names
+from services.common.proto_enum import ProtoEnum
 from services.scheduler.adapters.sessions import Sessions
 from services.scheduler.adapters.wait_reasons import WaitReasons
 from services.scheduler.core.engine_core import EngineCore, EngineState
 from services.scheduler.core.output import WaitReason
 
-_STATES = {
-    EngineState.IDLE: scheduler_pb2.ENGINE_STATE_IDLE,
-    EngineState.RUNNING: scheduler_pb2.ENGINE_STATE_RUNNING,
-    EngineState.PAUSED: scheduler_pb2.ENGINE_STATE_PAUSED,
-    EngineState.RECOVERING: scheduler_pb2.ENGINE_STATE_RECOVERING,
-}
+_STATES = ProtoEnum(EngineState, scheduler_pb2.EngineState, "ENGINE_STATE_")
+_WAIT_REASONS = ProtoEnum(WaitReason, scheduler_pb2.WaitReason, "WAIT_REASON_")
 
-_WAIT_REASONS = {
-    WaitReason.BUDGET: scheduler_pb2.WAIT_REASON_BUDGET,
-    WaitReason.MAX_SEQS: scheduler_pb2.WAIT_REASON_MAX_SEQS,
-    WaitReason.NO_BLOCKS: scheduler_pb2.WAIT_REASON_NO_BLOCKS,
-    WaitReason.HELD_BACK: scheduler_pb2.WAIT_REASON_HELD_BACK,
-    WaitReason.PAUSED: scheduler_pb2.WAIT_REASON_PAUSED,
-}
+_GAUGE, _COUNTER = GaugeMetricFamily, CounterMetricFamily
 
 RECENT_STEPS = 100
 
@@ -74,7 +65,7 @@ class Statistics(Collector):
         return scheduler_pb2.GetStatsResponse(
             incarnation=self._incarnation,
             model_name=self._model_name,
-            state=_STATES[engine.state],
+            state=_STATES.to_proto(engine.state),
             state_reason=engine.state_reason,
             num_running=len(scheduler.running),
             num_waiting=engine.num_waiting,
@@ -91,7 +82,7 @@ class Statistics(Collector):
             num_finished=self._sessions.num_finished,
             num_sessions=len(self._sessions),
             mean_step_nanos=counts.mean_step_nanos,
-            wait_reason=_WAIT_REASONS[reason]
+            wait_reason=_WAIT_REASONS.to_proto(reason)
             if reason is not None
             else scheduler_pb2.WAIT_REASON_UNSPECIFIED,
             num_lost_tokens=counts.num_lost_tokens,
@@ -100,48 +91,50 @@ class Statistics(Collector):
     def collect(self) -> Iterator[Metric]:
         """The numbers as Prometheus reads them."""
         stats = self.message()
-        yield from self._gauges(stats)
-        yield from self._counters(stats)
-        yield self._recoveries()
-        yield from self._wait_reasons(stats)
-        yield _cache_config(stats)
-
-    def _gauges(self, stats: scheduler_pb2.GetStatsResponse) -> Iterator[Metric]:
         usage = 1 - stats.num_free_blocks / stats.num_usable_blocks
-        gauges: Sequence[tuple[str, str, float]] = (
-            (names.METRIC_NUM_REQUESTS_RUNNING, "Requests that run.", stats.num_running),
-            (names.METRIC_NUM_REQUESTS_WAITING, "Requests that wait.", stats.num_waiting),
-            (names.METRIC_KV_CACHE_USAGE, "Share of the KV cache in use; 1 is all.", usage),
-            (names.METRIC_STEP_SECONDS, "Mean of recent steps.", stats.mean_step_nanos / 1e9),
-        )
-        for name, text, value in gauges:
-            gauge = GaugeMetricFamily(name, text, labels=["model_name"])
-            gauge.add_metric([self._model_name], value)
-            yield gauge
-
-    def _counters(self, stats: scheduler_pb2.GetStatsResponse) -> Iterator[Metric]:
-        counters: Sequence[tuple[str, str, float]] = (
-            (names.METRIC_NUM_PREEMPTIONS, "Preemptions.", stats.num_preemptions),
+        for create, name, text, value in (
+            (_GAUGE, names.METRIC_NUM_REQUESTS_RUNNING, "Requests that run.", stats.num_running),
+            (_GAUGE, names.METRIC_NUM_REQUESTS_WAITING, "Requests that wait.", stats.num_waiting),
+            (_GAUGE, names.METRIC_KV_CACHE_USAGE, "Share of the KV cache in use; 1 is all.", usage),
             (
+                _GAUGE,
+                names.METRIC_STEP_SECONDS,
+                "Mean of recent steps.",
+                stats.mean_step_nanos / 1e9,
+            ),
+            (_COUNTER, names.METRIC_NUM_PREEMPTIONS, "Preemptions.", stats.num_preemptions),
+            (
+                _COUNTER,
                 names.METRIC_LOST_TOKENS,
                 "Computed tokens that preemptions gave up.",
                 stats.num_lost_tokens,
             ),
             (
+                _COUNTER,
                 names.METRIC_CORRUPTED_REQUESTS,
                 "Requests that ended because the model's logits held NaN.",
                 self._sessions.num_corrupted,
             ),
             (
+                _COUNTER,
                 names.METRIC_ITERATION_TOKENS,
                 "Tokens computed in steps.",
                 self._counts.num_scheduled_tokens,
             ),
+        ):
+            family = create(name, text, labels=["model_name"])
+            family.add_metric([self._model_name], value)
+            yield family
+        yield self._recoveries()
+        yield from self._wait_reasons(stats)
+        yield InfoMetricFamily(
+            names.METRIC_CACHE_CONFIG.removesuffix("_info"),
+            "Shape of the cache.",
+            {
+                "block_size": str(stats.block_size),
+                "num_gpu_blocks": str(stats.num_usable_blocks + 1),
+            },
         )
-        for name, text, value in counters:
-            counter = CounterMetricFamily(name, text, labels=["model_name"])
-            counter.add_metric([self._model_name], value)
-            yield counter
 
     def _recoveries(self) -> Metric:
         recoveries = CounterMetricFamily(
@@ -172,12 +165,3 @@ class Statistics(Collector):
             steps.add_metric(labels, reasons.num_steps[reason])
         yield waiting
         yield steps
-
-
-def _cache_config(stats: scheduler_pb2.GetStatsResponse) -> Metric:
-    info = InfoMetricFamily(
-        names.METRIC_CACHE_CONFIG.removesuffix("_info"), "Shape of the cache.", labels=[]
-    )
-    shape = {"block_size": stats.block_size, "num_gpu_blocks": stats.num_usable_blocks + 1}
-    info.add_metric([], {key: str(value) for key, value in shape.items()})
-    return info

@@ -15,13 +15,13 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import BinaryIO, cast
 
 from services.common.errors import InvalidArgument
-from services.common.kv_cache_groups import KVCacheGroup
 from services.scheduler.adapters.replica import ReplicaShape
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.ports import KVPool
@@ -127,20 +127,14 @@ def header(config: SchedulerConfig, shape: ReplicaShape, started_unix_nanos: int
         "started_unix_nanos": started_unix_nanos,
         "fingerprint": config.fingerprint.hex(),
         "config": config_entry(config),
-        "pool": {"num_blocks": config.num_blocks, "groups": _groups(shape.groups)},
+        "pool": {
+            "num_blocks": config.num_blocks,
+            "groups": [
+                asdict(group) | {"attention_type": group.attention_type.value}
+                for group in shape.groups
+            ],
+        },
     }
-
-
-def _groups(groups: Sequence[KVCacheGroup]) -> list[Entry]:
-    return [
-        {
-            "attention_type": group.attention_type.value,
-            "block_size": group.block_size,
-            "window": group.window,
-            "num_layers": group.num_layers,
-        }
-        for group in groups
-    ]
 
 
 def create_log_file(path: Path) -> BinaryIO:

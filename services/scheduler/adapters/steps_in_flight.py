@@ -70,10 +70,6 @@ class StepsInFlight:
         self._alarm: Alarm | None = None
         self._began = 0.0
 
-    def allowed_seconds(self, size: int) -> float:
-        """How long a step of `size` tokens may take."""
-        return self._deadlines.seconds(size)
-
     def add(self, number: int, size: int, allowed_seconds: float) -> Step:
         """Adds a step of `size` tokens, which is about to be sent."""
         step = Step(self, number, size, allowed_seconds)

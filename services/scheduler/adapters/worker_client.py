@@ -152,8 +152,7 @@ class WorkerGroup:
         self, plan: SchedulerOutput, traceparent: str = ""
     ) -> asyncio.Future[ModelRunnerOutput]:
         request = scheduler_output_to_proto(plan, self._generation, traceparent)
-        num_tokens = sum(plan.num_scheduled_tokens)
-        return await self._send(request, num_tokens, self._steps.allowed_seconds(num_tokens))
+        return await self._send(request, plan.num_tokens, self._deadlines.seconds(plan.num_tokens))
 
     async def _send(
         self, request: worker_pb2.ExecuteRequest, num_tokens: int, allowed_seconds: float

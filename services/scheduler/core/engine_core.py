@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, suppress
 
 from services.common.errors import FailedPrecondition, Unavailable
 from services.common.finish_reason import FinishReason
-from services.scheduler.core.fault_trials import FaultTrials
+from services.scheduler.core.fault_search import FaultSearch
 from services.scheduler.core.losses import Losses
 from services.scheduler.core.output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.ports import (
@@ -72,7 +72,7 @@ class EngineCore:
         self._awaits_answer = False
         self._lost: PoolLost | WorkersLost | None = None
         self.losses = Losses()
-        self._trials = FaultTrials(scheduler)
+        self._search = FaultSearch()
         self._depth = 2 if scheduler.config.async_scheduling else 1
 
     @property
@@ -255,7 +255,7 @@ class EngineCore:
         while not (self._arrivals or self._ends or self._in_flight) and (
             self._is_paused
             or self._num_holds
-            or not (self.scheduler.has_work or self._trials.holds_back)
+            or not (self.scheduler.has_work or self.scheduler.admitted_only)
         ):
             self.state = EngineState.PAUSED if self._is_paused else EngineState.IDLE
             self._deliver()
@@ -280,7 +280,7 @@ class EngineCore:
             self.losses.note(lost)
             if isinstance(lost, WorkersLost):
                 self._suspect([*failed, *filter(None, [self._unsent])])
-            self._trials.change()
+            self._begin_trial()
             self._unsent = None
             self._turns.notify_all()
         self._lost = None
@@ -312,7 +312,7 @@ class EngineCore:
         """Suspects the requests of steps that were lost with the workers, and ends the one whose
         steps always fail, if it was found.
         """
-        culprit = self._trials.steps_failed(failed)
+        culprit = self._search.steps_failed(failed)
         if culprit is not None:
             logger.error("request %s is given up: its steps always fail", culprit.request_id)
             self.losses.made_progress()
@@ -322,17 +322,24 @@ class EngineCore:
         """Whether a step may be planned. If the search for a fault wants other requests to run, the
         steps in flight are completed first.
         """
-        if self._trials.is_change_due:
+        if self._search.trial() != self.scheduler.admitted_only:
             if self._in_flight:
                 return False
             self._observer.preempted(self.scheduler.preempt_all())
-            self._trials.change()
+            self._begin_trial()
         return not (self._is_paused or self._num_holds)
+
+    def _begin_trial(self) -> None:
+        """Has the scheduler admit the requests that the search for a fault wants to run. None may
+        run now.
+        """
+        if (trial := self._search.trial()) != self.scheduler.admitted_only:
+            self.scheduler.admit_only(trial)
 
     def _note_progress(self, plan: SchedulerOutput) -> None:
         """A step was done after a loss: the losses in a row are over once nothing is suspected."""
-        if self._trials.is_searching:
-            self._trials.step_done(plan)
+        if self._search.is_active:
+            self._search.step_done(plan)
         else:
             self.losses.made_progress()
 

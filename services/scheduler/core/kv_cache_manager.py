@@ -85,7 +85,7 @@ class KVCacheManager:
         size = self._config.block_size
         for request, blocks in zip(growing, outcome.grown, strict=False):
             request.num_slots += len(blocks[0]) * size
-            builder.appended_blocks[request] = blocks
+            builder.plan.appended_blocks[request] = blocks
         if outcome.stop is None:
             for _, end, request in filling:
                 request.num_committed_blocks = end // size

@@ -24,7 +24,10 @@ class Losses:
     @property
     def backoff_seconds(self) -> float:
         """Time to wait before the next recovery."""
-        return backoff_seconds(self._num_in_a_row)
+        if self._num_in_a_row == 0:
+            return 0.0
+        doublings = min(self._num_in_a_row - 1, 16)
+        return min(FIRST_BACKOFF_SECONDS * (1 << doublings), LAST_BACKOFF_SECONDS)
 
     def note(self, lost: Unavailable) -> None:
         """Counts a loss."""
@@ -40,11 +43,3 @@ class Losses:
     def made_progress(self) -> None:
         """The next loss is the first of a row."""
         self._num_in_a_row = 0
-
-
-def backoff_seconds(num_losses: int) -> float:
-    """Time to wait before a recovery, after so many in a row."""
-    if num_losses == 0:
-        return 0.0
-    doublings = min(num_losses - 1, 16)
-    return min(FIRST_BACKOFF_SECONDS * (1 << doublings), LAST_BACKOFF_SECONDS)

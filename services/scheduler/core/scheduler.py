@@ -7,7 +7,6 @@ from itertools import islice
 from services.common.finish_reason import FinishReason
 from services.common.pool_operations import BlockTables, StopReason
 from services.scheduler.core.admission import AdmissionPlanner, PlannedAdmission
-from services.scheduler.core.batch_rows import BatchRows
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.kv_cache_manager import KVCacheManager
 from services.scheduler.core.output import (
@@ -49,6 +48,8 @@ class Scheduler:
         self.waiting = self._policy.create_request_queue()
         self.held_back: dict[Request, None] = {}
         """Requests that must not be admitted now, in the order in which they were held back."""
+        self.admitted_only: Collection[Request] | None = None
+        """The only requests that may be admitted; None if all may."""
         self.running = RunningRequests()
         self.num_preemptions = 0
         self.pause_mode: PauseMode | None = None
@@ -56,14 +57,16 @@ class Scheduler:
         self._running_planner = RunningPlanner(config, self.running, self._kv_cache_manager)
         self._admission_planner = AdmissionPlanner(config)
         self._caches_states = config.caches_states
-        self._rows = BatchRows(config.max_num_seqs)
-        self._admit_only: Collection[Request] | None = None
+        self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
+        """Rows of the workers' batch; the one that was freed last is taken first."""
+        self._removed_rows: list[int] = []
+        """Rows that were freed and that the workers are to empty with the next step."""
         self._num_steps = 0
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything, if only send operations to pool or workers."""
-        has_operations = self._kv_cache_manager.has_operations or self._rows.has_removed
+        has_operations = self._kv_cache_manager.has_operations or self._removed_rows
         return bool(self.running or self.waiting or has_operations)
 
     @property
@@ -87,7 +90,7 @@ class Scheduler:
         if request.sampling.max_tokens is not None:
             longest = request.num_prompt_tokens + request.sampling.max_tokens
             request.max_num_tokens = min(longest, request.max_num_tokens)
-        if self._admit_only is None:
+        if self.admitted_only is None:
             self.waiting.add(request)
         else:
             self.held_back[request] = None
@@ -112,7 +115,7 @@ class Scheduler:
         if self.running:
             raise AssertionError("requests run that are to be held back")
         queued = sorted([*self.waiting, *self.held_back], key=lambda request: request.key)
-        self._admit_only = requests
+        self.admitted_only = requests
         self.waiting = self._policy.create_request_queue()
         self.held_back.clear()
         for request in queued:
@@ -147,7 +150,7 @@ class Scheduler:
         builder = self._new_builder()
         await self._schedule_running(builder, traceparent)
         wait_reason: WaitReason | None = WaitReason.NO_BLOCKS
-        if not builder.preemptions:
+        if not builder.plan.preemptions:
             wait_reason = await self._schedule_waiting(builder, traceparent)
         return self._finish_step(builder, wait_reason)
 
@@ -192,7 +195,7 @@ class Scheduler:
         for request in self.waiting:
             request.forget_blocks()
         self._kv_cache_manager.forget()
-        self._rows.pop_removed()
+        self._removed_rows = []
         return victims
 
     async def flush(self) -> None:
@@ -209,7 +212,7 @@ class Scheduler:
         begin, num_decided = 0, None
         while True:
             growing = self._running_planner.plan(builder, begin, num_decided)
-            looked_up = [] if builder.preemptions else self._candidates(builder)
+            looked_up = [] if builder.plan.preemptions else self._candidates(builder)
             leaving = self.running.leaving_fast_path()
             outcome = await self._kv_cache_manager.grow(
                 builder, growing, leaving, looked_up, traceparent
@@ -227,7 +230,7 @@ class Scheduler:
         victim = self._policy.victim(self.running)
         index, victim_index = self.running.index(request), self.running.index(victim)
         builder.unschedule(victim)
-        builder.preemptions.append(Preemption(victim, request, victim.num_computed_tokens))
+        builder.plan.preemptions.append(Preemption(victim, request, victim.num_computed_tokens))
         self._preempt(victim)
         if victim is request:
             return index, None
@@ -295,7 +298,7 @@ class Scheduler:
         terms = admission.terms
         hit, num_committed_blocks = terms.num_hit_tokens, terms.num_commit_tokens // size
         request.status = RequestStatus.RUNNING
-        request.row = self._rows.take()
+        request.row = self._free_rows.pop()
         request.num_computed_tokens = hit
         request.num_slots = len(blocks[0]) * size
         request.num_committed_blocks = num_committed_blocks
@@ -304,10 +307,10 @@ class Scheduler:
             request.num_cached_tokens = hit
         request.draft_token_ids = [-1] * admission.num_drafts
         builder.schedule(request, admission.num_new_tokens + admission.num_drafts)
-        builder.block_tables[request] = blocks
+        builder.plan.block_tables[request] = blocks
         if not self._caches_states:
             builder.published.update(request.block_hashes[hit // size : num_committed_blocks])
-        (builder.resumed if terms.resumed else builder.new).append(request)
+        (builder.plan.resumed if terms.resumed else builder.plan.new).append(request)
 
     # Both steps
 
@@ -318,16 +321,15 @@ class Scheduler:
             threshold = max(threshold, config.max_num_batched_tokens // num_requests)
         if threshold and self._caches_states:
             threshold = max(threshold, config.block_size)
-        return StepBuilder(config.token_budget, threshold if num_requests > 1 else 0)
+        plan = SchedulerOutput(self._num_steps)
+        return StepBuilder(plan, config.token_budget, threshold if num_requests > 1 else 0)
 
     def _finish_step(self, builder: StepBuilder, wait_reason: WaitReason | None) -> SchedulerOutput:
         """The planned step; from here on its tokens count as computed."""
-        plan = builder.build(
-            self._num_steps,
-            wait_reason,
-            self._rows.pop_removed(),
-            self._kv_cache_manager.pop_block_ids_to_zero(),
-        )
+        plan = builder.plan
+        plan.wait_reason = wait_reason
+        plan.removed_rows, self._removed_rows = self._removed_rows, []
+        plan.block_ids_to_zero = self._kv_cache_manager.pop_block_ids_to_zero()
         self._num_steps += 1
         self._running_planner.update_after_schedule(builder)
         return plan
@@ -363,5 +365,6 @@ class Scheduler:
         """Frees the row of a request and, with the next transaction, its blocks."""
         self._kv_cache_manager.release(request)
         if request.row is not None:
-            self._rows.free(request.row)
+            self._free_rows.append(request.row)
+            self._removed_rows.append(request.row)
         request.forget_blocks()

@@ -7,7 +7,7 @@ import pytest
 from services.common.finish_reason import FinishReason
 from services.common.sampling import SamplingParams
 from services.scheduler.core.fault_search import FaultSearch
-from services.scheduler.core.losses import backoff_seconds
+from services.scheduler.core.losses import Losses
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.request import Request
 from tests.scheduler.engine_bench import Bench, eventually, running
@@ -190,6 +190,9 @@ async def test_requests_that_arrive_during_the_search_run_after_it_in_their_orde
 
 
 def test_recoveries_in_a_row_wait_longer_and_longer() -> None:
-    waits = [backoff_seconds(num_losses) for num_losses in range(10)]
+    losses, waits = Losses(), []
+    for _ in range(10):
+        waits.append(losses.backoff_seconds)
+        losses.recovered()
     assert waits[:5] == [0.0, 0.1, 0.2, 0.4, 0.8]
     assert waits[-1] == 5.0

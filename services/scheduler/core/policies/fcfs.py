@@ -1,10 +1,9 @@
 """First come, first served."""
 
 from collections import deque
-from collections.abc import Iterator
 
+from services.scheduler.core.policies.policy import RequestQueue
 from services.scheduler.core.request import Request
-from services.scheduler.core.request_queue import RequestQueue
 from services.scheduler.core.running_requests import RunningRequests
 
 
@@ -20,25 +19,10 @@ class FCFSPolicy:
         return next(reversed(running))
 
 
-class FCFSRequestQueue:
+class FCFSRequestQueue(deque[Request]):
     """Requests in the order of arrival; those that were preempted come first, the last one of them
     at the head.
     """
 
-    def __init__(self) -> None:
-        self._requests: deque[Request] = deque()
-
-    def add(self, request: Request) -> None:
-        self._requests.append(request)
-
-    def prepend(self, request: Request) -> None:
-        self._requests.appendleft(request)
-
-    def remove(self, request: Request) -> None:
-        self._requests.remove(request)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests)
-
-    def __len__(self) -> int:
-        return len(self._requests)
+    add = deque[Request].append
+    prepend = deque[Request].appendleft

@@ -1,10 +1,27 @@
 """What a scheduling policy decides: the order of admission, and the victim of a preemption."""
 
+from collections.abc import Iterator
 from typing import Protocol
 
 from services.scheduler.core.request import Request
-from services.scheduler.core.request_queue import RequestQueue
 from services.scheduler.core.running_requests import RunningRequests
+
+
+class RequestQueue(Protocol):
+    """Waiting requests. Iterates in the order of admission, from the head."""
+
+    def add(self, request: Request, /) -> None:
+        """Queues a request that arrived."""
+
+    def prepend(self, request: Request, /) -> None:
+        """Queues a request that was preempted: at the head, unless the order ranks it elsewhere."""
+
+    def remove(self, request: Request, /) -> None:
+        """Takes a request out. Raises ValueError if it is not in the queue."""
+
+    def __iter__(self) -> Iterator[Request]: ...
+
+    def __len__(self) -> int: ...
 
 
 class SchedulingPolicy(Protocol):
@@ -14,7 +31,7 @@ class SchedulingPolicy(Protocol):
     """Whether it heeds `Request.priority`. If not, requests that have a priority are refused."""
 
     def create_request_queue(self) -> RequestQueue:
-        """An empty waiting queue, which iterates in the order of admission."""
+        """An empty waiting queue."""
 
     def victim(self, running: RunningRequests) -> Request:
         """The running request to preempt where blocks are missing. At least one request runs."""
