@@ -77,7 +77,7 @@ class RunnerExecutor:
 class OneReplica:
     """The scheduler's `Replica` where nothing can be lost but the process."""
 
-    async def reopen(self) -> None:
+    async def open(self) -> None:
         raise PoolLost("there is nothing to open again in one process")
 
 

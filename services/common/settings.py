@@ -1,7 +1,7 @@
 """Settings of a service: one frozen, flat dataclass, filled from flags and the environment.
 
-A field `max_num_seqs` of the scheduler is the flag `--max-num-seqs` and the variable
-`STEPWELL_SCHEDULER_MAX_NUM_SEQS`; a flag wins over a variable, a variable over the default.
+A field `max_num_seqs` of the worker is the flag `--max-num-seqs` and the variable
+`STEPWELL_WORKER_MAX_NUM_SEQS`; a flag wins over a variable, a variable over the default.
 A value that does not parse or fails its check, and an unknown name, end the process with one
 sentence and exit status 2.
 """

@@ -150,6 +150,18 @@ def service_tracing(service: str, settings: ServiceSettings) -> Iterator[Tracing
         tracing.shutdown()
 
 
+@contextmanager
+def ended(span: Span) -> Iterator[None]:
+    """Ends a span with the block, noting what was raised."""
+    try:
+        yield
+    except Exception as error:
+        span.record_exception(error)
+        raise
+    finally:
+        span.end()
+
+
 def traceparent_of(span: Span) -> str:
     """The span's W3C trace context, or the empty string when it is not sampled."""
     context = span.get_span_context()

@@ -132,7 +132,7 @@ class SchedulerService:
             vocab_size=description.vocab_size,
             hidden_size=description.hidden_size,
             max_model_len=description.max_model_len,
-            queue=self._watch.state,
+            queue_at_arrival=self._watch.state_at_arrival,
             clock=time.monotonic,
             next_key=itertools.count(1).__next__,
         )

@@ -29,12 +29,6 @@ class SchedulerSettings(ServiceSettings):
         doc="the order of admission, and which request is preempted: " + " or ".join(POLICIES),
         check=one_of(POLICIES),
     )
-    max_num_seqs: int | None = setting(
-        None, doc="requests that may run at once (default: the worker's)", check=at_least(1)
-    )
-    max_num_batched_tokens: int | None = setting(
-        None, doc="token budget of a step (default: the worker's)", check=at_least(1)
-    )
     max_num_waiting: int = setting(
         1024, doc="requests that may wait; further ones are refused", check=at_least(1)
     )

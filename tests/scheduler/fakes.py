@@ -134,7 +134,7 @@ class FakeReplica:
         self._pool = pool
         self._executor = executor
 
-    async def reopen(self) -> None:
+    async def open(self) -> None:
         await self.there.wait()
         self._pool.reopen()
         self._executor.renew()

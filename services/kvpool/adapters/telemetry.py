@@ -7,7 +7,7 @@ from opentelemetry.trace import Span, SpanKind
 from stepwell.kvpool.v1 import kvpool_pb2
 
 from services.common import names
-from services.common.telemetry import Tracing
+from services.common.telemetry import Tracing, ended
 from services.kvpool.core.pool_host import HostedPool
 
 Apply = Callable[
@@ -30,14 +30,9 @@ def traced(apply: Apply, tracing: Tracing) -> Apply:
     ) -> kvpool_pb2.TransactResponse:
         started = time.time_ns()
         span = tracing.child(names.SPAN_POOL_TRANSACT, request.traceparent, kind=SpanKind.SERVER)
-        try:
+        with ended(span):
             answer = apply(hosted, request)
             _describe_transaction(span, request, answer)
-        except Exception as error:
-            span.record_exception(error)
-            raise
-        finally:
-            span.end()
         _record_admissions(tracing, request, answer, started)
         return answer
 

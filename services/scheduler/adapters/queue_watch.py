@@ -1,7 +1,8 @@
-"""Measures how fast the queue moves, tells gateways, and ends requests that waited too long."""
+"""Measures how fast the queue moves, sends it to gateways, and ends requests that wait too long."""
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 
 from services.common.finish_reason import FinishReason
 from services.common.queue_state import QueueState
@@ -11,10 +12,13 @@ from services.scheduler.core.engine_core import EngineCore, EngineState
 from services.scheduler.core.queue_estimate import QueueEstimate, expected_tokens
 
 PERIOD_SECONDS = 0.1
+"""While requests wait or arrive."""
+QUIET_PERIOD_SECONDS = 0.5
+"""While none does: with steps that take long, most of what the process does then is to look."""
 
 
 class QueueWatch:
-    """Looks at the queue ten times a second, beside the engine's steps. `clock` is the one by which
+    """Looks at the queue now and then, beside the engine's steps. `clock` is the one by which
     requests have their `latest_start`.
     """
 
@@ -36,9 +40,14 @@ class QueueWatch:
         self._clock = clock
         self._estimate = QueueEstimate(engine.scheduler.config.max_running)
         self._is_queue_announced = False
+        self._arrived = asyncio.Event()
 
-    def state(self) -> QueueState:
-        """The queue as it is now."""
+    def state_at_arrival(self) -> QueueState:
+        """The queue as it is now, when a request arrives."""
+        self._arrived.set()
+        return self._state()
+
+    def _state(self) -> QueueState:
         return QueueState(
             num_waiting=self._engine.num_waiting,
             max_num_waiting=self._max_num_waiting,
@@ -48,12 +57,21 @@ class QueueWatch:
         )
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Looks until cancelled."""
         while True:
-            await asyncio.sleep(PERIOD_SECONDS)
-            self.look()
+            if self._engine.num_waiting or await self._request_arrives():
+                await asyncio.sleep(PERIOD_SECONDS)
+            self._look()
 
-    def look(self) -> None:
+    async def _request_arrives(self) -> bool:
+        """Waits until a request arrives, or for the quiet period; returns whether one did."""
+        self._arrived.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(QUIET_PERIOD_SECONDS):
+                await self._arrived.wait()
+        return self._arrived.is_set()
+
+    def _look(self) -> None:
         """Takes a sample, ends the requests whose time to be scheduled has passed, and sends the
         queue's state to the gateways while requests wait.
         """
@@ -62,17 +80,18 @@ class QueueWatch:
             self._sample(now)
         else:
             self._estimate.stand_still()
-        late = [
-            request
-            for request in self._engine.unscheduled()
-            if request.latest_start is not None and request.latest_start <= now
-        ]
-        if late:
-            self._engine.abort(late, FinishReason.QUEUE_TIMEOUT)
-        state = self.state()
-        if state.num_waiting or self._is_queue_announced:
-            self._is_queue_announced = bool(state.num_waiting)
-            self._sessions.announce_queue(state)
+        if self._engine.num_waiting:
+            late = [
+                request
+                for request in self._engine.unscheduled()
+                if request.latest_start is not None and request.latest_start <= now
+            ]
+            if late:
+                self._engine.abort(late, FinishReason.QUEUE_TIMEOUT)
+        num_waiting = self._engine.num_waiting
+        if num_waiting or self._is_queue_announced:
+            self._is_queue_announced = num_waiting > 0
+            self._sessions.announce_queue(self._state())
 
     def _sample(self, now: float) -> None:
         running = self._engine.scheduler.running

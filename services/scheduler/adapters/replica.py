@@ -43,7 +43,7 @@ class ReplicaShape:
 
 class ReplicaClient:
     """A `Replica` over pool and workers. The model and its KV cache may not change while this
-    process runs, because arriving requests are checked against them: `reopen` raises
+    process runs, because arriving requests are checked against them: `open` raises
     FailedPrecondition if they did. What the pool refuses for good is raised as InvalidArgument.
     """
 
@@ -80,9 +80,6 @@ class ReplicaClient:
         """Calls `on_lost` when pool or workers are lost, also if no call to them is in progress."""
         self._pool.on_lost = on_lost
         self._workers.on_lost = on_lost
-
-    async def reopen(self) -> None:
-        await self.open()
 
     def close(self) -> None:
         """Ends all streams."""

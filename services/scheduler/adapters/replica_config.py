@@ -16,19 +16,16 @@ SHORTEST_SEQUENCE = 2
 
 
 def scheduler_config(settings: SchedulerSettings, shape: ReplicaShape) -> SchedulerConfig:
-    """The configuration by the settings, limited to what the workers are built for and the pool can
-    hold.
+    """The configuration by the settings, for the steps that the workers are built for and the
+    sequences that the pool can hold.
 
     Raises FailedPrecondition if a sequence could get longer than the step that must hold it, if the
     pool does not hold even the shortest, or if states would have to be cached and cannot be.
     """
     built = shape.description
     config = SchedulerConfig(
-        max_num_seqs=min(settings.max_num_seqs or built.max_num_seqs, built.max_num_seqs),
-        max_num_batched_tokens=min(
-            settings.max_num_batched_tokens or built.max_num_batched_tokens,
-            built.max_num_batched_tokens,
-        ),
+        max_num_seqs=built.max_num_seqs,
+        max_num_batched_tokens=built.max_num_batched_tokens,
         max_model_len=built.max_model_len,
         block_size=shape.block_size,
         num_blocks=shape.num_blocks,

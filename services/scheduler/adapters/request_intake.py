@@ -28,7 +28,7 @@ class RequestIntake:
     vocab_size: int
     hidden_size: int
     max_model_len: int
-    queue: Callable[[], QueueState]
+    queue_at_arrival: Callable[[], QueueState]
     next_key: Callable[[], int]
     unix_nanos: Callable[[], int] = time.time_ns
     clock: Callable[[], float] = time.monotonic
@@ -75,7 +75,7 @@ class RequestIntake:
         """When the request must have been scheduled; None: no limit. Raises ResourceExhausted if
         the queue is full, or if the request would probably be scheduled later than that.
         """
-        queue, has_output = self.queue(), bool(message.output_token_ids)
+        queue, has_output = self.queue_at_arrival(), bool(message.output_token_ids)
         timeout = message.timeout_millis / 1000 if message.timeout_millis else None
         refusal = queue.refusal(timeout, has_output=has_output)
         if refusal is not None:

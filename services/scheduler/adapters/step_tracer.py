@@ -83,7 +83,9 @@ class StepTracer:
                 self._end(update.request)
             elif trace is not None and update.token_ids and not trace.is_decoding:
                 trace.span.end()
-                trace.span = self._child(names.SPAN_REQUEST_DECODE, update.request)
+                trace.span = self._tracing.child(
+                    names.SPAN_REQUEST_DECODE, update.request.traceparent
+                )
                 trace.is_decoding = True
 
     def ended(self, requests: Sequence[Request]) -> None:
@@ -155,10 +157,10 @@ class StepTracer:
         )
 
     def _record_queue(self, request: Request) -> None:
-        queued = self._child(
+        queued = self._tracing.child(
             names.SPAN_REQUEST_QUEUE,
-            request,
-            {
+            request.traceparent,
+            attributes={
                 names.ATTR_REQUEST_ID: request.request_id,
                 # Those with which it came from a replica that was lost.
                 names.ATTR_NUM_OUTPUT_TOKENS: request.num_output_tokens,
@@ -172,26 +174,15 @@ class StepTracer:
 
     def _leave_queue(self, request: Request) -> None:
         self._record_queue(request)
-        prefill = self._child(
+        prefill = self._tracing.child(
             names.SPAN_REQUEST_PREFILL,
-            request,
-            {
+            request.traceparent,
+            attributes={
                 names.ATTR_NUM_PROMPT_TOKENS: request.num_prompt_tokens,
                 names.ATTR_NUM_CACHED_TOKENS: request.num_cached_tokens or 0,
             },
         )
         self._requests[request] = _RequestTrace(prefill)
-
-    def _child(
-        self,
-        name: str,
-        request: Request,
-        attributes: Attributes | None = None,
-        start_unix_nanos: int | None = None,
-    ) -> Span:
-        return self._tracing.child(
-            name, request.traceparent, attributes=attributes, start_unix_nanos=start_unix_nanos
-        )
 
     def _begin_to_wait(self, request: Request) -> None:
         self._waiting[request] = self._counts.wait_reasons.begin()

@@ -1,14 +1,13 @@
 """The ports of the engine with a client span around each use of them."""
 
 import asyncio
-from collections.abc import Awaitable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Sequence
 
 from opentelemetry.trace import Span, SpanKind
 
 from services.common import names
 from services.common.pool_operations import Operation, Outcome
-from services.common.telemetry import Tracing, traceparent_of
+from services.common.telemetry import Tracing, ended, traceparent_of
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.ports import Executor, KVPool
 
@@ -29,7 +28,7 @@ class TracedPool:
             kind=SpanKind.CLIENT,
             attributes={names.ATTR_NUM_OPERATIONS: len(operations)},
         )
-        with _ended(span):
+        with ended(span):
             outcome = await self._pool.transact(operations, traceparent_of(span))
             span.set_attribute(names.ATTR_NUM_FREE_BLOCKS, outcome.num_free_blocks)
             if outcome.stop is not None:
@@ -65,17 +64,5 @@ class TracedExecutor:
 
 
 async def _answered(span: Span, answer: Awaitable[ModelRunnerOutput]) -> ModelRunnerOutput:
-    with _ended(span):
+    with ended(span):
         return await answer
-
-
-@contextmanager
-def _ended(span: Span) -> Iterator[None]:
-    """Ends a span with the block, noting what was raised."""
-    try:
-        yield
-    except Exception as error:
-        span.record_exception(error)
-        raise
-    finally:
-        span.end()

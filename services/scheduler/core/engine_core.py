@@ -306,7 +306,7 @@ class EngineCore:
 
     async def _reopen_after(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
-        await self._replica.reopen()
+        await self._replica.open()
 
     def _suspect(self, failed: Sequence[SchedulerOutput]) -> None:
         """Suspects the requests of steps that were lost with the workers, and ends the one whose

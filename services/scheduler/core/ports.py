@@ -57,7 +57,7 @@ class Executor(Protocol):
 class Replica(Protocol):
     """The pool and the workers: one generation covers both, and is lost with either."""
 
-    async def reopen(self) -> None:
+    async def open(self) -> object:
         """Begins a new generation with an empty pool and empty workers, as soon as both are
         reachable. Waits without a limit.
         """

@@ -200,7 +200,7 @@ async def test_a_small_pool_preempts_and_says_so() -> None:
 
 async def test_the_queue_is_bounded_and_says_when_to_come_back() -> None:
     async with (
-        serving_replica(max_num_waiting=2, max_num_seqs=1) as replica,
+        serving_replica(FakeWorker(max_num_seqs=1), max_num_waiting=2) as replica,
         gateway_of(replica) as gateway,
     ):
         replica.worker.going.clear()
@@ -219,7 +219,7 @@ async def test_the_queue_is_bounded_and_says_when_to_come_back() -> None:
 
 async def test_priority_is_honoured_where_it_is_the_policy() -> None:
     async with (
-        serving_replica(policy="priority", max_num_seqs=1) as replica,
+        serving_replica(FakeWorker(max_num_seqs=1), policy="priority") as replica,
         gateway_of(replica) as gateway,
     ):
         assert gateway.opened is not None
@@ -258,7 +258,9 @@ async def test_metrics_are_read_over_http(free_port: int) -> None:
 async def test_metrics_tell_why_requests_wait_and_which_were_corrupted(free_port: int) -> None:
     labels = '{model_name="paged",reason="max_seqs"}'
     async with (
-        serving_replica(metrics_address=f"127.0.0.1:{free_port}", max_num_seqs=1) as replica,
+        serving_replica(
+            FakeWorker(max_num_seqs=1), metrics_address=f"127.0.0.1:{free_port}"
+        ) as replica,
         gateway_of(replica) as gateway,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{free_port}") as client,
     ):
