@@ -122,7 +122,6 @@ class SchedulerService:
             counts,
             max_num_waiting=settings.max_num_waiting,
             max_queue_seconds=settings.max_queue_seconds,
-            clock=time.monotonic,
         )
         self.statistics = Statistics(
             self._engine, sessions, counts, incarnation, description.model_name
@@ -133,7 +132,6 @@ class SchedulerService:
             hidden_size=description.hidden_size,
             max_model_len=description.max_model_len,
             queue_at_arrival=self._watch.state_at_arrival,
-            clock=time.monotonic,
             next_key=itertools.count(1).__next__,
         )
         opened = session_opened_to_proto(shape, config, incarnation)

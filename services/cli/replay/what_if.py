@@ -18,7 +18,7 @@ from services.cli.replay.scheduler_run import SchedulerRun
 from services.cli.replay.statistics import RunStatistics
 from services.common.errors import StepwellError
 from services.common.finish_reason import FinishReason
-from services.scheduler.core.capacity import max_request_tokens, state_space_conflict
+from services.scheduler.core.capacity import config_conflict, max_request_tokens
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.request import Request
@@ -39,13 +39,8 @@ def changed_config(config: SchedulerConfig, overrides: dict[str, Any]) -> Schedu
     groups = tuple(replace(group, block_size=changed.block_size) for group in changed.groups)
     changed = replace(changed, groups=groups)
     changed = replace(changed, max_model_len=max_request_tokens(changed))
-    if conflict := state_space_conflict(changed):
+    if conflict := config_conflict(changed):
         raise CommandError(conflict)
-    if not changed.enable_chunked_prefill and changed.token_budget < changed.max_model_len:
-        raise CommandError(
-            f"without chunked prefill a step of {changed.token_budget} tokens cannot hold a "
-            f"sequence of {changed.max_model_len}: raise max_num_batched_tokens too"
-        )
     return changed
 
 

@@ -1,7 +1,7 @@
 """The contract KVPool over the pools of this process."""
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
@@ -42,10 +42,8 @@ class KVPoolServicer(kvpool_pb2_grpc.KVPoolServicer):
         directory: Directory,
         feed: EventFeed,
         tracing: Tracing,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._host = host
-        self._clock = clock
         self._leases: dict[PoolId, tuple[Lease, Holder]] = {}
         self._directory = directory
         self._feed = feed
@@ -58,7 +56,10 @@ class KVPoolServicer(kvpool_pb2_grpc.KVPoolServicer):
         """Begins a new life of a pool."""
         pool_id, holder = PoolId(request.pool_id), holder_from_proto(request.owner)
         config = converters.pool_config_from_proto(request)
-        lease, _ = self._leases.get(pool_id) or (self._new_lease(pool_id), holder)
+        lease, _ = self._leases.get(pool_id) or (
+            Lease(f"pool {pool_id!r}", LEASE_GRACE_SECONDS, time.monotonic),
+            holder,
+        )
         lease.take(holder)
         try:
             hosted = self._host.open(pool_id, config, request.seen_generation)
@@ -118,9 +119,6 @@ class KVPoolServicer(kvpool_pb2_grpc.KVPoolServicer):
         """The counts of one pool, or of each."""
         pools = [self._host.get(PoolId(request.pool_id))] if request.pool_id else self._host.pools()
         return converters.pool_stats_to_proto(pools)
-
-    def _new_lease(self, pool_id: PoolId) -> Lease:
-        return Lease(f"pool {pool_id!r}", LEASE_GRACE_SECONDS, self._clock)
 
     def _transact(
         self,

@@ -1,8 +1,7 @@
 """How long cached blocks live, lie idle, and wait to be used again.
 
 What vLLM samples as `kv_block_lifetime`, `kv_block_idle_before_evict` and `kv_block_reuse_gap`, for
-every cached block, as sums with their counts. Time is counted in transactions, about one an engine
-step: the pool has no clock, and a replayed run gives the same numbers.
+every cached block, as sums with their counts. Time is counted in transactions.
 """
 
 from collections.abc import Sequence

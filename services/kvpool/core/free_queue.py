@@ -2,9 +2,8 @@
 
 What vLLM keeps in one intrusive list has two parts that never mix: blocks without a hash are
 freed to the front, blocks with one to the back, and only the latter are ever taken from the middle.
-So the front is a stack, the back a linked map from the least recently used on, and a caller knows
-by the part which blocks have a hash to forget. Everything is O(1) per block, and the stack moves in
-slices.
+So the front is a stack, and the back a linked map from the least recently used on. Everything is
+O(1) per block, and the stack moves in slices.
 """
 
 from collections import OrderedDict

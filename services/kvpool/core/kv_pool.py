@@ -101,11 +101,10 @@ class KVPool:
         return tuple(tuple(table.blocks) for table in tables)
 
     def num_common_prefix_blocks(self) -> list[int]:
-        """For each group, how many leading blocks all requests that hold blocks share.
+        """For each group, how many leading blocks all requests that hold blocks share. Zeros without
+        a request, without prefix caching, and for groups that free blocks early.
 
-        Today a statistic, which recorded scenarios compare; cascade attention, which reads such
-        blocks once for all requests, will use it. Zeros without a request, without prefix caching,
-        and for groups that free blocks early. Its cost grows with the number of such blocks.
+        Today a statistic, which recorded scenarios compare; cascade attention will use it.
         """
         tables = next(iter(self._tables.values()), None)
         if tables is None or not self.config.enable_prefix_caching:

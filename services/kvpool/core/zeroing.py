@@ -1,10 +1,9 @@
 """Which new blocks of a transaction have to be cleared before they are used (vLLM:
 new_block_ids_to_zero). Empty without state-space groups, which no worker has yet.
 
-Groups of layers share the memory of a block. If some hold recurrent states, what a block last
-stored may be a state, whose bytes, read as keys and values, can be NaN, which no mask hides. So the
-worker clears new blocks. Without states a new block holds old keys and values, which are finite and
-masked.
+Groups of layers share the memory of a block. If some hold recurrent states, the bytes of a new
+block, read as keys and values, can be NaN, which no mask hides. Without states they are old keys
+and values, which are finite and masked.
 """
 
 from collections.abc import Sequence

@@ -38,8 +38,7 @@ class Outbox:
         self._untaken: dict[int, list[int]] = {}
         self._deltas = scheduler_pb2.StepDeltas()
         self._is_empty = True
-        self._state: scheduler_pb2.ReplicaState | None = None
-        self._queue: scheduler_pb2.QueueState | None = None
+        self._announced: dict[str | None, scheduler_pb2.SessionResponse] = {}
         self._woken = asyncio.Event()
 
     def admitted(self, handle: int, num_cached_tokens: int) -> None:
@@ -86,14 +85,9 @@ class Outbox:
         self._is_empty = False
         self.flush()
 
-    def state(self, state: scheduler_pb2.ReplicaState) -> None:
-        """Whether the replica can run a step; replaces an earlier state that was not taken."""
-        self._state = state
-        self._woken.set()
-
-    def queue(self, state: scheduler_pb2.QueueState) -> None:
-        """How long the queue is; replaces an earlier state that was not taken."""
-        self._queue = state
+    def announce(self, response: scheduler_pb2.SessionResponse) -> None:
+        """The state of the replica or of its queue; replaces an earlier one that was not taken."""
+        self._announced[response.WhichOneof("message")] = response
         self._woken.set()
 
     def flush(self) -> None:
@@ -111,15 +105,9 @@ class Outbox:
         await self._woken.wait()
         self._woken.clear()
 
-    def take_state(self) -> scheduler_pb2.ReplicaState | None:
-        """The newest state, unless it was taken."""
-        state, self._state = self._state, None
-        return state
-
-    def take_queue(self) -> scheduler_pb2.QueueState | None:
-        """The newest state of the queue, unless it was taken."""
-        queue, self._queue = self._queue, None
-        return queue
+    def take_announced(self) -> scheduler_pb2.SessionResponse | None:
+        """A state that was not taken yet, if there is one."""
+        return self._announced.popitem()[1] if self._announced else None
 
     def take(self) -> scheduler_pb2.StepDeltas:
         """All deltas that were collected."""

@@ -24,16 +24,14 @@ logger = logging.getLogger(__name__)
 _TransactCall = grpc.aio.StreamStreamCall[kvpool_pb2.TransactRequest, kvpool_pb2.TransactResponse]
 
 RETRY_SECONDS = 0.05
-
-
 TRANSACTION_FLOOR_SECONDS = 2.0
 """Least time limit of a transaction, however short earlier ones were: the machine may be busy."""
 
 
 class PoolClient:
     """A `ports.KVPool` over a channel. After a broken stream it opens another and sends the
-    transaction again, under the same number, until it is answered or its time is over: a multiple
-    of what transactions of as many operations took before, and `timeout_seconds` at most.
+    transaction again, under the same number, until it is answered or its time is over: see
+    `Deadlines`, and `timeout_seconds` at most.
     """
 
     def __init__(
@@ -155,7 +153,9 @@ class PoolClient:
                 self._end_call()
                 is_broken = isinstance(error, Unavailable) or _broke_under_a_write(rpc_error)
                 if not (self._is_late or is_broken):
-                    raise _lost(error) from rpc_error
+                    raise ports.PoolLost(
+                        f"the kvpool refused a transaction: {error.message}"
+                    ) from rpc_error
                 if error.message != logged:
                     logged = error.message
                     logger.warning("transaction %d is sent again: %s", request.sequence, logged)
@@ -190,8 +190,10 @@ class PoolClient:
 
 
 async def _why_ended(call: _TransactCall) -> grpc.aio.AioRpcError:
+    """OK, as when the pool drains, counts as UNAVAILABLE."""
+    code = await call.code()
     return grpc.aio.AioRpcError(
-        _as_failure(await call.code()),
+        grpc.StatusCode.UNAVAILABLE if code is grpc.StatusCode.OK else code,
         await call.initial_metadata(),
         await call.trailing_metadata(),
         details=await call.details(),
@@ -201,12 +203,3 @@ async def _why_ended(call: _TransactCall) -> grpc.aio.AioRpcError:
 def _broke_under_a_write(rpc_error: grpc.aio.AioRpcError) -> bool:
     """Whether the status is grpc's own and not the pool's, which is lost then."""
     return rpc_error.code() is grpc.StatusCode.INTERNAL and rpc_status.from_call(rpc_error) is None
-
-
-def _as_failure(code: grpc.StatusCode) -> grpc.StatusCode:
-    """The code of a stream that ended; OK, as when the pool drains, counts as UNAVAILABLE."""
-    return grpc.StatusCode.UNAVAILABLE if code is grpc.StatusCode.OK else code
-
-
-def _lost(error: StepwellError) -> ports.PoolLost:
-    return ports.PoolLost(f"the kvpool refused a transaction: {error.message}")

@@ -1,10 +1,9 @@
 """Measures how fast the queue moves, sends it to gateways, and ends requests that wait too long."""
 
 import asyncio
-from collections.abc import Callable
+import time
 from contextlib import suppress
 
-from services.common.finish_reason import FinishReason
 from services.common.queue_state import QueueState
 from services.scheduler.adapters.sessions import Sessions
 from services.scheduler.adapters.statistics import StepCounts
@@ -18,9 +17,7 @@ QUIET_PERIOD_SECONDS = 0.5
 
 
 class QueueWatch:
-    """Looks at the queue now and then, beside the engine's steps. `clock` is the one by which
-    requests have their `latest_start`.
-    """
+    """Looks at the queue now and then, beside the engine's steps."""
 
     def __init__(
         self,
@@ -30,14 +27,12 @@ class QueueWatch:
         *,
         max_num_waiting: int,
         max_queue_seconds: float,
-        clock: Callable[[], float],
     ) -> None:
         self._engine = engine
         self._sessions = sessions
         self._counts = counts
         self._max_num_waiting = max_num_waiting
         self._max_queue_seconds = max_queue_seconds
-        self._clock = clock
         self._estimate = QueueEstimate(engine.scheduler.config.max_running)
         self._is_queue_announced = False
         self._arrived = asyncio.Event()
@@ -75,19 +70,13 @@ class QueueWatch:
         """Takes a sample, ends the requests whose time to be scheduled has passed, and sends the
         queue's state to the gateways while requests wait.
         """
-        now = self._clock()
+        now = time.monotonic()
         if self._engine.state is EngineState.RUNNING:
             self._sample(now)
         else:
             self._estimate.stand_still()
         if self._engine.num_waiting:
-            late = [
-                request
-                for request in self._engine.unscheduled()
-                if request.latest_start is not None and request.latest_start <= now
-            ]
-            if late:
-                self._engine.abort(late, FinishReason.QUEUE_TIMEOUT)
+            self._engine.abort_late(now)
         num_waiting = self._engine.num_waiting
         if num_waiting or self._is_queue_announced:
             self._is_queue_announced = num_waiting > 0

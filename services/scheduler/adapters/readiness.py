@@ -17,15 +17,9 @@ class ReplicaReadiness:
     `set_ready` is called at each change, for the health service.
     """
 
-    def __init__(
-        self,
-        sessions: Sessions,
-        set_ready: Callable[[bool], Awaitable[None]],
-        heartbeat_seconds: float = HEARTBEAT_SECONDS,
-    ) -> None:
+    def __init__(self, sessions: Sessions, set_ready: Callable[[bool], Awaitable[None]]) -> None:
         self._sessions = sessions
         self._set_ready = set_ready
-        self._heartbeat_seconds = heartbeat_seconds
         self._reason = ""
         self._is_draining = False
         self._changed = asyncio.Event()
@@ -53,7 +47,7 @@ class ReplicaReadiness:
                 await self._set_ready(state.ready)
             self._sessions.announce(state)
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._heartbeat_seconds):
+                async with asyncio.timeout(HEARTBEAT_SECONDS):
                     await self._changed.wait()
 
     def _state(self) -> scheduler_pb2.ReplicaState:

@@ -60,7 +60,7 @@ class ReplicaClient:
         it waits for: after `QUIET_SECONDS`, which they usually take to start, or at once if they
         belong to another scheduler.
         """
-        delay, complaint = FIRST_RETRY_SECONDS, ""
+        delay, logged = FIRST_RETRY_SECONDS, ""
         loop = asyncio.get_running_loop()
         quiet_until = loop.time() + QUIET_SECONDS
         while True:
@@ -70,9 +70,9 @@ class ReplicaClient:
                 is_taken = error.error_reason == Taken.reason
                 if isinstance(error, FailedPrecondition | InvalidArgument) and not is_taken:
                     raise
-                if error.message != complaint and (is_taken or loop.time() >= quiet_until):
-                    complaint = error.message
-                    logger.info("waiting for pool and workers: %s", complaint)
+                if error.message != logged and (is_taken or loop.time() >= quiet_until):
+                    logged = error.message
+                    logger.info("waiting for pool and workers: %s", logged)
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, LAST_RETRY_SECONDS)
 
@@ -137,10 +137,7 @@ def _conflict(rank: worker_pb2.DescribeResponse, first: worker_pb2.DescribeRespo
     sizes = {group.block_size for group in rank.groups}
     if len(sizes) > 1:
         return f"has blocks of {min(sizes)} and of {max(sizes)} tokens: groups must have one size"
-    if (list(rank.groups), rank.drop_last_hit_block) != (
-        list(first.groups),
-        first.drop_last_hit_block,
-    ):
+    if rank.groups != first.groups or rank.drop_last_hit_block != first.drop_last_hit_block:
         return "divides its layers into other groups than worker 0"
     return None
 

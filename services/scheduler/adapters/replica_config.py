@@ -6,7 +6,7 @@ from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common.errors import FailedPrecondition
 from services.scheduler.adapters.replica import ReplicaShape
-from services.scheduler.core.capacity import max_request_tokens, state_space_conflict
+from services.scheduler.core.capacity import config_conflict, max_request_tokens
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.policies import find_policy
 from services.scheduler.settings import SchedulerSettings
@@ -47,13 +47,8 @@ def scheduler_config(settings: SchedulerSettings, shape: ReplicaShape) -> Schedu
             f"{shape.num_blocks} blocks, one of them the null block, do not hold a single token in "
             f"each of {len(config.groups)} groups of layers: give the worker's KV cache more memory"
         )
-    if conflict := state_space_conflict(config):
+    if conflict := config_conflict(config):
         raise FailedPrecondition(conflict)
-    if not config.enable_chunked_prefill and config.token_budget < config.max_model_len:
-        raise FailedPrecondition(
-            f"without chunked prefill a step of {config.token_budget} tokens cannot hold a "
-            f"sequence of {config.max_model_len}: raise max_num_batched_tokens of the worker"
-        )
     return config
 
 

@@ -30,9 +30,6 @@ class RequestIntake:
     max_model_len: int
     queue_at_arrival: Callable[[], QueueState]
     next_key: Callable[[], int]
-    unix_nanos: Callable[[], int] = time.time_ns
-    clock: Callable[[], float] = time.monotonic
-    """Seconds; `Request.latest_start` is a time of this clock."""
 
     def accept(self, message: scheduler_pb2.AddRequest) -> Request:
         """The request of a message. Raises InvalidArgument or OutOfRange, which name the field that
@@ -67,7 +64,7 @@ class RequestIntake:
             cache_salt=message.cache_salt if embeds is None else embeds.salted(message.cache_salt),
             prompt_embeds=embeds,
             traceparent=message.traceparent,
-            queued_unix_nanos=self.unix_nanos(),
+            queued_unix_nanos=time.time_ns(),
             reads_prefix_cache=sampling.prompt_logprobs is None,
         )
 
@@ -81,7 +78,7 @@ class RequestIntake:
         if refusal is not None:
             raise refusal
         longest = queue.longest_wait(timeout, has_output=has_output)
-        return None if longest is None else self.clock() + longest
+        return None if longest is None else time.monotonic() + longest
 
     def _embeds(self, message: scheduler_pb2.AddRequest) -> PromptEmbeds | None:
         if not message.HasField("prompt_embeds"):

@@ -151,10 +151,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         outbox = session.outbox
         reader.add_done_callback(lambda _: outbox.wake())
         while True:
-            if (state := outbox.take_state()) is not None:
-                yield scheduler_pb2.SessionResponse(state=state)
-            elif (queue := outbox.take_queue()) is not None:
-                yield scheduler_pb2.SessionResponse(queue=queue)
+            if (announced := outbox.take_announced()) is not None:
+                yield announced
             elif outbox.has_deltas:
                 yield scheduler_pb2.SessionResponse(deltas=outbox.take())
             elif reader.done() or (self._is_draining and not session.requests):

@@ -99,14 +99,15 @@ class Sessions:
     def announce(self, state: scheduler_pb2.ReplicaState) -> None:
         """Sends every session whether a step can run."""
         self.state = state
-        for session in self._sessions:
-            session.outbox.state(state)
+        self._announce(scheduler_pb2.SessionResponse(state=state))
 
     def announce_queue(self, state: QueueState) -> None:
         """Sends every session how long the queue is."""
-        message = queue_state_to_proto(state)
+        self._announce(scheduler_pb2.SessionResponse(queue=queue_state_to_proto(state)))
+
+    def _announce(self, response: scheduler_pb2.SessionResponse) -> None:
         for session in self._sessions:
-            session.outbox.queue(message)
+            session.outbox.announce(response)
 
     def wake(self) -> None:
         """Has every session check whether it should end."""

@@ -2,13 +2,12 @@
 
 A step is a trace of its own, linked to the sampled requests it serves. A sampled request gets, in
 its own trace, spans for the time it queued, the chunks of its prompt, and its decoding. The span in
-which a request waits explains why: it has an event at each change of the reason, with the step, and
-attributes with the number of steps in which the request was not admitted, by reason. A request
-waits in the first span or, after a preemption, in one of the others. See `wait_reasons`.
+which it waits (the first or, after a preemption, another) has an event at each change of the reason,
+and as attributes the number of steps in which it was not admitted, by reason. See `wait_reasons`.
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from opentelemetry.trace import Span
@@ -16,7 +15,7 @@ from opentelemetry.trace import Span
 from services.common import names
 from services.common.telemetry import Attributes, Tracing, parse_traceparent, traceparent_of
 from services.scheduler.adapters.statistics import StepCounts
-from services.scheduler.adapters.wait_reasons import Waiting
+from services.scheduler.adapters.wait_reasons import WaitStart
 from services.scheduler.core.output import EngineCoreOutput, SchedulerOutput
 from services.scheduler.core.request import Request
 
@@ -38,17 +37,14 @@ class _RequestTrace:
 class StepTracer:
     """A `StepObserver` that counts every step and traces those that are sampled."""
 
-    def __init__(
-        self, tracing: Tracing, counts: StepCounts, clock: Callable[[], int] = time.time_ns
-    ) -> None:
+    def __init__(self, tracing: Tracing, counts: StepCounts) -> None:
         self._tracing = tracing
         self._counts = counts
-        self._clock = clock
         self._begun: _StepTrace | None = None
         self._last_done_nanos = 0
         self._steps: dict[int, _StepTrace] = {}
         self._requests: dict[Request, _RequestTrace] = {}
-        self._waiting: dict[Request, Waiting] = {}
+        self._waiting: dict[Request, WaitStart] = {}
 
     def arrived(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -56,7 +52,7 @@ class StepTracer:
                 self._begin_to_wait(request)
 
     def begin(self) -> str:
-        self._begun = _StepTrace(self._tracing.start(names.SPAN_STEP), self._clock())
+        self._begun = _StepTrace(self._tracing.start(names.SPAN_STEP), time.time_ns())
         return traceparent_of(self._begun.span)
 
     def planned(self, plan: SchedulerOutput) -> None:
@@ -73,7 +69,7 @@ class StepTracer:
 
     def done(self, plan: SchedulerOutput, updates: Iterable[EngineCoreOutput]) -> None:
         step = self._steps.pop(plan.step)
-        now = self._clock()
+        now = time.time_ns()
         self._counts.step_nanos.append(now - max(step.begun_nanos, self._last_done_nanos))
         self._last_done_nanos = now
         step.span.end()

@@ -13,7 +13,7 @@ from services.scheduler.core.output import ModelRunnerOutput
 from services.scheduler.core.ports import WorkersLost
 
 
-class Step:
+class SentStep:
     """A step that was sent. `output` resolves when the last rank has answered: the answers of all
     ranks are equal, and the last one is used. It fails if a rank is lost or late.
     """
@@ -66,26 +66,26 @@ class StepsInFlight:
     def __init__(self, ranks: Iterable[str], deadlines: Deadlines) -> None:
         self.ranks = tuple(ranks)
         self._deadlines = deadlines
-        self._steps: deque[Step] = deque()
+        self._steps: deque[SentStep] = deque()
         self._alarm: Alarm | None = None
         self._began = 0.0
 
-    def add(self, number: int, size: int, allowed_seconds: float) -> Step:
+    def add(self, number: int, size: int, allowed_seconds: float) -> SentStep:
         """Adds a step of `size` tokens, which is about to be sent."""
-        step = Step(self, number, size, allowed_seconds)
+        step = SentStep(self, number, size, allowed_seconds)
         self._steps.append(step)
         if len(self._steps) == 1:
             self._begin(step)
         return step
 
-    def done(self, step: Step) -> None:
+    def done(self, step: SentStep) -> None:
         """Notes how long a step took that every rank has answered."""
         if self._steps and self._steps[0] is step:
             took = asyncio.get_running_loop().time() - self._began
             self._deadlines.took(step.size, took)
         self.forget(step)
 
-    def forget(self, step: Step) -> None:
+    def forget(self, step: SentStep) -> None:
         """Removes a step; the time of the one behind it begins."""
         if step not in self._steps:
             return
@@ -98,6 +98,6 @@ class StepsInFlight:
             if self._steps:
                 self._begin(self._steps[0])
 
-    def _begin(self, step: Step) -> None:
+    def _begin(self, step: SentStep) -> None:
         self._began = asyncio.get_running_loop().time()
         self._alarm = Alarm(step.allowed_seconds, step.overdue)

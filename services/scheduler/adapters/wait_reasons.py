@@ -1,9 +1,8 @@
 """Why requests waited, noted once for all of them.
 
-No request is admitted before the head of the queue, so the reason why the head waits is the reason
-of all. A step therefore notes one reason, however many requests wait. For a request that leaves the
-queue the reasons are read that were noted while it was in it: a difference of two counts, and the
-changes in between.
+No request is admitted before the head of the queue, so a step notes one reason for all. For a
+request that leaves the queue the reasons are read that were noted while it was in it: a difference
+of two counts, and the changes in between.
 """
 
 import time
@@ -27,7 +26,7 @@ class ReasonChange:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class WaitStart:
     """When a request began to wait, and the state of `WaitReasons` at that time."""
 
     next_step: int
@@ -73,9 +72,9 @@ class WaitReasons:
             self._is_paused = False
             self.current = None
 
-    def begin(self) -> Waiting:
+    def begin(self) -> WaitStart:
         """The state to keep for a request that begins to wait."""
-        return Waiting(
+        return WaitStart(
             self._next_step,
             self._unix_nanos(),
             self.current,
@@ -83,11 +82,11 @@ class WaitReasons:
             self._num_changes,
         )
 
-    def steps_since(self, waiting: Waiting) -> Counter[WaitReason]:
+    def steps_since(self, waiting: WaitStart) -> Counter[WaitReason]:
         """In how many steps a request was not admitted, by reason."""
         return self.num_steps - waiting.num_steps
 
-    def changes_since(self, waiting: Waiting) -> list[ReasonChange]:
+    def changes_since(self, waiting: WaitStart) -> list[ReasonChange]:
         """Why a request waited, in order, the first reason from when it began to wait."""
         changes = [change for number, change in self._changes if number >= waiting.num_changes]
         if waiting.reason is not None and self._lasted(waiting, waiting.reason, changes):
@@ -96,7 +95,7 @@ class WaitReasons:
         return changes
 
     def _lasted(
-        self, waiting: Waiting, reason: WaitReason, changes: Sequence[ReasonChange]
+        self, waiting: WaitStart, reason: WaitReason, changes: Sequence[ReasonChange]
     ) -> bool:
         """Whether the reason at the time when a request began to wait applied to it too."""
         if reason is WaitReason.PAUSED:

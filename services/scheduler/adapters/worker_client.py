@@ -12,7 +12,7 @@ from stepwell.worker.v1 import worker_pb2, worker_pb2_grpc
 
 from services.common.status import from_peer
 from services.scheduler.adapters.converters import scheduler_output_to_proto
-from services.scheduler.adapters.steps_in_flight import Step, StepsInFlight
+from services.scheduler.adapters.steps_in_flight import SentStep, StepsInFlight
 from services.scheduler.core.deadlines import Deadlines
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.ports import WorkersLost
@@ -22,8 +22,6 @@ logger = logging.getLogger(__name__)
 _ExecuteCall = grpc.aio.StreamStreamCall[worker_pb2.ExecuteRequest, worker_pb2.ExecuteResponse]
 
 DESCRIBE_TIMEOUT_SECONDS = 5.0
-
-
 STEP_FLOOR_SECONDS = 2.0
 """The least time that a step is allowed, however short steps are: the machine may be busy."""
 
@@ -38,7 +36,7 @@ class Rank:
         self._stub = worker_pb2_grpc.WorkerStub(channel)
         self._call: _ExecuteCall | None = None
         self._reader: asyncio.Task[None] | None = None
-        self._waiting: deque[Step] = deque()
+        self._unanswered: deque[SentStep] = deque()
 
     async def describe(self) -> worker_pb2.DescribeResponse:
         """What the worker runs. Raises StepwellError if it is not reached or is still loading."""
@@ -65,11 +63,11 @@ class Rank:
             self._call = None
         self._fail(f"the stream to the worker at {self.address} was closed")
 
-    async def submit(self, request: worker_pb2.ExecuteRequest, step: Step) -> None:
+    async def submit(self, request: worker_pb2.ExecuteRequest, step: SentStep) -> None:
         """Sends a step. Raises WorkersLost when the stream has ended."""
         if self._call is None:
             raise WorkersLost(f"the worker at {self.address} has no stream")
-        self._waiting.append(step)
+        self._unanswered.append(step)
         try:
             await self._call.write(request)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
@@ -79,8 +77,8 @@ class Rank:
         why, reason = "it ended the stream", None
         try:
             async for response in call:
-                if self._waiting:
-                    self._waiting.popleft().answered(self.address, response)
+                if self._unanswered:
+                    self._unanswered.popleft().answered(self.address, response)
         except grpc.aio.AioRpcError as error:
             failure = from_peer("it", error)
             why, reason = failure.message, failure.error_reason
@@ -90,8 +88,8 @@ class Rank:
         self.on_lost(message)
 
     def _fail(self, message: str, reason: str | None = None) -> None:
-        while self._waiting:
-            self._waiting.popleft().fail(message, reason)
+        while self._unanswered:
+            self._unanswered.popleft().fail(message, reason)
 
 
 class WorkerGroup:
@@ -127,8 +125,8 @@ class WorkerGroup:
         Raises WorkersLost.
 
         The empty step finds a worker that hangs in a step, which still answers Describe. It also
-        ends a step that only some ranks were sent before their streams ended: a rank that waits in
-        it for the others learns of its end from them, even if no further step comes for long.
+        ends a step that only some ranks were sent: a rank that waits in it for the others learns of
+        its end from them.
         """
         self._generation = generation
         self._is_open = False

@@ -24,26 +24,28 @@ def max_request_tokens(config: SchedulerConfig) -> int:
     return bisect_right(lengths, config.num_blocks - 1, key=num_held_blocks) - 1
 
 
-def state_space_conflict(config: SchedulerConfig) -> str | None:
-    """Why a model with state-space layers cannot be served so, in one sentence; None if it can.
+def config_conflict(config: SchedulerConfig) -> str | None:
+    """Why no request could be served so, in one sentence; None if requests can be.
 
-    No worker has such layers today: tests and replays use this, and hybrid models will.
+    No worker has state-space layers today: tests and replays use them, and hybrid models will.
     """
-    if not any(group.attention_type is AttentionType.STATE_SPACE for group in config.groups):
-        return None
-    if config.num_speculative_tokens or config.num_lookahead_tokens:
+    has_states = any(group.attention_type is AttentionType.STATE_SPACE for group in config.groups)
+    if has_states and (config.num_speculative_tokens or config.num_lookahead_tokens):
         return "state-space layers cannot take back a draft: serve the model without speculation"
-    if not config.caches_states:
-        return None
-    if not config.enable_chunked_prefill:
+    if config.caches_states and not config.enable_chunked_prefill:
         return (
             "prefix caching of state-space layers computes prompts in chunks of whole blocks: "
             "enable chunked prefill, or disable prefix caching"
         )
-    if config.token_budget < config.block_size:
+    if config.caches_states and config.token_budget < config.block_size:
         return (
             f"a step of {config.token_budget} tokens does not reach the end of a block of "
             f"{config.block_size}, where states are cached: raise max_num_batched_tokens, or "
             "disable prefix caching"
+        )
+    if not config.enable_chunked_prefill and config.token_budget < config.max_model_len:
+        return (
+            f"without chunked prefill a step of {config.token_budget} tokens cannot hold a "
+            f"sequence of {config.max_model_len}: raise max_num_batched_tokens of the worker"
         )
     return None

@@ -36,8 +36,8 @@ class SchedulerConfig:
     async_scheduling: bool = False
     """Plan a step while the one before it runs, with placeholders for its tokens."""
     num_speculative_tokens: int = 0
-    """Drafts that the workers propose for each request and step. 0 in a replica today; used by
-    recordings and replays, and by speculative decoding when workers propose drafts.
+    """Drafts that the workers propose for each request and step. Used today by recordings and
+    replays; speculative decoding will use it.
     """
     num_lookahead_tokens: int = 0
     """Slots that a draft model needs beyond the tokens of a step. Used as the drafts are."""

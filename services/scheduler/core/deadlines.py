@@ -1,9 +1,9 @@
 """How long work may take, by how long such work took before.
 
-A fixed timeout must be longer than the longest step of the slowest machine, and notices a hang only
-after that time. So for each class of sizes, one for each power of two, about the longest recent
-time is kept (a maximum that decays), and work may take a multiple of it. A class without a measured
-time gets the longest time allowed: its first step may compile or allocate.
+For each class of sizes, one for each power of two, about the longest recent time is kept (a maximum
+that decays), and work may take a multiple of it: a fixed timeout long enough for the slowest machine
+would notice a hang late. A class without a measured time gets the longest time allowed: its first
+step may compile or allocate.
 """
 
 _FACTOR = 10.0

@@ -6,6 +6,7 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from itertools import chain
 
 from services.common.errors import FailedPrecondition, Unavailable
 from services.common.finish_reason import FinishReason
@@ -39,9 +40,8 @@ class EngineState(enum.Enum):
 class EngineCore:
     """Drives one scheduler: takes in requests, sends steps to the workers, and delivers tokens.
 
-    The scheduler is changed only in the turns of `run`, one after another, and in a `standstill`
-    between them. The other methods note what is to be done and may be called at any time from the
-    same event loop.
+    The scheduler is changed only in the turns of `run` and in a `standstill` between them. The
+    other methods note what is to be done and may be called at any time from the same event loop.
     """
 
     def __init__(
@@ -100,15 +100,17 @@ class EngineCore:
         else:
             self._wake.set()
 
-    def unscheduled(self) -> list[Request]:
-        """Requests that wait and have not been scheduled yet."""
-        waiting = (self.scheduler.waiting, self.scheduler.held_back, self._arrivals)
-        return [
+    def abort_late(self, now: float) -> None:
+        """Ends requests that were not scheduled by their `latest_start`."""
+        late = [
             request
-            for requests in waiting
-            for request in requests
-            if request.num_cached_tokens is None
+            for request in chain(self.scheduler.waiting, self.scheduler.held_back, self._arrivals)
+            if request.latest_start is not None
+            and request.latest_start <= now
+            and request.num_cached_tokens is None
         ]
+        if late:
+            self.abort(late, FinishReason.QUEUE_TIMEOUT)
 
     def lost(self, lost: PoolLost | WorkersLost) -> None:
         """Notes that pool or workers were lost while no step in flight showed it."""
@@ -167,8 +169,8 @@ class EngineCore:
 
     @asynccontextmanager
     async def standstill(self) -> AsyncIterator[None]:
-        """Holds the loop between turns, with no step in flight. The loop itself takes in the steps
-        that are in flight, so that the caller may be cancelled.
+        """Holds the loop between turns, with no step in flight. The caller may be cancelled: the
+        loop itself takes in the steps that are in flight.
         """
         self._num_holds += 1
         self._wake.set()
@@ -183,9 +185,8 @@ class EngineCore:
     async def _turn(self) -> None:
         """Adds and ends requests, plans and sends a step, and takes in the tokens of the oldest.
 
-        With asynchronous scheduling the oldest is the step before: it runs while this one is
-        planned, and if nothing could be planned its answer is waited for. In a pause blocks of
-        ended requests are still given back at once.
+        With asynchronous scheduling the oldest is the step before, which runs while this one is
+        planned. In a pause blocks of ended requests are still given back at once.
         """
         self._apply_changes()
         planned = False

@@ -1,7 +1,5 @@
 """The scheduler's side of the pool: which operations it sends when, and what it keeps of answers.
-
-Every method makes at most one transaction. What the pool knows of a request is kept with the
-request; operations that go with the next transaction, whatever that is about, are kept here.
+Every method makes at most one transaction.
 """
 
 from collections.abc import Collection, Sequence
@@ -136,7 +134,7 @@ class KVCacheManager:
 
     def forget(self) -> None:
         """Starts over with an empty pool: no request holds blocks, no operation is kept."""
-        self._pending.clear()
+        self._pending = PendingOperations()
         self._block_ids_to_zero.clear()
         self.num_free_blocks = self._config.num_blocks - 1
 

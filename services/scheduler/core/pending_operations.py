@@ -36,10 +36,5 @@ class PendingOperations:
             operations.append(Commit(list(self._commits), num_tokens, new_hashes))
         if self._releases:
             operations.append(Release(tuple(self._releases)))
-        self.clear()
+        self._commits, self._releases = {}, []
         return operations
-
-    def clear(self) -> None:
-        """Drops the operations, after the pool was lost."""
-        self._commits.clear()
-        self._releases.clear()

@@ -73,7 +73,7 @@ class QueueEstimate:
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether too few requests have ended to tell their rate."""
+        """Whether too few requests have ended to know their rate."""
         return self._num_completed < MIN_COMPLETIONS
 
     @property

@@ -37,19 +37,13 @@ class Request(ComputedTokens):
     arrival_time: float = 0.0
     """Seconds on any clock that all requests of a replica share."""
     latest_start: float | None = None
-    """When it must have been scheduled for the first time, in seconds on the clock of `QueueWatch`;
-    None: no limit.
-    """
+    """When it must have been scheduled for the first time, in monotonic seconds; None: no limit."""
     cache_salt: str = ""
     traceparent: str = ""
     queued_unix_nanos: int = 0
-    """When it came to this replica: long after its arrival if another replica was lost with it.
-    Carried through, for traces.
-    """
+    """When it came to this replica; carried through, for traces."""
     prompt_embeds: PromptEmbeds | None = None
-    """Embeddings in place of the prompt's tokens, which are placeholders then; carried through.
-    `cache_salt` keeps its blocks apart from those of other embeddings.
-    """
+    """Embeddings in place of the prompt's tokens, which are placeholders then; carried through."""
     reads_prefix_cache: bool = True
     """False where every prompt position must be computed, as for prompt log-probabilities."""
 
@@ -67,9 +61,8 @@ class Request(ComputedTokens):
     is_prefill_chunk: bool = False
     """Whether the last step left tokens to compute before one can be sampled."""
     draft_token_ids: list[int] = field(default_factory=list)
-    """Drafts of the tokens after the last one, -1 where only the workers know them. Empty in a
-    replica today, whose workers propose none; recordings and replays have drafts, and speculative
-    decoding will.
+    """Drafts of the tokens after the last one, -1 where only the workers know them. Only recordings
+    and replays have drafts today; speculative decoding will.
     """
     num_slots: int = 0
     """Tokens that its block table can hold."""

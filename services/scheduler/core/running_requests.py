@@ -18,8 +18,7 @@ class RunningRequests:
     Most of them decode: each step computes one more token of them, and nothing else changes for a
     number of steps that is known in advance. For so long they are on the fast path: a step
     schedules them without looking at them. A calendar holds, by step, the requests that leave the
-    fast path before it. A step so takes time for the requests to which something happens, not for
-    all that run. Such a calendar is a timing wheel (Varghese and Lauck, 1987).
+    fast path before it: a timing wheel (Varghese and Lauck, 1987).
     """
 
     def __init__(self) -> None:

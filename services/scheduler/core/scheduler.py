@@ -125,9 +125,7 @@ class Scheduler:
                 self.held_back[request] = None
 
     def pause(self, mode: PauseMode) -> None:
-        """Notes that no step is to be planned until `resume`. The caller plans none, and in mode
-        ABORT aborts the requests.
-        """
+        """Notes that the caller plans no step until `resume`, and in mode ABORT ends all requests."""
         self.pause_mode = mode
 
     def resume(self) -> None:
@@ -140,9 +138,9 @@ class Scheduler:
         There is no prefill and no decode. Each request has tokens, and a count of those that are
         computed; a step hands out a budget of tokens so that the count catches up:
 
-        1. Running requests first, in the order in which they were admitted. The blocks that they
-           need are allocated in one transaction with the pool. If they do not fit, the policy
-           chooses a running request to preempt, and the rest is planned again.
+        1. Running requests, in the order of admission. The blocks that they need are allocated in
+           one transaction with the pool. If they do not fit, the policy chooses a running request
+           to preempt, and the rest is planned again.
         2. Then, if none was preempted, waiting requests from the head of the queue, each with
            the cached part of its prompt, until budget, rows or blocks are used up. If the head
            cannot be admitted, those behind it are not either.
@@ -157,10 +155,8 @@ class Scheduler:
     def update_from_output(
         self, plan: SchedulerOutput, output: ModelRunnerOutput
     ) -> EngineCoreOutputs:
-        """Appends the sampled tokens of a step, and ends requests that are done.
-
-        Requests that ended while the step ran are passed over; one that was preempted while it ran
-        still gets its tokens.
+        """Appends the sampled tokens of a step, also to requests that were preempted while it ran,
+        and ends requests that are done. Requests that ended while it ran are passed over.
         """
         for index in output.nan_requests:
             self.running.leave_fast_path(plan.requests[index])
@@ -188,9 +184,7 @@ class Scheduler:
         return self._preempt_running()
 
     def forget_pool(self) -> list[Request]:
-        """Starts over with an empty pool, empty workers and no step in flight. Nothing but
-        computation is lost. Returns the requests that ran.
-        """
+        """Starts over with an empty pool and empty workers. Returns the requests that ran."""
         victims = self._preempt_running()
         for request in self.waiting:
             request.forget_blocks()

@@ -367,7 +367,7 @@ def test_the_table_tells_the_difference(capsys: pytest.CaptureFixture[str], tmp_
         ("policy", "say NAME=VALUE"),
         ("num_speculative_tokens=4", "can only take drafts away"),
         ("enable_chunked_prefill=no", "must be true or false"),
-        ("enable_chunked_prefill=false", "raise max_num_batched_tokens too"),
+        ("enable_chunked_prefill=false", "raise max_num_batched_tokens"),
     ],
 )
 def test_a_setting_that_cannot_be_is_refused_in_one_sentence(

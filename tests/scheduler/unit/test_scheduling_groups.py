@@ -8,7 +8,7 @@ from services.cli.replay.inprocess_pool import InProcessPool
 from services.common.ids import RequestKey
 from services.common.kv_cache_groups import AttentionType, KVCacheGroup
 from services.common.pool_operations import Grow, Operation, Outcome
-from services.scheduler.core.capacity import max_request_tokens, state_space_conflict
+from services.scheduler.core.capacity import config_conflict, max_request_tokens
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.output import ModelRunnerOutput, WaitReason
 from services.scheduler.core.ports import KVPool
@@ -280,16 +280,16 @@ async def test_the_longest_request_runs_to_its_end(groups: tuple[KVCacheGroup, .
 
 
 def test_what_states_cannot_be_served_with_is_said_in_a_sentence() -> None:
-    assert state_space_conflict(config(FULL)) is None
-    assert state_space_conflict(config(FULL, STATE)) is None
-    whole = state_space_conflict(config(STATE, enable_chunked_prefill=False))
+    assert config_conflict(config(FULL)) is None
+    assert config_conflict(config(FULL, STATE)) is None
+    whole = config_conflict(config(STATE, enable_chunked_prefill=False))
     assert whole is not None
     assert "enable chunked prefill" in whole
-    small = state_space_conflict(config(STATE, max_num_batched_tokens=3))
+    small = config_conflict(config(STATE, max_num_batched_tokens=3))
     assert small is not None
     assert "a step of 3 tokens does not reach the end of a block of 4" in small
     uncached = config(STATE, max_num_batched_tokens=3, enable_prefix_caching=False)
-    assert state_space_conflict(uncached) is None
-    drafts = state_space_conflict(config(FULL, STATE, num_speculative_tokens=2))
+    assert config_conflict(uncached) is None
+    drafts = config_conflict(config(FULL, STATE, num_speculative_tokens=2))
     assert drafts is not None
     assert "take back a draft" in drafts
