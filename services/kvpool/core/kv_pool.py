@@ -101,8 +101,8 @@ class KVPool:
         return tuple(tuple(table.blocks) for table in tables)
 
     def num_common_prefix_blocks(self) -> list[int]:
-        """For each group, how many leading blocks all requests that hold blocks share. Zeros without
-        a request, without prefix caching, and for groups that free blocks early.
+        """For each group, how many leading blocks all requests that hold blocks share. Zeros
+        without a request, without prefix caching, and for groups that free blocks early.
 
         Today a statistic, which recorded scenarios compare; cascade attention will use it.
         """

@@ -2,8 +2,8 @@
 
 A step is a trace of its own, linked to the sampled requests it serves. A sampled request gets, in
 its own trace, spans for the time it queued, the chunks of its prompt, and its decoding. The span in
-which it waits (the first or, after a preemption, another) has an event at each change of the reason,
-and as attributes the number of steps in which it was not admitted, by reason. See `wait_reasons`.
+which it waits, the first or one after a preemption, has an event at each change of the reason, and
+as attributes the number of steps in which it was not admitted, by reason. See `wait_reasons`.
 """
 
 import time

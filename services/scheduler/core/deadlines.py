@@ -1,7 +1,7 @@
 """How long work may take, by how long such work took before.
 
 For each class of sizes, one for each power of two, about the longest recent time is kept (a maximum
-that decays), and work may take a multiple of it: a fixed timeout long enough for the slowest machine
+that decays), and work may take a multiple of it: a fixed timeout that suits the slowest machine
 would notice a hang late. A class without a measured time gets the longest time allowed: its first
 step may compile or allocate.
 """

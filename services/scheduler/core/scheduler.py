@@ -125,7 +125,7 @@ class Scheduler:
                 self.held_back[request] = None
 
     def pause(self, mode: PauseMode) -> None:
-        """Notes that the caller plans no step until `resume`, and in mode ABORT ends all requests."""
+        """Notes that the caller plans no step until `resume`; with ABORT it ends all requests."""
         self.pause_mode = mode
 
     def resume(self) -> None:
