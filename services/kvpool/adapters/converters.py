@@ -42,12 +42,7 @@ def pool_config_from_proto(request: kvpool_pb2.OpenPoolRequest) -> PoolConfig:
 def pool_matches_to_proto(matches: Iterable[PoolMatch]) -> kvpool_pb2.MatchPrefixResponse:
     """The number of cached blocks of a chain in each pool."""
     return kvpool_pb2.MatchPrefixResponse(
-        matches=[
-            kvpool_pb2.PoolMatch(
-                pool_id=match.pool_id, generation=match.generation, num_blocks=match.num_blocks
-            )
-            for match in matches
-        ]
+        matches=[kvpool_pb2.PoolMatch(**asdict(match)) for match in matches]
     )
 
 

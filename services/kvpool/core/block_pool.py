@@ -7,7 +7,7 @@ from itertools import takewhile, zip_longest
 from services.common.block_hash import BlockHash
 from services.common.ids import NULL_BLOCK, BlockId
 from services.kvpool.core.block_ages import BlockAges
-from services.kvpool.core.events import BlocksStored, Event, EventLog
+from services.kvpool.core.events import BlocksRemoved, BlocksStored, Event, EventLog
 from services.kvpool.core.free_queue import FreeQueue
 from services.kvpool.core.prefix_index import PrefixIndex
 
@@ -84,7 +84,7 @@ class BlockPool:
         """Lets held blocks without a hash be found, each under the hash beside it."""
         new = self.indexes[group].insert(hashes, blocks)
         self.ages.published(blocks)
-        self._events.stored(group, new)
+        self._events.add(BlocksStored, group, new)
 
     def reset(self) -> bool:
         """Forgets every hash, unless a block is held; returns whether it was done.
@@ -153,7 +153,7 @@ class BlockPool:
         blocks, free_since = self._free.pop_cached(num_blocks)
         self.ages.evicted(blocks, free_since)
         for group, index in enumerate(self.indexes):
-            self._events.removed(group, index.remove(blocks))
+            self._events.add(BlocksRemoved, group, index.remove(blocks))
         return blocks
 
     def _drop_holder(self, block: BlockId) -> bool:

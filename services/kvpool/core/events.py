@@ -57,13 +57,16 @@ class EventLog:
         self._cleared = False
         self._runs: list[tuple[type[BlocksStored | BlocksRemoved], int, list[BlockHash]]] = []
 
-    def stored(self, group: int, hashes: list[BlockHash]) -> None:
-        """Adds hashes that entered the index of a group."""
-        self._note(BlocksStored, group, hashes)
-
-    def removed(self, group: int, hashes: list[BlockHash]) -> None:
-        """Adds hashes that left the index of a group."""
-        self._note(BlocksRemoved, group, hashes)
+    def add(
+        self, kind: type[BlocksStored | BlocksRemoved], group: int, hashes: list[BlockHash]
+    ) -> None:
+        """Adds hashes that entered or left the index of a group."""
+        if not hashes:
+            return
+        if self._runs and self._runs[-1][:2] == (kind, group):
+            self._runs[-1][2].extend(hashes)
+        else:
+            self._runs.append((kind, group, hashes))
 
     def cleared(self) -> None:
         """Adds that every hash was forgotten, and drops the events before it."""
@@ -79,13 +82,3 @@ class EventLog:
         self._cleared = False
         self._runs.clear()
         return events
-
-    def _note(
-        self, kind: type[BlocksStored | BlocksRemoved], group: int, hashes: list[BlockHash]
-    ) -> None:
-        if not hashes:
-            return
-        if self._runs and self._runs[-1][:2] == (kind, group):
-            self._runs[-1][2].extend(hashes)
-        else:
-            self._runs.append((kind, group, hashes))

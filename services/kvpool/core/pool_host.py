@@ -1,7 +1,7 @@
 """The pools of a process, each with its generation, its numbers and its events."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from services.common.ids import PoolId
@@ -25,11 +25,8 @@ class HostedPool(Generic[Answer]):
     pool_id: PoolId
     generation: int
     pool: KVPool
-    ledger: TransactionLedger[Answer] = field(init=False)
+    ledger: TransactionLedger[Answer]
     num_batches: int = 0
-
-    def __post_init__(self) -> None:
-        self.ledger = TransactionLedger(self.generation)
 
     def snapshot(self) -> EventBatch:
         """Everything that can be found now, as of the last batch."""
@@ -85,7 +82,9 @@ class PoolHost(Generic[Answer]):
         pool = KVPool(config)
         seen = max(self._last_generation, seen_generation)
         self._last_generation = max(seen + 1, self._clock_micros())
-        hosted = self._pools[pool_id] = HostedPool(pool_id, self._last_generation, pool)
+        generation = self._last_generation
+        hosted = HostedPool(pool_id, generation, pool, TransactionLedger[Answer](generation))
+        self._pools[pool_id] = hosted
         for sink in self._sinks:
             sink.open(pool_id, hosted.generation, config.groups)
         return hosted

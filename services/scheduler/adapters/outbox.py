@@ -32,6 +32,8 @@ class Outbox:
     def __init__(self) -> None:
         self.has_deltas = False
         """Whether `take` has something to send."""
+        self.num_quiet_calls = 0
+        """Calls of `Sessions.announce_to_quiet` since anything was taken."""
         self._step = 0
         self._handles: Sequence[int] = ()
         self._token_ids: Sequence[Sequence[int]] = ()
@@ -107,7 +109,10 @@ class Outbox:
 
     def take_announced(self) -> scheduler_pb2.SessionResponse | None:
         """A state that was not taken yet, if there is one."""
-        return self._announced.popitem()[1] if self._announced else None
+        if not self._announced:
+            return None
+        self.num_quiet_calls = 0
+        return self._announced.popitem()[1]
 
     def take(self) -> scheduler_pb2.StepDeltas:
         """All deltas that were collected."""
@@ -122,7 +127,7 @@ class Outbox:
         deltas.num_tokens.extend(map(len, token_ids))
         deltas.token_ids.extend(chain.from_iterable(token_ids))
         self._handles = self._token_ids = ()
-        self._is_empty, self.has_deltas = True, False
+        self._is_empty, self.has_deltas, self.num_quiet_calls = True, False, 0
         self._woken.clear()
         return deltas
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from contextlib import suppress
 
 from services.common.queue_state import QueueState
 from services.scheduler.adapters.sessions import Sessions
@@ -12,8 +11,8 @@ from services.scheduler.core.queue_estimate import QueueEstimate, expected_token
 
 PERIOD_SECONDS = 0.1
 """While requests wait or arrive."""
-QUIET_PERIOD_SECONDS = 0.5
-"""While none does: with steps that take long, most of what the process does then is to look."""
+QUIET_PERIOD_SECONDS = 1.0
+"""While none does: where a step takes long, looking would take as much time as the step."""
 
 
 class QueueWatch:
@@ -53,18 +52,15 @@ class QueueWatch:
 
     async def run(self) -> None:
         """Looks until cancelled."""
+        loop = asyncio.get_running_loop()
         while True:
-            if self._engine.num_waiting or await self._request_arrives():
-                await asyncio.sleep(PERIOD_SECONDS)
-            self._look()
-
-    async def _request_arrives(self) -> bool:
-        """Waits until a request arrives, or for the quiet period; returns whether one did."""
-        self._arrived.clear()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(QUIET_PERIOD_SECONDS):
+            if not self._engine.num_waiting:
+                self._arrived.clear()
+                timer = loop.call_later(QUIET_PERIOD_SECONDS - PERIOD_SECONDS, self._arrived.set)
                 await self._arrived.wait()
-        return self._arrived.is_set()
+                timer.cancel()
+            await asyncio.sleep(PERIOD_SECONDS)
+            self._look()
 
     def _look(self) -> None:
         """Takes a sample, ends the requests whose time to be scheduled has passed, and sends the

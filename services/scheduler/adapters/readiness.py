@@ -2,19 +2,17 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 
 from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.scheduler.adapters.sessions import Sessions
 
-HEARTBEAT_SECONDS = 1.0
+LOOK_SECONDS = 0.5
 
 
 class ReplicaReadiness:
-    """A `Readiness` that sends its state to every session at each change and every second.
-
-    `set_ready` is called at each change, for the health service.
+    """A `Readiness` that sends its state to every session at each change, and to those that were
+    sent nothing for a second. `set_ready` is called at each change, for the health service.
     """
 
     def __init__(self, sessions: Sessions, set_ready: Callable[[bool], Awaitable[None]]) -> None:
@@ -38,17 +36,19 @@ class ReplicaReadiness:
 
     async def run(self) -> None:
         """Sends the state until cancelled."""
-        was_ready: bool | None = None
+        loop, announced = asyncio.get_running_loop(), None
         while True:
             self._changed.clear()
             state = self._state()
-            if state.ready is not was_ready:
-                was_ready = state.ready
+            if state == announced:
+                self._sessions.announce_to_quiet()
+            else:
                 await self._set_ready(state.ready)
-            self._sessions.announce(state)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(HEARTBEAT_SECONDS):
-                    await self._changed.wait()
+                self._sessions.announce(state)
+                announced = state
+            timer = loop.call_later(LOOK_SECONDS, self._changed.set)
+            await self._changed.wait()
+            timer.cancel()
 
     def _state(self) -> scheduler_pb2.ReplicaState:
         reason = self._reason or ("the scheduler is draining" if self._is_draining else "")

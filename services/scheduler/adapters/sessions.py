@@ -101,6 +101,13 @@ class Sessions:
         self.state = state
         self._announce(scheduler_pb2.SessionResponse(state=state))
 
+    def announce_to_quiet(self) -> None:
+        """Sends the state to every session that was sent nothing since the call before the last."""
+        for session in self._sessions:
+            session.outbox.num_quiet_calls += 1
+            if session.outbox.num_quiet_calls > 1:
+                session.outbox.announce(scheduler_pb2.SessionResponse(state=self.state))
+
     def announce_queue(self, state: QueueState) -> None:
         """Sends every session how long the queue is."""
         self._announce(scheduler_pb2.SessionResponse(queue=queue_state_to_proto(state)))

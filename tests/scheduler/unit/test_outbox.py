@@ -235,3 +235,23 @@ async def test_rows_that_are_cut_keep_their_columns_and_what_was_sampled() -> No
     assert list(item.prompt.logprobs) == [-3, -3, -4, -4]
     assert (item.prompt.width, list(item.prompt.ranks)) == (2, [3, 4])
     assert list(item.sampled.token_ids) == [9]
+
+
+async def test_a_session_is_sent_the_state_only_after_a_time_without_other_messages() -> None:
+    sessions, request = Sessions(), make_request()
+    session = sessions.open("one")
+    sessions.own(session, 1, request)
+
+    def announced() -> list[bool]:
+        """Of four calls, after which there was something to take."""
+        taken = []
+        for _ in range(4):
+            sessions.announce_to_quiet()
+            taken.append(session.outbox.take_announced() is not None)
+        return taken
+
+    assert announced() == [False, True, False, True]
+    sessions.announce_to_quiet()
+    sessions.deliver(update(1, [request], [[9]]))
+    assert list((await take(session)).token_ids) == [9]
+    assert announced() == [False, True, False, True]
