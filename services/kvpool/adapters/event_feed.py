@@ -32,11 +32,9 @@ class EventFeed:
         generation: int,
         groups: Sequence[KVCacheGroup],  # noqa: ARG002 - hashes are passed on as they come
     ) -> None:
-        """Sends the watchers of a pool an empty snapshot: it begins a new life."""
         self.publish(pool_id, EventBatch(generation, 0, True, ()))
 
     def publish(self, pool_id: PoolId, batch: EventBatch) -> None:
-        """Queues a batch for every watcher of the pool."""
         for watcher in self._watchers.get(pool_id, ()):
             watcher.push(batch)
 

@@ -77,13 +77,11 @@ class MemoryDirectory:
         self._entries: dict[PoolId, _Entry] = {}
 
     def open(self, pool_id: PoolId, generation: int, groups: Sequence[KVCacheGroup]) -> None:
-        """A pool begins a new life, empty; an older life than the known one is ignored."""
         known = self._entries.get(pool_id)
         if known is None or known.generation < generation:
             self._entries[pool_id] = _Entry(generation, groups, [set() for _ in groups])
 
     def publish(self, pool_id: PoolId, batch: EventBatch) -> None:
-        """Applies a batch, if it is of the newest generation."""
         entry = self._entries.get(pool_id)
         if entry is None or entry.generation != batch.generation:
             return
@@ -93,7 +91,6 @@ class MemoryDirectory:
             entry.apply(event)
 
     async def match(self, hashes: Sequence[BlockHash]) -> list[PoolMatch]:
-        """The depth of a chain in each pool where it is above 0, ordered by pool."""
         return [
             PoolMatch(pool_id, entry.generation, depth)
             for pool_id, entry in sorted(self._entries.items())
@@ -101,7 +98,6 @@ class MemoryDirectory:
         ]
 
     def drop(self, pool_id: PoolId, generation: int) -> None:
-        """Forgets a pool, if this is its newest generation."""
         entry = self._entries.get(pool_id)
         if entry is not None and entry.generation == generation:
             del self._entries[pool_id]

@@ -293,7 +293,12 @@ class EngineCore:
 
     async def _reopen(self, backoff_seconds: float) -> None:
         """Waits until pool and workers are opened, and meanwhile adds and ends requests."""
-        reopening = asyncio.create_task(self._reopen_after(backoff_seconds), name="reopen")
+
+        async def reopen() -> None:
+            await asyncio.sleep(backoff_seconds)
+            await self._replica.open()
+
+        reopening = asyncio.create_task(reopen(), name="reopen")
         reopening.add_done_callback(lambda _: self._wake.set())
         try:
             while not reopening.done():
@@ -304,10 +309,6 @@ class EngineCore:
             reopening.result()
         finally:
             reopening.cancel()
-
-    async def _reopen_after(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
-        await self._replica.open()
 
     def _suspect(self, failed: Sequence[SchedulerOutput]) -> None:
         """Suspects the requests of steps that were lost with the workers, and ends the one whose
