@@ -110,13 +110,15 @@ async def test_many_slow_readers_do_not_hurt_others(model: Path) -> None:
 
 async def test_a_slow_but_steady_http_reader_is_not_cut(model: Path) -> None:
     scheduler = FakeScheduler(**LONG)
-    async with serving(model, scheduler, reader_timeout_seconds=0.5) as served:
+    async with serving(model, scheduler, reader_timeout_seconds=1.0) as served:
         reader, writer = await asyncio.open_connection(sock=slow_socket(served), limit=1024)
         body = {"prompt": [5, 6, 7], "max_tokens": 5000, "logprobs": 5, "stream": True}
         writer.write(post("/v1/completions", json.dumps(body).encode()))
         answer = b""
         while b"[DONE]" not in answer[-100:]:
-            answer += await reader.read(8192)
+            piece = await reader.read(8192)
+            assert piece, "the connection ended before the answer"
+            answer += piece
             await asyncio.sleep(0.02)
         writer.close()
         assert num_cut(await metrics(served), "http") == 0
