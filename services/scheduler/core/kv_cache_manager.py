@@ -5,7 +5,7 @@ Every method makes at most one transaction.
 from collections.abc import Collection, Sequence
 
 from services.common.block_hash import BlockHash
-from services.common.ids import BlockId
+from services.common.ids import BlockId, RequestKey
 from services.common.pool_operations import (
     Admission,
     Admit,
@@ -14,11 +14,11 @@ from services.common.pool_operations import (
     Lookup,
     Operation,
     Outcome,
+    Release,
     ResetPrefixCache,
 )
 from services.scheduler.core.computed_tokens import num_computed_tokens_of
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.pending_operations import PendingOperations
 from services.scheduler.core.ports import KVPool
 from services.scheduler.core.request import Request
 from services.scheduler.core.step_builder import StepBuilder
@@ -36,7 +36,10 @@ class KVCacheManager:
         self.num_free_blocks = config.num_blocks - 1
         self._config = config
         self._pool = pool
-        self._pending = PendingOperations()
+        self._commits: dict[RequestKey, tuple[int, list[BlockHash]]] = {}
+        """Tokens that are stored and further hashes of requests, for the next transaction."""
+        self._releases: list[RequestKey] = []
+        """Requests whose blocks the next transaction gives back."""
         self._block_ids_to_zero: list[BlockId] = []
         self._num_lookahead_tokens = config.num_lookahead_tokens
         self._longest = config.max_model_len
@@ -44,7 +47,7 @@ class KVCacheManager:
     @property
     def has_operations(self) -> bool:
         """Whether operations are kept for the next transaction."""
-        return bool(self._pending)
+        return bool(self._commits or self._releases)
 
     def num_slots(self, num_tokens: int) -> int:
         """Slots that a running request needs for its first `num_tokens` to be computed."""
@@ -72,7 +75,7 @@ class KVCacheManager:
         A stop names one of `growing`; those before it have grown, and nothing was published or
         looked up.
         """
-        operations = self._pending.pop_all()
+        operations = self._pop_pending()
         if growing:
             operations.append(self._grow(builder, growing))
         filling = self._filling(builder, leaving)
@@ -104,11 +107,11 @@ class KVCacheManager:
 
     async def flush(self) -> None:
         """Sends the operations that are kept for the next transaction."""
-        await self._transact(self._pending.pop_all(), "")
+        await self._transact(self._pop_pending(), "")
 
     async def reset_prefix_cache(self) -> bool:
         """Forgets every cached prefix. Returns False, and changes nothing, if blocks are in use."""
-        outcome = await self._transact([*self._pending.pop_all(), ResetPrefixCache()], "")
+        outcome = await self._transact([*self._pop_pending(), ResetPrefixCache()], "")
         return outcome.reset_done
 
     def pop_block_ids_to_zero(self) -> list[BlockId]:
@@ -123,20 +126,35 @@ class KVCacheManager:
         end = len(request.token_ids) - 1
         num_full = end // self._config.block_size
         if num_full > request.num_committed_blocks and self._config.enable_prefix_caching:
-            self._pending.commit(request.key, end, self._unsent_hashes(request))
+            _, earlier = self._commits.get(request.key, (0, []))
+            self._commits[request.key] = end, earlier + self._unsent_hashes(request)
             request.num_committed_blocks = num_full
             request.num_hashes_sent = len(request.block_hashes)
 
     def release(self, request: Request) -> None:
         """Gives back the blocks of a request with the next transaction."""
         if request.known_to_pool:
-            self._pending.release(request.key)
+            self._releases.append(request.key)
 
     def forget(self) -> None:
         """Starts over with an empty pool: no request holds blocks, no operation is kept."""
-        self._pending = PendingOperations()
+        self._commits, self._releases = {}, []
         self._block_ids_to_zero.clear()
         self.num_free_blocks = self._config.num_blocks - 1
+
+    def _pop_pending(self) -> list[Operation]:
+        """Removes and returns the operations that are kept. They count as done from here on: they
+        always fit. Blocks are published before others are given back, so that a request that ends
+        leaves its last full block findable.
+        """
+        operations: list[Operation] = []
+        if self._commits:
+            num_tokens, new_hashes = zip(*self._commits.values(), strict=True)
+            operations.append(Commit(list(self._commits), num_tokens, new_hashes))
+        if self._releases:
+            operations.append(Release(tuple(self._releases)))
+        self._commits, self._releases = {}, []
+        return operations
 
     def _grow(self, builder: StepBuilder, growing: Sequence[Request]) -> Grow:
         """Windows move on to the tokens that are certainly computed: those that are known. They do
