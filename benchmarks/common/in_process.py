@@ -29,9 +29,8 @@ from services.cli.replay.inprocess_pool import InProcessPool
 from services.common.sampling import SamplingParams
 from services.common.settings import parse_settings
 from services.gateway.adapters.hf_tokenizer import load_tokenizer
-from services.gateway.core.defaults import SamplingDefaults
 from services.gateway.core.delta import Finish
-from services.gateway.core.inference import Inference
+from services.gateway.core.inference import Inference, SamplingDefaults
 from services.gateway.core.inflight import Inflight, Mailbox
 from services.gateway.core.request import ClientRequest, EngineRequest, ModelLimits, Prompt
 from services.scheduler.adapters.replica import ReplicaShape

@@ -20,12 +20,11 @@ from services.common.server import GrpcServer
 from services.common.telemetry import Tracing, service_tracing
 from services.common.tokenizer_files import tokenizer_fingerprint
 from services.gateway.adapters.auth import ApiKeys
-from services.gateway.adapters.file_limit import connections_within_limit
 from services.gateway.adapters.generation_config import read_sampling_defaults
 from services.gateway.adapters.hf_tokenizer import HfTokenizer, load_tokenizer
 from services.gateway.adapters.http.app import guarded, make_app
 from services.gateway.adapters.http.body_budget import BodyBudget
-from services.gateway.adapters.http.connection_limits import ConnectionLimits
+from services.gateway.adapters.http.connections import Connections
 from services.gateway.adapters.http.early_refusals import EarlyRefusals
 from services.gateway.adapters.http.generation_routes import (
     CHAT_COMPLETIONS,
@@ -33,17 +32,17 @@ from services.gateway.adapters.http.generation_routes import (
     GenerationRoutes,
 )
 from services.gateway.adapters.http.hosts import hosts_for
-from services.gateway.adapters.http.parse import BodyLimits, BodyReader
+from services.gateway.adapters.http.parse import BodyReader
 from services.gateway.adapters.http.server import HttpServer
 from services.gateway.adapters.http.server_routes import ServerRoutes
 from services.gateway.adapters.http.tokenizer_routes import TokenizerRoutes
 from services.gateway.adapters.inference_servicer import GENERATE, REQUEST_TYPES, InferenceServicer
-from services.gateway.adapters.memory import give_memory_back
 from services.gateway.adapters.metrics import Metrics
 from services.gateway.adapters.observation import Observer
+from services.gateway.adapters.process_limits import connections_within_limit, give_memory_back
 from services.gateway.adapters.request_interceptor import RequestInterceptor
 from services.gateway.adapters.scheduler_link import SchedulerLink
-from services.gateway.core.fleet import Fleet, FleetTimes
+from services.gateway.core.fleet import Fleet
 from services.gateway.core.gate import Gate
 from services.gateway.core.inference import Inference
 from services.gateway.core.routing import LeastLoaded
@@ -55,7 +54,6 @@ SERVICE_NAME = "stepwell.gateway.v1.Inference"
 _LAST_ANSWERS_SECONDS = 1.0
 # Calls besides those that generate, such as health checks.
 _OTHER_RPCS = 256
-_MAX_HEADER_BYTES = 64 * 1024
 # A gRPC connection without a call is closed after this time.
 _GRPC_IDLE_MILLISECONDS = 300_000
 
@@ -93,8 +91,6 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where a gateway listens."""
-
     http: str
     grpc: str
 
@@ -114,10 +110,8 @@ class Gateway:
             self._links,
             asyncio.get_running_loop(),
             LeastLoaded(random.Random(secrets.randbits(64))),
-            times=FleetTimes(
-                resubmit_timeout_seconds=settings.resubmit_timeout_seconds,
-                migrate_after_seconds=settings.migrate_after_seconds,
-            ),
+            resubmit_timeout_seconds=settings.resubmit_timeout_seconds,
+            migrate_after_seconds=settings.migrate_after_seconds,
             tokenizer_fingerprint=tokenizer_fingerprint(settings.model),
         )
         self.membership = self.fleet.membership
@@ -145,9 +139,7 @@ class Gateway:
         settings = self._settings
         inference, fleet, gate = self._inference, self.fleet, self.gate
         budget = BodyBudget(settings.max_buffered_body_bytes, settings.body_timeout_seconds)
-        bodies = BodyReader(
-            BodyLimits(settings.max_body_bytes, settings.max_items_per_request, budget)
-        )
+        bodies = BodyReader(settings.max_body_bytes, settings.max_items_per_request, budget)
         app = make_app(
             GenerationRoutes(inference, gate, self._observer, bodies),
             TokenizerRoutes(inference, self.membership, gate, bodies),
@@ -157,17 +149,11 @@ class Gateway:
         generating = (COMPLETIONS, CHAT_COMPLETIONS)
         early = EarlyRefusals(app, generating, self._keys, gate, inference, self._observer)
         names = hosts_for(settings.http_address, settings.allowed_hosts)
-        limits = ConnectionLimits(
-            max_connections=max_connections,
-            max_header_bytes=_MAX_HEADER_BYTES,
-            max_body_bytes=settings.max_body_bytes,
-            header_timeout_seconds=settings.receive_timeout_seconds,
-            body_timeout_seconds=settings.body_timeout_seconds,
-            keep_alive_seconds=settings.http_keep_alive_seconds,
-            reader_timeout_seconds=settings.reader_timeout_seconds,
-        )
         outer = guarded(early, names, settings.allowed_origins)
-        return HttpServer(outer, limits, lambda: self._metrics.reader_timed_out("http"))
+        connections = Connections(
+            settings, max_connections, lambda: self._metrics.reader_timed_out("http")
+        )
+        return HttpServer(outer, connections)
 
     def _grpc_server(self, max_connections: int) -> GrpcServer:
         settings = self._settings

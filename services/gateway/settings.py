@@ -109,7 +109,6 @@ class GatewaySettings(ServiceSettings):
 
     @property
     def model_name(self) -> str:
-        """The name that clients use."""
         return self.served_model_name or self.model.resolve().name
 
     @property

@@ -5,14 +5,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from services.common.sampling import SamplingParams
-from services.gateway.core.fleet import Fleet, FleetTimes
+from services.gateway.core.fleet import Fleet
 from services.gateway.core.inflight import Inflight, Mailbox
 from services.gateway.core.replica import Replica, ReplicaDescription, ReplicaState
 from services.gateway.core.request import EngineRequest, ModelLimits
 from services.gateway.core.routing import LeastLoaded
 
 LIMITS = ModelLimits(100, 90, 320, (0,), priority_scheduling=False, hidden_size=4)
-TIMES = FleetTimes(resubmit_timeout_seconds=30.0, migrate_after_seconds=1.0)
+RESUBMIT_TIMEOUT_SECONDS, MIGRATE_AFTER_SECONDS = 30.0, 1.0
 
 
 @dataclass(eq=False)
@@ -79,7 +79,8 @@ class FakeFleet:
             self.links,
             self.clock,
             LeastLoaded(random.Random(0)),
-            times=TIMES,
+            resubmit_timeout_seconds=RESUBMIT_TIMEOUT_SECONDS,
+            migrate_after_seconds=MIGRATE_AFTER_SECONDS,
             tokenizer_fingerprint=tokenizer_fingerprint,
         )
         self.replicas = dict(zip(names, self.fleet.membership.replicas, strict=True))
@@ -110,7 +111,7 @@ class FakeFleet:
 
     def has(self, name: str) -> list[Inflight]:
         """The sequences that a replica has."""
-        return self.replicas[name].inflights()
+        return list(self.replicas[name].running.values())
 
     def handle(self, replica: Replica, inflight: Inflight) -> int:
         """The handle by which a replica knows a sequence."""

@@ -96,12 +96,10 @@ def _timeout_millis(deadline: float | None, now: float) -> int:
 
 
 def logprobs_from_proto(message: common_pb2.Logprobs) -> LogprobRows:
-    """Rows of log-probabilities."""
     return LogprobRows.of(message.width, message.token_ids, message.logprobs, message.ranks)
 
 
 def logprobs_to_proto(rows: LogprobRows | None) -> common_pb2.Logprobs | None:
-    """Rows of log-probabilities on the wire."""
     if rows is None:
         return None
     return common_pb2.Logprobs(
@@ -142,7 +140,6 @@ def rejection_from_proto(message: scheduler_pb2.Rejection) -> errors.StepwellErr
 
 
 def description_from_proto(message: scheduler_pb2.SessionOpened) -> ReplicaDescription:
-    """The model of a replica, and the limits of its requests."""
     return ReplicaDescription(
         model_name=message.model_name,
         limits=ModelLimits(
@@ -159,5 +156,4 @@ def description_from_proto(message: scheduler_pb2.SessionOpened) -> ReplicaDescr
 
 
 def replica_state_from_proto(message: scheduler_pb2.ReplicaState) -> ReplicaState:
-    """Whether a replica can run steps."""
     return ReplicaState(message.ready, message.reason, message.draining)

@@ -7,7 +7,7 @@ from typing import Any
 
 from services.common.errors import FailedPrecondition, InvalidArgument
 from services.common.sampling import SamplingParams
-from services.gateway.core.defaults import SamplingDefaults
+from services.gateway.core.inference import SamplingDefaults
 from services.gateway.core.sampling import check_sampling
 
 AUTO, VLLM = "auto", "vllm"

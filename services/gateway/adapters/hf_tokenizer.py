@@ -1,6 +1,7 @@
 """The tokenizer of a Hugging Face model directory, through transformers and tokenizers."""
 
 import asyncio
+import inspect
 import json
 import os
 import re
@@ -47,9 +48,14 @@ class HfTokenizer:
         described = json.loads(decoder.__getstate__()) if decoder is not None else {"type": ""}
         self.is_byte_level = described["type"] == "ByteLevel"
         steps = [step["type"] for step in described.get("decoders", (described,))]
-        self.byte_values = _byte_values(self._backend) if "ByteFallback" in steps else {}
+        self.byte_values: Mapping[int, int] = (
+            _byte_values(self._backend) if "ByteFallback" in steps else {}
+        )
         self.eos_token_id: int | None = tokenizer.eos_token_id
         self.has_chat_template = tokenizer.chat_template is not None
+        # What the server passes to the template, a client cannot.
+        parameters = inspect.signature(tokenizer.apply_chat_template).parameters
+        self._reserved_variables = {"messages", "conversations", *parameters} - {"kwargs"}
         self._bytes = _token_bytes(self._backend, self.is_byte_level)
         for token_id, byte in self.byte_values.items():
             self._bytes[token_id] = bytes([byte])
@@ -107,6 +113,10 @@ class HfTokenizer:
         continue_final_message: bool,
         variables: Mapping[str, Any],
     ) -> str:
+        if reserved := self._reserved_variables & variables.keys():
+            raise InvalidArgument(
+                f"chat_template_kwargs may not hold {min(reserved)!r}", field="chat_template_kwargs"
+            )
         if not self.has_chat_template:
             raise InvalidArgument(
                 "this model has no chat template; use completions instead", field="messages"
@@ -133,12 +143,12 @@ class HfTokenizer:
             raise _template_refusal(error, continues=continue_final_message) from error
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
-        return await self._off_loop(len(token_ids), lambda: self._decode_long(token_ids))
+        def work() -> str:
+            # Alone of all ways to decode, this one does not hold the interpreter's lock.
+            [text] = self._backend.decode_batch([list(token_ids)], skip_special_tokens=False)
+            return str(text)
 
-    def _decode_long(self, token_ids: Sequence[int]) -> str:
-        # Alone of all ways to decode, this one does not hold the interpreter's lock.
-        [text] = self._backend.decode_batch([list(token_ids)], skip_special_tokens=False)
-        return str(text)
+        return await self._off_loop(len(token_ids), work)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
@@ -223,32 +233,21 @@ def _damaged_file(directory: Path) -> Path:
 
 
 def _token_bytes(backend: Any, is_byte_level: bool) -> list[bytes]:
+    from transformers.convert_slow_tokenizer import bytes_to_unicode  # noqa: PLC0415
+
     vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=True)
     table = [b""] * (max(vocabulary.values()) + 1)
     added = backend.get_added_tokens_decoder()
-    to_bytes = _byte_level_bytes if is_byte_level else _marked_bytes
+    # GPT-2's printable stand-ins of bytes.
+    alphabet = {character: byte for byte, character in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
     for token, token_id in vocabulary.items():
-        table[token_id] = token.encode() if token_id in added else to_bytes(token)
+        raw = token.encode()
+        if token_id not in added and not is_byte_level:
+            raw = token.replace(_SPACE_MARK, " ").encode()
+        elif token_id not in added and alphabet.keys() >= set(token):
+            raw = bytes([alphabet[character] for character in token])
+        table[token_id] = raw
     return table
-
-
-def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins: bytes that print stand for themselves, others are moved up."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    moved = [byte for byte in range(0x100) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(0x100 + place): byte for place, byte in enumerate(moved)
-    }
-
-
-_ALPHABET = _byte_level_alphabet()
-
-
-def _byte_level_bytes(token: str) -> bytes:
-    try:
-        return bytes([_ALPHABET[character] for character in token])
-    except KeyError:
-        return token.encode()
 
 
 def _byte_values(backend: Any) -> dict[int, int]:
@@ -259,8 +258,3 @@ def _byte_values(backend: Any) -> dict[int, int]:
         for token, token_id in vocabulary.items()
         if (match := _BYTE_TOKEN.fullmatch(token)) is not None
     }
-
-
-def _marked_bytes(token: str) -> bytes:
-    """SentencePiece's writing: a mark for a space."""
-    return token.replace(_SPACE_MARK, " ").encode()

@@ -26,8 +26,7 @@ from services.gateway.core.gate import Gate
 from services.gateway.core.generation import Generation
 from services.gateway.core.inference import Inference
 from services.gateway.core.membership import Membership
-from services.gateway.core.request import CHAT_ROLES, ClientRequest, Prompt
-from services.gateway.core.request_id import check_request_id
+from services.gateway.core.request import CHAT_ROLES, ClientRequest, Prompt, check_request_id
 
 logger = logging.getLogger(__name__)
 
@@ -73,11 +72,13 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         self, request: gateway_pb2.GenerateRequest, context: Context
     ) -> None:
         with self._observer.counting_refusals():
-            metadata = self._enter(request.model, context)
+            self._inference.check_model(request.model)
         is_chat = request.WhichOneof("prompt") == "chat"
         operation = names.GENAI_OPERATION_CHAT if is_chat else names.GENAI_OPERATION_TEXT_COMPLETION
         async with AsyncExitStack() as work:
-            observing = self._observer.observing(operation, metadata.get("traceparent", ""))
+            metadata = dict(context.invocation_metadata() or ())
+            traceparent = str(metadata.get("traceparent", ""))
+            observing = self._observer.observing(operation, traceparent)
             observation = work.enter_context(observing)
             work.enter_context(self._gate.enter())
             deadline = _deadline(context)
@@ -87,22 +88,20 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
             )
             pieces = observation.watch(generation, self._inference.run(generation), stream=True)
             source = await work.enter_async_context(aclosing(pieces))
-            timeout = StreamReaderTimeout(
+            with StreamReaderTimeout(
                 work, self._reader_timeout_seconds, self._reader_timed_out
-            )
-            with timeout.watch as reader:
+            ) as reader:
                 async for added in source:
                     for piece in added:
                         if not piece.is_empty:
                             reader.sending()
                             await context.write(_to_response(piece, generation))
                             reader.sent()
-                            timeout.check()
 
     async def Tokenize(
         self, request: gateway_pb2.TokenizeRequest, context: Context
     ) -> gateway_pb2.TokenizeResponse:
-        self._enter(request.model, context)
+        self._inference.check_model(request.model)
         kind = request.WhichOneof("prompt")
         if kind is None:
             raise InvalidArgument("prompt is missing", field="prompt")
@@ -118,14 +117,13 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
     async def Detokenize(
         self, request: gateway_pb2.DetokenizeRequest, context: Context
     ) -> gateway_pb2.DetokenizeResponse:
-        self._enter(request.model, context)
+        self._inference.check_model(request.model)
         text = await self._inference.detokenize(request.token_ids)
         return gateway_pb2.DetokenizeResponse(text=text)
 
     async def ListModels(
         self, _request: gateway_pb2.ListModelsRequest, context: Context
     ) -> gateway_pb2.ListModelsResponse:
-        self._enter("", context)
         model = gateway_pb2.Model(
             name=self._inference.model_name,
             max_model_len=self._membership.max_model_len() or 0,
@@ -136,16 +134,6 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
     def _reader_timed_out(self) -> None:
         self._metrics.reader_timed_out("grpc")
         logger.warning("a gRPC client stopped reading: its request is ended")
-
-    def _enter(self, model: str, context: Context) -> dict[str, str]:
-        """Metadata of the call, once its model was checked; the interceptor has checked its key."""
-        metadata = {
-            key: value
-            for key, value in context.invocation_metadata() or ()
-            if isinstance(value, str)
-        }
-        self._inference.check_model(model)
-        return metadata
 
     async def _client_request(self, request: gateway_pb2.GenerateRequest) -> ClientRequest:
         if request.request_id:
@@ -164,24 +152,21 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         )
 
     async def _prompt(self, request: gateway_pb2.GenerateRequest) -> Prompt:
-        if request.WhichOneof("prompt") == "embeds":
-            embeds = prompt_embeds_from_proto(request.embeds)
-            await asyncio.to_thread(embeds.check_finite)
-            return Prompt(embeds.placeholders, embeds=embeds)
-        return Prompt(await self._prompt_tokens(request))
-
-    async def _prompt_tokens(self, request: gateway_pb2.GenerateRequest) -> list[int]:
         match request.WhichOneof("prompt"):
             case "text":
                 if not request.text:
                     raise InvalidArgument("prompt must not be empty", field="text")
                 [token_ids] = await self._inference.encode([request.text], add_special_tokens=True)
-                return token_ids
+                return Prompt(token_ids)
             case "token_ids":
                 self._inference.check_num_items("token_ids", len(request.token_ids.ids))
-                return list(request.token_ids.ids)
+                return Prompt(list(request.token_ids.ids))
             case "chat":
-                return await self._chat_tokens(request.chat)
+                return Prompt(await self._chat_tokens(request.chat))
+            case "embeds":
+                embeds = prompt_embeds_from_proto(request.embeds)
+                await asyncio.to_thread(embeds.check_finite)
+                return Prompt(embeds.placeholders, embeds=embeds)
         raise InvalidArgument("prompt is missing", field="prompt")
 
     async def _chat_tokens(self, chat: gateway_pb2.Chat) -> list[int]:

@@ -56,21 +56,14 @@ class Metrics:
             "Requests ended since their client had stopped reading.",
             "protocol",
         )
-        self.requests_in_flight = Gauge(
-            names.METRIC_GATEWAY_REQUESTS_IN_FLIGHT,
-            "Client requests being served.",
-            ["model_name"],
-            registry=self._registry,
-        ).labels(**model)
-        self.replicas_ready = Gauge(
-            names.METRIC_GATEWAY_REPLICAS_READY,
-            "Replicas that take requests.",
-            ["model_name"],
-            registry=self._registry,
-        ).labels(**model)
+        self.requests_in_flight = self._gauge(
+            names.METRIC_GATEWAY_REQUESTS_IN_FLIGHT, "Client requests being served."
+        )
+        self.replicas_ready = self._gauge(
+            names.METRIC_GATEWAY_REPLICAS_READY, "Replicas that take requests."
+        )
 
     def ended(self, reason: str) -> None:
-        """A sequence ended."""
         self._success.labels(model_name=self._model, finished_reason=reason).inc()
 
     def refused(self, reason: str) -> None:
@@ -78,15 +71,17 @@ class Metrics:
         self._rejections.labels(model_name=self._model, reason=reason).inc()
 
     def reader_timed_out(self, protocol: str) -> None:
-        """A request was ended since its client had stopped reading."""
         self._readers_cut.labels(model_name=self._model, protocol=protocol).inc()
 
     def render(self) -> bytes:
-        """All of them in Prometheus's text format."""
         return metrics.render(self._registry)
 
     def _counter(self, name: str, doc: str, *labels: str) -> Counter:
         return Counter(name, doc, ["model_name", *labels], registry=self._registry)
+
+    def _gauge(self, name: str, doc: str) -> Gauge:
+        gauge = Gauge(name, doc, ["model_name"], registry=self._registry)
+        return gauge.labels(model_name=self._model)
 
     def _histogram(self, name: str, doc: str, buckets: tuple[float, ...]) -> Histogram:
         histogram = Histogram(name, doc, ["model_name"], buckets=buckets, registry=self._registry)

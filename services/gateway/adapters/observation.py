@@ -18,9 +18,9 @@ CANCELLED = "cancelled"
 
 
 class Observation:
-    """One request under watch."""
-
     def __init__(self, span: Span, metrics: Metrics) -> None:
+        self.traceparent = traceparent_of(span)
+        """What goes along with the request; empty when it is not sampled."""
         self._span = span
         self._metrics = metrics
         self._started = time.perf_counter()
@@ -30,11 +30,6 @@ class Observation:
         self._is_refused = False
         # How sequences ended that were not finished.
         self._end = "abort"
-
-    @property
-    def traceparent(self) -> str:
-        """What goes along with the request; empty when it is not sampled."""
-        return traceparent_of(self._span)
 
     async def watch(
         self, generation: Generation, pieces: AsyncGenerator[list[Piece], None], *, stream: bool
@@ -99,7 +94,6 @@ class Observation:
                 self._span.set_attribute(names.GENAI_LATENCY_TIME_TO_FIRST_TOKEN, first)
 
     def failed(self, error_type: str, message: str) -> None:
-        """The request ends in an error."""
         self._span.set_attribute(names.GENAI_ERROR_TYPE, error_type)
         self._span.set_status(Status(StatusCode.ERROR, message))
         if error_type != CANCELLED:
@@ -110,8 +104,6 @@ class Observation:
 
 
 class Observer:
-    """Puts requests under watch."""
-
     def __init__(self, model_name: str, tracing: Tracing, metrics: Metrics) -> None:
         self._model_name = model_name
         self._tracing = tracing

@@ -1,7 +1,6 @@
 """The session with one scheduler: a stream of requests and of what becomes of them."""
 
 import asyncio
-from dataclasses import dataclass
 
 import grpc
 from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
@@ -26,19 +25,6 @@ _MAX_BACKOFF_SECONDS = 0.5
 _CHECKS_PER_TIMEOUT = 8
 
 
-@dataclass(frozen=True, slots=True)
-class _Add:
-    """A sequence to be sent. Its message is made when it is written: those of one request may be
-    hundreds, each with the whole prompt."""
-
-    handle: int
-    inflight: Inflight
-
-    def message(self) -> scheduler_pb2.SessionRequest:
-        add = inflight_to_proto(self.handle, self.inflight, asyncio.get_running_loop().time())
-        return scheduler_pb2.SessionRequest(add=add)
-
-
 class SchedulerLink:
     """The core's Link over gRPC. A session that ends is opened again, after a growing delay."""
 
@@ -50,11 +36,13 @@ class SchedulerLink:
         self._received_at = 0.0
         self._channel = open_channel(address)
         self._stub = scheduler_pb2_grpc.SchedulerStub(self._channel)
-        self._outbox: list[scheduler_pb2.SessionRequest | _Add] = []
+        # Messages, and sequences to send with their handles. The message of a sequence is made when
+        # it is written: those of one request may be hundreds, each with the whole prompt.
+        self._outbox: list[scheduler_pb2.SessionRequest | tuple[int, Inflight]] = []
         self._has_mail = asyncio.Event()
 
     def add(self, handle: int, inflight: Inflight) -> None:
-        self._post(_Add(handle, inflight))
+        self._post((handle, inflight))
 
     def abort(self, handle: int) -> None:
         last = self._outbox[-1] if self._outbox else None
@@ -154,11 +142,15 @@ class SchedulerLink:
                 self._has_mail.clear()
                 outbox, self._outbox = self._outbox, []
                 for mail in outbox:
-                    await call.write(mail.message() if isinstance(mail, _Add) else mail)
+                    if isinstance(mail, tuple):
+                        add = inflight_to_proto(*mail, asyncio.get_running_loop().time())
+                        await call.write(scheduler_pb2.SessionRequest(add=add))
+                    else:
+                        await call.write(mail)
         except (grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
             return  # The reader sees the same end of the call, and its reason.
 
-    def _post(self, mail: scheduler_pb2.SessionRequest | _Add) -> None:
+    def _post(self, mail: scheduler_pb2.SessionRequest | tuple[int, Inflight]) -> None:
         self._outbox.append(mail)
         self._has_mail.set()
 

@@ -3,80 +3,55 @@
 import asyncio
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
-from types import TracebackType
 from typing import Self
 
 from services.common.errors import Aborted
 
 
-class ReaderWatch:
-    """Calls `on_stalled` once, when a client reads nothing of what was sent for `timeout_seconds`.
+class StreamReaderTimeout:
+    """Ends the work of a stream whose client reads nothing of what was sent for `timeout_seconds`.
 
     Enter it for the time of the stream; call `sending` before a message is written and `sent` after
     it. That costs two assignments for each message, which a timer compares now and then.
-    """
-
-    def __init__(self, timeout_seconds: float, on_stalled: Callable[[], None]) -> None:
-        self._timeout = timeout_seconds
-        self._on_stalled = on_stalled
-        self._loop = asyncio.get_running_loop()
-        self._sending_since: float | None = None
-        self._timer: asyncio.TimerHandle | None = None
-
-    def __enter__(self) -> Self:
-        self._timer = self._loop.call_later(self._timeout, self._check_client)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        assert self._timer is not None
-        self._timer.cancel()
-
-    def sending(self) -> None:
-        """A message is about to be written."""
-        self._sending_since = self._loop.time()
-
-    def sent(self) -> None:
-        """The message was written."""
-        self._sending_since = None
-
-    def _check_client(self) -> None:
-        now = self._loop.time()
-        since = now if self._sending_since is None else self._sending_since
-        if now - since >= self._timeout:
-            self._on_stalled()
-        else:
-            self._timer = self._loop.call_at(since + self._timeout, self._check_client)
-
-
-class StreamReaderTimeout:
-    """Ends the work behind a gRPC stream whose client has stopped reading.
 
     `work` is closed with an error at once: sequences are aborted, and the gate is left. The call
     itself cannot be ended while a message of it is being written; a client that reads on gets what
-    was sent before and then the error, which `check` raises.
+    was sent before and then the error, which `sent` raises.
     """
 
     def __init__(
         self, work: AsyncExitStack, timeout_seconds: float, on_timeout: Callable[[], None]
     ) -> None:
-        self.watch = ReaderWatch(timeout_seconds, self._timed_out)
-        self._timeout = timeout_seconds
         self._work = work
+        self._timeout = timeout_seconds
         self._on_timeout = on_timeout
+        self._loop = asyncio.get_running_loop()
+        self._sending_since: float | None = None
         self._error: Aborted | None = None
         self._ending: asyncio.Task[None] | None = None
 
-    def check(self) -> None:
-        """Raises Aborted if the work was ended. To be called after each message."""
+    def __enter__(self) -> Self:
+        self._timer = self._loop.call_later(self._timeout, self._check_client)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._timer.cancel()
+
+    def sending(self) -> None:
+        self._sending_since = self._loop.time()
+
+    def sent(self) -> None:
+        """The message was written. Raises Aborted if the work was ended meanwhile."""
+        self._sending_since = None
         if self._error is not None:
             raise self._error
 
-    def _timed_out(self) -> None:
+    def _check_client(self) -> None:
+        now = self._loop.time()
+        since = now if self._sending_since is None else self._sending_since
+        if now - since < self._timeout:
+            self._timer = self._loop.call_at(since + self._timeout, self._check_client)
+            return
         self._on_timeout()
         self._error = Aborted(
             f"the client read no message for {self._timeout:g} s", reason="READER_TOO_SLOW"

@@ -85,7 +85,7 @@ class Choice:
         tokens = delta.token_ids if num_tokens is None else delta.token_ids[:num_tokens]
         logprobs = delta.logprobs
         if logprobs is not None and len(logprobs) > len(tokens):
-            logprobs = logprobs.head(len(tokens))
+            logprobs = logprobs.part(0, len(tokens))
         return Piece(
             self.index,
             text,

@@ -33,25 +33,18 @@ class Delta:
 
     def cut(self, max_tokens: int) -> "Iterator[Delta]":
         """The same as deltas of at most so many tokens each; only the last has an end."""
-        token_ids, rows = self.token_ids, self.logprobs
-        if len(token_ids) <= max_tokens:
-            yield self
-            return
-        first = Delta(
-            token_ids[:max_tokens],
-            rows.head(max_tokens) if rows is not None else None,
-            self.prompt_logprobs,
-            self.num_cached_tokens,
-        )
-        yield first
-        for start in range(max_tokens, len(token_ids), max_tokens):
-            part = token_ids[start : start + max_tokens]
-            delta = Delta(part)
-            if rows is not None:
-                delta.logprobs = rows.after(start).head(len(part))
-            if start + max_tokens >= len(token_ids):
-                delta.finish, delta.error = self.finish, self.error
-            yield delta
+        num_tokens = len(self.token_ids)
+        for start in range(0, max(num_tokens, 1), max_tokens):
+            stop = start + max_tokens
+            is_last = stop >= num_tokens
+            yield Delta(
+                self.token_ids[start:stop],
+                None if self.logprobs is None else self.logprobs.part(start, stop),
+                self.prompt_logprobs if start == 0 else None,
+                self.num_cached_tokens if start == 0 else None,
+                self.finish if is_last else None,
+                self.error if is_last else None,
+            )
 
 
 def parts_of(

@@ -15,7 +15,6 @@ bytes are held back until the character is whole. Two ways, by what the tokenize
 
 import codecs
 from collections.abc import Sequence
-from typing import Protocol
 
 from services.gateway.core.ports import Tokenizer
 
@@ -27,37 +26,11 @@ _MAX_SILENT_TOKENS = 24
 _SPACE = 0x20
 
 
-class Detokenizer(Protocol):
-    """Text of one sequence, piece by piece."""
-
-    @property
-    def num_characters(self) -> int:
-        """Characters of the text so far, whole ones that are held back included."""
-        ...
-
-    def feed(self, token_ids: Sequence[int]) -> str:
-        """The characters that these tokens complete."""
-        ...
-
-    def flush(self) -> str:
-        """What is held back and is text all the same; a cut character is dropped."""
-        ...
-
-
-def new_detokenizer(
-    tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool
-) -> Detokenizer:
-    """A detokenizer for what follows the prompt.
-
-    A prompt of token ids may end inside a character, which the output then completes.
-    """
-    if tokenizer.is_byte_level:
-        return ByteDetokenizer(tokenizer, prompt_token_ids, skip_special_tokens)
-    return WindowDetokenizer(tokenizer, prompt_token_ids, skip_special_tokens)
-
-
 class ByteDetokenizer:
-    """For tokenizers whose tokens are byte strings."""
+    """Text of one sequence, piece by piece, for tokenizers whose tokens are byte strings.
+
+    `num_characters` is the length of the text so far, whole characters that are held back included.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool
@@ -70,6 +43,7 @@ class ByteDetokenizer:
         self.num_characters = 0
 
     def feed(self, token_ids: Sequence[int]) -> str:
+        """The characters that these tokens complete."""
         skipped, bytes_of = self._skipped, self._bytes_of
         text = self._decoder.decode(
             b"".join([bytes_of(token) for token in token_ids if token not in skipped])
@@ -78,12 +52,13 @@ class ByteDetokenizer:
         return text
 
     def flush(self) -> str:
+        """What is held back and is text all the same; a cut character is dropped."""
         self._decoder.reset()
         return ""
 
 
 class WindowDetokenizer:
-    """For every other tokenizer.
+    """The same for every other tokenizer.
 
     `_window[:_read]` is the context: tokens whose text was given out, or the end of the prompt.
     `_window[_read:]` has made no text yet. `_run` holds the bytes of the byte tokens that came
@@ -175,9 +150,34 @@ class WindowDetokenizer:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
 
 
-class _ByteRun:
-    """Consecutive byte tokens."""
+def new_detokenizer(
+    tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool
+) -> ByteDetokenizer | WindowDetokenizer:
+    """A detokenizer for what follows the prompt.
 
+    A prompt of token ids may end inside a character, which the output then completes.
+    """
+    if tokenizer.is_byte_level:
+        return ByteDetokenizer(tokenizer, prompt_token_ids, skip_special_tokens)
+    return WindowDetokenizer(tokenizer, prompt_token_ids, skip_special_tokens)
+
+
+def echoed(tokenizer: Tokenizer, token_ids: Sequence[int]) -> tuple[str, list[int]]:
+    """The text of a prompt, special tokens included, and where in it each token starts.
+
+    Offsets count characters; a token that holds a part of one starts where the character does. A
+    character that the prompt does not complete is left to the answer, which goes on with it.
+    """
+    detokenizer = new_detokenizer(tokenizer, (), skip_special_tokens=False)
+    pieces, offsets = [], []
+    for token in token_ids:
+        offsets.append(detokenizer.num_characters)
+        pieces.append(detokenizer.feed((token,)))
+    pieces.append(detokenizer.flush())
+    return "".join(pieces), offsets
+
+
+class _ByteRun:
     def __init__(self) -> None:
         self.values = bytearray()
         self.first_id = self.last_id = -1
@@ -185,7 +185,6 @@ class _ByteRun:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def append(self, token_id: int, byte: int) -> None:
-        """One more."""
         if not self.values:
             self.first_id = token_id
         self.last_id = token_id

@@ -3,7 +3,6 @@
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from services.common.errors import Aborted, ResourceExhausted, StepwellError, Unavailable
 from services.gateway.core.inflight import Inflight, Mailbox, ended
@@ -17,14 +16,6 @@ from services.gateway.core.waiting_queue import WaitingQueue
 logger = logging.getLogger(__name__)
 
 _DEFAULT_RETRY_SECONDS = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class FleetTimes:
-    """How long the fleet waits, in seconds; see the settings of the same names."""
-
-    resubmit_timeout_seconds: float
-    migrate_after_seconds: float
 
 
 class Fleet:
@@ -49,7 +40,8 @@ class Fleet:
         clock: Clock,
         policy: RoutingPolicy,
         *,
-        times: FleetTimes,
+        resubmit_timeout_seconds: float,
+        migrate_after_seconds: float,
         tokenizer_fingerprint: bytes,
     ) -> None:
         """`links` has the way to each scheduler, by its address."""
@@ -58,15 +50,15 @@ class Fleet:
             clock,
             self,
             tokenizer_fingerprint=tokenizer_fingerprint,
-            patience_seconds=times.resubmit_timeout_seconds,
+            patience_seconds=resubmit_timeout_seconds,
             on_model_absent=self._update,
         )
         self._clock = clock
         self._policy = policy
-        self._migrate_after = times.migrate_after_seconds
+        self._migrate_after = migrate_after_seconds
         self._numbers = itertools.count()
         self._waiting = WaitingQueue(
-            times.resubmit_timeout_seconds,
+            resubmit_timeout_seconds,
             clock,
             on_retry=self._try_again,
             on_expired=self._expired,
@@ -102,9 +94,9 @@ class Fleet:
 
     def give_up(self, error: StepwellError) -> None:
         """Ends every sequence with an error."""
-        running = [i for replica in self.membership.replicas for i in replica.inflights()]
+        running = [i for replica in self.membership.replicas for i in replica.take_back()]
         for inflight in [*running, *self._waiting]:
-            self._drop(inflight)
+            self._waiting.discard(inflight)
             inflight.failed(error)
 
     # What replicas report: Fleet is their ReplicaListener.
@@ -129,12 +121,9 @@ class Fleet:
             if finish is not None:
                 inflight.finished(finish)
             elif inflight.losses.are_suspicious:
-                inflight.failed(
-                    Aborted(
-                        f"{inflight.losses.total} schedulers were lost under this request",
-                        reason="REPLICAS_LOST",
-                    )
-                )
+                num_lost = inflight.losses.num_computed + inflight.losses.num_waited
+                message = f"{num_lost} schedulers were lost under this request"
+                inflight.failed(Aborted(message, reason="REPLICAS_LOST"))
             else:
                 self._waiting.add(inflight)
         self._update()
@@ -232,10 +221,6 @@ class Fleet:
             for inflight in self._waiting:
                 if inflight.has_output or limits != self.membership.known_limits:
                     self._drop(inflight)
-                    inflight.failed(
-                        Aborted(
-                            "the model was replaced by another one while this request was served",
-                            reason="MODEL_REPLACED",
-                        )
-                    )
+                    message = "the model was replaced by another one while this request was served"
+                    inflight.failed(Aborted(message, reason="MODEL_REPLACED"))
         self._send_waiting()

@@ -12,26 +12,16 @@ class Gate:
 
     def __init__(self, max_concurrent_requests: int) -> None:
         self._max = max_concurrent_requests
-        self._inside = 0
-        self._open = True
+        self.inside = 0
+        self.is_open = True
         self._empty = asyncio.Event()
         self._empty.set()
 
-    @property
-    def inside(self) -> int:
-        """Requests that are being served."""
-        return self._inside
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it was not closed."""
-        return self._open
-
     def check(self) -> None:
         """Raises ResourceExhausted when full, Unavailable when closed."""
-        if not self._open:
+        if not self.is_open:
             raise Unavailable("the server is shutting down", retry_after_seconds=1.0)
-        if self._inside >= self._max:
+        if self.inside >= self._max:
             raise ResourceExhausted(
                 f"{self._max} requests are being served; no more are taken at once",
                 reason="TOO_MANY_CONCURRENT_REQUESTS",
@@ -42,18 +32,18 @@ class Gate:
     def enter(self) -> Iterator[None]:
         """Counts a request while it is inside. Raises what `check` raises."""
         self.check()
-        self._inside += 1
+        self.inside += 1
         self._empty.clear()
         try:
             yield
         finally:
-            self._inside -= 1
-            if self._inside == 0:
+            self.inside -= 1
+            if self.inside == 0:
                 self._empty.set()
 
     def close(self) -> None:
         """Refuses requests from here on. Idempotent."""
-        self._open = False
+        self.is_open = False
 
     async def empty(self) -> None:
         """Waits until no request is being served."""

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from services.gateway.core.choice import Choice, Piece
 from services.gateway.core.delta import Delta, parts_of
+from services.gateway.core.inflight import Mailbox
 from services.gateway.core.logprobs import LogprobRows, joined
-from services.gateway.core.ports import Engine, Subscription, Tokenizer
+from services.gateway.core.ports import Engine, Tokenizer
 from services.gateway.core.request import ClientRequest, EngineRequest
 from services.gateway.core.stop_strings import StopPatterns
 
@@ -51,31 +52,31 @@ class Generation:
         loop turns. Raises StepwellError when the engine refuses or gives up. Closing the
         iterator aborts what has not ended.
         """
-        subscription = engine.start(self.sequences)
+        mailbox = engine.start(self.sequences)
         try:
             num_open = len(self.choices)
             while num_open:
-                deltas = await subscription.receive()
+                deltas = await mailbox.receive()
                 for number, part in enumerate(parts_of(deltas, TOKENS_AT_A_TIME)):
                     if number:
                         await asyncio.sleep(0)
                     added = [
-                        self._accept(index, delta, subscription)
+                        self._accept(index, delta, mailbox)
                         for index, delta in part
                         if self.choices[index].finish_reason is None
                     ]
                     num_open -= sum([piece.finish_reason is not None for piece in added])
                     yield added
         finally:
-            subscription.close()
+            mailbox.close()
 
-    def _accept(self, index: int, delta: Delta, subscription: Subscription) -> Piece:
+    def _accept(self, index: int, delta: Delta, mailbox: Mailbox) -> Piece:
         self.was_taken |= delta.num_cached_tokens is not None or bool(delta.token_ids)
         if delta.error is not None:
             raise delta.error
         piece = self.choices[index].accept(delta)
         if piece.finish_reason is not None and delta.finish is None:
-            subscription.abort(index)
+            mailbox.abort(index)
         return piece
 
     def usage(self) -> Usage:
@@ -105,11 +106,9 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """All of its text."""
         return "".join(self._text)
 
     def add(self, piece: Piece) -> None:
-        """Takes the next piece of this answer."""
         self._text.append(piece.text)
         self.token_ids += piece.token_ids
         self.offsets += piece.offsets or ()

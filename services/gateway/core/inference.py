@@ -2,11 +2,11 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from services.common.errors import InvalidArgument, NotFound, OutOfRange
+from services.common.sampling import SamplingParams
 from services.gateway.core.choice import Piece
-from services.gateway.core.defaults import SamplingDefaults
 from services.gateway.core.generation import Generation
 from services.gateway.core.ports import Engine, TextTooLong, Tokenizer
 from services.gateway.core.request import (
@@ -23,9 +23,35 @@ _TOKENS_CHECKED_AT_A_TIME = 65_536
 _ANSWERS_AT_A_TIME = 32
 
 
-class Inference:
-    """One model at the edge."""
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """Defaults of a server's requests, as a generation_config.json gives them.
 
+    * `sampling`: parameters that a client may leave out, each at its default.
+    * `max_tokens`: length of answers whose client, and whose API, names none; None: as many tokens
+      as fit.
+    * `most_tokens`: no answer gets longer, whatever its client asks; None: no bound.
+    """
+
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    max_tokens: int | None = None
+    most_tokens: int | None = None
+
+    def bounded(self, request: ClientRequest) -> ClientRequest:
+        """The request with the length that it gets."""
+        default = request.default_max_tokens
+        if default is None:
+            default = self.max_tokens
+        sampling = request.sampling
+        if self.most_tokens is not None:
+            default = self.most_tokens if default is None else min(default, self.most_tokens)
+            if sampling.max_tokens is not None:
+                most = min(sampling.max_tokens, self.most_tokens)
+                sampling = replace(sampling, max_tokens=most)
+        return replace(request, sampling=sampling, default_max_tokens=default)
+
+
+class Inference:
     def __init__(
         self,
         model_name: str,
@@ -119,7 +145,6 @@ class Inference:
             await asyncio.sleep(0)
 
     def run(self, generation: Generation) -> AsyncGenerator[list[Piece], None]:
-        """The pieces of a prepared request, as they come."""
         return generation.pieces(self._engine)
 
     def check_num_choices(self, num_prompts: int, n: int) -> None:
@@ -149,7 +174,6 @@ class Inference:
             )
 
     def check_num_items(self, field: str, num_items: int) -> None:
-        """Raises OutOfRange for more items than one request may hold."""
         if num_items > self.max_items:
             raise OutOfRange(
                 f"{field} holds {num_items} items; one request may hold {self.max_items}",

@@ -2,12 +2,12 @@
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.common.errors import StepwellError
 from services.common.finish_reason import FinishReason
 from services.gateway.core.delta import Delta, Finish
-from services.gateway.core.logprobs import LogprobRows
+from services.gateway.core.logprobs import LogprobRows, joined
 from services.gateway.core.request import EngineRequest
 
 MAX_LOSSES_COMPUTED = 5
@@ -24,17 +24,11 @@ class Losses:
     num_waited: int = 0
 
     @property
-    def total(self) -> int:
-        """All of them."""
-        return self.num_computed + self.num_waited
-
-    @property
     def are_suspicious(self) -> bool:
         """Whether the sequence may be their cause: losses while it only waited count less."""
         return self.num_computed > MAX_LOSSES_COMPUTED or self.num_waited > MAX_LOSSES_WAITED
 
     def count(self) -> None:
-        """One more replica is lost."""
         if self.computing:
             self.num_computed += 1
         else:
@@ -42,6 +36,11 @@ class Losses:
         self.computing = False
 
 
+def _nothing() -> None:
+    return None
+
+
+@dataclass(slots=True, eq=False)
 class Inflight:
     """One sequence that has not ended: its request and all its tokens so far.
 
@@ -50,34 +49,18 @@ class Inflight:
     it does not wait. `refused_by` has the addresses of the replicas that refused it.
     """
 
-    __slots__ = (
-        "_mailbox",
-        "_num_prompt_rows",
-        "_num_repeated_rows",
-        "index",
-        "losses",
-        "number",
-        "output_token_ids",
-        "refused_by",
-        "release",
-        "request",
-        "wait_until",
-        "was_accepted",
-    )
-
-    def __init__(self, request: EngineRequest, index: int, number: int, mailbox: "Mailbox") -> None:
-        self.request = request
-        self.index = index
-        self.number = number
-        self.output_token_ids: list[int] = []
-        self.losses = Losses()
-        self.refused_by: set[str] = set()
-        self.was_accepted = False
-        self.wait_until: float | None = None
-        self.release: Callable[[], None] = _nothing
-        self._mailbox = mailbox
-        self._num_prompt_rows = 0
-        self._num_repeated_rows = 0
+    request: EngineRequest
+    index: int
+    number: int
+    mailbox: "Mailbox"
+    output_token_ids: list[int] = field(default_factory=list)
+    losses: Losses = field(default_factory=Losses)
+    refused_by: set[str] = field(default_factory=set)
+    was_accepted: bool = False
+    wait_until: float | None = None
+    release: Callable[[], None] = _nothing
+    _num_prompt_rows: int = 0
+    _num_repeated_rows: int = 0
 
     @property
     def has_output(self) -> bool:
@@ -105,7 +88,6 @@ class Inflight:
             self._delta().num_cached_tokens = num_cached_tokens
 
     def tokens(self, token_ids: list[int]) -> None:
-        """New tokens of its output, if any."""
         if not token_ids:
             return
         self.was_accepted = True
@@ -129,37 +111,28 @@ class Inflight:
         self.losses.computing = False
 
     def logprobs(self, rows: LogprobRows) -> None:
-        """Log-probabilities of the tokens that came last."""
         delta = self._delta()
-        if delta.logprobs is None:
-            delta.logprobs = rows
-        else:
-            delta.logprobs.extend(rows)
+        delta.logprobs = joined(delta.logprobs, rows)
 
     def prompt_logprobs(self, rows: LogprobRows) -> None:
         """Further log-probabilities of the prompt; those that came before are dropped."""
         num_repeated = min(self._num_repeated_rows, len(rows))
         self._num_repeated_rows -= num_repeated
-        rows = rows.after(num_repeated)
+        rows = rows.part(num_repeated)
         if not rows:
             return
         self._num_prompt_rows += len(rows)
         delta = self._delta()
-        if delta.prompt_logprobs is None:
-            delta.prompt_logprobs = rows
-        else:
-            delta.prompt_logprobs.extend(rows)
+        delta.prompt_logprobs = joined(delta.prompt_logprobs, rows)
 
     def finished(self, finish: Finish) -> None:
-        """It ended by itself."""
         self._delta().finish = finish
 
     def failed(self, error: StepwellError) -> None:
-        """It ended with an error."""
         self._delta().error = error
 
     def _delta(self) -> Delta:
-        return self._mailbox.delta(self.index)
+        return self.mailbox.delta(self.index)
 
 
 def ended(inflight: Inflight) -> Finish | None:
@@ -186,7 +159,7 @@ def ended(inflight: Inflight) -> Finish | None:
 
 
 class Mailbox:
-    """Merged deltas of the sequences of one client request; the core's Subscription.
+    """Merged deltas of the sequences of one client request; until it is closed.
 
     It holds at most one delta per sequence, so a reader that has stopped costs no more than the
     tokens of its own request.
@@ -217,6 +190,9 @@ class Mailbox:
         return delta
 
     async def receive(self) -> list[tuple[int, Delta]]:
+        """Waits for deltas: (index of the sequence, its delta), each index at most once. One call
+        at a time.
+        """
         if not self._deltas:
             self._reader = asyncio.get_running_loop().create_future()
             try:
@@ -230,14 +206,12 @@ class Mailbox:
         return list(deltas.items())
 
     def abort(self, index: int) -> None:
+        """Ends a sequence; later deltas of it are dropped. Idempotent."""
         if index in self._unfinished:
             self._unfinished.discard(index)
             self._drop(self.inflights[index])
 
     def close(self) -> None:
+        """Aborts whatever has not ended. Idempotent."""
         for index in tuple(self._unfinished):
             self.abort(index)
-
-
-def _nothing() -> None:
-    return None

@@ -29,7 +29,6 @@ class LogprobRows:
         logprobs: Iterable[float],
         ranks: Iterable[int],
     ) -> "LogprobRows":
-        """Rows of any sequences of numbers."""
         return cls(width, array("i", token_ids), array("f", logprobs), array("I", ranks))
 
     def __len__(self) -> int:
@@ -41,18 +40,14 @@ class LogprobRows:
         self.logprobs += other.logprobs
         self.ranks += other.ranks
 
-    def head(self, num_rows: int) -> "LogprobRows":
-        """The first rows."""
-        cells = num_rows * self.width
+    def part(self, start: int, stop: int | None = None) -> "LogprobRows":
+        """The rows from `start` on, up to `stop` where given."""
+        first, last = start * self.width, None if stop is None else stop * self.width
         return LogprobRows(
-            self.width, self.token_ids[:cells], self.logprobs[:cells], self.ranks[:num_rows]
-        )
-
-    def after(self, num_rows: int) -> "LogprobRows":
-        """The rows that follow the first ones."""
-        cells = num_rows * self.width
-        return LogprobRows(
-            self.width, self.token_ids[cells:], self.logprobs[cells:], self.ranks[num_rows:]
+            self.width,
+            self.token_ids[first:last],
+            self.logprobs[first:last],
+            self.ranks[start:stop],
         )
 
     def rows(self) -> Iterator[tuple[list[int], list[float], int]]:

@@ -42,7 +42,6 @@ class Membership:
 
     @property
     def num_ready(self) -> int:
-        """How many replicas take requests now."""
         return len(self.ready())
 
     def not_ready(self) -> dict[str, str]:

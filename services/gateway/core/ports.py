@@ -5,32 +5,11 @@ know of each other: the fleet towards a generation.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from services.gateway.core.delta import Delta
-from services.gateway.core.inflight import Inflight
+from services.gateway.core.inflight import Inflight, Mailbox
 from services.gateway.core.request import EngineRequest, ModelLimits
 
 TIMER_SLACK_SECONDS = 0.001
 """An event loop's clock may make a call by so much too early."""
-
-
-class Subscription(Protocol):
-    """The deltas of the sequences of one client request, until it is closed."""
-
-    async def receive(self) -> list[tuple[int, Delta]]:
-        """Waits for deltas: (index of the sequence, its delta), each index at most once.
-
-        What comes between two calls is merged, so that a slow reader costs the tokens themselves
-        and nothing else. One call at a time.
-        """
-        ...
-
-    def abort(self, index: int) -> None:
-        """Ends a sequence; later deltas of it are dropped. Idempotent."""
-        ...
-
-    def close(self) -> None:
-        """Aborts whatever has not ended. Idempotent."""
-        ...
 
 
 class Engine(Protocol):
@@ -38,22 +17,19 @@ class Engine(Protocol):
 
     def limits(self) -> ModelLimits:
         """What a request may be. Raises Unavailable until a replica was ready once."""
-        ...
 
     def check_room(self, deadline: float | None) -> None:
         """Raises ResourceExhausted where a request with this deadline would be refused now.
 
         It is an estimate; the scheduler decides after `start`.
         """
-        ...
 
-    def start(self, requests: Sequence[EngineRequest]) -> Subscription:
+    def start(self, requests: Sequence[EngineRequest]) -> Mailbox:
         """Sends sequences to a replica; while none is ready they wait, in order of arrival.
 
         A sequence survives the loss of its replica: it is sent again with the tokens that came so
         far, and its deltas go on without a lost or repeated token.
         """
-        ...
 
 
 class Link(Protocol):
@@ -63,11 +39,9 @@ class Link(Protocol):
         """Sends a sequence with its tokens so far, soon and in order. `handle` names it from here
         on. What was not sent when the session ends is dropped.
         """
-        ...
 
     def abort(self, handle: int) -> None:
         """Ends a sequence there; nothing more comes of it."""
-        ...
 
 
 class Timer(Protocol):
@@ -75,19 +49,15 @@ class Timer(Protocol):
 
     def cancel(self) -> None:
         """Takes it back. Idempotent."""
-        ...
 
 
 class Clock(Protocol):
     """Steady time in seconds, by which deadlines are given; asyncio's event loop is one."""
 
-    def time(self) -> float:
-        """The time now."""
-        ...
+    def time(self) -> float: ...
 
     def call_at(self, when: float, callback: Callable[[], object], /) -> Timer:
         """Calls `callback` at that time or, if it has passed, soon."""
-        ...
 
 
 class TextTooLong(Exception):
@@ -102,43 +72,25 @@ class TextTooLong(Exception):
 class Tokenizer(Protocol):
     """Text to tokens and back. Long work happens off the event loop."""
 
-    @property
-    def is_byte_level(self) -> bool:
-        """Whether text is exactly the concatenation of `token_bytes`."""
-        ...
-
-    @property
-    def byte_values(self) -> Mapping[int, int]:
-        """The byte of each token that stands for a single one and is text only together with the
-        byte tokens beside it (SentencePiece's byte fallback); empty for other tokenizers.
-        """
-        ...
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """Tokens that are no text: end of sequence, roles, padding."""
-        ...
-
-    @property
-    def eos_token_id(self) -> int | None:
-        """The token that the tokenizer names as end of sequence; None if it names none."""
-        ...
-
-    @property
-    def max_token_bytes(self) -> int:
-        """Most bytes that one token stands for."""
-        ...
-
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether conversations can be rendered."""
-        ...
+    is_byte_level: bool
+    """Whether text is exactly the concatenation of `token_bytes`."""
+    byte_values: Mapping[int, int]
+    """The byte of each token that stands for a single one and is text only together with the byte
+    tokens beside it (SentencePiece's byte fallback); empty for other tokenizers.
+    """
+    special_ids: frozenset[int]
+    """Tokens that are no text: end of sequence, roles, padding."""
+    eos_token_id: int | None
+    """The token that the tokenizer names as end of sequence; None if it names none."""
+    max_token_bytes: int
+    """Most bytes that one token stands for."""
+    has_chat_template: bool
+    """Whether conversations can be rendered."""
 
     async def encode(
         self, texts: Sequence[str], *, add_special_tokens: bool, max_tokens: int
     ) -> list[list[int]]:
         """Token ids of plain texts. Raises TextTooLong for a text of more than `max_tokens`."""
-        ...
 
     async def token_starts(
         self, texts: Sequence[str], *, add_special_tokens: bool
@@ -146,7 +98,6 @@ class Tokenizer(Protocol):
         """Where in each text its tokens start, in characters; one that holds a part of a character
         starts where the character does.
         """
-        ...
 
     async def render_chat(
         self,
@@ -160,20 +111,15 @@ class Tokenizer(Protocol):
 
         Raises InvalidArgument when the template does not take it.
         """
-        ...
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """Text of token ids of any number, special tokens included."""
-        ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Text of a few token ids. Ids the tokenizer does not know have no text."""
-        ...
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for; none for an id the tokenizer does not know."""
-        ...
 
     def token_name(self, token_id: int) -> str:
         """The token as the vocabulary writes it."""
-        ...

@@ -45,17 +45,14 @@ class ReplicaListener(Protocol):
 
     def replica_changed(self, replica: "Replica") -> None:
         """A session opened, or the replica became able or unable to run steps."""
-        ...
 
     def replica_lost(self, inflights: list[Inflight]) -> None:
         """A session ended, and with it these sequences there."""
-        ...
 
     def request_rejected(
         self, inflight: Inflight, error: StepwellError, replica: "Replica"
     ) -> None:
         """The scheduler refused a sequence."""
-        ...
 
 
 class Replica:
@@ -142,7 +139,6 @@ class Replica:
         return taken
 
     def opened(self, description: ReplicaDescription) -> None:
-        """A session opened."""
         self.description = description
         self.is_connected = True
         logger.info(
@@ -174,13 +170,11 @@ class Replica:
         self._num_others_waiting = max(0, queue.num_waiting - len(self._unadmitted))
 
     def admitted(self, handle: int, num_cached_tokens: int) -> None:
-        """A sequence left the queue."""
         self._unadmitted.discard(handle)
         if (inflight := self.running.get(handle)) is not None:
             inflight.admitted(num_cached_tokens)
 
     def finished(self, handle: int, end: Finish | StepwellError) -> None:
-        """A sequence ended."""
         inflight = self._forget(handle)
         if inflight is None:
             return
@@ -193,7 +187,6 @@ class Replica:
         inflight.failed(end)
 
     def rejected(self, handle: int, error: StepwellError) -> None:
-        """The scheduler refused a sequence."""
         if (inflight := self._forget(handle)) is not None:
             self._listener.request_rejected(inflight, error, self)
 
@@ -209,10 +202,6 @@ class Replica:
         self._unadmitted.clear()
         lost, self.running = list(self.running.values()), {}
         self._listener.replica_lost(lost)
-
-    def inflights(self) -> list[Inflight]:
-        """The sequences there, as they are now."""
-        return list(self.running.values())
 
     def _abort(self, handle: int) -> None:
         if self._forget(handle) is not None:

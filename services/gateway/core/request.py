@@ -1,5 +1,6 @@
 """What a client asks, and the sequences it becomes."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
@@ -8,7 +9,6 @@ from services.common.errors import InvalidArgument, OutOfRange
 from services.common.prompt_embeds import PromptEmbeds
 from services.common.sampling import MAX_INT32, SamplingParams
 from services.gateway.core.sampling import check_sampling, check_token_ids
-from services.gateway.core.seeds import answer_seed
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_LENGTH = 1024
@@ -16,6 +16,9 @@ MAX_CACHE_SALT_BYTES = 256
 ChatRole = Literal["system", "developer", "user", "assistant"]
 CHAT_ROLES: tuple[str, ...] = get_args(ChatRole)
 CONTEXT_LENGTH_EXCEEDED = "CONTEXT_LENGTH_EXCEEDED"
+_MASK = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +93,6 @@ class ClientRequest:
     def num_choices(self) -> int:
         return len(self.prompts) * self.n
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        return sum(len(prompt.token_ids) for prompt in self.prompts)
-
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
@@ -109,6 +108,20 @@ class EngineRequest:
     prompt_embeds: PromptEmbeds | None = None
     deadline: float | None = None
     """When the client gives up, on the engine's clock; None without a deadline."""
+
+
+def is_request_id(name: str) -> bool:
+    """Whether a client may name its request so: the name stands in logs, traces and answers."""
+    return _REQUEST_ID.fullmatch(name) is not None
+
+
+def check_request_id(name: str) -> None:
+    """Raises InvalidArgument unless `is_request_id`."""
+    if not is_request_id(name):
+        raise InvalidArgument(
+            "request_id must be 1 to 128 printable ASCII characters, without spaces",
+            field="request_id",
+        )
 
 
 def check_request(request: ClientRequest, limits: ModelLimits) -> None:
@@ -247,3 +260,30 @@ def _check_priority(priority: int, limits: ModelLimits) -> None:
         raise InvalidArgument(
             "priority must be 0: this server runs requests in order of arrival", field="priority"
         )
+
+
+def answer_seed(given: int | None, drawn: int, prompt: int, child: int, n: int) -> int:
+    """The seed of answer number `child` of the `n` to prompt number `prompt`, in [0, 2**64).
+
+    A client's seed holds for each prompt as if it were sent alone, so that equal prompts get equal
+    answers, as they do in vLLM; of the n answers each has its own. Without one, `drawn` stands in,
+    and every answer of the request has its own.
+    """
+    if given is not None:
+        return child_seed(given, child)
+    return child_seed(drawn, prompt * n + child)
+
+
+def child_seed(seed: int, child: int) -> int:
+    """The seed of answer number `child` of those that share a seed.
+
+    The first answer has the seed itself, so that n = 1 and the first of n agree. The others are
+    outputs of SplitMix64 (Steele, Lea and Flood, 2014), which never meet for one seed. vLLM adds
+    the child's number to the seed, so that neighbouring seeds share answers.
+    """
+    if child == 0:
+        return seed & _MASK
+    mixed = (seed + child * _GOLDEN) & _MASK
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+    return mixed ^ (mixed >> 31)

@@ -15,7 +15,6 @@ class RoutingPolicy(Protocol):
         """One of `candidates`, which are ready and equal in whether their queues have room; there
         is at least one. Sequences of the same prompt follow the first one without being asked for.
         """
-        ...
 
 
 class LeastLoaded:

@@ -20,8 +20,6 @@ class StopPatterns:
 
 
 class StopStrings:
-    """Watches the text of one sequence."""
-
     def __init__(self, stops: StopPatterns, *, include: bool) -> None:
         """`include` leaves the stop string itself in the text."""
         self._stops = stops
@@ -46,7 +44,6 @@ class StopStrings:
         return shown, None
 
     def flush(self) -> str:
-        """The text that is held back, at the end of the sequence."""
         held, self._held = self._held, ""
         return held
 

@@ -48,7 +48,6 @@ class WaitingQueue:
         self._timers[inflight] = self._clock.call_at(when, partial(self._wake, inflight))
 
     def discard(self, inflight: Inflight) -> None:
-        """Removes the sequence, if it is here, and cancels its timer."""
         timer = self._timers.pop(inflight, None)
         if timer is not None:
             timer.cancel()

@@ -193,7 +193,7 @@ async def test_a_request_under_which_replicas_die_is_ended(model: Path) -> None:
         stream = Stream(served)
         for _ in range(6):
             await until(lambda: scheduler.num_running == 1)
-            inflight = served.gateway.membership.replicas[0].inflights()[0]
+            (inflight,) = served.gateway.membership.replicas[0].running.values()
             await until(lambda inflight=inflight: inflight.losses.computing)  # type: ignore[misc]
             scheduler.end_sessions()
             await until(lambda: scheduler.num_running == 0)

@@ -15,7 +15,12 @@ from services.gateway.core.delta import Delta, Finish
 from services.gateway.core.inflight import MAX_LOSSES_COMPUTED, MAX_LOSSES_WAITED, Mailbox
 from services.gateway.core.no_token import NAN_IN_LOGITS
 from services.gateway.core.replica import ReplicaState
-from tests.gateway.fake_fleet import LIMITS, TIMES, FakeFleet
+from tests.gateway.fake_fleet import (
+    LIMITS,
+    MIGRATE_AFTER_SECONDS,
+    RESUBMIT_TIMEOUT_SECONDS,
+    FakeFleet,
+)
 
 FULL = ResourceExhausted("full", reason="QUEUE_FULL", retry_after_seconds=0.5)
 DRAINING = Unavailable("draining", retry_after_seconds=0.5)
@@ -80,7 +85,7 @@ async def test_sequences_wait_in_order_of_arrival_for_a_replica() -> None:
     mailboxes = [world.start() for _ in range(3)]
     assert world.fleet.num_waiting == 3
     assert world.fleet.membership.why_not_ready() == "no replica is ready: a (not connected yet)"
-    world.clock.advance(TIMES.resubmit_timeout_seconds - 1)
+    world.clock.advance(RESUBMIT_TIMEOUT_SECONDS - 1)
     world.connect("a")
     assert world.fleet.num_waiting == 0
     sent = list(world.links["a"].added.values())
@@ -90,7 +95,7 @@ async def test_sequences_wait_in_order_of_arrival_for_a_replica() -> None:
 async def test_a_wait_ends_after_the_resubmit_timeout() -> None:
     world = FakeFleet(1)
     mailbox = world.start()
-    world.clock.advance(TIMES.resubmit_timeout_seconds)
+    world.clock.advance(RESUBMIT_TIMEOUT_SECONDS)
     error = await error_of(mailbox)
     assert isinstance(error, Unavailable)
     assert error.error_reason == "NO_REPLICA_READY"
@@ -178,9 +183,9 @@ def test_sequences_leave_a_replica_that_cannot_run_steps_for_too_long() -> None:
     (handle,) = world.replicas["a"].running
     world.connect("b")
     world.replicas["a"].state_changed(ReplicaState(ready=False, reason="no worker"))
-    world.clock.advance(TIMES.migrate_after_seconds / 2)
+    world.clock.advance(MIGRATE_AFTER_SECONDS / 2)
     assert world.has("a") == [inflight]
-    world.clock.advance(TIMES.migrate_after_seconds)
+    world.clock.advance(MIGRATE_AFTER_SECONDS)
     assert (world.has("a"), world.has("b")) == ([], [inflight])
     assert world.links["a"].aborted == [handle]
 
@@ -190,7 +195,7 @@ def test_sequences_stay_while_no_other_replica_is_ready() -> None:
     world.connect("a")
     world.start()
     world.replicas["a"].state_changed(ReplicaState(ready=False, reason="no worker"))
-    world.clock.advance(10 * TIMES.migrate_after_seconds)
+    world.clock.advance(10 * MIGRATE_AFTER_SECONDS)
     assert len(world.has("a")) == 1
     world.connect("b")
     assert (len(world.has("a")), len(world.has("b"))) == (0, 1)
@@ -202,7 +207,7 @@ def test_sequences_of_a_scheduler_that_drains_finish_there() -> None:
     world.start(n=2)
     (name,) = (name for name in "ab" if world.has(name))
     world.replicas[name].state_changed(ReplicaState(ready=False, reason="stops", draining=True))
-    world.clock.advance(10 * TIMES.migrate_after_seconds)
+    world.clock.advance(10 * MIGRATE_AFTER_SECONDS)
     assert len(world.has(name)) == 2
 
 
@@ -249,7 +254,7 @@ async def test_a_sequence_that_was_accepted_before_waits_where_all_queues_are_fu
         assert len(world.has("a")) == 1
     reject(world, FULL)
     world.replicas["a"].state_changed(ReplicaState(ready=False, reason="no worker"))
-    world.clock.advance(TIMES.resubmit_timeout_seconds)
+    world.clock.advance(RESUBMIT_TIMEOUT_SECONDS)
     await only_delta(mailbox)  # it was admitted
     assert world.fleet.num_waiting == 0, "its time began with the loss"
 
@@ -354,7 +359,7 @@ def test_replicas_with_another_model_get_nothing() -> None:
     assert "fingerprint" in world.fleet.membership.not_ready()["b"]
     world.replicas["a"].closed("killed")
     assert world.fleet.membership.num_ready == 0, "it does not take over at once"
-    world.clock.advance(TIMES.resubmit_timeout_seconds)
+    world.clock.advance(RESUBMIT_TIMEOUT_SECONDS)
     assert world.fleet.membership.num_ready == 1
     assert world.replicas["b"].is_ready
 

@@ -8,11 +8,11 @@ import pytest
 
 from services.common.sampling import SamplingParams
 from services.gateway.adapters.hf_tokenizer import load_tokenizer
+from services.gateway.adapters.http.bodies import SamplingBody
 from services.gateway.adapters.http.chat import ChatDialect
 from services.gateway.adapters.http.completions import CompletionDialect
-from services.gateway.adapters.http.dialect import Dialect, Envelope
+from services.gateway.adapters.http.dialect import Dialect
 from services.gateway.adapters.http.json_pieces import HoldsLongList, LongList, json_pieces, to_json
-from services.gateway.adapters.http.token_text import TokenText
 from services.gateway.core.choice import Piece
 from services.gateway.core.generation import Answer, Usage
 from services.gateway.core.logprobs import LogprobRows
@@ -38,10 +38,9 @@ def test_pieces_are_the_same_json():
 
 @pytest.mark.parametrize("kind", [ChatDialect, CompletionDialect])
 def test_many_logprobs_are_never_whole_in_memory(kind: type[Dialect], model: Path):
-    tokens = TokenText(load_tokenizer(model))
+    tokenizer = load_tokenizer(model)
     request = ClientRequest("r", (Prompt([5]),), SamplingParams(logprobs=WIDTH - 1), n=NUM_ANSWERS)
-    envelope = Envelope("r", 0, "tiny", False, False, False, False, False)
-    dialect = kind(envelope, request, tokens)
+    dialect = kind(SamplingBody(), request, "tiny", tokenizer)
     tracemalloc.start()
     answers = [Answer() for _ in range(NUM_ANSWERS)]
     for token in range(NUM_TOKENS):

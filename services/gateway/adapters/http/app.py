@@ -1,9 +1,11 @@
 """The HTTP application of the gateway: its routes, and what is checked before them."""
 
 from collections.abc import Awaitable, Callable, Sequence
+from functools import cache
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -24,7 +26,6 @@ from services.gateway.adapters.http.generation_routes import (
     GenerationRoutes,
 )
 from services.gateway.adapters.http.hosts import HostCheck
-from services.gateway.adapters.http.openapi import describe_body
 from services.gateway.adapters.http.request_ids import HEADER as REQUEST_ID_HEADER
 from services.gateway.adapters.http.request_ids import RequestIds
 from services.gateway.adapters.http.server_routes import ServerRoutes
@@ -54,7 +55,7 @@ def make_app(
         ("/tokenize", tokenizer.tokenize, TokenizeBody),
         ("/detokenize", tokenizer.detokenize, DetokenizeBody),
     ):
-        extra = describe_body(body)
+        extra = _describe_body(body)
         app.add_api_route(
             path, handler, methods=["POST"], openapi_extra=extra, dependencies=with_body
         )
@@ -88,6 +89,26 @@ def guarded(app: ASGIApp, names: Sequence[str], allowed_origins: Sequence[str]) 
             expose_headers=(REQUEST_ID_HEADER, "Retry-After"),
         )
     return RequestIds(HostCheck(app, names))
+
+
+@cache
+def _describe_body(model: type[BaseModel]) -> dict[str, Any]:
+    """OpenAPI's `requestBody` for a body class, which is parsed by hand to name what is wrong."""
+    schema = model.model_json_schema()
+    definitions = schema.pop("$defs", {})
+    content = {"application/json": {"schema": _inlined(schema, definitions)}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def _inlined(node: Any, definitions: dict[str, Any]) -> Any:
+    """The schema with every reference replaced by what it refers to; no body is recursive."""
+    if isinstance(node, list):
+        return [_inlined(item, definitions) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if "$ref" in node:
+        return _inlined(definitions[node["$ref"].rpartition("/")[2]], definitions)
+    return {key: _inlined(value, definitions) for key, value in node.items()}
 
 
 async def _check_content(request: Request) -> None:

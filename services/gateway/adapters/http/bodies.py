@@ -1,9 +1,11 @@
 """The bodies of requests, field by field. Types are checked here, ranges in the core."""
 
+import re
 from typing import Annotated, Any
 
 from pydantic import Field
 
+from services.common.errors import StepwellError
 from services.gateway.adapters.http.fields import (
     Body,
     Ignored,
@@ -79,6 +81,10 @@ class SamplingBody(Body):
     service_tier: Annotated[Any, only("auto", "default", why="there is one service tier")] = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+
+    def in_client_words(self, error: StepwellError) -> StepwellError:
+        """The error with its field named as in this body."""
+        return error
 
 
 class CompletionBody(SamplingBody):
@@ -165,6 +171,20 @@ class ChatCompletionBody(SamplingBody, ChatPrompt):
     reasoning_effort: Annotated[Any, only("none", why="reasoning effort is not supported")] = None
     verbosity: Annotated[Any, only("medium", why="verbosity is not supported")] = None
     web_search_options: Annotated[Any, only(why=_NO_TOOLS)] = None
+
+    def in_client_words(self, error: StepwellError) -> StepwellError:
+        names = {"prompt": "messages", "logprobs": "top_logprobs"}
+        if self.max_tokens is None:
+            names["max_tokens"] = "max_completion_tokens"
+        name = names.get(error.field or "")
+        if name is None:
+            return error
+        return type(error)(
+            re.sub(rf"\b{error.field}\b", name, error.message, count=1),
+            field=name,
+            reason=error.error_reason,
+            retry_after_seconds=error.retry_after_seconds,
+        )
 
 
 class TokenizeBody(Body):

@@ -1,47 +1,24 @@
 """/v1/chat/completions: from its body to a request, from answers to its chunks."""
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
-from services.common.errors import InvalidArgument, StepwellError
+from services.common import names
+from services.common.errors import InvalidArgument
 from services.gateway.adapters.http.bodies import ChatCompletionBody, ChatPrompt, TokenizeBody
 from services.gateway.adapters.http.dialect import Dialect, stop_reason
 from services.gateway.adapters.http.json_pieces import LongList, listed
-from services.gateway.adapters.http.logprobs import chat_logprobs, prompt_logprobs
+from services.gateway.adapters.http.logprobs import chat_logprobs
 from services.gateway.adapters.http.sampling import (
     check_stream_options,
+    client_request,
     sampling_from_body,
-    stop_strings,
 )
 from services.gateway.core.choice import Piece
 from services.gateway.core.generation import Answer
 from services.gateway.core.inference import Inference
 from services.gateway.core.logprobs import LogprobRows
 from services.gateway.core.request import ClientRequest, Prompt
-
-# What a template is given by the server cannot be given by a client.
-_RESERVED_VARIABLES = frozenset(
-    {
-        "messages",
-        "conversation",
-        "conversations",
-        "sanitize_control_tokens",
-        "chat_template",
-        "tools",
-        "documents",
-        "tokenize",
-        "padding",
-        "truncation",
-        "max_length",
-        "return_tensors",
-        "return_dict",
-        "return_assistant_tokens_mask",
-        "tokenizer_kwargs",
-        "add_generation_prompt",
-        "continue_final_message",
-    }
-)
 
 
 async def chat_request(
@@ -51,24 +28,14 @@ async def chat_request(
     check_stream_options(body)
     text = await render(body, inference)
     [token_ids] = await inference.encode([text], add_special_tokens=bool(body.add_special_tokens))
-    return ClientRequest(
-        request_id=request_id,
-        prompts=(Prompt(token_ids),),
-        sampling=await sampling_from_body(
-            body,
-            inference,
-            max_tokens=_max_tokens(body),
-            logprobs=_num_logprobs(body),
-            prompt_logprobs=body.prompt_logprobs,
-        ),
-        n=1 if body.n is None else body.n,
-        stop=stop_strings(body),
-        include_stop_str_in_output=bool(body.include_stop_str_in_output),
-        ignore_eos=bool(body.ignore_eos),
-        skip_special_tokens=body.skip_special_tokens is not False,
-        priority=body.priority or 0,
-        cache_salt=body.cache_salt or "",
+    sampling = await sampling_from_body(
+        body,
+        inference,
+        max_tokens=_max_tokens(body),
+        logprobs=_num_logprobs(body),
+        prompt_logprobs=body.prompt_logprobs,
     )
+    return client_request(body, request_id, (Prompt(token_ids),), sampling)
 
 
 async def render(body: ChatPrompt | TokenizeBody, inference: Inference) -> str:
@@ -79,34 +46,12 @@ async def render(body: ChatPrompt | TokenizeBody, inference: Inference) -> str:
             "continue_final_message and add_generation_prompt exclude each other",
             field="continue_final_message",
         )
-    variables = body.chat_template_kwargs or {}
-    reserved = _RESERVED_VARIABLES & variables.keys()
-    if reserved:
-        raise InvalidArgument(
-            f"chat_template_kwargs may not hold {min(reserved)!r}", field="chat_template_kwargs"
-        )
     messages = [message.to_template() for message in body.messages or ()]
     return await inference.tokenizer.render_chat(
         messages,
         add_generation_prompt=not continues and body.add_generation_prompt is not False,
         continue_final_message=continues,
-        variables=variables,
-    )
-
-
-def in_chat_words(error: StepwellError, body: ChatCompletionBody) -> StepwellError:
-    """An error with its field named as in a chat body."""
-    names = {"prompt": "messages", "logprobs": "top_logprobs"}
-    if body.max_tokens is None:
-        names["max_tokens"] = "max_completion_tokens"
-    name = names.get(error.field or "")
-    if name is None:
-        return error
-    return type(error)(
-        re.sub(rf"\b{error.field}\b", name, error.message, count=1),
-        field=name,
-        reason=error.error_reason,
-        retry_after_seconds=error.retry_after_seconds,
+        variables=body.chat_template_kwargs or {},
     )
 
 
@@ -132,8 +77,8 @@ def _num_logprobs(body: ChatCompletionBody) -> int | None:
 
 
 class ChatDialect(Dialect):
-    """Chat completions."""
-
+    operation = names.GENAI_OPERATION_CHAT
+    id_prefix = "chatcmpl"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
@@ -141,18 +86,18 @@ class ChatDialect(Dialect):
         choices = []
         for index in range(self.request.num_choices):
             choice = self._chunk(index, {"role": "assistant", "content": ""})
-            if self.envelope.return_token_ids:
+            if self.return_token_ids:
                 choice["prompt_token_ids"] = self._prompt_token_ids()
             choices.append(choice)
         return choices
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
         chunks = []
-        has_tokens = piece.logprobs or (self.envelope.return_token_ids and piece.token_ids)
+        has_tokens = piece.logprobs or (self.return_token_ids and piece.token_ids)
         if piece.text or has_tokens:
             chunk = self._chunk(piece.index, {"content": piece.text})
             chunk["logprobs"] = self._logprobs(piece.logprobs)
-            if self.envelope.return_token_ids:
+            if self.return_token_ids:
                 chunk["token_ids"] = piece.token_ids
             chunks.append(chunk)
         if piece.finish_reason is not None:
@@ -171,19 +116,16 @@ class ChatDialect(Dialect):
             "finish_reason": last.finish_reason.value if last.finish_reason else None,
             "stop_reason": stop_reason(last),
         }
-        if self.envelope.return_token_ids:
+        if self.return_token_ids:
             shaped["token_ids"] = listed(answer.token_ids, len(answer.token_ids))
         return shaped
 
     def extras(self, answers: Sequence[Answer]) -> dict[str, Any]:
         extras: dict[str, Any] = {}
-        if self.envelope.return_token_ids:
+        if self.return_token_ids:
             extras["prompt_token_ids"] = self._prompt_token_ids()
-        if self.envelope.return_prompt_logprobs:
-            rows = answers[0].prompt_logprobs
-            extras["prompt_logprobs"] = listed(
-                prompt_logprobs(rows, self.tokens), 1 + len(rows or ())
-            )
+        if self.return_prompt_logprobs:
+            extras["prompt_logprobs"] = self.prompt_logprobs(answers[0].prompt_logprobs)
         return extras
 
     def _prompt_token_ids(self) -> list[int] | LongList:
@@ -196,4 +138,4 @@ class ChatDialect(Dialect):
     def _logprobs(self, rows: LogprobRows | None) -> dict[str, Any] | None:
         if rows is None:
             return None
-        return {"content": listed(chat_logprobs(rows, self.tokens), len(rows)), "refusal": None}
+        return {"content": listed(chat_logprobs(rows, self.tokenizer), len(rows)), "refusal": None}

@@ -1,27 +1,24 @@
 """/v1/completions: from its body to a request, from answers to its chunks."""
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any, cast
 
+from services.common import names
 from services.common.errors import InvalidArgument
 from services.gateway.adapters.http.bodies import CompletionBody
 from services.gateway.adapters.http.dialect import Dialect, stop_reason
 from services.gateway.adapters.http.embeds import read_prompt_embeds
 from services.gateway.adapters.http.json_pieces import listed
-from services.gateway.adapters.http.logprobs import (
-    completion_logprobs,
-    echoed_logprobs,
-    prompt_logprobs,
-)
+from services.gateway.adapters.http.logprobs import completion_logprobs, echoed_logprobs
 from services.gateway.adapters.http.sampling import (
     check_stream_options,
+    client_request,
     sampling_from_body,
-    stop_strings,
 )
 from services.gateway.core.choice import Piece
-from services.gateway.core.echo import echoed
+from services.gateway.core.detokenizer import echoed
 from services.gateway.core.generation import Answer
 from services.gateway.core.inference import Inference
 from services.gateway.core.logprobs import LogprobRows, joined
@@ -42,26 +39,16 @@ async def completion_request(
             reason="UNSUPPORTED_PARAMETER",
         )
     prompt_only = bool(body.echo) and body.max_tokens == 0
-    return ClientRequest(
-        request_id=request_id,
-        prompts=await _prompts(body, inference),
-        sampling=await sampling_from_body(
-            body,
-            inference,
-            max_tokens=None if prompt_only else body.max_tokens,
-            logprobs=body.logprobs,
-            prompt_logprobs=_num_prompt_logprobs(body),
-        ),
-        n=1 if body.n is None else body.n,
-        stop=stop_strings(body),
-        include_stop_str_in_output=bool(body.include_stop_str_in_output),
-        ignore_eos=bool(body.ignore_eos),
-        skip_special_tokens=body.skip_special_tokens is not False,
-        priority=body.priority or 0,
-        cache_salt=body.cache_salt or "",
-        default_max_tokens=DEFAULT_MAX_TOKENS,
-        prompt_only=prompt_only,
+    prompts = await _prompts(body, inference)
+    sampling = await sampling_from_body(
+        body,
+        inference,
+        max_tokens=None if prompt_only else body.max_tokens,
+        logprobs=body.logprobs,
+        prompt_logprobs=_num_prompt_logprobs(body),
     )
+    request = client_request(body, request_id, prompts, sampling)
+    return replace(request, default_max_tokens=DEFAULT_MAX_TOKENS, prompt_only=prompt_only)
 
 
 def _num_prompt_logprobs(body: CompletionBody) -> int | None:
@@ -135,15 +122,14 @@ async def _token_prompts(
 class CompletionDialect(Dialect):
     """Text completions. An echoed prompt comes with the first tokens of each answer."""
 
+    operation = names.GENAI_OPERATION_TEXT_COMPLETION
+    id_prefix = "cmpl"
     whole_object = "text_completion"
     chunk_object = "text_completion"
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._unsent: dict[int, LogprobRows | None] = dict.fromkeys(range(self.request.num_choices))
-
-    def opening(self) -> list[dict[str, Any]]:
-        return []
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
         prompt_rows = None
@@ -154,49 +140,24 @@ class CompletionDialect(Dialect):
         if not piece.token_ids and piece.finish_reason is None:
             return []
         says_nothing = not (
-            piece.text or piece.logprobs or piece.finish_reason or self.envelope.return_token_ids
+            piece.text or piece.logprobs or piece.finish_reason or self.return_token_ids
         )
         if says_nothing and not (is_first and self.request.prompts[0].text is not None):
             return []
         self._unsent.pop(piece.index, None)
-        return [
-            self._choice(
-                piece.index,
-                piece.text,
-                piece.token_ids,
-                piece.logprobs,
-                piece.offsets or (),
-                piece,
-                prompt_rows,
-                with_prompt=is_first,
-            )
-        ]
+        return [self._choice(piece.index, piece, piece, prompt_rows, with_prompt=is_first)]
 
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:
-        shaped = self._choice(
-            index,
-            answer.text,
-            answer.token_ids,
-            answer.logprobs,
-            answer.offsets,
-            answer.last,
-            answer.prompt_logprobs,
-            with_prompt=True,
-        )
-        if self.envelope.return_prompt_logprobs:
-            rows = answer.prompt_logprobs
-            shaped["prompt_logprobs"] = listed(
-                prompt_logprobs(rows, self.tokens), 1 + len(rows or ())
-            )
+        rows = answer.prompt_logprobs
+        shaped = self._choice(index, answer, answer.last, rows, with_prompt=True)
+        if self.return_prompt_logprobs:
+            shaped["prompt_logprobs"] = self.prompt_logprobs(rows)
         return shaped
 
     def _choice(
         self,
         index: int,
-        text: str,
-        token_ids: list[int],
-        rows: LogprobRows | None,
-        offsets: Sequence[int],
+        part: Piece | Answer,
         last: Piece,
         prompt_rows: LogprobRows | None,
         *,
@@ -204,28 +165,28 @@ class CompletionDialect(Dialect):
     ) -> dict[str, Any]:
         prompt = self.request.prompts[index // self.request.n]
         echo = prompt.text or ""
-        logprobs: dict[str, Iterable[Any]] | None = None
+        rows, logprobs = part.logprobs, None
         num_rows = len(rows or ()) + len(prompt_rows or ())
         if rows is not None:
-            shifted = [len(echo) + offset for offset in offsets]
-            logprobs = completion_logprobs(rows, shifted, self.tokens)
+            shifted = [len(echo) + offset for offset in part.offsets or ()]
+            logprobs = completion_logprobs(rows, shifted, self.tokenizer)
         wants_logprobs = self.request.sampling.logprobs is not None
         if with_prompt and prompt.offsets is not None and wants_logprobs:
-            before = echoed_logprobs(prompt.token_ids[0], prompt_rows, prompt.offsets, self.tokens)
+            before = echoed_logprobs(prompt, prompt_rows, self.tokenizer)
             if logprobs is not None:
                 before = {name: chain(before[name], logprobs[name]) for name in before}
             logprobs = before
         shaped = {
             "index": index,
-            "text": echo + text if with_prompt else text,
+            "text": echo + part.text if with_prompt else part.text,
             "logprobs": None
             if logprobs is None
             else {name: listed(items, num_rows) for name, items in logprobs.items()},
             "finish_reason": last.finish_reason.value if last.finish_reason else None,
             "stop_reason": stop_reason(last),
         }
-        if self.envelope.return_token_ids:
-            shaped["token_ids"] = listed(token_ids, len(token_ids))
+        if self.return_token_ids:
+            shaped["token_ids"] = listed(part.token_ids, len(part.token_ids))
             shaped["prompt_token_ids"] = (
                 listed(prompt.token_ids, len(prompt.token_ids)) if with_prompt else None
             )

@@ -19,11 +19,12 @@ from uvicorn.protocols.http.httptools_impl import (
 
 from services.gateway.adapters.http.client_probe import ClientProbe
 from services.gateway.adapters.http.connections import Connections
-from services.gateway.adapters.http.raw_refusal import raw_refusal
+from services.gateway.adapters.http.errors import raw_refusal
 from services.gateway.adapters.http.reader_timeout import ReaderTimeout
 from services.gateway.adapters.http.without_chunks import answer_without_chunks
 
 MAX_HEADERS = 100
+_MAX_HEADER_BYTES = 64 * 1024
 SEND_BODY = "send_body"
 """Key of the request's state: sends parts of a body past what wraps `send`, which is each token's
 path. Middlewares change the start of an answer and nothing else.
@@ -74,11 +75,11 @@ class GuardedConnection(HttpToolsProtocol):
         super().connection_made(transport)
         self.flow = _PiecewiseFlow(transport, self)
         self._probe = ClientProbe(transport, self.flow)
-        limits = self._connections.limits
+        settings = self._connections.settings
         self._reader_timeout = ReaderTimeout(
-            transport, limits.reader_timeout_seconds, self._reader_timed_out
+            transport, settings.reader_timeout_seconds, self._reader_timed_out
         )
-        self.timeout_keep_alive = limits.keep_alive_seconds  # type: ignore[assignment]
+        self.timeout_keep_alive = settings.http_keep_alive_seconds  # type: ignore[assignment]
         if self._connections.admit(self):
             self._watch()
         else:
@@ -138,10 +139,6 @@ class GuardedConnection(HttpToolsProtocol):
         return True
 
     def end(self) -> None:
-        """Ends the connection at once."""
-        self._abort()
-
-    def _abort(self) -> None:
         self._disconnect_application()
         self.transport.abort()
 
@@ -158,7 +155,7 @@ class GuardedConnection(HttpToolsProtocol):
 
     def _reader_timed_out(self) -> None:
         self._connections.reader_timed_out()
-        self._abort()
+        self.end()
 
     # The parser's side. What these raise ends the parsing.
 
@@ -184,9 +181,9 @@ class GuardedConnection(HttpToolsProtocol):
         self._num_body_bytes += len(body)
         # The application refuses a body that is too large; most clients send all of it before they
         # read the answer.
-        if self._num_body_bytes > self._connections.limits.max_body_bytes + _IGNORED_BYTES:
+        if self._num_body_bytes > self._connections.settings.max_body_bytes + _IGNORED_BYTES:
             self._connections.refusals.count("went on sending a body that was refused")
-            self._abort()
+            self.end()
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
@@ -210,14 +207,14 @@ class GuardedConnection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.transport.is_closing():
-            self._time(_CLOSING_SECONDS, self._abort)
+            self._time(_CLOSING_SECONDS, self.end)
         elif self.cycle.response_complete and self._stage is _Stage.NOTHING:
             self._connections.became_idle(self)
 
     def timeout_keep_alive_handler(self) -> None:
         self._stage = _Stage.END
         super().timeout_keep_alive_handler()
-        self._time(_CLOSING_SECONDS, self._abort)
+        self._time(_CLOSING_SECONDS, self.end)
 
     # Bounds.
 
@@ -225,7 +222,7 @@ class GuardedConnection(HttpToolsProtocol):
         if self._stage is _Stage.END:
             self._num_body_bytes += len(data)
             if self._num_body_bytes > _REFUSAL_UNREAD_BYTES:
-                self._abort()
+                self.end()
             return
         self._unset_keepalive_if_required()
         try:
@@ -239,14 +236,14 @@ class GuardedConnection(HttpToolsProtocol):
             return
         if self._stage is _Stage.HEADERS:
             self._num_header_bytes += len(data)
-            if self._num_header_bytes > self._connections.limits.max_header_bytes:
+            if self._num_header_bytes > _MAX_HEADER_BYTES:
                 self._refuse(431, "the headers are too large")
                 return
         is_answered = self.cycle is None or self.cycle.response_complete
         if self._stage is _Stage.NOTHING and is_answered and not self.pipeline:
             # The rest of a request that was refused before it was whole.
             self._stage = self._timed_stage = _Stage.REQUEST
-            self._time(self._connections.limits.keep_alive_seconds, self._too_slow)
+            self._time(self._connections.settings.http_keep_alive_seconds, self._too_slow)
             self._connections.became_idle(self)
         self._watch()
 
@@ -259,14 +256,13 @@ class GuardedConnection(HttpToolsProtocol):
         if self._stage is self._timed_stage:
             return
         self._timed_stage = self._stage
-        limits = self._connections.limits
-        match self._stage:
-            case _Stage.REQUEST | _Stage.HEADERS:
-                self._time(limits.header_timeout_seconds, self._too_slow)
-            case _Stage.BODY:
-                self._time(limits.body_timeout_seconds, self._too_slow)
-            case _Stage.NOTHING | _Stage.END:
-                self._time(None, self._too_slow)
+        settings = self._connections.settings
+        seconds = {
+            _Stage.REQUEST: settings.receive_timeout_seconds,
+            _Stage.HEADERS: settings.receive_timeout_seconds,
+            _Stage.BODY: settings.body_timeout_seconds,
+        }
+        self._time(seconds.get(self._stage), self._too_slow)
 
     def _time(self, seconds: float | None, then: Any) -> None:
         if self._timer is not None:
@@ -289,11 +285,11 @@ class GuardedConnection(HttpToolsProtocol):
         self._unread.clear()
         self._num_body_bytes = 0
         if is_answered:
-            self._abort()
+            self.end()
             return
         if self.cycle is not None and not self.cycle.response_complete:
             if self.cycle.response_started or self.pipeline:
-                self._abort()
+                self.end()
                 return
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -301,7 +297,7 @@ class GuardedConnection(HttpToolsProtocol):
         # Closing at once, with something unread, would reset the connection before the client has
         # read the answer.
         self.transport.write_eof()
-        self._time(_REFUSAL_READ_SECONDS, self._abort)
+        self._time(_REFUSAL_READ_SECONDS, self.end)
 
 
 class _PiecewiseFlow(FlowControl):

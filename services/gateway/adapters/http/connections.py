@@ -1,35 +1,40 @@
 """All connections of an HTTP server: how many there may be, and how fast requests start."""
 
 import asyncio
-from collections import deque
+import logging
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Protocol
 
-from services.gateway.adapters.http.connection_limits import ConnectionLimits
-from services.gateway.adapters.http.refusal_log import RefusalLog
+from services.gateway.settings import GatewaySettings
+
+logger = logging.getLogger(__name__)
 
 # So many requests start in one turn of the event loop; those that run have their turns between.
 _REQUESTS_A_TURN = 8
+_SECONDS_BETWEEN_LINES = 10.0
 
 
 class Connection(Protocol):
-    """A connection that can be ended."""
-
-    def end(self) -> None:
-        """Ends it at once."""
-        ...
+    def end(self) -> None: ...
 
 
 class Connections:
     """Admits connections up to the limit, and starts their requests a few at a time."""
 
-    def __init__(self, limits: ConnectionLimits, on_reader_timeout: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        max_connections: int,
+        on_reader_timeout: Callable[[], None],
+    ) -> None:
         """`on_reader_timeout` is called for each connection that is ended since its client has
         stopped reading.
         """
-        self.limits = limits
+        self.settings = settings
+        self._max_connections = max_connections
         self._on_reader_timeout = on_reader_timeout
-        self.refusals = RefusalLog("HTTP")
+        self.refusals = RefusalLog()
         self._connections: set[Connection] = set()
         # Connections without a request, the one that has been so for longest first.
         self._idle: dict[Connection, None] = {}
@@ -40,7 +45,7 @@ class Connections:
 
     def admit(self, connection: Connection) -> bool:
         """Whether there is room for a new connection. An idle one may be ended for it."""
-        if len(self._connections) >= self.limits.max_connections:
+        if len(self._connections) >= self._max_connections:
             oldest = next(iter(self._idle), None)
             if oldest is None:
                 self.refusals.count("too many connections")
@@ -82,3 +87,27 @@ class Connections:
             self._starts.popleft()()
         if self._starts:
             asyncio.get_running_loop().call_soon(self._start_some)
+
+
+class RefusalLog:
+    """Counts connections that were ended or refused, and logs them in one line now and then."""
+
+    def __init__(self) -> None:
+        self._unlogged: Counter[str] = Counter()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def count(self, reason: str) -> None:
+        """One more. The first of many is logged at once."""
+        self._unlogged[reason] += 1
+        if self._timer is None:
+            self._log()
+
+    def _log(self) -> None:
+        self._timer = None
+        if not self._unlogged:
+            return
+        counts = ", ".join(f"{reason} ({count})" for reason, count in self._unlogged.items())
+        logger.warning("HTTP: ended or refused: %s", counts)
+        self._unlogged.clear()
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(_SECONDS_BETWEEN_LINES, self._log)

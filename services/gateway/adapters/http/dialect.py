@@ -1,54 +1,54 @@
 """What completions and chat completions have in common on the way out."""
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from services.common.finish_reason import FinishReason
+from services.gateway.adapters.http.bodies import SamplingBody, StreamOptions
 from services.gateway.adapters.http.json_pieces import (
     HoldsLongList,
     LongList,
     json_pieces,
+    listed,
     to_json,
 )
-from services.gateway.adapters.http.token_text import TokenText
+from services.gateway.adapters.http.logprobs import prompt_logprobs
 from services.gateway.core.choice import Piece
 from services.gateway.core.generation import Answer, Usage
+from services.gateway.core.logprobs import LogprobRows
+from services.gateway.core.ports import Tokenizer
 from services.gateway.core.request import ClientRequest
-
-
-@dataclass(frozen=True, slots=True)
-class Envelope:
-    """What is written around the choices of every answer and chunk."""
-
-    id: str
-    created: int
-    model: str
-    stream: bool
-    include_usage: bool
-    usage_in_every_chunk: bool
-    return_token_ids: bool
-    return_prompt_logprobs: bool
 
 
 class Dialect(ABC):
     """One API's way to write answers and chunks."""
 
+    operation: str
+    id_prefix: str
     whole_object: str
     chunk_object: str
 
-    def __init__(self, envelope: Envelope, request: ClientRequest, tokens: TokenText) -> None:
-        self.envelope = envelope
+    def __init__(
+        self, body: SamplingBody, request: ClientRequest, model_name: str, tokenizer: Tokenizer
+    ) -> None:
+        """`request` is what `body` asks for."""
         self.request = request
-        self.tokens = tokens
+        self.tokenizer = tokenizer
+        self.return_token_ids = bool(body.return_token_ids)
+        self.return_prompt_logprobs = body.prompt_logprobs is not None
+        options = body.stream_options or StreamOptions()
+        self._include_usage = bool(options.include_usage)
+        self._usage_in_every_chunk = bool(options.continuous_usage_stats)
+        self._origin = {"created": int(time.time()), "model": model_name}
         head = to_json(self._head(self.chunk_object)).encode()
-        tail = b'],"usage":null}\n\n' if envelope.include_usage else b"]}\n\n"
+        tail = b'],"usage":null}\n\n' if self._include_usage else b"]}\n\n"
         self._frame_without_usage = b"data: " + head[:-1] + b',"choices":[', tail
 
-    @abstractmethod
     def opening(self) -> list[dict[str, Any]]:
         """Choices of the chunks that come before any token."""
+        return []
 
     @abstractmethod
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
@@ -59,7 +59,6 @@ class Dialect(ABC):
         """A whole answer."""
 
     def extras(self, _answers: Sequence[Answer]) -> dict[str, Any]:
-        """Further fields of the whole."""
         return {}
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
@@ -71,6 +70,10 @@ class Dialect(ABC):
             "usage": usage_body(usage),
             **self.extras(answers),
         }
+
+    def prompt_logprobs(self, rows: LogprobRows | None) -> list[Any] | LongList:
+        """vLLM's `prompt_logprobs`; the first token has none."""
+        return listed(prompt_logprobs(rows, self.tokenizer), 1 + len(rows or ()))
 
     def encode_chunks(
         self, choices: Sequence[dict[str, Any]], usage: Callable[[], Usage]
@@ -92,29 +95,22 @@ class Dialect(ABC):
 
     def closing(self, usage: Usage) -> bytes:
         """The last events: token counts where asked for, and the mark of the end."""
-        if not self.envelope.include_usage:
+        if not self._include_usage:
             return b"data: [DONE]\n\n"
         body = {**self._head(self.chunk_object), "choices": [], "usage": usage_body(usage)}
         return event(body) + b"data: [DONE]\n\n"
 
     def _frame(self, usage: Callable[[], Usage]) -> tuple[bytes, bytes]:
-        if not self.envelope.usage_in_every_chunk:
+        if not self._usage_in_every_chunk:
             return self._frame_without_usage
         counts = to_json(usage_body(usage())).encode()
         return self._frame_without_usage[0], b'],"usage":' + counts + b"}\n\n"
 
     def _head(self, kind: str) -> dict[str, Any]:
-        envelope = self.envelope
-        return {
-            "id": envelope.id,
-            "object": kind,
-            "created": envelope.created,
-            "model": envelope.model,
-        }
+        return {"id": self.request.request_id, "object": kind, **self._origin}
 
 
 def event(body: object) -> bytes:
-    """One server-sent event."""
     return b"data: " + to_json(body).encode() + b"\n\n"
 
 
@@ -126,7 +122,6 @@ def stop_reason(piece: Piece) -> str | int | None:
 
 
 def usage_body(usage: Usage) -> dict[str, Any]:
-    """Token counts as OpenAI writes them."""
     return {
         "prompt_tokens": usage.num_prompt_tokens,
         "completion_tokens": usage.num_generated_tokens,

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.common.errors import InvalidArgument, StepwellError, Unauthenticated
@@ -45,9 +46,7 @@ class EarlyRefusals:
         await self._app(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> StepwellError | None:
-        headers = {
-            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
-        }
+        headers = Headers(scope=scope)
         try:
             self._keys.check(headers.get("authorization", ""))
             deadline = deadline_of(headers)

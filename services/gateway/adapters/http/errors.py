@@ -4,6 +4,7 @@ import json
 import math
 
 from starlette.responses import Response
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from services.common import errors
 
@@ -21,11 +22,6 @@ KINDS: dict[type[errors.StepwellError], tuple[int, str]] = {
     errors.Aborted: (503, "service_unavailable_error"),
     errors.Unavailable: (503, "service_unavailable_error"),
 }
-
-
-def http_status(error: errors.StepwellError) -> int:
-    """The HTTP status of an error."""
-    return _kind(error)[0]
 
 
 def error_body(error: errors.StepwellError) -> dict[str, object]:
@@ -49,7 +45,7 @@ def error_response(error: errors.StepwellError) -> Response:
         headers["WWW-Authenticate"] = "Bearer"
     return Response(
         json.dumps(error_body(error)),
-        status_code=http_status(error),
+        status_code=_kind(error)[0],
         headers=headers,
         media_type="application/json",
     )
@@ -64,12 +60,20 @@ def _kind(error: errors.StepwellError) -> tuple[int, str]:
 
 def plain_error_response(status_code: int, message: str) -> Response:
     """The answer to what was not understood far enough to be one of these errors."""
-    return Response(
-        plain_error_body(message), status_code=status_code, media_type="application/json"
+    body = _plain_error_body(message)
+    return Response(body, status_code=status_code, media_type="application/json")
+
+
+def raw_refusal(status: int, message: str) -> bytes:
+    """Such an answer without an application, after which the connection is closed."""
+    body = _plain_error_body(message).encode()
+    head = (
+        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        "connection: close\r\n\r\n"
     )
+    return STATUS_LINE[status] + head.encode() + body
 
 
-def plain_error_body(message: str) -> str:
-    """Its body."""
+def _plain_error_body(message: str) -> str:
     error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
     return json.dumps({"error": error})

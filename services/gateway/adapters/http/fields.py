@@ -1,15 +1,9 @@
 """Building blocks of request bodies: strict types, and fields that are known but not served."""
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 # Numbers beyond this cannot be meant; without a bound an integer of a million digits is parsed.
@@ -33,30 +27,27 @@ def _by_first_item(value: Any) -> str | None:
     return "<lists>" if isinstance(first, list) else "<items>"
 
 
-def _by_first_item_or_texts(value: Any) -> str | None:
-    kind = _by_first_item(value)
-    return kind if kind in (None, "<text>") else "<texts>"
+def _text_or_list(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "<text>"
+    return "<list>" if isinstance(value, list) else None
 
 
-# One alternative is chosen first, so that what is wrong with it can be said in one sentence.
+def _choice(by: Callable[[Any], str | None], message: str) -> Discriminator:
+    """Chooses one alternative first, so that what is wrong with it can be said in one sentence."""
+    return Discriminator(by, custom_error_type="alternative", custom_error_message=message)
+
+
 Prompts = Annotated[
     Annotated[str, Tag("<text>")]
     | Annotated[Texts, Tag("<texts>")]
     | Annotated[TokenIds, Tag("<items>")]
     | Annotated[list[TokenIds], Field(fail_fast=True), Tag("<lists>")],
-    Discriminator(
-        _by_first_item,
-        custom_error_type="alternative",
-        custom_error_message="must be a string, a list of strings, token ids, or lists of these",
-    ),
+    _choice(_by_first_item, "must be a string, a list of strings, token ids, or lists of these"),
 ]
 TextOrTexts = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[Texts, Tag("<texts>")],
-    Discriminator(
-        _by_first_item_or_texts,
-        custom_error_type="alternative",
-        custom_error_message="must be a string or a list of strings",
-    ),
+    Annotated[str, Tag("<text>")] | Annotated[Texts, Tag("<list>")],
+    _choice(_text_or_list, "must be a string or a list of strings"),
 ]
 
 
@@ -90,18 +81,7 @@ class TextPart(Body):
     cache_control: Ignored = None
 
 
-def _by_type(value: Any) -> str | None:
-    if isinstance(value, str):
-        return "<text>"
-    return "<parts>" if isinstance(value, list) else None
-
-
 TextOrParts = Annotated[
-    Annotated[str, Tag("<text>")]
-    | Annotated[list[TextPart], Field(fail_fast=True), Tag("<parts>")],
-    Discriminator(
-        _by_type,
-        custom_error_type="alternative",
-        custom_error_message="must be a string or a list of parts",
-    ),
+    Annotated[str, Tag("<text>")] | Annotated[list[TextPart], Field(fail_fast=True), Tag("<list>")],
+    _choice(_text_or_list, "must be a string or a list of parts"),
 ]

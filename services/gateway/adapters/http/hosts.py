@@ -20,7 +20,8 @@ def hosts_for(listen: str, allowed: Sequence[str]) -> tuple[str, ...]:
     if allowed:
         return tuple(name.lower() for name in allowed)
     host = listen.rpartition(":")[0].strip("[]")
-    is_loopback = host == "localhost" or (_is_address(host) and _address(host).is_loopback)
+    address = _address(host)
+    is_loopback = host == "localhost" or (address is not None and address.is_loopback)
     return ("localhost",) if is_loopback else (ANY,)
 
 
@@ -49,16 +50,11 @@ class HostCheck:
         if not name.endswith("]"):
             name = name.rpartition(":")[0] or name
         name = name.strip("[]").rstrip(".")
-        return name in self._names or _is_address(name)
+        return name in self._names or _address(name) is not None
 
 
-def _is_address(host: str) -> bool:
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        _address(host)
+        return ipaddress.ip_address(host)
     except ValueError:
-        return False
-    return True
-
-
-def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    return ipaddress.ip_address(host)
+        return None

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -16,17 +17,15 @@ _SHORT = 128
 _BYTES = 16 * 1024
 
 
+@dataclass(slots=True)
 class LongList:
     """A list that is encoded item by item, from items that may be made as they are asked for.
 
     Items that hold long lists themselves are `nested`.
     """
 
-    __slots__ = ("items", "nested")
-
-    def __init__(self, items: Iterable[Any], *, nested: bool = False) -> None:
-        self.items = items
-        self.nested = nested
+    items: Iterable[Any]
+    nested: bool = False
 
 
 def listed(items: Iterable[Any], num_items: int) -> "list[Any] | LongList":
@@ -104,8 +103,6 @@ async def send_json(value: Any, send: Send) -> None:
 
 
 class JsonReply(Response):
-    """An answer of a value that may hold long lists."""
-
     def __init__(self, value: Any) -> None:
         super().__init__()
         self._value = value

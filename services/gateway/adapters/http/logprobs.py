@@ -4,8 +4,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
-from services.gateway.adapters.http.token_text import TokenText
 from services.gateway.core.logprobs import LogprobRows
+from services.gateway.core.ports import Tokenizer
+from services.gateway.core.request import Prompt
 
 # The four parallel lists of a completion's `logprobs`.
 TOKENS, TOKEN_LOGPROBS, TOP_LOGPROBS, TEXT_OFFSET = (
@@ -16,12 +17,21 @@ TOKENS, TOKEN_LOGPROBS, TOP_LOGPROBS, TEXT_OFFSET = (
 )
 
 
-def chat_logprobs(rows: LogprobRows, tokens: TokenText) -> Iterator[dict[str, Any]]:
+def token_text(tokenizer: Tokenizer, token_id: int) -> str:
+    """The token's text; `bytes:\\xe2\\x80` for a piece of a character, as OpenAI writes it."""
+    raw = tokenizer.token_bytes(token_id)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def chat_logprobs(rows: LogprobRows, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
     """`logprobs.content` of a chat answer: one entry per token."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
-        raw = tokens.raw(token_id)
-        return {"token": tokens.written(token_id), "logprob": logprob, "bytes": list(raw)}
+        raw = tokenizer.token_bytes(token_id)
+        return {"token": token_text(tokenizer, token_id), "logprob": logprob, "bytes": list(raw)}
 
     for ids, probs, _ in rows.rows():
         yield {
@@ -31,7 +41,7 @@ def chat_logprobs(rows: LogprobRows, tokens: TokenText) -> Iterator[dict[str, An
 
 
 def completion_logprobs(
-    rows: LogprobRows, offsets: Sequence[int], tokens: TokenText
+    rows: LogprobRows, offsets: Sequence[int], tokenizer: Tokenizer
 ) -> dict[str, Iterable[Any]]:
     """`logprobs` of a completion: four parallel lists.
 
@@ -40,12 +50,15 @@ def completion_logprobs(
     """
 
     def top(ids: list[int], probs: list[float]) -> dict[str, float]:
-        best = {tokens.written(token): prob for token, prob in zip(ids[1:], probs[1:], strict=True)}
-        best.setdefault(tokens.written(ids[0]), probs[0])
+        best = {
+            token_text(tokenizer, token): prob
+            for token, prob in zip(ids[1:], probs[1:], strict=True)
+        }
+        best.setdefault(token_text(tokenizer, ids[0]), probs[0])
         return best
 
     return {
-        TOKENS: (tokens.written(ids[0]) for ids, _, _ in rows.rows()),
+        TOKENS: (token_text(tokenizer, ids[0]) for ids, _, _ in rows.rows()),
         TOKEN_LOGPROBS: (probs[0] for _, probs, _ in rows.rows()),
         TOP_LOGPROBS: (top(ids, probs) for ids, probs, _ in rows.rows()),
         TEXT_OFFSET: offsets,
@@ -53,34 +66,32 @@ def completion_logprobs(
 
 
 def echoed_logprobs(
-    first_token: int, rows: LogprobRows | None, offsets: Sequence[int], tokens: TokenText
+    prompt: Prompt, rows: LogprobRows | None, tokenizer: Tokenizer
 ) -> dict[str, Iterable[Any]]:
-    """`logprobs` of an echoed prompt, whose first token has none.
-
-    `offsets` says where each of its tokens starts.
-    """
+    """`logprobs` of an echoed prompt, which has offsets; its first token has none."""
+    offsets = prompt.offsets or []
     first: dict[str, list[Any]] = {
-        TOKENS: [tokens.written(first_token)],
+        TOKENS: [token_text(tokenizer, prompt.token_ids[0])],
         TOKEN_LOGPROBS: [None],
         TOP_LOGPROBS: [None],
-        TEXT_OFFSET: [offsets[0]],
+        TEXT_OFFSET: offsets[:1],
     }
     if rows is None:
         return {**first}
-    rest = completion_logprobs(rows, offsets[1:], tokens)
+    rest = completion_logprobs(rows, offsets[1:], tokenizer)
     return {name: chain(first[name], rest[name]) for name in first}
 
 
-def prompt_logprobs(rows: LogprobRows | None, tokens: TokenText) -> Iterator[Any]:
+def prompt_logprobs(rows: LogprobRows | None, tokenizer: Tokenizer) -> Iterator[Any]:
     """vLLM's `prompt_logprobs`: per prompt token a map from token id to logprob, rank and text."""
     yield None
     for ids, probs, own_rank in rows.rows() if rows is not None else ():
         entries = {}
         for rank, (token, prob) in enumerate(zip(ids[1:], probs[1:], strict=True), start=1):
-            entries[str(token)] = _ranked(prob, rank, token, tokens)
-        entries[str(ids[0])] = _ranked(probs[0], own_rank, ids[0], tokens)
+            entries[str(token)] = _ranked(prob, rank, token, tokenizer)
+        entries[str(ids[0])] = _ranked(probs[0], own_rank, ids[0], tokenizer)
         yield entries
 
 
-def _ranked(logprob: float, rank: int, token_id: int, tokens: TokenText) -> dict[str, Any]:
-    return {"logprob": logprob, "rank": rank, "decoded_token": tokens.written(token_id)}
+def _ranked(logprob: float, rank: int, token_id: int, tokenizer: Tokenizer) -> dict[str, Any]:
+    return {"logprob": logprob, "rank": rank, "decoded_token": token_text(tokenizer, token_id)}

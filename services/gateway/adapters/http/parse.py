@@ -1,7 +1,6 @@
 """From the bytes of a body to a body object, or to an error that names the field."""
 
 import asyncio
-from dataclasses import dataclass
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -19,31 +18,37 @@ _MAX_PROBLEMS = 100
 _MAX_NAME = 100
 
 
-@dataclass(frozen=True, slots=True)
-class BodyLimits:
-    """How long a body may be, how many values it may hold, and what all bodies may take."""
-
-    max_bytes: int
-    max_values: int
-    budget: BodyBudget
-
-
 class BodyReader:
-    """Reads bodies within limits."""
+    """Reads bodies of at most `max_bytes` and `max_values`; `budget` bounds all bodies together."""
 
-    def __init__(self, limits: BodyLimits) -> None:
-        self._limits = limits
+    def __init__(self, max_bytes: int, max_values: int, budget: BodyBudget) -> None:
+        self._max_bytes = max_bytes
+        self._max_values = max_values
+        self._budget = budget
 
     async def read(self, request: Request, model: type[B]) -> B:
         """Reads and checks a body. One that is too large is refused before it is buffered."""
-        num_bytes = _declared_bytes(request, self._limits.max_bytes)
-        async with self._limits.budget.hold(num_bytes):
-            body = parse_body(await _read(request, self._limits), model)
+        async with self._budget.hold(_declared_bytes(request, self._max_bytes)):
+            body = _parse(await self._read(request), model)
             await asyncio.sleep(0)  # what is done with it is another piece of work
             return body
 
+    async def _read(self, request: Request) -> bytes:
+        chunks, size = [], 0
+        meter = JsonMeter(self._max_values)
+        try:
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > self._max_bytes:
+                    raise _too_large(self._max_bytes)
+                meter.feed(chunk)
+                chunks.append(chunk)
+        except ClientDisconnect as error:
+            raise InvalidArgument("the body ended before it was complete") from error
+        return b"".join(chunks)
 
-def parse_body(raw: bytes, model: type[B]) -> B:
+
+def _parse(raw: bytes, model: type[B]) -> B:
     """Checks a body. Raises InvalidArgument that names the first field at fault."""
     try:
         return model.model_validate_json(raw)
@@ -59,21 +64,6 @@ def _declared_bytes(request: Request, max_bytes: int) -> int:
     if int(declared) > max_bytes:
         raise _too_large(max_bytes)
     return int(declared)
-
-
-async def _read(request: Request, limits: BodyLimits) -> bytes:
-    chunks, size = [], 0
-    meter = JsonMeter(limits.max_values)
-    try:
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size > limits.max_bytes:
-                raise _too_large(limits.max_bytes)
-            meter.feed(chunk)
-            chunks.append(chunk)
-    except ClientDisconnect as error:
-        raise InvalidArgument("the body ended before it was complete") from error
-    return b"".join(chunks)
 
 
 def _too_large(max_bytes: int) -> PayloadTooLarge:

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from services.common.errors import InternalError, StepwellError
+from services.gateway.adapters.http.bodies import SamplingBody
 from services.gateway.adapters.http.client_probe import BETWEEN_EVENTS
 from services.gateway.adapters.http.connection import SEND_BODY
 from services.gateway.adapters.http.deadline import each_until, until
@@ -36,15 +37,13 @@ _STREAM_HEADERS = [
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What one request needs: how to understand it, and how to write its answer."""
+    """A body that was read, with what its API makes of it."""
 
-    operation: str
+    body: SamplingBody
+    dialect: type[Dialect]
     traceparent: str
     deadline: float | None
-    stream: bool
     to_request: Callable[[], Awaitable[ClientRequest]]
-    to_dialect: Callable[[ClientRequest], Dialect]
-    in_client_words: Callable[[StepwellError], StepwellError] = lambda error: error
 
 
 class GenerationReply(Response):
@@ -98,12 +97,14 @@ class GenerationReply(Response):
 
     async def _work(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with self._observer.observing(exchange.operation, exchange.traceparent) as observation:
+            with self._observer.observing(
+                exchange.dialect.operation, exchange.traceparent
+            ) as observation:
                 await self._generate(exchange, observation, scope["state"], send)
         except StepwellError as error:
-            await self._refuse(exchange.in_client_words(error), scope, receive, send)
+            await self._refuse(exchange.body.in_client_words(error), scope, receive, send)
         except Exception:
-            logger.exception("defect while serving %s", exchange.operation)
+            logger.exception("defect while serving %s", exchange.dialect.operation)
             await self._refuse(InternalError("a defect here"), scope, receive, send)
 
     async def _generate(
@@ -114,16 +115,18 @@ class GenerationReply(Response):
             generation = await self._inference.prepare(
                 request, observation.traceparent, exchange.deadline
             )
-        if not exchange.stream:
+        is_stream = bool(exchange.body.stream)
+        if not is_stream:
             self._inference.check_num_logprobs(generation)
-        dialect = exchange.to_dialect(request)
-        pieces = observation.watch(
-            generation, self._inference.run(generation), stream=exchange.stream
+        inference = self._inference
+        dialect = exchange.dialect(
+            exchange.body, request, inference.model_name, inference.tokenizer
         )
+        pieces = observation.watch(generation, inference.run(generation), stream=is_stream)
         if exchange.deadline is not None:
             pieces = each_until(exchange.deadline, pieces)
         async with aclosing(pieces) as source:
-            if exchange.stream:
+            if is_stream:
                 await _stream(source, generation, dialect, state, send)
             else:
                 await _whole(source, generation, dialect, send)

@@ -5,7 +5,7 @@ import secrets
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.gateway.core.request_id import is_request_id
+from services.gateway.core.request import is_request_id
 
 HEADER = "X-Request-Id"
 

@@ -1,4 +1,4 @@
-"""Sampling parameters from the body of a request, for both APIs."""
+"""The fields of a body that both APIs have, as the core's request and sampling parameters."""
 
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -9,10 +9,28 @@ from services.common.repetition import RepetitionDetection
 from services.common.sampling import SamplingParams
 from services.gateway.adapters.http.bodies import RepetitionDetectionBody, SamplingBody
 from services.gateway.core.inference import Inference
+from services.gateway.core.request import ClientRequest, Prompt
 
 _MASK = 2**64 - 1
 # vLLM's clients send this top_k for "no limit".
 _EVERY_TOKEN = -1
+
+
+def client_request(
+    body: SamplingBody, request_id: str, prompts: tuple[Prompt, ...], sampling: SamplingParams
+) -> ClientRequest:
+    return ClientRequest(
+        request_id=request_id,
+        prompts=prompts,
+        sampling=sampling,
+        n=1 if body.n is None else body.n,
+        stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+        include_stop_str_in_output=bool(body.include_stop_str_in_output),
+        ignore_eos=bool(body.ignore_eos),
+        skip_special_tokens=body.skip_special_tokens is not False,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+    )
 
 
 async def sampling_from_body(
@@ -40,13 +58,6 @@ async def sampling_from_body(
         prompt_logprobs=prompt_logprobs,
         **given,
     )
-
-
-def stop_strings(body: SamplingBody) -> tuple[str, ...]:
-    """The stop strings of a body, one or many."""
-    if body.stop is None:
-        return ()
-    return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
 
 
 def check_stream_options(body: SamplingBody) -> None:

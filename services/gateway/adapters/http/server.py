@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, cast
 
@@ -12,7 +12,6 @@ from starlette.types import ASGIApp
 
 from services.common.errors import Unavailable
 from services.gateway.adapters.http.connection import GuardedConnection
-from services.gateway.adapters.http.connection_limits import ConnectionLimits
 from services.gateway.adapters.http.connections import Connections
 
 _SEND_BUFFER_BYTES = 128 * 1024
@@ -34,12 +33,10 @@ class _Server(uvicorn.Server):
         self._asked = asyncio.Event()
 
     def end(self) -> None:
-        """Begins the shutdown."""
         self.should_exit = True
         self._asked.set()
 
     async def main_loop(self) -> None:
-        """Serves until `end` is called."""
         while not await self.on_tick(0):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_DATE_SECONDS):
@@ -61,17 +58,12 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Changes no signal handler."""
         yield
 
 
 class HttpServer:
-    """Serves an application on one address."""
-
-    def __init__(
-        self, app: ASGIApp, limits: ConnectionLimits, on_reader_timeout: Callable[[], None]
-    ) -> None:
-        self.connections = Connections(limits, on_reader_timeout)
+    def __init__(self, app: ASGIApp, connections: Connections) -> None:
+        self.connections = connections
         config = uvicorn.Config(
             app,
             lifespan="off",
@@ -111,15 +103,17 @@ class HttpServer:
 def _bind(address: str) -> socket.socket:
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    is_ipv6 = ":" in host
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Accepted connections inherit it; the kernel would give a slow reader megabytes.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
-        listener.bind((host, int(port)))
-        listener.listen(_BACKLOG)
+        listener = socket.create_server(
+            (host, int(port)),
+            family=socket.AF_INET6 if is_ipv6 else socket.AF_INET,
+            backlog=_BACKLOG,
+            dualstack_ipv6=is_ipv6,
+        )
     except (OSError, ValueError, OverflowError) as error:
-        listener.close()
         raise Unavailable(f"cannot listen on {address} for HTTP: {error}") from error
+    # Accepted connections inherit it; the kernel would give a slow reader megabytes.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
     listener.setblocking(False)
     return listener

@@ -14,8 +14,6 @@ from services.gateway.core.membership import Membership
 
 
 class TokenizerRoutes:
-    """Text to token ids and back."""
-
     def __init__(
         self, inference: Inference, membership: Membership, gate: Gate, bodies: BodyReader
     ) -> None:
@@ -34,8 +32,10 @@ class TokenizerRoutes:
     async def _tokenize(self, body: TokenizeBody) -> Response:
         if (body.prompt is None) == (body.messages is None):
             raise InvalidArgument("give either prompt or messages", field="prompt")
-        _check_tokenize(body)
         is_text = body.prompt is not None
+        for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
+            if is_text and getattr(body, name) is not None:
+                raise InvalidArgument(f"{name} may only be given with messages", field=name)
         text = body.prompt if body.prompt is not None else await render(body, self._inference)
         special = is_text if body.add_special_tokens is None else body.add_special_tokens
         token_name = self._inference.tokenizer.token_name
@@ -57,11 +57,3 @@ class TokenizerRoutes:
             self._inference.check_model(body.model)
             text = await self._inference.detokenize(body.tokens)
         return JSONResponse({"prompt": text})
-
-
-def _check_tokenize(body: TokenizeBody) -> None:
-    if body.prompt is None:
-        return
-    for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
-        if getattr(body, name) is not None:
-            raise InvalidArgument(f"{name} may only be given with messages", field=name)
