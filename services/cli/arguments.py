@@ -2,10 +2,10 @@
 
 import argparse
 import os
-from typing import Any, NoReturn
+from typing import Any
 
 from services.cli.client import DEFAULT_URL
-from services.cli.errors import CommandError
+from services.cli.errors import CommandParser
 
 _SAMPLING: tuple[tuple[str, type, str], ...] = (
     ("max_tokens", int, "most tokens to generate"),
@@ -20,15 +20,14 @@ _SAMPLING: tuple[tuple[str, type, str], ...] = (
 )
 
 
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one sentence."""
+class ClientParser(CommandParser):
+    """A parser with the flags that say where the server is."""
 
     def __init__(self, command: str, description: str) -> None:
         super().__init__(
-            prog=f"stepwell {command}",
+            command,
             description=description,
             epilog="STEPWELL_URL and STEPWELL_API_KEY stand in for --url and --api-key.",
-            allow_abbrev=False,
         )
         self.add_argument(
             "--url",
@@ -38,10 +37,6 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(
             "--api-key", default=os.environ.get("STEPWELL_API_KEY"), help="key to the server"
         )
-
-    def error(self, message: str) -> NoReturn:
-        """Raises CommandError."""
-        raise CommandError(message, exit_status=2)
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,7 @@ from contextlib import closing, suppress
 from importlib import import_module
 from typing import Any
 
-from services.cli.arguments import Parser, add_sampling, sampling_body
+from services.cli.arguments import ClientParser, add_sampling, sampling_body
 from services.cli.client import Client
 from services.cli.errors import CommandError
 
@@ -75,7 +75,7 @@ class Conversation:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Parser("chat", "Talks with a model.")
+    parser = ClientParser("chat", "Talks with a model.")
     parser.add_argument(
         "message",
         nargs="?",

@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 _LAUNCHER = Path(__file__).with_name("launcher.py")
 _TAIL_LINES = 50
@@ -18,33 +17,14 @@ _CHUNK_BYTES = 65_536
 _OUTPUT_GRACE_SECONDS = 1.0
 
 
-class NoAnswer(Exception):
-    """A health check got no answer: nothing listens, or the connection was closed."""
-
-
-class LivenessCheck(Protocol):
-    """Asks one run of a program whether it is live."""
-
-    async def ask(self) -> str:
-        """Why the program cannot go on; empty if it can. Waits for the answer without a limit.
-        Raises NoAnswer if there will be none.
-        """
-
-    async def close(self) -> None:
-        """Ends the checks."""
-
-
-def _do_nothing() -> None:
-    return None
-
-
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
     """What to run. `until_ready` returns once the program serves, and is called for each run.
 
-    Children of a `team` start together, and when one ends the others are ended. `liveness` makes a
-    check of one run; a program that does not answer it for `silence_seconds` hangs. Without it only
-    the end of the process is noticed. `prepare` is called before each start.
+    Children of a `team` start together, and when one ends the others are ended. A program that
+    answers no liveness check at `liveness_address` (host:port or unix:PATH) for `silence_seconds`
+    hangs; without an address only the end of the process is noticed. `prepare` is called before
+    each start.
     """
 
     name: str
@@ -52,9 +32,9 @@ class ChildSpec:
     environ: Mapping[str, str]
     until_ready: Callable[[], Awaitable[None]]
     team: str | None = None
-    liveness: Callable[[], LivenessCheck] | None = None
+    liveness_address: str | None = None
     silence_seconds: float = 2.0
-    prepare: Callable[[], None] = _do_nothing
+    prepare: Callable[[], object] = lambda: None
 
 
 class Child:

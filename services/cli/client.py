@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from types import TracebackType
 from typing import Any, Self
 
 import httpx
@@ -46,12 +45,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._http.close()
 
     def get(self, path: str) -> Any:

@@ -3,14 +3,14 @@
 import sys
 from collections.abc import Sequence
 
-from services.cli.arguments import Parser, add_sampling, sampling_body
+from services.cli.arguments import ClientParser, add_sampling, sampling_body
 from services.cli.client import Client
 from services.cli.errors import CommandError
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
-    parser = Parser("complete", "Continues a text.")
+    parser = ClientParser("complete", "Continues a text.")
     parser.add_argument("prompt", nargs="?", help="the text (default: standard input)")
     parser.add_argument("--echo", action="store_true", help="print the prompt first")
     add_sampling(parser)

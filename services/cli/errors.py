@@ -1,5 +1,8 @@
 """What ends a command: one sentence for people, and an exit status."""
 
+import argparse
+from typing import Any, NoReturn
+
 
 class CommandError(Exception):
     """The sentence goes to standard error as `stepwell <command>: <sentence>`."""
@@ -8,3 +11,13 @@ class CommandError(Exception):
         super().__init__(sentence)
         self.sentence = sentence
         self.exit_status = exit_status
+
+
+class CommandParser(argparse.ArgumentParser):
+    """An argument parser that raises CommandError."""
+
+    def __init__(self, command: str, **options: Any) -> None:
+        super().__init__(prog=f"stepwell {command}", allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        raise CommandError(message, exit_status=2)

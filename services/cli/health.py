@@ -6,7 +6,6 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.cli.child import NoAnswer
 from services.common.channel import open_channel
 from services.common.server import LIVENESS, READINESS
 
@@ -30,8 +29,12 @@ async def until_ready(address: str) -> None:
             await asyncio.sleep(_ASK_AGAIN_SECONDS)
 
 
+class NoAnswer(Exception):
+    """A health check got no answer: nothing listens, or the connection was closed."""
+
+
 class Liveness:
-    """Whether the service at host:port or unix:PATH can go on. A `child.LivenessCheck`."""
+    """Asks the service at host:port or unix:PATH whether it can go on."""
 
     def __init__(self, address: str) -> None:
         self._channel = open_channel(address)
@@ -39,6 +42,9 @@ class Liveness:
         self._socket = Path(address.removeprefix(_UNIX)) if address.startswith(_UNIX) else None
 
     async def ask(self) -> str:
+        """Why the service cannot go on; empty if it can. Waits for the answer without a limit.
+        Raises NoAnswer if there will be none.
+        """
         try:
             answer = await self._stub.Check(health_pb2.HealthCheckRequest(service=LIVENESS))
         except grpc.aio.AioRpcError as error:

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from services.cli.child import Child, NoAnswer
+from services.cli.child import Child
+from services.cli.health import Liveness, NoAnswer
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +43,8 @@ async def until_hung(
 
     Time in which this process did not run, as on a machine that slept, does not count.
     """
-    assert child.spec.liveness is not None
-    check = child.spec.liveness()
+    assert child.spec.liveness_address is not None
+    check = Liveness(child.spec.liveness_address)
     usual = policy.silence_seconds(child.spec.silence_seconds, num_hangs)
     silence: _Silence | None = None
     try:

@@ -1,7 +1,5 @@
 """What `stepwell up` starts: each service's command, environment, readiness and time to stop."""
 
-import enum
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from services.cli.child import ChildSpec
-from services.cli.health import Liveness, until_ready
+from services.cli.health import until_ready
 from services.cli.run_directory import ensure_directory
 from services.cli.settings import UpSettings, settings_of
 from services.cli.supervisor import Stage
 from services.common.addresses import join_host_port
-from services.common.settings import env_prefix
+from services.common.settings import as_text, env_prefix
 
 # The gateway drains first: it refuses new requests and lets running ones end. Together the stages
 # stay below ten seconds, after which most supervisors kill.
@@ -96,7 +94,7 @@ def stages(settings: UpSettings, addresses: Addresses, environ: Mapping[str, str
             environ={**environ, **_as_environment(service, values)},
             until_ready=partial(until_ready, address),
             team=service,
-            liveness=partial(Liveness, address),
+            liveness_address=address,
             silence_seconds=settings.liveness_timeout_seconds
             * (_GATEWAY_PATIENCE if service == "gateway" else 1),
             prepare=partial(ensure_directory, addresses.run_directory),
@@ -152,18 +150,4 @@ def _given(settings: UpSettings, service: str) -> dict[str, Any]:
 
 def _as_environment(service: str, values: Mapping[str, Any]) -> dict[str, str]:
     """Settings as variables: other users of the machine can read flags, and API keys are secret."""
-    return {env_prefix(service) + name.upper(): _as_text(value) for name, value in values.items()}
-
-
-def _as_text(value: Any) -> str:
-    match value:
-        case bool():
-            return str(value).lower()
-        case enum.Enum():
-            return str(value.value)
-        case tuple():
-            return ",".join(map(_as_text, value))
-        case os.PathLike():
-            return str(os.fspath(value))
-        case _:
-            return str(value)
+    return {env_prefix(service) + name.upper(): as_text(value) for name, value in values.items()}

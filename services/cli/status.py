@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
-from services.cli.arguments import Parser
+from services.cli.arguments import ClientParser
 from services.cli.client import Client, ServerAway
 from services.cli.errors import CommandError
 from services.cli.fleet_view import ReplicaView, Sample, headline, replica_views
@@ -18,7 +18,7 @@ from services.cli.fleet_view import ReplicaView, Sample, headline, replica_views
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
-    parser = Parser("status", "Shows the queues and the pool of each replica.")
+    parser = ClientParser("status", "Shows the queues and the pool of each replica.")
     parser.add_argument("--watch", action="store_true", help="show it again and again")
     parser.add_argument(
         "--interval-seconds", type=float, default=1.0, metavar="X", help="how often (default: 1)"

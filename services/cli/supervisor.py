@@ -210,8 +210,8 @@ class Supervisor:
         return _End(status, hung=hung is True)
 
     async def _kill_when_hung(self, child: Child, ready: asyncio.Event, num_hangs: int) -> bool:
-        """Returns True once the child was killed; False at once if it has no liveness check."""
-        if child.spec.liveness is None:
+        """Returns True once the child was killed; False at once if it is not checked."""
+        if child.spec.liveness_address is None:
             return False
         reason = await until_hung(child, ready.is_set, num_hangs, self._liveness)
         self._observer.hung(child.spec.name, reason)

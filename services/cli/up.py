@@ -7,7 +7,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -65,7 +65,8 @@ def _check_model(model: Path) -> None:
 
 
 async def _supervise(settings: UpSettings, addresses: Addresses, console: Console) -> None:
-    supervisor = Supervisor(stages(settings, addresses, _environment(os.environ)), console)
+    environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    supervisor = Supervisor(stages(settings, addresses, environ), console)
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         # Under nohup, SIGHUP is ignored.
@@ -79,11 +80,6 @@ async def _supervise(settings: UpSettings, addresses: Addresses, console: Consol
         await supervisor.run()
     finally:
         announcer.cancel()
-
-
-def _environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of the services."""
-    return {**environ, "PYTHONUNBUFFERED": "1"}
 
 
 def _on_signal(supervisor: Supervisor, signum: int, console: Console) -> None:

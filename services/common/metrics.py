@@ -23,11 +23,6 @@ of the text format the client library writes `vllm_` for `vllm:`.
 _CONNECTION_SECONDS = 10.0
 
 
-def render(registry: CollectorRegistry) -> bytes:
-    """All metrics of a registry, in the format of `CONTENT_TYPE`."""
-    return generate_latest(registry)
-
-
 @contextmanager
 def serving_metrics(collector: Collector, address: str | None) -> Iterator[None]:
     """Serves a collector over HTTP on host:port, from a thread of its own; not at all for None.
@@ -77,7 +72,7 @@ class _MetricsHandler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Sends the metrics."""
-        body = render(self.server.registry)
+        body = generate_latest(self.server.registry)
         self.send_response(200)
         self.send_header("Content-Type", CONTENT_TYPE)
         self.send_header("Content-Length", str(len(body)))

@@ -148,24 +148,13 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _with_statuses(handler: Any, method: str) -> Any:
+    """The handler, a named tuple of grpc's, with our errors made statuses."""
     if handler.unary_unary is not None:
-        return grpc.unary_unary_rpc_method_handler(
-            _answering(handler.unary_unary, method),
-            handler.request_deserializer,
-            handler.response_serializer,
-        )
+        return handler._replace(unary_unary=_answering(handler.unary_unary, method))
     if handler.unary_stream is not None and not _is_health_watch(handler, method):
-        return grpc.unary_stream_rpc_method_handler(
-            _streaming(handler.unary_stream, method),
-            handler.request_deserializer,
-            handler.response_serializer,
-        )
+        return handler._replace(unary_stream=_streaming(handler.unary_stream, method))
     if handler.stream_stream is not None:
-        return grpc.stream_stream_rpc_method_handler(
-            _streaming(handler.stream_stream, method),
-            handler.request_deserializer,
-            handler.response_serializer,
-        )
+        return handler._replace(stream_stream=_streaming(handler.stream_stream, method))
     return handler
 
 

@@ -139,7 +139,7 @@ def validate(settings: IsDataclass) -> None:
         complaint = check(value) if check is not None and value is not None else None
         if complaint is not None:
             raise SettingError(
-                f"{flag_name(field.name)} {complaint}, not {_show(value) or 'nothing'}"
+                f"{flag_name(field.name)} {complaint}, not {as_text(value) or 'nothing'}"
             )
 
 
@@ -169,7 +169,7 @@ def _parser(
     )
     inherited = {name for base in cls.__mro__[1:] for name in getattr(base, _FIELDS, ())}
     for field in sorted(dataclasses.fields(cls), key=lambda field: field.name in inherited):
-        default = "" if field.default in (dataclasses.MISSING, None) else _show(field.default)
+        default = "" if field.default in (dataclasses.MISSING, None) else as_text(field.default)
         help_text = field.metadata["doc"] + (f" (default: {default})" if default else "")
         options: dict[str, Any] = {"default": None, "help": help_text.replace("%", "%%")}
         if _plain(hints[field.name]) is bool:
@@ -225,7 +225,8 @@ def _boolean(text: str, name: str) -> bool:
     raise SettingError(f"{name} must be true or false, not {text!r}")
 
 
-def _show(value: Any) -> str:
+def as_text(value: Any) -> str:
+    """A value as a flag or a variable has it."""
     if isinstance(value, enum.Enum):
         return str(value.value)
     if isinstance(value, tuple):

@@ -6,7 +6,8 @@ Details follow google.rpc: ErrorInfo (reason, domain), BadRequest (field), Retry
 from datetime import timedelta
 
 import grpc
-from google.protobuf import any_pb2, duration_pb2
+from google.protobuf import duration_pb2
+from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -44,27 +45,27 @@ _KIND_OF: dict[grpc.StatusCode, type[errors.StepwellError]] = {
 
 def status_code(error: errors.StepwellError) -> grpc.StatusCode:
     """The status of an error: that of the nearest class in its ancestry that has one."""
-    for kind in type(error).__mro__:
-        if kind in STATUS_OF:
-            return STATUS_OF[kind]
-    return grpc.StatusCode.INTERNAL
+    kinds = (kind for kind in type(error).__mro__ if kind in STATUS_OF)
+    return STATUS_OF[next(kinds, errors.InternalError)]
 
 
 def to_rich_status(error: errors.StepwellError) -> status_pb2.Status:
     """The error as google.rpc.Status."""
-    details = [error_details_pb2.ErrorInfo(reason=error.error_reason, domain=DOMAIN)]
-    packed = [_pack(detail) for detail in details]
+    details: list[Message] = [error_details_pb2.ErrorInfo(reason=error.error_reason, domain=DOMAIN)]
     if error.field is not None:
         violation = error_details_pb2.BadRequest.FieldViolation(
             field=error.field, description=error.message
         )
-        packed.append(_pack(error_details_pb2.BadRequest(field_violations=[violation])))
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
     if error.retry_after_seconds is not None:
         delay = duration_pb2.Duration()
         delay.FromTimedelta(timedelta(seconds=error.retry_after_seconds))
-        packed.append(_pack(error_details_pb2.RetryInfo(retry_delay=delay)))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
     code: int = status_code(error).value[0]
-    return status_pb2.Status(code=code, message=error.message, details=packed)
+    rich = status_pb2.Status(code=code, message=error.message)
+    for detail in details:
+        rich.details.add().Pack(detail)
+    return rich
 
 
 def from_rpc_error(rpc_error: grpc.aio.AioRpcError) -> errors.StepwellError:
@@ -103,13 +104,5 @@ def from_peer(peer: str, rpc_error: grpc.aio.AioRpcError) -> errors.StepwellErro
 
 def _connection_end(details: str) -> str:
     """What happened to a connection; grpc's message is quoted if it is not known."""
-    for words, meaning in _CONNECTION_ENDS:
-        if words in details:
-            return meaning
-    return f"is gone: {details}"
-
-
-def _pack(message: object) -> any_pb2.Any:
-    packed = any_pb2.Any()
-    packed.Pack(message)  # type: ignore[arg-type]
-    return packed
+    meanings = (meaning for words, meaning in _CONNECTION_ENDS if words in details)
+    return next(meanings, f"is gone: {details}")

@@ -18,7 +18,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor, SpanExporter
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
-from opentelemetry.trace import INVALID_SPAN, Link, Span, SpanContext, SpanKind, TraceFlags
+from opentelemetry.trace import INVALID_SPAN, Span, SpanContext, SpanKind, TraceFlags
 
 from services.common.service_settings import ServiceSettings
 
@@ -55,26 +55,22 @@ class Tracing:
         *,
         kind: SpanKind = SpanKind.INTERNAL,
         attributes: Attributes | None = None,
-        links: Sequence[str] = (),
         start_unix_nanos: int | None = None,
     ) -> Span:
-        """Starts a span under `traceparent`, or a new trace where there is none.
-
-        `links` are traceparents of spans that this one served. The caller ends it.
+        """Starts a span under `traceparent`, or a new trace if that names no span. The caller ends
+        it.
         """
         if self.provider is None:
             return INVALID_SPAN
         parent = parse_traceparent(traceparent)
-        context = (
-            None if parent is None else trace.set_span_in_context(trace.NonRecordingSpan(parent))
-        )
-        contexts = [parsed for link in links if (parsed := parse_traceparent(link)) is not None]
+        context = otel_context.Context()
+        if parent is not None:
+            context = trace.set_span_in_context(trace.NonRecordingSpan(parent), context)
         return self.tracer.start_span(
             name,
-            context=context if context is not None else otel_context.Context(),
+            context=context,
             kind=kind,
             attributes=attributes,
-            links=[Link(linked) for linked in contexts],
             start_time=start_unix_nanos,
         )
 
@@ -91,11 +87,7 @@ class Tracing:
         if not traceparent or parse_traceparent(traceparent) is None:
             return INVALID_SPAN
         return self.start(
-            name,
-            traceparent,
-            kind=kind,
-            attributes=attributes,
-            start_unix_nanos=start_unix_nanos,
+            name, traceparent, kind=kind, attributes=attributes, start_unix_nanos=start_unix_nanos
         )
 
     def shutdown(self) -> None:
@@ -133,10 +125,9 @@ def configure_tracing(
     provider = TracerProvider(
         resource=resource, sampler=ParentBased(TraceIdRatioBased(sample_ratio))
     )
-    if exporter is not None:
-        provider.add_span_processor(SimpleSpanProcessor(exporter))
-    else:
-        provider.add_span_processor(BatchSpanProcessor(_otlp_exporter(endpoint)))
+    provider.add_span_processor(
+        SimpleSpanProcessor(exporter) if exporter else BatchSpanProcessor(_otlp_exporter(endpoint))
+    )
     return Tracing(provider.get_tracer("stepwell"), provider)
 
 

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from services.cli.child import ChildSpec
-from services.cli.health import Liveness, until_ready
+from services.cli.health import until_ready
 from services.cli.run_directory import ensure_directory
 from services.cli.supervisor import Supervisor
 
@@ -87,7 +87,7 @@ def health_server(
         command=(sys.executable, "-c", ANSWER_HEALTH, address, str(start_seconds)),
         environ=os.environ,
         until_ready=partial(until_ready, address),
-        liveness=partial(Liveness, address),
+        liveness_address=address,
         silence_seconds=silence_seconds,
         prepare=partial(ensure_directory, directory),
     )

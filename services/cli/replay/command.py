@@ -5,11 +5,11 @@ import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from services.cli.errors import CommandError
+from services.cli.errors import CommandError, CommandParser
 from services.cli.replay.fields import FieldError, line_of, parse_json
-from services.cli.replay.log_file import StepLogFile, is_step_log
+from services.cli.replay.log_file import StepLogFile, is_step_log, open_file
 from services.cli.replay.log_replay import Difference, LogReplay
 from services.cli.replay.plot import draw
 from services.cli.replay.scenario import read_scenario
@@ -37,18 +37,12 @@ set both to keep the memory; max_model_len never exceeds the pool. Settings:
 _MAX_SHOWN = 400
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise CommandError(message, exit_status=2)
-
-
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
-    parser = _Parser(
-        prog="stepwell replay",
+    parser = CommandParser(
+        "replay",
         description=DESCRIPTION,
         epilog=EPILOG,
-        allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("file", type=Path, help="a scenario or a step log")
@@ -63,45 +57,33 @@ def main(argv: Sequence[str]) -> int:
         "--plot", type=Path, metavar="PNG", help="draw the run, with --set the one that was not"
     )
     arguments = parser.parse_args(argv)
-    _overrides(arguments.set)
+    try:
+        overrides = dict(map(parse_override, arguments.set))
+    except ValueError as error:
+        raise CommandError(str(error), exit_status=2) from None
     if is_step_log(arguments.file):
-        return asyncio.run(_replay_log(arguments.file, arguments.set, arguments.plot))
+        return asyncio.run(_replay_log(arguments, overrides))
     if arguments.set or arguments.plot:
         raise CommandError(f"{arguments.file} is a scenario: --set and --plot are for step logs")
     return _replay_scenario(arguments.file)
 
 
-def _overrides(texts: Sequence[str]) -> dict[str, Any]:
-    try:
-        return dict(map(parse_override, texts))
-    except ValueError as error:
-        raise CommandError(str(error), exit_status=2) from None
-
-
 def _replay_scenario(path: Path) -> int:
+    with open_file(path) as file:
+        data = file.read()
+    document = parse_json(data, path)
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise CommandError(f"cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        raise CommandError(f"{path} line {line} is not UTF-8 text") from None
-    try:
-        scenario = read_scenario(parse_json(text))
-    except json.JSONDecodeError as error:
-        raise CommandError(
-            f"{path} line {error.lineno} is not JSON: {error.msg} at column {error.colno}"
-        ) from None
+        scenario = read_scenario(document)
     except FieldError as error:
-        raise CommandError(f"{path} line {line_of(text, error.path)}: {error}") from None
-    except ValueError as error:
-        raise CommandError(f"{path} line 1 is not usable: {error}") from None
+        line = line_of(data.decode(), error.path)
+        raise CommandError(f"{path} line {line}: {error}") from None
     print(json.dumps(asyncio.run(run_scenario(scenario)), separators=(",", ":")))
     return 0
 
 
-async def _replay_log(path: Path, texts: Sequence[str], plot: Path | None) -> int:
-    log, overrides = StepLogFile(path), _overrides(texts)
+async def _replay_log(arguments: argparse.Namespace, overrides: dict[str, Any]) -> int:
+    path, plot = arguments.file, arguments.plot
+    log = StepLogFile(path)
     config = changed_config(log.header.config, overrides)
     with log.naming(log.header_line):
         replay = LogReplay(log.header)
@@ -127,14 +109,10 @@ async def _replay_log(path: Path, texts: Sequence[str], plot: Path | None) -> in
         print()
         print(comparison(replay.statistics, run))
     if plot is not None:
-        draw(run, _title(path, log.header.model_name, texts), plot)
+        what_if_text = f", what if {', '.join(arguments.set)}" if overrides else ""
+        draw(run, f"{path.name}: {log.header.model_name}{what_if_text}", plot)
         print(f"drawn to {plot}")
     return 0
-
-
-def _title(path: Path, model_name: str, settings: Sequence[str]) -> str:
-    what_if = f", what if {', '.join(settings)}" if settings else ""
-    return f"{path.name}: {model_name}{what_if}"
 
 
 def _shown(difference: Difference) -> str:

@@ -4,7 +4,10 @@ import json
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any, TypeVar
+
+from services.cli.errors import CommandError
 
 E = TypeVar("E", bound=Enum)
 FieldPath = tuple[str | int, ...]
@@ -128,12 +131,21 @@ class Field:
         return FieldError(self.path, f"{complaint}, not {shown}")
 
 
-def parse_json(text: str) -> Any:
-    """The document. Raises ValueError, a json.JSONDecodeError with the position if there is one."""
+def parse_json(data: bytes, file: Path, line: int = 1) -> Any:
+    """The document that begins on a line of a file. Raises CommandError with the line at fault."""
     try:
-        return json.loads(text, parse_constant=_no_constant)
+        return json.loads(data.decode(), parse_constant=_no_constant)
+    except UnicodeDecodeError as error:
+        line += data.count(b"\n", 0, error.start)
+        complaint = "is not UTF-8 text"
+    except json.JSONDecodeError as error:
+        line += error.lineno - 1
+        complaint = f"is not JSON: {error.msg} at column {error.colno}"
     except RecursionError:
-        raise ValueError("is nested too deep") from None
+        complaint = "is not usable: is nested too deep"
+    except ValueError as error:
+        complaint = f"is not usable: {error}"
+    raise CommandError(f"{file} line {line} {complaint}")
 
 
 def line_of(text: str, path: FieldPath) -> int:

@@ -4,7 +4,6 @@ import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from json import JSONDecodeError
 from pathlib import Path
 from typing import IO
 
@@ -38,7 +37,7 @@ class Line:
 
 def is_step_log(path: Path) -> bool:
     """Whether a file is a step log, or was one before it was damaged. Raises CommandError."""
-    with _open(path) as file:
+    with open_file(path) as file:
         start = file.read(4096)
     return (
         start.startswith(_ZSTD_MAGIC)
@@ -88,45 +87,38 @@ class StepLogFile:
             if not text.endswith(b"\n"):
                 self.cut_line = number
                 return
-            try:
-                entry = Field(parse_json(text.decode()))
-            except UnicodeDecodeError:
-                raise self._damaged(number, "is not UTF-8 text") from None
-            except JSONDecodeError as error:
-                raise self._damaged(
-                    number, f"is not JSON: {error.msg} at column {error.colno}"
-                ) from None
-            except ValueError as error:
-                raise self._damaged(number, f"is not usable: {error}") from None
-            yield Line(number, entry)
+            yield Line(number, Field(parse_json(text.rstrip(b"\n"), self.path, number)))
 
     def _raw_lines(self) -> Iterator[tuple[int, bytes]]:
         number = 0
-        with _open(self.path) as file:
+        with open_file(self.path) as file:
             try:
-                for number, text in enumerate(_decompressed(file), start=1):
+                for number, text in enumerate(_decompressed_lines(file), start=1):
                     yield number, text
             except OSError as error:
                 raise self._damaged(number + 1, f"cannot be read: {error.strerror}") from None
-            except _zstd_errors() as error:
+            except ValueError as error:
                 raise self._damaged(number + 1, f"cannot be decompressed: {error}") from None
 
     def _damaged(self, number: int, complaint: str) -> CommandError:
         return CommandError(f"{self.path} line {number} {complaint}")
 
 
-def _open(path: Path) -> IO[bytes]:
+def open_file(path: Path) -> IO[bytes]:
+    """The file, to be read. Raises CommandError."""
     try:
         return path.open("rb")
     except OSError as error:
         raise CommandError(f"cannot read {path}: {error.strerror}") from None
 
 
-def _decompressed(file: IO[bytes]) -> IO[bytes]:
+def _decompressed_lines(file: IO[bytes]) -> Iterator[bytes]:
+    """The lines of a file, compressed or not. Raises ValueError if it cannot be decompressed."""
     magic = file.read(len(_ZSTD_MAGIC))
     file.seek(0)
     if magic != _ZSTD_MAGIC:
-        return file
+        yield from file
+        return
     try:
         import zstandard  # noqa: PLC0415 - an extra, for those who want it
     except ImportError:
@@ -134,15 +126,10 @@ def _decompressed(file: IO[bytes]) -> IO[bytes]:
             "a compressed log needs zstandard: pip install 'stepwell[zstd]'"
         ) from None
     reader = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
-    return io.BufferedReader(reader)
-
-
-def _zstd_errors() -> tuple[type[Exception], ...]:
     try:
-        import zstandard  # noqa: PLC0415 - an extra, for those who want it
-    except ImportError:
-        return ()
-    return (zstandard.ZstdError,)
+        yield from io.BufferedReader(reader)
+    except zstandard.ZstdError as error:
+        raise ValueError(error) from None
 
 
 def _read_header(top: Field) -> Header:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from services.cli.errors import CommandError
 from services.cli.replay.statistics import RunStatistics, StepSample
-from services.cli.replay.table import ROWS
+from services.cli.replay.table import figures
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -103,11 +103,12 @@ def _draw_budget(axes: "Axes", run: RunStatistics, columns: Columns) -> None:
         "recomputed": ("num_recomputed_tokens", _ORANGE),
     }
     base = [0.0] * len(columns.groups)
-    for label, (name, colour) in layers.items():
+    for kind, (name, colour) in layers.items():
         total = sum(columns.total(name))
         if total:
             top = [low + value for low, value in zip(base, columns.mean(name), strict=True)]
-            _fill(axes, columns, base, top, colour, f"{label} {total:,}")
+            label = f"{kind} {total:,}"
+            axes.stairs(top, columns.edges, baseline=base, fill=True, color=colour, label=label)
             base = top
     budget = run.config.token_budget
     axes.axhline(budget, color=_INK, linestyle="--", linewidth=1, label=f"budget {budget:,}")
@@ -117,7 +118,7 @@ def _draw_budget(axes: "Axes", run: RunStatistics, columns: Columns) -> None:
 def _draw_pool(axes: "Axes", run: RunStatistics, columns: Columns) -> None:
     usable = run.config.num_blocks - 1
     used = [100 * value / usable for value in columns.mean("num_used_blocks")]
-    _fill(axes, columns, [0.0] * len(used), used, _SKY, "blocks held by requests")
+    axes.stairs(used, columns.edges, fill=True, color=_SKY, label="blocks held by requests")
     axes.stairs(used, columns.edges, color=_BLUE, linewidth=1)
     gave_way = columns.total("num_preemptions")
     where = [index for index, count in enumerate(gave_way) if count]
@@ -141,7 +142,7 @@ def _draw_pool(axes: "Axes", run: RunStatistics, columns: Columns) -> None:
 
 def _draw_queues(axes: "Axes", run: RunStatistics, columns: Columns) -> None:
     waiting, running = columns.mean("num_waiting"), columns.mean("num_running")
-    _fill(axes, columns, [0.0] * len(waiting), waiting, _ORANGE, "waiting")
+    axes.stairs(waiting, columns.edges, fill=True, color=_ORANGE, label="waiting")
     axes.stairs(running, columns.edges, color=_BLUE, linewidth=1.6, label="running", baseline=None)
     places = run.config.max_running
     highest = max(*waiting, *running, 1)
@@ -155,7 +156,7 @@ def _draw_queues(axes: "Axes", run: RunStatistics, columns: Columns) -> None:
 def _in_short(run: RunStatistics) -> str:
     """The most important numbers of the run."""
     wanted = ("requests", "steps", "tokens generated", "preemptions", "recomputed tokens")
-    shown = {row.name: row.show(row.measure(run)) for row in ROWS}
+    shown = figures(run)
     counts = [f"{shown[name]} {name}" for name in wanted]
     return "   ".join(
         [
@@ -165,17 +166,6 @@ def _in_short(run: RunStatistics) -> str:
             f"prefix hits {shown['prefix hit rate']}",
         ]
     )
-
-
-def _fill(
-    axes: "Axes",
-    columns: Columns,
-    low: Sequence[float],
-    high: Sequence[float],
-    colour: str,
-    label: str,
-) -> None:
-    axes.stairs(high, columns.edges, baseline=low, fill=True, color=colour, label=label)
 
 
 def _finish(axes: "Axes", title: str, unit: str, top: float) -> None:

@@ -13,7 +13,7 @@ from services.cli.replay.scenario_model import continuation, proposals
 from services.cli.replay.scheduler_run import as_added
 from services.kvpool.core.kv_pool import KVPool
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
-from services.scheduler.core.request import Request
+from services.scheduler.core.request import Request, RequestStatus
 from services.scheduler.core.scheduler import Scheduler
 
 Record = dict[str, Any]
@@ -37,7 +37,8 @@ class ScenarioRun:
         self._scenario = scenario
         self._core = core
         self._requests: dict[str, Request] = {}
-        self._results: dict[str, Record] = {}
+        self._first_steps: dict[Request, int] = {}
+        self._finish_steps: dict[Request, int] = {}
         self._finished_since_plan: list[str] = []
         self._in_flight: deque[tuple[int, SchedulerOutput]] = deque()
         self._worker_tokens: dict[Request, list[int]] = {}
@@ -67,7 +68,9 @@ class ScenarioRun:
             "config": self._scenario.named_config,
             "status": status,
             "steps": steps,
-            "requests": self._request_records(),
+            "requests": {
+                name: self._request_record(request) for name, request in self._requests.items()
+            },
             "final": {
                 "free": self._core.num_free_blocks,
                 "num_cached_hashes": self._core.num_cached_hashes,
@@ -75,14 +78,17 @@ class ScenarioRun:
             },
         }
 
-    def _request_records(self) -> Record:
-        for request_id, request in self._requests.items():
-            self._results[request_id] |= {
-                "output_token_ids": request.token_ids[request.num_prompt_tokens :],
-                "num_preemptions": request.num_preemptions,
-                "cached_tokens": request.num_cached_tokens,
-            }
-        return self._results
+    def _request_record(self, request: Request) -> Record:
+        reason = request.finish_reason and request.finish_reason.value
+        return {
+            "output_token_ids": request.token_ids[request.num_prompt_tokens :],
+            "num_preemptions": request.num_preemptions,
+            "first_step": self._first_steps.get(request),
+            "cached_tokens": request.num_cached_tokens,
+            "finish_step": self._finish_steps.get(request),
+            "finish_reason": reason or ("rejected" if request.is_finished else None),
+            "stop_reason": request.stop_token_id,
+        }
 
     @property
     def _has_requests(self) -> bool:
@@ -105,21 +111,13 @@ class ScenarioRun:
     def _add(self, step: int, request: Request, record: Record) -> None:
         request_id = request.request_id
         record.setdefault("added", []).append(request_id)
-        self._results[request_id] = {
-            "output_token_ids": [],
-            "num_preemptions": 0,
-            "first_step": None,
-            "cached_tokens": None,
-            "finish_step": None,
-            "finish_reason": None,
-            "stop_reason": None,
-        }
-        if not 0 < request.num_tokens < self._scenario.config.max_model_len:
-            record.setdefault("rejected", []).append(request_id)
-            self._results[request_id] |= {"finish_reason": "rejected", "finish_step": step}
-            return
         self._requests[request_id] = request
-        self.scheduler.add(request)
+        if 0 < request.num_tokens < self._scenario.config.max_model_len:
+            self.scheduler.add(request)
+        else:
+            record.setdefault("rejected", []).append(request_id)
+            request.status = RequestStatus.FINISHED
+            self._finish_steps[request] = step
 
     def _abort(self, step: int, abort: Abort, record: Record) -> None:
         request = self._requests.get(abort.request_id)
@@ -130,11 +128,7 @@ class ScenarioRun:
 
     def _note_end(self, request: Request, step: int) -> None:
         self._finished_since_plan.append(request.request_id)
-        self._results[request.request_id] |= {
-            "finish_step": step,
-            "finish_reason": request.finish_reason and request.finish_reason.value,
-            "stop_reason": request.stop_token_id,
-        }
+        self._finish_steps[request] = step
 
     async def _step(self, step: int, record: Record) -> None:
         scheduler = self.scheduler
@@ -237,7 +231,7 @@ class ScenarioRun:
             for request, blocks in table.items()
         }
         for request in plan.new:
-            self._results[request.request_id]["first_step"] = step
+            self._first_steps[request] = step
         self._record_pool(record, "_sched")
 
     def _record_pool(self, record: Record, suffix: str) -> None:

@@ -7,7 +7,7 @@ generated, a *draft* when it is a guess, and *recomputed* when the position was 
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 
 from services.scheduler.core.output import EngineCoreOutputs, SchedulerOutput, WaitReason
@@ -15,18 +15,18 @@ from services.scheduler.core.request import Request
 from services.scheduler.core.scheduler import Scheduler
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepSample:
-    """One step: tokens of the budget by what they were for, and the state after planning."""
+    """One step: the state after planning, and tokens of the budget by what they were for."""
 
-    num_prefill_tokens: int
-    num_recomputed_tokens: int
-    num_decode_tokens: int
-    num_draft_tokens: int
     num_running: int
     num_waiting: int
     num_used_blocks: int
     num_preemptions: int
+    num_prefill_tokens: int = 0
+    num_recomputed_tokens: int = 0
+    num_decode_tokens: int = 0
+    num_draft_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -103,26 +103,19 @@ class RunStatistics:
             self.num_query_tokens += request.num_tokens
         if plan.wait_reason is not None:
             self.wait_steps[plan.wait_reason] += len(self._scheduler.waiting)
-        recomputed, prefill, decode, drafts = self._split(plan)
-        self.samples.append(
-            StepSample(
-                num_prefill_tokens=prefill,
-                num_recomputed_tokens=recomputed,
-                num_decode_tokens=decode,
-                num_draft_tokens=drafts,
-                num_running=len(self._scheduler.running),
-                num_waiting=len(self._scheduler.waiting),
-                num_used_blocks=self.config.num_blocks - 1 - self._scheduler.num_free_blocks,
-                num_preemptions=self._unsampled_preemptions(),
-            )
+        sample = StepSample(
+            num_running=len(self._scheduler.running),
+            num_waiting=len(self._scheduler.waiting),
+            num_used_blocks=self.config.num_blocks - 1 - self._scheduler.num_free_blocks,
+            num_preemptions=self._unsampled_preemptions(),
         )
+        self._count_tokens(plan, sample)
+        self.samples.append(sample)
 
     def preempted(self) -> None:
         """Requests were preempted outside of planning: that is counted with the step before."""
         if self.samples:
-            last = self.samples[-1]
-            count = last.num_preemptions + self._unsampled_preemptions()
-            self.samples[-1] = replace(last, num_preemptions=count)
+            self.samples[-1].num_preemptions += self._unsampled_preemptions()
 
     def updated(self, update: EngineCoreOutputs) -> None:
         """A step's tokens came."""
@@ -137,8 +130,7 @@ class RunStatistics:
         before, self._num_sampled_preemptions = self._num_sampled_preemptions, self.num_preemptions
         return self.num_preemptions - before
 
-    def _split(self, plan: SchedulerOutput) -> tuple[int, int, int, int]:
-        recomputed = prefill = decode = num_drafts = 0
+    def _count_tokens(self, plan: SchedulerOutput, sample: StepSample) -> None:
         for request, start, scheduled in zip(
             plan.requests, plan.num_computed_tokens, plan.num_scheduled_tokens, strict=True
         ):
@@ -147,12 +139,11 @@ class RunStatistics:
             end = start + scheduled - drafts
             fresh = max(start, min(end, account.num_computed_tokens))
             generated = max(fresh, min(end, account.num_initial_tokens))
-            recomputed += fresh - start
-            prefill += generated - fresh
-            decode += end - generated
-            num_drafts += drafts
+            sample.num_recomputed_tokens += fresh - start
+            sample.num_prefill_tokens += generated - fresh
+            sample.num_decode_tokens += end - generated
+            sample.num_draft_tokens += drafts
             account.num_computed_tokens = max(end, account.num_computed_tokens)
-        return recomputed, prefill, decode, num_drafts
 
 
 def percentile(values: Sequence[int], share: float) -> int | None:

@@ -71,9 +71,14 @@ def comparison(logged: RunStatistics, what_if: RunStatistics) -> str:
     return _aligned(lines)
 
 
+def figures(run: RunStatistics) -> dict[str, str]:
+    """One run, by the names of the rows."""
+    return {row.name: row.show(row.measure(run)) for row in ROWS}
+
+
 def summary(run: RunStatistics) -> str:
     """One run in two lines."""
-    shown = {row.name: row.show(row.measure(run)) for row in ROWS}
+    shown = figures(run)
     return (
         f"{shown['requests']} requests, {shown['steps']} steps, "
         f"{shown['tokens generated']} tokens generated\n"

@@ -1,8 +1,8 @@
 """Prometheus metrics at the edge, under vLLM's names."""
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from services.common import metrics, names
+from services.common import names
 
 _TTFT_BUCKETS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
@@ -74,7 +74,7 @@ class Metrics:
         self._readers_cut.labels(model_name=self._model, protocol=protocol).inc()
 
     def render(self) -> bytes:
-        return metrics.render(self._registry)
+        return generate_latest(self._registry)
 
     def _counter(self, name: str, doc: str, *labels: str) -> Counter:
         return Counter(name, doc, ["model_name", *labels], registry=self._registry)
