@@ -12,7 +12,7 @@ _TAIL_SHOWN = 8
 
 
 class Console:
-    """The supervisor's observer for people. A terminal gets colours, anything else plain text.
+    """A supervisor's `Observer` for people. A terminal gets colours, anything else plain text.
 
     `quiet` leaves out lines of the services and of normal progress. With `raw`, for programs that
     parse, the services' lines of JSON pass unchanged and the command's own are JSON too. Lines that
@@ -26,7 +26,6 @@ class Console:
         self._raw = raw
 
     def line(self, name: str, text: str) -> None:
-        """A service's line."""
         if not self._quiet:
             self._write(text if self._raw else f"{self._prefix(name)}{text}")
 
@@ -44,19 +43,16 @@ class Console:
             self._write(f"{self._prefix('up')}{text}")
 
     def ready(self, name: str, seconds: float, num_restarts: int) -> None:
-        """A service is ready."""
         again = f" again (restart {num_restarts})" if num_restarts else ""
         write = self.warn if num_restarts else self.note
         write(f"{name} is ready{again} after {seconds:.1f} s")
 
     def hung(self, name: str, reason: str) -> None:
-        """A service hangs and is killed."""
         self.warn(f"{name} is killed: {reason}")
 
     def died(
         self, name: str, status: str, tail: Sequence[str], delay_seconds: float, num_deaths: int
     ) -> None:
-        """A service died."""
         times = f", {num_deaths} times in a row" if num_deaths > 1 else ""
         self.warn(f"{name} died: {status}{times}; starting it again in {delay_seconds:.1f} s")
         self.tail(name, tail)
@@ -67,11 +63,9 @@ class Console:
             self.warn(f"  last lines of {name}: {line}")
 
     def stopping(self, name: str) -> None:
-        """A service is asked to end."""
         self.note(f"stopping {name}")
 
     def killed(self, name: str, seconds: float) -> None:
-        """A service did not end in time and is killed."""
         self.warn(f"{name} did not stop within {seconds:.0f} s and is killed")
 
     def _prefix(self, name: str) -> str:

@@ -131,10 +131,10 @@ class Supervisor:
         teams: dict[str, list[ChildSpec]] = {}
         for spec in specs:
             teams.setdefault(spec.team or spec.name, []).append(spec)
-        tasks: list[asyncio.Task[None]] = [
-            asyncio.create_task(self._keep_running(team)) for team in teams.values()
+        tasks: list[asyncio.Task[Any]] = [
+            asyncio.create_task(self.stop.wait()),
+            *(asyncio.create_task(self._keep_running(team)) for team in teams.values()),
         ]
-        tasks.append(asyncio.create_task(self._until_stop()))
         announcer = asyncio.create_task(self._announce())
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -146,9 +146,6 @@ class Supervisor:
             await asyncio.gather(*tasks, announcer, return_exceptions=True)
             for stage in self._stages:
                 await self._stop_stage(stage)
-
-    async def _until_stop(self) -> None:
-        await self.stop.wait()
 
     async def _announce(self) -> None:
         for event in self._was_ready.values():

@@ -79,7 +79,7 @@ def outcome_from_proto(message: kvpool_pb2.TransactResponse) -> ops.Outcome:
         message.num_free_blocks,
         tuple(map(_result_from_proto, message.results)),
         _stop_from_proto(message.stop) if message.HasField("stop") else None,
-        _block_ids(message.block_ids_to_zero),
+        cast("tuple[BlockId, ...]", tuple(message.block_ids_to_zero)),
     )
 
 
@@ -105,18 +105,12 @@ def _operation_from_proto(message: kvpool_pb2.Operation, where: str) -> ops.Oper
             )
         case "commit":
             commit = message.commit
-            return ops.Commit(
-                _requests(commit.requests),
-                list(commit.num_tokens),
-                _hashes_by_request(commit.num_new_hashes, commit.new_hashes, f"{where}.commit"),
-            )
+            hashes = _hashes_by_request(commit, f"{where}.commit")
+            return ops.Commit(_requests(commit.requests), list(commit.num_tokens), hashes)
         case "lookup":
             lookup = message.lookup
-            return ops.Lookup(
-                _requests(lookup.requests),
-                list(lookup.max_hit_tokens),
-                _hashes_by_request(lookup.num_new_hashes, lookup.new_hashes, f"{where}.lookup"),
-            )
+            hashes = _hashes_by_request(lookup, f"{where}.lookup")
+            return ops.Lookup(_requests(lookup.requests), list(lookup.max_hit_tokens), hashes)
         case "admit":
             return ops.Admit(
                 [
@@ -166,18 +160,15 @@ def _requests(keys: Iterable[int]) -> list[RequestKey]:
     return cast("list[RequestKey]", list(keys))
 
 
-def _block_ids(ids: Iterable[int]) -> tuple[BlockId, ...]:
-    return cast("tuple[BlockId, ...]", tuple(ids))
-
-
 def _concatenate(new_hashes: Sequence[Sequence[BlockHash]]) -> bytes:
     return b"".join(block_hash for hashes in new_hashes for block_hash in hashes)
 
 
 def _hashes_by_request(
-    counts: Sequence[int], packed: bytes, where: str
+    message: kvpool_pb2.Commit | kvpool_pb2.Lookup, where: str
 ) -> list[Sequence[BlockHash]]:
-    hashes = block_hashes_from_proto(packed, f"{where}.new_hashes")
+    hashes = block_hashes_from_proto(message.new_hashes, f"{where}.new_hashes")
+    counts = message.num_new_hashes
     if sum(counts) != len(hashes):
         raise ops.MalformedTransaction(
             f"there are {len(hashes)} hashes, but num_new_hashes add up to {sum(counts)}",

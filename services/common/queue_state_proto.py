@@ -1,27 +1,20 @@
 """The wire form of a queue's state."""
 
+from dataclasses import asdict, fields
+
 from stepwell.scheduler.v1 import scheduler_pb2
 
+from services.common.proto_fields import require_same_fields
 from services.common.queue_state import QueueState
+
+require_same_fields(QueueState, scheduler_pb2.QueueState.DESCRIPTOR)
 
 
 def queue_state_from_proto(message: scheduler_pb2.QueueState) -> QueueState:
     """The state that a scheduler announced."""
-    return QueueState(
-        num_waiting=message.num_waiting,
-        max_num_waiting=message.max_num_waiting,
-        max_queue_seconds=message.max_queue_seconds,
-        seconds_per_request=message.seconds_per_request,
-        service_seconds=message.service_seconds,
-    )
+    return QueueState(**{field.name: getattr(message, field.name) for field in fields(QueueState)})
 
 
 def queue_state_to_proto(state: QueueState) -> scheduler_pb2.QueueState:
     """The state as a scheduler announces it."""
-    return scheduler_pb2.QueueState(
-        num_waiting=state.num_waiting,
-        max_num_waiting=state.max_num_waiting,
-        max_queue_seconds=state.max_queue_seconds,
-        seconds_per_request=state.seconds_per_request,
-        service_seconds=state.service_seconds,
-    )
+    return scheduler_pb2.QueueState(**asdict(state))

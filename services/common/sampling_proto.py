@@ -4,7 +4,7 @@ Both directions go through all fields of the dataclass. A field of plain numbers
 """
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 from stepwell.common.v1 import common_pb2
@@ -41,20 +41,6 @@ def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
     return common_pb2.SamplingParams(**given)
 
 
-def _repetition_from_proto(message: common_pb2.RepetitionDetection) -> RepetitionDetection | None:
-    return RepetitionDetection.of(
-        message.max_pattern_size, message.min_pattern_size, message.min_count
-    )
-
-
-def _repetition_to_proto(repetition: RepetitionDetection) -> common_pb2.RepetitionDetection:
-    return common_pb2.RepetitionDetection(
-        max_pattern_size=repetition.max_pattern_size,
-        min_pattern_size=repetition.min_pattern_size,
-        min_count=repetition.min_count,
-    )
-
-
 _READERS: dict[str, Callable[[Any], object]] = {
     "logit_bias_token_ids": tuple,
     "logit_bias_values": tuple,
@@ -62,12 +48,14 @@ _READERS: dict[str, Callable[[Any], object]] = {
     "bad_words": lambda words: tuple(tuple(word.ids) for word in words),
     "stop_token_ids": tuple,
     "eos_token_ids": tuple,
-    "repetition_detection": _repetition_from_proto,
+    "repetition_detection": lambda message: RepetitionDetection.of(
+        message.max_pattern_size, message.min_pattern_size, message.min_count
+    ),
 }
 """Reads the fields that are not plain numbers."""
 
 _WRITERS: dict[str, Callable[[Any], object]] = {
     "bad_words": lambda words: [common_pb2.TokenIds(ids=word) for word in words],
-    "repetition_detection": _repetition_to_proto,
+    "repetition_detection": lambda repetition: common_pb2.RepetitionDetection(**asdict(repetition)),
 }
 """Writes the fields that consist of messages."""

@@ -25,6 +25,10 @@ class IsDataclass(Protocol):
 
 
 _FIELDS = "__dataclass_fields__"
+_BOOLEANS = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
+}
 
 T = TypeVar("T", bound=IsDataclass)
 Check = Callable[[Any], str | None]
@@ -80,18 +84,9 @@ def load_settings(
     *,
     prog: str | None = None,
 ) -> T:
-    """Reads the settings of `service`, or ends the process with one sentence.
-
-    `prog` is what the help calls the program, by default the service's module.
-    """
+    """Reads settings as `parse_settings` does, or ends the process with one sentence."""
     try:
-        return parse_settings(
-            cls,
-            service,
-            sys.argv[1:] if argv is None else argv,
-            os.environ if environ is None else environ,
-            prog=prog,
-        )
+        return parse_settings(cls, service, argv, environ, prog=prog)
     except SettingError as error:
         exit_with(f"stepwell {service}: {error}")
 
@@ -105,15 +100,20 @@ def exit_with(sentence: str, status: int = 2) -> NoReturn:
 def parse_settings(
     cls: type[T],
     service: str,
-    argv: Sequence[str],
-    environ: Mapping[str, str],
+    argv: Sequence[str] | None = None,
+    environ: Mapping[str, str] | None = None,
     *,
     prog: str | None = None,
 ) -> T:
-    """Reads the settings of `service`. Raises SettingError, or SystemExit(0) after --help."""
-    hints = typing.get_type_hints(cls)
+    """Reads the settings of `service`, by default from this process's arguments and environment.
+    Raises SettingError, or SystemExit(0) after --help.
+
+    `prog` is what the help calls the program, by default the service's module.
+    """
+    environ = os.environ if environ is None else environ
+    kinds = {name: _plain(hint) for name, hint in typing.get_type_hints(cls).items()}
     prefix = env_prefix(service)
-    flags = vars(_parser(cls, service, hints, prog).parse_args(list(argv)))
+    flags = vars(_parser(cls, service, kinds, prog).parse_args(argv))
     known = {prefix + field.name.upper() for field in dataclasses.fields(cls)}
     for name in environ:
         if name.startswith(prefix) and name not in known:
@@ -122,9 +122,9 @@ def parse_settings(
     for field in dataclasses.fields(cls):
         flag, variable = flag_name(field.name), prefix + field.name.upper()
         if flags[field.name] is not None:
-            values[field.name] = _convert(flags[field.name], hints[field.name], flag)
+            values[field.name] = _convert(flags[field.name], kinds[field.name], flag)
         elif variable in environ:
-            values[field.name] = _convert(environ[variable], hints[field.name], variable)
+            values[field.name] = _convert(environ[variable], kinds[field.name], variable)
         elif field.default is dataclasses.MISSING:
             raise SettingError(f"{flag} (or {variable}) must be given: {field.metadata['doc']}")
     settings = cls(**values)
@@ -159,7 +159,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser(
-    cls: type[IsDataclass], service: str, hints: dict[str, Any], prog: str | None
+    cls: type[IsDataclass], service: str, kinds: dict[str, Any], prog: str | None
 ) -> _Parser:
     parser = _Parser(
         prog=prog or f"python -m services.{service}",
@@ -172,19 +172,15 @@ def _parser(
         default = "" if field.default in (dataclasses.MISSING, None) else as_text(field.default)
         help_text = field.metadata["doc"] + (f" (default: {default})" if default else "")
         options: dict[str, Any] = {"default": None, "help": help_text.replace("%", "%%")}
-        if _plain(hints[field.name]) is bool:
-            parser.add_argument(
-                flag_name(field.name), action=argparse.BooleanOptionalAction, **options
-            )
+        if kinds[field.name] is bool:
+            options["action"] = argparse.BooleanOptionalAction
         else:
-            parser.add_argument(
-                flag_name(field.name), metavar=_metavar(hints[field.name]), **options
-            )
+            options["metavar"] = _metavar(kinds[field.name])
+        parser.add_argument(flag_name(field.name), **options)
     return parser
 
 
-def _metavar(hint: Any) -> str:
-    kind = _plain(hint)
+def _metavar(kind: Any) -> str:
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return "|".join(str(member.value) for member in kind)
     return (
@@ -199,12 +195,13 @@ def _plain(hint: Any) -> Any:
     return hint
 
 
-def _convert(text: str | bool, hint: Any, name: str) -> Any:
-    kind = _plain(hint)
+def _convert(text: str | bool, kind: Any, name: str) -> Any:
     if isinstance(text, bool):
         return text
     if kind is bool:
-        return _boolean(text, name)
+        if text.lower() not in _BOOLEANS:
+            raise SettingError(f"{name} must be true or false, not {text!r}")
+        return _BOOLEANS[text.lower()]
     if typing.get_origin(kind) is tuple:
         item = typing.get_args(kind)[0]
         return tuple(_convert(part.strip(), item, name) for part in text.split(",") if part.strip())
@@ -215,14 +212,6 @@ def _convert(text: str | bool, hint: Any, name: str) -> Any:
             raise SettingError(f"{name} must be one of {_metavar(kind)}, not {text!r}") from None
         what = {int: "a whole number", float: "a number"}.get(kind, kind.__name__)
         raise SettingError(f"{name} must be {what}, not {text!r}") from None
-
-
-def _boolean(text: str, name: str) -> bool:
-    if text.lower() in ("1", "true", "yes", "on"):
-        return True
-    if text.lower() in ("0", "false", "no", "off"):
-        return False
-    raise SettingError(f"{name} must be true or false, not {text!r}")
 
 
 def as_text(value: Any) -> str:

@@ -75,17 +75,11 @@ def from_rpc_error(rpc_error: grpc.aio.AioRpcError) -> errors.StepwellError:
     reason = field = retry_after_seconds = None
     rich = rpc_status.from_call(rpc_error)
     for packed in rich.details if rich is not None else ():
-        if packed.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
-            info = error_details_pb2.ErrorInfo()
-            packed.Unpack(info)
+        if packed.Unpack(info := error_details_pb2.ErrorInfo()):
             reason = info.reason
-        elif packed.Is(error_details_pb2.BadRequest.DESCRIPTOR):
-            bad = error_details_pb2.BadRequest()
-            packed.Unpack(bad)
+        elif packed.Unpack(bad := error_details_pb2.BadRequest()):
             field = bad.field_violations[0].field if bad.field_violations else None
-        elif packed.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
-            retry = error_details_pb2.RetryInfo()
-            packed.Unpack(retry)
+        elif packed.Unpack(retry := error_details_pb2.RetryInfo()):
             retry_after_seconds = retry.retry_delay.ToTimedelta().total_seconds()
     return kind(message, field=field, reason=reason, retry_after_seconds=retry_after_seconds)
 

@@ -87,9 +87,8 @@ class Field:
             type(value) is int and low <= value <= high for value in values
         ):
             return values
-        return [
-            item.integer(low, high) for item in self.items()
-        ]  # raises for the one that is wrong
+        # Raises for the one that is wrong.
+        return [item.integer(low, high) for item in self.items()]
 
     def number(self, low: float, high: float) -> float:
         """A number."""

@@ -1,7 +1,6 @@
 """A run as a picture: use of the budget and the pool, waiting requests, preemptions."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MAX_COLUMNS = 600
-"""Columns of the picture; several steps share one if there are more steps."""
 
 # Okabe and Ito's palette, made for colour-blind readers too.
 _BLUE, _SKY, _ORANGE, _GREEN = "#0072B2", "#56B4E9", "#E69F00", "#009E73"
@@ -33,22 +31,17 @@ _STYLE: Any = {
 }
 
 
-@dataclass(frozen=True, slots=True)
 class Columns:
-    """Samples of a run, several steps in one column where there are many. Lists are parallel."""
+    """Samples of a run, in at most MAX_COLUMNS columns, several steps in one where there are more.
 
-    steps_per_column: int
-    edges: list[int]
-    """First step of each column, and the end of the last."""
-    groups: list[Sequence[StepSample]]
+    `edges` are the first step of each column, and the end of the last.
+    """
 
-    @classmethod
-    def of(cls, samples: Sequence[StepSample]) -> "Columns":
-        """Puts as few steps into a column as MAX_COLUMNS allows."""
-        size = max(1, -(-len(samples) // MAX_COLUMNS))
+    def __init__(self, samples: Sequence[StepSample]) -> None:
+        self.steps_per_column = size = max(1, -(-len(samples) // MAX_COLUMNS))
         starts = range(0, len(samples), size)
-        edges = [*starts, max(1, len(samples))]
-        return cls(size, edges, [samples[start : start + size] for start in starts])
+        self.edges = [*starts, max(1, len(samples))]
+        self.groups = [samples[start : start + size] for start in starts]
 
     def mean(self, name: str) -> list[float]:
         """The mean of each column."""
@@ -73,7 +66,7 @@ def draw(run: RunStatistics, title: str, path: Path) -> None:
         raise CommandError("--plot needs matplotlib: pip install 'stepwell[plot]'") from None
     if not run.samples:
         raise CommandError("there is no step to draw")
-    columns = Columns.of(run.samples)
+    columns = Columns(run.samples)
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(12, 9), dpi=120, layout="constrained")
         panels = figure.subplots(3, 1, sharex=True, height_ratios=(3, 2, 2))
@@ -144,11 +137,11 @@ def _draw_queues(axes: "Axes", run: RunStatistics, columns: Columns) -> None:
     waiting, running = columns.mean("num_waiting"), columns.mean("num_running")
     axes.stairs(waiting, columns.edges, fill=True, color=_ORANGE, label="waiting")
     axes.stairs(running, columns.edges, color=_BLUE, linewidth=1.6, label="running", baseline=None)
-    places = run.config.max_running
+    limit = run.config.max_running
     highest = max(*waiting, *running, 1)
-    if places <= 2 * highest:
-        axes.axhline(places, color=_INK, linestyle="--", linewidth=1, label=f"may run {places:,}")
-        highest = max(highest, places)
+    if limit <= 2 * highest:
+        axes.axhline(limit, color=_INK, linestyle="--", linewidth=1, label=f"may run {limit:,}")
+        highest = max(highest, limit)
     _finish(axes, "Requests", "requests", 1.08 * highest)
     axes.yaxis.get_major_locator().set_params(integer=True)  # type: ignore[call-arg]
 

@@ -66,9 +66,10 @@ def read_scenario(document: Any) -> Scenario:
     given = top.get("config", {})
     given.only(DEFAULTS)
     named = {**DEFAULTS, **given.members()}
-    config = _config(Field(named, given.path))
-    eos = Field(named["eos_token_id"], (*given.path, "eos_token_id")).integer()
-    Field(named["prefix_caching_hash_algo"], (*given.path, "prefix_caching_hash_algo")).text()
+    whole = Field(named, given.path)
+    config = _config(whole)
+    eos = whole["eos_token_id"].integer()
+    whole["prefix_caching_hash_algo"].text()
     events: dict[int, list[Request | Abort]] = defaultdict(list)
     known: set[str] = set()
     for event in top["events"].items():

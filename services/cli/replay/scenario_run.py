@@ -9,7 +9,6 @@ from typing import Any
 
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.cli.replay.scenario import Abort, Scenario
-from services.cli.replay.scenario_model import continuation, proposals
 from services.cli.replay.scheduler_run import as_added
 from services.kvpool.core.kv_pool import KVPool
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
@@ -247,3 +246,24 @@ class ScenarioRun:
 
 def _without_empty(record: Record) -> Record:
     return {name: value for name, value in record.items() if value not in ([], {}, None)}
+
+
+def next_token(tokens: list[int]) -> int:
+    """The token after `tokens`, in place of a model: a function of the tokens so far."""
+    return (sum(tokens[-4:]) * 31 + len(tokens) * 7) % 997 + 3
+
+
+def continuation(tokens: list[int], count: int) -> list[int]:
+    """The next `count` tokens."""
+    longer = list(tokens)
+    for _ in range(count):
+        longer.append(next_token(longer))
+    return longer[len(tokens) :]
+
+
+def proposals(tokens: list[int], count: int) -> list[int]:
+    """Drafts made when a request holds `tokens`: about seven in ten right, the others one off."""
+    return [
+        token if (len(tokens) * 7 + index * 13) % 10 < 7 else token + 1
+        for index, token in enumerate(continuation(tokens, count))
+    ]

@@ -3,7 +3,7 @@
 import dataclasses
 import types
 import typing
-from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from services.cli.replay.fields import Field
@@ -81,10 +81,8 @@ def _plain_value(text: str) -> Any:
     words = {"true": True, "false": False, "none": None}
     if text.lower() in words:
         return words[text.lower()]
-    kinds: tuple[Callable[[str], Any], ...] = (int, float)
-    for kind in kinds:
-        try:
-            return kind(text)
-        except ValueError:
-            continue
+    with suppress(ValueError):
+        return int(text)
+    with suppress(ValueError):
+        return float(text)
     return text

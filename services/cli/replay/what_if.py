@@ -9,6 +9,7 @@ logged tokens.
 """
 
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 from services.cli.errors import CommandError
@@ -107,11 +108,8 @@ class WhatIf(SchedulerRun):
         )
         self.statistics.updated(self.scheduler.update_from_output(plan, output))
         for request in plan.requests:
-            if (
-                not request.is_finished
-                and self._is_ahead(request)
-                and not self._is_aborted(request)
-            ):
+            is_ahead = request.num_tokens >= len(self._logged_tokens(request))
+            if is_ahead and not request.is_finished and not self._is_aborted(request):
                 self.scheduler.abort(request)
 
     def _tokens(self, plan: SchedulerOutput, index: int) -> list[int]:
@@ -124,13 +122,12 @@ class WhatIf(SchedulerRun):
         accepted = self._history.accepted[request.key].get(request.num_tokens, 0)
         logged = self._logged_tokens(request)
         sampled = logged[request.num_tokens : request.num_tokens + min(accepted, num_drafts) + 1]
-        return sampled or ([_token_that_ends_nothing(request)] if self._is_aborted(request) else [])
+        if sampled or not self._is_aborted(request):
+            return sampled
+        return [next(token for token in count() if token not in request.ending_token_ids)]
 
     def _logged_tokens(self, request: Request) -> list[int]:
         return self._history.requests[request.key].token_ids
-
-    def _is_ahead(self, request: Request) -> bool:
-        return request.num_tokens >= len(self._logged_tokens(request))
 
     def _is_aborted(self, request: Request) -> bool:
         return self._history.requests[request.key].finish_reason in _ENDS_BY_EVENTS
@@ -138,9 +135,3 @@ class WhatIf(SchedulerRun):
 
 _ENDS_BY_EVENTS = {FinishReason.ABORT, FinishReason.QUEUE_TIMEOUT, FinishReason.STEP_FAILED}
 """Finish reasons that do not follow from the tokens of a request."""
-
-
-def _token_that_ends_nothing(request: Request) -> int:
-    """A token that does not end the request."""
-    ending = request.ending_token_ids
-    return next(token for token in range(len(ending) + 1) if token not in ending)
