@@ -1,4 +1,4 @@
-"""Small real programs that a supervisor can look after."""
+"""Small real programs that a supervisor can run."""
 
 import asyncio
 import os
@@ -68,7 +68,7 @@ def program(name: str, code: str, ready: Path, *arguments: str) -> ChildSpec:
 
 
 def server(name: str, directory: Path, stop_seconds: float = 0.0) -> ChildSpec:
-    """A well-behaved child; `journal` in the directory gets its name when it is told to stop."""
+    """A well-behaved child; it writes its name to `journal` in the directory on SIGTERM."""
     ready = directory / f"{name}.ready"
     return program(
         name, SERVE, ready, name, str(ready), str(directory / "journal"), str(stop_seconds)
@@ -101,7 +101,7 @@ async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
         await asyncio.sleep(0.01)
 
 
-def alive(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     """Whether a process runs; one that waits to be reaped does not."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
@@ -111,7 +111,7 @@ def alive(pid: int) -> bool:
 
 
 class Journal:
-    """An observer that remembers."""
+    """An observer that keeps what it gets."""
 
     def __init__(self) -> None:
         self.lines: list[tuple[str, str]] = []

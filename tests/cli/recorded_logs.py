@@ -28,7 +28,7 @@ SMALL_POOL = {
 
 
 def crowded(num_requests: int = 10, **config: Any) -> dict[str, Any]:
-    """A scenario in which requests get in each other's way, and two are given up on."""
+    """A scenario with more requests than the pool can hold, two of which are aborted."""
     events: list[dict[str, Any]] = [
         {
             "step": 2 * number,
@@ -55,11 +55,11 @@ class RecordedLog:
     entries: list[Entry]
 
     def text(self) -> str:
-        """As it lies on disk."""
+        """The content of the file."""
         return "".join(json.dumps(entry, separators=(",", ":")) + "\n" for entry in self.entries)
 
     def write(self, path: Path) -> Path:
-        """Puts it there."""
+        """Writes the file."""
         path.write_text(self.text())
         return path
 

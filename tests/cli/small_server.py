@@ -44,7 +44,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: SmallServer
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-        """Says nothing."""
+        """Logs nothing."""
 
     def do_GET(self) -> None:
         self.server.keys.append(self.headers["Authorization"])

@@ -29,7 +29,7 @@ async def connect(address: str) -> AsyncIterator[gateway_pb2_grpc.InferenceStub]
 
 
 def request(prompt: list[int], max_tokens: int, **sampling: Any) -> gateway_pb2.GenerateRequest:
-    """A request for exactly `max_tokens` tokens; greedy unless told otherwise."""
+    """A request for exactly `max_tokens` tokens; greedy by default."""
     return gateway_pb2.GenerateRequest(
         token_ids=common_pb2.TokenIds(ids=prompt),
         sampling=common_pb2.SamplingParams(
@@ -59,7 +59,7 @@ async def generate(
     on_tokens: Callable[[int], None] | None = None,
     metadata: tuple[tuple[str, str], ...] = (),
 ) -> Answer:
-    """Generates to the end. `on_tokens` hears how many tokens there are after each piece."""
+    """Generates to the end. `on_tokens` is called with the number of tokens after each piece."""
     answer = Answer()
     async for piece in stub.Generate(wanted, timeout=100, metadata=metadata):
         answer.token_ids += piece.token_ids

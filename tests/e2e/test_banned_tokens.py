@@ -1,4 +1,5 @@
-"""Bans that leave nothing to sample are the client's, however late they do."""
+"""Banned tokens that leave no token to sample end the request with an error of the client, also
+after many tokens."""
 
 from typing import Any
 

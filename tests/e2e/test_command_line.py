@@ -1,4 +1,4 @@
-"""`stepwell chat`, `complete` and `status` against the real thing."""
+"""`stepwell chat`, `complete` and `status` against all four services."""
 
 import subprocess
 import sys
@@ -22,7 +22,7 @@ def stepwell(stack: Stack, command: str, *arguments: str, stdin: str = "") -> st
     return done.stdout.decode()
 
 
-def test_a_start_is_told_in_lines_that_can_be_read(stack: Stack) -> None:
+def test_a_start_is_logged_in_lines_that_can_be_parsed(stack: Stack) -> None:
     ready = next(i for i, line in enumerate(stack.output) if line.startswith("ready: "))
     lines = stack.output[:ready]
     assert max(map(len, lines)) <= LONGEST_LINE

@@ -1,4 +1,4 @@
-"""A service that is killed, or hangs, while it works costs time, never a token."""
+"""A service that is killed, or hangs, under load costs time, never a token."""
 
 import asyncio
 import signal
@@ -53,7 +53,7 @@ async def test_streams_go_on_when_a_service_is(
     service: str, signum: signal.Signals, stack: Stack, tiny_model: TinyModel
 ) -> None:
     undisturbed = await answers(stack, tiny_model.model)
-    pid, told = stack.pids()[service], len(stack.output)
+    pid, num_lines = stack.pids()[service], len(stack.output)
 
     disturbed = await answers(stack, tiny_model.model, service, signum)
 
@@ -62,7 +62,7 @@ async def test_streams_go_on_when_a_service_is(
     for i in (0, 4):
         assert disturbed[i].token_ids == greedy(tiny_model.model, PROMPTS[i], NUM_TOKENS)
     stack.wait_until_back(service, pid)
-    lines = "\n".join(stack.output[told:])
+    lines = "\n".join(stack.output[num_lines:])
     assert (f"{service} is killed: it was stopped" in lines) is (signum == signal.SIGSTOP)
     assert f"{service} died: killed by SIGKILL" in lines
     status = stack.status()

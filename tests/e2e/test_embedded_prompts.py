@@ -1,4 +1,4 @@
-"""Prompts given as embeddings go on as the prompts of the same tokens do, over every way in."""
+"""Prompts given as embeddings continue as prompts of the same tokens do, over HTTP and gRPC."""
 
 import asyncio
 import base64
@@ -41,7 +41,7 @@ async def complete(stack: Stack, wanted: dict[str, Any]) -> httpx.Response:
 
 
 @pytest.mark.parametrize("kind", ["plain", "small pool", "chunks of 7"])
-async def test_they_go_on_as_their_tokens_do(
+async def test_embedded_prompts_continue_as_their_tokens_do(
     kind: str, stack_of: Callable[[str], Stack], tiny_model: TinyModel
 ) -> None:
     prompts = PROMPTS[:8]

@@ -49,7 +49,7 @@ async def test_text_in_and_text_out(stack: Stack) -> None:
     assert answer.text == text.text
 
 
-async def test_an_answer_that_goes_round_in_circles_ends(stack: Stack) -> None:
+async def test_an_answer_that_repeats_itself_ends(stack: Stack) -> None:
     detection = common_pb2.RepetitionDetection(max_pattern_size=3, min_count=4)
     wanted = request([5, 6, 7], 50, allowed_token_ids=[65], repetition_detection=detection)
     async with connect(stack.grpc) as stub:

@@ -49,7 +49,7 @@ def test_chat(client: openai.OpenAI, stack: Stack) -> None:
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + 12
 
 
-def test_a_streamed_chat_says_what_a_whole_one_says(client: openai.OpenAI, stack: Stack) -> None:
+def test_a_streamed_chat_has_the_text_of_a_whole_one(client: openai.OpenAI, stack: Stack) -> None:
     whole = client.chat.completions.create(
         model=stack.model,
         messages=[{"role": "user", "content": "hello"}],
@@ -74,7 +74,7 @@ def test_a_streamed_chat_says_what_a_whole_one_says(client: openai.OpenAI, stack
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
 
 
-def test_an_answer_that_goes_round_in_circles_ends(client: openai.OpenAI, stack: Stack) -> None:
+def test_an_answer_that_repeats_itself_ends(client: openai.OpenAI, stack: Stack) -> None:
     answer = client.completions.create(
         model=stack.model,
         prompt="hello",

@@ -67,7 +67,7 @@ async def test_a_killed_rank_takes_its_group_down_and_streams_go_on(
     rank: int, ranks: Stack, tiny_model: TinyModel
 ) -> None:
     undisturbed = await answers(ranks)
-    before, told = pids_of_ranks(ranks), len(ranks.output)
+    before, num_lines = pids_of_ranks(ranks), len(ranks.output)
 
     disturbed = await answers(ranks, before[rank])
 
@@ -77,7 +77,7 @@ async def test_a_killed_rank_takes_its_group_down_and_streams_go_on(
     after = pids_of_ranks(ranks)
     assert after.keys() == {0, 1}
     assert not set(after.values()) & set(before.values())
-    lines = "\n".join(ranks.output[told:])
+    lines = "\n".join(ranks.output[num_lines:])
     assert f"worker-{rank} died: killed by SIGKILL" in lines
     assert f"worker-{1 - rank} died: exit status 1" in lines
     assert f"stepwell worker: rank {rank} is gone" in lines
@@ -85,13 +85,13 @@ async def test_a_killed_rank_takes_its_group_down_and_streams_go_on(
 
 async def test_a_stopped_rank_is_killed_and_streams_go_on(ranks: Stack) -> None:
     undisturbed = await answers(ranks)
-    before, told = pids_of_ranks(ranks), len(ranks.output)
+    before, num_lines = pids_of_ranks(ranks), len(ranks.output)
 
     disturbed = await answers(ranks, before[1], signal.SIGSTOP)
 
     assert [a.token_ids for a in disturbed] == [a.token_ids for a in undisturbed]
     assert not set(pids_of_ranks(ranks).values()) & set(before.values())
-    lines = "\n".join(ranks.output[told:])
+    lines = "\n".join(ranks.output[num_lines:])
     assert "worker-1 is killed: it was stopped" in lines
     assert "stepwell worker: rank 1 is gone" in lines
 
@@ -107,7 +107,7 @@ async def test_ranks_stay_in_step_when_their_streams_end(service: str, ranks: St
     assert pids_of_ranks(ranks) == before
 
 
-def test_all_ranks_stop_when_told_to(ranks: Stack) -> None:
+def test_all_ranks_stop_on_sigterm(ranks: Stack) -> None:
     wait_for(ranks.healthy, 20)
     ranks.terminate()
     assert ranks.wait(15) == 0

@@ -21,7 +21,7 @@ LIVENESS = LivenessPolicy(stopped_share=0.2, period_seconds=0.1)
 
 
 class Watched:
-    """A child under a supervisor, and what the supervisor told."""
+    """A child under a supervisor, and what the supervisor reported."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

@@ -1,4 +1,4 @@
-"""What a live replica decided, with two steps in flight, is decided again from its log."""
+"""A replay of the log of a live replica, with two steps in flight, makes the same decisions."""
 
 import asyncio
 import json
@@ -59,9 +59,9 @@ async def test_a_run_under_load_is_reproduced_bit_for_bit(
         policy=policy,
         async_scheduling=async_scheduling,
     )
-    told = entries(path)
-    assert sum(len(entry.get("preemptions", ())) for entry in told) > 5
-    assert sum(entry.get("call") == "abort" for entry in told) > 2
+    logged = entries(path)
+    assert sum(len(entry.get("preemptions", ())) for entry in logged) > 5
+    assert sum(entry.get("call") == "abort" for entry in logged) > 2
     await expect_no_difference(path, capsys)
 
 
@@ -118,13 +118,13 @@ async def reset_and_pause(replica: Replica, gateway: Gateway) -> None:
 async def test_pausing_and_resetting_are_entries_of_their_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Under load, with two steps in flight; the log tells what was asked for, in order."""
+    """Under load, with two steps in flight; the log has the calls in their order."""
     path = await live_log(tmp_path / "steps.jsonl", reset_and_pause, async_scheduling=True)
-    told = entries(path)[1:]
+    logged = entries(path)[1:]
     operators = {"pause", "resume", "reset_prefix_cache", "preempt_all"}
     asked = [
         (entry["call"], entry.get("mode", entry.get("done")))
-        for entry in told
+        for entry in logged
         if entry["call"] in operators
     ]
     assert asked == [
@@ -137,7 +137,7 @@ async def test_pausing_and_resetting_are_entries_of_their_own(
         ("reset_prefix_cache", True),
         ("resume", None),
     ]
-    calls_only = [entry["call"] for entry in told]
+    calls_only = [entry["call"] for entry in logged]
     pauses = [number for number, call in enumerate(calls_only) if call == "pause"]
     resumes = [number for number, call in enumerate(calls_only) if call == "resume"]
     for pause, resume in zip(pauses, resumes, strict=True):
@@ -178,7 +178,7 @@ async def go_round_in_circles(_: Replica, gateway: Gateway) -> None:
         (go_round_in_circles, {"update_from_output"}),
     ],
 )
-async def test_so_is_one_in_which_much_goes_wrong(
+async def test_a_run_with_losses_and_aborts_is_reproduced_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], disturb: Disturbance, expected: set[str]
 ) -> None:
     path = await live_log(tmp_path / "steps.jsonl", disturb, pool_timeout_seconds=0.5)
@@ -221,7 +221,7 @@ async def test_what_is_logged_can_be_read_while_the_service_runs(
     await live_log(path, look)
 
 
-async def test_a_process_that_is_told_to_stop_leaves_a_whole_log(
+async def test_a_process_that_gets_sigterm_leaves_a_whole_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "steps.jsonl.zst"
@@ -258,7 +258,7 @@ async def test_a_process_that_is_killed_leaves_a_log_up_to_its_last_half_second(
 
 
 def num_added(path: Path) -> int:
-    """Requests that a log tells of so far."""
+    """Requests that a log has so far."""
     try:
         return sum(line.entry.value["call"] == "add" for line in StepLogFile(path))
     except CommandError:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from services.cli.supervisor import RestartPolicy, Stage, StartFailed, Supervisor
-from tests.cli.children import IGNORE_SIGTERM, Journal, alive, program, server, started, until
+from tests.cli.children import IGNORE_SIGTERM, Journal, is_running, program, server, started, until
 
 QUICK = RestartPolicy(first_delay_seconds=0.05, longest_delay_seconds=0.2)
 
@@ -30,7 +30,7 @@ async def test_a_killed_child_is_reported_and_started_again(tmp_path: Path) -> N
     await until(lambda: journal.lines == [("pool", "pool serves")] * 2)
     supervisor.stop.set()
     await running
-    assert not alive(supervisor.pid("pool"))
+    assert not is_running(supervisor.pid("pool"))
 
 
 async def test_a_team_ends_and_starts_together(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ async def test_a_team_ends_and_starts_together(tmp_path: Path) -> None:
     after = [supervisor.pid(name) for name in ("worker-0", "worker-1", "pool")]
     assert not set(before[:2]) & set(after[:2])
     assert before[2] == after[2]
-    assert not alive(before[0])
+    assert not is_running(before[0])
     assert [death[:2] for death in journal.deaths] == [
         ("worker-0", "killed by SIGKILL"),
         ("worker-1", "killed by SIGKILL"),
@@ -75,7 +75,7 @@ async def test_a_child_that_never_was_ready_ends_everything(tmp_path: Path) -> N
     assert failure.value.name == "worker"
     assert failure.value.status == "exit status 3"
     assert failure.value.tail == ("no such model",)
-    assert not alive(supervisor.pid("pool"))
+    assert not is_running(supervisor.pid("pool"))
 
 
 async def test_a_program_that_does_not_exist_cannot_start(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ async def test_a_child_that_ignores_sigterm_is_killed_in_time(tmp_path: Path) ->
 
     assert 0.3 <= time.monotonic() - began < 20
     assert journal.kills == ["deaf"]
-    assert not alive(supervisor.pid("deaf"))
+    assert not is_running(supervisor.pid("deaf"))
     assert (tmp_path / "journal").read_text().split() == ["pool"]
 
 
@@ -166,7 +166,7 @@ async def test_kill_now_kills_what_is_left_at_once(tmp_path: Path) -> None:
     supervisor.kill_now.set()
     await asyncio.wait_for(running, 10)
 
-    assert not alive(supervisor.pid("deaf"))
+    assert not is_running(supervisor.pid("deaf"))
 
 
 async def test_stopping_while_a_child_is_away_does_not_bring_it_back(tmp_path: Path) -> None:
@@ -226,12 +226,12 @@ asyncio.run(main())
     assert supervisor.stdout is not None
     pids = [int(pid) for pid in (await supervisor.stdout.readline()).split()]
     assert len(pids) == 2
-    assert all(map(alive, pids))
+    assert all(map(is_running, pids))
 
     supervisor.kill()
     await supervisor.wait()
 
-    await until(lambda: not any(map(alive, pids)), seconds=5)
+    await until(lambda: not any(map(is_running, pids)), seconds=5)
 
 
 def test_the_delay_grows_to_its_limit() -> None:

@@ -21,7 +21,7 @@ def shown(*, colour: bool = False, quiet: bool = False, raw: bool = False) -> li
     return stream.getvalue().splitlines()
 
 
-def test_every_line_says_whose_it_is() -> None:
+def test_every_line_begins_with_its_service() -> None:
     assert shown() == [
         "worker    | loading",
         "up        | worker is ready after 1.2 s",
@@ -51,7 +51,7 @@ def test_lines_for_programs_are_not_touched() -> None:
 def test_a_reader_that_left_does_not_end_the_supervisor() -> None:
     stream = io.StringIO()
     stream.close()
-    Console(stream, colour=False, quiet=False, raw=False).warn("nobody reads this")
+    Console(stream, colour=False, quiet=False, raw=False).warn("not read")
 
 
 def test_the_ready_line(tmp_path: Path) -> None:

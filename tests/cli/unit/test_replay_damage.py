@@ -36,7 +36,7 @@ def replay(
 
 
 def expect_one_sentence(path: Path, status: int, out: str, err: str) -> None:
-    """Nothing wrong, a difference, or one line of complaint."""
+    """Asserts that there is no error, a difference, or one line of complaint."""
     if err:
         assert status == 1
         assert err.startswith(f"stepwell replay: {path} ")
@@ -49,7 +49,7 @@ def expect_one_sentence(path: Path, status: int, out: str, err: str) -> None:
 
 @st.composite
 def damaged(draw: st.DrawFn, whole: bytes) -> bytes:
-    """Cut short, or with a byte, a digit or a line that is another."""
+    """The content cut short, or with a byte, a digit or a line changed."""
     lines = whole.splitlines(keepends=True)
     where = draw(st.integers(0, len(whole) - 1))
     line = draw(st.integers(0, len(lines) - 1))
@@ -112,7 +112,7 @@ def test_a_damaged_scenario(
 def test_a_log_cut_within_a_line_is_replayed_up_to_there(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: str
 ) -> None:
-    """As a full disk or a kill leaves it."""
+    """A full disk or a killed service leaves such a log."""
     lines = LOG.splitlines(keepends=True)
     number = KINDS[kind]
     num_steps = sum(json.loads(line).get("call") == "schedule" for line in lines[:number])

@@ -1,4 +1,4 @@
-"""A complaint leads to the field, and to the line on which its value begins."""
+"""An error names the field, and the line on which its value begins."""
 
 import pytest
 

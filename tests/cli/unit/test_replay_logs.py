@@ -1,5 +1,5 @@
-"""A log of any run leads to the same decisions, a changed one shows where, and other settings lead
-to others.
+"""A replay of a log makes the same decisions, and others with other settings; where a changed log
+differs is shown.
 """
 
 import asyncio
@@ -93,11 +93,11 @@ class Fragile:
 
     def _update(self) -> None:
         plan = self._in_flight.popleft()
-        tokens = [said(plan, index) for index in range(len(plan.requests))]
+        tokens = [sampled_tokens(plan, index) for index in range(len(plan.requests))]
         self._scheduler.update_from_output(plan, ModelRunnerOutput(tokens))
 
 
-def said(plan: SchedulerOutput, index: int) -> list[int]:
+def sampled_tokens(plan: SchedulerOutput, index: int) -> list[int]:
     request = plan.requests[index]
     end = plan.num_computed_tokens[index] + plan.num_scheduled_tokens[index]
     return [next_token(request.token_ids)] if end >= request.num_tokens else []
@@ -134,7 +134,7 @@ def requests(draw: st.DrawFn) -> list[Request]:
     async_scheduling=st.booleans(),
     num_blocks=st.integers(10, 20),
 )
-def test_whatever_happens_is_decided_again(
+def test_a_replay_of_any_run_makes_the_same_decisions(
     requests: list[Request],
     losses: dict[int, int],
     resets: set[int],
@@ -260,7 +260,7 @@ def with_config(
     return asyncio.run(run())
 
 
-def test_a_larger_pool_preempts_nobody() -> None:
+def test_a_larger_pool_preempts_no_request() -> None:
     logged, other = what_if(crowded(), num_blocks=200)
     assert logged.num_preemptions > 2
     assert logged.num_recomputed_tokens > 10
@@ -277,7 +277,7 @@ def test_a_smaller_pool_makes_requests_wait() -> None:
     assert len(other.samples) > len(logged.samples)
 
 
-def test_fewer_places_make_requests_wait() -> None:
+def test_a_smaller_max_num_seqs_makes_requests_wait() -> None:
     logged, other = what_if(crowded(), max_num_seqs=1)
     assert max(sample.num_running for sample in other.samples) == 1
     assert sum(other.first_token_steps) > sum(logged.first_token_steps)
@@ -289,7 +289,7 @@ def test_without_a_cache_there_are_no_hits() -> None:
     assert other.hit_rate == 0
 
 
-def test_priority_lets_the_important_ones_go_first() -> None:
+def test_a_request_of_higher_priority_is_queued_for_fewer_steps() -> None:
     scenario = crowded(policy="priority")
     scenario["events"][8]["add"]["priority"] = -1
     by_priority, by_arrival = what_if(scenario, policy="fcfs")
@@ -308,14 +308,14 @@ def test_a_budget_of_drafts_that_are_taken_away_costs_steps() -> None:
     assert other.num_generated_tokens == logged.num_generated_tokens
 
 
-def test_who_is_too_long_for_other_settings_is_refused() -> None:
+def test_a_request_that_is_too_long_for_other_settings_is_refused() -> None:
     logged, other = what_if(crowded(), max_model_len=12)
     assert logged.num_refused == 0
     assert other.num_refused > 2
     assert other.num_refused + len(other.accounts) == len(logged.accounts)
 
 
-def test_who_does_not_fit_twice_is_refused_where_two_groups_share_the_pool(
+def test_a_request_that_does_not_fit_twice_is_refused_if_two_groups_share_the_pool(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     twin = common_pb2.KVCacheGroup(
@@ -328,12 +328,12 @@ def test_who_does_not_fit_twice_is_refused_where_two_groups_share_the_pool(
     assert int(table["requests"].split()[1]) < 10
 
 
-def test_who_could_never_be_admitted_is_told_in_one_sentence() -> None:
+def test_requests_that_can_never_be_admitted_are_an_error_of_one_sentence() -> None:
     with pytest.raises(CommandError, match="of the requests would wait for ever"):
         with_config(crowded(), lambda config: replace(config, num_blocks=3))
 
 
-def test_the_table_tells_the_difference(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_table_shows_the_difference(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = record(crowded()).write(tmp_path / "steps.jsonl")
     status, out, _ = replay(capsys, path, "--set", "num_blocks=200", "--set", "policy=priority")
     assert status == 0
@@ -383,15 +383,15 @@ def test_a_setting_that_cannot_be_is_refused_in_one_sentence(
 # Scenarios
 
 
-def test_a_scenario_in_which_nobody_can_move_is_stuck(
+def test_a_scenario_in_which_no_request_can_be_scheduled_is_stuck(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "scenario.json"
     path.write_text(json.dumps(crowded(2, num_gpu_blocks=3)))
     status, out, _ = replay(capsys, path)
-    told = json.loads(out)
-    assert (status, told["status"]) == (0, "stuck")
-    assert told["steps"][-1]["waiting_after"] == ["r0", "r1"]
+    printed = json.loads(out)
+    assert (status, printed["status"]) == (0, "stuck")
+    assert printed["steps"][-1]["waiting_after"] == ["r0", "r1"]
 
 
 def test_a_scenario_takes_no_options_of_logs(

@@ -10,7 +10,7 @@ from services.cli.ports import claim_port
 from services.cli.run_directory import run_directory
 
 
-def test_it_is_private_and_goes_away() -> None:
+def test_the_directory_is_private_and_removed_at_the_end() -> None:
     with run_directory() as path:
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
         (path / "scheduler.sock").touch()

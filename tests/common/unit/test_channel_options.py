@@ -1,4 +1,4 @@
-"""Every channel argument is one that grpc knows: it ignores others without a word."""
+"""Every channel argument is one that grpc knows: it ignores others without an error."""
 
 import ast
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What belongs to one scheduler at a time, and when another one may have it."""
+"""A lease belongs to one scheduler at a time; when another one may take it."""
 
 import pytest
 
@@ -11,7 +11,7 @@ GRACE_SECONDS = 2.0
 
 
 class Timer:
-    """A clock that stands until it is moved."""
+    """A clock that a test sets."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -1,4 +1,4 @@
-"""When an answer goes round in circles, and when it only looks like it."""
+"""Which answers repeat a pattern often enough to be ended."""
 
 import pytest
 from hypothesis import given, settings
@@ -63,7 +63,7 @@ def test_one_wrong_token_anywhere_in_long_patterns_is_seen(wrong: int) -> None:
     more=st.integers(0, 5),
     min_count=st.integers(2, 5),
 )
-def test_it_finds_what_writing_the_pattern_out_finds(
+def test_a_repetition_is_found_where_a_plain_comparison_finds_it(
     prompt: list[int], output: list[int], shortest: int, more: int, min_count: int
 ) -> None:
     written_out = any(
@@ -75,7 +75,7 @@ def test_it_finds_what_writing_the_pattern_out_finds(
     assert repetition.found_at_end(prompt + output, len(prompt)) is written_out
 
 
-def test_zeros_are_said_as_clients_say_them() -> None:
+def test_zero_sizes_mean_no_detection_and_a_shortest_size_of_one() -> None:
     assert RepetitionDetection.of(0, 0, 0) is None
     assert RepetitionDetection.of(5, 0, 3) == RepetitionDetection(5, 1, 3)
     assert RepetitionDetection.of(5, 2, 3) == RepetitionDetection(5, 2, 3)

@@ -27,7 +27,7 @@ SECONDS = 10.0
 
 
 class Echo(kvpool_pb2_grpc.KVPoolServicer):
-    """Answers one call at once, and another when it is let go."""
+    """Answers one call at once, and another once it is released."""
 
     def __init__(self) -> None:
         self.going = asyncio.Event()
@@ -89,7 +89,7 @@ async def test_readiness_is_what_the_service_says_and_liveness_holds_from_the_st
     assert await served.health(LIVENESS) == NOT_SERVING
     assert await served.health(READINESS) == SERVING
     with pytest.raises(grpc.aio.AioRpcError) as failed:
-        await served.health("nobody")
+        await served.health("unknown")
     assert failed.value.code() is grpc.StatusCode.NOT_FOUND
 
 

@@ -79,7 +79,7 @@ def test_variables_are_read() -> None:
 @pytest.mark.parametrize(
     ("text", "value"), [("1", True), ("true", True), ("ON", True), ("off", False), ("0", False)]
 )
-def test_truth_has_several_names(text: str, value: bool) -> None:
+def test_booleans_have_several_names(text: str, value: bool) -> None:
     assert parse("--name", "x", STEPWELL_THING_FAST=text).fast is value
 
 
@@ -169,7 +169,7 @@ def test_help_names_every_flag_its_values_and_its_default(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
-    """What several services have."""
+    """Settings of several services."""
 
     port: int = setting(doc="where", check=at_least(1))
     noise: int = setting(1, doc="how loud")
@@ -177,7 +177,7 @@ class Base:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extended(Base):
-    """One of them."""
+    """Settings of one of them."""
 
     port: int = with_default(Base, "port", 7)
     special: str = setting(doc="what only this one has")
@@ -208,7 +208,7 @@ def test_settings_do_not_change() -> None:
 
 
 @pytest.mark.parametrize("service", ["scheduler", "kvpool", "worker", "gateway", "cli"])
-def test_every_service_tells_its_settings_and_passes_its_own_checks(
+def test_every_service_lists_its_settings_and_passes_its_own_checks(
     service: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     module = importlib.import_module(f"services.{service}.settings")

@@ -33,7 +33,7 @@ ENDS_A_START = (
     KernelsUnavailable,
     UnsuitableDevice,
 )
-"""They end the worker before it serves anybody."""
+"""They end the worker before it serves."""
 
 
 def all_errors() -> list[type[errors.StepwellError]]:
@@ -72,7 +72,7 @@ def test_the_nearest_ancestor_decides() -> None:
 
 
 class Raising(health_pb2_grpc.HealthServicer):
-    """Raises, before or after it answered."""
+    """Raises, before or after its first answer."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -150,7 +150,7 @@ async def test_a_defect_is_internal_and_tells_no_secrets(
     assert "defect while serving" in caplog.text
 
 
-async def test_nobody_there_is_unavailable() -> None:
+async def test_an_address_without_a_server_is_unavailable() -> None:
     async with open_channel("127.0.0.1:1") as channel:
         error = await _call(health_pb2_grpc.HealthStub(channel), streaming=False)
     assert type(error) is errors.Unavailable
@@ -192,7 +192,7 @@ async def test_what_is_not_served_is_a_defect() -> None:
         ("TLS handshake failed", "the worker is gone: TLS handshake failed"),
     ],
 )
-def test_what_grpc_says_of_a_connection_becomes_a_sentence(details: str, sentence: str) -> None:
+def test_grpcs_message_about_a_connection_becomes_a_sentence(details: str, sentence: str) -> None:
     metadata = grpc.aio.Metadata()
     failed = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, metadata, metadata, details=details)
     error = from_peer("the worker", failed)

@@ -1,4 +1,4 @@
-"""Trace contexts, spans, and that what is not sampled costs and leaves nothing."""
+"""Trace contexts and spans; unsampled traces record nothing."""
 
 import socket
 import time
@@ -82,7 +82,7 @@ def test_without_an_endpoint_nothing_is_recorded() -> None:
     tracing.shutdown()
 
 
-def test_a_child_follows_whoever_began() -> None:
+def test_a_child_span_is_sampled_if_its_parent_is() -> None:
     exporter = InMemorySpanExporter()
     tracing = configure_tracing("scheduler", "", 0.0, exporter=exporter)
     child = tracing.child("queue", SAMPLED, kind=SpanKind.CLIENT, attributes={"a": 1})
@@ -102,7 +102,7 @@ def test_a_child_follows_whoever_began() -> None:
 
 
 @pytest.mark.parametrize(("ratio", "recorded"), [(0.0, 0), (1.0, 20)])
-def test_who_begins_decides_by_ratio(ratio: float, recorded: int) -> None:
+def test_the_first_span_of_a_trace_is_sampled_by_ratio(ratio: float, recorded: int) -> None:
     exporter = InMemorySpanExporter()
     tracing = configure_tracing("scheduler", "", ratio, exporter=exporter)
     for _ in range(20):

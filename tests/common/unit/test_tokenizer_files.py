@@ -1,11 +1,11 @@
-"""A tokenizer is told by the files that decide which tokens a text becomes."""
+"""A tokenizer's fingerprint depends on the files that decide which tokens a text becomes."""
 
 from pathlib import Path
 
 from services.common.tokenizer_files import tokenizer_fingerprint
 
 
-def test_the_tokenizer_is_told_by_what_decides_its_tokens(tmp_path: Path) -> None:
+def test_the_fingerprint_depends_on_the_files_that_decide_the_tokens(tmp_path: Path) -> None:
     assert tokenizer_fingerprint(tmp_path) == b""
     (tmp_path / "vocab.json").write_text("{}")
     (tmp_path / "merges.txt").write_text("a b")
