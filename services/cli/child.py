@@ -19,12 +19,12 @@ _OUTPUT_GRACE_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """What to run. `until_ready` returns once the program serves, and is called for each run.
+    """What to run. `until_ready` returns once the program serves; `prepare` is called before each
+    start.
 
     Children of a `team` start together, and when one ends the others are ended. A program that
     answers no liveness check at `liveness_address` (host:port or unix:PATH) for `silence_seconds`
-    hangs; without an address only the end of the process is noticed. `prepare` is called before
-    each start.
+    hangs; without an address only the end of the process is noticed.
     """
 
     name: str

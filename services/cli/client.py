@@ -21,9 +21,8 @@ class ServerAway(CommandError):
 
 
 class Client:
-    """One server. Every failure is a CommandError with one sentence for people.
-
-    Closing a stream's iterator early closes its connection, which aborts the request.
+    """One server. Raises CommandError with one sentence. Closing a stream's iterator early aborts
+    the request.
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:

@@ -14,9 +14,9 @@ _TAIL_SHOWN = 8
 class Console:
     """A supervisor's `Observer` for people. A terminal gets colours, anything else plain text.
 
-    `quiet` leaves out lines of the services and of normal progress. With `raw`, for programs that
-    parse, the services' lines of JSON pass unchanged and the command's own are JSON too. Lines that
-    cannot be written, because the reader is gone, are dropped.
+    `quiet` leaves out lines of the services and of normal progress. With `raw` the services' lines
+    of JSON pass unchanged and the command's own are JSON too. Lines that cannot be written are
+    dropped.
     """
 
     def __init__(self, stream: TextIO, *, colour: bool, quiet: bool, raw: bool) -> None:

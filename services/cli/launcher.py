@@ -2,13 +2,9 @@
 
     python -I -S launcher.py SUPERVISOR_PID PROGRAM [ARGUMENT]...
 
-On Linux that is PR_SET_PDEATHSIG, which an exec keeps. Compared with a pipe that each child would
-have to watch, it needs nothing from the program that is started, and works while that is stuck in
-native code. The signal is bound to the supervisor's thread that forked, so children are started
-from its main thread.
-
-Outside Linux the program just runs. This file imports nothing of the project, so that it
-costs a few milliseconds.
+On Linux that is PR_SET_PDEATHSIG, which an exec keeps and which works while the program is stuck in
+native code; elsewhere the program just runs. The signal is bound to the supervisor's thread that
+forked, so children are started from its main thread. Imports nothing of the project, to start fast.
 """
 
 import ctypes

@@ -13,14 +13,13 @@ from services.cli.health import Liveness, NoAnswer
 class LivenessPolicy:
     """How long a child may be silent: seconds in which it answers no health check.
 
-    `factor` lengthens that with each hang in a row after the second, up to `longest_seconds`: on a
-    slow machine, killing and starting adds load. A child that is not ready yet may be busy loading,
-    and gets `loading_seconds`. A process that the system shows as stopped is not just slow: for it
-    `stopped_share` of the time is enough. Before the first answer, of liveness or readiness, there
-    is no limit.
+    `factor` lengthens that with each hang in a row after the second, up to `longest_seconds`, since
+    on a slow machine killing and starting adds load. A child that is not ready yet gets
+    `loading_seconds`. For a process that the system shows as stopped `stopped_share` of the time is
+    enough. Before the first answer, of liveness or readiness, there is no limit.
 
-    It is asked `pause_seconds` after each answer, since a health check costs the child as much as a
-    message of a step; until it answers, the time is looked at every `period_seconds`.
+    The next check begins `pause_seconds` after an answer; the time is compared each
+    `period_seconds`.
     """
 
     factor: float = 2.0

@@ -7,10 +7,8 @@ from services.cli.errors import CommandError
 
 
 def claim_port(host: str, port: int, flag: str) -> int:
-    """The port itself if a server could listen there, or a free one for port 0.
-
-    The port is closed again before this returns: a service binds it a moment later. Raises
-    CommandError, naming `flag`, if a server could not listen there.
+    """The port itself if a server could listen there, or a free one for port 0; closed again before
+    this returns. Raises CommandError, naming `flag`, if a server could not listen there.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(

@@ -33,10 +33,8 @@ def ensure_directory(path: Path) -> None:
 
 @contextmanager
 def run_directory() -> Iterator[Path]:
-    """A new directory that only this user can enter, removed at the end.
-
-    It is in the directory of temporary files, or in /tmp if that path is too long for a socket's
-    address.
+    """A new directory that only this user can enter, removed at the end: among the temporary files,
+    or in /tmp if that path is too long for a socket's address.
     """
     path = Path(tempfile.mkdtemp(prefix="stepwell-"))
     if len(os.fsencode(path / _LONGEST_NAME)) > _LONGEST_PATH_BYTES:

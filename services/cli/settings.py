@@ -12,10 +12,8 @@ _EVERY_SERVICE = ("gateway", "scheduler", "kvpool", "worker")
 
 
 def passed_to(*services: str, doc: str, check: Check | None = None, default: Any = None) -> Any:
-    """A setting that these services have under the same name, and get if it is given.
-
-    Its default is None: the service's own default, or its variable such as
-    STEPWELL_WORKER_BLOCK_SIZE, holds then.
+    """A setting that these services have under the same name, and get if it is given: None leaves
+    the service's own default, or its variable such as STEPWELL_WORKER_BLOCK_SIZE.
     """
     metadata = {"doc": doc, "check": check, "services": services}
     return dataclasses.field(default=default, metadata=metadata)

@@ -43,10 +43,8 @@ def _sample(client: Client) -> Sample:
 def _samples(
     client: Client, interval_seconds: float
 ) -> Iterator[tuple[Sample | None, Sample | ServerAway]]:
-    """Each sample with the one before it, without end.
-
-    If a server that has answered before does not answer now, the error is yielded in place of the
-    sample.
+    """Each sample with the one before it, without end; in place of a sample the error, if a server
+    that has answered before does not answer now.
     """
     before = None
     while True:

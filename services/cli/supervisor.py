@@ -1,11 +1,10 @@
 """Keeps child processes running, and ends them in order.
 
-All start at once, and each waits for the others it needs, so that loading overlaps. A child that
-ends before it was ever ready ends the supervisor too. One that ends later is started again with its
-team, at once the first time and then with growing delays (as Erlang's supervisors and systemd do,
-without their limit: everything behind the gateway can be recomputed). One that hangs is killed,
-and then handled like one that ended. At the end the stages stop one after the other, in the order
-given, each within its own time; what is left after that is killed.
+All start at once, so that loading overlaps. A child that ends before it was ever ready ends the
+supervisor too. One that ends later, or hangs and is killed, is started again with its team, at once
+the first time and then with growing delays (as by Erlang's supervisors and systemd, but without a
+limit of restarts). At the end the stages stop one after the other, each within its own time; what
+is left after that is killed.
 """
 
 import asyncio

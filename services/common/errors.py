@@ -71,9 +71,7 @@ class PayloadTooLarge(StepwellError):
 
 
 class ResourceExhausted(StepwellError):
-    """Refused before it was queued, or evicted from the queue before it was scheduled;
-    `retry_after_seconds` says when to try again.
-    """
+    """Refused before it was queued, or evicted from the queue before it was scheduled."""
 
     reason = "RESOURCE_EXHAUSTED"
 

@@ -11,13 +11,10 @@ VERBOSITY = "GRPC_VERBOSITY"
 def tune_grpc(environ: MutableMapping[str, str]) -> None:
     """Chooses grpc's older poller, and no support for forks, where the environment does not.
 
-    With its event engine grpc passes each message through one more thread on either side. With the
+    With grpc's event engine each message passes through one more thread on either side. With the
     older poller a message and its answer on a stream between two processes (grpcio 1.85.1, 2 kB, a
-    unix socket) take 0.6 of the time, and of the processor time on both sides. A later grpc that no
-    longer has these experiments logs one line and goes on.
-
-    Processes that are started here run another program at once and use no channel of their parent;
-    with fork support grpc logs a line for each of them.
+    unix socket) take 0.6 of the time, and of the processor time. A later grpc without these
+    experiments logs one line. With fork support grpc logs a line for each process that is started.
     """
     environ.setdefault(EXPERIMENTS, OLDER_POLLER)
     environ.setdefault(FORK_SUPPORT, "0")

@@ -1,8 +1,4 @@
-"""Groups of layers that share a block table: what each kind of attention sees, and what it holds.
-
-Pool, scheduler and directory follow the same two rules: which block is
-the first that a query still sees, and how many blocks a request holds at most.
-"""
+"""Groups of layers that share a block table: what each attention type sees, and what it holds."""
 
 import enum
 from dataclasses import dataclass
@@ -31,10 +27,8 @@ class KVCacheGroup:
     num_layers: int = 1
 
     def first_seen_block(self, num_tokens: int) -> int:
-        """The first block that any query from position `num_tokens` on can see.
-
-        Full attention sees all, a window what it shows, a chunk what lies in it; of states only
-        that of the last token is needed.
+        """The first block that a query from position `num_tokens` on can see; of states only that
+        of the last token is needed.
         """
         match self.attention_type:
             case AttentionType.FULL:

@@ -1,7 +1,5 @@
-"""Names of spans, attributes and metrics, in one place, so that dashboards and queries hold.
-
-Spans at the edge follow the OpenTelemetry GenAI conventions; metrics carry vLLM's names where the
-meaning is vLLM's, so that existing dashboards and autoscalers work, and `stepwell_` elsewhere.
+"""Names of spans (the OpenTelemetry GenAI conventions at the edge), attributes and metrics (vLLM's
+names where the meaning is vLLM's, `stepwell_` elsewhere), so that dashboards and queries hold.
 """
 
 # Spans. A request's trace: gateway server span, queue, prefill, decode, and what pool and worker

@@ -1,7 +1,6 @@
 """The operations of a pool transaction and their outcome, as scheduler and kvpool both use them.
 
-An operation covers a batch of requests in parallel sequences, as on the wire
-(`pool_operations_proto.py`). stepwell.kvpool.v1 specifies every field.
+An operation is of several requests, in parallel sequences. stepwell.kvpool.v1 specifies the fields.
 """
 
 import enum
@@ -172,9 +171,9 @@ class Stop:
 class Outcome:
     """The outcome of a transaction.
 
-    `results` has one for each operation that was begun, None where the operation returns nothing;
-    the last one is partial if there is a `stop`. `block_ids_to_zero` were handed out and must be
-    cleared before they are used; there are none without state-space layers.
+    `results` has one for each operation that was begun, None where it returns nothing; the last is
+    partial if there is a `stop`. `block_ids_to_zero` (state-space layers) must be cleared before
+    use.
     """
 
     num_free_blocks: int

@@ -1,7 +1,6 @@
-"""Answers that repeat the same few tokens again and again.
-
-The rule is that of vLLM's `repetition_detection`. The scheduler ends a request by it, and so does
-the gateway, if a scheduler dies after the last token and before its finish reason was sent.
+"""Answers that repeat the same few tokens, by the rule of vLLM's `repetition_detection`. The
+scheduler ends a request by it; the gateway does if a scheduler is lost before it sent the finish
+reason.
 """
 
 from collections.abc import Sequence

@@ -14,11 +14,11 @@ MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 2.0**-100, 2.0**100
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is chosen, and when a request ends: stepwell.common.v1.SamplingParams,
-    field by field, where meanings and ranges are specified.
+    """How the next token is chosen, and when a request ends. stepwell.common.v1.SamplingParams
+    specifies the fields.
 
-    None is "not given": the gateway resolves `seed`, `max_tokens` and `eos_token_ids` before a
-    request reaches the scheduler.
+    None is "not given": the gateway sets `seed`, `max_tokens` and `eos_token_ids` before the
+    scheduler gets a request.
     """
 
     temperature: float = 1.0

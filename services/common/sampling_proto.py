@@ -1,7 +1,4 @@
-"""Sampling parameters from and to their message.
-
-Both directions go through all fields of the dataclass. A field of plain numbers needs no line here.
-"""
+"""Sampling parameters from and to their message. A field of plain numbers needs no line here."""
 
 from collections.abc import Callable
 from dataclasses import asdict, fields, replace

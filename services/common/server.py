@@ -39,12 +39,10 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 class GrpcServer:
     """Services behind one port. Add them, start, and at the end drain.
 
-    Health answers for liveness under the name "", from the start until the process ends, and for
-    readiness under "ready" and under the name of each service.
-
-    `max_concurrent_rpcs` bounds accepted calls, long streams included; further ones are refused
-    with RESOURCE_EXHAUSTED at once. `options` are channel arguments besides SERVER_OPTIONS or in
-    their place; handlers that `interceptors` return may raise our errors.
+    Health answers for liveness under the name "", and for readiness under "ready" and the name of
+    each service. `max_concurrent_rpcs` bounds accepted calls, long streams included; further ones
+    are refused with RESOURCE_EXHAUSTED. `options` extend or replace SERVER_OPTIONS; handlers that
+    `interceptors` return may raise our errors.
     """
 
     def __init__(
@@ -72,11 +70,9 @@ class GrpcServer:
         self._names.append(name)
 
     async def start(self, address: str) -> str:
-        """Binds and serves, live but not ready until `set_ready`; returns the address that was
-        bound.
+        """Binds and serves, live but not ready until `set_ready`; returns the bound address.
 
-        `address` is host:port, with port 0 for a free one, or unix:PATH. Raises Unavailable when
-        it cannot be bound.
+        `address` is host:port, with port 0 for a free one, or unix:PATH. Raises Unavailable.
         """
         reflection.enable_server_reflection(
             [*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server
@@ -121,12 +117,9 @@ def _why_not(address: str) -> str:
 class StatusInterceptor(grpc.aio.ServerInterceptor):
     """Turns a StepwellError of any handler into its status; anything else into INTERNAL.
 
-    Streaming handlers are async generators, or coroutines that write their responses; the health
-    service's own are left as they are.
-    Cancellation passes through; a handler that finds the peer gone while it writes ends quietly.
-
-    A method's handler is made once: the interceptors that follow this one are asked for it at its
-    first call only.
+    Streaming handlers are async generators, or coroutines that write their responses. Cancellation
+    passes through. A method's handler is made once, at its first call, which is also the only one
+    for which the interceptors after this one are asked.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,5 @@
-"""The one map between errors and gRPC statuses, in both directions, with its details.
-
-Details follow google.rpc: ErrorInfo (reason, domain), BadRequest (field), RetryInfo (delay).
+"""The one map between errors and gRPC statuses, in both directions. Details follow google.rpc:
+ErrorInfo (reason, domain), BadRequest (field), RetryInfo (delay).
 """
 
 from datetime import timedelta

@@ -91,9 +91,7 @@ class Tracing:
         )
 
     def shutdown(self) -> None:
-        """Sends what is left. Blocks for LAST_EXPORT_SECONDS at most: spans that a collector does
-        not take by then are lost.
-        """
+        """Sends what is left, within LAST_EXPORT_SECONDS. Spans not taken by then are lost."""
         if self.provider is None:
             return
         # The SDK's own bounds are an export's ten seconds and a shutdown's thirty.

@@ -9,8 +9,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.tx
 def tokenizer_fingerprint(directory: Path) -> bytes:
     """32 bytes that are equal where text becomes the same tokens; empty without tokenizer files.
 
-    Of `tokenizer.json`, which holds everything, where there is one; else of the files that it
-    would be made from. The chat template is not part of it: only the gateway reads it.
+    Of `tokenizer.json` if it exists, which holds everything, else of the files it is made from.
     """
     present = [name for name in TOKENIZER_FILES if (directory / name).is_file()]
     if not present:

@@ -24,10 +24,8 @@ forget_pool, preempt_all, reset_prefix_cache.
 
 
 class History:
-    """Events by step, and the tokens of each request.
-
-    The step of an event is the number of steps planned before it. Events between a plan and the
-    next update belong to the plan's own step, after it.
+    """Events by step (the number of steps planned before), and the tokens of each request. Events
+    between a plan and the next update belong to the plan's own step, after it.
     """
 
     def __init__(self) -> None:

@@ -49,9 +49,8 @@ def is_step_log(path: Path) -> bool:
 class StepLogFile:
     """The header, then the entries, each parsed when it is reached.
 
-    A file may end within a line, or a compressed one within a frame: its writer was killed, still
-    writes it, or its disk was full. The entries end there then. Anything else that is wrong with
-    the file raises CommandError with the line and the field.
+    If the file ends within a line or a compressed frame (its writer was killed, still writes it, or
+    its disk was full), the entries end there. Other damage raises CommandError with line and field.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,11 +1,9 @@
 """What would have happened: the arrivals of a log, scheduled with other settings.
 
-Time is counted in steps. A request arrives, or is aborted, at the step at which it did in the log.
-The log takes the place of the workers: each request gets the tokens that it got, one for each step
-that computes its last token, and as many drafts are accepted as were when it had as many tokens. A
-request that the log aborts gets an arbitrary token for each that the log does not have, until the
-step of the abort. A request that has not ended at the end of the log is aborted once it has all its
-logged tokens.
+Time is counted in steps. A request arrives, or is aborted, at its step in the log, and gets the
+tokens that it got there, one for each step that computes its last token; as many drafts are
+accepted as were when it had as many tokens. A request that the log aborts gets arbitrary tokens
+after the logged ones until then; one that does not end in the log is aborted at its last token.
 """
 
 from dataclasses import replace
