@@ -17,7 +17,6 @@ _PROMPT = "> "
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command."""
     arguments = _parse(argv)
     with Client(arguments.url, arguments.api_key) as client:
         model = arguments.model or client.default_model()

@@ -70,7 +70,6 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """The process's id."""
         return self._process.pid
 
     @property
@@ -94,7 +93,6 @@ class Child:
         return status
 
     def terminate(self) -> None:
-        """Asks it to end."""
         if not self.ended:
             self._process.terminate()
 

@@ -9,7 +9,6 @@ from services.cli.errors import CommandError
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command."""
     parser = ClientParser("complete", "Continues a text.")
     parser.add_argument("prompt", nargs="?", help="the text (default: standard input)")
     parser.add_argument("--echo", action="store_true", help="print the prompt first")

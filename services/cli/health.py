@@ -33,27 +33,21 @@ class NoAnswer(Exception):
     """A health check got no answer: nothing listens, or the connection was closed."""
 
 
-class Liveness:
-    """Asks the service at host:port or unix:PATH whether it can go on."""
+async def why_not_live(channel: grpc.aio.Channel, address: str) -> str:
+    """Why the service at the address cannot go on; empty if it can. Waits for the answer without a
+    limit. Raises NoAnswer if there will be none.
+    """
+    try:
+        request = health_pb2.HealthCheckRequest(service=LIVENESS)
+        answer = await health_pb2_grpc.HealthStub(channel).Check(request)
+    except grpc.aio.AioRpcError as error:
+        raise NoAnswer from error
+    if answer.status != health_pb2.HealthCheckResponse.SERVING:
+        return "it says that it cannot go on"
+    return _why_unreachable(address)
 
-    def __init__(self, address: str) -> None:
-        self._channel = open_channel(address)
-        self._stub = health_pb2_grpc.HealthStub(self._channel)
-        self._socket = Path(address.removeprefix(_UNIX)) if address.startswith(_UNIX) else None
 
-    async def ask(self) -> str:
-        """Why the service cannot go on; empty if it can. Waits for the answer without a limit.
-        Raises NoAnswer if there will be none.
-        """
-        try:
-            answer = await self._stub.Check(health_pb2.HealthCheckRequest(service=LIVENESS))
-        except grpc.aio.AioRpcError as error:
-            raise NoAnswer from error
-        if answer.status != health_pb2.HealthCheckResponse.SERVING:
-            return "it says that it cannot go on"
-        if self._socket is not None and not self._socket.exists():
-            return f"its socket {self._socket} was removed"
-        return ""
-
-    async def close(self) -> None:
-        await self._channel.close()
+def _why_unreachable(address: str) -> str:
+    socket = Path(address.removeprefix(_UNIX))
+    is_removed = address.startswith(_UNIX) and not socket.exists()
+    return f"its socket {socket} was removed" if is_removed else ""

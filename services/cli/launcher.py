@@ -17,7 +17,6 @@ _CANNOT_EXECUTE = 127
 
 
 def main() -> None:
-    """Asks for the signal and becomes the program."""
     supervisor, command = int(sys.argv[1]), sys.argv[2:]
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

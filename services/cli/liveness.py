@@ -6,7 +6,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from services.cli.child import Child
-from services.cli.health import Liveness, NoAnswer
+from services.cli.health import NoAnswer, why_not_live
+from services.common.channel import open_channel
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +43,13 @@ async def until_hung(
 
     Time in which this process did not run, as on a machine that slept, does not count.
     """
-    assert child.spec.liveness_address is not None
-    check = Liveness(child.spec.liveness_address)
+    address = child.spec.liveness_address
+    assert address is not None
     usual = policy.silence_seconds(child.spec.silence_seconds, num_hangs)
     silence: _Silence | None = None
-    try:
+    async with open_channel(address) as channel:
         while True:
-            asking = asyncio.ensure_future(check.ask())
+            asking = asyncio.ensure_future(why_not_live(channel, address))
             try:
                 while not asking.done():
                     await asyncio.wait({asking}, timeout=policy.period_seconds)
@@ -65,8 +66,6 @@ async def until_hung(
             finally:
                 asking.cancel()
             await asyncio.sleep(policy.pause_seconds)
-    finally:
-        await check.close()
 
 
 def _too_long(
@@ -89,7 +88,6 @@ class _Silence:
         self._updated = self._loop.time()
 
     def update(self) -> None:
-        """Adds the time since the last call."""
         now = self._loop.time()
         self.seconds += min(now - self._updated, self._longest_turn)
         self._updated = now

@@ -17,7 +17,6 @@ from services.cli.fleet_view import ReplicaView, Sample, headline, replica_views
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command."""
     parser = ClientParser("status", "Shows the queues and the pool of each replica.")
     parser.add_argument("--watch", action="store_true", help="show it again and again")
     parser.add_argument(
@@ -93,7 +92,6 @@ def _away(error: ServerAway) -> str:
 
 
 def plain_text(sample: Sample, before: Sample | None) -> str:
-    """The status for pipes and logs."""
     lines = [headline(sample)]
     for view in replica_views(sample, before):
         lines.append(f"replica {view.address}: {view.problem or 'ready'}")

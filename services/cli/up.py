@@ -29,7 +29,6 @@ _PROMPT = "def read_lines(path):"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command."""
     settings = load_settings(UpSettings, "up", argv, prog="stepwell up")
     _check_model(settings.model)
     http_port = claim_port(settings.host, settings.http_port, "--http-port")

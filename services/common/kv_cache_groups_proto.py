@@ -20,7 +20,6 @@ def kv_cache_group_from_proto(message: common_pb2.KVCacheGroup) -> KVCacheGroup 
 
 
 def kv_cache_group_to_proto(group: KVCacheGroup) -> common_pb2.KVCacheGroup:
-    """The message of a group."""
     return common_pb2.KVCacheGroup(
         attention_type=_ATTENTION_TYPES.to_proto(group.attention_type),
         block_size=group.block_size,

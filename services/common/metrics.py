@@ -71,7 +71,6 @@ class _MetricsHandler(BaseHTTPRequestHandler):
     server: _MetricsServer
 
     def do_GET(self) -> None:
-        """Sends the metrics."""
         body = generate_latest(self.server.registry)
         self.send_response(200)
         self.send_header("Content-Type", CONTENT_TYPE)

@@ -15,7 +15,6 @@ _STOP_REASONS = ProtoEnum(ops.StopReason, kvpool_pb2.StopReason, "STOP_REASON_")
 
 
 def operation_to_proto(operation: ops.Operation) -> kvpool_pb2.Operation:
-    """The message of one operation."""
     match operation:
         case ops.Release(requests):
             return kvpool_pb2.Operation(release=kvpool_pb2.Release(requests=requests))
@@ -74,7 +73,6 @@ def outcome_to_proto(
 
 
 def outcome_from_proto(message: kvpool_pb2.TransactResponse) -> ops.Outcome:
-    """The outcome of a transaction, from its answer."""
     return ops.Outcome(
         message.num_free_blocks,
         tuple(map(_result_from_proto, message.results)),

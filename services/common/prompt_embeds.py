@@ -25,7 +25,6 @@ class EmbedsDtype(enum.Enum):
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a number."""
         return 4 if self is EmbedsDtype.FLOAT32 else 2
 
     @property

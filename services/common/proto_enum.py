@@ -32,7 +32,6 @@ class ProtoEnum(Generic[E, V]):
         self._members: dict[int, E] = {number: member for member, number in self._numbers.items()}
 
     def to_proto(self, member: E) -> V:
-        """The number of a member."""
         return self._numbers[member]
 
     def from_proto(self, number: int) -> E | None:

@@ -11,10 +11,8 @@ require_same_fields(QueueState, scheduler_pb2.QueueState.DESCRIPTOR)
 
 
 def queue_state_from_proto(message: scheduler_pb2.QueueState) -> QueueState:
-    """The state that a scheduler announced."""
     return QueueState(**{field.name: getattr(message, field.name) for field in fields(QueueState)})
 
 
 def queue_state_to_proto(state: QueueState) -> scheduler_pb2.QueueState:
-    """The state as a scheduler announces it."""
     return scheduler_pb2.QueueState(**asdict(state))

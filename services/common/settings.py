@@ -67,12 +67,10 @@ def one_of(names: Collection[str]) -> Check:
 
 
 def not_empty(value: tuple[object, ...]) -> str | None:
-    """A check: a list names at least one."""
     return None if value else "must name at least one"
 
 
 def existing_directory(value: Path) -> str | None:
-    """A check: the path is a directory."""
     return None if value.is_dir() else "is not a directory"
 
 
@@ -144,7 +142,6 @@ def validate(settings: IsDataclass) -> None:
 
 
 def flag_name(field_name: str) -> str:
-    """The flag of a field."""
     return "--" + field_name.replace("_", "-")
 
 

@@ -49,7 +49,6 @@ def status_code(error: errors.StepwellError) -> grpc.StatusCode:
 
 
 def to_rich_status(error: errors.StepwellError) -> status_pb2.Status:
-    """The error as google.rpc.Status."""
     details: list[Message] = [error_details_pb2.ErrorInfo(reason=error.error_reason, domain=DOMAIN)]
     if error.field is not None:
         violation = error_details_pb2.BadRequest.FieldViolation(

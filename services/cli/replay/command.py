@@ -38,7 +38,6 @@ _MAX_SHOWN = 400
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command."""
     parser = CommandParser(
         "replay",
         description=DESCRIPTION,

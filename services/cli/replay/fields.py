@@ -56,7 +56,6 @@ class Field:
         return Field(self.members().get(name, default), (*self.path, name))
 
     def members(self) -> dict[str, Any]:
-        """The value, an object."""
         if not isinstance(self.value, dict):
             raise self.wrong("must be an object")
         return self.value
@@ -68,20 +67,17 @@ class Field:
                 raise FieldError((*self.path, name), "is not known")
 
     def items(self) -> Iterator["Field"]:
-        """The items of a list."""
         if not isinstance(self.value, list):
             raise self.wrong("must be a list")
         for index, item in enumerate(self.value):
             yield Field(item, (*self.path, index))
 
     def integer(self, low: int = 0, high: int = LARGEST) -> int:
-        """A whole number."""
         if type(self.value) is not int or not low <= self.value <= high:
             raise self.wrong(f"must be a whole number from {low} to {high}")
         return self.value
 
     def integers(self, low: int = 0, high: int = LARGEST) -> list[int]:
-        """A list of whole numbers."""
         values = self.value
         if isinstance(values, list) and all(
             type(value) is int and low <= value <= high for value in values
@@ -91,13 +87,11 @@ class Field:
         return [item.integer(low, high) for item in self.items()]
 
     def number(self, low: float, high: float) -> float:
-        """A number."""
         if type(self.value) not in (int, float) or not low <= self.value <= high:
             raise self.wrong(f"must be a number from {low:g} to {high:g}")
         return float(self.value)
 
     def text(self) -> str:
-        """A string."""
         if not isinstance(self.value, str):
             raise self.wrong("must be a string")
         try:
@@ -107,13 +101,11 @@ class Field:
         return self.value
 
     def boolean(self) -> bool:
-        """True or false."""
         if not isinstance(self.value, bool):
             raise self.wrong("must be true or false")
         return self.value
 
     def one_of(self, values: Collection[str]) -> str:
-        """One of some words."""
         if not isinstance(self.value, str) or self.value not in values:
             raise self.wrong(f"must be one of {', '.join(values)}")
         return self.value
@@ -123,7 +115,6 @@ class Field:
         return members(self.one_of([member.value for member in members]))
 
     def wrong(self, complaint: str) -> FieldError:
-        """The error, with the value in its sentence."""
         shown = json.dumps(self.value)
         if len(shown) > _MAX_SHOWN:
             shown = shown[:_MAX_SHOWN] + "..."

@@ -39,14 +39,12 @@ class History:
         self._follows_plan = False
 
     def add(self, event: Event) -> None:
-        """Adds an event after those before it."""
         if self._follows_plan:
             self.before_update[self.num_plans - 1].append(event)
         else:
             self.before_plan[self.num_plans].append(event)
 
     def add_plan(self) -> None:
-        """A step was planned."""
         self.num_plans += 1
         self._follows_plan = True
 

@@ -37,7 +37,6 @@ class InProcessPool:
         operations: Sequence[Operation],
         traceparent: str = "",  # noqa: ARG002 - there are no spans in process
     ) -> Outcome:
-        """See `ports.KVPool`."""
         if self.num_answers_left is not None:
             if self.num_answers_left == 0:
                 raise ports.PoolLost("the pool was lost here")

@@ -44,13 +44,11 @@ class Columns:
         self.groups = [samples[start : start + size] for start in starts]
 
     def mean(self, name: str) -> list[float]:
-        """The mean of each column."""
         return [
             sum(getattr(sample, name) for sample in group) / len(group) for group in self.groups
         ]
 
     def total(self, name: str) -> list[int]:
-        """The sum of each column."""
         return [sum(getattr(sample, name) for sample in group) for group in self.groups]
 
 

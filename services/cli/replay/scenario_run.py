@@ -5,6 +5,7 @@ The record has the form of vLLM's recorded decisions, which the conformance test
 
 import hashlib
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 from services.cli.replay.inprocess_pool import InProcessPool
@@ -44,7 +45,6 @@ class ScenarioRun:
         self._depth = 2 if scenario.config.async_scheduling else 1
 
     async def run(self) -> Record:
-        """The record of the whole scenario."""
         steps: list[Record] = []
         last_event = max(self._scenario.events, default=0)
         status = "max_steps"
@@ -132,8 +132,8 @@ class ScenarioRun:
     async def _step(self, step: int, record: Record) -> None:
         scheduler = self.scheduler
         model_executed = False
-        record["waiting"] = [request.request_id for request in scheduler.waiting]
-        record["running"] = [request.request_id for request in scheduler.running]
+        record["waiting"] = _ids(scheduler.waiting)
+        record["running"] = _ids(scheduler.running)
         if self._has_requests:
             record["computed_before"] = {
                 request.request_id: request.num_computed_tokens for request in scheduler.running
@@ -151,13 +151,13 @@ class ScenarioRun:
             self._update(step, record)
         await scheduler.flush()
         self._record_pool(record, "")
-        record["running_after"] = [request.request_id for request in scheduler.running]
-        record["waiting_after"] = [request.request_id for request in scheduler.waiting]
+        record["running_after"] = _ids(scheduler.running)
+        record["waiting_after"] = _ids(scheduler.waiting)
 
     def _update(self, step: int, record: Record) -> None:
         scheduler = self.scheduler
         planned_in, plan = self._in_flight.popleft()
-        outputs = []
+        outputs: list[list[Any]] = []
         answer = self._answer(plan)
         record["accepted"] = {
             request.request_id: len(answer.token_ids[index]) - 1
@@ -166,15 +166,9 @@ class ScenarioRun:
         }
         for update in scheduler.update_from_output(plan, answer):
             request = update.request
-            reason = request.finish_reason
-            outputs.append(
-                [
-                    request.request_id,
-                    list(update.token_ids),
-                    reason and reason.value,
-                    request.stop_token_id,
-                ]
-            )
+            reason = request.finish_reason and request.finish_reason.value
+            tokens = list(update.token_ids)
+            outputs.append([request.request_id, tokens, reason, request.stop_token_id])
             if request.is_finished:
                 self._note_end(request, step)
         record["update_of"], record["outputs"] = planned_in, outputs
@@ -209,17 +203,17 @@ class ScenarioRun:
         return truth[: accepted + 1]
 
     def _record_plan(self, plan: SchedulerOutput, record: Record, step: int) -> None:
-        ids = [request.request_id for request in plan.requests]
+        ids = _ids(plan.requests)
         record["scheduled"] = [
             list(pair) for pair in zip(ids, plan.num_scheduled_tokens, strict=True)
         ]
         record["start"] = plan.num_computed_tokens
-        record["new"] = [request.request_id for request in plan.new]
+        record["new"] = _ids(plan.new)
         record["spec"] = {
             request.request_id: drafts for request, drafts in plan.draft_token_ids.items()
         }
-        record["resumed"] = [request.request_id for request in plan.resumed]
-        record["preempted"] = [request.request_id for request in plan.preempted]
+        record["resumed"] = _ids(plan.resumed)
+        record["preempted"] = _ids(plan.preempted)
         start = dict(zip(ids, plan.num_computed_tokens, strict=True))
         record["cached"] = {
             request.request_id: start[request.request_id] for request in plan.new + plan.resumed
@@ -244,6 +238,10 @@ class ScenarioRun:
         core.check()
 
 
+def _ids(requests: Iterable[Request]) -> list[str]:
+    return [request.request_id for request in requests]
+
+
 def _without_empty(record: Record) -> Record:
     return {name: value for name, value in record.items() if value not in ([], {}, None)}
 
@@ -254,7 +252,6 @@ def next_token(tokens: list[int]) -> int:
 
 
 def continuation(tokens: list[int], count: int) -> list[int]:
-    """The next `count` tokens."""
     longer = list(tokens)
     for _ in range(count):
         longer.append(next_token(longer))

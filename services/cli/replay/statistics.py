@@ -95,7 +95,6 @@ class RunStatistics:
         self.accounts[request] = RequestAccount(now, request.num_tokens)
 
     def planned(self, plan: SchedulerOutput, now: int) -> None:
-        """Step `now` was planned."""
         self._made_at[plan.step] = now
         for request in plan.new:
             self.accounts[request].queued_steps = now - self.accounts[request].arrived
@@ -118,7 +117,6 @@ class RunStatistics:
             self.samples[-1].num_preemptions += self._unsampled_preemptions()
 
     def updated(self, update: EngineCoreOutputs) -> None:
-        """A step's tokens came."""
         now = self._made_at.pop(update.plan.step)
         for news in update:
             self.num_generated_tokens += len(news.token_ids)

@@ -18,7 +18,6 @@ class Row:
     percent: bool = False
 
     def show(self, value: float | None) -> str:
-        """The value as people read it."""
         if value is None:
             return "-"
         if self.percent:
@@ -63,7 +62,6 @@ ROWS = (
 
 
 def comparison(logged: RunStatistics, what_if: RunStatistics) -> str:
-    """The table of the difference."""
     lines = [("", "logged", "what if", "change")]
     for row in ROWS:
         before, after = row.measure(logged), row.measure(what_if)
