@@ -61,8 +61,7 @@ class Client:
         models = self.get("/v1/models").get("data", [])
         if not models:
             raise CommandError(f"{self._url} serves no model")
-        name: str = models[0]["id"]
-        return name
+        return str(models[0]["id"])
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Generator[Any, None, None]:
         """Posts `body` and yields the JSON of each event until `[DONE]`."""

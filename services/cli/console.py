@@ -70,11 +70,9 @@ class Console:
 
     def _prefix(self, name: str) -> str:
         prefix = f"{name:<9} | "
-        return (
-            f"\033[{_COLOURS.get(name.partition('-')[0], 0)}m{prefix}\033[0m"
-            if self._colour
-            else prefix
-        )
+        if not self._colour:
+            return prefix
+        return f"\033[{_COLOURS.get(name.partition('-')[0], 0)}m{prefix}\033[0m"
 
     def _write(self, text: str) -> None:
         with suppress(OSError, ValueError):

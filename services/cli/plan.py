@@ -87,11 +87,12 @@ def stages(settings: UpSettings, addresses: Addresses, environ: Mapping[str, str
 
     def spec(service: str, address: str, name: str | None = None) -> ChildSpec:
         name = name or service
-        values = {**_given(settings, service), **wiring[name]}
+        passed = {setting: getattr(settings, setting) for setting in settings_of(service)}
+        given = {setting: value for setting, value in passed.items() if value is not None}
         return ChildSpec(
             name=name,
             command=(sys.executable, "-m", f"services.{service}"),
-            environ={**environ, **_as_environment(service, values)},
+            environ={**environ, **_as_environment(service, given | wiring[name])},
             until_ready=partial(until_ready, address),
             team=service,
             liveness_address=address,
@@ -137,15 +138,6 @@ def _membership(rank: int, size: int, addresses: Addresses) -> dict[str, Any]:
 def _reachable(host: str) -> str:
     """The host by which clients of this machine reach a server on `host`."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-
-
-def _given(settings: UpSettings, service: str) -> dict[str, Any]:
-    """The settings that are passed to a service and were given."""
-    return {
-        name: value
-        for name in settings_of(service)
-        if (value := getattr(settings, name)) is not None
-    }
 
 
 def _as_environment(service: str, values: Mapping[str, Any]) -> dict[str, str]:

@@ -24,8 +24,7 @@ def claim_port(host: str, port: int, flag: str) -> int:
             claimed.listen(1)
         except OSError as error:
             raise CommandError(_why_not(error, host, port, flag)) from error
-        bound: int = claimed.getsockname()[1]
-        return bound
+        return int(claimed.getsockname()[1])
 
 
 def _why_not(error: OSError, host: str, port: int, flag: str) -> str:

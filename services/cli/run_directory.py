@@ -17,9 +17,8 @@ _PRIVATE = 0o700
 
 
 def ensure_directory(path: Path) -> None:
-    """Makes the directory of a run again if something that cleans /tmp has removed it.
-
-    Raises CommandError if another user has made something of that name.
+    """Makes the directory of a run again if it was removed. Raises CommandError if another user has
+    made something of that name.
     """
     try:
         path.mkdir(mode=_PRIVATE)

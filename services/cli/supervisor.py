@@ -120,10 +120,9 @@ class Supervisor:
         return [name for name, event in self._was_ready.items() if not event.is_set()]
 
     async def run(self) -> None:
-        """Returns after `stop` was set and every child has ended. Raises StartFailed.
-
-        `all_ready` is set once each child has been ready. Setting `kill_now` during the stop kills
-        what is left. No child is left when this returns or raises.
+        """Returns after `stop` was set and every child has ended. Raises StartFailed. No child is
+        left then. `all_ready` is set once each child has been ready; `kill_now` kills what is left
+        during the stop.
         """
         specs = [spec for stage in self._stages for spec in stage.specs]
         self._was_ready = {spec.name: asyncio.Event() for spec in specs}

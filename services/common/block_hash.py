@@ -52,9 +52,8 @@ def hash_full_blocks(
     cache_salt: str = "",
     known: Sequence[BlockHash] = (),
 ) -> list[BlockHash]:
-    """Hashes of the full blocks of `token_ids` after those already `known`, in order.
-
-    `root` is the model's fingerprint. A partial last block has no hash.
+    """Hashes of the full blocks of `token_ids` after those already `known`, in order. `root` is the
+    model's fingerprint.
     """
     parent: bytes = known[-1] if known else root
     extra_keys = b"" if known else encode_extra_keys(cache_salt)

@@ -41,10 +41,8 @@ class KVCacheGroup:
                 return max(0, num_tokens - 1) // self.block_size
 
     def max_held_blocks(self, num_slots: int, num_step_tokens: int) -> int:
-        """Most blocks that a request of so many slots holds at once, computed in such steps.
-
-        A window, a step, and one block since the window may begin within one; a chunk and a step;
-        the state that is read and the one that is written.
+        """Most blocks that a request of so many slots holds at once, computed in such steps; one
+        more for a window, which may begin within a block.
         """
         num_blocks = -(-num_slots // self.block_size)
         match self.attention_type:

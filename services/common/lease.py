@@ -29,13 +29,12 @@ class Holder:
 
 
 class Lease:
-    """Lets one holder at a time have `what`, from `take` to the last `release` and for
-    `grace_seconds` after it, so that a holder that opens a stream again finds it free.
+    """Lets one holder at a time have `what`, from `take` to `grace_seconds` after the last
+    `release`, so that a holder that opens a stream again finds it free.
 
-    A holder of the same name that started later takes it over at once: it is the process that
-    replaces the first, whose connection may not have ended yet. The first is refused from then on,
-    so that the two do not take it from each other in turns. Leases with fencing are Gray and
-    Cheriton's (1989); here the generation of each step is the fence.
+    A holder of the same name that started later takes it over at once: it replaces the first
+    process, whose connection may not have ended yet, and which is refused from then on. Leases with
+    fencing are Gray and Cheriton's (1989); here the generation of each step is the fence.
     """
 
     def __init__(self, what: str, grace_seconds: float, clock: Callable[[], float]) -> None:

@@ -25,9 +25,8 @@ _CONNECTION_SECONDS = 10.0
 
 @contextmanager
 def serving_metrics(collector: Collector, address: str | None) -> Iterator[None]:
-    """Serves a collector over HTTP on host:port, from a thread of its own; not at all for None.
-
-    Raises Unavailable when the address cannot be bound.
+    """Serves a collector over HTTP on host:port, from a thread; not at all for None. Raises
+    Unavailable if the address cannot be bound.
     """
     if address is None:
         yield

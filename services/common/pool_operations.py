@@ -24,9 +24,8 @@ class MalformedTransaction(InvalidArgument):
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Frees all blocks of the requests and removes them from the pool. Always fits.
-
-    Requests that the pool does not know are skipped.
+    """Frees all blocks of the requests and removes them from the pool, if it knows them. Always
+    fits.
     """
 
     requests: Sequence[RequestKey]
@@ -48,9 +47,8 @@ class Grow:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Publishes the blocks that lie wholly below `num_tokens`. Always fits.
-
-    `new_hashes` continue what the pool has of each request's chain.
+    """Publishes the blocks that lie wholly below `num_tokens`. Always fits. `new_hashes` continue
+    what the pool has of each chain.
     """
 
     requests: Sequence[RequestKey]
@@ -60,9 +58,8 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """Asks for the longest cached prefix of waiting requests, in whole blocks. Always fits.
-
-    No block is held. The pool keeps the hashes until the request is released.
+    """Asks for the longest cached prefix of waiting requests, in whole blocks. Always fits. No
+    block is held; the pool keeps the hashes until the request is released.
     """
 
     requests: Sequence[RequestKey]
@@ -157,7 +154,6 @@ class StopReason(enum.Enum):
 @dataclass(frozen=True, slots=True)
 class Stop:
     """The first item that did not fit: nothing of it was done, nor of anything after it.
-
     `num_hit_tokens` is the present hit if it has changed, else 0.
     """
 

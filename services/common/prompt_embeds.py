@@ -35,10 +35,8 @@ class EmbedsDtype(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class PromptEmbeds:
-    """Rows of a matrix [num_tokens, hidden_size], little-endian.
-
-    Raises InvalidArgument if there are no rows, or more rows than numbers: the number of tokens is
-    bounded by the bytes.
+    """Rows of a matrix [num_tokens, hidden_size], little-endian. Raises InvalidArgument if there
+    are no rows, or more rows than numbers: the bytes bound the number of tokens.
     """
 
     num_tokens: int

@@ -8,9 +8,8 @@ if TYPE_CHECKING:
 
 
 def require_same_fields(dataclass: type[Any], message: "Descriptor") -> None:
-    """Raises TypeError, which names them, if one has fields that the other lacks.
-
-    Called where a codec is imported, so that no process starts with a field that it would drop.
+    """Raises TypeError, which names them, if one has fields that the other lacks. Called where a
+    codec is imported, so that no process starts with a field that it would drop.
     """
     unmatched = {field.name for field in fields(dataclass)} ^ set(message.fields_by_name)
     if unmatched:

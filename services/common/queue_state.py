@@ -10,10 +10,8 @@ RETRY_AFTER_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class QueueState:
-    """How long a replica's queue is and how fast it moves.
-
-    The scheduler decides by it which requests to queue. A gateway decides by a copy, so that most
-    of the requests that a full replica refuses cost no more than the gateway's answer.
+    """How long a replica's queue is and how fast it moves. The scheduler decides by it which
+    requests to queue; a gateway by a copy, so that most refusals need no scheduler.
     """
 
     num_waiting: int
@@ -26,10 +24,8 @@ class QueueState:
     """Time from a request's admission to its end; 0: not known."""
 
     def longest_wait(self, timeout_seconds: float | None, *, has_output: bool) -> float | None:
-        """Time that a request may wait to be scheduled; None: as long as it takes.
-
-        A request with output has run before: only its client's timeout bounds it. Of the timeout
-        the time that a request usually runs is set aside, up to a half.
+        """Time that a request may wait to be scheduled; None: as long as it takes. Only its
+        client's timeout, less the usual running time (at most half), bounds a request with output.
         """
         bounds: list[float] = []
         if self.max_queue_seconds and not has_output:

@@ -59,8 +59,8 @@ class RepetitionDetection:
 
     def _repeats(self, token_ids: Sequence[int], size: int) -> bool:
         """Whether the tokens end in `min_count` patterns of this size: then the end, but for one
-        pattern, equals itself shifted by one pattern. Longer and longer ends are compared, so that
-        the cost is in proportion to the distance of the first difference.
+        pattern, equals itself shifted by one. Longer and longer ends are compared, up to the first
+        difference.
         """
         end, wanted, length = len(token_ids), size * (self.min_count - 1), 1
         while length < wanted:

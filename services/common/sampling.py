@@ -81,16 +81,11 @@ class SamplingParams:
         _require_range("min_p", self.min_p, 0, 1)
         _require_range("presence_penalty", self.presence_penalty, -2, 2)
         _require_range("frequency_penalty", self.frequency_penalty, -2, 2)
-        if self.seed is not None:
-            _require_range("seed", self.seed, 0, MAX_SEED)
-        for field, count in (("top_k", self.top_k), ("min_tokens", self.min_tokens)):
-            _require_range(field, count, 0, MAX_INT32)
-        for field, wanted in (
-            ("logprobs", self.logprobs),
-            ("prompt_logprobs", self.prompt_logprobs),
-        ):
-            if wanted is not None:
-                _require_range(field, wanted, 0, vocab_size)
+        _require_range("seed", self.seed, 0, MAX_SEED)
+        _require_range("top_k", self.top_k, 0, MAX_INT32)
+        _require_range("min_tokens", self.min_tokens, 0, MAX_INT32)
+        _require_range("logprobs", self.logprobs, 0, vocab_size)
+        _require_range("prompt_logprobs", self.prompt_logprobs, 0, vocab_size)
 
     def _validate_tokens(self, vocab_size: int) -> None:
         if len(self.logit_bias_token_ids) != len(self.logit_bias_values):
@@ -130,8 +125,8 @@ def _invalid(field: str, problem: str) -> InvalidArgument:
     return InvalidArgument(f"{field} {problem}", field=field)
 
 
-def _require_range(field: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:
+def _require_range(field: str, value: float | None, low: float, high: float) -> None:
+    if value is not None and not low <= value <= high:
         raise _invalid(field, f"is {value}, not in [{low}, {high}]")
 
 

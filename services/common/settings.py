@@ -109,7 +109,7 @@ def parse_settings(
     `prog` is what the help calls the program, by default the service's module.
     """
     environ = os.environ if environ is None else environ
-    kinds = {name: _plain(hint) for name, hint in typing.get_type_hints(cls).items()}
+    kinds = {name: without_none(hint) for name, hint in typing.get_type_hints(cls).items()}
     prefix = env_prefix(service)
     flags = vars(_parser(cls, service, kinds, prog).parse_args(argv))
     known = {prefix + field.name.upper() for field in dataclasses.fields(cls)}
@@ -185,7 +185,7 @@ def _metavar(kind: Any) -> str:
     )
 
 
-def _plain(hint: Any) -> Any:
+def without_none(hint: Any) -> Any:
     """The type behind `X | None`."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return next(arg for arg in typing.get_args(hint) if arg is not type(None))

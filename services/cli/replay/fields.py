@@ -150,9 +150,8 @@ def line_of(text: str, path: FieldPath) -> int:
 
 
 def _find(text: str, position: int, wanted: str | int) -> int | None:
-    """Where the wanted member of the object, or item of the list, at `position` begins.
-
-    As in a document that parses; of equal names the last one counts.
+    """Where the wanted member or item of the value at `position` begins; of equal names the
+    last.
     """
     decoder = json.JSONDecoder()
     in_object, opened = text[position] == "{", text[position] in "[{"

@@ -174,9 +174,8 @@ def _read_output(entry: Field, num_requests: int) -> ModelRunnerOutput:
 
 
 def _compare(step: int, logged: Entry, replayed: Entry) -> list[Difference]:
-    names = dict.fromkeys([*logged, *replayed])
     return [
         Difference(step, name, logged.get(name), replayed.get(name))
-        for name in names
+        for name in dict.fromkeys([*logged, *replayed])
         if logged.get(name, _ABSENT) != replayed.get(name, _ABSENT)
     ]

@@ -69,8 +69,8 @@ def draw(run: RunStatistics, title: str, path: Path) -> None:
         figure = Figure(figsize=(12, 9), dpi=120, layout="constrained")
         panels = figure.subplots(3, 1, sharex=True, height_ratios=(3, 2, 2))
         # The empty second line makes room for the numbers.
-        headline = figure.suptitle(f"{title}\n", x=0.01, ha="left", fontsize=13, color=_INK)
-        headline.set_fontweight("bold")
+        style: dict[str, Any] = {"fontsize": 13, "fontweight": "bold", "color": _INK}
+        figure.suptitle(f"{title}\n", x=0.01, ha="left", **style)
         figure.text(0.0105, 0.952, _in_short(run), fontsize=9.5, color=_INK)
         _draw_budget(panels[0], run, columns)
         _draw_pool(panels[1], run, columns)

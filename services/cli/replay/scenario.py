@@ -33,7 +33,6 @@ DEFAULTS: dict[str, Any] = {
     "eos_token_id": 2,
 }
 _OTHER_SETTINGS = ("num_gpu_blocks", "prefix_caching_hash_algo", "eos_token_id")
-_PHASES = ("before", "mid")
 _MAX_STEPS = 20_000
 _MOST_STEPS = 1_000_000
 
@@ -131,6 +130,6 @@ def _request(add: Field, key: RequestKey, step: int, eos: int) -> Request:
 
 def _aborts(event: Field) -> list[Abort]:
     ids = event["abort"]
-    is_mid_step = event.get("phase", "before").one_of(_PHASES) == "mid"
+    is_mid_step = event.get("phase", "before").one_of(("before", "mid")) == "mid"
     items = [ids] if isinstance(ids.value, str) else ids.items()
     return [Abort(item.text(), is_mid_step) for item in items]

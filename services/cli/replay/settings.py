@@ -1,12 +1,12 @@
 """The scheduler's configuration in scenarios, logs and `--set`: its types and ranges."""
 
 import dataclasses
-import types
 import typing
 from contextlib import suppress
 from typing import Any
 
 from services.cli.replay.fields import Field
+from services.common.settings import without_none
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.policies import POLICIES
 
@@ -50,10 +50,9 @@ def read_config(field: Field, fingerprint: bytes = b"") -> SchedulerConfig:
 def read_setting(name: str, field: Field) -> Any:
     """One setting, of the type and in the range that it has. Raises FieldError."""
     hint = _HINTS[name]
-    if isinstance(hint, types.UnionType):
-        if field.value is None:
-            return None
-        hint = next(kind for kind in typing.get_args(hint) if kind is not types.NoneType)
+    if field.value is None and without_none(hint) is not hint:
+        return None
+    hint = without_none(hint)
     if name == "policy":
         return field.one_of(list(POLICIES))
     if hint is bool:
