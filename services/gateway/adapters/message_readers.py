@@ -4,12 +4,11 @@ message may be long, and the time that its sender takes."""
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 from services.common.errors import Aborted, InvalidArgument
 
 _SLOTS = 16
-# A sender who keeps others waiting is given no more than this.
+# How long a read may take while others wait for a slot.
 _SECONDS_UNDER_PRESSURE = 1.0
 
 
@@ -24,27 +23,20 @@ class MessageReaders:
 
     async def read(self, messages: AsyncIterator[bytes]) -> bytes:
         """The first message. Raises Aborted when it does not come in time."""
+        if self._slots.locked():
+            self._hurry()
         try:
-            async with self._slot():
-                return await anext(aiter(messages))
+            async with self._slots, asyncio.timeout(self._timeout_seconds) as timeout:
+                read = (asyncio.get_running_loop().time(), timeout)
+                self._reads.append(read)
+                try:
+                    return await anext(aiter(messages))
+                finally:
+                    self._reads.remove(read)
         except StopAsyncIteration:
             raise InvalidArgument("there is no message") from None
         except TimeoutError:
             raise Aborted("the message did not come in time", reason="MESSAGE_TOO_SLOW") from None
-
-    @asynccontextmanager
-    async def _slot(self) -> AsyncIterator[None]:
-        if self._slots.locked():
-            self._hurry()
-        async with self._slots:
-            now = asyncio.get_running_loop().time()
-            async with asyncio.timeout(self._timeout_seconds) as timeout:
-                read = (now, timeout)
-                self._reads.append(read)
-                try:
-                    yield
-                finally:
-                    self._reads.remove(read)
 
     def _hurry(self) -> None:
         """Shortens the time of the reads that began long ago."""

@@ -19,8 +19,6 @@ _E2E_BUCKETS = (
 
 
 class Metrics:
-    """The gateway's counters and histograms, all of one model."""
-
     def __init__(self, model_name: str) -> None:
         self._registry = CollectorRegistry()
         self._model = model_name

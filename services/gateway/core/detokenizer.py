@@ -192,7 +192,6 @@ class _ByteRun:
         self.num_whole_characters += len(self._decoder.decode(bytes([byte])))
 
     def text(self) -> str:
-        """What `decode` makes of them, all together."""
         try:
             return self.values.decode()
         except UnicodeDecodeError:

@@ -44,7 +44,6 @@ class Fleet:
         migrate_after_seconds: float,
         tokenizer_fingerprint: bytes,
     ) -> None:
-        """`links` has the way to each scheduler, by its address."""
         self.membership = Membership(
             links,
             clock,
@@ -75,7 +74,6 @@ class Fleet:
         return self.membership.limits()
 
     def check_room(self, deadline: float | None) -> None:
-        """Raises ResourceExhausted when every ready replica would refuse a request like this."""
         timeout = self._timeout(deadline)
         refusals = [replica.queue_refusal(timeout) for replica in self.membership.ready()]
         if refusals and (first := refusals[0]) is not None and None not in refusals:

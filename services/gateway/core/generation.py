@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.gateway.core.choice import Choice, Piece
 from services.gateway.core.delta import Delta, parts_of
@@ -93,16 +93,16 @@ class Generation:
         return [c.finish_reason.value for c in self.choices if c.finish_reason is not None]
 
 
+@dataclass(slots=True)
 class Answer:
     """One answer, put together from its pieces."""
 
-    def __init__(self) -> None:
-        self._text: list[str] = []
-        self.token_ids: list[int] = []
-        self.offsets: list[int] = []
-        self.last = Piece(0)
-        self.logprobs: LogprobRows | None = None
-        self.prompt_logprobs: LogprobRows | None = None
+    token_ids: list[int] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    last: Piece = field(default_factory=lambda: Piece(0))
+    logprobs: LogprobRows | None = None
+    prompt_logprobs: LogprobRows | None = None
+    _text: list[str] = field(default_factory=list)
 
     @property
     def text(self) -> str:

@@ -242,5 +242,4 @@ class Inference:
 
 
 def _width(num_logprobs: int | None) -> int:
-    """Log-probabilities of a position: those asked for, and its own token's."""
     return 0 if num_logprobs is None else num_logprobs + 1

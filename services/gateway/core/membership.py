@@ -37,7 +37,6 @@ class Membership:
         self._model = ServedModel(tokenizer_fingerprint, patience_seconds, clock, on_model_absent)
 
     def ready(self) -> list[Replica]:
-        """The replicas that take requests now."""
         return [replica for replica in self.replicas if replica.is_ready]
 
     @property

@@ -150,7 +150,6 @@ class Replica:
         self._listener.replica_changed(self)
 
     def state_changed(self, state: ReplicaState) -> None:
-        """The scheduler announced whether it can run steps, maybe the same as before."""
         before, self._state = self._state, state
         if before == state:
             return

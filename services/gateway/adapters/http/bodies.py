@@ -144,18 +144,21 @@ class ChatMessage(Body):
         return turn
 
 
-class ChatPrompt(Body):
-    """A conversation and how it is rendered."""
+Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+
+class ChatTemplateBody(Body):
+    """How a conversation is rendered."""
+
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class ChatCompletionBody(SamplingBody, ChatPrompt):
+class ChatCompletionBody(SamplingBody, ChatTemplateBody):
     """POST /v1/chat/completions."""
 
+    messages: Messages
     logprobs: bool | None = None
     top_logprobs: Int | None = None
     max_completion_tokens: Int | None = None
@@ -187,17 +190,14 @@ class ChatCompletionBody(SamplingBody, ChatPrompt):
         )
 
 
-class TokenizeBody(Body):
+class TokenizeBody(ChatTemplateBody):
     """POST /tokenize: plain text in `prompt`, or a conversation in `messages`."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class DetokenizeBody(Body):

@@ -5,7 +5,7 @@ from typing import Any
 
 from services.common import names
 from services.common.errors import InvalidArgument
-from services.gateway.adapters.http.bodies import ChatCompletionBody, ChatPrompt, TokenizeBody
+from services.gateway.adapters.http.bodies import ChatCompletionBody, TokenizeBody
 from services.gateway.adapters.http.dialect import Dialect, stop_reason
 from services.gateway.adapters.http.json_pieces import LongList, listed
 from services.gateway.adapters.http.logprobs import chat_logprobs
@@ -38,7 +38,7 @@ async def chat_request(
     return client_request(body, request_id, (Prompt(token_ids),), sampling)
 
 
-async def render(body: ChatPrompt | TokenizeBody, inference: Inference) -> str:
+async def render(body: ChatCompletionBody | TokenizeBody, inference: Inference) -> str:
     """The conversation as the model reads it."""
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:

@@ -28,7 +28,6 @@ class ClientProbe:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self, cycle: RequestResponseCycle) -> None:
-        """The client of this request has stopped sending."""
         self._write(cycle, _FIRST_SECONDS)
 
     def stop(self) -> None:

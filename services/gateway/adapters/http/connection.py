@@ -1,17 +1,15 @@
 """One HTTP connection: uvicorn's, with bounds on what a client may send and how slowly.
 
-uvicorn does not bound headers in size and time, never ends silent connections, parses all that came
-at once, and drops the request of a client that stops sending.
+uvicorn does not bound headers in size and time, never ends silent connections, and drops the
+request of a client that stops sending.
 """
 
 import asyncio
 import enum
-from collections import deque
 from functools import partial
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import (
     HttpToolsProtocol,
     RequestResponseCycle,
@@ -21,6 +19,7 @@ from services.gateway.adapters.http.client_probe import ClientProbe
 from services.gateway.adapters.http.connections import Connections
 from services.gateway.adapters.http.errors import raw_refusal
 from services.gateway.adapters.http.reader_timeout import ReaderTimeout
+from services.gateway.adapters.http.sliced_protocol import SlicedProtocol
 from services.gateway.adapters.http.without_chunks import answer_without_chunks
 
 MAX_HEADERS = 100
@@ -30,8 +29,6 @@ SEND_BODY = "send_body"
 path. Middlewares change the start of an answer and nothing else.
 """
 MAX_PIPELINED = 8
-# So much is parsed in one turn of the event loop.
-_SLICE_BYTES = 16 * 1024
 # How long a client may take to read a refusal, and how much it may send meanwhile.
 _REFUSAL_READ_SECONDS, _REFUSAL_UNREAD_BYTES = 1.0, 2**20
 # How much of a body is discarded that was answered before it was whole.
@@ -50,11 +47,11 @@ class _Stage(enum.Enum):
     END = "nothing: it was refused"
 
 
-class GuardedConnection(HttpToolsProtocol):
+class GuardedConnection(SlicedProtocol):
     """Ends connections that send too much, too slowly or nothing.
 
-    What comes is parsed in slices, each in its own turn of the event loop. A client may stop
-    sending and still get its answer; a ClientProbe finds out whether it is still there.
+    A client may stop sending and still get its answer; a ClientProbe finds out whether it is still
+    there.
     """
 
     def __init__(self, *, connections: Connections, **uvicorn: Any) -> None:
@@ -63,7 +60,6 @@ class GuardedConnection(HttpToolsProtocol):
         self._stage = _Stage.REQUEST
         self._timed_stage: _Stage | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._unread: deque[bytes] = deque()
         self._num_header_bytes = 0
         self._num_body_bytes = 0
         self._refusal: tuple[int, str] | None = None
@@ -73,7 +69,6 @@ class GuardedConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.flow = _PiecewiseFlow(transport, self)
         self._probe = ClientProbe(transport, self.flow)
         settings = self._connections.settings
         self._reader_timeout = ReaderTimeout(
@@ -105,31 +100,6 @@ class GuardedConnection(HttpToolsProtocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         self._reader_timeout.stop()
-
-    def data_received(self, data: bytes) -> None:
-        if not self._unread and len(data) <= _SLICE_BYTES:
-            self._parse(data)
-            return
-        is_first = not self._unread
-        self._unread.extend(
-            data[start : start + _SLICE_BYTES] for start in range(0, len(data), _SLICE_BYTES)
-        )
-        if is_first:
-            self.transport.pause_reading()
-            self.loop.call_soon(self.parse_on)
-
-    def parse_on(self) -> None:
-        """Parses the next slice of what came, unless the request is to be served first."""
-        if self.flow.read_paused or self.transport.is_closing():
-            return
-        if self._unread:
-            self._parse(self._unread.popleft())
-        if self.transport.is_closing() or self.flow.read_paused:
-            return
-        if self._unread:
-            self.loop.call_soon(self.parse_on)
-        else:
-            self.transport.resume_reading()
 
     def eof_received(self) -> bool:  # type: ignore[override]
         if self._stage is not _Stage.NOTHING or self.cycle.response_complete:
@@ -218,7 +188,7 @@ class GuardedConnection(HttpToolsProtocol):
 
     # Bounds.
 
-    def _parse(self, data: bytes) -> None:
+    def parse(self, data: bytes) -> None:
         if self._stage is _Stage.END:
             self._num_body_bytes += len(data)
             if self._num_body_bytes > _REFUSAL_UNREAD_BYTES:
@@ -298,16 +268,3 @@ class GuardedConnection(HttpToolsProtocol):
         # read the answer.
         self.transport.write_eof()
         self._time(_REFUSAL_READ_SECONDS, self.end)
-
-
-class _PiecewiseFlow(FlowControl):
-    """Goes on with what came but was not parsed, before more is read."""
-
-    def __init__(self, transport: asyncio.Transport, connection: GuardedConnection) -> None:
-        super().__init__(transport)
-        self._connection = connection
-
-    def resume_reading(self) -> None:
-        if self.read_paused:
-            self.read_paused = False
-            self._connection.loop.call_soon(self._connection.parse_on)

@@ -58,7 +58,6 @@ class Connections:
         return True
 
     def reader_timed_out(self) -> None:
-        """A connection is ended since its client has stopped reading."""
         self.refusals.count("the client had stopped reading its answer")
         self._on_reader_timeout()
 
@@ -68,12 +67,10 @@ class Connections:
         self._idle.pop(connection, None)
 
     def became_idle(self, connection: Connection) -> None:
-        """The connection has no request now."""
         if connection in self._connections:
             self._idle[connection] = None
 
     def became_busy(self, connection: Connection) -> None:
-        """The connection has a request."""
         self._idle.pop(connection, None)
 
     def start_request(self, start: Callable[[], None]) -> None:

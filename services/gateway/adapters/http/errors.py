@@ -25,7 +25,6 @@ KINDS: dict[type[errors.StepwellError], tuple[int, str]] = {
 
 
 def error_body(error: errors.StepwellError) -> dict[str, object]:
-    """The error object, also sent as an event where a stream has begun."""
     return {
         "error": {
             "message": error.message,

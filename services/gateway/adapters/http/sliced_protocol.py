@@ -1,0 +1,65 @@
+"""uvicorn's HTTP protocol, which parses a slice of what came at a time."""
+
+import asyncio
+from collections import deque
+from typing import Any
+
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+# So much is parsed in one turn of the event loop.
+_SLICE_BYTES = 16 * 1024
+
+
+class SlicedProtocol(HttpToolsProtocol):
+    """Parses each slice in its own turn of the event loop, and reads on when all are parsed."""
+
+    def __init__(self, **uvicorn: Any) -> None:
+        super().__init__(**uvicorn)
+        self._unread: deque[bytes] = deque()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.flow = _PiecewiseFlow(transport, self)
+
+    def parse(self, data: bytes) -> None:
+        """Parses one slice."""
+        raise NotImplementedError
+
+    def data_received(self, data: bytes) -> None:
+        if not self._unread and len(data) <= _SLICE_BYTES:
+            self.parse(data)
+            return
+        is_first = not self._unread
+        self._unread.extend(
+            data[start : start + _SLICE_BYTES] for start in range(0, len(data), _SLICE_BYTES)
+        )
+        if is_first:
+            self.transport.pause_reading()
+            self.loop.call_soon(self.parse_on)
+
+    def parse_on(self) -> None:
+        """Parses the next slice of what came, unless the request is to be served first."""
+        if self.flow.read_paused or self.transport.is_closing():
+            return
+        if self._unread:
+            self.parse(self._unread.popleft())
+        if self.transport.is_closing() or self.flow.read_paused:
+            return
+        if self._unread:
+            self.loop.call_soon(self.parse_on)
+        else:
+            self.transport.resume_reading()
+
+
+class _PiecewiseFlow(FlowControl):
+    """Goes on with what came but was not parsed, before more is read."""
+
+    def __init__(self, transport: asyncio.Transport, connection: SlicedProtocol) -> None:
+        super().__init__(transport)
+        self._connection = connection
+
+    def resume_reading(self) -> None:
+        if self.read_paused:
+            self.read_paused = False
+            self._connection.loop.call_soon(self._connection.parse_on)
