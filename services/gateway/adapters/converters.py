@@ -10,6 +10,7 @@ from services.common.finish_reason import FinishReason
 from services.common.finish_reason_proto import finish_reason_from_proto
 from services.common.prompt_embeds_proto import prompt_embeds_to_proto
 from services.common.sampling import SamplingParams
+from services.common.sampling_limits import check_bad_words
 from services.common.sampling_proto import sampling_from_proto, sampling_to_proto
 from services.gateway.core.delta import Finish
 from services.gateway.core.inflight import Inflight
@@ -17,7 +18,6 @@ from services.gateway.core.logprobs import LogprobRows
 from services.gateway.core.no_token import NAN_IN_LOGITS
 from services.gateway.core.replica import ReplicaDescription, ReplicaState
 from services.gateway.core.request import CONTEXT_LENGTH_EXCEEDED, ModelLimits
-from services.gateway.core.sampling import check_bad_words
 
 _REJECTIONS: dict[int, type[errors.StepwellError]] = {
     grpc.StatusCode.INVALID_ARGUMENT.value[0]: errors.InvalidArgument,

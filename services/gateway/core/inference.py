@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from services.common.errors import InvalidArgument, NotFound, OutOfRange
 from services.common.sampling import SamplingParams
+from services.common.sampling_limits import MAX_BAD_WORDS, MAX_BAD_WORDS_CHARACTERS
 from services.gateway.core.choice import Piece
 from services.gateway.core.generation import Generation
 from services.gateway.core.ports import Engine, TextTooLong, Tokenizer
@@ -17,7 +18,6 @@ from services.gateway.core.request import (
     prompt_too_long,
     to_engine_requests,
 )
-from services.gateway.core.sampling import MAX_BAD_WORDS, MAX_BAD_WORDS_CHARACTERS
 
 _TOKENS_CHECKED_AT_A_TIME = 65_536
 _ANSWERS_AT_A_TIME = 32

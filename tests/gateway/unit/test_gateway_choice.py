@@ -8,12 +8,13 @@ from hypothesis import strategies as st
 
 from services.common.finish_reason import FinishReason
 from services.common.sampling import SamplingParams
+from services.common.seeds import child_seed
 from services.gateway.adapters.hf_tokenizer import HfTokenizer, load_tokenizer
 from services.gateway.core.choice import Choice
 from services.gateway.core.delta import Delta, Finish
 from services.gateway.core.generation import Answer
 from services.gateway.core.logprobs import LogprobRows
-from services.gateway.core.request import ClientRequest, EngineRequest, Prompt, child_seed
+from services.gateway.core.request import ClientRequest, EngineRequest, Prompt
 from services.gateway.core.stop_strings import StopPatterns
 from tests.gateway.tiny_tokenizer import write_tokenizer
 
