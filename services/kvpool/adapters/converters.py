@@ -52,7 +52,7 @@ def event_batch_to_proto(batch: EventBatch) -> kvpool_pb2.WatchEventsResponse:
         generation=batch.generation,
         sequence=batch.sequence,
         snapshot=batch.snapshot,
-        events=[_event_to_proto(event) for event in batch.events],
+        events=[event_to_proto(event) for event in batch.events],
     )
 
 
@@ -72,7 +72,8 @@ def pool_stats_to_proto(
     )
 
 
-def _event_to_proto(event: Event) -> kvpool_pb2.Event:
+def event_to_proto(event: Event) -> kvpool_pb2.Event:
+    """One change of the prefix index."""
     match event:
         case BlocksStored(group, hashes):
             stored = kvpool_pb2.BlocksStored(hashes=b"".join(hashes), group=group)

@@ -62,7 +62,12 @@ class KVPoolServicer(kvpool_pb2_grpc.KVPoolServicer):
         )
         lease.take(holder)
         try:
-            hosted = self._host.open(pool_id, config, request.seen_generation)
+            hosted = self._host.open(
+                pool_id,
+                config,
+                request.seen_generation,
+                reports_events=request.report_events,
+            )
             self._leases[pool_id] = lease, holder
         finally:
             lease.release(holder)
@@ -127,6 +132,8 @@ class KVPoolServicer(kvpool_pb2_grpc.KVPoolServicer):
     ) -> kvpool_pb2.TransactResponse:
         outcome = hosted.pool.transact(operations_from_proto(request.operations))
         answer = outcome_to_proto(outcome, hosted.generation, request.sequence)
+        events = self._host.publish_events(hosted)
+        if hosted.reports_events:
+            answer.events.extend(map(converters.event_to_proto, events))
         hosted.ledger.record(request.sequence, answer)
-        self._host.publish_events(hosted)
         return answer

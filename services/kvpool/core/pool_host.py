@@ -6,7 +6,7 @@ from typing import Generic, TypeVar
 
 from services.common.ids import PoolId
 from services.kvpool.core.errors import InvalidPool, PoolNotFound, TooManyPools
-from services.kvpool.core.events import EventBatch
+from services.kvpool.core.events import Event, EventBatch
 from services.kvpool.core.kv_pool import KVPool
 from services.kvpool.core.ledger import TransactionLedger
 from services.kvpool.core.pool_config import PoolConfig
@@ -26,6 +26,8 @@ class HostedPool(Generic[Answer]):
     generation: int
     pool: KVPool
     ledger: TransactionLedger[Answer]
+    reports_events: bool = False
+    """Whether each answer names what its transaction changed in the prefix index."""
     num_batches: int = 0
 
     def snapshot(self) -> EventBatch:
@@ -57,7 +59,12 @@ class PoolHost(Generic[Answer]):
         self._last_generation = 0
 
     def open(
-        self, pool_id: PoolId, config: PoolConfig, seen_generation: int = 0
+        self,
+        pool_id: PoolId,
+        config: PoolConfig,
+        seen_generation: int = 0,
+        *,
+        reports_events: bool = False,
     ) -> HostedPool[Answer]:
         """Begins a new life of a pool, whether there was one or not, with a generation greater than
         `seen_generation`.
@@ -83,7 +90,8 @@ class PoolHost(Generic[Answer]):
         seen = max(self._last_generation, seen_generation)
         self._last_generation = max(seen + 1, self._clock_micros())
         generation = self._last_generation
-        hosted = HostedPool(pool_id, generation, pool, TransactionLedger[Answer](generation))
+        ledger = TransactionLedger[Answer](generation)
+        hosted = HostedPool(pool_id, generation, pool, ledger, reports_events)
         self._pools[pool_id] = hosted
         for sink in self._sinks:
             sink.open(pool_id, hosted.generation, config.groups)
@@ -100,12 +108,15 @@ class PoolHost(Generic[Answer]):
         """All pools, by name."""
         return sorted(self._pools.values(), key=lambda hosted: hosted.pool_id)
 
-    def publish_events(self, hosted: HostedPool[Answer]) -> None:
-        """Publishes what changed in a pool's prefix index since the last call, if anything did."""
+    def publish_events(self, hosted: HostedPool[Answer]) -> tuple[Event, ...]:
+        """Publishes what changed in a pool's prefix index since the last call, if anything did.
+        Returns it.
+        """
         events = hosted.pool.take_events()
         if not events:
-            return
+            return ()
         hosted.num_batches += 1
         batch = EventBatch(hosted.generation, hosted.num_batches, False, events)
         for sink in self._sinks:
             sink.publish(hosted.pool_id, batch)
+        return events
