@@ -30,6 +30,7 @@ class Addresses:
     """Where the services listen: the gateway on two ports, the others on sockets in a directory.
 
     `master_port`: where the ranks of a divided model find each other; None without ranks.
+    `vllm_grpc_port`: where the scheduler serves vllm.grpc.engine; None where it does not.
     """
 
     host: str
@@ -37,6 +38,7 @@ class Addresses:
     grpc_port: int
     run_directory: Path
     master_port: int | None = None
+    vllm_grpc_port: int | None = None
 
     def socket(self, service: str) -> str:
         """The internal address of a service."""
@@ -69,6 +71,7 @@ def stages(settings: UpSettings, addresses: Addresses, environ: Mapping[str, str
             "kvpool": addresses.socket("kvpool"),
             "workers": tuple(addresses.socket(worker) for worker in workers),
             "drain_seconds": _SCHEDULER_DRAIN_SECONDS,
+            **_vllm_grpc(settings, addresses),
         },
         "kvpool": {
             "address": addresses.socket("kvpool"),
@@ -132,6 +135,16 @@ def _membership(rank: int, size: int, addresses: Addresses) -> dict[str, Any]:
         "rank": rank,
         "master_addr": "127.0.0.1",
         "master_port": addresses.master_port,
+    }
+
+
+def _vllm_grpc(settings: UpSettings, addresses: Addresses) -> dict[str, Any]:
+    """Where a scheduler serves vllm.grpc.engine, and the model that it passes on."""
+    if addresses.vllm_grpc_port is None:
+        return {}
+    return {
+        "vllm_grpc_address": join_host_port(addresses.host, addresses.vllm_grpc_port),
+        "model": settings.model,
     }
 
 

@@ -95,6 +95,28 @@ class UpSettings:
     enable_prefix_caching: bool | None = passed_to(
         "scheduler", doc="find and share cached prompt prefixes"
     )
+    vllm_grpc_port: int | None = setting(
+        None,
+        doc="port where the scheduler serves vllm.grpc.engine.VllmEngine, for gateways such as "
+        "smg; 0 for a free one (default: it does not)",
+        check=between(0, 65_535),
+    )
+    vllm_grpc_client_stops: bool | None = passed_to(
+        "scheduler",
+        doc="leave stop strings to clients of vllm.grpc.engine, as smg wants it, and do not refuse "
+        "them",
+    )
+    kv_events_endpoint: str | None = passed_to(
+        "scheduler",
+        doc="ZMQ endpoint where KV events are published in vLLM's form, such as tcp://*:5557",
+    )
+    kv_events_replay_endpoint: str | None = passed_to(
+        "scheduler", doc="ZMQ endpoint that sends KV events again, such as tcp://*:5558"
+    )
+    kv_events_topic: str | None = passed_to("scheduler", doc="topic of the KV events")
+    kv_events_encoding: str | None = passed_to(
+        "scheduler", doc="how KV events are encoded: map, or array as vLLM did before 0.24"
+    )
     liveness_timeout_seconds: float = setting(
         2.0,
         doc="a service that answers no health check for so long is killed and started again; the "

@@ -20,6 +20,7 @@ from services.cli.ports import claim_port
 from services.cli.run_directory import run_directory
 from services.cli.settings import UpSettings
 from services.cli.supervisor import StartFailed, Supervisor
+from services.common.addresses import join_host_port
 from services.common.logs import LogFormat
 from services.common.settings import load_settings
 
@@ -35,6 +36,9 @@ def main(argv: Sequence[str]) -> int:
     if settings.grpc_port == http_port:
         raise CommandError(f"--http-port and --grpc-port are both {http_port}")
     grpc_port = claim_port(settings.host, settings.grpc_port, "--grpc-port")
+    vllm_port = settings.vllm_grpc_port
+    if vllm_port is not None:
+        vllm_port = claim_port(settings.host, vllm_port, "--vllm-grpc-port")
     divided = settings.tensor_parallel_size > 1
     master_port = claim_port("127.0.0.1", 0, "--tensor-parallel-size") if divided else None
     console = Console(
@@ -44,7 +48,9 @@ def main(argv: Sequence[str]) -> int:
         raw=settings.log_format is LogFormat.JSON,
     )
     with run_directory() as directory:
-        addresses = Addresses(settings.host, http_port, grpc_port, directory, master_port)
+        addresses = Addresses(
+            settings.host, http_port, grpc_port, directory, master_port, vllm_port
+        )
         try:
             asyncio.run(_supervise(settings, addresses, console))
         except StartFailed as failure:
@@ -74,6 +80,9 @@ async def _supervise(settings: UpSettings, addresses: Addresses, console: Consol
     size = settings.tensor_parallel_size
     workers = "worker" if size == 1 else f"{size} workers"
     console.note(f"starting gateway, scheduler, kvpool and {workers} for {settings.model}")
+    if addresses.vllm_grpc_port is not None:
+        where = join_host_port(addresses.host, addresses.vllm_grpc_port)
+        console.note(f"vllm.grpc.engine will be at grpc://{where}")
     announcer = asyncio.create_task(_announce_ready(supervisor, settings, addresses, console))
     try:
         await supervisor.run()

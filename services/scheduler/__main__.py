@@ -27,11 +27,13 @@ from services.scheduler.adapters.sessions import Sessions
 from services.scheduler.adapters.statistics import Statistics, StepCounts
 from services.scheduler.adapters.step_log import scheduler_with_log
 from services.scheduler.adapters.step_tracer import StepTracer
+from services.scheduler.adapters.submitter import RequestSubmitter
 from services.scheduler.adapters.traced_ports import TracedExecutor, TracedPool
 from services.scheduler.adapters.worker_client import Rank, WorkerGroup
 from services.scheduler.core.engine_core import EngineCore
 from services.scheduler.core.ports import Executor
 from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.ecosystem import Ecosystem
 from services.scheduler.settings import SchedulerSettings
 
 SERVICE = "scheduler"
@@ -54,10 +56,17 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
 
 async def _serve(settings: SchedulerSettings, tracing: Tracing, stop: asyncio.Event) -> None:
     """Opens pool and workers, builds the service over them, serves until `stop`, and drains."""
+    ecosystem = Ecosystem(settings)
     pool_channel = open_channel(settings.kvpool)
     worker_channels = [open_channel(address) for address in settings.workers]
     owner = common_pb2.Owner(name=settings.replica, started_unix_nanos=time.time_ns())
-    pool = PoolClient(pool_channel, settings.replica, settings.pool_timeout_seconds, owner)
+    pool = PoolClient(
+        pool_channel,
+        settings.replica,
+        settings.pool_timeout_seconds,
+        owner,
+        recorder=ecosystem.recorder,
+    )
     workers = WorkerGroup(
         [Rank(*pair) for pair in zip(settings.workers, worker_channels, strict=True)],
         settings.step_timeout_seconds,
@@ -70,13 +79,17 @@ async def _serve(settings: SchedulerSettings, tracing: Tracing, stop: asyncio.Ev
         pool_port = TracedPool(pool, tracing)
         with scheduler_with_log(settings.step_log, config, pool_port, shape) as scheduler:
             executor = TracedExecutor(workers, tracing)
-            service = SchedulerService(settings, tracing, shape, scheduler, executor, replica)
+            ecosystem.publish_events(lambda: scheduler.waiting, shape)
+            service = SchedulerService(
+                settings, tracing, shape, scheduler, executor, replica, ecosystem
+            )
             with serving_metrics(service.statistics, settings.metrics_address):
                 await service.run(stop)
     except Aborted:
         logger.info("stopped before pool and workers could be opened")
     finally:
         replica.close()
+        ecosystem.close()
         for channel in (pool_channel, *worker_channels):
             await channel.close()
 
@@ -106,12 +119,14 @@ class SchedulerService:
         scheduler: Scheduler,
         executor: Executor,
         replica: ReplicaClient,
+        ecosystem: Ecosystem,
     ) -> None:
         self._settings = settings
+        self._ecosystem = ecosystem
         description, config = shape.description, scheduler.config
         incarnation, counts, sessions = uuid.uuid4().hex, StepCounts(), Sessions()
         self._server = GrpcServer()
-        self._readiness = ReplicaReadiness(sessions, self._server.set_ready)
+        self._readiness = ReplicaReadiness(sessions, self._set_ready)
         self._engine = EngineCore(
             scheduler, executor, replica, sessions, StepTracer(tracing, counts), self._readiness
         )
@@ -135,11 +150,14 @@ class SchedulerService:
             next_key=itertools.count(1).__next__,
         )
         opened = session_opened_to_proto(shape, config, incarnation)
-        self._servicer = SchedulerServicer(self._engine, intake, sessions, self.statistics, opened)
+        self._submitter = RequestSubmitter(self._engine, intake, sessions)
         self._server.add(
             scheduler_pb2_grpc.add_SchedulerServicer_to_server,
-            self._servicer,
+            SchedulerServicer(self._engine, self._submitter, sessions, self.statistics, opened),
             scheduler_pb2.DESCRIPTOR.services_by_name["Scheduler"].full_name,
+        )
+        ecosystem.serve_vllm_engine(
+            self._engine, sessions, self._submitter, self.statistics, shape, opened
         )
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -148,11 +166,13 @@ class SchedulerService:
         """
         address = await self._server.start(self._settings.address)
         try:
+            await self._ecosystem.start()
             async with asyncio.TaskGroup() as tasks:
                 running = [
                     tasks.create_task(self._readiness.run(), name="readiness"),
                     tasks.create_task(self._watch.run(), name="queue watch"),
                     tasks.create_task(self._engine.run(), name="engine"),
+                    tasks.create_task(self._ecosystem.run(), name="replay of events"),
                 ]
                 logger.info("serving on %s", address)
                 await stop.wait()
@@ -160,15 +180,24 @@ class SchedulerService:
                 for task in running:
                     task.cancel()
         finally:
-            await self._server.drain(0)  # if the engine ended by an error
+            await self._drain_servers(0)  # if the engine ended by an error
+
+    async def _set_ready(self, ready: bool) -> None:
+        await self._server.set_ready(ready)
+        await self._ecosystem.set_ready(ready)
+
+    async def _drain_servers(self, grace_seconds: float) -> None:
+        await asyncio.gather(
+            self._server.drain(grace_seconds), self._ecosystem.drain(grace_seconds)
+        )
 
     async def _drain(self) -> None:
         """Refuses new requests, lets running ones end within the drain time, and waits for the last
         step.
         """
         self._readiness.drain()
-        self._servicer.drain()
-        await self._server.drain(self._settings.drain_seconds)
+        self._submitter.drain()
+        await self._drain_servers(self._settings.drain_seconds)
         with suppress(TimeoutError):
             async with asyncio.timeout(LAST_STEP_SECONDS), self._engine.standstill():
                 logger.info("drained; no step is in flight")

@@ -3,9 +3,17 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.common.addresses import is_host_port
+from services.common.addresses import is_host_port, is_listen_address
 from services.common.service_settings import ServiceSettings
-from services.common.settings import at_least, between, not_empty, one_of, setting, with_default
+from services.common.settings import (
+    at_least,
+    between,
+    existing_directory,
+    not_empty,
+    one_of,
+    setting,
+    with_default,
+)
 from services.scheduler.core.policies import POLICIES
 
 
@@ -71,4 +79,43 @@ class SchedulerSettings(ServiceSettings):
         None,
         doc="file for a log of every step, prompts included, for `stepwell replay`; "
         "compressed where its name ends in .zst",
+    )
+    model: Path | None = setting(
+        None,
+        doc="directory of the model, whose configuration and tokenizer vllm.grpc.engine passes on; "
+        "weights are not read",
+        check=existing_directory,
+    )
+    vllm_grpc_address: str | None = setting(
+        None,
+        doc="where vllm.grpc.engine.VllmEngine is served, for gateways such as smg: host:port or "
+        "unix:PATH (default: it is not)",
+        check=is_listen_address,
+    )
+    vllm_grpc_client_stops: bool = setting(
+        False,
+        doc="take requests with stop strings through vllm.grpc.engine and leave the strings to the "
+        "client, since smg ends the text there by itself; otherwise such requests are refused",
+    )
+    kv_events_endpoint: str | None = setting(
+        None,
+        doc="ZMQ endpoint where KV events are published in vLLM's form, such as tcp://*:5557; "
+        "without * it is connected to (default: they are not)",
+    )
+    kv_events_replay_endpoint: str | None = setting(
+        None,
+        doc="ZMQ endpoint that sends KV events again to a subscriber that missed some, such as "
+        "tcp://*:5558 (default: none does)",
+    )
+    kv_events_topic: str = setting("", doc="topic of the KV events, such as kv@10.0.0.7@llama")
+    kv_events_encoding: str = setting(
+        "map",
+        doc="how KV events are encoded: map, as vLLM does since 0.24, or array, as it did before",
+        check=one_of(("map", "array")),
+    )
+    kv_events_buffer_steps: int = setting(
+        10_000,
+        doc="batches of KV events that are kept for subscribers that missed some, and that one may "
+        "lag behind",
+        check=at_least(1),
     )

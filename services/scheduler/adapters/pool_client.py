@@ -16,6 +16,7 @@ from services.common.pool_operations import Operation, Outcome
 from services.common.pool_operations_proto import operation_to_proto, outcome_from_proto
 from services.common.status import from_peer
 from services.scheduler.adapters.alarm import Alarm
+from services.scheduler.adapters.kv_events.recorder import KVEventRecorder
 from services.scheduler.core import ports
 from services.scheduler.core.deadlines import Deadlines
 
@@ -40,12 +41,17 @@ class PoolClient:
         pool_id: str,
         timeout_seconds: float,
         owner: common_pb2.Owner | None = None,
+        recorder: KVEventRecorder | None = None,
     ) -> None:
+        """`recorder` gets what each transaction changed in the prefix index; without one the pool
+        is not asked for it.
+        """
         self.on_lost: Callable[[ports.PoolLost], None] = lambda _: None
         """Called when the pool is lost while no transaction runs."""
         self._stub = kvpool_pb2_grpc.KVPoolStub(channel)
         self._pool_id = pool_id
         self._owner = owner
+        self._recorder = recorder
         self._turns = asyncio.Lock()
         self._probe: asyncio.Task[None] | None = None
         self._timeout_seconds = timeout_seconds
@@ -81,12 +87,15 @@ class PoolClient:
                     drop_last_hit_block=drop_last_hit_block,
                     owner=self._owner,
                     seen_generation=max(seen_generation, self._generation),
+                    report_events=self._recorder is not None,
                 ),
                 timeout=self._timeout_seconds,
             )
         except grpc.aio.AioRpcError as error:
             raise from_peer("the kvpool", error) from error
         self._generation, self._sequence = response.generation, 0
+        if self._recorder is not None:
+            self._recorder.opened()
         await self.transact(())
         return self._generation
 
@@ -109,11 +118,13 @@ class PoolClient:
         self._is_late = False
         alarm = Alarm(self._allowed_seconds, self._give_up)
         try:
-            outcome = outcome_from_proto(await self._send(request))
+            response = await self._send(request)
         finally:
             alarm.cancel()
         self._deadlines.took(len(operations), loop.time() - began)
-        return outcome
+        if self._recorder is not None:
+            self._recorder.transacted(operations, response)
+        return outcome_from_proto(response)
 
     def close(self) -> None:
         """Ends the stream."""

@@ -2,24 +2,19 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
-from services.common.errors import InvalidArgument, StepwellError, Unavailable
-from services.scheduler.adapters.request_intake import RequestIntake
+from services.common.errors import InvalidArgument, StepwellError
 from services.scheduler.adapters.sessions import GatewaySession, Sessions
 from services.scheduler.adapters.statistics import Statistics
+from services.scheduler.adapters.submitter import RequestSubmitter
 from services.scheduler.core.engine_core import EngineCore
-from services.scheduler.core.request import Request
 
 logger = logging.getLogger(__name__)
-
-HASH_INLINE_TOKENS = 2048
-"""Longer prompts are hashed in a thread, so that no step waits for it."""
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -30,22 +25,16 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     def __init__(
         self,
         engine: EngineCore,
-        intake: RequestIntake,
+        submitter: RequestSubmitter,
         sessions: Sessions,
         statistics: Statistics,
         opened: scheduler_pb2.SessionOpened,
     ) -> None:
         self._engine = engine
-        self._intake = intake
+        self._submitter = submitter
         self._sessions = sessions
         self._statistics = statistics
         self._opened = opened
-        self._is_draining = False
-
-    def drain(self) -> None:
-        """Refuses new requests from here on; sessions end once theirs have ended."""
-        self._is_draining = True
-        self._sessions.wake()
 
     async def Session(
         self, request_iterator: AsyncIterator[scheduler_pb2.SessionRequest], context: _Context
@@ -124,25 +113,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
 
     async def _add(self, session: GatewaySession, message: scheduler_pb2.AddRequest) -> None:
         try:
-            if self._is_draining:
-                raise Unavailable("the scheduler is draining", reason="DRAINING")
-            if message.handle in session.requests:
-                raise InvalidArgument(f"handle {message.handle} is in use", field="handle")
-            if not message.arrival_unix_nanos:
-                message.arrival_unix_nanos = time.time_ns()
-            request = self._intake.accept(message)
+            await self._submitter.submit(session, message)
         except StepwellError as error:
             session.reject(message.handle, error)
-            return
-        await self._hash(request)
-        self._sessions.own(session, message.handle, request)
-        self._engine.add(request)
-
-    async def _hash(self, request: Request) -> None:
-        config = self._intake.config
-        if not config.enable_prefix_caching or request.num_tokens <= HASH_INLINE_TOKENS:
-            return
-        await asyncio.to_thread(request.hash_full_blocks, config.fingerprint, config.block_size)
 
     async def _responses(
         self, session: GatewaySession, reader: asyncio.Task[None]
@@ -155,7 +128,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
                 yield announced
             elif outbox.has_deltas:
                 yield scheduler_pb2.SessionResponse(deltas=outbox.take())
-            elif reader.done() or (self._is_draining and not session.requests):
+            elif reader.done() or (self._submitter.is_draining and not session.requests):
                 return
             else:
                 await outbox.wait()

@@ -73,22 +73,32 @@ class Sessions:
         self.state = scheduler_pb2.ReplicaState(ready=True)
         """Whether a step can run, as last announced."""
         self._sessions: set[GatewaySession] = set()
+        self._gateways: set[GatewaySession] = set()
+        """Of the sessions, those of gateways."""
         self._owners: dict[Request, _Owner] = {}
         self._sorted: Sequence[Request] = ()
         self._shares: list[_Share] = []
 
     def __len__(self) -> int:
-        return len(self._sessions)
+        """How many gateways are connected."""
+        return len(self._gateways)
 
     def open(self, gateway_id: str) -> GatewaySession:
-        """A new session."""
-        session = GatewaySession(gateway_id)
+        """A new session of a gateway."""
+        session = self.open_call(gateway_id)
+        self._gateways.add(session)
+        return session
+
+    def open_call(self, name: str) -> GatewaySession:
+        """A session for the requests of one call. It is sent tokens and ends, and no states."""
+        session = GatewaySession(name)
         self._sessions.add(session)
         return session
 
     def close(self, session: GatewaySession) -> list[Request]:
         """Removes a session; returns its requests, which are to be aborted."""
         self._sessions.discard(session)
+        self._gateways.discard(session)
         unowned = list(session.requests.values())
         for request in unowned:
             self._owners.pop(request, None)
@@ -97,28 +107,28 @@ class Sessions:
         return unowned
 
     def announce(self, state: scheduler_pb2.ReplicaState) -> None:
-        """Sends every session whether a step can run."""
+        """Sends every gateway whether a step can run."""
         self.state = state
         self._announce(scheduler_pb2.SessionResponse(state=state))
 
     def announce_to_quiet(self) -> None:
-        """Sends the state to every session that was sent nothing since the call before the last."""
-        for session in self._sessions:
+        """Sends the state to every gateway that was sent nothing since the call before the last."""
+        for session in self._gateways:
             session.outbox.num_quiet_calls += 1
             if session.outbox.num_quiet_calls > 1:
                 session.outbox.announce(scheduler_pb2.SessionResponse(state=self.state))
 
     def announce_queue(self, state: QueueState) -> None:
-        """Sends every session how long the queue is."""
+        """Sends every gateway how long the queue is."""
         self._announce(scheduler_pb2.SessionResponse(queue=queue_state_to_proto(state)))
 
     def _announce(self, response: scheduler_pb2.SessionResponse) -> None:
-        for session in self._sessions:
+        for session in self._gateways:
             session.outbox.announce(response)
 
     def wake(self) -> None:
-        """Has every session check whether it should end."""
-        for session in self._sessions:
+        """Has the session of every gateway check whether it should end."""
+        for session in self._gateways:
             session.outbox.wake()
 
     def own(self, session: GatewaySession, handle: int, request: Request) -> None:

@@ -40,6 +40,11 @@ EVERYTHING = {
     "max_num_batched_tokens": 77,
     "policy": "priority",
     "enable_prefix_caching": False,
+    "vllm_grpc_client_stops": True,
+    "kv_events_endpoint": "tcp://*:5557",
+    "kv_events_replay_endpoint": "tcp://*:5558",
+    "kv_events_topic": "kv@10.0.0.7@llama",
+    "kv_events_encoding": "array",
     "otlp_endpoint": "http://127.0.0.1:4317",
     "trace_sample_ratio": 0.25,
     "log_level": LogLevel.ERROR,
@@ -47,9 +52,11 @@ EVERYTHING = {
 }
 
 
-def received(tmp_path: Path, environ: dict[str, str], **given: Any) -> dict[str, Any]:
+def received(
+    tmp_path: Path, environ: dict[str, str], *, vllm_grpc_port: int | None = None, **given: Any
+) -> dict[str, Any]:
     """What each service reads of what it is given."""
-    addresses = Addresses("::1", 8000, 9000, Path("/run/stepwell"))
+    addresses = Addresses("::1", 8000, 9000, Path("/run/stepwell"), vllm_grpc_port=vllm_grpc_port)
     plan = stages(UpSettings(model=tmp_path, **given), addresses, environ)
     specs = {spec.name: spec for stage in plan for spec in stage.specs}
     assert {name: spec.command[1:] for name, spec in specs.items()} == {
@@ -77,6 +84,13 @@ def test_the_services_find_each_other(tmp_path: Path) -> None:
     assert scheduler.kvpool == services["kvpool"].address == "unix:/run/stepwell/kvpool.sock"
     assert scheduler.workers == (services["worker"].address,)
     assert gateway.model == services["worker"].model == tmp_path
+
+
+def test_the_scheduler_serves_gateways_of_others_on_a_port_of_its_own(tmp_path: Path) -> None:
+    """With the model's directory, whose tokenizer such gateways need."""
+    assert received(tmp_path, {})["scheduler"].vllm_grpc_address is None
+    scheduler = received(tmp_path, {}, vllm_grpc_port=9100)["scheduler"]
+    assert (scheduler.vllm_grpc_address, scheduler.model) == ("[::1]:9100", tmp_path)
 
 
 def test_what_is_not_given_is_the_services_own_default(tmp_path: Path) -> None:

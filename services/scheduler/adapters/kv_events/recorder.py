@@ -1,0 +1,161 @@
+"""Joins what the pool reports of a transaction with the tokens of the requests in it."""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from stepwell.kvpool.v1 import kvpool_pb2
+
+from services.common.block_hash import HASH_BYTES, BlockHash, pack_token_ids
+from services.common.ids import RequestKey
+from services.common.pool_operations import Admit, Commit, Lookup, Operation, Release
+from services.scheduler.adapters.kv_events.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVCacheEvent,
+)
+from services.scheduler.adapters.kv_events.log import KVEventLog
+from services.scheduler.core.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Known:
+    """A request that the pool knows, and how many of its blocks have been published."""
+
+    request: Request
+    num_published: int = 0
+
+
+_Places = dict[BlockHash, tuple[Request, int]]
+"""Where hashes that a transaction may publish come from: the request, and the block's index."""
+
+
+class KVEventRecorder:
+    """Appends the events of each transaction to a log.
+
+    A request is found in the queue when the pool first gets to know it, and kept until the pool
+    forgets it. Nothing is done for a transaction that names no request and reports nothing.
+    """
+
+    def __init__(self, log: KVEventLog) -> None:
+        self._log = log
+        self._waiting: Callable[[], Iterable[Request]] = tuple
+        self._known: dict[RequestKey, _Known] = {}
+        self._block_size = 1
+
+    def watch(self, waiting: Callable[[], Iterable[Request]], block_size: int) -> None:
+        """Sets where requests wait, and the tokens of a block."""
+        self._waiting = waiting
+        self._block_size = block_size
+
+    def opened(self) -> None:
+        """The pool begins a new life, empty."""
+        self._known.clear()
+        self._log.append((AllBlocksCleared(),))
+
+    def transacted(
+        self, operations: Sequence[Operation], response: kvpool_pb2.TransactResponse
+    ) -> None:
+        """Records what a transaction changed in the prefix index."""
+        num_done = response.stop.operation_index if response.HasField("stop") else len(operations)
+        places: _Places = {}
+        for index, operation in enumerate(operations[: num_done + 1]):
+            match operation:
+                case Release():
+                    for key in operation.requests:
+                        self._known.pop(key, None)
+                case Lookup():
+                    self._find(operation.requests)
+                case Commit() if index < num_done:
+                    for key, num_tokens in zip(
+                        operation.requests, operation.num_tokens, strict=True
+                    ):
+                        self._add_places(places, key, num_tokens)
+                case Admit():
+                    self._find([admission.request for admission in operation.admissions])
+                    for admission in operation.admissions:
+                        if (known := self._known.get(admission.request)) is not None:
+                            known.num_published = admission.num_hit_tokens // self._block_size
+                        self._add_places(places, admission.request, admission.num_commit_tokens)
+        if response.events:
+            self._log.append(tuple(self._events(response.events, places)))
+
+    def _find(self, keys: Sequence[RequestKey]) -> None:
+        """Notes the requests of these keys that are new to the pool. They are in the queue."""
+        missing = {key for key in keys if key not in self._known}
+        if not missing:
+            return
+        for request in self._waiting():
+            if request.key in missing:
+                self._known[request.key] = _Known(request)
+                missing.discard(request.key)
+                if not missing:
+                    return
+
+    def _add_places(self, places: _Places, key: RequestKey, num_tokens: int) -> None:
+        """Adds the blocks of a request that become full with its first `num_tokens`."""
+        known = self._known.get(key)
+        if known is None:
+            return
+        request, end = known.request, num_tokens // self._block_size
+        for index in range(known.num_published, min(end, len(request.block_hashes))):
+            places[request.block_hashes[index]] = (request, index)
+        known.num_published = max(known.num_published, end)
+
+    def _events(
+        self, reported: Iterable[kvpool_pb2.Event], places: Mapping[BlockHash, tuple[Request, int]]
+    ) -> Iterator[KVCacheEvent]:
+        for event in reported:
+            match event.WhichOneof("event"):
+                case "stored":
+                    yield from self._stored(event.stored, places)
+                case "removed":
+                    yield BlockRemoved(_split(event.removed.hashes), event.removed.group)
+                case "cleared":
+                    yield AllBlocksCleared()
+
+    def _stored(
+        self, stored: kvpool_pb2.BlocksStored, places: Mapping[BlockHash, tuple[Request, int]]
+    ) -> Iterator[BlockStored]:
+        """One event for each run of consecutive blocks of a request."""
+        run: tuple[Request, int, int] | None = None
+        for block_hash in _split(stored.hashes):
+            place = places.get(block_hash) or self._search(block_hash)
+            if place is None:
+                logger.error("a stored block is left out of the events: its tokens are not known")
+                continue
+            request, index = place
+            if run is not None and run[0] is request and run[2] == index:
+                run = (request, run[1], index + 1)
+                continue
+            if run is not None:
+                yield self._run(*run, stored.group)
+            run = (request, index, index + 1)
+        if run is not None:
+            yield self._run(*run, stored.group)
+
+    def _run(self, request: Request, begin: int, end: int, group: int) -> BlockStored:
+        size = self._block_size
+        return BlockStored(
+            block_hashes=tuple(request.block_hashes[begin:end]),
+            parent_block_hash=request.block_hashes[begin - 1] if begin else None,
+            token_ids=pack_token_ids(request.token_ids[begin * size : end * size]),
+            group_idx=group,
+            cache_salt=request.cache_salt,
+        )
+
+    def _search(self, block_hash: BlockHash) -> tuple[Request, int] | None:
+        """The place of a block that is published later than it was committed, as states are."""
+        for known in self._known.values():
+            if block_hash in known.request.block_hashes:
+                return known.request, known.request.block_hashes.index(block_hash)
+        return None
+
+
+def _split(hashes: bytes) -> tuple[BlockHash, ...]:
+    return tuple(
+        BlockHash(hashes[start : start + HASH_BYTES]) for start in range(0, len(hashes), HASH_BYTES)
+    )

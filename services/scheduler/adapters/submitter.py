@@ -1,0 +1,51 @@
+"""Takes in the requests of all sessions, whatever contract they came through."""
+
+import asyncio
+import time
+
+from stepwell.scheduler.v1 import scheduler_pb2
+
+from services.common.errors import InvalidArgument, Unavailable
+from services.scheduler.adapters.request_intake import RequestIntake
+from services.scheduler.adapters.sessions import GatewaySession, Sessions
+from services.scheduler.core.engine_core import EngineCore
+from services.scheduler.core.request import Request
+
+HASH_INLINE_TOKENS = 2048
+"""Longer prompts are hashed in a thread, so that no step waits for it."""
+
+
+class RequestSubmitter:
+    """Checks requests, hashes their prompts, and queues them at the engine."""
+
+    def __init__(self, engine: EngineCore, intake: RequestIntake, sessions: Sessions) -> None:
+        self.is_draining = False
+        self._engine = engine
+        self._intake = intake
+        self._sessions = sessions
+
+    def drain(self) -> None:
+        """Refuses new requests from here on."""
+        self.is_draining = True
+        self._sessions.wake()
+
+    async def submit(self, session: GatewaySession, message: scheduler_pb2.AddRequest) -> None:
+        """Queues a request; its tokens go to the outbox of `session`. Raises StepwellError if it is
+        refused, and then nothing of it is held.
+        """
+        if self.is_draining:
+            raise Unavailable("the scheduler is draining", reason="DRAINING")
+        if message.handle in session.requests:
+            raise InvalidArgument(f"handle {message.handle} is in use", field="handle")
+        if not message.arrival_unix_nanos:
+            message.arrival_unix_nanos = time.time_ns()
+        request = self._intake.accept(message)
+        await self._hash(request)
+        self._sessions.own(session, message.handle, request)
+        self._engine.add(request)
+
+    async def _hash(self, request: Request) -> None:
+        config = self._intake.config
+        if not config.enable_prefix_caching or request.num_tokens <= HASH_INLINE_TOKENS:
+            return
+        await asyncio.to_thread(request.hash_full_blocks, config.fingerprint, config.block_size)

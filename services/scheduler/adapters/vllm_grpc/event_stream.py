@@ -1,0 +1,149 @@
+"""Events of the prefix cache as the messages of SubscribeKvEvents."""
+
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from itertools import count
+
+from smg_grpc_proto.generated import common_pb2
+
+from services.common.block_hash import BlockHash, unpack_token_ids
+from services.common.kv_cache_groups import AttentionType, KVCacheGroup
+from services.scheduler.adapters.kv_events.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVCacheEvent,
+    external_block_hash,
+)
+from services.scheduler.adapters.kv_events.log import KVEventLog
+from services.scheduler.adapters.kv_events.spec_kinds import SPEC_KINDS
+
+_CHUNK_BLOCKS = 4096
+"""Blocks of a snapshot in one message, so that it stays well below gRPC's limit of 4 MiB."""
+_INT64 = 2**63
+
+
+class EventStream:
+    """One subscription: a snapshot or the batches since a number, and then what follows."""
+
+    def __init__(self, log: KVEventLog, groups: Sequence[KVCacheGroup]) -> None:
+        self._log = log
+        self._groups = groups
+        self._event_ids = count(1)
+
+    async def batches(self, begin: int) -> AsyncGenerator[common_pb2.KvEventBatch]:
+        """Without end. `begin` is the number of the first batch to send, or 0 for what is stored
+        now. Raises Trimmed if that batch, or later one that was not read in time, is not kept.
+        """
+        if begin:
+            sequence = begin - 1
+            self._log.batches(begin)
+        else:
+            sequence = self._log.newest
+            for message in self._snapshot():
+                yield message
+        while True:
+            for batch in await self._log.after(sequence):
+                sequence = batch.sequence
+                yield common_pb2.KvEventBatch(
+                    sequence_number=sequence,
+                    timestamp=batch.unix_seconds,
+                    events=[self._event(event) for event in batch.events],
+                    dp_rank=0,
+                )
+
+    def _snapshot(self) -> Iterator[common_pb2.KvEventBatch]:
+        """What is stored as of the newest batch, in messages whose numbers end with that batch's.
+        There are at most as many as there are numbers.
+        """
+        newest, stored = self._log.newest, self._log.snapshot()
+        num_blocks = sum(len(event.block_hashes) for event in stored)
+        chunks: list[list[BlockStored]] = [[]]
+        size = 0
+        for event in _cut(stored, _CHUNK_BLOCKS):
+            if size + len(event.block_hashes) > _CHUNK_BLOCKS:
+                chunks.append([])
+                size = 0
+            chunks[-1].append(event)
+            size += len(event.block_hashes)
+        while len(chunks) > newest + 1:
+            chunks[-2:] = [chunks[-2] + chunks[-1]]
+        first: tuple[KVCacheEvent, ...] = (AllBlocksCleared(),)
+        for index, chunk in enumerate(chunks):
+            yield common_pb2.KvEventBatch(
+                sequence_number=newest - len(chunks) + 1 + index,
+                timestamp=self._log.time(),
+                events=[_without_id(self._event(event)) for event in (*first, *chunk)],
+                dp_rank=0,
+                snapshot=common_pb2.KvSnapshotChunk(
+                    index=index, count=len(chunks), blocks=num_blocks
+                ),
+            )
+            first = ()
+
+    def _event(self, event: KVCacheEvent) -> common_pb2.KvCacheEvent:
+        event_id = next(self._event_ids)
+        match event:
+            case BlockStored():
+                return common_pb2.KvCacheEvent(event_id=event_id, stored=self._stored(event))
+            case BlockRemoved(hashes, group_idx):
+                removed = common_pb2.KvBlocksRemoved(
+                    block_hashes=map(_signed, hashes),
+                    tier=common_pb2.KV_CACHE_TIER_DEVICE,
+                    group_idx=group_idx,
+                )
+                return common_pb2.KvCacheEvent(event_id=event_id, removed=removed)
+            case AllBlocksCleared():
+                return common_pb2.KvCacheEvent(
+                    event_id=event_id, cleared=common_pb2.KvCacheCleared()
+                )
+
+    def _stored(self, event: BlockStored) -> common_pb2.KvBlocksStored:
+        group = self._groups[event.group_idx]
+        tokens, size = unpack_token_ids(event.token_ids), group.block_size
+        stored = common_pb2.KvBlocksStored(
+            blocks=[
+                common_pb2.KvBlock(
+                    block_hash=_signed(block_hash),
+                    token_ids=tokens[index * size : (index + 1) * size],
+                    block_size=size,
+                )
+                for index, block_hash in enumerate(event.block_hashes)
+            ],
+            tier=common_pb2.KV_CACHE_TIER_DEVICE,
+            group_idx=event.group_idx,
+            kv_cache_spec_kind=SPEC_KINDS[group.attention_type],
+            cache_salt=event.cache_salt or None,
+        )
+        if event.parent_block_hash is not None:
+            stored.parent_block_hash = _signed(event.parent_block_hash)
+        if group.attention_type is AttentionType.SLIDING_WINDOW:
+            stored.kv_cache_spec_sliding_window = group.window
+        return stored
+
+
+def _cut(events: Iterable[BlockStored], most: int) -> Iterator[BlockStored]:
+    """The events, those of more than `most` blocks in several."""
+    for event in events:
+        hashes, parent = event.block_hashes, event.parent_block_hash
+        size = len(event.token_ids) // len(hashes)
+        for start in range(0, len(hashes), most):
+            end = start + most
+            yield BlockStored(
+                hashes[start:end],
+                parent,
+                event.token_ids[start * size : end * size],
+                event.group_idx,
+                event.cache_salt,
+            )
+            parent = hashes[min(end, len(hashes)) - 1]
+
+
+def _without_id(event: common_pb2.KvCacheEvent) -> common_pb2.KvCacheEvent:
+    """An event that was put together for a snapshot."""
+    event.event_id = 0
+    return event
+
+
+def _signed(block_hash: BlockHash) -> int:
+    value = external_block_hash(block_hash)
+    return value - 2 * _INT64 if value >= _INT64 else value

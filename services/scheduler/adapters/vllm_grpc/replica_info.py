@@ -1,0 +1,113 @@
+"""What a replica is and what it does, in the messages of vllm.grpc.engine."""
+
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+from smg_grpc_proto.generated import vllm_engine_pb2
+
+from services.scheduler.adapters.replica import ReplicaShape
+from services.scheduler.adapters.statistics import Statistics
+from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.engine_core import EngineCore
+
+_SERVER_TYPE = "stepwell"
+
+
+class GenerationRate:
+    """Tokens per second between two looks at their number, at least `SECONDS` apart."""
+
+    SECONDS = 0.5
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._at = clock()
+        self._num_tokens = 0
+        self._rate = 0.0
+
+    def at(self, num_tokens: int) -> float:
+        """The rate as of now, given how many tokens were generated so far."""
+        elapsed = self._clock() - self._at
+        if elapsed >= self.SECONDS:
+            self._rate = (num_tokens - self._num_tokens) / elapsed
+            self._at, self._num_tokens = self._clock(), num_tokens
+        return self._rate
+
+
+class ReplicaInfo:
+    """Answers of one replica."""
+
+    def __init__(
+        self,
+        shape: ReplicaShape,
+        config: SchedulerConfig,
+        engine: EngineCore,
+        statistics: Statistics,
+    ) -> None:
+        self._shape = shape
+        self._config = config
+        self._engine = engine
+        self._statistics = statistics
+        self._rate = GenerationRate()
+        self._started = time.monotonic()
+        self._received_unix_seconds = 0.0
+
+    def received(self) -> None:
+        """Notes that a request came."""
+        self._received_unix_seconds = time.time()
+
+    def model(self) -> vllm_engine_pb2.GetModelInfoResponse:
+        """The model, as its worker describes it."""
+        built = self._shape.description
+        return vllm_engine_pb2.GetModelInfoResponse(
+            model_path=built.model_name,
+            served_model_name=built.model_name,
+            is_generation=True,
+            max_context_length=self._config.max_model_len,
+            vocab_size=built.vocab_size,
+            eos_token_ids=built.eos_token_ids,
+            max_req_input_len=self._config.max_model_len - 1,
+        )
+
+    def server(self) -> vllm_engine_pb2.GetServerInfoResponse:
+        """The replica."""
+        scheduler = self._engine.scheduler
+        return vllm_engine_pb2.GetServerInfoResponse(
+            active_requests=len(scheduler.running) + self._engine.num_waiting,
+            is_paused=scheduler.pause_mode is not None,
+            last_receive_timestamp=self._received_unix_seconds,
+            uptime_seconds=time.monotonic() - self._started,
+            server_type=_SERVER_TYPE,
+            data_parallel_size=1,
+            kv_cache_dtype=self._shape.description.dtype,
+            model_dtype=self._shape.description.dtype,
+            block_size=self._config.block_size,
+            max_num_seqs=self._config.max_running,
+        )
+
+    def loads(self, rank: int) -> vllm_engine_pb2.GetLoadsResponse:
+        """The load, if `rank` is the only rank that there is."""
+        return vllm_engine_pb2.GetLoadsResponse(
+            timestamp=datetime.now(UTC).isoformat(),
+            dp_rank_count=1,
+            loads=[] if rank else [self._load()],
+        )
+
+    def _load(self) -> vllm_engine_pb2.SchedulerLoad:
+        stats = self._statistics.message()
+        size, num_blocks = stats.block_size, stats.num_usable_blocks
+        num_used = num_blocks - stats.num_free_blocks
+        unscheduled = self._engine.unscheduled()
+        return vllm_engine_pb2.SchedulerLoad(
+            num_running_reqs=stats.num_running,
+            num_waiting_reqs=stats.num_waiting,
+            num_total_reqs=stats.num_running + stats.num_waiting,
+            num_used_tokens=num_used * size,
+            max_total_num_tokens=num_blocks * size,
+            token_usage=num_used / num_blocks,
+            gen_throughput=self._rate.at(stats.num_generated_tokens),
+            cache_hit_rate=stats.num_cached_tokens / max(1, stats.num_prompt_tokens),
+            utilization=stats.num_running / stats.max_num_seqs,
+            max_running_requests=stats.max_num_seqs,
+            num_waiting_uncached_tokens=sum(request.num_tokens for request in unscheduled),
+        )

@@ -1,0 +1,163 @@
+"""A Generate request of vllm.grpc.engine as the requests that a gateway of ours would send."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from smg_grpc_proto.generated import vllm_engine_pb2
+from stepwell.scheduler.v1 import scheduler_pb2
+
+from services.common.block_hash import pack_token_ids
+from services.common.errors import InvalidArgument, StepwellError
+from services.common.sampling_proto import sampling_to_proto
+from services.common.seeds import answer_seed
+from services.scheduler.adapters.vllm_grpc.sampling import (
+    PREFIX,
+    VllmSampling,
+    vllm_sampling_from_proto,
+)
+
+INPUT_FIELD = "tokenized.input_ids"
+_READ = frozenset({"request_id", "tokenized", "sampling_params", "stream", "data_parallel_rank"})
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One Generate call: its prompt, and a request for each of its answers, by handle."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    stream: bool
+    requests: list[scheduler_pb2.AddRequest]
+    num_prompt_logprobs: int | None
+    num_logprobs: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateConverter:
+    """Converts Generate requests for the model that `opened` describes."""
+
+    opened: scheduler_pb2.SessionOpened
+    client_stops: bool
+    """Whether stop strings are left to the client; else they are refused."""
+    draw_seed: Callable[[], int]
+
+    def convert(
+        self,
+        message: vllm_engine_pb2.GenerateRequest,
+        *,
+        traceparent: str = "",
+        timeout_seconds: float | None = None,
+    ) -> Generation:
+        """The call. Raises InvalidArgument that names the field at fault, or one that is set and
+        not served here.
+        """
+        for field, _ in message.ListFields():
+            if field.name not in _READ:
+                raise _refused(field.name, _why_not(field.name))
+        if not message.request_id:
+            raise _refused("request_id", "is empty")
+        if message.data_parallel_rank:
+            raise _refused("data_parallel_rank", "is not 0, which is the only rank here")
+        sampling = vllm_sampling_from_proto(
+            message.sampling_params,
+            vocab_size=self.opened.vocab_size,
+            eos_token_ids=tuple(self.opened.eos_token_ids),
+            client_stops=self.client_stops,
+        )
+        prompt = self._prompt(message, sampling)
+        return Generation(
+            request_id=message.request_id,
+            prompt_token_ids=prompt,
+            stream=message.stream,
+            requests=self._requests(
+                message.request_id, prompt, sampling, traceparent, timeout_seconds
+            ),
+            num_prompt_logprobs=sampling.params.prompt_logprobs,
+            num_logprobs=sampling.params.logprobs,
+        )
+
+    def _prompt(
+        self, message: vllm_engine_pb2.GenerateRequest, sampling: VllmSampling
+    ) -> list[int]:
+        """The last tokens of the input, as many as the request wants; at most as many as leave one
+        to generate, where it leaves the number to the model.
+        """
+        prompt = list(message.tokenized.input_ids)
+        if not prompt:
+            raise _refused(INPUT_FIELD, "is empty")
+        if (wrong := max(prompt)) >= self.opened.vocab_size:
+            raise _refused(INPUT_FIELD, f"holds {wrong}; tokens are below {self.opened.vocab_size}")
+        limit, longest = sampling.truncate_prompt_tokens, self.opened.max_request_tokens - 1
+        if limit is None:
+            return prompt
+        if limit > longest:
+            raise _refused(
+                f"{PREFIX}truncate_prompt_tokens",
+                f"is {limit}; a prompt has at most {longest} tokens",
+            )
+        return prompt[-(longest if limit == -1 else limit) :]
+
+    def _requests(
+        self,
+        request_id: str,
+        prompt: list[int],
+        sampling: VllmSampling,
+        traceparent: str,
+        timeout_seconds: float | None,
+    ) -> list[scheduler_pb2.AddRequest]:
+        params, drawn = sampling.params, self.draw_seed()
+        room = max(1, self.opened.max_request_tokens - len(prompt))
+        max_tokens = room if params.max_tokens is None else params.max_tokens
+        if params.min_tokens > room:
+            raise _refused(
+                f"{PREFIX}min_tokens",
+                f"is {params.min_tokens}, but at most {room} can be generated",
+            )
+        packed = pack_token_ids(prompt)
+        return [
+            scheduler_pb2.AddRequest(
+                handle=child,
+                request_id=request_id if sampling.n == 1 else f"{request_id}-{child}",
+                prompt_token_ids=packed,
+                sampling=sampling_to_proto(
+                    replace(
+                        params,
+                        seed=answer_seed(params.seed, drawn, 0, child, sampling.n),
+                        max_tokens=max_tokens,
+                    )
+                ),
+                traceparent=traceparent,
+                timeout_millis=_millis(timeout_seconds),
+            )
+            for child in range(sampling.n)
+        ]
+
+
+def with_client_names(error: StepwellError) -> StepwellError:
+    """An error about a field of our own contract, with the name that the field has here."""
+    if error.field is None:
+        return error
+    name = error.field
+    renamed = INPUT_FIELD if name == "prompt_token_ids" else name.replace("sampling.", PREFIX, 1)
+    return type(error)(
+        error.message.replace(name, renamed, 1),
+        field=renamed,
+        reason=error.error_reason,
+        retry_after_seconds=error.retry_after_seconds,
+    )
+
+
+def _millis(seconds: float | None) -> int:
+    if seconds is None:
+        return 0
+    return min(max(1, round(1000 * seconds)), 2**32 - 1)
+
+
+def _why_not(name: str) -> str:
+    if name == "text":
+        return "needs a tokenizer, which this service does not have: send tokenized"
+    return "is not served here"
+
+
+def _refused(name: str, problem: str) -> InvalidArgument:
+    return InvalidArgument(f"{name} {problem}", field=name)

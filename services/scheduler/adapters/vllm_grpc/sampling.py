@@ -1,0 +1,121 @@
+"""Sampling parameters of vllm.grpc.engine: each field is honoured, or refused by its name."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from smg_grpc_proto.generated import vllm_engine_pb2
+
+from services.common.errors import InvalidArgument
+from services.common.sampling import SamplingParams
+from services.common.sampling_limits import check_sampling
+
+PREFIX = "sampling_params."
+
+_HONOURED: dict[str, Callable[[Any], dict[str, Any]]] = {
+    **{
+        name: lambda value, name=name: {name: value}  # type: ignore[misc]
+        for name in (
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "frequency_penalty",
+            "presence_penalty",
+            "repetition_penalty",
+            "max_tokens",
+            "min_tokens",
+            "logprobs",
+            "prompt_logprobs",
+            "seed",
+        )
+    },
+    "stop_token_ids": lambda ids: {"stop_token_ids": tuple(ids)},
+    "logit_bias": lambda biases: {
+        "logit_bias_token_ids": tuple(biases),
+        "logit_bias_values": tuple(biases.values()),
+    },
+}
+"""Fields that become sampling parameters of ours. Those without presence are absent at 0, which
+stands for the default.
+"""
+
+_ELSEWHERE = frozenset({"n", "ignore_eos", "truncate_prompt_tokens", "stop"})
+"""Fields that are read below or with the prompt."""
+
+_TEXT_ONLY = frozenset(
+    {
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "include_stop_str_in_output",
+    }
+)
+"""Fields about how tokens become text. The answer holds tokens, so that they change nothing in it;
+vLLM's own server turns none into text either.
+"""
+
+MAX_N = 128
+"""Most answers to one prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class VllmSampling:
+    """Sampling parameters of a request, apart from what its prompt decides."""
+
+    params: SamplingParams
+    """With `seed` and `max_tokens` only where they were given."""
+    n: int
+    truncate_prompt_tokens: int | None
+
+
+def vllm_sampling_from_proto(
+    message: vllm_engine_pb2.SamplingParams,
+    *,
+    vocab_size: int,
+    eos_token_ids: tuple[int, ...],
+    client_stops: bool,
+) -> VllmSampling:
+    """The parameters of a message. Raises InvalidArgument that names a field which is out of its
+    range, or is not served here: grammars of any kind, and whatever later versions add.
+
+    `client_stops`: stop strings are accepted, since the client ends the answer at them by itself.
+    """
+    given: dict[str, Any] = {}
+    for field, value in message.ListFields():
+        if field.name in _HONOURED:
+            given |= _HONOURED[field.name](value)
+        elif field.name == "stop" and not client_stops:
+            raise _refused("stop", "needs a tokenizer, which this service does not have")
+        elif field.name not in _ELSEWHERE | _TEXT_ONLY:
+            raise _refused(field.name, "is not served here")
+    params = replace(
+        SamplingParams(eos_token_ids=() if message.ignore_eos else eos_token_ids), **given
+    )
+    n = message.n or 1
+    if n > MAX_N:
+        raise _refused("n", f"is {n}; at most {MAX_N} answers are made")
+    try:
+        check_sampling(_with_valid_seed(params), vocab_size)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{PREFIX}{error.message}", field=f"{PREFIX}{error.field}") from error
+    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+        raise _refused("min_tokens", f"is {params.min_tokens}, above max_tokens")
+    return VllmSampling(params, n, _truncation(message))
+
+
+def _truncation(message: vllm_engine_pb2.SamplingParams) -> int | None:
+    if not message.HasField("truncate_prompt_tokens"):
+        return None
+    limit = message.truncate_prompt_tokens
+    if limit < -1 or limit == 0:
+        raise _refused("truncate_prompt_tokens", f"is {limit}: neither -1 nor above 0")
+    return limit
+
+
+def _with_valid_seed(params: SamplingParams) -> SamplingParams:
+    """A negative seed is one too: it is taken modulo 2**64 when the answers get theirs."""
+    return replace(params, seed=None)
+
+
+def _refused(name: str, problem: str) -> InvalidArgument:
+    return InvalidArgument(f"{PREFIX}{name} {problem}", field=f"{PREFIX}{name}")

@@ -1,0 +1,190 @@
+"""The contract vllm.grpc.engine.VllmEngine over an engine."""
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any, NoReturn
+
+import grpc
+from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2, vllm_engine_pb2_grpc
+from stepwell.scheduler.v1 import scheduler_pb2
+
+from services.common.errors import FailedPrecondition, StepwellError
+from services.common.telemetry import parse_traceparent
+from services.scheduler.adapters.sessions import GatewaySession, Sessions
+from services.scheduler.adapters.submitter import RequestSubmitter
+from services.scheduler.adapters.vllm_grpc.answers import Answers
+from services.scheduler.adapters.vllm_grpc.event_stream import EventStream
+from services.scheduler.adapters.vllm_grpc.model_files import ModelFiles
+from services.scheduler.adapters.vllm_grpc.replica_info import ReplicaInfo
+from services.scheduler.adapters.vllm_grpc.requests import GenerateConverter, with_client_names
+from services.scheduler.core.engine_core import EngineCore
+
+_IDLE_POLL_SECONDS = 0.01
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
+    """Each Generate call is a session of its own, which ends with the call: a client that goes away
+    aborts its requests. A client that reads slowly gets the tokens of several steps in one chunk.
+    """
+
+    def __init__(
+        self,
+        engine: EngineCore,
+        sessions: Sessions,
+        submitter: RequestSubmitter,
+        converter: GenerateConverter,
+        info: ReplicaInfo,
+        files: ModelFiles,
+        events: EventStream,
+    ) -> None:
+        self._engine = engine
+        self._sessions = sessions
+        self._submitter = submitter
+        self._converter = converter
+        self._info = info
+        self._files = files
+        self._events = events
+        self._calls: defaultdict[str, set[GatewaySession]] = defaultdict(set)
+
+    async def Generate(
+        self, request: vllm_engine_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[vllm_engine_pb2.GenerateResponse]:
+        """The answers to one prompt, as they grow or when they have ended."""
+        generation = self._converter.convert(
+            request,
+            traceparent=_traceparent(context),
+            timeout_seconds=context.time_remaining(),
+        )
+        session = self._sessions.open_call(generation.request_id)
+        self._calls[generation.request_id].add(session)
+        self._info.received()
+        try:
+            for message in generation.requests:
+                await self._submit(session, message)
+            answers, outbox = Answers(generation), session.outbox
+            while answers.num_open:
+                await outbox.wait()
+                if outbox.has_deltas:
+                    for response in answers.take(outbox.take()):
+                        yield response
+        finally:
+            self._forget(generation.request_id, session)
+            self._engine.abort(self._sessions.close(session))
+
+    async def Abort(
+        self, request: vllm_engine_pb2.AbortRequest, context: Context
+    ) -> vllm_engine_pb2.AbortResponse:
+        """Ends the requests of calls; ids of calls that have ended are ignored."""
+        for request_id in request.request_ids:
+            for session in self._calls.get(request_id, ()):
+                self._engine.abort(list(session.requests.values()))
+        return vllm_engine_pb2.AbortResponse()
+
+    async def HealthCheck(
+        self, request: vllm_engine_pb2.HealthCheckRequest, context: Context
+    ) -> vllm_engine_pb2.HealthCheckResponse:
+        """Whether a step can run, and new requests are taken."""
+        state = self._sessions.state
+        healthy = state.ready and not self._submitter.is_draining
+        return vllm_engine_pb2.HealthCheckResponse(
+            healthy=healthy, message="" if healthy else state.reason or "draining"
+        )
+
+    async def FlushCache(
+        self, request: common_pb2.FlushCacheRequest, context: Context
+    ) -> common_pb2.FlushCacheResponse:
+        """Forgets every cached prefix, once no request holds blocks or the time is over."""
+        deadline = time.monotonic() + request.timeout_s
+        while True:
+            try:
+                await self._engine.reset_prefix_cache(preempt_running=False)
+            except FailedPrecondition as error:
+                if time.monotonic() >= deadline:
+                    return common_pb2.FlushCacheResponse(success=False, message=error.message)
+                await asyncio.sleep(_IDLE_POLL_SECONDS)
+            else:
+                return common_pb2.FlushCacheResponse(success=True)
+
+    async def GetModelInfo(
+        self, request: vllm_engine_pb2.GetModelInfoRequest, context: Context
+    ) -> vllm_engine_pb2.GetModelInfoResponse:
+        """What the worker describes, and what the files of the model say besides."""
+        response = self._info.model()
+        self._files.describe(response)
+        return response
+
+    async def GetServerInfo(
+        self, request: vllm_engine_pb2.GetServerInfoRequest, context: Context
+    ) -> vllm_engine_pb2.GetServerInfoResponse:
+        """What the replica does now, and how it is set up."""
+        return self._info.server()
+
+    async def GetLoads(
+        self, request: vllm_engine_pb2.GetLoadsRequest, context: Context
+    ) -> vllm_engine_pb2.GetLoadsResponse:
+        """The replica's load; of ranks other than 0 there is none."""
+        return self._info.loads(request.dp_rank)
+
+    async def GetTokenizer(
+        self, request: common_pb2.GetTokenizerRequest, context: Context
+    ) -> AsyncIterator[common_pb2.GetTokenizerChunk]:
+        """The tokenizer's files, from the directory that the scheduler was given."""
+        for chunk in await asyncio.to_thread(lambda: list(self._files.tokenizer_chunks())):
+            yield chunk
+
+    async def SubscribeKvEvents(
+        self, request: common_pb2.SubscribeKvEventsRequest, context: Context
+    ) -> AsyncIterator[common_pb2.KvEventBatch]:
+        """What enters and leaves the prefix cache."""
+        async with aclosing(self._events.batches(request.start_sequence_number)) as batches:
+            async for batch in batches:
+                yield batch
+
+    async def Embed(
+        self, request: vllm_engine_pb2.EmbedRequest, context: Context
+    ) -> vllm_engine_pb2.EmbedResponse:
+        """No model that is served here embeds."""
+        await _unimplemented(context, "Embed")
+
+    async def StartProfile(
+        self, request: common_pb2.StartProfileRequest, context: Context
+    ) -> common_pb2.ProfileResponse:
+        """There is no profiler."""
+        await _unimplemented(context, "StartProfile")
+
+    async def StopProfile(
+        self, request: common_pb2.StopProfileRequest, context: Context
+    ) -> common_pb2.ProfileResponse:
+        """There is no profiler."""
+        await _unimplemented(context, "StopProfile")
+
+    async def _submit(self, session: GatewaySession, message: scheduler_pb2.AddRequest) -> None:
+        try:
+            await self._submitter.submit(session, message)
+        except StepwellError as error:
+            raise with_client_names(error) from error
+
+    def _forget(self, request_id: str, session: GatewaySession) -> None:
+        calls = self._calls[request_id]
+        calls.discard(session)
+        if not calls:
+            del self._calls[request_id]
+
+
+def _traceparent(context: Context) -> str:
+    """The client's trace context, if it is well-formed and sampled."""
+    metadata = dict(context.invocation_metadata() or ())
+    traceparent = metadata.get("traceparent", "")
+    if isinstance(traceparent, bytes):
+        return ""
+    span = parse_traceparent(traceparent)
+    return traceparent if span is not None and span.trace_flags.sampled else ""
+
+
+async def _unimplemented(context: Context, method: str) -> NoReturn:
+    await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{method} is not served here")

@@ -1,0 +1,151 @@
+"""Puts together what gateways and routers of other projects use of a scheduler, as far as the
+settings ask for it: vllm.grpc.engine, and KV events. What is not asked for is not imported.
+"""
+
+import logging
+import secrets
+from collections.abc import Callable, Iterable
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from stepwell.scheduler.v1 import scheduler_pb2
+
+from services.common.errors import InvalidArgument
+from services.common.server import GrpcServer
+from services.scheduler.adapters.kv_events.log import KVEventLog
+from services.scheduler.adapters.kv_events.recorder import KVEventRecorder
+from services.scheduler.adapters.replica import ReplicaShape
+from services.scheduler.adapters.sessions import Sessions
+from services.scheduler.adapters.statistics import Statistics
+from services.scheduler.adapters.submitter import RequestSubmitter
+from services.scheduler.core.engine_core import EngineCore
+from services.scheduler.core.request import Request
+from services.scheduler.settings import SchedulerSettings
+
+if TYPE_CHECKING:
+    from services.scheduler.adapters.kv_events.zmq_publisher import ZmqEventPublisher
+
+logger = logging.getLogger(__name__)
+
+VLLM_ENGINE = "vllm.grpc.engine.VllmEngine"
+
+
+class Ecosystem:
+    """Made before the pool is opened, whose changes `recorder` gets; None if nothing needs them."""
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        """Raises InvalidArgument if a package that the settings need is not installed."""
+        self._settings = settings
+        if settings.vllm_grpc_address is not None:
+            _require("vllm_grpc_address", "smg_grpc_proto")
+        if settings.kv_events_endpoint is not None:
+            _require("kv_events_endpoint", "zmq", "msgspec")
+        self._log = KVEventLog(settings.kv_events_buffer_steps)
+        wanted = settings.vllm_grpc_address or settings.kv_events_endpoint
+        self.recorder = KVEventRecorder(self._log) if wanted else None
+        self._server: GrpcServer | None = None
+        self._publisher: ZmqEventPublisher | None = None
+
+    def publish_events(self, waiting: Callable[[], Iterable[Request]], shape: ReplicaShape) -> None:
+        """Records and publishes events from here on; `waiting` gives the requests of the queue.
+        Raises Unavailable if the endpoint cannot be used.
+        """
+        if self.recorder is not None:
+            self.recorder.watch(waiting, shape.block_size)
+        settings = self._settings
+        if settings.kv_events_endpoint is None:
+            return
+        from services.scheduler.adapters.kv_events.zmq_publisher import (  # noqa: PLC0415
+            EventEncoder,
+            ZmqEventPublisher,
+        )
+
+        self._publisher = ZmqEventPublisher(
+            self._log,
+            EventEncoder(shape.groups, as_arrays=settings.kv_events_encoding == "array"),
+            endpoint=settings.kv_events_endpoint,
+            replay_endpoint=settings.kv_events_replay_endpoint,
+            topic=settings.kv_events_topic,
+            max_lag=settings.kv_events_buffer_steps,
+        )
+        logger.info("publishing KV events at %s", settings.kv_events_endpoint)
+
+    def serve_vllm_engine(
+        self,
+        engine: EngineCore,
+        sessions: Sessions,
+        submitter: RequestSubmitter,
+        statistics: Statistics,
+        shape: ReplicaShape,
+        opened: scheduler_pb2.SessionOpened,
+    ) -> None:
+        """Adds vllm.grpc.engine on a server of its own, if it is wanted."""
+        settings = self._settings
+        if settings.vllm_grpc_address is None:
+            return
+        from smg_grpc_proto.generated import vllm_engine_pb2_grpc  # noqa: PLC0415
+
+        from services.scheduler.adapters.vllm_grpc.event_stream import (  # noqa: PLC0415
+            EventStream,
+        )
+        from services.scheduler.adapters.vllm_grpc.model_files import ModelFiles  # noqa: PLC0415
+        from services.scheduler.adapters.vllm_grpc.replica_info import ReplicaInfo  # noqa: PLC0415
+        from services.scheduler.adapters.vllm_grpc.requests import (  # noqa: PLC0415
+            GenerateConverter,
+        )
+        from services.scheduler.adapters.vllm_grpc.servicer import (  # noqa: PLC0415
+            VllmEngineServicer,
+        )
+
+        self._server = GrpcServer()
+        self._server.add(
+            vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server,
+            VllmEngineServicer(
+                engine,
+                sessions,
+                submitter,
+                GenerateConverter(
+                    opened, settings.vllm_grpc_client_stops, lambda: secrets.randbits(64)
+                ),
+                ReplicaInfo(shape, engine.scheduler.config, engine, statistics),
+                ModelFiles(settings.model),
+                EventStream(self._log, shape.groups),
+            ),
+            VLLM_ENGINE,
+        )
+
+    async def start(self) -> None:
+        """Listens. Raises Unavailable if the address is taken."""
+        if self._server is not None and self._settings.vllm_grpc_address is not None:
+            address = await self._server.start(self._settings.vllm_grpc_address)
+            logger.info("serving %s on %s", VLLM_ENGINE, address)
+
+    async def run(self) -> None:
+        """Sends events again to subscribers that ask for it, until cancelled."""
+        if self._publisher is not None:
+            await self._publisher.serve_replay()
+
+    async def set_ready(self, ready: bool) -> None:
+        """Sets readiness of the server."""
+        if self._server is not None:
+            await self._server.set_ready(ready)
+
+    async def drain(self, grace_seconds: float) -> None:
+        """Refuses new calls, and ends running ones after `grace_seconds`."""
+        if self._server is not None:
+            await self._server.drain(grace_seconds)
+
+    def close(self) -> None:
+        """Closes the sockets of events."""
+        if self._publisher is not None:
+            self._publisher.close()
+
+
+def _require(setting: str, *packages: str) -> None:
+    missing = [package for package in packages if find_spec(package) is None]
+    if missing:
+        raise InvalidArgument(
+            f"--{setting.replace('_', '-')} needs {' and '.join(missing)}: "
+            "pip install 'stepwell[ecosystem]'",
+            field=setting,
+        )

@@ -1,0 +1,198 @@
+"""KV events over ZMQ, read as routers made for vLLM read them, against what the pool has cached."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from stepwell.common.v1 import common_pb2
+from stepwell.scheduler.v1 import scheduler_pb2
+
+from tests.scheduler.fake_worker import BLOCK_SIZE, FULL, FakeWorker
+from tests.scheduler.paged_model import continuation
+from tests.scheduler.serving_replica import Replica, gateway_of, sampling, serving_replica
+from tests.scheduler.story import prompt
+from tests.scheduler.vllm_events import (
+    SECONDS,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    CacheView,
+    OldBlockStored,
+    OldKVEventBatch,
+    Subscriber,
+    decode,
+    pool_hashes,
+)
+
+ROOT = b"f" * 32
+WINDOW = common_pb2.KVCacheGroup(
+    attention_type=common_pb2.ATTENTION_TYPE_SLIDING_WINDOW,
+    block_size=BLOCK_SIZE,
+    window=2 * BLOCK_SIZE,
+    num_layers=2,
+)
+
+
+@asynccontextmanager
+async def publishing(
+    directory: Path, worker: FakeWorker, **settings: Any
+) -> AsyncIterator[tuple[Replica, Subscriber]]:
+    """A replica that publishes events, and a subscriber."""
+    live, replay = f"ipc://{directory}/events", f"ipc://{directory}/replay"
+    endpoints = {"kv_events_endpoint": live, "kv_events_replay_endpoint": replay}
+    async with serving_replica(worker, **endpoints, **settings) as replica:
+        subscriber = Subscriber(live, replay, settings.get("kv_events_topic", ""))
+        try:
+            yield replica, subscriber
+        finally:
+            subscriber.close()
+
+
+async def run(replica: Replica, prompts: list[list[int]], **fields: Any) -> None:
+    """Runs requests side by side, to their ends."""
+    async with gateway_of(replica) as gateway:
+        for handle, tokens in enumerate(prompts):
+            await gateway.add(handle, tokens, **fields)
+        await gateway.finish(*range(len(prompts)))
+    await replica.until_idle()
+
+
+async def view_of(subscriber: Subscriber) -> tuple[CacheView, list[object]]:
+    """What all events up to now say is cached, and the events."""
+    view, seen = CacheView(ROOT), []
+    for number, (_, sequence, payload) in enumerate(await subscriber.replay(0)):
+        assert sequence == number
+        events = decode(payload)
+        view.apply(events)
+        seen += events
+    return view, seen
+
+
+async def test_a_request_is_published_with_its_tokens_and_parents(tmp_path: Path) -> None:
+    async with publishing(tmp_path, FakeWorker()) as (replica, subscriber):
+        await run(replica, [prompt(10)])
+        _, seen = await view_of(subscriber)
+        # 10 tokens and 8 that are generated are 4 full blocks; the last token is not computed.
+        stored = [event for event in seen if isinstance(event, BlockStored)]
+        tokens = prompt(10) + continuation(prompt(10), 8)
+        assert [token for event in stored for token in event.token_ids] == tokens[:16]
+        first, *later = stored
+        assert (first.parent_block_hash, len(first.block_hashes)) == (None, 2)
+        parents = [event.block_hashes[-1] for event in stored]
+        assert [event.parent_block_hash for event in later] == parents[:-1]
+        assert {(event.block_size, event.medium, event.group_idx) for event in stored} == {
+            (BLOCK_SIZE, "GPU", 0)
+        }
+        assert {event.kv_cache_spec_kind for event in stored} == {"full_attention"}
+        assert {(event.lora_id, event.lora_name) for event in stored} == {(None, None)}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW)], ids=["full", "full and window"])
+async def test_the_events_lead_to_what_the_pool_has_cached(
+    tmp_path: Path, asynchronous: bool, groups: tuple[common_pb2.KVCacheGroup, ...]
+) -> None:
+    """In a pool so small that requests are preempted and blocks are reused all the time."""
+    worker = FakeWorker(num_blocks=24, max_model_len=60, groups=groups)
+    async with publishing(tmp_path, worker, async_scheduling=asynchronous) as (replica, subscriber):
+        shared = prompt(12)
+        for turn in range(3):
+            await run(
+                replica,
+                [shared + prompt(5 + 3 * index, 200 * index + turn) for index in range(6)],
+                sampling=sampling(20),
+            )
+        view, seen = await view_of(subscriber)
+        assert view.hashes == await pool_hashes(replica.pool_address)
+        assert view.hashes
+        removed = [event for event in seen if isinstance(event, BlockRemoved)]
+        assert removed
+        assert {event.group_idx for event in removed} == set(range(len(groups)))
+        assert (await replica.stats()).num_preemptions > 0
+
+
+async def test_the_salt_of_a_request_is_an_extra_key_of_its_first_block(tmp_path: Path) -> None:
+    async with publishing(tmp_path, FakeWorker()) as (replica, subscriber):
+        await run(replica, [prompt(10)], cache_salt="tenant-a")
+        view, seen = await view_of(subscriber)
+        first, second, *_ = (event for event in seen if isinstance(event, BlockStored))
+        assert first.extra_keys == [("tenant-a",), None]
+        assert second.extra_keys == [None]
+        assert view.hashes == await pool_hashes(replica.pool_address)
+
+
+async def test_a_reset_and_a_pool_that_comes_back_clear_all_blocks(tmp_path: Path) -> None:
+    async with publishing(tmp_path, FakeWorker()) as (replica, subscriber):
+        await run(replica, [prompt(10)])
+        await replica.stub.ResetPrefixCache(scheduler_pb2.ResetPrefixCacheRequest())
+        view, seen = await view_of(subscriber)
+        assert view.hashes == {}
+        assert seen[0] == seen[-1] == AllBlocksCleared()
+        await run(replica, [prompt(10, 500)])
+        await replica.pool.stop()
+        await replica.pool.start()
+        await run(replica, [prompt(10, 300)])
+        view, _ = await view_of(subscriber)
+        assert view.hashes == await pool_hashes(replica.pool_address)
+        assert len(view.hashes[0]) == 4
+
+
+async def test_live_batches_and_replayed_ones_are_the_same(tmp_path: Path) -> None:
+    topic = "kv@127.0.0.1@paged"
+    async with publishing(tmp_path, FakeWorker(), kv_events_topic=topic) as (replica, subscriber):
+        live: list[tuple[bytes, int, bytes]] = []
+        first = asyncio.create_task(subscriber.receive())
+        async with asyncio.timeout(SECONDS):  # a subscription takes effect a moment later
+            for turn in range(1000):
+                await run(replica, [prompt(10, 20 * turn)])
+                if first.done():
+                    break
+        live.append(await first)
+        await run(replica, [prompt(30, 900)])
+        newest = (await subscriber.replay(0))[-1]
+        while live[-1] != newest:
+            live.append(await subscriber.receive())
+        begin = live[0][1]
+        assert {name for name, _, _ in live} == {topic.encode()}
+        assert live == await subscriber.replay(begin)
+        assert await subscriber.replay(newest[1]) == [newest]
+        assert await subscriber.replay(newest[1] + 1) == []
+        assert await subscriber.replay(newest[1] + 1000) == []
+
+
+async def test_only_the_newest_batches_are_kept(tmp_path: Path) -> None:
+    async with publishing(tmp_path, FakeWorker(), kv_events_buffer_steps=3) as (
+        replica,
+        subscriber,
+    ):
+        await run(replica, [prompt(10), prompt(10, 300)], sampling=sampling(40))
+        kept = await subscriber.replay(0)
+        assert len(kept) == 3
+        assert kept[0][1] > 1
+
+
+async def test_events_are_arrays_for_consumers_that_expect_them(tmp_path: Path) -> None:
+    async with publishing(tmp_path, FakeWorker(), kv_events_encoding="array") as (
+        replica,
+        subscriber,
+    ):
+        await run(replica, [prompt(10)])
+        batches = [
+            msgspec.msgpack.decode(payload, type=OldKVEventBatch)
+            for _, _, payload in await subscriber.replay(0)
+        ]
+        events = [event for batch in batches for event in batch.events]
+        stored = [event for event in events if isinstance(event, OldBlockStored)]
+        assert stored[0].token_ids == prompt(10)[:8]
+        assert (stored[0].group_idx, stored[0].kv_cache_spec_kind) == (0, "full_attention")
+
+
+async def test_a_request_for_replay_that_is_malformed_is_passed_over(tmp_path: Path) -> None:
+    async with publishing(tmp_path, FakeWorker()) as (_, subscriber):
+        for frames in ([b"what"], [b"", b"short"], [b"", b"", b"", b""]):
+            await subscriber.ask(frames)
+        assert len(await subscriber.replay(0)) == 1

@@ -1,0 +1,120 @@
+"""SubscribeKvEvents of vllm.grpc.engine, against what the pool has cached."""
+
+import asyncio
+from pathlib import Path
+
+import grpc
+import pytest
+from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
+
+from services.common.block_hash import hash_full_blocks
+from services.scheduler.adapters.vllm_grpc import event_stream
+from tests.scheduler.fake_worker import FakeWorker
+from tests.scheduler.serving_replica import SECONDS
+from tests.scheduler.story import prompt
+from tests.scheduler.vllm_client import complete, generate_request, status_of, vllm_replica
+from tests.scheduler.vllm_events import pool_hashes
+
+ROOT = b"f" * 32
+Stub = vllm_engine_pb2_grpc.VllmEngineStub
+
+
+class View:
+    """What a subscriber believes is cached."""
+
+    def __init__(self) -> None:
+        self.stored: dict[int, bytes] = {}
+        """The last 64 bits of each hash, signed, and all of it."""
+        self.sequence = -1
+
+    def apply(self, batch: common_pb2.KvEventBatch) -> None:
+        """Takes a message in, which continues the one before or begins anew."""
+        if not batch.HasField("snapshot") or batch.snapshot.index:
+            assert batch.sequence_number == self.sequence + 1
+        self.sequence = batch.sequence_number
+        for event in batch.events:
+            match event.WhichOneof("data"):
+                case "stored":
+                    self._store(event.stored)
+                case "removed":
+                    for block_hash in event.removed.block_hashes:
+                        del self.stored[block_hash]
+                case "cleared":
+                    self.stored.clear()
+
+    @property
+    def hashes(self) -> dict[int, set[int]]:
+        """In the form of `pool_hashes`."""
+        return {0: {block_hash % 2**64 for block_hash in self.stored}} if self.stored else {}
+
+    def _store(self, stored: common_pb2.KvBlocksStored) -> None:
+        parent = (
+            self.stored[stored.parent_block_hash] if stored.HasField("parent_block_hash") else ROOT
+        )
+        assert (stored.kv_cache_spec_kind, stored.group_idx) == ("full_attention", 0)
+        for block in stored.blocks:
+            (parent,) = hash_full_blocks(parent, list(block.token_ids), block.block_size)
+            assert int.from_bytes(parent[-8:], "big", signed=True) == block.block_hash
+            self.stored[block.block_hash] = parent
+
+
+async def follow(stub: Stub, view: View, begin: int, wanted: dict[int, set[int]]) -> list[int]:
+    """Reads until the view is what is wanted; returns the numbers of the messages."""
+    call = stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest(start_sequence_number=begin))
+    numbers = []
+    async with asyncio.timeout(SECONDS):
+        async for batch in call:
+            view.apply(batch)
+            numbers.append(batch.sequence_number)
+            if view.hashes == wanted:
+                break
+    call.cancel()
+    return numbers
+
+
+async def run(stub: Stub, *prompts: list[int]) -> None:
+    """Runs requests one after another."""
+    for number, tokens in enumerate(prompts):
+        await complete(stub, generate_request(tokens, request_id=str(number)))
+
+
+async def test_a_snapshot_and_what_follows_lead_to_what_the_pool_has_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_stream, "_CHUNK_BLOCKS", 3)
+    async with vllm_replica(tmp_path, FakeWorker(num_blocks=24)) as (replica, stub):
+        await run(stub, *(prompt(20, 100 * turn) for turn in range(6)), prompt(24, 400))
+        view = View()
+        numbers = await follow(stub, view, 0, await pool_hashes(replica.pool_address))
+        assert len(numbers) > 2
+        await run(stub, *(prompt(20, 150 * turn) for turn in range(6)))
+        later = await follow(stub, view, numbers[-1] + 1, await pool_hashes(replica.pool_address))
+        assert later[0] == numbers[-1] + 1
+
+
+async def test_a_subscriber_gets_events_while_requests_run(tmp_path: Path) -> None:
+    async with vllm_replica(tmp_path) as (replica, stub):
+        call = stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest())
+        view = View()
+        first = await call.read()
+        assert isinstance(first, common_pb2.KvEventBatch)
+        view.apply(first)
+        assert (first.snapshot.count, first.snapshot.blocks, view.sequence) == (1, 0, 0)
+        await run(stub, prompt(9))
+        wanted = await pool_hashes(replica.pool_address)
+        async with asyncio.timeout(SECONDS):
+            while view.hashes != wanted:
+                batch = await call.read()
+                assert isinstance(batch, common_pb2.KvEventBatch)
+                view.apply(batch)
+        call.cancel()
+
+
+async def test_batches_that_are_not_kept_are_out_of_range(tmp_path: Path) -> None:
+    """smg then asks for a snapshot."""
+    async with vllm_replica(tmp_path, kv_events_buffer_steps=2) as (_, stub):
+        await run(stub, prompt(9), prompt(9, 300))
+        for begin in (1, 1000):
+            request = common_pb2.SubscribeKvEventsRequest(start_sequence_number=begin)
+            error = await status_of(stub.SubscribeKvEvents(request))
+            assert error.code() is grpc.StatusCode.OUT_OF_RANGE

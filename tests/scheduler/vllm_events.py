@@ -1,0 +1,207 @@
+"""KV events as a consumer made for vLLM reads them: its structs, and a view that they keep.
+
+The structs are vLLM's (`vllm/distributed/kv_events.py`), field by field; nothing of ours decodes.
+"""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
+
+from services.common.block_hash import BlockHash, hash_full_blocks
+from services.common.channel import open_channel
+
+SECONDS = 30.0
+
+
+class _Event(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
+    pass
+
+
+class BlockStored(_Event):
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[Any, ...] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+
+
+class BlockRemoved(_Event):
+    block_hashes: list[int]
+    medium: str | None
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(_Event):
+    pass
+
+
+class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    ts: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    data_parallel_rank: int | None = None
+
+
+class _ArrayEvent(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=True):
+    pass
+
+
+class OldBlockStored(_ArrayEvent, tag="BlockStored"):
+    """As vLLM 0.23 had it."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[Any, ...] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+
+
+class OldBlockRemoved(_ArrayEvent, tag="BlockRemoved"):
+    """As vLLM 0.23 had it."""
+
+    block_hashes: list[int]
+    medium: str | None
+    group_idx: int | None = None
+
+
+class OldAllBlocksCleared(_ArrayEvent, tag="AllBlocksCleared"):
+    """As vLLM 0.23 had it."""
+
+
+class OldKVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """As vLLM 0.23 had it."""
+
+    ts: float
+    events: list[OldBlockStored | OldBlockRemoved | OldAllBlocksCleared]
+    data_parallel_rank: int | None = None
+
+
+@dataclass(slots=True)
+class CacheView:
+    """What is cached, as a router keeps it. Hashes are computed again from the tokens, so that a
+    wrong token, parent or salt shows.
+    """
+
+    root: bytes
+    stored: dict[int, set[int]] = field(default_factory=dict)
+    """Hashes by group."""
+    digests: dict[int, BlockHash] = field(default_factory=dict)
+    """All of a hash, for those that were ever stored."""
+
+    def apply(self, events: Iterable[BlockStored | BlockRemoved | AllBlocksCleared]) -> None:
+        """Takes events in."""
+        for event in events:
+            match event:
+                case BlockStored():
+                    self._check(event)
+                    assert event.group_idx is not None
+                    self.stored.setdefault(event.group_idx, set()).update(event.block_hashes)
+                case BlockRemoved():
+                    assert event.group_idx is not None
+                    self.stored[event.group_idx] -= set(event.block_hashes)
+                case AllBlocksCleared():
+                    self.stored.clear()
+
+    @property
+    def hashes(self) -> dict[int, set[int]]:
+        """Hashes by group; groups without any are left out."""
+        return {group: hashes for group, hashes in self.stored.items() if hashes}
+
+    def _check(self, event: BlockStored) -> None:
+        parent = event.parent_block_hash
+        assert event.extra_keys is not None
+        assert len(event.extra_keys) == len(event.block_hashes)
+        salt = event.extra_keys[0][0] if event.extra_keys[0] is not None else ""
+        chain = hash_full_blocks(
+            self.root if parent is None else self.digests[parent],
+            event.token_ids,
+            event.block_size,
+            cache_salt=salt,
+        )
+        assert [_last_64_bits(digest) for digest in chain] == event.block_hashes
+        self.digests |= dict(zip(event.block_hashes, chain, strict=True))
+
+
+class Subscriber:
+    """Follows one publisher: live batches, and those that it asks to be sent again."""
+
+    def __init__(self, endpoint: str, replay_endpoint: str | None = None, topic: str = "") -> None:
+        self._context = zmq.asyncio.Context()
+        self._live = self._context.socket(zmq.SUB)
+        self._live.subscribe(topic.encode())
+        self._live.connect(endpoint)
+        self._replay = self._context.socket(zmq.DEALER)
+        if replay_endpoint is not None:
+            self._replay.connect(replay_endpoint)
+
+    async def receive(self) -> tuple[bytes, int, bytes]:
+        """The next live batch: topic, number, payload."""
+        async with asyncio.timeout(SECONDS):
+            topic, sequence, payload = await self._live.recv_multipart()
+        return topic, int.from_bytes(sequence, "big"), payload
+
+    async def ask(self, frames: list[bytes]) -> None:
+        """Sends a request for replay."""
+        await self._replay.send_multipart(frames)
+
+    async def replay(self, begin: int) -> list[tuple[bytes, int, bytes]]:
+        """The batches from number `begin` on that the publisher has kept."""
+        await self.ask([b"", begin.to_bytes(8, "big")])
+        batches = []
+        async with asyncio.timeout(SECONDS):
+            while True:
+                empty, topic, sequence, payload = await self._replay.recv_multipart()
+                assert empty == b""
+                if int.from_bytes(sequence, "big", signed=True) == -1:
+                    assert (topic, payload) == (b"", b"")
+                    return batches
+                batches.append((topic, int.from_bytes(sequence, "big"), payload))
+
+    def close(self) -> None:
+        """Ends the subscription."""
+        self._context.destroy(linger=0)
+
+
+def decode(payload: bytes) -> Sequence[BlockStored | BlockRemoved | AllBlocksCleared]:
+    """The events of a batch."""
+    batch = msgspec.msgpack.decode(payload, type=KVEventBatch)
+    assert batch.data_parallel_rank == 0
+    return batch.events
+
+
+async def pool_hashes(pool_address: str, pool_id: str = "replica-0") -> dict[int, set[int]]:
+    """What the pool itself says that it has cached, by group."""
+    async with open_channel(pool_address) as channel:
+        stub = kvpool_pb2_grpc.KVPoolStub(channel)
+        watching = stub.WatchEvents(kvpool_pb2.WatchEventsRequest(pool_id=pool_id))
+        snapshot = await watching.read()
+        watching.cancel()
+    assert snapshot.snapshot
+    hashes: dict[int, set[int]] = {}
+    for event in snapshot.events:
+        packed = event.stored.hashes
+        hashes.setdefault(event.stored.group, set()).update(
+            _last_64_bits(packed[start : start + 32]) for start in range(0, len(packed), 32)
+        )
+    return {group: found for group, found in hashes.items() if found}
+
+
+def _last_64_bits(digest: bytes) -> int:
+    return int.from_bytes(digest[-8:], "big")
