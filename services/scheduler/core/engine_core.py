@@ -4,7 +4,7 @@ import asyncio
 import enum
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from itertools import chain
 
@@ -104,13 +104,16 @@ class EngineCore:
         """Ends requests that were not scheduled by their `latest_start`."""
         late = [
             request
-            for request in chain(self.scheduler.waiting, self.scheduler.held_back, self._arrivals)
-            if request.latest_start is not None
-            and request.latest_start <= now
-            and request.num_cached_tokens is None
+            for request in self.unscheduled()
+            if request.latest_start is not None and request.latest_start <= now
         ]
         if late:
             self.abort(late, FinishReason.QUEUE_TIMEOUT)
+
+    def unscheduled(self) -> Iterator[Request]:
+        """Requests that wait and were never scheduled."""
+        waiting = chain(self.scheduler.waiting, self.scheduler.held_back, self._arrivals)
+        return (request for request in waiting if request.num_cached_tokens is None)
 
     def lost(self, lost: PoolLost | WorkersLost) -> None:
         """Notes that pool or workers were lost while no step in flight showed it."""
