@@ -17,6 +17,7 @@ FLAGS = {
     "plain": ("--num-blocks", "1000"),
     "small pool": ("--num-blocks", "24", "--max-model-len", "256"),
     "chunks of 7": ("--max-num-batched-tokens", "7", "--max-num-seqs", "7"),
+    "vllm.grpc": ("--num-blocks", "1000", "--vllm-grpc-port", "0"),
 }
 
 
@@ -57,3 +58,9 @@ def stack_of(tiny_model: TinyModel) -> Iterator[Callable[[str], Stack]]:
 def stack(stack_of: Callable[[str], Stack]) -> Stack:
     """The plain stack."""
     return stack_of("plain")
+
+
+@pytest.fixture(scope="session")
+def vllm_stack(stack_of: Callable[[str], Stack]) -> Stack:
+    """A stack whose scheduler serves vllm.grpc.engine, too."""
+    return stack_of("vllm.grpc")

@@ -18,6 +18,7 @@ from tests.plain_http import http_get
 ROOT = Path(__file__).parents[2]
 SERVICES = ("gateway", "scheduler", "kvpool", "worker")
 _READY = re.compile(r"ready: (\S+) at (http://\S+) \(gRPC at (\S+)\)")
+_VLLM_GRPC = re.compile(r"vllm\.grpc\.engine will be at grpc://(\S+)")
 _START_SECONDS = 90.0
 
 
@@ -66,6 +67,12 @@ class Stack:
     def pid(self) -> int:
         """The process id of `stepwell up`."""
         return self._process.pid
+
+    @property
+    def vllm_grpc(self) -> str:
+        """Where its scheduler serves vllm.grpc.engine, host:port."""
+        (address,) = _VLLM_GRPC.findall("\n".join(self.output))
+        return str(address)
 
     def pids(self) -> dict[str, int]:
         """The process of each service that runs now."""
