@@ -11,6 +11,7 @@ import pytest
 from stepwell.common.v1 import common_pb2
 from stepwell.scheduler.v1 import scheduler_pb2
 
+from services.common.errors import Unavailable
 from tests.scheduler.fake_worker import BLOCK_SIZE, FULL, FakeWorker
 from tests.scheduler.paged_model import continuation
 from tests.scheduler.serving_replica import Replica, gateway_of, sampling, serving_replica
@@ -196,3 +197,9 @@ async def test_a_request_for_replay_that_is_malformed_is_passed_over(tmp_path: P
         for frames in ([b"what"], [b"", b"short"], [b"", b"", b"", b""]):
             await subscriber.ask(frames)
         assert len(await subscriber.replay(0)) == 1
+
+
+async def test_an_endpoint_that_cannot_be_used_ends_the_start_with_a_sentence() -> None:
+    with pytest.raises(Unavailable, match="cannot publish KV events at nonsense://"):
+        async with serving_replica(FakeWorker(), kv_events_endpoint="nonsense://*"):
+            pass

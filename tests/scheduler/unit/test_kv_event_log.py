@@ -67,3 +67,14 @@ async def test_the_newest_batches_are_kept() -> None:
         with pytest.raises(Trimmed):
             log.batches(number)
     assert [batch.sequence for batch in await log.after(1)] == [2]
+
+
+def test_fewer_batches_are_kept_if_they_are_about_many_blocks() -> None:
+    log = KVEventLog(10, max_blocks=5)
+    log.append((AllBlocksCleared(),))
+    for names in ("ab", "cd", "ef"):
+        log.append((stored(names),))
+    assert (log.oldest, log.newest) == (2, 3)
+    log.append((stored("ghijkl"),))
+    assert log.batches(5) == []
+    assert len(log.snapshot()) == 4

@@ -16,6 +16,10 @@ from services.scheduler.adapters.kv_events.events import (
     KVEventBatch,
 )
 
+MAX_KEPT_BLOCKS = 500_000
+"""Blocks of all batches that are kept, so that those of long prompts take no more than about 70 MB.
+"""
+
 
 class Trimmed(OutOfRange):
     """Batches that a reader has yet to read are no longer kept, or were never numbered so."""
@@ -36,15 +40,24 @@ _Key = tuple[int, BlockHash]
 
 class KVEventLog:
     """Numbers batches from 0, keeps the last `num_batches`, and the blocks stored as of the newest.
+    Fewer batches are kept if they are about more than `max_blocks`.
 
     Readers have a cursor of their own: a slow one makes nothing grow, and finds that batches were
     dropped when it reads on.
     """
 
-    def __init__(self, num_batches: int, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        num_batches: int,
+        clock: Callable[[], float] = time.time,
+        max_blocks: int = MAX_KEPT_BLOCKS,
+    ) -> None:
         self.time = clock
         """Seconds since 1970."""
-        self._batches: deque[KVEventBatch] = deque(maxlen=num_batches)
+        self._num_batches = num_batches
+        self._max_blocks = max_blocks
+        self._num_blocks = 0
+        self._batches: deque[KVEventBatch] = deque()
         self._next = 0
         self._blocks: dict[_Key, _Block] = {}
         self._news = asyncio.Event()
@@ -66,6 +79,9 @@ class KVEventLog:
         batch = KVEventBatch(self._next, self.time(), events)
         self._next += 1
         self._batches.append(batch)
+        self._num_blocks += _num_blocks(batch)
+        while len(self._batches) > self._num_batches or self._num_blocks > self._max_blocks:
+            self._num_blocks -= _num_blocks(self._batches.popleft())
         for event in events:
             self._apply(event)
         self.on_batch(batch)
@@ -138,3 +154,9 @@ class KVEventLog:
             group_idx=run[0][0],
             cache_salt=first.cache_salt,
         )
+
+
+def _num_blocks(batch: KVEventBatch) -> int:
+    return sum(
+        len(event.block_hashes) for event in batch.events if not isinstance(event, AllBlocksCleared)
+    )
