@@ -4,6 +4,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,42 +21,53 @@ if find_spec("smg") is None:
 MESSAGES = [{"role": "user", "content": "Write a class for a point."}]
 
 
-@pytest.fixture(scope="module")
-def demo_stack() -> Iterator[Stack]:
+@contextmanager
+def running_stack() -> Iterator[Stack]:
     """A stack that serves the demo model: text that is text, which smg and we cut alike."""
     flags = ("--num-blocks", "1000", "--vllm-grpc-port", "0", "--vllm-grpc-client-stops")
     stack = Stack(ROOT / "models" / "demo", *flags)
-    yield stack
-    stack.close()
+    try:
+        yield stack
+    finally:
+        stack.close()
 
 
-@pytest.fixture(scope="module")
-def smg(demo_stack: Stack) -> Iterator[str]:
-    """The URL of a running smg."""
+@contextmanager
+def running_smg(*stacks: Stack) -> Iterator[str]:
+    """The URL of a smg in front of the stacks' schedulers."""
     port, metrics = (claim_port("127.0.0.1", 0, "--port") for _ in range(2))
     url = f"http://127.0.0.1:{port}"
+    workers = [f"grpc://{stack.vllm_grpc}" for stack in stacks]
     with tempfile.TemporaryDirectory() as directory, (Path(directory) / "log").open("w+") as log:
         process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "smg", "launch", "--host", "127.0.0.1"),
                 *("--port", str(port), "--prometheus-port", str(metrics)),
-                *("--worker-urls", f"grpc://{demo_stack.vllm_grpc}"),
+                *("--worker-urls", *workers),
             ],
             stdout=log,
             stderr=subprocess.STDOUT,
             cwd=directory,
         )
         try:
-            wait_for(lambda: process.poll() is not None or answers(url, demo_stack.model), 60)
+            wait_for(lambda: process.poll() is not None or answers(url, stacks[0].model), 60)
             assert process.poll() is None, Path(log.name).read_text()
             yield url
         finally:
-            process.terminate()
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def demo_stack() -> Iterator[Stack]:
+    with running_stack() as stack:
+        yield stack
+
+
+@pytest.fixture(scope="module")
+def smg(demo_stack: Stack) -> Iterator[str]:
+    with running_smg(demo_stack) as url:
+        yield url
 
 
 def answers(url: str, model: str) -> bool:
@@ -221,3 +233,33 @@ def test_what_is_not_served_is_a_bad_request_that_names_it(
             messages=MESSAGES,
             response_format={"type": "json_object"},
         )
+
+
+def test_smg_sends_a_prefix_to_the_replica_that_has_it_cached(demo_stack: Stack) -> None:
+    """It knows by SubscribeKvEvents. Once it knows all, nothing that is cached is computed again;
+    and when one replica drains, the other serves.
+    """
+    prompts = [f"prefix {number} of the document. " * 20 for number in range(4)]
+
+    def ask(client: openai.OpenAI, prompt: str) -> int:
+        answer = client.completions.create(model=demo_stack.model, prompt=prompt, max_tokens=1)
+        assert answer.usage is not None
+        details = answer.usage.prompt_tokens_details
+        return 0 if details is None else details.cached_tokens or 0
+
+    with running_stack() as other, running_smg(demo_stack, other) as url, client_of(url) as client:
+        wait_for(lambda: num_workers(url) == 2, 30)
+        wait_for(lambda: all(ask(client, prompt) > 64 for prompt in prompts), 30)
+        for turn in range(3):
+            cached = [ask(client, f"{prompt} turn {turn}") for prompt in prompts]
+            assert min(cached) > 64
+        other.terminate()
+        assert other.wait(30) == 0
+        for prompt in prompts:
+            ask(client, prompt)
+
+
+def num_workers(url: str) -> int:
+    """How many replicas smg sends requests to."""
+    with httpx.Client(verify=False) as http:
+        return len(http.get(f"{url}/workers", timeout=30).raise_for_status().json()["workers"])

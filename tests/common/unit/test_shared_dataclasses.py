@@ -48,8 +48,9 @@ MESSAGES = [
     (PromptEmbeds, common_pb2.PromptEmbeds),
 ]
 
-# Fields that exist on the wire only: lengths of packed lists, and the number of the transaction.
-WIRE_ONLY = {"num_new_hashes", "generation", "sequence"}
+# Fields that exist on the wire only: lengths of packed lists, the number of the transaction, and
+# changes of the prefix index, which are read from the message.
+WIRE_ONLY = {"num_new_hashes", "generation", "sequence", "events"}
 
 HASHES = [BlockHash(bytes([number]) * 32) for number in range(3)]
 BLOCKS = (ops.GroupBlocks([1, 2], [5, 6, 7]), ops.GroupBlocks([1, 0], [8]))

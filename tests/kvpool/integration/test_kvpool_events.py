@@ -60,6 +60,24 @@ async def test_a_watcher_is_told_that_the_pool_begins_anew(stub):
     watch.cancel()
 
 
+async def test_answers_name_what_changed_if_the_pool_was_opened_so(stub):
+    """Also the answer to a transaction that is sent again."""
+    speaker = await opened_speaker(stub, num_blocks=4, report_events=True)
+    answer = await speaker.transact(wire.admit(wire.admission(1, 8, path="ab")))
+    assert list(answer.events) == [stored("ab")]
+    await speaker.end()
+    again = Speaker(stub, speaker.generation)
+    assert await again.transact(wire.admit(wire.admission(1, 8, path="ab"))) == answer
+    answer = await again.transact(wire.release(1), wire.admit(wire.admission(2, 8, path="xy")))
+    assert list(answer.events) == [removed("ab", last=1), stored("xy")]
+    answer = await again.transact(wire.release(2))
+    assert not answer.events
+
+    speaker = await opened_speaker(stub, num_blocks=4)
+    answer = await speaker.transact(wire.admit(wire.admission(1, 8, path="ab")))
+    assert not answer.events
+
+
 async def test_a_watcher_that_falls_behind_gets_a_snapshot_instead():
     feed = EventFeed(max_hashes=2)
     said = [

@@ -10,7 +10,7 @@ from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
 from services.common.block_hash import hash_full_blocks
 from services.scheduler.adapters.vllm_grpc import event_stream
 from tests.scheduler.fake_worker import FakeWorker
-from tests.scheduler.serving_replica import SECONDS
+from tests.scheduler.serving_replica import SECONDS, gateway_of
 from tests.scheduler.story import prompt
 from tests.scheduler.vllm_client import complete, generate_request, status_of, vllm_replica
 from tests.scheduler.vllm_events import pool_hashes
@@ -53,7 +53,11 @@ class View:
         )
         assert (stored.kv_cache_spec_kind, stored.group_idx) == ("full_attention", 0)
         for block in stored.blocks:
-            (parent,) = hash_full_blocks(parent, list(block.token_ids), block.block_size)
+            salt = "".join(key.text for key in block.extra_keys)
+            assert salt in ("", stored.cache_salt)
+            (parent,) = hash_full_blocks(
+                parent, list(block.token_ids), block.block_size, cache_salt=salt
+            )
             assert int.from_bytes(parent[-8:], "big", signed=True) == block.block_hash
             self.stored[block.block_hash] = parent
 
@@ -108,6 +112,15 @@ async def test_a_subscriber_gets_events_while_requests_run(tmp_path: Path) -> No
                 assert isinstance(batch, common_pb2.KvEventBatch)
                 view.apply(batch)
         call.cancel()
+
+
+async def test_the_salt_of_a_request_goes_with_its_blocks(tmp_path: Path) -> None:
+    async with vllm_replica(tmp_path) as (replica, stub), gateway_of(replica) as gateway:
+        await gateway.add(1, prompt(9), cache_salt="tenant-a")
+        await gateway.finish(1)
+        view = View()
+        await follow(stub, view, 0, await pool_hashes(replica.pool_address))
+        assert len(view.stored) == 4
 
 
 async def test_batches_that_are_not_kept_are_out_of_range(tmp_path: Path) -> None:

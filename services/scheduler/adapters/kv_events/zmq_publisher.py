@@ -31,14 +31,12 @@ from services.scheduler.adapters.kv_events.events import (
     external_block_hash,
 )
 from services.scheduler.adapters.kv_events.log import KVEventLog
-from services.scheduler.adapters.kv_events.spec_kinds import SPEC_KINDS
+from services.scheduler.adapters.kv_events.vllm_names import MEDIUM, SPEC_KINDS
 
 logger = logging.getLogger(__name__)
 
 DATA_PARALLEL_RANK = 0
 """A replica is not divided into data-parallel ranks."""
-MEDIUM = "GPU"
-"""What vLLM calls the memory that the workers compute on, whatever device it is."""
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 _SEQUENCE_BYTES = 8
 _REPLAY_FRAMES = 3

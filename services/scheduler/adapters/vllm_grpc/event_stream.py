@@ -15,7 +15,7 @@ from services.scheduler.adapters.kv_events.events import (
     external_block_hash,
 )
 from services.scheduler.adapters.kv_events.log import KVEventLog
-from services.scheduler.adapters.kv_events.spec_kinds import SPEC_KINDS
+from services.scheduler.adapters.kv_events.vllm_names import MEDIUM, SPEC_KINDS
 
 _CHUNK_BLOCKS = 4096
 """Blocks of a snapshot in one message, so that it stays well below gRPC's limit of 4 MiB."""
@@ -89,6 +89,7 @@ class EventStream:
                 removed = common_pb2.KvBlocksRemoved(
                     block_hashes=map(_signed, hashes),
                     tier=common_pb2.KV_CACHE_TIER_DEVICE,
+                    medium=MEDIUM,
                     group_idx=group_idx,
                 )
                 return common_pb2.KvCacheEvent(event_id=event_id, removed=removed)
@@ -110,12 +111,15 @@ class EventStream:
                 for index, block_hash in enumerate(event.block_hashes)
             ],
             tier=common_pb2.KV_CACHE_TIER_DEVICE,
+            medium=MEDIUM,
             group_idx=event.group_idx,
             kv_cache_spec_kind=SPEC_KINDS[group.attention_type],
             cache_salt=event.cache_salt or None,
         )
         if event.parent_block_hash is not None:
             stored.parent_block_hash = _signed(event.parent_block_hash)
+        elif event.cache_salt:
+            stored.blocks[0].extra_keys.add(text=event.cache_salt)
         if group.attention_type is AttentionType.SLIDING_WINDOW:
             stored.kv_cache_spec_sliding_window = group.window
         return stored

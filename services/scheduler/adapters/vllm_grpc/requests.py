@@ -29,7 +29,6 @@ class Generation:
     stream: bool
     requests: list[scheduler_pb2.AddRequest]
     num_prompt_logprobs: int | None
-    num_logprobs: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,6 @@ class GenerateConverter:
                 message.request_id, prompt, sampling, traceparent, timeout_seconds
             ),
             num_prompt_logprobs=sampling.params.prompt_logprobs,
-            num_logprobs=sampling.params.logprobs,
         )
 
     def _prompt(

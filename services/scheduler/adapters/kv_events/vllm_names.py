@@ -1,4 +1,4 @@
-"""vLLM's names for the kinds of attention."""
+"""vLLM's names for what events are about."""
 
 from services.common.kv_cache_groups import AttentionType
 
@@ -8,3 +8,6 @@ SPEC_KINDS = {
     AttentionType.CHUNKED_LOCAL: "chunked_local_attention",
     AttentionType.STATE_SPACE: "mamba",
 }
+
+MEDIUM = "GPU"
+"""The memory that the workers compute on, whatever device it is."""
