@@ -97,6 +97,7 @@ class Ecosystem:
             VllmEngineServicer,
         )
 
+        info = ReplicaInfo(shape, engine.scheduler.config, engine, statistics)
         self._server = GrpcServer()
         self._server.add(
             vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server,
@@ -107,9 +108,9 @@ class Ecosystem:
                 GenerateConverter(
                     opened, settings.vllm_grpc_client_stops, lambda: secrets.randbits(64)
                 ),
-                ReplicaInfo(shape, engine.scheduler.config, engine, statistics),
+                info,
                 ModelFiles(settings.model),
-                EventStream(self._log, shape.groups),
+                EventStream(self._log, shape.groups, info.engine_load),
             ),
             VLLM_ENGINE,
         )

@@ -29,6 +29,9 @@ class View:
 
     def apply(self, batch: common_pb2.KvEventBatch) -> None:
         """Takes a message in, which continues the one before or begins anew."""
+        if batch.load.load_only:
+            assert (batch.sequence_number, len(batch.events)) == (self.sequence, 0)
+            return
         if not batch.HasField("snapshot") or batch.snapshot.index:
             assert batch.sequence_number == self.sequence + 1
         self.sequence = batch.sequence_number
@@ -131,3 +134,40 @@ async def test_batches_that_are_not_kept_are_out_of_range(tmp_path: Path) -> Non
             request = common_pb2.SubscribeKvEventsRequest(start_sequence_number=begin)
             error = await status_of(stub.SubscribeKvEvents(request))
             assert error.code() is grpc.StatusCode.OUT_OF_RANGE
+
+
+async def test_the_load_goes_with_events_and_without_them(tmp_path: Path) -> None:
+    worker = FakeWorker(max_num_seqs=1, num_blocks=21)
+    async with vllm_replica(tmp_path, worker) as (replica, stub):
+        worker.going.clear()
+        calls = [stub.Generate(generate_request(prompt(9), request_id=str(i))) for i in range(3)]
+        await replica.until(lambda stats: (stats.num_running, stats.num_waiting) == (1, 2))
+        subscription = stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest())
+        load = await next_load(subscription)
+        assert (load.running_requests, load.waiting_requests, load.load_only) == (1, 2, True)
+        assert (load.max_running_requests, load.waiting_uncached_tokens) == (1, 18)
+        assert load.token_usage == load.num_used_tokens / 80 > 0
+        heartbeat = await next_load(subscription)
+        assert (heartbeat.running_requests, heartbeat.load_only) == (1, True)
+        assert heartbeat.sample == load.sample + 1
+        worker.going.set()
+        for call in calls:
+            assert [response async for response in call]
+        while load.running_requests or load.waiting_requests:
+            load = await next_load(subscription)
+        assert load.sample > heartbeat.sample
+        subscription.cancel()
+
+
+async def next_load(
+    subscription: grpc.aio.UnaryStreamCall[
+        common_pb2.SubscribeKvEventsRequest, common_pb2.KvEventBatch
+    ],
+) -> common_pb2.EngineLoad:
+    """The load in the next message that has one."""
+    async with asyncio.timeout(SECONDS):
+        while True:
+            batch = await subscription.read()
+            assert isinstance(batch, common_pb2.KvEventBatch)
+            if batch.HasField("load"):
+                return batch.load

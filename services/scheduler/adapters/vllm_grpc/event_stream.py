@@ -1,6 +1,9 @@
 """Events of the prefix cache as the messages of SubscribeKvEvents."""
 
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import count
 
 from smg_grpc_proto.generated import common_pb2
@@ -12,6 +15,7 @@ from services.scheduler.adapters.kv_events.events import (
     BlockRemoved,
     BlockStored,
     KVCacheEvent,
+    KVEventBatch,
     external_block_hash,
 )
 from services.scheduler.adapters.kv_events.log import KVEventLog
@@ -20,14 +24,28 @@ from services.scheduler.adapters.kv_events.vllm_names import MEDIUM, SPEC_KINDS
 _CHUNK_BLOCKS = 4096
 """Blocks of a snapshot in one message, so that it stays well below gRPC's limit of 4 MiB."""
 _INT64 = 2**63
+_LOOK_SECONDS = 0.1
+_HEARTBEAT_SECONDS = 1.0
 
 
 class EventStream:
-    """One subscription: a snapshot or the batches since a number, and then what follows."""
+    """What subscribers are sent: a snapshot or the batches since a number, and then what follows.
 
-    def __init__(self, log: KVEventLog, groups: Sequence[KVCacheGroup]) -> None:
+    Each message has the replica's load. If that changes without an event, and every second at the
+    latest, a message of its own brings it, under the number of the one before.
+    """
+
+    def __init__(
+        self,
+        log: KVEventLog,
+        groups: Sequence[KVCacheGroup],
+        load: Callable[[], common_pb2.EngineLoad],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._log = log
         self._groups = groups
+        self._load = load
+        self._clock = clock
         self._event_ids = count(1)
 
     async def batches(self, begin: int) -> AsyncGenerator[common_pb2.KvEventBatch]:
@@ -41,15 +59,28 @@ class EventStream:
             sequence = self._log.newest
             for message in self._snapshot():
                 yield message
+        loads = _LoadRecords(self._load, self._clock)
         while True:
-            for batch in await self._log.after(sequence):
+            for batch in await self._batches_after(sequence):
                 sequence = batch.sequence
                 yield common_pb2.KvEventBatch(
                     sequence_number=sequence,
                     timestamp=batch.unix_seconds,
                     events=[self._event(event) for event in batch.events],
                     dp_rank=0,
+                    load=loads.next(),
                 )
+            if (record := loads.next_if_due()) is not None:
+                yield common_pb2.KvEventBatch(
+                    sequence_number=sequence, timestamp=self._log.time(), dp_rank=0, load=record
+                )
+
+    async def _batches_after(self, sequence: int) -> list[KVEventBatch]:
+        """The batches after a number; none if it takes as long as a look at the load may wait."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LOOK_SECONDS):
+                return await self._log.after(sequence)
+        return []
 
     def _snapshot(self) -> Iterator[common_pb2.KvEventBatch]:
         """What is stored as of the newest batch, in messages whose numbers end with that batch's.
@@ -123,6 +154,39 @@ class EventStream:
         if group.attention_type is AttentionType.SLIDING_WINDOW:
             stored.kv_cache_spec_sliding_window = group.window
         return stored
+
+
+class _LoadRecords:
+    """The records of the load in one subscription."""
+
+    def __init__(
+        self, load: Callable[[], common_pb2.EngineLoad], clock: Callable[[], float]
+    ) -> None:
+        self._load = load
+        self._clock = clock
+        self._last: common_pb2.EngineLoad | None = None
+        self._sent_at = 0.0
+        self._num_sent = 0
+
+    def next(self) -> common_pb2.EngineLoad:
+        """The load now."""
+        return self._numbered(self._load())
+
+    def next_if_due(self) -> common_pb2.EngineLoad | None:
+        """The load now, for a message without events; None if it is known and was sent lately."""
+        load = self._load()
+        if load == self._last and self._clock() < self._sent_at + _HEARTBEAT_SECONDS:
+            return None
+        record = self._numbered(load)
+        record.load_only = True
+        return record
+
+    def _numbered(self, load: common_pb2.EngineLoad) -> common_pb2.EngineLoad:
+        self._last, self._sent_at = load, self._clock()
+        record = common_pb2.EngineLoad(sample=self._num_sent)
+        record.MergeFrom(load)
+        self._num_sent += 1
+        return record
 
 
 def _cut(events: Iterable[BlockStored], most: int) -> Iterator[BlockStored]:

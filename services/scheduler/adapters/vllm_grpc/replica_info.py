@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 
-from smg_grpc_proto.generated import vllm_engine_pb2
+from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2
 
 from services.scheduler.adapters.replica import ReplicaShape
 from services.scheduler.adapters.statistics import Statistics
@@ -91,6 +91,22 @@ class ReplicaInfo:
             timestamp=datetime.now(UTC).isoformat(),
             dp_rank_count=1,
             loads=[] if rank else [self._load()],
+        )
+
+    def engine_load(self) -> common_pb2.EngineLoad:
+        """The load as it goes with events."""
+        load = self._load()
+        return common_pb2.EngineLoad(
+            running_requests=load.num_running_reqs,
+            waiting_requests=load.num_waiting_reqs,
+            waiting_uncached_tokens=load.num_waiting_uncached_tokens,
+            token_usage=load.token_usage,
+            active_token_usage=load.token_usage,
+            gen_throughput=load.gen_throughput,
+            max_running_requests=load.max_running_requests,
+            cache_hit_rate=load.cache_hit_rate,
+            num_used_tokens=load.num_used_tokens,
+            max_total_num_tokens=load.max_total_num_tokens,
         )
 
     def _load(self) -> vllm_engine_pb2.SchedulerLoad:
