@@ -34,12 +34,19 @@ class Ecosystem:
     """Made before the pool is opened, whose changes `recorder` gets; None if nothing needs them."""
 
     def __init__(self, settings: SchedulerSettings) -> None:
-        """Raises InvalidArgument if a package that the settings need is not installed."""
+        """Raises InvalidArgument if a package that the settings need is not installed, or a setting
+        has no effect without another one.
+        """
         self._settings = settings
         if settings.vllm_grpc_address is not None:
             _require("vllm_grpc_address", "smg_grpc_proto")
         if settings.kv_events_endpoint is not None:
             _require("kv_events_endpoint", "zmq", "msgspec")
+        elif settings.kv_events_replay_endpoint is not None:
+            raise InvalidArgument(
+                "--kv-events-replay-endpoint needs --kv-events-endpoint, where subscribers begin",
+                field="kv_events_replay_endpoint",
+            )
         self._log = KVEventLog(settings.kv_events_buffer_steps)
         wanted = settings.vllm_grpc_address or settings.kv_events_endpoint
         self.recorder = KVEventRecorder(self._log) if wanted else None

@@ -29,6 +29,11 @@ def test_a_package_that_is_missing_is_named(
     assert caught.value.field == setting
 
 
+def test_events_are_not_sent_again_where_they_are_not_sent() -> None:
+    with pytest.raises(InvalidArgument, match="needs --kv-events-endpoint"):
+        ecosystem.Ecosystem(SchedulerSettings(**SETTINGS, kv_events_replay_endpoint="tcp://*:1"))
+
+
 def test_nothing_is_recorded_unless_something_needs_it() -> None:
     assert ecosystem.Ecosystem(SchedulerSettings(**SETTINGS)).recorder is None
     wanted = SchedulerSettings(**SETTINGS, vllm_grpc_address="127.0.0.1:0")
