@@ -20,7 +20,7 @@ Stub = vllm_engine_pb2_grpc.VllmEngineStub
 
 
 class View:
-    """What a subscriber believes is cached."""
+    """What is cached, by the messages of a subscription."""
 
     def __init__(self) -> None:
         self.stored: dict[int, bytes] = {}

@@ -29,15 +29,15 @@ class _Known:
     num_published: int = 0
 
 
-_Places = dict[BlockHash, tuple[Request, int]]
+_Sources = dict[BlockHash, tuple[Request, int]]
 """Where hashes that a transaction may publish come from: the request, and the block's index."""
 
 
 class KVEventRecorder:
     """Appends the events of each transaction to a log.
 
-    A request is found in the queue when the pool first gets to know it, and kept until the pool
-    forgets it. Nothing is done for a transaction that names no request and reports nothing.
+    A request is looked up in the queue when an operation names it first, and kept until it is
+    released.
     """
 
     def __init__(self, log: KVEventLog) -> None:
@@ -61,7 +61,7 @@ class KVEventRecorder:
     ) -> None:
         """Records what a transaction changed in the prefix index."""
         num_done = response.stop.operation_index if response.HasField("stop") else len(operations)
-        places: _Places = {}
+        sources: _Sources = {}
         for index, operation in enumerate(operations[: num_done + 1]):
             match operation:
                 case Release():
@@ -73,15 +73,15 @@ class KVEventRecorder:
                     for key, num_tokens in zip(
                         operation.requests, operation.num_tokens, strict=True
                     ):
-                        self._add_places(places, key, num_tokens)
+                        self._add_sources(sources, key, num_tokens)
                 case Admit():
                     self._find([admission.request for admission in operation.admissions])
                     for admission in operation.admissions:
                         if (known := self._known.get(admission.request)) is not None:
                             known.num_published = admission.num_hit_tokens // self._block_size
-                        self._add_places(places, admission.request, admission.num_commit_tokens)
+                        self._add_sources(sources, admission.request, admission.num_commit_tokens)
         if response.events:
-            self._log.append(tuple(self._events(response.events, places)))
+            self._log.append(tuple(self._events(response.events, sources)))
 
     def _find(self, keys: Sequence[RequestKey]) -> None:
         """Notes the requests of these keys that are new to the pool. They are in the queue."""
@@ -95,39 +95,39 @@ class KVEventRecorder:
                 if not missing:
                     return
 
-    def _add_places(self, places: _Places, key: RequestKey, num_tokens: int) -> None:
+    def _add_sources(self, sources: _Sources, key: RequestKey, num_tokens: int) -> None:
         """Adds the blocks of a request that become full with its first `num_tokens`."""
         known = self._known.get(key)
         if known is None:
             return
         request, end = known.request, num_tokens // self._block_size
         for index in range(known.num_published, min(end, len(request.block_hashes))):
-            places[request.block_hashes[index]] = (request, index)
+            sources[request.block_hashes[index]] = (request, index)
         known.num_published = max(known.num_published, end)
 
     def _events(
-        self, reported: Iterable[kvpool_pb2.Event], places: Mapping[BlockHash, tuple[Request, int]]
+        self, reported: Iterable[kvpool_pb2.Event], sources: Mapping[BlockHash, tuple[Request, int]]
     ) -> Iterator[KVCacheEvent]:
         for event in reported:
             match event.WhichOneof("event"):
                 case "stored":
-                    yield from self._stored(event.stored, places)
+                    yield from self._stored(event.stored, sources)
                 case "removed":
                     yield BlockRemoved(_split(event.removed.hashes), event.removed.group)
                 case "cleared":
                     yield AllBlocksCleared()
 
     def _stored(
-        self, stored: kvpool_pb2.BlocksStored, places: Mapping[BlockHash, tuple[Request, int]]
+        self, stored: kvpool_pb2.BlocksStored, sources: Mapping[BlockHash, tuple[Request, int]]
     ) -> Iterator[BlockStored]:
         """One event for each run of consecutive blocks of a request."""
         run: tuple[Request, int, int] | None = None
         for block_hash in _split(stored.hashes):
-            place = places.get(block_hash) or self._search(block_hash)
-            if place is None:
+            source = sources.get(block_hash) or self._search(block_hash)
+            if source is None:
                 logger.error("a stored block is left out of the events: its tokens are not known")
                 continue
-            request, index = place
+            request, index = source
             if run is not None and run[0] is request and run[2] == index:
                 run = (request, run[1], index + 1)
                 continue
@@ -148,7 +148,7 @@ class KVEventRecorder:
         )
 
     def _search(self, block_hash: BlockHash) -> tuple[Request, int] | None:
-        """The place of a block that is published later than it was committed, as states are."""
+        """The source of a block that is published later than it was committed, as states are."""
         for known in self._known.values():
             if block_hash in known.request.block_hashes:
                 return known.request, known.request.block_hashes.index(block_hash)
