@@ -53,7 +53,8 @@ class EventEncoder:
     def encode(self, batch: KVEventBatch) -> bytes:
         """The payload of a message."""
         events = [self._event(event) for event in batch.events]
-        return self._encoder.encode([batch.unix_seconds, events, DATA_PARALLEL_RANK])
+        payload: bytes = self._encoder.encode([batch.unix_seconds, events, DATA_PARALLEL_RANK])
+        return payload
 
     def _event(self, event: KVCacheEvent) -> Mapping[str, Any] | list[Any]:
         fields = {"type": type(event).__name__, **self._fields(event)}

@@ -106,7 +106,7 @@ def vllm_sampling_from_proto(
 def _truncation(message: vllm_engine_pb2.SamplingParams) -> int | None:
     if not message.HasField("truncate_prompt_tokens"):
         return None
-    limit = message.truncate_prompt_tokens
+    limit: int = message.truncate_prompt_tokens
     if limit < -1 or limit == 0:
         raise _refused("truncate_prompt_tokens", f"is {limit}: neither -1 nor above 0")
     return limit
