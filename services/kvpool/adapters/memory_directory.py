@@ -1,15 +1,13 @@
-"""The directory of one process. Today MatchPrefix answers from it; it will stay the default where
-there is no Redis.
-"""
+"""The directory of one process, which MatchPrefix answers from."""
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from itertools import takewhile
 
 from services.common.block_hash import BlockHash
 from services.common.ids import PoolId
-from services.common.kv_cache_groups import AttentionType, KVCacheGroup
+from services.common.kv_cache_groups import KVCacheGroup
+from services.common.prefix_depth import IsCached, prefix_depth
 from services.kvpool.core.events import (
     AllBlocksCleared,
     BlocksRemoved,
@@ -37,37 +35,13 @@ class _Entry:
                     cached.clear()
 
     def depth(self, chain: Sequence[BlockHash]) -> int:
-        """Blocks of the longest prefix that every group can use.
-
-        Each group in turn shortens it to the next one of its own, until all agree.
-        """
-        depth, num_agreeing = len(chain), 0
-        while num_agreeing < len(self.groups):
-            num_agreeing = 0
-            for group, cached in zip(self.groups, self.cached, strict=True):
-                longest = _usable(group, cached, chain, depth)
-                num_agreeing += longest == depth
-                depth = longest
-        return depth
+        """Blocks of the longest prefix that every group can use."""
+        is_cached = [_finder(cached, chain) for cached in self.cached]
+        return prefix_depth(self.groups, is_cached, len(chain))
 
 
-def _usable(
-    group: KVCacheGroup, cached: AbstractSet[BlockHash], chain: Sequence[BlockHash], depth: int
-) -> int:
-    """Blocks of the longest prefix, at most so many, of which one group has all that it reads.
-
-    Full attention looks from the left, since most chains are cached nowhere; others from the right.
-    """
-    if group.attention_type is AttentionType.FULL:
-        return sum(1 for _ in takewhile(cached.__contains__, chain[:depth]))
-    while depth:
-        begin = group.first_seen_block(depth * group.block_size)
-        missing = (at for at in range(depth - 1, begin - 1, -1) if chain[at] not in cached)
-        gap = next(missing, None)
-        if gap is None:
-            break
-        depth = gap
-    return depth
+def _finder(cached: AbstractSet[BlockHash], chain: Sequence[BlockHash]) -> IsCached:
+    return lambda index: chain[index] in cached
 
 
 class MemoryDirectory:

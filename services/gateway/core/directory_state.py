@@ -1,0 +1,14 @@
+"""How far the index of cached prefixes can be relied on."""
+
+import enum
+
+
+class DirectoryState(enum.Enum):
+    """Of the whole index, or of one node."""
+
+    EXACT = "exact"
+    """The view is what the pool wrote, as far as it has been read."""
+    DEGRADED = "degraded"
+    """Something is missing or differs, and is being loaded again; matches may be wrong."""
+    FALLBACK = "fallback"
+    """Nothing is known: there are no matches, and requests are routed by load."""
