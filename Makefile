@@ -59,12 +59,12 @@ $(BIN)/python:
 $(VENV)/.run: $(BIN)/python pyproject.toml requirements.lock
 	@echo "Installing what serving needs (a few minutes the first time; torch is the large part)"
 	@$(PIP) install --progress-bar on -c requirements.lock torch | grep -v '^Requirement already' || true
-	$(PIP) install --progress-bar on -c requirements.lock -e '.[gateway,worker,cli,ecosystem,zstd,proto]'
+	$(PIP) install --progress-bar on -c requirements.lock -e '.[gateway,worker,cli,ecosystem,redis,zstd,proto]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run
 	@echo "Installing what tests and checks need"
-	$(PIP) install --quiet -c requirements.lock -e '.[gateway,worker,cli,ecosystem,zstd,plot,proto,dev]'
+	$(PIP) install --quiet -c requirements.lock -e '.[gateway,worker,cli,ecosystem,redis,zstd,plot,proto,dev]'
 	@touch $@
 
 gen/.built: $(PROTOS) | $(VENV)/.run

@@ -4,7 +4,7 @@ import logging
 import socket
 import socketserver
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -24,8 +24,10 @@ _CONNECTION_SECONDS = 10.0
 
 
 @contextmanager
-def serving_metrics(collector: Collector, address: str | None) -> Iterator[None]:
-    """Serves a collector over HTTP on host:port, from a thread; not at all for None. Raises
+def serving_metrics(
+    collectors: Collector | Iterable[Collector], address: str | None
+) -> Iterator[None]:
+    """Serves collectors over HTTP on host:port, from a thread; not at all for None. Raises
     Unavailable if the address cannot be bound.
     """
     if address is None:
@@ -33,7 +35,8 @@ def serving_metrics(collector: Collector, address: str | None) -> Iterator[None]
         return
     host, port = split_host_port(address)
     registry = CollectorRegistry()
-    registry.register(collector)
+    for collector in collectors if isinstance(collectors, Iterable) else (collectors,):
+        registry.register(collector)
     try:
         server = _MetricsServer(host, port, registry)
     except OSError as error:

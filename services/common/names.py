@@ -42,6 +42,7 @@ ATTR_NUM_LOST_TOKENS = "stepwell.num_lost_tokens"
 ATTR_STOP_REASON = "stepwell.stop_reason"
 ATTR_FINISH_REASON = "stepwell.finish_reason"
 ATTR_RANK = "stepwell.rank"
+ATTR_DIRECTORY_STATE = "stepwell.directory.state"
 
 # The server span at the edge, by the OpenTelemetry GenAI conventions. The two latencies are vLLM's
 # own, which its dashboards read.
@@ -99,6 +100,25 @@ METRIC_POOL_CACHED_HASHES = "stepwell_kvpool_cached_hashes"
 METRIC_POOL_BLOCK_LIFETIME = "stepwell_kvpool_block_lifetime_transactions"
 METRIC_POOL_BLOCK_IDLE_BEFORE_EVICT = "stepwell_kvpool_block_idle_before_evict_transactions"
 METRIC_POOL_BLOCK_REUSE_GAP = "stepwell_kvpool_block_reuse_gap_transactions"
+
+# What pools write to the directory in Redis, and what gateways know of the pools.
+METRIC_DIRECTORY_ENTRIES = "stepwell_directory_entries"
+METRIC_DIRECTORY_KEYS = "stepwell_directory_keys"
+METRIC_DIRECTORY_SNAPSHOTS = "stepwell_directory_snapshots"
+METRIC_DIRECTORY_LIVES = "stepwell_directory_lives"
+METRIC_DIRECTORY_FAILURES = "stepwell_directory_failures"
+METRIC_DIRECTORY_CONNECTED = "stepwell_directory_nodes_connected"
+METRIC_DIRECTORY_UNWRITTEN = "stepwell_directory_unwritten_keys"
+METRIC_DIRECTORY_DROPPED = "stepwell_directory_dropped_keys"
+METRIC_INDEX_STATE = "stepwell_prefix_index_state"
+METRIC_INDEX_NODE_STATE = "stepwell_prefix_index_node_state"
+METRIC_INDEX_KEYS = "stepwell_prefix_index_keys"
+METRIC_INDEX_ENTRIES = "stepwell_prefix_index_entries"
+METRIC_INDEX_DAMAGED = "stepwell_prefix_index_damaged_entries"
+METRIC_INDEX_GAPS = "stepwell_prefix_index_gaps"
+METRIC_INDEX_DRIFTS = "stepwell_prefix_index_drifts"
+METRIC_INDEX_LOADS = "stepwell_prefix_index_loads"
+METRIC_INDEX_FAILURES = "stepwell_prefix_index_failures"
 
 # Metrics at the edge.
 METRIC_REQUEST_SUCCESS = "vllm:request_success"

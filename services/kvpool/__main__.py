@@ -3,19 +3,27 @@
 import asyncio
 import logging
 import time
+from typing import TYPE_CHECKING
 
+from prometheus_client.registry import Collector
 from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
 
 from services.common.lifecycle import run_service
 from services.common.metrics import serving_metrics
+from services.common.redis_url import NEEDS_REDIS
 from services.common.server import GrpcServer
+from services.common.settings import SettingError
 from services.common.telemetry import Tracing, service_tracing
+from services.kvpool.adapters.directory_metrics import DirectoryCollector
 from services.kvpool.adapters.event_feed import EventFeed
 from services.kvpool.adapters.memory_directory import MemoryDirectory
 from services.kvpool.adapters.metrics import PoolCollector
 from services.kvpool.adapters.servicer import KVPoolServicer
 from services.kvpool.core.pool_host import PoolHost
 from services.kvpool.settings import KVPoolSettings
+
+if TYPE_CHECKING:
+    from services.kvpool.adapters.redis_directory import RedisDirectory
 
 SERVICE = "kvpool"
 RPCS_PER_POOL = 16
@@ -35,7 +43,7 @@ async def serve(settings: KVPoolSettings, stop: asyncio.Event) -> None:
     """Serves until `stop` is set, then drains. Raises Unavailable if an address is taken."""
     with service_tracing(SERVICE, settings) as tracing:
         service = PoolService(settings, tracing)
-        with serving_metrics(PoolCollector(service.host), settings.metrics_address):
+        with serving_metrics(service.collectors, settings.metrics_address):
             address = await service.start()
             logger.info("serving", extra={"address": address})
             await stop.wait()
@@ -50,8 +58,9 @@ class PoolService:
         self._settings = settings
         self._directory = MemoryDirectory()
         self._feed = EventFeed(settings.watch_buffer_hashes)
+        self._shared = None if settings.redis_url is None else _shared(settings.redis_url)
         self.host: PoolHost[kvpool_pb2.TransactResponse] = PoolHost(
-            (self._directory, self._feed),
+            (self._directory, self._feed, *([] if self._shared is None else [self._shared])),
             lambda: time.time_ns() // 1_000,
             max_pools=settings.max_pools,
             max_blocks_per_pool=settings.max_blocks_per_pool,
@@ -63,8 +72,18 @@ class PoolService:
             kvpool_pb2.DESCRIPTOR.services_by_name["KVPool"].full_name,
         )
 
+    @property
+    def collectors(self) -> list[Collector]:
+        """The metrics of the pools and of what is written of them to Redis."""
+        pools: list[Collector] = [PoolCollector(self.host)]
+        return pools if self._shared is None else [*pools, DirectoryCollector(self._shared)]
+
     async def start(self) -> str:
-        """Serves; returns the address that was bound. Raises Unavailable if it is taken."""
+        """Serves; returns the address that was bound. Raises Unavailable if it is taken, and
+        SettingError if Redis refuses the password.
+        """
+        if self._shared is not None:
+            await self._shared.require_usable()
         address = await self._server.start(self._settings.address)
         await self._server.set_ready(True)
         return address
@@ -77,6 +96,18 @@ class PoolService:
         await self._server.drain(self._settings.drain_seconds)
         for hosted in self.host.pools():
             self._directory.drop(hosted.pool_id, hosted.generation)
+        if self._shared is not None:
+            await self._shared.close()
+
+
+def _shared(url: str) -> "RedisDirectory":
+    """The directory in Redis. Raises SettingError where the package for it is missing."""
+    try:
+        from services.common.redis_connection import RedisConnection  # noqa: PLC0415 - an extra
+        from services.kvpool.adapters.redis_directory import RedisDirectory  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        raise SettingError(NEEDS_REDIS) from error
+    return RedisDirectory(RedisConnection(url))
 
 
 if __name__ == "__main__":

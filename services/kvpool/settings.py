@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from services.common.addresses import is_host_port
+from services.common.redis_url import is_redis_url
 from services.common.service_settings import ServiceSettings
 from services.common.settings import at_least, between, setting, with_default
 
@@ -30,4 +31,10 @@ class KVPoolSettings(ServiceSettings):
         doc="hashes that are kept for a watcher of events that reads slowly; beyond that it is "
         "sent a snapshot instead",
         check=at_least(1),
+    )
+    redis_url: str | None = setting(
+        None,
+        doc="Redis in which gateways find what pools cache, redis://[user:password@]host:port; a "
+        "cluster by any of its nodes (default: gateways ask the pools)",
+        check=is_redis_url,
     )

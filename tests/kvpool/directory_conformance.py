@@ -7,12 +7,15 @@ directory may lag: the examples wait, with a deadline, until it says what it mus
 import asyncio
 
 from services.common.block_hash import BlockHash
+from services.common.ids import PoolId
 from services.common.kv_cache_groups import AttentionType, KVCacheGroup
 from services.kvpool.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, EventBatch
+from services.kvpool.core.pool_config import PoolConfig
 from services.kvpool.core.ports import Directory
 from tests.kvpool.worked_examples import BLOCK_SIZE, hashes
 
 SECONDS = 30.0
+FINGERPRINT = b"m" * 32
 
 FULL = KVCacheGroup(AttentionType.FULL, BLOCK_SIZE)
 WINDOW = KVCacheGroup(AttentionType.SLIDING_WINDOW, BLOCK_SIZE, 6)  # its own token and five before
@@ -22,6 +25,11 @@ STATE = KVCacheGroup(AttentionType.STATE_SPACE, BLOCK_SIZE)
 
 def stored(path: str, group: int = 0) -> BlocksStored:
     return BlocksStored(group, tuple(hashes(path)))
+
+
+def opened(directory: Directory, pool_id: str, generation: int, *groups: KVCacheGroup) -> None:
+    config = PoolConfig(100, groups, fingerprint=FINGERPRINT, node=pool_id)
+    directory.open(PoolId(pool_id), generation, config)
 
 
 def removed(*gone: BlockHash, group: int = 0) -> BlocksRemoved:
@@ -47,22 +55,23 @@ class DirectoryConformance:
     """The examples; they need a fixture `directory`."""
 
     async def test_nothing_is_found_in_an_empty_pool(self, directory: Directory) -> None:
-        directory.open("p", 1, [FULL])
+        opened(directory, "p", 1, FULL)
         await says(directory, "abc")
 
     async def test_a_chain_is_as_deep_as_its_first_missing_block(
         self, directory: Directory
     ) -> None:
-        directory.open("p", 1, [FULL])
+        opened(directory, "p", 1, FULL)
         directory.publish("p", EventBatch(1, 1, False, (stored("abc"),)))
         await says(directory, "abc", ("p", 1, 3))
         await says(directory, "abx", ("p", 1, 2))
         await says(directory, "x")
-        directory.publish("p", EventBatch(1, 2, False, (removed(hashes("ab")[1]),)))
+        # Pools evict the tail of a chain first: no block stays behind one that is gone.
+        directory.publish("p", EventBatch(1, 2, False, (removed(*hashes("abc")[1:]),)))
         await says(directory, "abc", ("p", 1, 1))
 
     async def test_events_apply_in_order(self, directory: Directory) -> None:
-        directory.open("p", 1, [FULL])
+        opened(directory, "p", 1, FULL)
         (a,) = hashes("a")
         batch = EventBatch(1, 1, False, (stored("a"), removed(a), stored("ab"), removed(a)))
         directory.publish("p", batch)
@@ -71,7 +80,7 @@ class DirectoryConformance:
         await says(directory, "ab")
 
     async def test_every_group_must_hold_a_block(self, directory: Directory) -> None:
-        directory.open("p", 1, [FULL, FULL])
+        opened(directory, "p", 1, FULL, FULL)
         directory.publish("p", EventBatch(1, 1, False, (stored("abc"),)))
         directory.publish("p", EventBatch(1, 2, False, (stored("ab", group=1),)))
         await says(directory, "abc", ("p", 1, 2))
@@ -81,7 +90,7 @@ class DirectoryConformance:
     async def test_of_a_window_only_the_last_blocks_need_be_cached(
         self, directory: Directory
     ) -> None:
-        directory.open("p", 1, [WINDOW])
+        opened(directory, "p", 1, WINDOW)
         a, ab, abc, abcd = hashes("abcd")
         directory.publish("p", EventBatch(1, 1, False, (BlocksStored(0, (abc, abcd)),)))
         await says(directory, "abcde", ("p", 1, 4))  # query 16 sees tokens 11 to 16
@@ -90,20 +99,20 @@ class DirectoryConformance:
         await says(directory, "abcde", ("p", 1, 2))
 
     async def test_what_lies_before_a_chunk_need_not_be_cached(self, directory: Directory) -> None:
-        directory.open("p", 1, [CHUNK])
+        opened(directory, "p", 1, CHUNK)
         await says(directory, "abcd", ("p", 1, 4))
         await says(directory, "abc", ("p", 1, 2))
         await says(directory, "a")
 
     async def test_a_state_is_found_where_it_was_left(self, directory: Directory) -> None:
-        directory.open("p", 1, [FULL, STATE])
+        opened(directory, "p", 1, FULL, STATE)
         ab = hashes("ab")[1]
         directory.publish("p", EventBatch(1, 1, False, (stored("abc"), BlocksStored(1, (ab,)))))
         await says(directory, "abcd", ("p", 1, 2))
         await says(directory, "ax")
 
     async def test_groups_of_three_kinds_agree_on_one_prefix(self, directory: Directory) -> None:
-        directory.open("p", 1, [STATE, WINDOW, FULL])
+        opened(directory, "p", 1, STATE, WINDOW, FULL)
         a, _, _, abcd, abcde, abcdef = hashes("abcdef")
         everything = (
             BlocksStored(0, (a, abcdef)),
@@ -120,12 +129,12 @@ class DirectoryConformance:
 
     async def test_pools_are_told_apart(self, directory: Directory) -> None:
         for pool_id, path in (("q", "ab"), ("p", "abc")):
-            directory.open(pool_id, 1, [FULL])
+            opened(directory, pool_id, 1, FULL)
             directory.publish(pool_id, EventBatch(1, 1, False, (stored(path),)))
         await says(directory, "abcd", ("p", 1, 3), ("q", 1, 2))
 
     async def test_clearing_and_snapshots_replace_everything(self, directory: Directory) -> None:
-        directory.open("p", 1, [FULL])
+        opened(directory, "p", 1, FULL)
         directory.publish("p", EventBatch(1, 1, False, (stored("a"),)))
         directory.publish("p", EventBatch(1, 2, False, (AllBlocksCleared(), stored("x"))))
         await says(directory, "x", ("p", 1, 1))
@@ -135,19 +144,19 @@ class DirectoryConformance:
         await says(directory, "x")
 
     async def test_a_new_generation_voids_the_one_before(self, directory: Directory) -> None:
-        directory.open("p", 1, [FULL])
+        opened(directory, "p", 1, FULL)
         directory.publish("p", EventBatch(1, 1, False, (stored("a"),)))
-        directory.open("p", 2, [FULL])
+        opened(directory, "p", 2, FULL)
         await says(directory, "a")
         directory.publish("p", EventBatch(1, 2, False, (stored("a"),)))
         directory.publish("p", EventBatch(2, 1, False, (stored("x"),)))
         await says(directory, "x", ("p", 2, 1))
         await says(directory, "a")
-        directory.open("p", 1, [FULL])
+        opened(directory, "p", 1, FULL)
         await says(directory, "x", ("p", 2, 1))
 
     async def test_only_the_newest_generation_can_be_dropped(self, directory: Directory) -> None:
-        directory.open("p", 2, [FULL])
+        opened(directory, "p", 2, FULL)
         directory.publish("p", EventBatch(2, 1, False, (stored("a"),)))
         directory.drop("p", 1)
         directory.drop("q", 2)

@@ -40,6 +40,8 @@ class Applied(enum.Enum):
     """Batches between the view and this one are missing: the node is degraded."""
     DRIFTED = "drifted"
     """It was applied, and the digest differs: the node is degraded."""
+    AWAITS_SNAPSHOT = "awaits_snapshot"
+    """The node is degraded: only a snapshot helps."""
     OTHER_LIFE = "other_life"
     """It belongs to a life that is not known here."""
 
@@ -158,12 +160,14 @@ class PrefixIndex:
             self._retire(view)
 
     def apply(self, batch: KeyBatch) -> Applied:
-        """Applies the next batch of a life; all of it or, but for DONE and DRIFTED, nothing."""
+        """Applies the next batch of a life. It is applied with the results DONE and DRIFTED."""
         view = self._by_epoch.get(batch.epoch)
         if view is None:
             return Applied.OTHER_LIFE
         if batch.sequence <= view.sequence:
             return Applied.KNOWN
+        if not view.is_exact:
+            return Applied.AWAITS_SNAPSHOT
         if batch.sequence != view.sequence + 1:
             view.is_exact = False
             return Applied.GAP

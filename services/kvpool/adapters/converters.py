@@ -1,11 +1,16 @@
 """Messages of stepwell.kvpool.v1 and the core's dataclasses; operations are in services.common."""
 
-from collections.abc import Iterable
 from dataclasses import asdict
+from collections.abc import Iterable, Sequence
 
 from stepwell.kvpool.v1 import kvpool_pb2
 
-from services.common.kv_cache_groups_proto import kv_cache_group_from_proto
+from services.common.kv_cache_groups import KVCacheGroup
+from services.common.kv_cache_groups_proto import (
+    kv_cache_group_from_proto,
+    kv_cache_group_to_proto,
+)
+from services.common.kv_directory import node_name
 from services.kvpool.core.errors import UnsupportedGroup
 from services.kvpool.core.events import (
     AllBlocksCleared,
@@ -20,7 +25,7 @@ from services.kvpool.core.ports import PoolMatch
 
 
 def pool_config_from_proto(request: kvpool_pb2.OpenPoolRequest) -> PoolConfig:
-    """The shape of a pool. Raises UnsupportedGroup for an unknown attention type."""
+    """The shape of a pool, and its node. Raises UnsupportedGroup for an unknown attention type."""
     groups = []
     for index, message in enumerate(request.groups):
         group = kv_cache_group_from_proto(message)
@@ -36,6 +41,7 @@ def pool_config_from_proto(request: kvpool_pb2.OpenPoolRequest) -> PoolConfig:
         enable_prefix_caching=request.enable_prefix_caching,
         fingerprint=request.fingerprint,
         drop_last_hit_block=request.drop_last_hit_block,
+        node=node_name(request.owner.name or request.pool_id, request.owner.started_unix_nanos),
     )
 
 
@@ -46,13 +52,16 @@ def pool_matches_to_proto(matches: Iterable[PoolMatch]) -> kvpool_pb2.MatchPrefi
     )
 
 
-def event_batch_to_proto(batch: EventBatch) -> kvpool_pb2.WatchEventsResponse:
-    """A batch of events."""
+def event_batch_to_proto(
+    batch: EventBatch, groups: Sequence[KVCacheGroup]
+) -> kvpool_pb2.WatchEventsResponse:
+    """A batch of events; a snapshot names the groups of its pool."""
     return kvpool_pb2.WatchEventsResponse(
         generation=batch.generation,
         sequence=batch.sequence,
         snapshot=batch.snapshot,
         events=[event_to_proto(event) for event in batch.events],
+        groups=map(kv_cache_group_to_proto, groups) if batch.snapshot else (),
     )
 
 

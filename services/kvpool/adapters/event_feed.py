@@ -1,15 +1,15 @@
-"""The streams of WatchEvents, each with a bounded queue. Used today by tests; other services that
-follow what a pool caches will use it.
+"""The streams of WatchEvents, each with a bounded queue: gateways follow by them what a pool caches
+where there is no Redis.
 """
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 
 from services.common.ids import PoolId
-from services.common.kv_cache_groups import KVCacheGroup
 from services.kvpool.core.errors import Draining
 from services.kvpool.core.events import AllBlocksCleared, EventBatch
+from services.kvpool.core.pool_config import PoolConfig
 
 Snapshot = Callable[[], EventBatch]
 
@@ -30,7 +30,7 @@ class EventFeed:
         self,
         pool_id: PoolId,
         generation: int,
-        groups: Sequence[KVCacheGroup],  # noqa: ARG002 - hashes are passed on as they come
+        config: PoolConfig,  # noqa: ARG002 - hashes are passed on as they come
     ) -> None:
         self.publish(pool_id, EventBatch(generation, 0, True, ()))
 

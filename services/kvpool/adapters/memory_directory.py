@@ -15,6 +15,7 @@ from services.kvpool.core.events import (
     Event,
     EventBatch,
 )
+from services.kvpool.core.pool_config import PoolConfig
 from services.kvpool.core.ports import PoolMatch
 
 
@@ -50,10 +51,11 @@ class MemoryDirectory:
     def __init__(self) -> None:
         self._entries: dict[PoolId, _Entry] = {}
 
-    def open(self, pool_id: PoolId, generation: int, groups: Sequence[KVCacheGroup]) -> None:
+    def open(self, pool_id: PoolId, generation: int, config: PoolConfig) -> None:
         known = self._entries.get(pool_id)
         if known is None or known.generation < generation:
-            self._entries[pool_id] = _Entry(generation, groups, [set() for _ in groups])
+            cached: list[set[BlockHash]] = [set() for _ in config.groups]
+            self._entries[pool_id] = _Entry(generation, config.groups, cached)
 
     def publish(self, pool_id: PoolId, batch: EventBatch) -> None:
         entry = self._entries.get(pool_id)

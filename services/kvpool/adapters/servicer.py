@@ -97,8 +97,8 @@ class KVPoolServicer(kvpool_pb2_grpc.KVPoolServicer):
     async def MatchPrefix(
         self, request: kvpool_pb2.MatchPrefixRequest, _context: Context
     ) -> kvpool_pb2.MatchPrefixResponse:
-        """How deep a chain is cached in each pool. Used today by tests; gateways that choose a
-        replica by what it caches will use it, for one machine without Redis.
+        """How deep a chain is cached in each pool: for tests and tools, since gateways follow
+        WatchEvents or the directory in Redis.
         """
         hashes = block_hashes_from_proto(request.hashes, "hashes")
         return converters.pool_matches_to_proto(await self._directory.match(hashes))
@@ -106,8 +106,7 @@ class KVPoolServicer(kvpool_pb2_grpc.KVPoolServicer):
     async def WatchEvents(
         self, request: kvpool_pb2.WatchEventsRequest, _context: Context
     ) -> AsyncIterator[kvpool_pb2.WatchEventsResponse]:
-        """A snapshot of a pool's index, then its changes. Used today by tests; other services that
-        follow what a pool caches will use it.
+        """A snapshot of a pool's index, then its changes, for gateways where there is no Redis.
 
         Each transaction publishes what it changed before it is answered, so that no event waits for
         another one or for a timer.
@@ -116,7 +115,8 @@ class KVPoolServicer(kvpool_pb2_grpc.KVPoolServicer):
         watching = self._feed.watch(pool_id, lambda: self._host.get(pool_id).snapshot())
         async with aclosing(watching) as batches:
             async for batch in batches:
-                yield converters.event_batch_to_proto(batch)
+                groups = self._host.get(pool_id).pool.config.groups
+                yield converters.event_batch_to_proto(batch, groups)
 
     async def GetStats(
         self, request: kvpool_pb2.GetStatsRequest, _context: Context

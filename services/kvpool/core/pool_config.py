@@ -12,8 +12,8 @@ class PoolConfig:
 
     `drop_last_hit_block`: the last block of a prefix hit is computed again, for a draft head that
     reads the hidden states at its end (EAGLE). Used today by recorded scenarios, since no worker
-    has a draft head yet. `fingerprint` identifies the model and the cache's layout. Nothing reads
-    it today; the directory in Redis will keep pools apart by it.
+    has a draft head yet. `fingerprint` identifies the model and the cache's layout, and `node` the
+    pool of one scheduler process: directories keep pools apart by them.
     """
 
     num_blocks: int
@@ -21,6 +21,7 @@ class PoolConfig:
     enable_prefix_caching: bool = True
     fingerprint: bytes = b""
     drop_last_hit_block: bool = False
+    node: str = ""
 
     def validate(self) -> None:
         """Raises InvalidPool or UnsupportedGroup, naming the field."""

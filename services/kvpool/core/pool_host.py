@@ -94,7 +94,7 @@ class PoolHost(Generic[Answer]):
         hosted = HostedPool(pool_id, generation, pool, ledger, reports_events)
         self._pools[pool_id] = hosted
         for sink in self._sinks:
-            sink.open(pool_id, hosted.generation, config.groups)
+            sink.open(pool_id, hosted.generation, config)
         return hosted
 
     def get(self, pool_id: PoolId) -> HostedPool[Answer]:

@@ -1,5 +1,5 @@
-"""Where pools publish what they cache. Today the directory is one in memory, which answers
-MatchPrefix; one in Redis, shared by replicas and read by gateways, will implement the same port.
+"""Where pools publish what they cache: a directory in memory, which answers MatchPrefix, streams of
+events, and the directory in Redis, which replicas share and gateways read.
 """
 
 from collections.abc import Sequence
@@ -8,8 +8,8 @@ from typing import Protocol
 
 from services.common.block_hash import BlockHash
 from services.common.ids import PoolId
-from services.common.kv_cache_groups import KVCacheGroup
 from services.kvpool.core.events import EventBatch
+from services.kvpool.core.pool_config import PoolConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class PoolMatch:
 class EventSink(Protocol):
     """Gets every change to the prefix indexes, in order. It neither blocks nor raises."""
 
-    def open(self, pool_id: PoolId, generation: int, groups: Sequence[KVCacheGroup]) -> None:
+    def open(self, pool_id: PoolId, generation: int, config: PoolConfig) -> None:
         """A pool begins a new life, empty; what earlier ones published is forgotten."""
 
     def publish(self, pool_id: PoolId, batch: EventBatch) -> None:

@@ -174,7 +174,11 @@ def batch(
     speaker: Speaker, sequence: int, *events: kvpool_pb2.Event, snapshot: bool = False
 ) -> kvpool_pb2.WatchEventsResponse:
     return kvpool_pb2.WatchEventsResponse(
-        generation=speaker.generation, sequence=sequence, snapshot=snapshot, events=events
+        generation=speaker.generation,
+        sequence=sequence,
+        snapshot=snapshot,
+        events=events,
+        groups=wire.open_request().groups if snapshot else (),
     )
 
 

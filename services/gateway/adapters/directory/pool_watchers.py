@@ -1,0 +1,164 @@
+"""Follows the pools themselves, by their WatchEvents, where there is no Redis.
+
+Each pool has a task that reads its stream into the index: a snapshot, then changes. When the stream
+ends, the pool is removed and the stream opened again, after a growing delay.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import grpc
+from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
+
+from services.common.channel import open_channel
+from services.common.kv_cache_groups import KVCacheGroup
+from services.common.kv_cache_groups_proto import kv_cache_group_from_proto
+from services.common.kv_directory import KeyBatch, block_keys
+from services.gateway.adapters.directory.counts import ReaderCounts
+from services.gateway.core.directory_state import DirectoryState
+from services.gateway.core.prefix_index import Applied, PrefixIndex
+
+logger = logging.getLogger(__name__)
+
+_HASH_BYTES = 32
+_HASHES_PER_TURN = 2048
+_LOOK_AGAIN_SECONDS = 0.25
+_FIRST_BACKOFF_SECONDS = 0.05
+_MAX_BACKOFF_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class PoolAddress:
+    """Where a replica's pool can be followed."""
+
+    node: str
+    address: str
+    pool_id: str
+
+
+class PoolWatchers:
+    """Keeps the index as the pools of the known replicas say."""
+
+    def __init__(self, index: PrefixIndex) -> None:
+        self.counts = ReaderCounts()
+        self._index = index
+        self._epochs = itertools.count(1)
+
+    async def run(self, pools: Callable[[], Iterable[PoolAddress]]) -> None:
+        """Follows the pools that `pools` names, which is asked again and again, until cancelled."""
+        tasks: dict[PoolAddress, asyncio.Task[None]] = {}
+        self._index.contact = DirectoryState.EXACT
+        try:
+            while True:
+                wanted = set(pools())
+                for pool in tasks.keys() - wanted:
+                    tasks[pool].cancel()
+                    await asyncio.gather(tasks.pop(pool), return_exceptions=True)
+                for pool in wanted - tasks.keys():
+                    tasks[pool] = asyncio.create_task(self._follow(pool))
+                await asyncio.sleep(_LOOK_AGAIN_SECONDS)
+        finally:
+            self._index.contact = DirectoryState.FALLBACK
+            for task in tasks.values():
+                task.cancel()
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+    async def _follow(self, pool: PoolAddress) -> None:
+        backoff = _FIRST_BACKOFF_SECONDS
+        async with open_channel(pool.address) as channel:
+            stub = kvpool_pb2_grpc.KVPoolStub(channel)
+            while True:
+                reader = PoolReader(pool.node, self._index, self._epochs, self.counts)
+                try:
+                    call = stub.WatchEvents(kvpool_pb2.WatchEventsRequest(pool_id=pool.pool_id))
+                    async for message in call:
+                        await reader.apply(message)
+                        backoff = _FIRST_BACKOFF_SECONDS
+                except grpc.aio.AioRpcError as error:
+                    if error.code() is not grpc.StatusCode.NOT_FOUND:
+                        logger.info("pool %s is not followed: %s", pool.node, error.details())
+                    self.counts.failures += 1
+                finally:
+                    self._index.remove(pool.node)
+                await asyncio.sleep(backoff)
+                backoff = min(2 * backoff, _MAX_BACKOFF_SECONDS)
+
+
+class PoolReader:
+    """Reads the messages of one stream into the index. Each snapshot begins a life there."""
+
+    def __init__(
+        self, node: str, index: PrefixIndex, epochs: Iterable[int], counts: ReaderCounts
+    ) -> None:
+        """`epochs` yields numbers that no other reader of this index gets."""
+        self._node = node
+        self._index = index
+        self._epochs = iter(epochs)
+        self._counts = counts
+        self._groups: tuple[KVCacheGroup, ...] = ()
+        self._epoch = 0
+
+    async def apply(self, message: kvpool_pb2.WatchEventsResponse) -> None:
+        """Applies a message. After a gap the node is degraded; the pool sends a snapshot to a
+        reader that fell behind.
+        """
+        self._counts.entries += 1
+        if message.snapshot:
+            groups = [kv_cache_group_from_proto(group) for group in message.groups]
+            self._groups = tuple(group for group in groups if group is not None)
+            await self._load(message)
+            return
+        added: dict[int, None] = {}
+        removed: dict[int, None] = {}
+        for event in message.events:
+            match event.WhichOneof("event"):
+                case "stored":
+                    keys = _keys(event.stored.hashes, event.stored.group)
+                    _move(keys, removed, added)
+                case "removed":
+                    keys = _keys(event.removed.hashes, event.removed.group)
+                    _move(keys, added, removed)
+                case "cleared":
+                    added.clear()
+                    removed.clear()
+                    self._begin(message.sequence - 1)
+        batch = KeyBatch(self._epoch, message.sequence, list(added), list(removed))
+        if self._index.apply(batch) is Applied.GAP:
+            self._counts.gaps += 1
+
+    async def _load(self, message: kvpool_pb2.WatchEventsResponse) -> None:
+        self._epoch = next(self._epochs)
+        loading = self._index.load(self._node, self._epoch, self._groups, message.sequence)
+        try:
+            for event in message.events:
+                stored = event.stored
+                step = _HASH_BYTES * _HASHES_PER_TURN
+                for at in range(0, len(stored.hashes), step):
+                    loading.add(_keys(stored.hashes[at : at + step], stored.group))
+                    await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            loading.give_up()
+            raise
+        loading.finish()
+        self._counts.loads += 1
+
+    def _begin(self, sequence: int) -> None:
+        """An empty life, as far as its pool was before a batch that clears it."""
+        self._epoch = next(self._epochs)
+        self._index.load(self._node, self._epoch, self._groups, sequence).finish()
+
+
+def _keys(hashes: bytes, group: int) -> list[int]:
+    return block_keys(
+        (hashes[at : at + _HASH_BYTES] for at in range(0, len(hashes), _HASH_BYTES)), group
+    )
+
+
+def _move(keys: Iterable[int], source: dict[int, None], target: dict[int, None]) -> None:
+    """The last event of a key in a message counts: for a set of keys, order means no more."""
+    for key in keys:
+        source.pop(key, None)
+        target[key] = None

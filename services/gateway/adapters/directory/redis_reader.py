@@ -1,0 +1,318 @@
+"""Reads the directory in Redis into the index: tails the log, and follows leases and snapshots.
+
+No request waits for it. One task reads the log, and each second the records and leases of the
+nodes:
+
+1. A node without a lease, or with one of another epoch than its record, is removed.
+2. A life that is not known is loaded from its snapshot, and so is one whose entries have a gap or
+   whose digest differs. The log is then read again from where the snapshot was written; entries
+   that other nodes' views contain are passed over.
+3. A call that fails makes the index `degraded`; once leases would have expired, `fallback`. What
+   was known is kept: if Redis comes back with the same lives, reading goes on.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from services.common.kv_directory import NodeLease, NodeRecord, NodeSnapshot
+from services.common.kv_directory_redis import (
+    FIELD,
+    DamagedValue,
+    DirectoryKeys,
+    batch_from_bytes,
+    lease_from_bytes,
+    record_from_bytes,
+    snapshot_from_bytes,
+)
+from services.common.redis_connection import RedisConnection, RedisUnavailable
+from services.gateway.adapters.directory.counts import ReaderCounts
+from services.gateway.core.directory_state import DirectoryState
+from services.gateway.core.prefix_index import Applied, PrefixIndex
+
+logger = logging.getLogger(__name__)
+
+_BEGINNING = "0-0"
+_ENTRIES_PER_READ = 256
+_KEYS_PER_TURN = 2048
+"""Keys that are applied before other tasks get a turn: about two milliseconds."""
+_SNAPSHOT_SECONDS = 5.0
+_LOGS_AGAIN_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderTimes:
+    """When the reader looks, in seconds."""
+
+    refresh_seconds: float = 1.0
+    """Between two looks at records and leases."""
+    urgent_seconds: float = 0.05
+    """The same, while a node is to be loaded."""
+    lease_seconds: float = 3.0
+    """Without contact for so long, leases may have expired."""
+    watchdog_seconds: float = 0.5
+    """How long the answer to a read may take beyond the time that it waits at the server."""
+    first_backoff_seconds: float = 0.05
+    max_backoff_seconds: float = 0.5
+
+
+class RedisReader:
+    """Keeps the index as the log of one model says."""
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        redis: RedisConnection,
+        tail: RedisConnection,
+        times: ReaderTimes | None = None,
+    ) -> None:
+        """`tail` is a blocking connection, on which nothing else is called."""
+        self.counts = ReaderCounts()
+        self._index = index
+        self._redis = redis
+        self._tail = tail
+        self._times = times or ReaderTimes()
+        self._keys = DirectoryKeys.of(b"")
+        self._cursor: str | None = None
+        self._refresh_at = 0.0
+        self._contact_at = 0.0
+        self._behind: dict[str, int] = {}
+        """How far the views were that were behind their leases at the last look."""
+        self._loaded: dict[str, tuple[int, int]] = {}
+        """Epoch and sequence of the last snapshot of each node."""
+        self._is_at_end = False
+        """Whether the last read took all that the log had."""
+        self._is_known_lost = False
+        self._applied_since_turn = 0
+
+    async def run(self, fingerprint: Callable[[], bytes | None]) -> None:
+        """Reads until cancelled. `fingerprint` is that of the model in use; None while it is not
+        known. When it changes, the index begins empty.
+        """
+        loop, times = asyncio.get_running_loop(), self._times
+        backoff = times.first_backoff_seconds
+        try:
+            while True:
+                if (found := fingerprint()) is None:
+                    await asyncio.sleep(times.refresh_seconds)
+                    continue
+                if DirectoryKeys.of(found) != self._keys:
+                    self._begin(DirectoryKeys.of(found))
+                try:
+                    await self._read_once()
+                    backoff = times.first_backoff_seconds
+                except RedisUnavailable as error:
+                    self._failed(error, loop.time())
+                    self._refresh_at = 0.0
+                    await asyncio.sleep(backoff)
+                    backoff = min(2 * backoff, times.max_backoff_seconds)
+        finally:
+            self._index.contact = DirectoryState.FALLBACK
+            await asyncio.gather(self._redis.close(), self._tail.close())
+
+    def _begin(self, keys: DirectoryKeys) -> None:
+        for view in list(self._index.views):
+            self._index.remove(view.node)
+        self._keys, self._cursor, self._refresh_at = keys, None, 0.0
+        self._behind.clear()
+        self._loaded.clear()
+
+    def _failed(self, error: RedisUnavailable, now: float) -> None:
+        self.counts.failures += 1
+        if not self._is_known_lost:
+            logger.warning("the directory cannot be read: %s", error)
+        self._is_known_lost = True
+        is_recent = self._contact_at and now < self._contact_at + self._times.lease_seconds
+        self._index.contact = DirectoryState.DEGRADED if is_recent else DirectoryState.FALLBACK
+
+    def _reached(self, now: float) -> None:
+        if self._is_known_lost:
+            logger.info("the directory is read again")
+        self._is_known_lost = False
+        self._contact_at = now
+        self._index.contact = DirectoryState.EXACT
+
+    async def _read_once(self) -> None:
+        loop = asyncio.get_running_loop()
+        if loop.time() >= self._refresh_at or self._cursor is None:
+            await self._refresh()
+            self._reached(loop.time())
+            is_exact = self._index.state is DirectoryState.EXACT
+            times = self._times
+            self._refresh_at = loop.time() + (
+                times.refresh_seconds if is_exact else times.urgent_seconds
+            )
+        await self._read_log(max(0.001, self._refresh_at - loop.time()))
+
+    # The log.
+
+    async def _read_log(self, wait_seconds: float) -> None:
+        """Applies the next entries; waits for one, at most so long."""
+        millis = max(1, int(1000 * wait_seconds))
+        answer = await self._tail.call(
+            lambda client: client.xread(
+                {self._keys.log: self._cursor}, count=_ENTRIES_PER_READ, block=millis
+            ),
+            wait_seconds + self._times.watchdog_seconds,
+        )
+        self._is_at_end = sum(len(entries) for _, entries in answer or ()) < _ENTRIES_PER_READ
+        for _, entries in answer or ():
+            for entry_id, fields in entries:
+                self._apply(fields)
+                self._cursor = entry_id.decode()
+                await self._let_others_run()
+
+    def _apply(self, fields: dict[bytes, bytes] | None) -> None:
+        try:
+            batch = batch_from_bytes((fields or {}).get(FIELD, b""))
+        except DamagedValue as error:
+            self.counts.damaged += 1
+            logger.warning("an entry of the directory's log is passed over: %s", error)
+            return
+        self._applied_since_turn += len(batch.added) + len(batch.removed) + 16
+        match self._index.apply(batch):
+            case Applied.DONE:
+                self.counts.entries += 1
+            case Applied.KNOWN | Applied.AWAITS_SNAPSHOT:
+                pass
+            case Applied.GAP:
+                self.counts.gaps += 1
+                self._hurry()
+            case Applied.DRIFTED:
+                self.counts.drifts += 1
+                self._hurry()
+            case Applied.OTHER_LIFE:
+                if batch.sequence == 0:
+                    self._hurry()
+
+    def _hurry(self) -> None:
+        """Looks at records and leases soon."""
+        soon = asyncio.get_running_loop().time() + self._times.urgent_seconds
+        self._refresh_at = min(self._refresh_at, soon)
+
+    async def _let_others_run(self) -> None:
+        if self._applied_since_turn >= _KEYS_PER_TURN:
+            self._applied_since_turn = 0
+            await asyncio.sleep(0)
+
+    # Records, leases and snapshots.
+
+    async def _refresh(self) -> None:
+        keys = self._keys
+        found = await self._redis.call(lambda client: client.hgetall(keys.nodes))
+        records = self._records(found)
+        commands: list[tuple[Any, ...]] = [("GET", keys.lease(r.node)) for r in records]
+        commands.append(("XREVRANGE", keys.log, "+", "-", "COUNT", 1))
+        *values, newest = await self._redis.pipeline(commands)
+        self._follow_log(newest[0][0].decode() if newest else _BEGINNING)
+        leases = self._leases(records, values)
+        for view in list(self._index.views):
+            if view.node not in leases:
+                logger.info("node %s left the directory", view.node)
+                self._index.remove(view.node)
+        for record, lease in leases.values():
+            if self._must_load(record, lease):
+                await self._load(record)
+
+    def _follow_log(self, newest: str) -> None:
+        """Where to read on. A log that ends before the cursor is another one: it was emptied."""
+        if self._cursor is None:
+            self._cursor = newest
+        elif _position(newest) < _position(self._cursor):
+            self._cursor = _BEGINNING
+
+    def _records(self, found: dict[bytes, bytes]) -> list[NodeRecord]:
+        records = []
+        for node, value in found.items():
+            try:
+                records.append(record_from_bytes(node.decode(), value))
+            except (DamagedValue, UnicodeDecodeError):
+                self.counts.damaged += 1
+        return records
+
+    def _leases(
+        self, records: Sequence[NodeRecord], values: Sequence[bytes | None]
+    ) -> dict[str, tuple[NodeRecord, NodeLease]]:
+        leases = {}
+        for record, value in zip(records, values, strict=True):
+            if value is None:
+                continue
+            try:
+                lease = lease_from_bytes(value)
+            except DamagedValue:
+                self.counts.damaged += 1
+                continue
+            if lease.epoch == record.epoch:
+                leases[record.node] = record, lease
+        return leases
+
+    def _must_load(self, record: NodeRecord, lease: NodeLease) -> bool:
+        """Whether the view of a node is missing, of another life, or wrong."""
+        view = self._index.view(record.node)
+        if view is None or view.epoch != record.epoch:
+            # What is known of another life is void, whether the new one can be loaded or not.
+            self._index.remove(record.node)
+            return True
+        if not view.is_exact:
+            return True
+        if not self._index.compare(record.node, lease):
+            self.counts.drifts += 1
+            return True
+        if lease.sequence <= view.sequence or not self._is_at_end:
+            self._behind.pop(record.node, None)
+            return False
+        # Entries are on their way, unless none has come since the last look.
+        if self._behind.get(record.node) == view.sequence:
+            self.counts.gaps += 1
+            self._index.degrade(record.node)
+            return True
+        self._behind[record.node] = view.sequence
+        return False
+
+    async def _load(self, record: NodeRecord) -> None:
+        """Loads a node's snapshot. Without one that helps the node is degraded, and its pool is
+        asked for another one.
+        """
+        key = self._keys.snapshot(record.node, record.epoch)
+        value = await self._redis.call(lambda client: client.get(key), _SNAPSHOT_SECONDS)
+        snapshot = None if value is None else await _decode(value)
+        self.counts.damaged += value is not None and snapshot is None
+        loaded_before = self._loaded.get(record.node)
+        if snapshot is None or (snapshot.epoch, snapshot.sequence) == loaded_before:
+            # The log does not lead on from there. The pool writes another one when it finds that
+            # its own is gone.
+            await self._redis.call(lambda client: client.delete(key))
+            if self._index.view(record.node) is None:
+                self._index.begin(record.node, record.epoch, record.groups)
+            self._index.degrade(record.node)
+            return
+        loading = self._index.load(record.node, record.epoch, record.groups, snapshot.sequence)
+        try:
+            for at in range(0, len(snapshot.keys), _KEYS_PER_TURN):
+                loading.add(snapshot.keys[at : at + _KEYS_PER_TURN])
+                await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            loading.give_up()
+            raise
+        loading.finish()
+        self.counts.loads += 1
+        self._loaded[record.node] = snapshot.epoch, snapshot.sequence
+        self._behind.pop(record.node, None)
+        if self._cursor is None or _position(snapshot.log_id) < _position(self._cursor):
+            self._cursor = snapshot.log_id
+
+
+async def _decode(value: bytes) -> NodeSnapshot | None:
+    """A snapshot; None if it is damaged. A large one would hold up the event loop."""
+    with suppress(DamagedValue):
+        return await asyncio.to_thread(snapshot_from_bytes, value)
+    return None
+
+
+def _position(log_id: str) -> tuple[int, int]:
+    """An id of a stream, as one that can be compared."""
+    millis, _, number = log_id.partition("-")
+    return int(millis), int(number or 0)

@@ -1,0 +1,26 @@
+"""Redis servers, and the parts that write and read the directory over them."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.redis_servers import RedisServer, redis_cluster, redis_server
+
+
+@pytest.fixture
+def server(tmp_path) -> Iterator[RedisServer]:
+    with redis_server(tmp_path / "redis") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def shared_server(tmp_path_factory) -> Iterator[RedisServer]:
+    """One for all tests of a module, each of which empties it."""
+    with redis_server(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory) -> Iterator[list[RedisServer]]:
+    with redis_cluster(tmp_path_factory.mktemp("cluster")) as nodes:
+        yield nodes

@@ -1,0 +1,95 @@
+"""The index that follows a pool's WatchEvents is a directory."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import replace
+
+import pytest
+
+from services.common.block_hash import BlockHash
+from services.common.ids import PoolId
+from services.gateway.adapters.directory.counts import ReaderCounts
+from services.gateway.adapters.directory.pool_watchers import PoolReader
+from services.gateway.core.directory_state import DirectoryState
+from services.gateway.core.prefix_index import PrefixIndex
+from services.kvpool.adapters.converters import event_batch_to_proto
+from services.kvpool.adapters.event_feed import EventFeed
+from services.kvpool.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, EventBatch
+from services.kvpool.core.pool_config import PoolConfig
+from tests.directory.followed import FollowedDirectory
+from tests.kvpool.directory_conformance import DirectoryConformance
+
+
+class WatchedPools(EventFeed):
+    """A feed whose pools are each followed by a PoolReader, and know what they cache as real ones
+    do: it is in the snapshot that a watcher gets first.
+    """
+
+    def __init__(self, index: PrefixIndex) -> None:
+        super().__init__(max_hashes=64)
+        self._index = index
+        self._epochs = itertools.count(1)
+        self._configs: dict[PoolId, PoolConfig] = {}
+        self._generations: dict[PoolId, int] = {}
+        self._history: dict[PoolId, EventBatch] = {}
+        self._watching: dict[PoolId, asyncio.Task[None]] = {}
+
+    def open(self, pool_id: PoolId, generation: int, config: PoolConfig) -> None:
+        if self._generations.get(pool_id, 0) > generation:
+            return
+        self._configs[pool_id], self._generations[pool_id] = config, generation
+        self._history[pool_id] = EventBatch(generation, 0, True, ())
+        super().open(pool_id, generation, config)
+        if pool_id not in self._watching:
+            self._watching[pool_id] = asyncio.create_task(self._follow(pool_id))
+
+    def publish(self, pool_id: PoolId, batch: EventBatch) -> None:
+        if batch.generation == self._generations[pool_id]:
+            before = () if batch.snapshot else self._history[pool_id].events
+            self._history[pool_id] = replace(batch, snapshot=True, events=before + batch.events)
+            super().publish(pool_id, batch)
+
+    def drop(self, pool_id: PoolId, generation: int) -> None:
+        if self._generations.get(pool_id) == generation:
+            self._watching.pop(pool_id).cancel()
+
+    async def end(self) -> None:
+        for task in self._watching.values():
+            task.cancel()
+        await asyncio.gather(*self._watching.values(), return_exceptions=True)
+
+    async def _follow(self, pool_id: PoolId) -> None:
+        reader = PoolReader(pool_id, self._index, self._epochs, ReaderCounts())
+        try:
+            async with aclosing(self.watch(pool_id, lambda: self._snapshot(pool_id))) as batches:
+                async for batch in batches:
+                    groups = self._configs[pool_id].groups
+                    await reader.apply(event_batch_to_proto(batch, groups))
+        finally:
+            self._index.remove(pool_id)
+
+    def _snapshot(self, pool_id: PoolId) -> EventBatch:
+        cached: dict[int, dict[BlockHash, None]] = {}
+        for event in self._history[pool_id].events:
+            match event:
+                case BlocksStored(group, hashes):
+                    cached.setdefault(group, {}).update(dict.fromkeys(hashes))
+                case BlocksRemoved(group, hashes):
+                    for block_hash in hashes:
+                        del cached[group][block_hash]
+                case AllBlocksCleared():
+                    cached.clear()
+        stored = tuple(BlocksStored(group, tuple(hashes)) for group, hashes in cached.items())
+        return replace(self._history[pool_id], events=stored)
+
+
+class TestWatchedPools(DirectoryConformance):
+    @pytest.fixture
+    async def directory(self) -> AsyncIterator[FollowedDirectory]:
+        index = PrefixIndex()
+        index.contact = DirectoryState.EXACT
+        pools = WatchedPools(index)
+        yield FollowedDirectory(pools, index)
+        await pools.end()
