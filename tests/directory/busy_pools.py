@@ -1,0 +1,124 @@
+"""Pools whose caches change all the time, and what they hold."""
+
+import asyncio
+import random
+import time
+
+from services.common.block_hash import BlockHash
+from services.common.ids import PoolId
+from services.common.kv_cache_groups import AttentionType, KVCacheGroup
+from services.common.kv_directory import block_keys
+from services.common.redis_connection import RedisConnection
+from services.gateway.core.directory_state import DirectoryState
+from services.gateway.core.prefix_index import PrefixIndex
+from services.kvpool.adapters.redis_directory import RedisDirectory, WriterTimes
+from services.kvpool.core.events import (
+    AllBlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    Event,
+    EventBatch,
+)
+from services.kvpool.core.pool_config import PoolConfig
+from tests.directory.followed import WRITER, Gateway
+from tests.kvpool.directory_conformance import FINGERPRINT
+from tests.redis_servers import becomes
+
+FULL = KVCacheGroup(AttentionType.FULL, 16)
+NAMES = ("a", "b", "c")
+
+
+class BusyPools:
+    """Writes random events of three pools through one RedisDirectory, a hundred times a second."""
+
+    def __init__(
+        self, url: str, times: WriterTimes = WRITER, names: tuple[str, ...] = NAMES
+    ) -> None:
+        self.writer = RedisDirectory(RedisConnection(url), times)
+        self.held: dict[str, dict[BlockHash, None]] = {name: {} for name in names}
+        self.slowest_publish_seconds = 0.0
+        self._rng = random.Random(5)
+        self._sequences = dict.fromkeys(names, 0)
+        for name in names:
+            config = PoolConfig(1000, (FULL,), fingerprint=FINGERPRINT, node=name)
+            self.writer.open(PoolId(name), 1, config)
+        self._task = asyncio.create_task(self._run())
+
+    def change(self, name: str) -> None:
+        """One batch of events of a pool."""
+        held, rng = self.held[name], self._rng
+        events: list[Event] = []
+        if rng.random() < 0.01:
+            held.clear()
+            events.append(AllBlocksCleared())
+        gone = tuple(list(held)[: rng.randrange(0, 8)] if len(held) > 100 else ())
+        for block_hash in gone:
+            del held[block_hash]
+        new = tuple(BlockHash(rng.randbytes(32)) for _ in range(rng.randrange(1, 12)))
+        held.update(dict.fromkeys(new))
+        events += [BlocksRemoved(0, gone), BlocksStored(0, new)]
+        self._sequences[name] += 1
+        began = time.perf_counter()
+        self.writer.publish(
+            PoolId(name), EventBatch(1, self._sequences[name], False, tuple(events))
+        )
+        self.slowest_publish_seconds = max(
+            self.slowest_publish_seconds, time.perf_counter() - began
+        )
+
+    async def pause(self) -> None:
+        """Ends the changes."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    def resume(self) -> None:
+        """Goes on with the changes."""
+        self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        await self.pause()
+        await self.writer.close()
+
+    def equal(self, index: PrefixIndex) -> bool:
+        """Whether an index holds exactly what the pools do."""
+        return index.state is DirectoryState.EXACT and all(
+            index.keys_of(name) == set(block_keys(held)) for name, held in self.held.items()
+        )
+
+    async def _run(self) -> None:
+        while True:
+            for name in self.held:
+                self.change(name)
+            await asyncio.sleep(0.01)
+
+
+async def right_again(pools: BusyPools, gateway: Gateway, seconds: float = 5.0) -> None:
+    """The index equals the pools within so long, while they change, and once they do not."""
+    await becomes(
+        lambda: (
+            gateway.index.state is DirectoryState.EXACT
+            and {view.node for view in gateway.index.views} == set(pools.held)
+        ),
+        seconds,
+    )
+    await pools.pause()
+    await becomes(lambda: pools.equal(gateway.index), seconds)
+    pools.resume()
+
+
+class LoopWatch:
+    """The longest time for which the event loop did nothing else."""
+
+    def __init__(self) -> None:
+        self.longest_seconds = 0.0
+        self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            began = time.perf_counter()
+            await asyncio.sleep(0.005)
+            self.longest_seconds = max(self.longest_seconds, time.perf_counter() - began - 0.005)

@@ -1,0 +1,223 @@
+"""Redis is killed, stopped, emptied, filled up, trimmed and damaged while pools write and gateways
+read: no pool waits, each state is shown, and the index is right again within five seconds.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+
+from services.common.ids import PoolId
+from services.common.kv_directory import KeyBatch
+from services.common.kv_directory_redis import DirectoryKeys, batch_to_bytes
+from services.common.redis_connection import RedisConnection
+from services.gateway.core.directory_state import DirectoryState
+from services.kvpool.adapters.redis_directory import RedisDirectory
+from services.kvpool.core.pool_config import PoolConfig
+from tests.directory.busy_pools import FULL, BusyPools, LoopWatch, right_again
+from tests.directory.followed import WRITER, Gateway
+from tests.kvpool.directory_conformance import FINGERPRINT
+from tests.redis_servers import RedisServer, becomes, needs_redis
+
+pytestmark = needs_redis
+
+KEYS = DirectoryKeys.of(FINGERPRINT)
+
+
+@pytest.fixture
+async def gateway(server: RedisServer) -> AsyncIterator[Gateway]:
+    gateway = Gateway(server.url, FINGERPRINT)
+    yield gateway
+    await gateway.close()
+
+
+@pytest.fixture
+async def pools(server: RedisServer) -> AsyncIterator[BusyPools]:
+    pools = BusyPools(server.url)
+    yield pools
+    await pools.close()
+
+
+@pytest.fixture
+async def redis(server: RedisServer) -> AsyncIterator[RedisConnection]:
+    redis = RedisConnection(server.url)
+    yield redis
+    await redis.close()
+
+
+async def test_a_server_that_was_killed_comes_back_empty(server, pools, gateway):
+    await right_again(pools, gateway)
+    watch = LoopWatch()
+    server.kill()
+    await becomes(lambda: gateway.index.state is DirectoryState.FALLBACK)
+    assert gateway.index.match([1, 2, 3]) == {}
+    await asyncio.to_thread(server.start)
+    await right_again(pools, gateway)
+    await watch.close()
+    assert gateway.reader.counts.failures > 0
+    assert pools.slowest_publish_seconds < 0.05
+    assert watch.longest_seconds < 0.25
+
+
+async def test_a_stopped_server_holds_up_nothing(server, pools, gateway):
+    await right_again(pools, gateway)
+    watch = LoopWatch()
+    server.stop()
+    await becomes(lambda: gateway.index.state is DirectoryState.DEGRADED)
+    await becomes(lambda: gateway.index.state is DirectoryState.FALLBACK)
+    await becomes(lambda: pools.writer.counts.failures > 3)
+    server.go_on()
+    await right_again(pools, gateway)
+    await watch.close()
+    assert pools.slowest_publish_seconds < 0.05
+    assert watch.longest_seconds < 0.25
+
+
+async def test_an_emptied_server_is_filled_again(pools, gateway, redis):
+    await right_again(pools, gateway)
+    lives = pools.writer.counts.lives
+    await redis.call(lambda client: client.flushall())
+    await becomes(lambda: pools.writer.counts.lives >= lives + 3)
+    await right_again(pools, gateway)
+
+
+async def test_a_server_without_memory_takes_nothing_until_there_is_some(pools, gateway, redis):
+    await right_again(pools, gateway)
+    await redis.call(lambda client: client.config_set("maxmemory", "1"))
+    await becomes(lambda: not list(gateway.index.views))
+    await redis.call(lambda client: client.config_set("maxmemory", "0"))
+    await right_again(pools, gateway)
+
+
+async def test_damaged_entries_are_counted_and_passed_over(pools, gateway, redis):
+    await right_again(pools, gateway)
+    whole = batch_to_bytes(KeyBatch(1, 1, [5]))
+    for value in (b"", b"x", whole[:-3], whole[:-1] + b"\xff"):
+        await redis.call(lambda client, value=value: client.xadd(KEYS.log, {b"b": value}))
+    await redis.call(lambda client: client.xadd(KEYS.log, {b"another": b"field"}))
+    await becomes(lambda: gateway.reader.counts.damaged == 5)
+    await right_again(pools, gateway)
+    assert gateway.reader.counts.gaps == 0
+
+
+async def test_a_damaged_record_is_passed_over(pools, gateway, redis):
+    await redis.call(lambda client: client.hset(KEYS.nodes, "x", b"{"))
+    await becomes(lambda: gateway.reader.counts.damaged > 0)
+    await right_again(pools, gateway)
+
+
+async def test_a_damaged_snapshot_is_written_anew(pools, gateway, redis):
+    await right_again(pools, gateway)
+    epoch = gateway.index.view("a").epoch
+    await redis.call(lambda client: client.set(KEYS.snapshot("a", epoch), b"not a snapshot"))
+    gateway.index.degrade("a")
+    await becomes(lambda: gateway.reader.counts.damaged > 0)
+    await right_again(pools, gateway)
+    assert gateway.index.view("a").epoch > epoch
+
+
+async def test_a_trimmed_log_costs_a_new_reader_a_snapshot(server, pools, gateway, redis):
+    await right_again(pools, gateway)
+    await asyncio.sleep(0.1)
+    await redis.call(lambda client: client.xtrim(KEYS.log, maxlen=0, approximate=False))
+    late = Gateway(server.url, FINGERPRINT)
+    await right_again(pools, late)
+    await right_again(pools, gateway)
+    await late.close()
+
+
+async def test_a_view_that_drifted_is_loaded_again_alone(pools, gateway, redis):
+    """An entry that its node did not write takes the place of one that it did."""
+    await right_again(pools, gateway)
+    await pools.pause()
+    view = gateway.index.view("b")
+    loads = gateway.reader.counts.loads
+    forged = batch_to_bytes(KeyBatch(view.epoch, view.sequence + 1, [12345]))
+    await redis.call(lambda client: client.xadd(KEYS.log, {b"b": forged}))
+    await becomes(lambda: 12345 in gateway.index.keys_of("b"))
+    pools.change("b")  # its entry has the number of the forged one
+    await becomes(lambda: gateway.reader.counts.drifts + gateway.reader.counts.gaps > 0)
+    pools.resume()
+    await right_again(pools, gateway)
+    assert gateway.reader.counts.loads <= loads + 3
+    assert gateway.index.view("b").epoch != view.epoch or gateway.reader.counts.loads > loads
+
+
+async def test_a_pool_that_ends_without_a_farewell_is_gone_with_its_lease(server, gateway):
+    config = PoolConfig(10, (FULL,), fingerprint=FINGERPRINT, node="short")
+    writer = RedisDirectory(RedisConnection(server.url), WRITER)
+    writer.open(PoolId("short"), 1, config)
+    await becomes(lambda: gateway.index.view("short") is not None)
+    await writer._writers[PoolId("short")].stop()
+    await becomes(lambda: gateway.index.view("short") is None)
+    await writer.close()
+
+
+async def test_a_process_that_was_replaced_stops_writing(server, gateway, caplog):
+    config = PoolConfig(10, (FULL,), fingerprint=FINGERPRINT, node="one")
+    before, after = (RedisDirectory(RedisConnection(server.url), WRITER) for _ in range(2))
+    before.open(PoolId("one"), 1, config)
+    await becomes(lambda: gateway.index.view("one") is not None)
+    epoch = gateway.index.view("one").epoch
+    after.open(PoolId("one"), 2, config)
+    await becomes(lambda: "another process writes" in caplog.text)
+    await becomes(lambda: (view := gateway.index.view("one")) is not None and view.epoch > epoch)
+    await before.close()
+    assert gateway.index.view("one") is not None
+    await after.close()
+
+
+async def test_more_than_is_kept_unwritten_is_dropped_for_a_snapshot(server, gateway):
+    pools = BusyPools(server.url, replace(WRITER, max_unwritten_keys=200))
+    await right_again(pools, gateway)
+    server.stop()
+    await becomes(lambda: pools.writer.num_dropped > 1000)
+    assert pools.writer.num_unwritten <= 3 * 220
+    server.go_on()
+    await right_again(pools, gateway)
+    await pools.close()
+
+
+async def test_gateways_agree(server, pools, gateway):
+    other = Gateway(server.url, FINGERPRINT)
+    await right_again(pools, gateway)
+    await right_again(pools, other)
+    await other.close()
+
+
+async def test_a_log_keeps_two_periods_of_snapshots(server, redis, gateway):
+    pools = BusyPools(server.url, replace(WRITER, snapshot_seconds=0.2))
+    await right_again(pools, gateway)
+    await asyncio.sleep(1.5)
+    length = await redis.call(lambda client: client.xlen(KEYS.log))
+    # Three pools, at most 100 entries a second each, for 0.4 s, and whole nodes of 100 entries.
+    assert 20 < length < 300 + 120
+    assert gateway.reader.counts.gaps == 0
+    await pools.close()
+
+
+async def test_a_lost_node_of_a_cluster_holds_up_nothing(cluster):
+    for node in cluster:
+        node.ask("FLUSHALL")
+    answer = cluster[0].ask("CLUSTER", "KEYSLOT", KEYS.log)
+    slot = int(answer.strip().removeprefix(b":"))
+    owner = next(node for node in cluster if _owns(node, slot))
+    seed = next(node for node in cluster if node is not owner)
+    pools, gateway = BusyPools(seed.url), Gateway(seed.url, FINGERPRINT)
+    await right_again(pools, gateway)
+    owner.kill()
+    await becomes(lambda: gateway.index.state is DirectoryState.FALLBACK)
+    await asyncio.to_thread(owner.start)
+    await right_again(pools, gateway, 10.0)
+    assert pools.slowest_publish_seconds < 0.05
+    await pools.close()
+    await gateway.close()
+
+
+def _owns(node: RedisServer, slot: int) -> bool:
+    for line in node.ask("CLUSTER", "NODES").decode().splitlines():
+        if "myself" in line:
+            first, _, last = line.split()[-1].partition("-")
+            return int(first) <= slot <= int(last)
+    return False
