@@ -58,6 +58,7 @@ class Addresses:
 def stages(settings: UpSettings, addresses: Addresses, environ: Mapping[str, str]) -> list[Stage]:
     """The services, in the order in which they stop."""
     workers = worker_names(settings.tensor_parallel_size)
+    redis = {} if settings.redis is None else {"redis_url": settings.redis}
     wiring: dict[str, dict[str, Any]] = {
         "gateway": {
             "model": settings.model,
@@ -65,6 +66,7 @@ def stages(settings: UpSettings, addresses: Addresses, environ: Mapping[str, str
             "address": join_host_port(addresses.host, addresses.grpc_port),
             "schedulers": (addresses.socket("scheduler"),),
             "drain_seconds": _GATEWAY_DRAIN_SECONDS,
+            **redis,
         },
         "scheduler": {
             "address": addresses.socket("scheduler"),
@@ -76,6 +78,7 @@ def stages(settings: UpSettings, addresses: Addresses, environ: Mapping[str, str
         "kvpool": {
             "address": addresses.socket("kvpool"),
             "drain_seconds": _CACHES_DRAIN_SECONDS,
+            **redis,
         },
         **{
             worker: {

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.logs import LogFormat, LogLevel
+from services.common.redis_url import is_redis_url
 from services.common.settings import Check, at_least, between, setting
 
 _EVERY_SERVICE = ("gateway", "scheduler", "kvpool", "worker")
@@ -47,6 +48,12 @@ class UpSettings:
         "gateway",
         doc="where default sampling parameters come from: auto, vllm, or a directory with a "
         "generation_config.json",
+    )
+    redis: str | None = setting(
+        None,
+        doc="URL of the Redis that holds what the pools cache, redis://[user:password@]host:port "
+        "(default: the gateway asks the pools)",
+        check=is_redis_url,
     )
     api_keys: tuple[str, ...] | None = passed_to(
         "gateway", doc="keys that clients must show one of"

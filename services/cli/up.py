@@ -17,6 +17,7 @@ from services.cli.console import Console, announce
 from services.cli.errors import CommandError
 from services.cli.plan import Addresses, stages
 from services.cli.ports import claim_port
+from services.cli.redis_check import require_redis
 from services.cli.run_directory import run_directory
 from services.cli.settings import UpSettings
 from services.cli.supervisor import StartFailed, Supervisor
@@ -32,6 +33,8 @@ _PROMPT = "def read_lines(path):"
 def main(argv: Sequence[str]) -> int:
     settings = load_settings(UpSettings, "up", argv, prog="stepwell up")
     _check_model(settings.model)
+    if settings.redis is not None:
+        require_redis(settings.redis)
     http_port = claim_port(settings.host, settings.http_port, "--http-port")
     if settings.grpc_port == http_port:
         raise CommandError(f"--http-port and --grpc-port are both {http_port}")

@@ -20,6 +20,8 @@ from services.common.server import GrpcServer
 from services.common.telemetry import Tracing, service_tracing
 from services.common.tokenizer_files import tokenizer_fingerprint
 from services.gateway.adapters.auth import ApiKeys
+from services.gateway.adapters.directory.follower import make_follower
+from services.gateway.adapters.directory.metrics import IndexCollector
 from services.gateway.adapters.generation_config import read_sampling_defaults
 from services.gateway.adapters.hf_tokenizer import HfTokenizer, load_tokenizer
 from services.gateway.adapters.http.app import guarded, make_app
@@ -45,6 +47,7 @@ from services.gateway.adapters.scheduler_link import SchedulerLink
 from services.gateway.core.fleet import Fleet
 from services.gateway.core.gate import Gate
 from services.gateway.core.inference import Inference
+from services.gateway.core.prefix_index import PrefixIndex
 from services.gateway.core.routing import LeastLoaded
 from services.gateway.settings import GatewaySettings
 
@@ -127,7 +130,12 @@ class Gateway:
             unix_nanos=time.time_ns,
         )
         self.gate = Gate(settings.max_concurrent_requests)
+        self.prefix_index = PrefixIndex()
+        self._follower = make_follower(
+            self.prefix_index, settings.redis_url, lambda: self.membership.replicas
+        )
         self._metrics = Metrics(settings.model_name)
+        self._metrics.register(IndexCollector(self.prefix_index, self._follower.counts))
         self._observer = Observer(settings.model_name, tracing, self._metrics)
         self._keys = ApiKeys(settings.api_keys)
         max_connections = connections_within_limit(settings.max_connections)
@@ -192,8 +200,10 @@ class Gateway:
     async def start(self) -> Addresses:
         """Listens, and begins to connect to the schedulers.
 
-        Raises Unavailable, and listens nowhere, when an address cannot be bound.
+        Raises Unavailable, and listens nowhere, when an address cannot be bound, and SettingError
+        when Redis refuses the password.
         """
+        await self._follower.require_usable()
         try:
             http_address = await self._http.start(self._settings.http_address)
             grpc_address = await self._grpc.start(self._settings.address)
@@ -205,6 +215,7 @@ class Gateway:
             for replica in self.membership.replicas
         ]
         self._tasks.append(asyncio.create_task(self._follow_readiness()))
+        self._tasks.append(asyncio.create_task(self._follower.run()))
         return Addresses(http_address, grpc_address)
 
     async def drain(self) -> None:

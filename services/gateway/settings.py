@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.common.addresses import is_host_port
+from services.common.redis_url import is_redis_url
 from services.common.service_settings import ServiceSettings
 from services.common.settings import (
     at_least,
@@ -32,6 +33,12 @@ class GatewaySettings(ServiceSettings):
     )
     schedulers: tuple[str, ...] = setting(
         ("127.0.0.1:9001",), doc="addresses of schedulers, comma-separated", check=not_empty
+    )
+    redis_url: str | None = setting(
+        None,
+        doc="Redis in which pools write what they cache, redis://[user:password@]host:port; a "
+        "cluster by any of its nodes (default: the pools are asked)",
+        check=is_redis_url,
     )
     address: str = with_default(ServiceSettings, "address", "0.0.0.0:9000")
     http_address: str = setting(

@@ -12,6 +12,7 @@ from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 from services.common.channel import open_channel
 from services.common.errors import Aborted
+from services.common.kv_directory import node_name
 from services.common.lifecycle import run_service
 from services.common.metrics import serving_metrics
 from services.common.server import GrpcServer
@@ -80,8 +81,9 @@ async def _serve(settings: SchedulerSettings, tracing: Tracing, stop: asyncio.Ev
         with scheduler_with_log(settings.step_log, config, pool_port, shape) as scheduler:
             executor = TracedExecutor(workers, tracing)
             ecosystem.publish_events(lambda: scheduler.waiting, shape)
+            node = node_name(owner.name, owner.started_unix_nanos)
             service = SchedulerService(
-                settings, tracing, shape, scheduler, executor, replica, ecosystem
+                settings, tracing, shape, scheduler, executor, replica, node, ecosystem
             )
             with serving_metrics(service.statistics, settings.metrics_address):
                 await service.run(stop)
@@ -119,6 +121,7 @@ class SchedulerService:
         scheduler: Scheduler,
         executor: Executor,
         replica: ReplicaClient,
+        directory_node: str,
         ecosystem: Ecosystem,
     ) -> None:
         self._settings = settings
@@ -150,6 +153,8 @@ class SchedulerService:
             next_key=itertools.count(1).__next__,
         )
         opened = session_opened_to_proto(shape, config, incarnation)
+        opened.directory_node = directory_node
+        opened.kvpool_address, opened.pool_id = settings.kvpool, settings.replica
         self._submitter = RequestSubmitter(self._engine, intake, sessions)
         self._server.add(
             scheduler_pb2_grpc.add_SchedulerServicer_to_server,

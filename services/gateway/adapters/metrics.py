@@ -1,6 +1,7 @@
 """Prometheus metrics at the edge, under vLLM's names."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.registry import Collector
 
 from services.common import names
 
@@ -70,6 +71,10 @@ class Metrics:
 
     def reader_timed_out(self, protocol: str) -> None:
         self._readers_cut.labels(model_name=self._model, protocol=protocol).inc()
+
+    def register(self, collector: Collector) -> None:
+        """Adds metrics that are read at each scrape."""
+        self._registry.register(collector)
 
     def render(self) -> bytes:
         return generate_latest(self._registry)

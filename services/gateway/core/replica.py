@@ -26,6 +26,12 @@ class ReplicaDescription:
     limits: ModelLimits
     fingerprint: bytes
     tokenizer_fingerprint: bytes
+    directory_node: str = ""
+    """The name of its pool in the index of cached prefixes."""
+    kvpool_address: str = ""
+    """Where the pool can be followed, as the scheduler reaches it."""
+    pool_id: str = ""
+    """The pool's name there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.redis_servers import needs_redis, redis_server
+
 ROOT = Path(__file__).parents[3]
 
 
@@ -94,6 +96,33 @@ def test_one_port_for_both(model: Path) -> None:
     assert up("--model", model, "--http-port", port, "--grpc-port", port) == (
         1,
         f"stepwell up: --http-port and --grpc-port are both {port}\n",
+    )
+
+
+@needs_redis
+def test_a_redis_that_cannot_be_used(model: Path, tmp_path: Path) -> None:
+    with redis_server(tmp_path / "redis", "--requirepass", "right") as server:
+        place = f"127.0.0.1:{server.port}"
+        for url in (f"redis://{place}", f"redis://:wrong@{place}"):
+            status, error = up("--model", model, "--redis", url)
+            assert status == 1
+            assert error.startswith(
+                f"stepwell up: --redis redis://{place}: Redis refuses user or password ("
+            )
+            assert error.count("\n") == 1
+            assert "wrong" not in error
+    assert up("--model", model, "--redis", server.url) == (
+        1,
+        f"stepwell up: --redis {server.url}: nothing answers there\n",
+    )
+    assert up("--model", model, "--redis", "redis://no-such-host.invalid:6379") == (
+        1,
+        "stepwell up: --redis redis://no-such-host.invalid:6379: there is no such host\n",
+    )
+    assert up("--model", model, "--redis", "127.0.0.1:6379") == (
+        2,
+        "stepwell up: --redis must be redis://[user:password@]host:port, rediss://… for TLS, or "
+        "unix://PATH, not 127.0.0.1:6379\n",
     )
 
 

@@ -76,6 +76,13 @@ def test_every_setting_that_is_passed_on_reaches_its_services(tmp_path: Path) ->
             assert wanted in (value, getattr(value, "value", value)), (service, name)
 
 
+def test_gateway_and_pool_get_the_same_redis(tmp_path: Path) -> None:
+    url = "redis://:secret@127.0.0.1:6379"
+    services = received(tmp_path, {}, redis=url)
+    assert services["gateway"].redis_url == services["kvpool"].redis_url == url
+    assert received(tmp_path, {})["gateway"].redis_url is None
+
+
 def test_the_services_find_each_other(tmp_path: Path) -> None:
     services = received(tmp_path, {})
     gateway, scheduler = services["gateway"], services["scheduler"]

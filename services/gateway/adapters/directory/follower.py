@@ -1,0 +1,110 @@
+"""Keeps the index up to date, from Redis where there is one, else from the pools themselves."""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from services.common.redis_url import NEEDS_REDIS
+from services.common.settings import SettingError
+from services.gateway.adapters.directory.counts import ReaderCounts
+from services.gateway.adapters.directory.pool_watchers import PoolAddress, PoolWatchers
+from services.gateway.adapters.directory.sweeper import sweep
+from services.gateway.core.prefix_index import PrefixIndex
+from services.gateway.core.replica import Replica, ReplicaDescription
+
+Replicas = Callable[[], Iterable[Replica]]
+
+
+class Follower(Protocol):
+    """Follows what the pools of replicas cache."""
+
+    @property
+    def counts(self) -> ReaderCounts:
+        """What was read."""
+        ...
+
+    async def require_usable(self) -> None:
+        """Raises SettingError where a setting is wrong."""
+        ...
+
+    async def run(self) -> None:
+        """Writes to the index until cancelled."""
+        ...
+
+
+def make_follower(index: PrefixIndex, redis_url: str | None, replicas: Replicas) -> Follower:
+    """What follows the pools of `replicas`, as they are at any time.
+
+    Raises SettingError where the package for Redis is missing.
+    """
+    if redis_url is None:
+        return PoolFollower(index, replicas)
+    return RedisFollower(index, redis_url, replicas)
+
+
+class RedisFollower:
+    """Follows the directory in Redis, of the model that the replicas serve."""
+
+    def __init__(self, index: PrefixIndex, redis_url: str, replicas: Replicas) -> None:
+        try:
+            from services.common.redis_connection import RedisConnection  # noqa: PLC0415 - an extra
+            from services.gateway.adapters.directory.redis_reader import RedisReader  # noqa: PLC0415
+        except ModuleNotFoundError as error:
+            raise SettingError(NEEDS_REDIS) from error
+        self._index = index
+        self._replicas = replicas
+        self._redis = RedisConnection(redis_url)
+        tail = RedisConnection(redis_url, blocking=True)
+        self._reader = RedisReader(index, self._redis, tail)
+
+    @property
+    def counts(self) -> ReaderCounts:
+        return self._reader.counts
+
+    async def require_usable(self) -> None:
+        await self._redis.require_usable()
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(sweep(self._index))
+            tasks.create_task(self._reader.run(self._fingerprint))
+
+    def _fingerprint(self) -> bytes | None:
+        """Of the replicas in use; those that are refused serve another model."""
+        described = (served for served in _served(self._replicas()))
+        return next((served.fingerprint for served in described), None)
+
+
+class PoolFollower:
+    """Follows each pool by its own events."""
+
+    def __init__(self, index: PrefixIndex, replicas: Replicas) -> None:
+        self._index = index
+        self._replicas = replicas
+        self._watchers = PoolWatchers(index)
+
+    @property
+    def counts(self) -> ReaderCounts:
+        return self._watchers.counts
+
+    async def require_usable(self) -> None:
+        """There is nothing to be wrong."""
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(sweep(self._index))
+            tasks.create_task(self._watchers.run(self._pools))
+
+    def _pools(self) -> list[PoolAddress]:
+        return [
+            PoolAddress(served.directory_node, served.kvpool_address, served.pool_id)
+            for served in _served(self._replicas())
+            if served.kvpool_address
+        ]
+
+
+def _served(replicas: Iterable[Replica]) -> Iterable[ReplicaDescription]:
+    """What the connected replicas serve that are not refused."""
+    for replica in replicas:
+        if replica.is_connected and replica.description is not None and not replica.refusal:
+            yield replica.description
