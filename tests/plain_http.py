@@ -10,3 +10,4 @@ import httpx
 
 async_http_client = partial(httpx.AsyncClient, verify=False)
 http_get = partial(httpx.get, verify=False)
+http_post = partial(httpx.post, verify=False)

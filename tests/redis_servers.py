@@ -41,7 +41,7 @@ class RedisServer:
         self._directory = directory
         self._options = options
         self._process: subprocess.Popen[bytes] | None = None
-        self.port = _free_port()
+        self.port = free_port()
 
     @property
     def url(self) -> str:
@@ -133,7 +133,7 @@ async def becomes(holds: Callable[[], bool], seconds: float = SECONDS) -> None:
         await asyncio.sleep(0.005)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A port that is free, as is the one of the cluster's bus, 10,000 above."""
     while True:
         with socket.socket() as first, socket.socket() as bus:

@@ -12,6 +12,7 @@ packed in 8 bytes each.
 """
 
 import json
+import re
 import struct
 import sys
 import zlib
@@ -30,6 +31,7 @@ _BATCH = struct.Struct("<BBQQI")  # version, flags, epoch, sequence, number of a
 _DIGEST = struct.Struct("<IQ")
 _LEASE = struct.Struct("<BQQIQ")  # version, epoch, sequence, count, xor
 _SNAPSHOT = struct.Struct("<BQQB")  # version, epoch, sequence, length of the log's id
+_LOG_ID = re.compile(rb"[0-9]{1,19}-[0-9]{1,20}")
 _VERSION = 1
 _HAS_DIGEST = 1
 _KEY_BYTES = 8
@@ -131,11 +133,9 @@ def snapshot_from_bytes(value: bytes) -> NodeSnapshot:
     version, epoch, sequence, id_length = _SNAPSHOT.unpack_from(body)
     _require(version == _VERSION, "a version that is not known")
     begin = _SNAPSHOT.size + id_length
-    try:
-        log_id = body[_SNAPSHOT.size : begin].decode("ascii")
-    except UnicodeDecodeError as error:
-        raise DamagedValue("an id that is no text") from error
-    return NodeSnapshot(epoch, sequence, log_id, _unpack(body[begin:]))
+    log_id = body[_SNAPSHOT.size : begin]
+    _require(_LOG_ID.fullmatch(log_id) is not None, "no id of a log entry")
+    return NodeSnapshot(epoch, sequence, log_id.decode(), _unpack(body[begin:]))
 
 
 def record_to_bytes(record: NodeRecord) -> bytes:

@@ -1,0 +1,82 @@
+"""The gateway's index from a real pool's WatchEvents."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+
+import pytest
+from stepwell.kvpool.v1 import kvpool_pb2_grpc
+
+from services.common.channel import open_channel
+from services.common.kv_directory import block_keys
+from services.common.telemetry import configure_tracing
+from services.gateway.adapters.directory.pool_watchers import PoolAddress, PoolWatchers
+from services.gateway.core.directory_state import DirectoryState
+from services.gateway.core.prefix_index import PrefixIndex
+from services.kvpool.__main__ import PoolService
+from services.kvpool.settings import KVPoolSettings
+from tests.kvpool import wire
+from tests.kvpool.wire import Speaker
+from tests.kvpool.worked_examples import hashes
+from tests.redis_servers import becomes
+
+POOLS: list[PoolAddress] = []
+
+
+@pytest.fixture
+async def index() -> AsyncIterator[PrefixIndex]:
+    POOLS.clear()
+    index = PrefixIndex()
+    task = asyncio.create_task(PoolWatchers(index).run(lambda: POOLS))
+    yield index
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+
+
+async def started(address: str = "127.0.0.1:0") -> tuple[PoolService, str]:
+    settings = KVPoolSettings(address=address, drain_seconds=0.1, max_pools=2)
+    service = PoolService(settings, configure_tracing("kvpool", "", 0.0))
+    return service, await service.start()
+
+
+async def test_a_pool_is_followed_from_its_opening_to_its_end(index):
+    service, address = await started()
+    POOLS.append(PoolAddress("node", address, "replica"))
+    await becomes(lambda: index.state is DirectoryState.EXACT)
+    assert index.node_state("node") is DirectoryState.FALLBACK
+    async with open_channel(address) as channel:
+        stub = kvpool_pb2_grpc.KVPoolStub(channel)
+        opened = await stub.OpenPool(wire.open_request())
+        speaker = Speaker(stub, opened.generation)
+        await speaker.transact(wire.admit(wire.admission(1, 12, path="abc")))
+        await becomes(lambda: index.match(block_keys(hashes("abcd"))) == {"node": 3})
+        await speaker.transact(wire.release(1), wire.reset())
+        await becomes(lambda: index.match(block_keys(hashes("abcd"))) == {})
+        await speaker.transact(wire.admit(wire.admission(2, 8, path="xy")))
+        await becomes(lambda: index.match(block_keys(hashes("xyz"))) == {"node": 2})
+        assert index.node_state("node") is DirectoryState.EXACT
+        await stub.OpenPool(wire.open_request())
+        await becomes(lambda: index.match(block_keys(hashes("xyz"))) == {})
+    await service.drain()
+    await becomes(lambda: index.node_state("node") is DirectoryState.FALLBACK)
+
+    service, _ = await started(address)
+    async with open_channel(address) as channel:
+        stub = kvpool_pb2_grpc.KVPoolStub(channel)
+        opened = await stub.OpenPool(wire.open_request())
+        speaker = Speaker(stub, opened.generation)
+        await speaker.transact(wire.admit(wire.admission(1, 4, path="q")))
+        await becomes(lambda: index.match(block_keys(hashes("q"))) == {"node": 1})
+    await service.drain()
+
+
+async def test_a_pool_whose_replica_is_gone_is_followed_no_more(index):
+    service, address = await started()
+    async with open_channel(address) as channel:
+        await kvpool_pb2_grpc.KVPoolStub(channel).OpenPool(wire.open_request())
+    POOLS.append(PoolAddress("node", address, "replica"))
+    await becomes(lambda: index.node_state("node") is DirectoryState.EXACT)
+    POOLS.clear()
+    await becomes(lambda: index.node_state("node") is DirectoryState.FALLBACK)
+    await service.drain()

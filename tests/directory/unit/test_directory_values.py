@@ -1,0 +1,114 @@
+"""What the directory stores reads back as it was written, and damage is noticed."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.common.kv_cache_groups import AttentionType, KVCacheGroup
+from services.common.kv_directory import (
+    Digest,
+    KeyBatch,
+    NodeLease,
+    NodeRecord,
+    NodeSnapshot,
+    block_keys,
+    digest_of,
+    node_name,
+)
+from services.common.kv_directory_redis import (
+    DamagedValue,
+    DirectoryKeys,
+    batch_from_bytes,
+    batch_to_bytes,
+    lease_from_bytes,
+    lease_to_bytes,
+    record_from_bytes,
+    record_to_bytes,
+    snapshot_from_bytes,
+    snapshot_to_bytes,
+)
+
+NUMBERS = st.integers(0, 2**62)
+KEYS = st.lists(st.integers(0, 2**60 - 1), max_size=20)
+DIGESTS = st.builds(Digest, st.integers(0, 2**32 - 1), st.integers(0, 2**60 - 1))
+
+
+def listed(batch: KeyBatch) -> tuple[object, ...]:
+    return (batch.epoch, batch.sequence, list(batch.added), list(batch.removed), batch.digest)
+
+
+@given(st.builds(KeyBatch, NUMBERS, NUMBERS, KEYS, KEYS, st.none() | DIGESTS))
+def test_a_batch_reads_back(batch: KeyBatch) -> None:
+    assert listed(batch_from_bytes(batch_to_bytes(batch))) == listed(batch)
+
+
+@given(st.builds(NodeLease, NUMBERS, NUMBERS, DIGESTS))
+def test_a_lease_reads_back(lease: NodeLease) -> None:
+    assert lease_from_bytes(lease_to_bytes(lease)) == lease
+
+
+@given(
+    st.builds(
+        NodeSnapshot,
+        NUMBERS,
+        NUMBERS,
+        st.from_regex(r"[0-9]{1,13}-[0-9]{1,5}", fullmatch=True),
+        KEYS,
+    )
+)
+def test_a_snapshot_reads_back(snapshot: NodeSnapshot) -> None:
+    read = snapshot_from_bytes(snapshot_to_bytes(snapshot))
+    assert (read.epoch, read.sequence, list(read.keys)) == (
+        snapshot.epoch,
+        snapshot.sequence,
+        snapshot.keys,
+    )
+
+
+def test_a_record_reads_back() -> None:
+    groups = (
+        KVCacheGroup(AttentionType.FULL, 16),
+        KVCacheGroup(AttentionType.CHUNKED_LOCAL, 16, 64),
+    )
+    record = NodeRecord("a node", 7, 8, groups)
+    assert record_from_bytes("a node", record_to_bytes(record)) == record
+
+
+@given(st.data())
+def test_a_batch_with_a_changed_or_missing_byte_is_damaged(data: st.DataObject) -> None:
+    whole = batch_to_bytes(KeyBatch(5, 6, [1, 2], [3], Digest(2, 3)))
+    at = data.draw(st.integers(0, len(whole) - 1))
+    flipped = bytearray(whole)
+    flipped[at] ^= data.draw(st.integers(1, 255))
+    for damaged in (bytes(flipped), whole[:at], whole + b"\0"):
+        with pytest.raises(DamagedValue):
+            batch_from_bytes(damaged)
+
+
+@pytest.mark.parametrize("read", [batch_from_bytes, lease_from_bytes, snapshot_from_bytes])
+def test_foreign_bytes_are_damaged(read) -> None:
+    for value in (b"", b"\0", b"text of some length, which is no value of the directory at all"):
+        with pytest.raises(DamagedValue):
+            read(value)
+
+
+@pytest.mark.parametrize(
+    "value", [b"", b"{}", b"[]", b'{"epoch":1,"generation":2,"groups":[{"attention_type":"?"}]}']
+)
+def test_foreign_records_are_damaged(value: bytes) -> None:
+    with pytest.raises(DamagedValue):
+        record_from_bytes("node", value)
+
+
+def test_all_names_of_a_model_are_in_one_slot() -> None:
+    keys = DirectoryKeys.of(bytes(range(32)))
+    names = (keys.log, keys.epoch, keys.nodes, keys.lease("n"), keys.snapshot("n", 5))
+    assert {name.split("{")[1].split("}")[0] for name in names} == {"0001020304050607"}
+    assert len(set(names)) == 5
+
+
+def test_keys_and_names() -> None:
+    assert block_keys([b"\xff" * 32]) == [2**60 - 1]
+    assert block_keys([(1).to_bytes(8, "little") + b"\xff" * 24]) == [1]
+    assert digest_of([5, 3, 8]) == Digest(3, 5 ^ 3 ^ 8)
+    assert node_name("replica-0", 255) == "replica-0-ff"
