@@ -1,7 +1,7 @@
 """Messages of stepwell.kvpool.v1 and the core's dataclasses; operations are in services.common."""
 
-from dataclasses import asdict
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 
 from stepwell.kvpool.v1 import kvpool_pb2
 
