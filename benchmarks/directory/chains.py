@@ -1,0 +1,32 @@
+"""Prompts whose blocks are cached on several nodes, the same in every process for one seed."""
+
+import random
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+NUM_NODES = 64
+CHAIN_BLOCKS = 512
+_SEED = 11
+_KEY_BITS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """The keys of a prompt's blocks, and how deep each node that holds it does."""
+
+    keys: Sequence[int]
+    depths: dict[int, int]
+
+
+def make_chains(num_blocks: int) -> Iterator[Chain]:
+    """Chains of 512 blocks, about `num_blocks` together. One node holds all of a chain, and up to
+    five others a part, so that a block is cached on 1.4 nodes.
+    """
+    rng = random.Random(_SEED)
+    for _ in range(max(1, num_blocks // CHAIN_BLOCKS)):
+        keys = array("Q", (rng.getrandbits(_KEY_BITS) for _ in range(CHAIN_BLOCKS)))
+        first, *others = rng.sample(range(NUM_NODES), rng.randint(1, 6))
+        depths = {first: CHAIN_BLOCKS}
+        depths |= {node: rng.randint(1, CHAIN_BLOCKS * 3 // 10) for node in others}
+        yield Chain(keys, depths)
