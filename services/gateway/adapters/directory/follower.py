@@ -1,7 +1,7 @@
 """Keeps the index up to date, from Redis where there is one, else from the pools themselves."""
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 from services.common.redis_url import NEEDS_REDIS
@@ -71,12 +71,13 @@ class RedisFollower:
 
     def _fingerprint(self) -> bytes | None:
         """Of the replicas in use; those that are refused serve another model."""
-        described = (served for served in _served(self._replicas()))
-        return next((served.fingerprint for served in described), None)
+        return next((served.fingerprint for served in _served(self._replicas())), None)
 
 
 class PoolFollower:
-    """Follows each pool by its own events."""
+    """Follows each pool by its own events. One pool alone is not followed: there is no choice to be
+    made by what it caches, and each of its steps would send a message.
+    """
 
     def __init__(self, index: PrefixIndex, replicas: Replicas) -> None:
         self._index = index
@@ -96,14 +97,15 @@ class PoolFollower:
             tasks.create_task(self._watchers.run(self._pools))
 
     def _pools(self) -> list[PoolAddress]:
-        return [
+        pools = [
             PoolAddress(served.directory_node, served.kvpool_address, served.pool_id)
             for served in _served(self._replicas())
             if served.kvpool_address
         ]
+        return pools if len(pools) > 1 else []
 
 
-def _served(replicas: Iterable[Replica]) -> Iterable[ReplicaDescription]:
+def _served(replicas: Iterable[Replica]) -> Iterator[ReplicaDescription]:
     """What the connected replicas serve that are not refused."""
     for replica in replicas:
         if replica.is_connected and replica.description is not None and not replica.refusal:
