@@ -161,4 +161,7 @@ def _raise_if_cancelled() -> None:
 
 
 def _text(error: BaseException) -> str:
-    return str(error) or ("no answer in time" if isinstance(error, TimeoutError) else repr(error))
+    """In one line; errors of pipelines begin with the command, which may be long and binary."""
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    return str(error).rpartition("caused error: ")[2] or repr(error)

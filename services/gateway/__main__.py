@@ -136,7 +136,7 @@ class Gateway:
         )
         self._metrics = Metrics(settings.model_name)
         self._metrics.register(IndexCollector(self.prefix_index, self._follower.counts))
-        self._observer = Observer(settings.model_name, tracing, self._metrics)
+        self._observer = Observer(settings.model_name, tracing, self._metrics, self.prefix_index)
         self._keys = ApiKeys(settings.api_keys)
         max_connections = connections_within_limit(settings.max_connections)
         self._http = self._http_server(max_connections)

@@ -121,7 +121,7 @@ class SchedulerService:
         scheduler: Scheduler,
         executor: Executor,
         replica: ReplicaClient,
-        directory_node: str,
+        cache_node: str,
         ecosystem: Ecosystem,
     ) -> None:
         self._settings = settings
@@ -153,7 +153,7 @@ class SchedulerService:
             next_key=itertools.count(1).__next__,
         )
         opened = session_opened_to_proto(shape, config, incarnation)
-        opened.directory_node = directory_node
+        opened.cache_node = cache_node
         opened.kvpool_address, opened.pool_id = settings.kvpool, settings.replica
         self._submitter = RequestSubmitter(self._engine, intake, sessions)
         self._server.add(

@@ -152,7 +152,7 @@ def description_from_proto(message: scheduler_pb2.SessionOpened) -> ReplicaDescr
         ),
         fingerprint=message.fingerprint,
         tokenizer_fingerprint=message.tokenizer_fingerprint,
-        directory_node=message.directory_node,
+        cache_node=message.cache_node,
         kvpool_address=message.kvpool_address,
         pool_id=message.pool_id,
     )

@@ -13,6 +13,7 @@ from services.common.telemetry import Tracing, traceparent_of
 from services.gateway.adapters.metrics import Metrics
 from services.gateway.core.choice import Piece
 from services.gateway.core.generation import Generation
+from services.gateway.core.prefix_index import PrefixIndex
 
 CANCELLED = "cancelled"
 
@@ -104,8 +105,11 @@ class Observation:
 
 
 class Observer:
-    def __init__(self, model_name: str, tracing: Tracing, metrics: Metrics) -> None:
+    def __init__(
+        self, model_name: str, tracing: Tracing, metrics: Metrics, index: PrefixIndex
+    ) -> None:
         self._model_name = model_name
+        self._index = index
         self._tracing = tracing
         self._metrics = metrics
 
@@ -130,6 +134,7 @@ class Observer:
                 names.GENAI_PROVIDER_NAME: names.GENAI_PROVIDER,
                 names.GENAI_REQUEST_MODEL: self._model_name,
                 names.GENAI_RESPONSE_MODEL: self._model_name,
+                names.ATTR_DIRECTORY_STATE: self._index.state.value,
             },
         )
         observation = Observation(span, self._metrics)

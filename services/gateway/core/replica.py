@@ -26,8 +26,8 @@ class ReplicaDescription:
     limits: ModelLimits
     fingerprint: bytes
     tokenizer_fingerprint: bytes
-    directory_node: str = ""
-    """The name of its pool in the index of cached prefixes."""
+    cache_node: str = ""
+    """The name under which the directory knows its pool; empty: the directory does not."""
     kvpool_address: str = ""
     """Where the pool can be followed, as the scheduler reaches it."""
     pool_id: str = ""

@@ -204,14 +204,16 @@ class _NodeWriter:
         if not self._epoch:
             return
         keys = self._keys
-        try:
-            if await self._is_superseded():
-                return
-            removals: list[Command] = [("HDEL", keys.nodes, self.node)]
-            removals += [("DEL", keys.lease(self.node), keys.snapshot(self.node, self._epoch))]
-            await self._redis.pipeline(removals, _FAREWELL_SECONDS)
-        except RedisUnavailable:
-            return  # the lease expires
+        with suppress(RedisUnavailable, TimeoutError):  # the lease expires
+            async with asyncio.timeout(_FAREWELL_SECONDS):
+                if await self._is_superseded():
+                    return
+                await self._redis.pipeline(
+                    [
+                        ("HDEL", keys.nodes, self.node),
+                        ("DEL", keys.lease(self.node), self._snapshot_key),
+                    ]
+                )
 
     async def _run(self) -> None:
         backoff = self._times.first_backoff_seconds

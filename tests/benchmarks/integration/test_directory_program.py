@@ -23,3 +23,11 @@ def test_quick_measures_both_layouts_and_the_index(tmp_path: Path) -> None:
     assert 0 < figures["index"]["lookup_median_millis"] < figures["hashes"]["lookup_median_millis"]
     assert figures["visibility"]["median_millis"] > 0
     assert "| index of a gateway | 19,968 blocks, 64 nodes |" in done.stdout
+
+
+@pytest.mark.slow
+def test_quick_breaks_redis_in_every_way() -> None:
+    done = run_program("directory.faults", "--quick")
+    rows = [line.split(" | ") for line in done.stdout.splitlines()[2:]]
+    assert len(rows) == 6
+    assert all(float(seconds) < 5 for _, _, seconds, _ in rows)

@@ -35,7 +35,7 @@ async def test_a_gateway_matches_what_a_pool_caches_until_the_pool_ends(shared_s
             await becomes(lambda: gateway.index.match(block_keys(hashes("xyz"))) == {NODE: 2})
             await speaker.end()
         lines = (await asyncio.to_thread(scrape, addresses["serving metrics"])).splitlines()
-        assert "stepwell_directory_nodes_connected 1.0" in lines
+        assert "stepwell_cache_nodes_connected 1.0" in lines
         assert "stepwell_directory_lives_total 2.0" in lines
         process.terminate()
         # It says farewell, before its lease would have expired.

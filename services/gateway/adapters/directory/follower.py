@@ -98,7 +98,7 @@ class PoolFollower:
 
     def _pools(self) -> list[PoolAddress]:
         pools = [
-            PoolAddress(served.directory_node, served.kvpool_address, served.pool_id)
+            PoolAddress(served.cache_node, served.kvpool_address, served.pool_id)
             for served in _served(self._replicas())
             if served.kvpool_address
         ]

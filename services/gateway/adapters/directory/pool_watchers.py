@@ -50,10 +50,11 @@ class PoolWatchers:
     async def run(self, pools: Callable[[], Iterable[PoolAddress]]) -> None:
         """Follows the pools that `pools` names, which is asked again and again, until cancelled."""
         tasks: dict[PoolAddress, asyncio.Task[None]] = {}
-        self._index.contact = DirectoryState.EXACT
         try:
             while True:
                 wanted = set(pools())
+                followed = DirectoryState.EXACT if wanted else DirectoryState.FALLBACK
+                self._index.contact = followed
                 for pool in tasks.keys() - wanted:
                     tasks[pool].cancel()
                     await asyncio.gather(tasks.pop(pool), return_exceptions=True)

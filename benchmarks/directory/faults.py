@@ -1,0 +1,292 @@
+"""Breaks Redis under pools that change all the time, and measures when the index is right again.
+
+    python -m benchmarks.directory.faults [--quick]
+
+Three pools serve random requests, write what they cache to Redis, and a gateway's index follows.
+Each fault is held for a while; once Redis is back, the requests pause, and the time is taken until
+the index gives the pools' own answer for every prompt that was ever served. With --quick a fault
+is held for a second and a half.
+"""
+
+import asyncio
+import random
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+import uvloop
+
+from benchmarks.common.arguments import make_parser
+from benchmarks.common.console import log
+from benchmarks.common.redis_servers import RedisServer, redis_cluster, redis_server
+from benchmarks.common.tables import table_text
+from services.common.block_hash import BlockHash
+from services.common.ids import PoolId, RequestKey
+from services.common.kv_cache_groups import AttentionType, KVCacheGroup
+from services.common.kv_directory import block_keys
+from services.common.kv_directory_redis import DirectoryKeys
+from services.common.pool_operations import Admission, Admit, Lookup, LookupResult, Release
+from services.common.redis_connection import RedisConnection
+from services.gateway.adapters.directory.redis_reader import RedisReader
+from services.gateway.adapters.directory.sweeper import sweep
+from services.gateway.core.prefix_index import PrefixIndex
+from services.kvpool.adapters.memory_directory import MemoryDirectory
+from services.kvpool.adapters.redis_directory import RedisDirectory
+from services.kvpool.core.pool_config import PoolConfig
+from services.kvpool.core.pool_host import HostedPool, PoolHost
+
+_BLOCK_SIZE = 16
+_NUM_BLOCKS = 2000
+_NUM_PROMPTS = 300
+_FINGERPRINT = b"faults" + bytes(26)
+_HOLD_SECONDS, _QUICK_SECONDS = 10.0, 1.5
+_RIGHT_SECONDS = 30.0
+_LOAD_PAUSE_SECONDS = 0.002
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What is done to Redis, and undone after a while."""
+
+    name: str
+    begin: Callable[[], Awaitable[object]]
+    end: Callable[[], Awaitable[object]]
+
+
+@dataclass(frozen=True, slots=True)
+class FaultRow:
+    """What one fault caused."""
+
+    name: str
+    states: str
+    """Of the index while it was held."""
+    right_seconds: float
+    """From its end until the index was right."""
+    longest_pause_millis: float
+    """Of the event loop that pools, writer and reader share."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Breaks, measures, prints a table in Markdown."""
+    parser = make_parser("directory.faults", (__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="hold each fault for 1.5 s")
+    arguments = parser.parse_args(argv)
+    rows = uvloop.run(measure(_QUICK_SECONDS if arguments.quick else _HOLD_SECONDS))
+    print(
+        table_text(
+            ("fault", "states of the index", "right again after s", "longest pause ms"),
+            (
+                (
+                    row.name,
+                    row.states,
+                    f"{row.right_seconds:.2f}",
+                    f"{row.longest_pause_millis:.0f}",
+                )
+                for row in rows
+            ),
+        )
+    )
+
+
+async def measure(hold_seconds: float) -> list[FaultRow]:
+    """Every fault, on servers that end with this."""
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="stepwell-faults-") as directory:
+        with redis_server(Path(directory) / "one") as server:
+            async with running(server.url) as load:
+                for fault in single_faults(server, load.redis):
+                    rows.append(await load.suffer(fault, hold_seconds))
+        with redis_cluster(Path(directory) / "cluster") as nodes:
+            log_key = DirectoryKeys.of(_FINGERPRINT).log
+            owner = next(node for node in nodes if _owns(node, log_key))
+            seed = next(node for node in nodes if node is not owner)
+            async with running(seed.url) as load:
+                fault = Fault(
+                    "a cluster's node killed, then restarted empty",
+                    lambda: asyncio.to_thread(owner.kill),
+                    lambda: asyncio.to_thread(owner.start),
+                )
+                rows.append(await load.suffer(fault, hold_seconds))
+    return rows
+
+
+def single_faults(server: RedisServer, redis: RedisConnection) -> list[Fault]:
+    """The faults of one server."""
+
+    async def nothing() -> None:
+        """Has ended by itself."""
+
+    async def stop() -> None:
+        server.stop()
+
+    async def go_on() -> None:
+        server.go_on()
+
+    async def limit(memory: str) -> None:
+        await redis.call(lambda client: client.config_set("maxmemory", memory))
+
+    return [
+        Fault(
+            "killed, then restarted empty",
+            lambda: asyncio.to_thread(server.kill),
+            lambda: asyncio.to_thread(server.start),
+        ),
+        Fault("stopped (SIGSTOP), then continued", stop, go_on),
+        Fault("FLUSHALL", lambda: redis.call(lambda client: client.flushall()), nothing),
+        Fault("no memory left, then memory", lambda: limit("1"), lambda: limit("0")),
+        Fault(
+            "CLIENT PAUSE for as long",
+            lambda: redis.call(lambda client: client.execute_command("CLIENT", "PAUSE", 1500)),
+            nothing,
+        ),
+    ]
+
+
+class Load:
+    """Pools under random requests, and a gateway's index of them."""
+
+    def __init__(self, url: str) -> None:
+        self.redis = RedisConnection(url)
+        self._writer = RedisDirectory(RedisConnection(url))
+        self._own = MemoryDirectory()
+        self._index = PrefixIndex()
+        self._reader = RedisReader(
+            self._index, RedisConnection(url), RedisConnection(url, blocking=True)
+        )
+        self._rng = random.Random(3)
+        self._prompts = [_prompt(self._rng) for _ in range(_NUM_PROMPTS)]
+        host: PoolHost[None] = PoolHost(
+            (self._own, self._writer),
+            lambda: time.time_ns() // 1000,
+            max_pools=3,
+            max_blocks_per_pool=_NUM_BLOCKS,
+        )
+        self._host = host
+        groups = (KVCacheGroup(AttentionType.FULL, _BLOCK_SIZE),)
+        self._pools = [
+            host.open(
+                PoolId(name), PoolConfig(_NUM_BLOCKS, groups, fingerprint=_FINGERPRINT, node=name)
+            )
+            for name in ("a", "b", "c")
+        ]
+        self._next_request = 0
+        self._longest_pause = 0.0
+        self._states: dict[str, None] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def suffer(self, fault: Fault, hold_seconds: float) -> FaultRow:
+        """Lets a fault happen under load."""
+        log(fault.name)
+        await self._until_right()
+        self._longest_pause, self._states = 0.0, {}
+        serving = asyncio.create_task(self._serve())
+        await asyncio.sleep(0.5)
+        self._states = {}
+        await fault.begin()
+        await asyncio.sleep(hold_seconds)
+        await fault.end()
+        serving.cancel()
+        seconds = await self._until_right()
+        return FaultRow(fault.name, ", ".join(self._states), seconds, 1000 * self._longest_pause)
+
+    def start(self) -> None:
+        """Begins to write, read and watch."""
+        self._tasks = [
+            asyncio.create_task(work)
+            for work in (
+                self._reader.run(lambda: _FINGERPRINT),
+                sweep(self._index),
+                self._watch(),
+            )
+        ]
+
+    async def close(self) -> None:
+        """Ends all of it."""
+        await self._writer.close()
+        await self.redis.close()
+        for task in self._tasks:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+    async def _serve(self) -> None:
+        while True:
+            self._request(self._rng.choice(self._pools), self._rng.choice(self._prompts))
+            await asyncio.sleep(_LOAD_PAUSE_SECONDS)
+
+    def _request(self, hosted: HostedPool[None], prompt: list[BlockHash]) -> None:
+        """One request from its admission to its end: publishes its blocks, evicts others."""
+        self._next_request += 1
+        request, tokens = RequestKey(self._next_request), len(prompt) * _BLOCK_SIZE
+        found = hosted.pool.transact([Lookup([request], [tokens - 1], [prompt])]).results[0]
+        assert isinstance(found, LookupResult)
+        admission = Admission(
+            request=request,
+            max_hit_tokens=tokens - 1,
+            num_hit_tokens=found.num_hit_tokens[0],
+            num_slots=tokens,
+            num_commit_tokens=tokens,
+            num_reserve_slots=tokens,
+            num_watermark_blocks=0,
+            new_hashes=[],
+            resumed=False,
+        )
+        hosted.pool.transact([Admit([admission]), Release([request])])
+        self._host.publish_events(hosted)
+
+    async def _until_right(self) -> float:
+        """Seconds until the index gives the pools' own answers."""
+        began = time.perf_counter()
+        while not await self._is_right():
+            if time.perf_counter() > began + _RIGHT_SECONDS:
+                raise TimeoutError(f"the index was not right within {_RIGHT_SECONDS:g} s")
+            await asyncio.sleep(0.01)
+        return time.perf_counter() - began
+
+    async def _is_right(self) -> bool:
+        for prompt in self._prompts:
+            own = {match.pool_id: match.num_blocks for match in await self._own.match(prompt)}
+            if self._index.match(block_keys(prompt)) != own:
+                return False
+        return all(self._index.view(hosted.pool_id) for hosted in self._pools)
+
+    async def _watch(self) -> None:
+        """Notes states, and the longest time for which the event loop did nothing else."""
+        while True:
+            began = time.perf_counter()
+            await asyncio.sleep(0.005)
+            self._longest_pause = max(self._longest_pause, time.perf_counter() - began - 0.005)
+            self._states[self._index.state.value] = None
+
+
+@asynccontextmanager
+async def running(url: str) -> AsyncIterator[Load]:
+    """Pools and a gateway over a Redis."""
+    load = Load(url)
+    load.start()
+    try:
+        yield load
+    finally:
+        await load.close()
+
+
+def _prompt(rng: random.Random) -> list[BlockHash]:
+    """The hashes of a prompt that begins as one in ten others does."""
+    path = f"system {rng.randrange(10)}"
+    begin = [f"{path} {number}" for number in range(20)]
+    tail = [f"{path} {rng.random()} {number}" for number in range(rng.randrange(1, 60))]
+    return [BlockHash(sha256(text.encode()).digest()) for text in begin + tail]
+
+
+def _owns(node: RedisServer, key: str) -> bool:
+    """Whether a node of a cluster serves a key: another one would redirect."""
+    return not node.ask("XLEN", key).startswith(b"-MOVED")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
