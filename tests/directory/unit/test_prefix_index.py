@@ -49,7 +49,7 @@ def test_a_match_is_the_depth_of_each_node_that_holds_the_first_block(index):
     assert index.match(keys[: JUMP + 1]) == {
         node: min(depth, JUMP + 1) for node, depth in depths.items()
     }
-    assert index.match(chain(2, 40)) == {}
+    assert index.match(chain(2, 3 * JUMP)) == {}
     assert index.match([]) == {}
 
 
@@ -172,8 +172,8 @@ def test_groups_do_not_share_keys(index):
     assert index.match(block_keys(hashes)) == {"a": 2}
 
 
-CHAINS = [chain(seed, 100) for seed in range(3)]
-CHAINS.append(CHAINS[0][:50] + chain(9, 50))  # two prompts that share half
+CHAINS = [chain(seed, 2 * JUMP + 50) for seed in range(3)]
+CHAINS.append(CHAINS[0][:150] + chain(9, JUMP + 28))  # two prompts that share half
 
 Step = tuple[int, int, int]
 
@@ -181,7 +181,9 @@ Step = tuple[int, int, int]
 @settings(max_examples=150, deadline=None)
 @given(
     steps=st.lists(
-        st.tuples(st.integers(0, 4), st.integers(0, len(CHAINS) - 1), st.integers(0, 100)),
+        st.tuples(
+            st.integers(0, 4), st.integers(0, len(CHAINS) - 1), st.integers(0, len(CHAINS[0]))
+        ),
         max_size=40,
     ),
     sweeps=st.integers(0, 40),
