@@ -24,12 +24,11 @@ from services.common.settings import SettingError
 
 SOCKET_SECONDS = 0.5
 CALL_SECONDS = 0.5
-FIRST_CALL_SECONDS = 2.0
+FIRST_CALL_SECONDS = 1.0
 
 T = TypeVar("T")
 Client = Any  # Redis or RedisCluster, which share the methods that are used
 
-_FAILURES = (exceptions.RedisError, exceptions.RedisClusterException, OSError, TimeoutError)
 _REFUSED = (
     exceptions.AuthenticationError,
     exceptions.AuthorizationError,
@@ -67,7 +66,9 @@ class RedisConnection:
         try:
             async with asyncio.timeout(seconds):
                 answer = await use(await self._connected())
-        except _FAILURES as error:
+        # Any error: redis-py does not name all that it may raise while a cluster changes, and
+        # whatever it is, the call has failed.
+        except Exception as error:
             _raise_if_cancelled()
             raise RedisUnavailable(f"Redis at {self.name}: {_text(error)}") from error
         _raise_if_cancelled()

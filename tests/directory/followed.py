@@ -39,10 +39,11 @@ class Gateway:
 
     def __init__(self, url: str, fingerprint: bytes, times: ReaderTimes = READER) -> None:
         self.index = PrefixIndex()
+        self.fingerprint = fingerprint
         tail = RedisConnection(url, blocking=True)
         self.reader = RedisReader(self.index, RedisConnection(url), tail, times)
         self._tasks = [
-            asyncio.create_task(self.reader.run(lambda: fingerprint)),
+            asyncio.create_task(self.reader.run(lambda: self.fingerprint)),
             asyncio.create_task(sweep(self.index)),
         ]
 

@@ -185,6 +185,7 @@ class _NodeWriter:
     def start(self) -> None:
         """Begins to write."""
         self._task = asyncio.get_running_loop().create_task(self._run())
+        self._task.add_done_callback(_log_defect)
 
     def note(self, batch: EventBatch) -> None:
         """Takes note of a batch; it is written soon."""
@@ -378,6 +379,11 @@ class _NodeWriter:
     @property
     def _lease_millis(self) -> int:
         return int(1000 * self._times.lease_seconds)
+
+
+def _log_defect(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("a pool is not written to the directory any more", exc_info=error)
 
 
 def _text(value: bytes | str) -> str:

@@ -179,6 +179,15 @@ async def test_more_than_is_kept_unwritten_is_dropped_for_a_snapshot(server, gat
     await pools.close()
 
 
+async def test_another_model_has_another_directory(pools, gateway):
+    await right_again(pools, gateway)
+    gateway.fingerprint = b"another model" + bytes(19)
+    await becomes(lambda: not list(gateway.index.views))
+    assert gateway.index.state is DirectoryState.EXACT
+    gateway.fingerprint = FINGERPRINT
+    await right_again(pools, gateway)
+
+
 async def test_gateways_agree(server, pools, gateway):
     other = Gateway(server.url, FINGERPRINT)
     await right_again(pools, gateway)

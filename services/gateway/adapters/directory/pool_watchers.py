@@ -61,6 +61,9 @@ class PoolWatchers:
                 for pool in wanted - tasks.keys():
                     tasks[pool] = asyncio.create_task(self._follow(pool))
                 await asyncio.sleep(_LOOK_AGAIN_SECONDS)
+                for task in tasks.values():
+                    if task.done():  # a defect
+                        task.result()
         finally:
             self._index.contact = DirectoryState.FALLBACK
             for task in tasks.values():
