@@ -102,7 +102,7 @@ async def measure(hold_seconds: float) -> list[FaultRow]:
         with redis_server(Path(directory) / "one") as server:
             async with running(server.url) as load:
                 for fault in single_faults(server, load.redis):
-                    rows.append(await load.suffer(fault, hold_seconds))
+                    rows.append(await load.measure(fault, hold_seconds))
         with redis_cluster(Path(directory) / "cluster") as nodes:
             log_key = DirectoryKeys.of(_FINGERPRINT).log
             owner = next(node for node in nodes if _owns(node, log_key))
@@ -113,7 +113,7 @@ async def measure(hold_seconds: float) -> list[FaultRow]:
                     lambda: asyncio.to_thread(owner.kill),
                     lambda: asyncio.to_thread(owner.start),
                 )
-                rows.append(await load.suffer(fault, hold_seconds))
+                rows.append(await load.measure(fault, hold_seconds))
     return rows
 
 
@@ -182,7 +182,7 @@ class Load:
         self._states: dict[str, None] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def suffer(self, fault: Fault, hold_seconds: float) -> FaultRow:
+    async def measure(self, fault: Fault, hold_seconds: float) -> FaultRow:
         """Lets a fault happen under load."""
         log(fault.name)
         await self._until_right()

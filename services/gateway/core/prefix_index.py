@@ -88,7 +88,7 @@ class PrefixIndex:
         self._next_shard = 0
         self._interned: dict[int, int] = {}
         self.contact = DirectoryState.FALLBACK
-        """What the source of the views can vouch for; set by the adapter that reads it."""
+        """Whether the source of the views can be reached; set by the adapter that reads it."""
 
     # What is asked.
 

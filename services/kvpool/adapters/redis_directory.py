@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 MAX_KEYS_PER_ENTRY = 8192
 _SNAPSHOT_CALL_SECONDS = 5.0
-_FAREWELL_SECONDS = 0.3
+_LEAVE_SECONDS = 0.3
 _COUNTER_BITS = 10
 
 Command = tuple[Any, ...]
@@ -206,7 +206,7 @@ class _NodeWriter:
             return
         keys = self._keys
         with suppress(RedisUnavailable, TimeoutError):  # the lease expires
-            async with asyncio.timeout(_FAREWELL_SECONDS):
+            async with asyncio.timeout(_LEAVE_SECONDS):
                 if await self._is_superseded():
                     return
                 await self._redis.pipeline(

@@ -38,7 +38,7 @@ async def test_a_gateway_matches_what_a_pool_caches_until_the_pool_ends(shared_s
         assert "stepwell_cache_nodes_connected 1.0" in lines
         assert "stepwell_directory_lives_total 2.0" in lines
         process.terminate()
-        # It says farewell, before its lease would have expired.
+        # It removes its node, before the lease would have expired.
         await becomes(lambda: gateway.index.view(NODE) is None, 2.0)
     await gateway.close()
 

@@ -144,7 +144,7 @@ async def test_a_view_that_drifted_is_loaded_again_alone(pools, gateway, redis):
     assert gateway.index.view("b").epoch != view.epoch or gateway.reader.counts.loads > loads
 
 
-async def test_a_pool_that_ends_without_a_farewell_is_gone_with_its_lease(server, gateway):
+async def test_a_pool_that_is_killed_is_gone_with_its_lease(server, gateway):
     config = PoolConfig(10, (FULL,), fingerprint=FINGERPRINT, node="short")
     writer = RedisDirectory(RedisConnection(server.url), WRITER)
     writer.open(PoolId("short"), 1, config)
