@@ -126,7 +126,11 @@ def layouts_table(figures: Figures) -> str:
             ("blocks written", f"{ours.num_blocks:,}", f"{theirs.num_blocks:,}"),
             ("bytes a block, log", f"{ours.log_bytes_per_block:.1f}", "—"),
             ("bytes a block, snapshots", f"{ours.snapshot_bytes_per_block:.1f}", "—"),
-            ("bytes a block, hashes", "—", f"{theirs.bytes_per_block:.0f}"),
+            (
+                "bytes a block, all",
+                f"{ours.log_bytes_per_block + ours.snapshot_bytes_per_block:.1f}",
+                f"{theirs.bytes_per_block:.0f}",
+            ),
             (
                 "blocks written a second",
                 f"{ours.blocks_per_second:,.0f}",

@@ -5,10 +5,11 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from services.common.packed_keys import KEY_BITS
+
 NUM_NODES = 64
 CHAIN_BLOCKS = 512
 _SEED = 11
-_KEY_BITS = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ def make_chains(num_blocks: int) -> Iterator[Chain]:
     """
     rng = random.Random(_SEED)
     for _ in range(max(1, num_blocks // CHAIN_BLOCKS)):
-        keys = array("Q", (rng.getrandbits(_KEY_BITS) for _ in range(CHAIN_BLOCKS)))
+        keys = array("Q", (rng.getrandbits(KEY_BITS) for _ in range(CHAIN_BLOCKS)))
         first, *others = rng.sample(range(NUM_NODES), rng.randint(1, 6))
         depths = {first: CHAIN_BLOCKS}
         depths |= {node: rng.randint(1, CHAIN_BLOCKS * 3 // 10) for node in others}

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.directory.chains import NUM_NODES, Chain
+from services.common.in_turns import in_turns
 from services.common.kv_cache_groups import AttentionType, KVCacheGroup
 from services.common.kv_directory import KeyBatch, NodeLease, NodeRecord, NodeSnapshot, digest_of
 from services.common.kv_directory_redis import (
@@ -63,8 +64,9 @@ async def write_log(redis: RedisConnection, chains: Sequence[Chain]) -> LogFigur
     seconds = time.perf_counter() - began
     in_log = await used_memory(redis)
     for node in nodes:
-        snapshot = NodeSnapshot(node.epoch, node.sequence, node.log_id, node.keys)
-        command = ("SET", names.snapshot(node.name, node.epoch), snapshot_to_bytes(snapshot))
+        snapshot = NodeSnapshot(node.epoch, node.sequence, node.log_id)
+        value = await in_turns(snapshot_to_bytes(snapshot, node.keys))
+        command = ("SET", names.snapshot(node.name, node.epoch), value)
         await redis.pipeline([command], _CALL_SECONDS)
     after = await used_memory(redis)
     num_written = sum(len(node.keys) for node in nodes)

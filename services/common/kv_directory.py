@@ -11,11 +11,7 @@ from functools import reduce
 from operator import xor
 
 from services.common.kv_cache_groups import KVCacheGroup
-
-KEY_BITS = 60
-"""Of a hash's first 64 bits. A Python integer of 60 bits takes 32 bytes, a larger one 48. Among a
-million blocks one lookup in a trillion finds a block that is not the one it asked for.
-"""
+from services.common.packed_keys import KEY_BITS, KEY_BYTES
 
 _KEY_MASK = (1 << KEY_BITS) - 1
 _GROUP_MULTIPLIER = 0x9E3779B97F4A7C15
@@ -30,9 +26,12 @@ def group_salt(group: int) -> int:
 
 
 def block_keys(hashes: Iterable[bytes], group: int = 0) -> list[int]:
-    """The keys of block hashes in a KV-cache group."""
-    mask, salt, from_bytes = _KEY_MASK, group_salt(group), int.from_bytes
-    return [from_bytes(block_hash[:8], "little") & mask ^ salt for block_hash in hashes]
+    """The keys of block hashes in a KV-cache group: of each hash the first 48 bits.
+
+    Among a million blocks three look-ups in a billion find a block that is not the one asked for.
+    """
+    salt, from_bytes = group_salt(group), int.from_bytes
+    return [from_bytes(block_hash[:KEY_BYTES], "little") ^ salt for block_hash in hashes]
 
 
 def node_name(replica: str, started_unix_nanos: int) -> str:
@@ -92,9 +91,10 @@ class NodeLease:
 
 @dataclass(frozen=True, slots=True)
 class NodeSnapshot:
-    """All keys of a life after entry `sequence`. Later entries follow `log_id` in the log."""
+    """What a snapshot says besides the keys: they are all keys of a life after entry `sequence`,
+    and later entries follow `log_id` in the log.
+    """
 
     epoch: int
     sequence: int
     log_id: str
-    keys: Sequence[int]

@@ -7,21 +7,26 @@
 `kvd:{fp}:snap:N:E`       all keys of node N in its life E; expires
 
 `fp` is the model's fingerprint. The braces put all of a model into one slot of Redis Cluster.
-Binary values begin with a CRC-32 of what follows; numbers are little-endian, keys of blocks are
-packed in 8 bytes each.
+Binary values begin with a CRC-32 of what follows; numbers are little-endian. The keys of an entry
+are packed in 6 bytes each, those of a snapshot as a set.
 """
 
 import json
 import re
 import struct
-import sys
 import zlib
-from array import array
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 from services.common.kv_cache_groups import AttentionType, KVCacheGroup
 from services.common.kv_directory import Digest, KeyBatch, NodeLease, NodeRecord, NodeSnapshot
+from services.common.packed_keys import (
+    DamagedKeys,
+    pack_key_set,
+    pack_keys,
+    unpack_key_set,
+    unpack_keys,
+)
 
 FIELD = b"b"
 """The one field of a log entry."""
@@ -34,7 +39,6 @@ _SNAPSHOT = struct.Struct("<BQQB")  # version, epoch, sequence, length of the lo
 _LOG_ID = re.compile(rb"[0-9]{1,19}-[0-9]{1,20}")
 _VERSION = 1
 _HAS_DIGEST = 1
-_KEY_BYTES = 8
 
 
 class DamagedValue(ValueError):
@@ -87,7 +91,7 @@ def batch_to_bytes(batch: KeyBatch) -> bytes:
         len(batch.added),
     )
     tail = b"" if digest is None else _DIGEST.pack(digest.count, digest.xor)
-    return _seal(head + tail + _pack(batch.added) + _pack(batch.removed))
+    return _seal(head + tail + pack_keys(batch.added) + pack_keys(batch.removed))
 
 
 def batch_from_bytes(value: bytes) -> KeyBatch:
@@ -100,7 +104,10 @@ def batch_from_bytes(value: bytes) -> KeyBatch:
         _require(len(body) >= at + _DIGEST.size, "too short")
         digest = Digest(*_DIGEST.unpack_from(body, at))
         at += _DIGEST.size
-    keys = _unpack(body[at:])
+    try:
+        keys = unpack_keys(body[at:])
+    except DamagedKeys as error:
+        raise DamagedValue(str(error)) from error
     _require(num_added <= len(keys), "fewer keys than it counts")
     return KeyBatch(epoch, sequence, keys[:num_added], keys[num_added:], digest)
 
@@ -120,22 +127,27 @@ def lease_from_bytes(value: bytes) -> NodeLease:
     return NodeLease(epoch, sequence, Digest(count, xor))
 
 
-def snapshot_to_bytes(snapshot: NodeSnapshot) -> bytes:
-    """A snapshot as Redis holds it."""
+def snapshot_to_bytes(snapshot: NodeSnapshot, keys: Sequence[int]) -> Generator[None, None, bytes]:
+    """A snapshot as Redis holds it. Yields now and then, as `pack_key_set` does."""
     log_id = snapshot.log_id.encode()
     head = _SNAPSHOT.pack(_VERSION, snapshot.epoch, snapshot.sequence, len(log_id))
-    return _seal(head + log_id + _pack(snapshot.keys))
+    packed = yield from pack_key_set(keys)
+    return _seal(head + log_id + packed)
 
 
-def snapshot_from_bytes(value: bytes) -> NodeSnapshot:
-    """The inverse. Raises DamagedValue."""
+def snapshot_from_bytes(value: bytes) -> tuple[NodeSnapshot, Iterator[list[int]]]:
+    """The inverse; the keys come in parts. Raises DamagedValue, at once."""
     body = _unseal(value, _SNAPSHOT.size)
     version, epoch, sequence, id_length = _SNAPSHOT.unpack_from(body)
     _require(version == _VERSION, "a version that is not known")
     begin = _SNAPSHOT.size + id_length
     log_id = body[_SNAPSHOT.size : begin]
     _require(_LOG_ID.fullmatch(log_id) is not None, "no id of a log entry")
-    return NodeSnapshot(epoch, sequence, log_id.decode(), _unpack(body[begin:]))
+    try:
+        keys = unpack_key_set(body[begin:])
+    except DamagedKeys as error:
+        raise DamagedValue(str(error)) from error
+    return NodeSnapshot(epoch, sequence, log_id.decode()), keys
 
 
 def record_to_bytes(record: NodeRecord) -> bytes:
@@ -179,22 +191,6 @@ def _unseal(value: bytes, least: int) -> bytes:
     body = value[_CRC.size :]
     _require(zlib.crc32(body) == crc, "its checksum differs")
     return body
-
-
-def _pack(keys: Sequence[int]) -> bytes:
-    packed = array("Q", keys)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
-
-
-def _unpack(packed: bytes) -> "array[int]":
-    _require(len(packed) % _KEY_BYTES == 0, "not whole keys")
-    keys = array("Q")
-    keys.frombytes(packed)
-    if sys.byteorder == "big":
-        keys.byteswap()
-    return keys
 
 
 def _require(holds: bool, what: str) -> None:

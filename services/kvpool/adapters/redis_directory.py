@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.common.ids import PoolId
+from services.common.in_turns import in_turns
 from services.common.kv_directory import Digest, KeyBatch, NodeLease, NodeRecord, NodeSnapshot
 from services.common.kv_directory_redis import (
     FIELD,
@@ -355,10 +356,10 @@ class _NodeWriter:
     async def _write_snapshot(self, cached: list[int]) -> None:
         """Writes all keys, which are those after the last entry."""
         times = self._times
-        snapshot = NodeSnapshot(self._epoch, self._sequence, self._log_id, cached)
+        snapshot = NodeSnapshot(self._epoch, self._sequence, self._log_id)
         self._snapshot_at = asyncio.get_running_loop().time() + times.snapshot_seconds
         self._num_changes_since_snapshot = 0
-        value = await asyncio.to_thread(snapshot_to_bytes, snapshot)
+        value = await in_turns(snapshot_to_bytes(snapshot, cached))
         command = ("SET", self._snapshot_key, value, "PX", int(3_000 * times.snapshot_seconds))
         await self._redis.pipeline([command], _SNAPSHOT_CALL_SECONDS)
         self._counts.snapshots += 1

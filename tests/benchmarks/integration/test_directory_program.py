@@ -16,8 +16,8 @@ def test_quick_measures_both_layouts_and_the_index(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     done = run_program("directory", "--quick", "--json", file)
     figures = json.loads(file.read_text())
-    assert figures["log"]["log_bytes_per_block"] <= 12
-    assert figures["log"]["snapshot_bytes_per_block"] <= 12
+    log = figures["log"]
+    assert log["log_bytes_per_block"] + log["snapshot_bytes_per_block"] <= 14  # 12 of more blocks
     assert figures["hashes"]["bytes_per_block"] > 100
     assert figures["index"]["num_keys"] == 39 * 512
     assert 0 < figures["index"]["lookup_median_millis"] < figures["hashes"]["lookup_median_millis"]

@@ -35,7 +35,7 @@ def index() -> PrefixIndex:
 def chain(seed: int, num_blocks: int) -> list[int]:
     """The keys of a prompt's blocks."""
     rng = random.Random(seed)
-    return [rng.getrandbits(60) for _ in range(num_blocks)]
+    return [rng.getrandbits(48) for _ in range(num_blocks)]
 
 
 def test_a_match_is_the_depth_of_each_node_that_holds_the_first_block(index):

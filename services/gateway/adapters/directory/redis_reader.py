@@ -13,8 +13,7 @@ nodes:
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -278,10 +277,9 @@ class RedisReader:
         """
         key = self._keys.snapshot(record.node, record.epoch)
         value = await self._redis.call(lambda client: client.get(key), _SNAPSHOT_SECONDS)
-        snapshot = None if value is None else await _decode(value)
-        self.counts.damaged += value is not None and snapshot is None
+        found = None if value is None else self._decode(value)
         loaded_before = self._loaded.get(record.node)
-        if snapshot is None or (snapshot.epoch, snapshot.sequence) == loaded_before:
+        if found is None or (found[0].epoch, found[0].sequence) == loaded_before:
             # The log does not lead on from there. The pool writes another one when it finds that
             # its own is gone.
             await self._redis.call(lambda client: client.delete(key))
@@ -289,11 +287,13 @@ class RedisReader:
                 self._index.begin(record.node, record.epoch, record.groups)
             self._index.degrade(record.node)
             return
+        snapshot, parts = found
         loading = self._index.load(record.node, record.epoch, record.groups, snapshot.sequence)
         try:
-            for at in range(0, len(snapshot.keys), _KEYS_PER_TURN):
-                loading.add(snapshot.keys[at : at + _KEYS_PER_TURN])
-                await asyncio.sleep(0)
+            for keys in parts:
+                loading.add(keys)
+                self._applied_since_turn += len(keys) + 16
+                await self._let_others_run()
         except asyncio.CancelledError:
             loading.give_up()
             raise
@@ -304,12 +304,13 @@ class RedisReader:
         if self._cursor is None or _position(snapshot.log_id) < _position(self._cursor):
             self._cursor = snapshot.log_id
 
-
-async def _decode(value: bytes) -> NodeSnapshot | None:
-    """A snapshot; None if it is damaged. A large one would hold up the event loop."""
-    with suppress(DamagedValue):
-        return await asyncio.to_thread(snapshot_from_bytes, value)
-    return None
+    def _decode(self, value: bytes) -> tuple[NodeSnapshot, Iterator[list[int]]] | None:
+        """A snapshot and its keys in parts; None if it is damaged."""
+        try:
+            return snapshot_from_bytes(value)
+        except DamagedValue:
+            self.counts.damaged += 1
+            return None
 
 
 def _position(log_id: str) -> tuple[int, int]:
