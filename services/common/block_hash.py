@@ -59,6 +59,15 @@ def hash_full_blocks(
     extra_keys = b"" if known else encode_extra_keys(cache_salt)
     end = len(token_ids) // block_size * block_size
     packed = pack_token_ids(token_ids[len(known) * block_size : end])
+    return hash_packed_blocks(parent, packed, block_size, extra_keys)
+
+
+def hash_packed_blocks(
+    parent: bytes, packed: bytes, block_size: int, extra_keys: bytes = b""
+) -> list[BlockHash]:
+    """Hashes of consecutive full blocks, whose tokens are packed, after the block with the hash
+    `parent`. `extra_keys` are those of the first of them.
+    """
     stride = 4 * block_size
     hashes: list[bytes] = []
     for start in range(0, len(packed), stride):

@@ -43,6 +43,12 @@ ATTR_STOP_REASON = "stepwell.stop_reason"
 ATTR_FINISH_REASON = "stepwell.finish_reason"
 ATTR_RANK = "stepwell.rank"
 ATTR_DIRECTORY_STATE = "stepwell.directory.state"
+ATTR_ROUTING_REPLICA = "stepwell.routing.replica"
+ATTR_ROUTING_REASON = "stepwell.routing.reason"
+ATTR_ROUTING_NUM_CANDIDATES = "stepwell.routing.num_candidates"
+ATTR_ROUTING_NUM_CACHED_TOKENS = "stepwell.routing.num_cached_tokens"
+ATTR_ROUTING_COST_SECONDS = "stepwell.routing.cost_seconds"
+ATTR_ROUTING_NUM_SENT = "stepwell.routing.num_sent"
 
 # The server span at the edge, by the OpenTelemetry GenAI conventions. The two latencies are vLLM's
 # own, which its dashboards read.

@@ -48,7 +48,8 @@ from services.gateway.core.fleet import Fleet
 from services.gateway.core.gate import Gate
 from services.gateway.core.inference import Inference
 from services.gateway.core.prefix_index import PrefixIndex
-from services.gateway.core.routing import LeastLoaded
+from services.gateway.core.routing import make_policy
+from services.gateway.core.routing.policy import RoutingParts
 from services.gateway.settings import GatewaySettings
 
 SERVICE = "gateway"
@@ -109,10 +110,17 @@ class Gateway:
             address: SchedulerLink(address, gateway_id, settings.session_timeout_seconds)
             for address in settings.schedulers
         }
+        self.prefix_index = PrefixIndex()
+        parts = RoutingParts(
+            random.Random(secrets.randbits(64)),
+            asyncio.get_running_loop(),
+            self.prefix_index,
+            settings.routing_max_load_delta,
+        )
         self.fleet = Fleet(
             self._links,
             asyncio.get_running_loop(),
-            LeastLoaded(random.Random(secrets.randbits(64))),
+            make_policy(settings.routing_policy, parts),
             resubmit_timeout_seconds=settings.resubmit_timeout_seconds,
             migrate_after_seconds=settings.migrate_after_seconds,
             tokenizer_fingerprint=tokenizer_fingerprint(settings.model),
@@ -130,7 +138,6 @@ class Gateway:
             unix_nanos=time.time_ns,
         )
         self.gate = Gate(settings.max_concurrent_requests)
-        self.prefix_index = PrefixIndex()
         self._follower = make_follower(
             self.prefix_index, settings.redis_url, lambda: self.membership.replicas
         )

@@ -10,9 +10,11 @@ from services.common.settings import (
     at_least,
     existing_directory,
     not_empty,
+    one_of,
     setting,
     with_default,
 )
+from services.gateway.core.routing import POLICIES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +94,18 @@ class GatewaySettings(ServiceSettings):
         (),
         doc="origins of web pages that may read answers, such as https://chat.example, or *; "
         "empty: none (CORS)",
+    )
+    routing_policy: str = setting(
+        "cache-aware",
+        doc="how one of several replicas is chosen: cache-aware, least-loaded, round-robin, "
+        "consistent-hash or power-of-two",
+        check=one_of(POLICIES),
+    )
+    routing_max_load_delta: int = setting(
+        16,
+        doc="a replica with so many more requests than the least loaded one gets none, whatever it "
+        "has cached (cache-aware)",
+        check=at_least(1),
     )
     resubmit_timeout_seconds: float = setting(
         30.0,

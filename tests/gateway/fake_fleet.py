@@ -1,7 +1,7 @@
 """A fleet over fake links, and a clock that the test moves."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from services.common.sampling import SamplingParams
@@ -9,10 +9,13 @@ from services.gateway.core.fleet import Fleet
 from services.gateway.core.inflight import Inflight, Mailbox
 from services.gateway.core.replica import Replica, ReplicaDescription, ReplicaState
 from services.gateway.core.request import EngineRequest, ModelLimits
-from services.gateway.core.routing import LeastLoaded
+from services.gateway.core.routing import make_policy
+from services.gateway.core.routing.policy import RoutingParts
 
 LIMITS = ModelLimits(100, 90, 320, (0,), priority_scheduling=False, hidden_size=4)
 RESUBMIT_TIMEOUT_SECONDS, MIGRATE_AFTER_SECONDS = 30.0, 1.0
+BLOCK_SIZE = 4
+MAX_LOAD_DELTA = 4
 
 
 @dataclass(eq=False)
@@ -71,25 +74,38 @@ class FakeLink:
 class FakeFleet:
     """A fleet of replicas named "a", "b" and so on, none of them connected yet."""
 
-    def __init__(self, num_replicas: int = 2, tokenizer_fingerprint: bytes = b"") -> None:
+    def __init__(
+        self,
+        num_replicas: int = 2,
+        tokenizer_fingerprint: bytes = b"",
+        policy: str = "least-loaded",
+        max_load_delta: int = MAX_LOAD_DELTA,
+    ) -> None:
         self.clock = ManualClock()
+        self.directory: dict[str, int] = {}
+        """Blocks that each node has cached of every prompt."""
+        parts = RoutingParts(random.Random(0), self.clock, self, max_load_delta)
         names = "abcdefgh"[:num_replicas]
         self.links = {name: FakeLink() for name in names}
         self.fleet = Fleet(
             self.links,
             self.clock,
-            LeastLoaded(random.Random(0)),
+            make_policy(policy, parts),
             resubmit_timeout_seconds=RESUBMIT_TIMEOUT_SECONDS,
             migrate_after_seconds=MIGRATE_AFTER_SECONDS,
             tokenizer_fingerprint=tokenizer_fingerprint,
         )
         self.replicas = dict(zip(names, self.fleet.membership.replicas, strict=True))
 
+    def match(self, keys: Sequence[int]) -> dict[str, int]:
+        """The core's PrefixDirectory."""
+        return {node: min(depth, len(keys)) for node, depth in self.directory.items()}
+
     def connect(self, *names: str, fingerprint: bytes = b"f", limits: ModelLimits = LIMITS) -> None:
         """Opens sessions that can run steps."""
         for name in names:
             replica = self.replicas[name]
-            replica.opened(ReplicaDescription("tiny", limits, fingerprint, b""))
+            replica.opened(ReplicaDescription("tiny", limits, fingerprint, b"", BLOCK_SIZE, name))
             replica.state_changed(ReplicaState(ready=True))
 
     def start(
@@ -99,12 +115,16 @@ class FakeFleet:
         num_prompts: int = 1,
         n: int = 1,
         deadline: float | None = None,
+        prompt: Sequence[int] = (1, 2),
+        session_id: str = "",
     ) -> Mailbox:
-        """A request of `n` answers to each prompt."""
+        """A request of `n` answers to each prompt, which begin alike."""
         sampling = SamplingParams(max_tokens=max_tokens)
         requests = [
-            EngineRequest("r", prompt, sampling, 0, "", 0, "", deadline=deadline)
-            for prompt in ([1, 2, number] for number in range(num_prompts))
+            EngineRequest(
+                "r", tokens, sampling, 0, "", 0, "", deadline=deadline, session_id=session_id
+            )
+            for tokens in ([*prompt, number] for number in range(num_prompts))
             for _ in range(n)
         ]
         return self.fleet.start(requests)

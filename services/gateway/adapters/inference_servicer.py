@@ -149,6 +149,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
             skip_special_tokens=not request.keep_special_tokens,
             priority=request.priority,
             cache_salt=request.cache_salt,
+            session_id=request.session_id,
         )
 
     async def _prompt(self, request: gateway_pb2.GenerateRequest) -> Prompt:

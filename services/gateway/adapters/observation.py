@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
@@ -14,6 +14,7 @@ from services.gateway.adapters.metrics import Metrics
 from services.gateway.core.choice import Piece
 from services.gateway.core.generation import Generation
 from services.gateway.core.prefix_index import PrefixIndex
+from services.gateway.core.route import Route
 
 CANCELLED = "cancelled"
 
@@ -71,6 +72,8 @@ class Observation:
         generation = self._generation
         if generation is None or self._is_refused:
             return
+        if self._span.is_recording() and generation.mailbox is not None:
+            self._span.set_attributes(_routing_attributes(generation.mailbox.routes))
         for _ in range(len(generation.choices) - len(generation.finish_reasons())):
             self._metrics.ended(self._end)
         if not generation.was_taken:
@@ -154,6 +157,23 @@ class Observer:
             observation.completed()
             self._metrics.requests_in_flight.dec()
             span.end()
+
+
+def _routing_attributes(routes: Sequence[Route]) -> dict[str, str | int | float]:
+    """The last route, since the answer came by it, and how many there were."""
+    if not routes:
+        return {}
+    last = routes[-1]
+    attributes: dict[str, str | int | float] = {
+        names.ATTR_ROUTING_REPLICA: last.address,
+        names.ATTR_ROUTING_REASON: last.reason.value,
+        names.ATTR_ROUTING_NUM_CANDIDATES: last.num_candidates,
+        names.ATTR_ROUTING_NUM_CACHED_TOKENS: last.num_cached_tokens,
+        names.ATTR_ROUTING_NUM_SENT: len(routes),
+    }
+    if last.cost_seconds is not None:
+        attributes[names.ATTR_ROUTING_COST_SECONDS] = last.cost_seconds
+    return attributes
 
 
 def _request_attributes(

@@ -7,6 +7,7 @@ from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 from services.common.channel import open_channel
 from services.common.queue_state_proto import queue_state_from_proto
+from services.common.replica_load_proto import replica_load_from_proto
 from services.gateway.adapters.converters import (
     description_from_proto,
     finish_from_proto,
@@ -113,6 +114,8 @@ class SchedulerLink:
                             replica.state_changed(replica_state_from_proto(response.state))
                         case "queue":
                             replica.queue_changed(queue_state_from_proto(response.queue))
+                        case "load":
+                            replica.load_changed(replica_load_from_proto(response.load))
                         case "opened":
                             replica.opened(description_from_proto(response.opened))
             finally:

@@ -10,7 +10,8 @@ from services.gateway.core.membership import Membership, no_replica_ready
 from services.gateway.core.ports import TIMER_SLACK_SECONDS, Clock, Link
 from services.gateway.core.replica import Replica
 from services.gateway.core.request import EngineRequest, ModelLimits
-from services.gateway.core.routing import RoutingPolicy
+from services.gateway.core.route import Route, RoutingReason
+from services.gateway.core.routing.policy import RoutingPolicy
 from services.gateway.core.waiting_queue import WaitingQueue
 
 logger = logging.getLogger(__name__)
@@ -84,10 +85,11 @@ class Fleet:
         mailbox = Mailbox(requests, self._numbers, self._drop)
         replica, prompt = None, None
         for inflight in mailbox.inflights:
-            if replica is None or inflight.request.prompt_token_ids is not prompt:
-                replica = self._choose(inflight)
+            if replica is not None and inflight.request.prompt_token_ids is prompt:
+                replica.send(inflight, Route(replica.address, RoutingReason.SAME_PROMPT, 1))
+            else:
+                replica = self._send_or_queue(inflight)
                 prompt = inflight.request.prompt_token_ids
-            self._send_or_queue(inflight, replica)
         return mailbox
 
     def give_up(self, error: StepwellError) -> None:
@@ -134,19 +136,18 @@ class Fleet:
             inflight.failed(error)
             return
         inflight.refused_by.add(replica.address)
-        other = self._choose(inflight)
-        if other is not None:
-            other.send(inflight)
-        elif inflight.was_accepted or isinstance(error, Unavailable):
+        if self._send(inflight) is not None:
+            return
+        if inflight.was_accepted or isinstance(error, Unavailable):
             self._waiting.add(inflight, error.retry_after_seconds or _DEFAULT_RETRY_SECONDS)
         else:
             inflight.failed(error)
 
     # Where sequences go.
 
-    def _choose(self, inflight: Inflight) -> Replica | None:
-        """A replica that is ready and has not refused the sequence; one whose queue has room for
-        it, if there is any. None if there is none.
+    def _send(self, inflight: Inflight) -> Replica | None:
+        """Sends a sequence to a replica that is ready and has not refused it; to one whose queue
+        has room for it, if there is any. Returns the replica; None if there is none.
         """
         candidates = [
             replica
@@ -162,23 +163,30 @@ class Fleet:
             for replica in candidates
             if replica.queue_refusal(timeout, has_output=has_output) is None
         ]
-        return self._policy.choose(inflight, with_room or candidates)
+        candidates = with_room or candidates
+        if len(candidates) == 1:
+            (replica,) = candidates
+            route = Route(replica.address, RoutingReason.ONLY, 1)
+        else:
+            route = self._policy.choose(inflight, candidates)
+            (replica,) = (one for one in candidates if one.address == route.address)
+        replica.send(inflight, route)
+        return replica
 
     def _timeout(self, deadline: float | None) -> float | None:
         return None if deadline is None else deadline - self._clock.time()
 
-    def _send_or_queue(self, inflight: Inflight, replica: Replica | None) -> None:
+    def _send_or_queue(self, inflight: Inflight) -> Replica | None:
+        """Sends a sequence to a replica, and returns that, or lets the sequence wait for one."""
+        replica = self._send(inflight)
         if replica is None:
             self._waiting.add(inflight)
-        else:
-            replica.send(inflight)
+        return replica
 
     def _send_waiting(self) -> None:
         for inflight in self._waiting:
-            replica = self._choose(inflight)
-            if replica is not None:
+            if self._send(inflight) is not None:
                 self._waiting.discard(inflight)
-                replica.send(inflight)
 
     def _migrate(self) -> None:
         """Takes sequences from replicas that have not been able to run steps for too long."""
@@ -194,11 +202,11 @@ class Fleet:
                     replica.reason,
                 )
                 for inflight in replica.take_back():
-                    self._send_or_queue(inflight, self._choose(inflight))
+                    self._send_or_queue(inflight)
 
     def _try_again(self, inflight: Inflight) -> None:
         inflight.refused_by.clear()
-        self._send_or_queue(inflight, self._choose(inflight))
+        self._send_or_queue(inflight)
 
     def _expired(self, inflight: Inflight) -> None:
         why = self.membership.why_not_ready() or "every replica refuses it"

@@ -37,6 +37,8 @@ class Generation:
         self.request = request
         self.sequences = sequences
         stops = StopPatterns(request.stop)
+        self.mailbox: Mailbox | None = None
+        """Its sequences at the engine; None before `pieces` began."""
         self.was_taken = False
         """Whether one of its sequences was scheduled; else it was refused, or is queued."""
         self.choices = [
@@ -52,7 +54,7 @@ class Generation:
         loop turns. Raises StepwellError when the engine refuses or gives up. Closing the
         iterator aborts what has not ended.
         """
-        mailbox = engine.start(self.sequences)
+        mailbox = self.mailbox = engine.start(self.sequences)
         try:
             num_open = len(self.choices)
             while num_open:

@@ -9,6 +9,7 @@ from services.common.finish_reason import FinishReason
 from services.gateway.core.delta import Delta, Finish
 from services.gateway.core.logprobs import LogprobRows, joined
 from services.gateway.core.request import EngineRequest
+from services.gateway.core.route import Route
 
 MAX_LOSSES_COMPUTED = 5
 MAX_LOSSES_WAITED = 50
@@ -72,12 +73,13 @@ class Inflight:
         """Whether log-probabilities of the prompt are still to come."""
         return self.request.sampling.prompt_logprobs is not None and not self.output_token_ids
 
-    def sent(self, release: Callable[[], None]) -> None:
+    def sent(self, release: Callable[[], None], route: Route) -> None:
         """It was sent to a replica; `release` aborts it there.
 
         Log-probabilities of the prompt come again from its beginning.
         """
         self.release = release
+        self.mailbox.routes.append(route)
         self._num_repeated_rows = self._num_prompt_rows
 
     def admitted(self, num_cached_tokens: int) -> None:
@@ -175,6 +177,8 @@ class Mailbox:
         self.inflights = [
             Inflight(request, index, next(numbers), self) for index, request in enumerate(requests)
         ]
+        self.routes: list[Route] = []
+        """Where its sequences were sent, in order; one that was sent again has several."""
         self._unfinished = set(range(len(requests)))
         self._drop = drop
         self._deltas: dict[int, Delta] = {}

@@ -60,6 +60,16 @@ class Clock(Protocol):
         """Calls `callback` at that time or, if it has passed, soon."""
 
 
+class PrefixDirectory(Protocol):
+    """What the pools of all replicas have cached."""
+
+    def match(self, keys: Sequence[int]) -> Mapping[str, int]:
+        """How many blocks of a chain, from the first on, are cached by each node; those without any
+        are left out. `keys` are those of the chain's blocks, see `services.common.kv_directory`.
+        """
+        ...
+
+
 class TextTooLong(Exception):
     """A text has `num_tokens` tokens, or more where that is not exact."""
 

@@ -7,11 +7,15 @@ from typing import Protocol
 
 from services.common.errors import ResourceExhausted, StepwellError
 from services.common.queue_state import QueueState
+from services.common.replica_load import ReplicaLoad
 from services.gateway.core.delta import Finish
 from services.gateway.core.inflight import Inflight
+from services.gateway.core.load_tracker import LoadTracker
 from services.gateway.core.no_token import NAN_IN_LOGITS, why_no_token
 from services.gateway.core.ports import Clock, Link
+from services.gateway.core.recent_prefixes import RecentPrefixes
 from services.gateway.core.request import ModelLimits
+from services.gateway.core.route import Route
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +30,7 @@ class ReplicaDescription:
     limits: ModelLimits
     fingerprint: bytes
     tokenizer_fingerprint: bytes
+    block_size: int
     cache_node: str = ""
     """The name under which the directory knows its pool; empty: the directory does not."""
     kvpool_address: str = ""
@@ -76,6 +81,8 @@ class Replica:
         self.refusal = ""
         self.running: dict[int, Inflight] = {}
         """The sequences there, by the handles that the session knows them by."""
+        self.load = LoadTracker()
+        self.recent_prefixes = RecentPrefixes()
         self._link = link
         self._clock = clock
         self._listener = listener
@@ -129,12 +136,13 @@ class Replica:
         queue = replace(self._queue, num_waiting=num_waiting)
         return queue.refusal(timeout_seconds, has_output=has_output)
 
-    def send(self, inflight: Inflight) -> None:
-        """Sends a sequence there. The replica must be ready."""
+    def send(self, inflight: Inflight, route: Route) -> None:
+        """Sends a sequence there, by a route to it. The replica must be ready."""
         handle = self._free_handle()
         self.running[handle] = inflight
         self._unadmitted.add(handle)
-        inflight.sent(release=lambda: self._abort(handle))
+        inflight.sent(release=lambda: self._abort(handle), route=route)
+        self.load.sent(handle, inflight, route)
         self._link.add(handle, inflight)
 
     def take_back(self) -> list[Inflight]:
@@ -174,8 +182,15 @@ class Replica:
         self._queue = queue
         self._num_others_waiting = max(0, queue.num_waiting - len(self._unadmitted))
 
+    def load_changed(self, load: ReplicaLoad) -> None:
+        """The scheduler reported its load."""
+        self.load.look(self._clock.time())
+        self.load.reported(load)
+
     def admitted(self, handle: int, num_cached_tokens: int) -> None:
         self._unadmitted.discard(handle)
+        block_size = 0 if self.description is None else self.description.block_size
+        self.load.admitted(handle, num_cached_tokens, block_size)
         if (inflight := self.running.get(handle)) is not None:
             inflight.admitted(num_cached_tokens)
 
@@ -205,6 +220,8 @@ class Replica:
         self._state, self._stalled_since = _UNKNOWN, None
         self._queue = None
         self._unadmitted.clear()
+        self.load.clear()
+        self.recent_prefixes.clear()
         lost, self.running = list(self.running.values()), {}
         self._listener.replica_lost(lost)
 
@@ -214,6 +231,7 @@ class Replica:
 
     def _forget(self, handle: int) -> Inflight | None:
         self._unadmitted.discard(handle)
+        self.load.ended(handle)
         return self.running.pop(handle, None)
 
     def _free_handle(self) -> int:

@@ -14,6 +14,7 @@ from services.common.seeds import answer_seed
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_LENGTH = 1024
 MAX_CACHE_SALT_BYTES = 256
+MAX_SESSION_ID_BYTES = 256
 ChatRole = Literal["system", "developer", "user", "assistant"]
 CHAT_ROLES: tuple[str, ...] = get_args(ChatRole)
 CONTEXT_LENGTH_EXCEEDED = "CONTEXT_LENGTH_EXCEEDED"
@@ -72,7 +73,8 @@ class ClientRequest:
     """One request at the edge, whatever protocol it came by: n answers to each prompt.
 
     `default_max_tokens` holds where `sampling.max_tokens` is None; None is "as many as fit".
-    `prompt_only` asks for nothing but the prompt (echo with max_tokens 0).
+    `prompt_only` asks for nothing but the prompt (echo with max_tokens 0). Requests with the same
+    `session_id`, where it is given, are expected to repeat one another's prompts.
     """
 
     request_id: str
@@ -87,6 +89,7 @@ class ClientRequest:
     cache_salt: str = ""
     default_max_tokens: int | None = None
     prompt_only: bool = False
+    session_id: str = ""
 
     @property
     def num_choices(self) -> int:
@@ -107,6 +110,7 @@ class EngineRequest:
     prompt_embeds: PromptEmbeds | None = None
     deadline: float | None = None
     """When the client gives up, on the engine's clock; None without a deadline."""
+    session_id: str = ""
 
 
 def is_request_id(name: str) -> bool:
@@ -134,6 +138,10 @@ def check_request(request: ClientRequest, limits: ModelLimits) -> None:
     if len(request.cache_salt.encode()) > MAX_CACHE_SALT_BYTES:
         raise InvalidArgument(
             f"cache_salt may be {MAX_CACHE_SALT_BYTES} bytes long", field="cache_salt"
+        )
+    if len(request.session_id.encode()) > MAX_SESSION_ID_BYTES:
+        raise InvalidArgument(
+            f"session_id may be {MAX_SESSION_ID_BYTES} bytes long", field="session_id"
         )
     _check_priority(request.priority, limits)
 
@@ -173,6 +181,7 @@ def to_engine_requests(
                     arrival_unix_nanos=arrival_unix_nanos,
                     traceparent=traceparent,
                     deadline=deadline,
+                    session_id=request.session_id,
                 )
             )
     return sequences

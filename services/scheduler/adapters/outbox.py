@@ -88,7 +88,7 @@ class Outbox:
         self.flush()
 
     def announce(self, response: scheduler_pb2.SessionResponse) -> None:
-        """The state of the replica or of its queue; replaces an earlier one that was not taken."""
+        """State, queue or load of the replica; replaces an earlier one that was not taken."""
         self._announced[response.WhichOneof("message")] = response
         self._woken.set()
 

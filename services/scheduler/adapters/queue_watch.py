@@ -4,6 +4,7 @@ import asyncio
 import time
 
 from services.common.queue_state import QueueState
+from services.common.replica_load import ReplicaLoad
 from services.scheduler.adapters.sessions import Sessions
 from services.scheduler.adapters.statistics import StepCounts
 from services.scheduler.core.engine_core import EngineCore, EngineState
@@ -35,6 +36,7 @@ class QueueWatch:
         self._estimate = QueueEstimate(engine.scheduler.config.max_running)
         self._is_queue_announced = False
         self._arrived = asyncio.Event()
+        self._load_announced = ReplicaLoad(0, 0)
 
     def state_at_arrival(self) -> QueueState:
         """The queue as it is now, when a request arrives."""
@@ -48,6 +50,20 @@ class QueueWatch:
             max_queue_seconds=self._max_queue_seconds,
             seconds_per_request=self._estimate.seconds_per_request,
             service_seconds=self._estimate.service_seconds,
+        )
+
+    def _load(self) -> ReplicaLoad:
+        """What there is to do now, and how long it takes."""
+        requests = self._engine.unfinished
+        costs = self._counts.step_costs
+        return ReplicaLoad(
+            num_requests=len(requests),
+            num_uncomputed_tokens=sum(
+                max(0, request.num_prompt_tokens - request.num_computed_tokens)
+                for request in requests
+            ),
+            seconds_per_prompt_token=costs.seconds_per_prompt_token,
+            seconds_per_decode=costs.seconds_per_decode,
         )
 
     async def run(self) -> None:
@@ -64,7 +80,7 @@ class QueueWatch:
 
     def _look(self) -> None:
         """Takes a sample, ends the requests whose time to be scheduled has passed, and sends the
-        queue's state to the gateways while requests wait.
+        queue's state to the gateways while requests wait, and the load if it changed.
         """
         now = time.monotonic()
         if self._engine.state is EngineState.RUNNING:
@@ -77,6 +93,10 @@ class QueueWatch:
         if num_waiting or self._is_queue_announced:
             self._is_queue_announced = num_waiting > 0
             self._sessions.announce_queue(self._state())
+        load = self._load()
+        if load != self._load_announced:
+            self._load_announced = load
+            self._sessions.announce_load(load)
 
     def _sample(self, now: float) -> None:
         running = self._engine.scheduler.running

@@ -11,6 +11,8 @@ from services.common.errors import StepwellError
 from services.common.finish_reason import FinishReason
 from services.common.queue_state import QueueState
 from services.common.queue_state_proto import queue_state_to_proto
+from services.common.replica_load import ReplicaLoad
+from services.common.replica_load_proto import replica_load_to_proto
 from services.common.status import status_code
 from services.scheduler.adapters.outbox import Outbox
 from services.scheduler.core.output import EngineCoreOutputs
@@ -121,6 +123,10 @@ class Sessions:
     def announce_queue(self, state: QueueState) -> None:
         """Sends every gateway how long the queue is."""
         self._announce(scheduler_pb2.SessionResponse(queue=queue_state_to_proto(state)))
+
+    def announce_load(self, load: ReplicaLoad) -> None:
+        """Sends every session how much there is to do."""
+        self._announce(scheduler_pb2.SessionResponse(load=replica_load_to_proto(load)))
 
     def _announce(self, response: scheduler_pb2.SessionResponse) -> None:
         for session in self._gateways:

@@ -13,6 +13,7 @@ from services.scheduler.adapters.sessions import Sessions
 from services.scheduler.adapters.wait_reasons import WaitReasons
 from services.scheduler.core.engine_core import EngineCore, EngineState
 from services.scheduler.core.output import WaitReason
+from services.scheduler.core.step_costs import StepCosts
 
 _STATES = ProtoEnum(EngineState, scheduler_pb2.EngineState, "ENGINE_STATE_")
 _WAIT_REASONS = ProtoEnum(WaitReason, scheduler_pb2.WaitReason, "WAIT_REASON_")
@@ -34,6 +35,7 @@ class StepCounts:
         """Tokens that were computed and given up by preemptions."""
         self.wait_reasons = WaitReasons()
         self.step_nanos: deque[int] = deque(maxlen=RECENT_STEPS)
+        self.step_costs = StepCosts()
 
     @property
     def mean_step_nanos(self) -> int:

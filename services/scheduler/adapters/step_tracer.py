@@ -24,6 +24,7 @@ from services.scheduler.core.request import Request
 class _StepTrace:
     span: Span
     begun_nanos: int
+    num_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -61,7 +62,8 @@ class StepTracer:
             raise AssertionError("a step was planned that had not begun")
         if self._tracing.enabled:
             self._trace_plan(plan, step.span)
-        self._count(plan)
+        step.num_tokens = plan.num_tokens
+        self._count(plan, step.num_tokens)
         if plan.requests or plan.removed_rows:
             self._steps[plan.step] = step
         else:
@@ -70,7 +72,9 @@ class StepTracer:
     def done(self, plan: SchedulerOutput, updates: Iterable[EngineCoreOutput]) -> None:
         step = self._steps.pop(plan.step)
         now = time.time_ns()
-        self._counts.step_nanos.append(now - max(step.begun_nanos, self._last_done_nanos))
+        nanos = now - max(step.begun_nanos, self._last_done_nanos)
+        self._counts.step_nanos.append(nanos)
+        self._counts.step_costs.observe(len(plan.requests), step.num_tokens, nanos / 1e9)
         self._last_done_nanos = now
         step.span.end()
         for update in updates if self._requests else ():
@@ -108,10 +112,10 @@ class StepTracer:
             step.span.end()
         self.preempted(preempted)
 
-    def _count(self, plan: SchedulerOutput) -> None:
+    def _count(self, plan: SchedulerOutput, num_tokens: int) -> None:
         counts = self._counts
         counts.num_steps += 1
-        counts.num_scheduled_tokens += plan.num_tokens
+        counts.num_scheduled_tokens += num_tokens
         counts.wait_reasons.planned(plan.step, plan.wait_reason)
         for preemption in plan.preemptions:
             counts.num_lost_tokens += preemption.num_lost_tokens

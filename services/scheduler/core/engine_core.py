@@ -100,6 +100,11 @@ class EngineCore:
         else:
             self._wake.set()
 
+    @property
+    def unfinished(self) -> list[Request]:
+        """All requests that run or wait."""
+        return [*self.scheduler.requests, *self._arrivals]
+
     def abort_late(self, now: float) -> None:
         """Ends requests that were not scheduled by their `latest_start`."""
         late = [

@@ -61,6 +61,11 @@ async def test_a_span_tells_the_request_by_its_current_names(model: Path) -> Non
             "gen_ai.usage.output_tokens": 3,
             "gen_ai.usage.cache_read.input_tokens": 1,
             "stepwell.directory.state": "fallback",  # the pool of one replica is not followed
+            "stepwell.routing.replica": scheduler.address,
+            "stepwell.routing.reason": "only",
+            "stepwell.routing.num_candidates": 1,
+            "stepwell.routing.num_cached_tokens": 0,
+            "stepwell.routing.num_sent": 1,
         }
 
 

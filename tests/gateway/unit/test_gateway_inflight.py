@@ -9,6 +9,9 @@ from services.gateway.core.delta import Finish
 from services.gateway.core.inflight import Mailbox, ended
 from services.gateway.core.logprobs import LogprobRows
 from services.gateway.core.request import EngineRequest
+from services.gateway.core.route import Route, RoutingReason
+
+ROUTE = Route("a", RoutingReason.ONLY, 1)
 
 
 def make(**sampling) -> Mailbox:
@@ -42,11 +45,11 @@ async def test_prompt_logprobs_that_come_twice_are_told_once() -> None:
     """The replica was lost in the middle of the prompt; the next one begins anew."""
     mailbox = make(max_tokens=9, prompt_logprobs=0)
     (inflight,) = mailbox.inflights
-    inflight.sent(nothing)
+    inflight.sent(nothing, ROUTE)
     inflight.prompt_logprobs(rows(2, 3))
     ((_, delta),) = await mailbox.receive()
     assert delta.prompt_logprobs == rows(2, 3)
-    inflight.sent(nothing)
+    inflight.sent(nothing, ROUTE)
     inflight.prompt_logprobs(rows(2))
     inflight.prompt_logprobs(rows(3, 4, 5))
     ((_, delta),) = await mailbox.receive()
@@ -57,7 +60,7 @@ async def test_a_closed_mailbox_drops_what_lives_once() -> None:
     dropped: list[str] = []
     mailbox = make(max_tokens=9)
     (inflight,) = mailbox.inflights
-    inflight.sent(lambda: dropped.append("gone"))
+    inflight.sent(lambda: dropped.append("gone"), ROUTE)
     mailbox.close()
     mailbox.close()
     assert dropped == ["gone"]

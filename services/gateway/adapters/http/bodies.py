@@ -68,6 +68,7 @@ class SamplingBody(Body):
     add_special_tokens: bool | None = None
     priority: Int | None = None
     cache_salt: str | None = None
+    prompt_cache_key: str | None = None
     bad_words: Texts | None = None
     allowed_token_ids: TokenIds | None = None
     prompt_logprobs: Int | None = None
@@ -80,7 +81,6 @@ class SamplingBody(Body):
     store: Annotated[Any, only(False, why="nothing is stored")] = None
     service_tier: Annotated[Any, only("auto", "default", why="there is one service tier")] = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
 
     def in_client_words(self, error: StepwellError) -> StepwellError:
         """The error with its field named as in this body."""

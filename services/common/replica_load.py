@@ -1,0 +1,19 @@
+"""How much a replica has to do, and how fast it does it."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLoad:
+    """What a scheduler reports of all its requests, and of its last steps.
+
+    A step takes so many seconds for each token of a prompt that is computed in it, and so many for
+    each request that decodes in it, besides what every step takes; 0: not known yet.
+    """
+
+    num_requests: int
+    """Requests that run or wait."""
+    num_uncomputed_tokens: int
+    """Tokens of them whose keys and values are still to be computed or found in the cache."""
+    seconds_per_prompt_token: float = 0.0
+    seconds_per_decode: float = 0.0

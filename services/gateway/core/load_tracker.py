@@ -1,0 +1,152 @@
+"""The load of one replica: what this gateway sent there, and what the scheduler reports."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from statistics import fmean
+
+from services.common.replica_load import ReplicaLoad
+from services.gateway.core.inflight import Inflight
+from services.gateway.core.route import Route
+
+DEFAULT_OUTPUT_TOKENS = 128.0
+LOOK_SECONDS = 0.05
+_SHARE = 0.1
+"""Of the newest value in the means."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """By how much each token of a prompt, and each request that decodes, makes a step longer."""
+
+    seconds_per_prompt_token: float
+    seconds_per_decode: float
+
+
+DEFAULT_SPEEDS = Speeds(1e-4, 1e-4)
+"""Used while no replica has measured its own: only their ratio matters then."""
+
+
+def mean_speeds(loads: Iterable["LoadTracker"]) -> Speeds:
+    """The mean of what is known of several replicas; the default where nothing is."""
+    known = [load.speeds for load in loads if load.speeds is not None]
+    if not known:
+        return DEFAULT_SPEEDS
+    return Speeds(
+        fmean(speeds.seconds_per_prompt_token for speeds in known),
+        fmean(speeds.seconds_per_decode for speeds in known),
+    )
+
+
+@dataclass(slots=True)
+class _Sent:
+    """Of a sequence that this gateway sent: tokens that are not computed, as far as is known."""
+
+    inflight: Inflight
+    num_output_tokens: int
+    num_uncomputed_tokens: int
+    num_cached_tokens: int
+
+
+class LoadTracker:
+    """Counts what is sent at once, and corrects itself by each report.
+
+    Reports come up to ten times a second. A gateway that counted by them alone would send all
+    requests of such a period to the same replica.
+    """
+
+    def __init__(self) -> None:
+        self.trust = 1.0
+        """Mean of the share of the tokens expected to be cached there that were."""
+        self._sent: dict[int, _Sent] = {}
+        self._num_uncomputed = 0
+        self._looked_at = -LOOK_SECONDS
+        self._mean_output_tokens = DEFAULT_OUTPUT_TOKENS
+        self.clear()
+
+    def clear(self) -> None:
+        """The session ended: nothing runs there, and nothing is known of its speed."""
+        self._sent.clear()
+        self._num_uncomputed = 0
+        self._num_other_requests = 0
+        self._num_other_tokens = 0
+        self.speeds: Speeds | None = None
+        """As the scheduler measured them; None until it has."""
+
+    @property
+    def num_requests(self) -> int:
+        """Requests of all gateways there."""
+        return len(self._sent) + self._num_other_requests
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens of all gateways' requests that are to be computed there."""
+        return self._num_uncomputed + self._num_other_tokens
+
+    def look(self, now_seconds: float) -> None:
+        """Leaves out the prompts of sequences that got tokens, unless it did so just before."""
+        if now_seconds < self._looked_at + LOOK_SECONDS:
+            return
+        self._looked_at = now_seconds
+        for sent in self._sent.values():
+            if len(sent.inflight.output_token_ids) > sent.num_output_tokens:
+                self._num_uncomputed -= sent.num_uncomputed_tokens
+                sent.num_uncomputed_tokens = 0
+
+    def cost_seconds(
+        self, num_tokens: int, max_output_tokens: int | None, default_speeds: Speeds
+    ) -> float:
+        """What a sequence with so many tokens to compute costs here: the time that it waits for the
+        tokens before it, its own twice, since it and those behind it wait for them, and by how much
+        the requests here and the sequence slow one another down while it decodes.
+        """
+        speeds = self.speeds or default_speeds
+        num_output_tokens = self._mean_output_tokens
+        if max_output_tokens is not None:
+            num_output_tokens = min(num_output_tokens, max_output_tokens)
+        num_computed = self.num_uncomputed_tokens + 2 * num_tokens
+        num_decoded = self.num_requests * num_output_tokens
+        return (
+            speeds.seconds_per_prompt_token * num_computed + speeds.seconds_per_decode * num_decoded
+        )
+
+    def sent(self, handle: int, inflight: Inflight, route: Route) -> None:
+        """A sequence was sent."""
+        num_output_tokens = len(inflight.output_token_ids)
+        num_tokens = len(inflight.request.prompt_token_ids) + num_output_tokens
+        num_uncomputed = num_tokens - route.num_cached_tokens
+        sent = _Sent(inflight, num_output_tokens, num_uncomputed, route.num_cached_tokens)
+        self._sent[handle] = sent
+        self._num_uncomputed += num_uncomputed
+
+    def admitted(self, handle: int, num_cached_tokens: int, block_size: int) -> None:
+        """A sequence left the queue, and so many of its tokens were cached.
+
+        Of a prompt that is cached whole, the last block is computed again.
+        """
+        sent = self._sent.get(handle)
+        if sent is None:
+            return
+        difference = sent.num_cached_tokens - num_cached_tokens
+        if sent.num_uncomputed_tokens:
+            sent.num_uncomputed_tokens += difference
+            self._num_uncomputed += difference
+        if sent.num_cached_tokens:
+            share = min(1.0, (num_cached_tokens + block_size) / sent.num_cached_tokens)
+            self.trust += _SHARE * (share - self.trust)
+
+    def ended(self, handle: int) -> None:
+        """A sequence ended, or was aborted or refused."""
+        sent = self._sent.pop(handle, None)
+        if sent is None:
+            return
+        self._num_uncomputed -= sent.num_uncomputed_tokens
+        num_output_tokens = len(sent.inflight.output_token_ids)
+        if num_output_tokens:
+            self._mean_output_tokens += _SHARE * (num_output_tokens - self._mean_output_tokens)
+
+    def reported(self, load: ReplicaLoad) -> None:
+        """The scheduler reported its load. What is not this gateway's is other gateways'."""
+        self._num_other_requests = max(0, load.num_requests - len(self._sent))
+        self._num_other_tokens = max(0, load.num_uncomputed_tokens - self._num_uncomputed)
+        if load.seconds_per_prompt_token and load.seconds_per_decode:
+            self.speeds = Speeds(load.seconds_per_prompt_token, load.seconds_per_decode)

@@ -1,0 +1,53 @@
+"""What was sent to a replica lately, before its pool can have reported it as cached."""
+
+from collections.abc import Sequence
+
+MIN_SECONDS = 2.0
+"""What was sent is expected to be cached for so long, and at most twice as long."""
+
+
+class RecentPrefixes:
+    """Keys of the blocks of the sequences that were sent to one replica lately.
+
+    Two sets take turns, so that no entry needs a timer. Speculative entries of two seconds are
+    llm-d's.
+    """
+
+    def __init__(self) -> None:
+        self._newer: dict[int, None] = {}
+        self._older: dict[int, None] = {}
+        self._turned_at = 0.0
+
+    def add(self, keys: Sequence[int], now_seconds: float) -> None:
+        """A sequence with the blocks of these keys was sent."""
+        self._turn(now_seconds)
+        self._newer.update(dict.fromkeys(keys))
+
+    def depth(self, keys: Sequence[int], now_seconds: float) -> int:
+        """How many blocks of a chain, from the first on, were sent lately.
+
+        A chain of which a block was sent was sent up to there, so that bisection finds the end.
+        """
+        self._turn(now_seconds)
+        newer, older = self._newer, self._older
+        if not newer and not older:
+            return 0
+        low, high = 0, len(keys)
+        while low < high:
+            middle = (low + high) // 2
+            if keys[middle] in newer or keys[middle] in older:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def clear(self) -> None:
+        """The replica has lost what was sent."""
+        self._newer, self._older = {}, {}
+
+    def _turn(self, now_seconds: float) -> None:
+        passed = now_seconds - self._turned_at
+        if passed >= MIN_SECONDS:
+            self._older = self._newer if passed < 2 * MIN_SECONDS else {}
+            self._newer = {}
+            self._turned_at = now_seconds

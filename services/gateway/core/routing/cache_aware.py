@@ -1,0 +1,136 @@
+"""Routing by what each replica has cached, and by its load, in seconds."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from services.gateway.core.inflight import Inflight
+from services.gateway.core.load_tracker import Speeds, mean_speeds
+from services.gateway.core.replica import Replica
+from services.gateway.core.route import Route, RoutingReason
+from services.gateway.core.routing.chain_keys import ChainKeys
+from services.gateway.core.routing.policy import RoutingParts
+from services.gateway.core.routing.sessions import SessionReplicas
+
+NEARLY_EQUAL = 1.05
+"""Among replicas that cost at most so much more than the cheapest, the choice is random."""
+AFFINITY = 0.9
+"""The cost at the replica that served the session before counts so much."""
+MIN_TRUST = 0.5
+"""Where less of what was predicted was really cached, predictions of the replica are not used."""
+SPREAD_LOAD_RATIO = 2
+SPREAD_MIN_REQUESTS = 8
+"""A replica with at least so many requests, and twice as many as the least loaded one, gets no
+further ones for what it has cached: the least loaded one computes it, and has it cached from then
+on, too (Preble's rule for hot prefixes).
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """What a sequence would find, and cost, at a replica."""
+
+    replica: Replica
+    num_cached_tokens: int
+    is_cached: bool
+    """Whether the expectation that some tokens are cached counts."""
+    cost_seconds: float
+
+
+class CacheAware:
+    """The replica where the sequence takes least of the replica's time.
+
+    1. Replicas with `max_load_delta` more requests than the least loaded one get none, whatever
+       they have cached: a hot prefix would else make a queue that takes longer than computing.
+    2. The cost at each one is the time to compute the tokens that wait there and those of the
+       sequence that are not cached, and the time by which the requests there and the sequence slow
+       one another down while it decodes (see `LoadTracker`).
+    3. What is cached is the deeper of what the directory says and what was sent there lately, so
+       that a burst of requests with one new prefix meets at one replica and computes it once.
+    4. A replica whose predictions proved wrong is judged by its load alone.
+    """
+
+    def __init__(self, parts: RoutingParts) -> None:
+        self._rng = parts.rng
+        self._clock = parts.clock
+        self._directory = parts.directory
+        self._max_load_delta = parts.max_load_delta
+        self._chain_keys = ChainKeys()
+        self._sessions = SessionReplicas()
+
+    def choose(self, inflight: Inflight, candidates: Sequence[Replica]) -> Route:
+        now = self._clock.time()
+        for replica in candidates:
+            replica.load.look(now)
+        keys = self._keys(inflight, candidates[0])
+        session_id = inflight.request.session_id
+        least = min(replica.load.num_requests for replica in candidates)
+        most = least + self._max_load_delta
+        depths = self._directory.match(keys)
+        speeds = mean_speeds(replica.load for replica in candidates)
+        offers = [
+            self._offer(inflight, replica, depths, keys, speeds)
+            for replica in candidates
+            if replica.load.num_requests <= most
+        ]
+        chosen, reason = self._choose(offers, least, self._sessions.replica_of(session_id))
+        chosen.replica.recent_prefixes.add(keys, self._clock.time())
+        self._sessions.remember(session_id, chosen.replica.address)
+        return Route(
+            chosen.replica.address,
+            reason,
+            len(candidates),
+            chosen.num_cached_tokens,
+            chosen.cost_seconds,
+        )
+
+    def _choose(
+        self, offers: Sequence[_Offer], least: int, address_before: str | None
+    ) -> tuple[_Offer, RoutingReason]:
+        """The best offer. `least` is the number of requests at the least loaded replica, and
+        `address_before` that of the replica that served the session last.
+        """
+        best = min(offers, key=lambda offer: offer.cost_seconds)
+        num_requests = best.replica.load.num_requests
+        if best.is_cached and num_requests >= max(SPREAD_MIN_REQUESTS, SPREAD_LOAD_RATIO * least):
+            idle = [offer for offer in offers if offer.replica.load.num_requests == least]
+            return min(idle, key=lambda offer: offer.cost_seconds), RoutingReason.SPREAD
+        before = next((o for o in offers if o.replica.address == address_before), best)
+        if before is not best and AFFINITY * before.cost_seconds <= best.cost_seconds:
+            return before, RoutingReason.AFFINITY
+        most = NEARLY_EQUAL * best.cost_seconds
+        chosen = self._rng.choice([offer for offer in offers if offer.cost_seconds <= most])
+        return chosen, RoutingReason.CACHED if chosen.is_cached else RoutingReason.CHEAPEST
+
+    def _keys(self, inflight: Inflight, replica: Replica) -> list[int]:
+        """The keys of the sequence's full blocks. Prompts that are embeddings have none."""
+        served, request = replica.description, inflight.request
+        if served is None or request.prompt_embeds is not None:
+            return []
+        tokens = request.prompt_token_ids + inflight.output_token_ids
+        return self._chain_keys.of(
+            served.fingerprint, tokens, served.block_size, request.cache_salt
+        )
+
+    def _offer(
+        self,
+        inflight: Inflight,
+        replica: Replica,
+        depths: Mapping[str, int],
+        keys: Sequence[int],
+        default_speeds: Speeds,
+    ) -> _Offer:
+        load, served = replica.load, replica.description
+        num_tokens = len(inflight.request.prompt_token_ids) + len(inflight.output_token_ids)
+        num_cached = 0
+        if keys and served is not None:
+            sent = replica.recent_prefixes.depth(keys, self._clock.time())
+            depth = max(depths.get(served.cache_node, 0), sent)
+            num_cached = min(depth * served.block_size, num_tokens - 1)
+        is_trusted = load.trust >= MIN_TRUST
+        num_to_compute = num_tokens - num_cached if is_trusted else num_tokens
+        cost = load.cost_seconds(
+            num_to_compute, inflight.request.sampling.max_tokens, default_speeds
+        )
+        return _Offer(
+            replica, num_cached, is_cached=is_trusted and num_cached > 0, cost_seconds=cost
+        )

@@ -1,0 +1,38 @@
+"""The rule by which one of several replicas is chosen."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.gateway.core.inflight import Inflight
+from services.gateway.core.ports import Clock, PrefixDirectory
+from services.gateway.core.replica import Replica
+from services.gateway.core.route import Route
+
+
+class RoutingPolicy(Protocol):
+    """The rule by which one of several replicas is chosen."""
+
+    def choose(self, inflight: Inflight, candidates: Sequence[Replica]) -> Route:
+        """One of `candidates`, which are ready and equal in whether their queues have room; there
+        are at least two. Sequences of the same prompt follow the first one without being asked for.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingParts:
+    """What policies are made of."""
+
+    rng: random.Random
+    clock: Clock
+    directory: PrefixDirectory
+    max_load_delta: int
+    """A replica with so many more requests than the least loaded one gets none."""
+
+
+def least_loaded(candidates: Sequence[Replica], rng: random.Random) -> Replica:
+    """The replica with the fewest requests, at random among several."""
+    least = min(replica.load.num_requests for replica in candidates)
+    return rng.choice([one for one in candidates if one.load.num_requests == least])

@@ -1,0 +1,67 @@
+"""What a step takes for each token of a prompt, and for each request that decodes in it."""
+
+from collections import deque
+from statistics import fmean
+
+RECENT_STEPS = 64
+MIN_STEPS = 8
+"""With fewer of a kind nothing is estimated."""
+MIN_PROMPT_TOKENS = 16
+"""Of steps with fewer, the part that prompts take cannot be told from the rest."""
+
+
+class StepCosts:
+    """Fits the times of recent steps to: what every step takes, plus so much for each request that
+    decodes, plus so much for each further token.
+
+    The first two come from steps without prompts, by least squares; the last one is what steps with
+    prompts take beyond them.
+    """
+
+    def __init__(self) -> None:
+        self._decoding: deque[tuple[int, float]] = deque(maxlen=RECENT_STEPS)
+        """Requests and seconds of steps in which each request got one token."""
+        self._computing: deque[tuple[int, int, float]] = deque(maxlen=RECENT_STEPS)
+        """Requests, further tokens and seconds of the others."""
+
+    def observe(self, num_requests: int, num_tokens: int, seconds: float) -> None:
+        """A step of so many requests and tokens took so long."""
+        num_prompt_tokens = num_tokens - num_requests
+        if num_prompt_tokens >= MIN_PROMPT_TOKENS:
+            self._computing.append((num_requests, num_prompt_tokens, seconds))
+        elif not num_prompt_tokens:
+            self._decoding.append((num_requests, seconds))
+
+    @property
+    def seconds_per_decode(self) -> float:
+        """For each request that decodes; 0 while it is not known."""
+        return self._fit()[1]
+
+    @property
+    def seconds_per_prompt_token(self) -> float:
+        """For each token of a prompt; 0 while it is not known."""
+        if len(self._computing) < MIN_STEPS:
+            return 0.0
+        each_step, each_decode = self._fit()
+        num_tokens = sum(tokens for _, tokens, _ in self._computing)
+        beyond = sum(
+            max(0.0, seconds - each_step - each_decode * num_requests)
+            for num_requests, _, seconds in self._computing
+        )
+        return beyond / num_tokens
+
+    def _fit(self) -> tuple[float, float]:
+        """Seconds of every step, and for each request in it; 0 while they are not known.
+
+        Steps of one size do not show which is which: a half of their time is taken for each.
+        """
+        if len(self._decoding) < MIN_STEPS:
+            return 0.0, 0.0
+        mean_requests = fmean(num_requests for num_requests, _ in self._decoding)
+        mean_seconds = fmean(seconds for _, seconds in self._decoding)
+        spread = sum((n - mean_requests) ** 2 for n, _ in self._decoding)
+        if not spread:
+            return mean_seconds / 2, mean_seconds / (2 * mean_requests)
+        slope = sum((n - mean_requests) * (s - mean_seconds) for n, s in self._decoding) / spread
+        slope = min(max(0.0, slope), mean_seconds / mean_requests)
+        return mean_seconds - slope * mean_requests, slope
