@@ -168,6 +168,16 @@ async def test_a_process_that_was_replaced_stops_writing(server, gateway, caplog
     await after.close()
 
 
+async def test_a_pool_that_another_scheduler_opens_has_another_node(server, gateway):
+    writer = RedisDirectory(RedisConnection(server.url), WRITER)
+    for generation, node in ((1, "before"), (2, "after")):
+        config = PoolConfig(10, (FULL,), fingerprint=FINGERPRINT, node=node)
+        writer.open(PoolId("pool"), generation, config)
+        await becomes(lambda node=node: [view.node for view in gateway.index.views] == [node])
+    await writer.close()
+    await becomes(lambda: not list(gateway.index.views))
+
+
 async def test_more_than_is_kept_unwritten_is_dropped_for_a_snapshot(server, gateway):
     pools = BusyPools(server.url, replace(WRITER, max_unwritten_keys=200))
     await right_again(pools, gateway)
