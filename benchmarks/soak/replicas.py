@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,11 +20,17 @@ class Replicas:
 
     `async with` starts them, returns when all serve, and stops them in their order. Services are
     called gateway, scheduler-0, kvpool-0, worker-0, scheduler-1 and so on. Their output goes to
-    services.log in `directory`, which also holds their sockets: its path must be short.
+    services.log in `directory`, which also holds their sockets: its path must be short. The
+    gateway's process gets the variables `gateway_environ` besides.
     """
 
     def __init__(
-        self, settings: UpSettings, count: int, directory: Path, restarts: RestartPolicy
+        self,
+        settings: UpSettings,
+        count: int,
+        directory: Path,
+        restarts: RestartPolicy,
+        gateway_environ: Mapping[str, str] | None = None,
     ) -> None:
         http, grpc = claim_port(HOST, 0, "--http-port"), claim_port(HOST, 0, "--grpc-port")
         replicas = [Addresses(HOST, http, grpc, directory / str(i)) for i in range(count)]
@@ -38,7 +44,11 @@ class Replicas:
         schedulers = ",".join(addresses.socket("scheduler") for addresses in replicas)
         gateway_stage, *_ = planned[0]
         (gateway,) = gateway_stage.specs
-        environ = {**gateway.environ, "STEPWELL_GATEWAY_SCHEDULERS": schedulers}
+        environ = {
+            **gateway.environ,
+            **(gateway_environ or {}),
+            "STEPWELL_GATEWAY_SCHEDULERS": schedulers,
+        }
         gateway_stage = replace(gateway_stage, specs=(replace(gateway, environ=environ),))
         merged = [
             replace(same[0], specs=tuple(spec for stage in same for spec in stage.specs))

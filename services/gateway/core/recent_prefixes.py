@@ -14,25 +14,28 @@ class RecentPrefixes:
     """
 
     def __init__(self) -> None:
-        self._newer: dict[int, None] = {}
-        self._older: dict[int, None] = {}
+        self._newer: set[int] = set()
+        self._older: set[int] = set()
         self._turned_at = 0.0
 
     def add(self, keys: Sequence[int], now_seconds: float) -> None:
         """A sequence with the blocks of these keys was sent."""
         self._turn(now_seconds)
-        self._newer.update(dict.fromkeys(keys))
+        self._newer.update(keys)
 
-    def depth(self, keys: Sequence[int], now_seconds: float) -> int:
-        """How many blocks of a chain, from the first on, were sent lately.
+    def depth(self, keys: Sequence[int], now_seconds: float, known_depth: int = 0) -> int:
+        """How many blocks of a chain, from the first on, were sent lately; at least `known_depth`,
+        which are cached anyhow.
 
-        A chain of which a block was sent was sent up to there, so that bisection finds the end.
+        A chain of which a block was sent was sent up to there, so that one look at the block after
+        the known ones mostly suffices, and bisection finds the end.
         """
-        self._turn(now_seconds)
+        if now_seconds - self._turned_at >= MIN_SECONDS:
+            self._turn(now_seconds)
         newer, older = self._newer, self._older
-        if not newer and not older:
-            return 0
-        low, high = 0, len(keys)
+        low, high = known_depth, len(keys)
+        if low == high or (keys[low] not in newer and keys[low] not in older):
+            return known_depth
         while low < high:
             middle = (low + high) // 2
             if keys[middle] in newer or keys[middle] in older:
@@ -43,11 +46,11 @@ class RecentPrefixes:
 
     def clear(self) -> None:
         """The replica has lost what was sent."""
-        self._newer, self._older = {}, {}
+        self._newer, self._older = set(), set()
 
     def _turn(self, now_seconds: float) -> None:
         passed = now_seconds - self._turned_at
         if passed >= MIN_SECONDS:
-            self._older = self._newer if passed < 2 * MIN_SECONDS else {}
-            self._newer = {}
+            self._older = self._newer if passed < 2 * MIN_SECONDS else set()
+            self._newer = set()
             self._turned_at = now_seconds

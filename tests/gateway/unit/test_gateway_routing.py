@@ -298,6 +298,8 @@ def test_the_depth_of_what_was_sent_is_the_longest_common_beginning(
             same += 1
         common = max(common, same)
     assert recent.depth(chain(asked), 0.0) == common
+    for known in range(len(asked) + 1):
+        assert recent.depth(chain(asked), 0.0, known) == max(common, known)
 
 
 def test_what_was_sent_is_forgotten_after_two_to_four_seconds() -> None:

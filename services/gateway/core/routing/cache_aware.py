@@ -1,10 +1,10 @@
 """Routing by what each replica has cached, and by its load, in seconds."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.gateway.core.inflight import Inflight
-from services.gateway.core.load_tracker import Speeds, mean_speeds
+from services.gateway.core.load_tracker import DEFAULT_SPEEDS, Speeds, mean_speeds
 from services.gateway.core.replica import Replica
 from services.gateway.core.route import Route, RoutingReason
 from services.gateway.core.routing.chain_keys import ChainKeys
@@ -25,9 +25,9 @@ on, too (Preble's rule for hot prefixes).
 """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Offer:
-    """What a sequence would find, and cost, at a replica."""
+    """What a sequence would find, and cost, at a replica. Not frozen, since that takes longer."""
 
     replica: Replica
     num_cached_tokens: int
@@ -58,22 +58,18 @@ class CacheAware:
         self._sessions = SessionReplicas()
 
     def choose(self, inflight: Inflight, candidates: Sequence[Replica]) -> Route:
+        return self.choose_for_keys(inflight, candidates, self._keys(inflight, candidates[0]))
+
+    def choose_for_keys(
+        self, inflight: Inflight, candidates: Sequence[Replica], keys: Sequence[int]
+    ) -> Route:
+        """Chooses for a sequence whose full blocks have these keys."""
         now = self._clock.time()
-        for replica in candidates:
-            replica.load.look(now)
-        keys = self._keys(inflight, candidates[0])
         session_id = inflight.request.session_id
         least = min(replica.load.num_requests for replica in candidates)
-        most = least + self._max_load_delta
-        depths = self._directory.match(keys)
-        speeds = mean_speeds(replica.load for replica in candidates)
-        offers = [
-            self._offer(inflight, replica, depths, keys, speeds)
-            for replica in candidates
-            if replica.load.num_requests <= most
-        ]
+        offers = self._offers(inflight, candidates, keys, least + self._max_load_delta, now)
         chosen, reason = self._choose(offers, least, self._sessions.replica_of(session_id))
-        chosen.replica.recent_prefixes.add(keys, self._clock.time())
+        chosen.replica.recent_prefixes.add(keys, now)
         self._sessions.remember(session_id, chosen.replica.address)
         return Route(
             chosen.replica.address,
@@ -111,26 +107,43 @@ class CacheAware:
             served.fingerprint, tokens, served.block_size, request.cache_salt
         )
 
-    def _offer(
+    def _offers(
         self,
         inflight: Inflight,
-        replica: Replica,
-        depths: Mapping[str, int],
+        candidates: Sequence[Replica],
         keys: Sequence[int],
-        default_speeds: Speeds,
-    ) -> _Offer:
-        load, served = replica.load, replica.description
-        num_tokens = len(inflight.request.prompt_token_ids) + len(inflight.output_token_ids)
-        num_cached = 0
-        if keys and served is not None:
-            sent = replica.recent_prefixes.depth(keys, self._clock.time())
-            depth = max(depths.get(served.cache_node, 0), sent)
-            num_cached = min(depth * served.block_size, num_tokens - 1)
-        is_trusted = load.trust >= MIN_TRUST
-        num_to_compute = num_tokens - num_cached if is_trusted else num_tokens
-        cost = load.cost_seconds(
-            num_to_compute, inflight.request.sampling.max_tokens, default_speeds
-        )
-        return _Offer(
-            replica, num_cached, is_cached=is_trusted and num_cached > 0, cost_seconds=cost
-        )
+        most: int,
+        now: float,
+    ) -> list[_Offer]:
+        """The offers of the replicas with at most so many requests. One loop with local variables,
+        since it is what a decision among many replicas takes.
+        """
+        request = inflight.request
+        max_output_tokens = request.sampling.max_tokens
+        num_tokens = len(request.prompt_token_ids) + len(inflight.output_token_ids)
+        depths = self._directory.match(keys)
+        default_speeds = _default_speeds(candidates)
+        offers = []
+        for replica in candidates:
+            load, served = replica.load, replica.description
+            if load.num_requests > most:
+                continue
+            load.look(now)
+            num_cached = 0
+            if keys and served is not None:
+                known_depth = depths.get(served.cache_node, 0)
+                depth = replica.recent_prefixes.depth(keys, now, known_depth)
+                num_cached = min(depth * served.block_size, num_tokens - 1)
+            is_trusted = load.trust >= MIN_TRUST
+            num_to_compute = num_tokens - num_cached if is_trusted else num_tokens
+            cost = load.cost_seconds(num_to_compute, max_output_tokens, default_speeds)
+            offers.append(_Offer(replica, num_cached, is_trusted and num_cached > 0, cost))
+        return offers
+
+
+def _default_speeds(candidates: Sequence[Replica]) -> Speeds:
+    """Those of replicas that have not measured their own."""
+    for replica in candidates:
+        if replica.load.speeds is None:
+            return mean_speeds(one.load for one in candidates)
+    return DEFAULT_SPEEDS

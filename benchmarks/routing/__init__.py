@@ -1,0 +1,1 @@
+"""`python -m benchmarks.routing`: what each routing policy gives, and what a decision costs."""

@@ -1,0 +1,185 @@
+"""How long the cache-aware policy takes to choose a replica for a prompt of 8192 tokens."""
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from benchmarks.common.figures import percentile
+from benchmarks.directory.chains import CHAIN_BLOCKS, make_chains
+from services.common.block_hash import hash_full_blocks
+from services.common.errors import StepwellError
+from services.common.kv_cache_groups import AttentionType, KVCacheGroup
+from services.common.kv_directory import KeyBatch, block_keys
+from services.common.replica_load import ReplicaLoad
+from services.common.sampling import SamplingParams
+from services.gateway.core.directory_state import DirectoryState
+from services.gateway.core.inflight import Inflight, Mailbox
+from services.gateway.core.ports import Timer
+from services.gateway.core.prefix_index import PrefixIndex
+from services.gateway.core.replica import Replica, ReplicaDescription, ReplicaState
+from services.gateway.core.request import EngineRequest, ModelLimits
+from services.gateway.core.route import Route, RoutingReason
+from services.gateway.core.routing.cache_aware import CacheAware
+from services.gateway.core.routing.policy import RoutingParts
+
+BLOCK_SIZE = 16
+PROMPT_TOKENS = CHAIN_BLOCKS * BLOCK_SIZE
+TURN_TOKENS = 128
+RUNNING_EACH = 8
+"""Requests at each replica."""
+SECONDS_APART = 0.01
+"""From one decision to the next, on the clock that the policy sees."""
+_VOCAB_SIZE = 32_000
+_FINGERPRINT = bytes(32)
+_GROUPS = (KVCacheGroup(AttentionType.FULL, BLOCK_SIZE),)
+_LIMITS = ModelLimits(
+    2 * PROMPT_TOKENS,
+    2 * PROMPT_TOKENS,
+    _VOCAB_SIZE,
+    (0,),
+    priority_scheduling=False,
+    hidden_size=1,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionFigures:
+    """Milliseconds of decisions of one kind."""
+
+    kind: str
+    num_replicas: int
+    num_blocks: int
+    median_millis: float
+    p99_millis: float
+
+
+def measure_decisions(
+    num_replicas: int, num_blocks: int, num_decisions: int
+) -> list[DecisionFigures]:
+    """Times decisions of each kind, with an index of `num_blocks` blocks on so many replicas.
+
+    * keys known: the prompt's keys are given. Each decision is for another prompt of the index.
+    * next turn: the prompt is one that was routed before with 128 tokens more. The tokens are
+      packed and looked up, and the tail is hashed.
+    * new: no part of the prompt was seen before: all of it is hashed.
+    """
+    rng = random.Random(num_replicas)
+    turns = [_tokens(rng, PROMPT_TOKENS) for _ in range(num_decisions)]
+    world = _World(num_replicas)
+    chains = world.fill(num_blocks, turns)
+    policy, candidates = world.policy, world.replicas
+    asked = world.inflight(turns[0])
+    known = [
+        world.timed(lambda keys=keys: policy.choose_for_keys(asked, candidates, keys))  # type: ignore[misc]
+        for keys in rng.sample(chains, min(num_decisions, len(chains)))
+    ]
+    follow_ups = []
+    for tokens in turns:
+        begun = world.inflight(tokens[: PROMPT_TOKENS - TURN_TOKENS])
+        policy.choose(begun, candidates)
+        follow_up = world.inflight(tokens)
+        follow_ups.append(world.timed(lambda ask=follow_up: policy.choose(ask, candidates)))  # type: ignore[misc]
+    new = [
+        world.timed(lambda ask=ask: policy.choose(ask, candidates))  # type: ignore[misc]
+        for ask in (world.inflight(_tokens(rng, PROMPT_TOKENS)) for _ in range(num_decisions))
+    ]
+    return [
+        DecisionFigures(
+            kind,
+            num_replicas,
+            world.index.num_keys,
+            1000 * statistics.median(seconds),
+            1000 * percentile(seconds, 99),
+        )
+        for kind, seconds in (("keys known", known), ("next turn", follow_ups), ("new", new))
+    ]
+
+
+class _World:
+    """Replicas with some requests each, an index of what they have cached, and a policy."""
+
+    def __init__(self, num_replicas: int) -> None:
+        self.index = PrefixIndex()
+        self.index.contact = DirectoryState.EXACT
+        self._now = 0.0
+        self._numbers = iter(range(2**62))
+        self.policy = CacheAware(RoutingParts(random.Random(0), self, self.index, 16))
+        self.replicas = [self._replica(f"node-{number}") for number in range(num_replicas)]
+
+    def time(self) -> float:
+        """The core's clock."""
+        return self._now
+
+    def call_at(self, _when: float, _callback: Callable[[], object], /) -> Timer:
+        raise NotImplementedError
+
+    def inflight(self, tokens: list[int]) -> Inflight:
+        """A sequence with this prompt."""
+        request = EngineRequest("benchmark", tokens, SamplingParams(max_tokens=128), 0, "", 0, "")
+        (inflight,) = Mailbox([request], self._numbers, lambda _: None).inflights
+        return inflight
+
+    def fill(self, num_blocks: int, prompts: Sequence[list[int]]) -> list[list[int]]:
+        """Puts so many blocks into the index, among them the prompts but for their last turn, each
+        on one replica. Returns the keys of the other prompts.
+        """
+        held: list[list[Sequence[int]]] = [[] for _ in self.replicas]
+        for number, tokens in enumerate(prompts):
+            hashes = hash_full_blocks(_FINGERPRINT, tokens[:-TURN_TOKENS], BLOCK_SIZE)
+            held[number % len(held)].append(block_keys(hashes))
+            num_blocks -= len(hashes)
+        chains = []
+        for chain in make_chains(max(num_blocks, CHAIN_BLOCKS)):
+            chains.append(list(chain.keys))
+            for node, depth in chain.depths.items():
+                held[node % len(held)].append(chain.keys[:depth])
+        for number, (replica, added) in enumerate(zip(self.replicas, held, strict=True)):
+            self.index.begin(replica.address, number + 1, _GROUPS)
+            keys = [key for part in added for key in part]
+            self.index.apply(KeyBatch(number + 1, 1, added=keys))
+        return chains
+
+    def timed(self, decide: Callable[[], Route]) -> float:
+        """Seconds that a decision takes. The policy's clock goes on before it."""
+        self._now += SECONDS_APART
+        began = time.perf_counter()
+        decide()
+        return time.perf_counter() - began
+
+    def _replica(self, name: str) -> Replica:
+        replica = Replica(name, _Link(), self, _Listener())
+        replica.opened(ReplicaDescription("m", _LIMITS, _FINGERPRINT, b"", BLOCK_SIZE, name))
+        replica.state_changed(ReplicaState(ready=True))
+        for _ in range(RUNNING_EACH):
+            replica.send(self.inflight([1] * BLOCK_SIZE), Route(name, RoutingReason.TURN, 1))
+        replica.load_changed(ReplicaLoad(RUNNING_EACH, RUNNING_EACH * BLOCK_SIZE, 1e-4, 1e-4))
+        return replica
+
+
+class _Link:
+    """The core's Link to a scheduler that is not there."""
+
+    def add(self, handle: int, inflight: Inflight) -> None:
+        """Sends nothing."""
+
+    def abort(self, handle: int) -> None:
+        """Aborts nothing."""
+
+
+class _Listener:
+    """The core's ReplicaListener."""
+
+    def replica_changed(self, replica: Replica) -> None:
+        """Does nothing."""
+
+    def replica_lost(self, inflights: list[Inflight]) -> None:
+        """Does nothing."""
+
+    def request_rejected(self, inflight: Inflight, error: StepwellError, replica: Replica) -> None:
+        """Does nothing."""
+
+
+def _tokens(rng: random.Random, num_tokens: int) -> list[int]:
+    return rng.choices(range(_VOCAB_SIZE), k=num_tokens)

@@ -1,0 +1,27 @@
+"""The benchmark of the routing policies runs: two of them, small, and decisions."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.benchmarks.programs import run_program
+
+
+@pytest.mark.slow
+def test_quick_compares_policies_and_times_decisions(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    policies = "cache-aware,round-robin"
+    done = run_program("routing", "--quick", "--policies", policies, "--json", file)
+    figures = json.loads(file.read_text())
+    aware, turns = figures["policies"]
+    assert (aware["policy"], turns["policy"]) == ("cache-aware", "round-robin")
+    assert aware["num_requests"] == turns["num_requests"] == 16
+    assert 0 < turns["hit_rate"] < aware["hit_rate"] < 1
+    assert 0 < aware["ttft_median_millis"] <= aware["ttft_p99_millis"]
+    assert turns["spread"] == 1.0, "24 requests in turn are 6 for each of four replicas"
+    kinds = [decision["kind"] for decision in figures["decisions"]]
+    assert kinds == ["keys known", "next turn", "new"]
+    assert min(decision["median_millis"] for decision in figures["decisions"]) > 0
+    assert "| cache-aware | 2 |" in done.stdout
+    assert "| new | 4 |" in done.stdout
