@@ -11,7 +11,8 @@ from services.common.kv_directory import block_keys
 from services.common.redis_connection import RedisConnection
 from services.gateway.core.directory_state import DirectoryState
 from services.gateway.core.prefix_index import PrefixIndex
-from services.kvpool.adapters.redis_directory import RedisDirectory, WriterTimes
+from services.kvpool.adapters.node_writer import WriterTimes
+from services.kvpool.adapters.redis_directory import RedisDirectory
 from services.kvpool.core.events import (
     AllBlocksCleared,
     BlocksRemoved,

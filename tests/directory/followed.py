@@ -12,7 +12,8 @@ from services.gateway.adapters.directory.redis_reader import ReaderTimes, RedisR
 from services.gateway.adapters.directory.sweeper import sweep
 from services.gateway.core.prefix_index import PrefixIndex
 from services.kvpool.adapters.event_feed import EventFeed
-from services.kvpool.adapters.redis_directory import RedisDirectory, WriterTimes
+from services.kvpool.adapters.node_writer import WriterTimes
+from services.kvpool.adapters.redis_directory import RedisDirectory
 from services.kvpool.core.events import EventBatch
 from services.kvpool.core.pool_config import PoolConfig
 from services.kvpool.core.ports import PoolMatch

@@ -10,16 +10,15 @@ A node gets a new bit when it begins a new life or is loaded anew. The old bit i
 is removed from the table in small steps (`sweep`), so that no call takes long, whatever the size.
 """
 
-import enum
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
 
-from services.common.kv_cache_groups import AttentionType, KVCacheGroup
-from services.common.kv_directory import Digest, KeyBatch, NodeLease, group_salt
+from services.common.kv_cache_groups import KVCacheGroup
+from services.common.kv_directory import KeyBatch, NodeLease, group_salt
 from services.common.prefix_depth import IsCached, prefix_depth
 from services.gateway.core.directory_state import DirectoryState
+from services.gateway.core.node_view import Applied, NodeView
 
 JUMP = 128
 NUM_SHARDS = 1024
@@ -29,48 +28,6 @@ a dictionary touch a small part of it: of a million blocks, a thousand.
 MAX_INTERNED_SETS = 65_536
 
 _SHARD = NUM_SHARDS - 1
-
-
-class Applied(enum.Enum):
-    """What became of a batch."""
-
-    DONE = "done"
-    KNOWN = "known"
-    """The view contains it already."""
-    GAP = "gap"
-    """Batches between the view and this one are missing: the node is degraded."""
-    DRIFTED = "drifted"
-    """It was applied, and the digest differs: the node is degraded."""
-    AWAITS_SNAPSHOT = "awaits_snapshot"
-    """The node is degraded: only a snapshot helps."""
-    OTHER_LIFE = "other_life"
-    """It belongs to a life that is not known here."""
-
-
-@dataclass(slots=True)
-class NodeView:
-    """What is known of one life of a node."""
-
-    node: str
-    epoch: int
-    groups: tuple[KVCacheGroup, ...]
-    sequence: int
-    bit: int
-    is_exact: bool
-    count: int = 0
-    xor: int = 0
-    has_full_prefixes: bool = field(init=False)
-    """Whether a look-up may jump: the only group is one of full attention."""
-
-    def __post_init__(self) -> None:
-        self.has_full_prefixes = len(self.groups) == 1 and (
-            self.groups[0].attention_type is AttentionType.FULL
-        )
-
-    @property
-    def digest(self) -> Digest:
-        """Of the keys in the view."""
-        return Digest(self.count, self.xor)
 
 
 class PrefixIndex:

@@ -1,79 +1,22 @@
 """Writes what pools cache to the directory in Redis, for gateways to read.
 
-No pool waits for it: events are noted at once, and each pool has a task that writes them. When a
-call of Redis fails, the task tries again with growing delays, and then begins a new life of its
-node: it cannot know which of its entries are in the log, so it takes the next epoch and writes a
-snapshot, and readers drop what they knew. The forms are those of
-`services.common.kv_directory_redis`.
+No pool waits for it: events are noted at once, and each pool has a task that writes them.
 """
 
 import asyncio
-import logging
-import random
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from services.common.ids import PoolId
-from services.common.in_turns import in_turns
-from services.common.kv_directory import Digest, KeyBatch, NodeLease, NodeRecord, NodeSnapshot
-from services.common.kv_directory_redis import (
-    FIELD,
-    DamagedValue,
-    DirectoryKeys,
-    batch_to_bytes,
-    lease_to_bytes,
-    record_from_bytes,
-    record_to_bytes,
-    snapshot_to_bytes,
-)
-from services.common.redis_connection import RedisConnection, RedisUnavailable
+from services.common.redis_connection import RedisConnection
+from services.kvpool.adapters.node_writer import NodeWriter, WriterCounts, WriterTimes
 from services.kvpool.core.events import EventBatch
 from services.kvpool.core.pool_config import PoolConfig
-from services.kvpool.core.unwritten import UnwrittenChanges
-
-logger = logging.getLogger(__name__)
-
-MAX_KEYS_PER_ENTRY = 8192
-_SNAPSHOT_CALL_SECONDS = 5.0
-_LEAVE_SECONDS = 0.3
-_COUNTER_BITS = 10
-
-Command = tuple[Any, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class WriterTimes:
-    """When a node's task writes, in seconds, and how much it keeps unwritten."""
-
-    flush_seconds: float = 0.005
-    """Changes are collected for so long before they are written as one entry."""
-    heartbeat_seconds: float = 1.0
-    lease_seconds: float = 3.0
-    snapshot_seconds: float = 30.0
-    snapshot_changes: int = 50_000
-    """A snapshot is written after either of these. The log keeps two periods."""
-    first_backoff_seconds: float = 0.05
-    max_backoff_seconds: float = 0.5
-    max_unwritten_keys: int = 262_144
-
-
-@dataclass(slots=True)
-class WriterCounts:
-    """What was written for all pools, and what went wrong, since the start."""
-
-    entries: int = 0
-    keys: int = 0
-    snapshots: int = 0
-    lives: int = 0
-    failures: int = 0
-    nodes_connected: set[str] = field(default_factory=set)
 
 
 class RedisDirectory:
-    """An EventSink that writes each pool's events to Redis."""
+    """An EventSink with a writer for each pool."""
 
     def __init__(
         self,
@@ -85,7 +28,7 @@ class RedisDirectory:
         self._redis = redis
         self._times = times or WriterTimes()
         self._clock_micros = clock_micros
-        self._writers: dict[PoolId, _NodeWriter] = {}
+        self._writers: dict[PoolId, NodeWriter] = {}
         self._ending: set[asyncio.Task[None]] = set()
 
     async def require_usable(self) -> None:
@@ -110,7 +53,7 @@ class RedisDirectory:
                 return
             is_replaced = before.node == config.node
             self._spawn(before.stop() if is_replaced else before.leave())
-        writer = _NodeWriter(
+        writer = NodeWriter(
             generation, config, self._redis, self._times, self.counts, self._clock_micros
         )
         self._writers[pool_id] = writer
@@ -141,251 +84,3 @@ class RedisDirectory:
         task = asyncio.get_running_loop().create_task(ending)
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
-
-
-class _Superseded(Exception):
-    """Another process writes for this node."""
-
-
-class _LifeLost(Exception):
-    """Redis holds this life no more: it was flushed, restarted, or evicted keys."""
-
-
-class _NodeWriter:
-    """The task of one life of a pool. Lives of its node are those of the log: there may be more."""
-
-    def __init__(
-        self,
-        generation: int,
-        config: PoolConfig,
-        redis: RedisConnection,
-        times: WriterTimes,
-        counts: WriterCounts,
-        clock_micros: Callable[[], int],
-    ) -> None:
-        self.generation = generation
-        self.node = config.node
-        self.changes = UnwrittenChanges(times.max_unwritten_keys)
-        self._config = config
-        self._keys = DirectoryKeys.of(config.fingerprint)
-        self._redis = redis
-        self._times = times
-        self._counts = counts
-        self._clock_micros = clock_micros
-        self._news = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-        self._epoch = 0
-        self._sequence = 0
-        self._digest = Digest()
-        """After entry `sequence`."""
-        self._log_id = "0-0"
-        self._num_changes_since_snapshot = 0
-        self._snapshot_at = 0.0
-        self._heartbeat_at = 0.0
-
-    def start(self) -> None:
-        """Begins to write."""
-        self._task = asyncio.get_running_loop().create_task(self._run())
-        self._task.add_done_callback(_log_defect)
-
-    def note(self, batch: EventBatch) -> None:
-        """Takes note of a batch; it is written soon."""
-        self.changes.apply(batch)
-        self._news.set()
-
-    async def stop(self) -> None:
-        """Ends the task; another one takes over its node."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-        self._counts.nodes_connected.discard(self.node)
-
-    async def leave(self) -> None:
-        """Ends the task and removes the node from the directory, if Redis answers at once."""
-        await self.stop()
-        if not self._epoch:
-            return
-        keys = self._keys
-        with suppress(RedisUnavailable, TimeoutError):  # the lease expires
-            async with asyncio.timeout(_LEAVE_SECONDS):
-                if await self._is_superseded():
-                    return
-                await self._redis.pipeline(
-                    [
-                        ("HDEL", keys.nodes, self.node),
-                        ("DEL", keys.lease(self.node), self._snapshot_key),
-                    ]
-                )
-
-    async def _run(self) -> None:
-        backoff = self._times.first_backoff_seconds
-        while True:
-            try:
-                await self._begin()
-                backoff = self._times.first_backoff_seconds
-                await self._follow()
-            except _LifeLost:
-                continue
-            except _Superseded:
-                logger.warning("another process writes to the directory for %s", self.node)
-                return
-            except RedisUnavailable as error:
-                if self.node in self._counts.nodes_connected:
-                    logger.warning("the directory is not written to: %s", error)
-                self._counts.nodes_connected.discard(self.node)
-                self._counts.failures += 1
-            await asyncio.sleep(backoff * random.uniform(0.75, 1.25))
-            backoff = min(2 * backoff, self._times.max_backoff_seconds)
-
-    async def _begin(self) -> None:
-        """Begins a life of the node: takes the next epoch, and writes a snapshot."""
-        keys, before = self._keys, self._epoch
-        number, newest = await self._redis.pipeline(
-            [("INCR", keys.epoch), ("XREVRANGE", keys.log, "+", "-", "COUNT", 1)]
-        )
-        # The counter keeps epochs apart that are taken at once; the time does where Redis was
-        # emptied, or restarted from an old dump, and counts some numbers twice.
-        self._epoch = self._clock_micros() << _COUNTER_BITS | number % (1 << _COUNTER_BITS)
-        self._sequence = 0
-        self._log_id = _text(newest[0][0]) if newest else "0-0"
-        cached, self._digest = self.changes.restart(), self.changes.digest
-        await self._write_snapshot(cached)
-        begin = KeyBatch(self._epoch, 0, digest=self._digest)
-        await self._write([*self._heartbeat(), self._entry(begin)])
-        if before:
-            await self._redis.pipeline([("DEL", keys.snapshot(self.node, before))])
-        self._counts.lives += 1
-        if self.node not in self._counts.nodes_connected:
-            logger.info("%s is in the directory at %s", self.node, self._redis.name)
-            self._counts.nodes_connected.add(self.node)
-
-    async def _follow(self) -> None:
-        """Writes changes as they come, heartbeats and snapshots, until something fails."""
-        loop = asyncio.get_running_loop()
-        while True:
-            if await self._changes_before(min(self._heartbeat_at, self._snapshot_at)):
-                await asyncio.sleep(self._times.flush_seconds)
-            is_heartbeat = loop.time() >= self._heartbeat_at
-            if is_heartbeat and await self._is_superseded():
-                raise _Superseded
-            if self.changes.must_restart:
-                raise _LifeLost
-            # From here to the copy of the keys is no pause: they are those after this entry.
-            entries = self._take_entries(with_digest=is_heartbeat)
-            cached = self.changes.keys() if self._is_snapshot_due(loop.time()) else None
-            commands = [self._entry(entry) for entry in entries]
-            if is_heartbeat:
-                commands += self._heartbeat()
-            if commands and not await self._write(commands):
-                logger.info("Redis does not hold any more what was written for %s", self.node)
-                raise _LifeLost
-            if cached is not None:
-                await self._write_snapshot(cached)
-
-    async def _changes_before(self, when: float) -> bool:
-        """Waits for changes, at most until `when`; whether there are any."""
-        if not len(self.changes) and not self.changes.must_restart:
-            self._news.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout_at(when):
-                    await self._news.wait()
-        return len(self.changes) > 0
-
-    def _is_snapshot_due(self, now: float) -> bool:
-        """Of a large pool a snapshot costs more, and is written after more changes."""
-        bound = max(self._times.snapshot_changes, self._digest.count // 2)
-        return now >= self._snapshot_at or self._num_changes_since_snapshot >= bound
-
-    def _take_entries(self, *, with_digest: bool) -> list[KeyBatch]:
-        """The changes as entries, of which the last may have the digest."""
-        added, removed = self.changes.take()
-        self._digest = self.changes.digest
-        num_changes = len(added) + len(removed)
-        if not num_changes:
-            return []
-        parts: list[tuple[Sequence[int], Sequence[int]]] = [(added, removed)]
-        if num_changes > (size := MAX_KEYS_PER_ENTRY):
-            parts = [((), removed[at : at + size]) for at in range(0, len(removed), size)]
-            parts += [(added[at : at + size], ()) for at in range(0, len(added), size)]
-        first = self._sequence + 1
-        self._sequence += len(parts)
-        entries = [
-            KeyBatch(
-                self._epoch,
-                sequence,
-                *part,
-                self._digest if with_digest and sequence == self._sequence else None,
-            )
-            for sequence, part in enumerate(parts, first)
-        ]
-        self._num_changes_since_snapshot += num_changes
-        self._counts.entries += len(entries)
-        self._counts.keys += num_changes
-        return entries
-
-    def _entry(self, batch: KeyBatch) -> Command:
-        """Two periods of snapshots stay in the log, by the server's clock, which makes the ids."""
-        kept_millis = int(2_000 * self._times.snapshot_seconds)
-        oldest = max(0, int(self._log_id.partition("-")[0]) - kept_millis)
-        trim = ("MINID", "~", f"{oldest}-0")
-        return ("XADD", self._keys.log, *trim, "*", FIELD, batch_to_bytes(batch))
-
-    def _heartbeat(self) -> list[Command]:
-        """Renews the lease and the record, and asks for what Redis must hold."""
-        keys, node = self._keys, self.node
-        lease = NodeLease(self._epoch, self._sequence, self._digest)
-        record = NodeRecord(node, self._epoch, self.generation, self._config.groups)
-        self._heartbeat_at = asyncio.get_running_loop().time() + self._times.heartbeat_seconds
-        return [
-            ("SET", keys.lease(node), lease_to_bytes(lease), "PX", self._lease_millis),
-            ("HSET", keys.nodes, node, record_to_bytes(record)),
-            ("EXISTS", keys.epoch, keys.log, self._snapshot_key),
-        ]
-
-    async def _write(self, commands: list[Command]) -> bool:
-        """Writes entries and a heartbeat; whether Redis held all that it must."""
-        holds = True
-        answers = await self._redis.pipeline(commands)
-        for (name, *arguments), answer in zip(commands, answers, strict=True):
-            if name == "XADD":
-                self._log_id = _text(answer)
-            elif name == "EXISTS":
-                holds = answer == len(arguments)
-        return holds
-
-    async def _write_snapshot(self, cached: list[int]) -> None:
-        """Writes all keys, which are those after the last entry."""
-        times = self._times
-        snapshot = NodeSnapshot(self._epoch, self._sequence, self._log_id)
-        self._snapshot_at = asyncio.get_running_loop().time() + times.snapshot_seconds
-        self._num_changes_since_snapshot = 0
-        value = await in_turns(snapshot_to_bytes(snapshot, cached))
-        command = ("SET", self._snapshot_key, value, "PX", int(3_000 * times.snapshot_seconds))
-        await self._redis.pipeline([command], _SNAPSHOT_CALL_SECONDS)
-        self._counts.snapshots += 1
-
-    async def _is_superseded(self) -> bool:
-        """Whether a later life of this node is registered: another process's."""
-        keys, node = self._keys, self.node
-        value = await self._redis.call(lambda client: client.hget(keys.nodes, node))
-        try:
-            return value is not None and record_from_bytes(node, value).epoch > self._epoch
-        except DamagedValue:
-            return False
-
-    @property
-    def _snapshot_key(self) -> str:
-        return self._keys.snapshot(self.node, self._epoch)
-
-    @property
-    def _lease_millis(self) -> int:
-        return int(1000 * self._times.lease_seconds)
-
-
-def _log_defect(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("a pool is not written to the directory any more", exc_info=error)
-
-
-def _text(value: bytes | str) -> str:
-    return value.decode() if isinstance(value, bytes) else value

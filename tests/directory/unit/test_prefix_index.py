@@ -17,7 +17,8 @@ from services.common.kv_directory import (
 )
 from services.common.prefix_depth import prefix_depth
 from services.gateway.core.directory_state import DirectoryState
-from services.gateway.core.prefix_index import JUMP, Applied, PrefixIndex
+from services.gateway.core.node_view import Applied
+from services.gateway.core.prefix_index import JUMP, PrefixIndex
 
 BLOCK_SIZE = 4
 FULL = KVCacheGroup(AttentionType.FULL, BLOCK_SIZE)

@@ -19,7 +19,8 @@ from services.common.kv_cache_groups_proto import kv_cache_group_from_proto
 from services.common.kv_directory import KeyBatch, block_keys
 from services.gateway.adapters.directory.counts import ReaderCounts
 from services.gateway.core.directory_state import DirectoryState
-from services.gateway.core.prefix_index import Applied, PrefixIndex
+from services.gateway.core.node_view import Applied
+from services.gateway.core.prefix_index import PrefixIndex
 
 logger = logging.getLogger(__name__)
 

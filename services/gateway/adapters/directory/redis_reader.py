@@ -30,7 +30,8 @@ from services.common.kv_directory_redis import (
 from services.common.redis_connection import RedisConnection, RedisUnavailable
 from services.gateway.adapters.directory.counts import ReaderCounts
 from services.gateway.core.directory_state import DirectoryState
-from services.gateway.core.prefix_index import Applied, PrefixIndex
+from services.gateway.core.node_view import Applied
+from services.gateway.core.prefix_index import PrefixIndex
 
 logger = logging.getLogger(__name__)
 
