@@ -49,11 +49,12 @@ async def measure_policy(
         num_threads=1,
         block_size=BLOCK_SIZE,
         num_blocks=1 + round(POOL_SHARE * workload.num_blocks(BLOCK_SIZE)),
+        replicas=NUM_REPLICAS,
+        routing_policy=policy,
     )
-    environ = {"STEPWELL_GATEWAY_ROUTING_POLICY": policy}
     found = []
     with tempfile.TemporaryDirectory(prefix="stepwell-routing-") as directory:
-        services = Replicas(settings, NUM_REPLICAS, Path(directory), RestartPolicy(), environ)
+        services = Replicas(settings, Path(directory), RestartPolicy())
         async with services as replicas, httpx.AsyncClient(trust_env=False) as http:
             client = ConversationClient(replicas.grpc)
             before = dict.fromkeys(await _num_finished(http, replicas.http, 0), 0)

@@ -109,9 +109,11 @@ def draw_fault(draw: Random, names: Sequence[str]) -> Fault:
 
 async def campaign(options: Options, directory: Path) -> tuple[list[Effect], Counts]:
     """Runs all faults under load. Raises RuntimeError if the services do not start."""
-    settings = UpSettings(model=options.model, dtype=options.dtype, num_threads=1)
+    settings = UpSettings(
+        model=options.model, dtype=options.dtype, num_threads=1, replicas=options.num_replicas
+    )
     steady = RestartPolicy(steady_seconds=STEADY_SECONDS)
-    async with Replicas(settings, options.num_replicas, directory, steady) as replicas:
+    async with Replicas(settings, directory, steady) as replicas:
         streams = Streams(
             replicas.grpc,
             options.num_streams,

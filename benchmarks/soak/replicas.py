@@ -2,61 +2,33 @@
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.common.processes import environment
 from benchmarks.common.stack import HOST, START_SECONDS
-from services.cli.child import ChildSpec
 from services.cli.plan import Addresses, stages
 from services.cli.ports import claim_port
 from services.cli.settings import UpSettings
-from services.cli.supervisor import RestartPolicy, Stage, Supervisor
+from services.cli.supervisor import RestartPolicy, Supervisor
 
 
 class Replicas:
-    """Services as `stepwell up` starts, watches and restarts them, with `count` replicas.
+    """Services as `stepwell up` starts, watches and restarts them.
 
-    `async with` starts them, returns when all serve, and stops them in their order. Services are
-    called gateway, scheduler-0, kvpool-0, worker-0, scheduler-1 and so on. Their output goes to
-    services.log in `directory`, which also holds their sockets: its path must be short. The
-    gateway's process gets the variables `gateway_environ` besides.
+    `async with` starts them, returns when all serve, and stops them in their order. `names` has
+    those of the replicas' services. All output goes to services.log in `directory`, which also
+    holds the sockets: its path must be short.
     """
 
-    def __init__(
-        self,
-        settings: UpSettings,
-        count: int,
-        directory: Path,
-        restarts: RestartPolicy,
-        gateway_environ: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, settings: UpSettings, directory: Path, restarts: RestartPolicy) -> None:
         http, grpc = claim_port(HOST, 0, "--http-port"), claim_port(HOST, 0, "--grpc-port")
-        replicas = [Addresses(HOST, http, grpc, directory / str(i)) for i in range(count)]
-        for addresses in replicas:
-            addresses.run_directory.mkdir()
-        self.http, self.grpc = replicas[0].http, replicas[0].grpc
-        planned = [
-            _named(i, stages(settings, addresses, environment()))
-            for i, addresses in enumerate(replicas)
-        ]
-        schedulers = ",".join(addresses.socket("scheduler") for addresses in replicas)
-        gateway_stage, *_ = planned[0]
-        (gateway,) = gateway_stage.specs
-        environ = {
-            **gateway.environ,
-            **(gateway_environ or {}),
-            "STEPWELL_GATEWAY_SCHEDULERS": schedulers,
-        }
-        gateway_stage = replace(gateway_stage, specs=(replace(gateway, environ=environ),))
-        merged = [
-            replace(same[0], specs=tuple(spec for stage in same for spec in stage.specs))
-            for same in zip(*(own for _, *own in planned), strict=True)
-        ]
-        self.names = [spec.name for stage in merged for spec in stage.specs]
+        addresses = Addresses(HOST, http, grpc, directory)
+        self.http, self.grpc = addresses.http, addresses.grpc
+        plan = stages(settings, addresses, environment())
+        self.names = [spec.name for stage in plan[1:] for spec in stage.specs]
         self.record = ServiceRecord(directory / "services.log")
-        self._supervisor = Supervisor([gateway_stage, *merged], self.record, restarts)
+        self._supervisor = Supervisor(plan, self.record, restarts)
         self._running: asyncio.Task[None] | None = None
 
     def pid(self, name: str) -> int:
@@ -133,19 +105,3 @@ class ServiceRecord:
     def _write(self, text: str) -> None:
         self._log.write(f"{time.time():.3f} {text}\n")
         self._log.flush()
-
-
-def _named(index: int, planned: Sequence[Stage]) -> list[Stage]:
-    """A replica's stages, with its index in all names but the gateway's."""
-
-    def named(spec: ChildSpec) -> ChildSpec:
-        if spec.name == "gateway":
-            return spec
-        environ = dict(spec.environ)
-        if spec.name == "scheduler":
-            environ["STEPWELL_SCHEDULER_REPLICA"] = f"replica-{index}"
-        return replace(
-            spec, name=f"{spec.name}-{index}", environ=environ, team=f"{spec.team}-{index}"
-        )
-
-    return [replace(stage, specs=tuple(map(named, stage.specs))) for stage in planned]

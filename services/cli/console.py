@@ -16,11 +16,20 @@ class Console:
 
     `quiet` leaves out lines of the services and of normal progress. With `raw` the services' lines
     of JSON pass unchanged and the command's own are JSON too. Lines that cannot be written are
-    dropped.
+    dropped. `name_width`: characters of the longest name of a service.
     """
 
-    def __init__(self, stream: TextIO, *, colour: bool, quiet: bool, raw: bool) -> None:
+    def __init__(
+        self,
+        stream: TextIO,
+        *,
+        colour: bool,
+        quiet: bool,
+        raw: bool,
+        name_width: int = len("scheduler"),
+    ) -> None:
         self._stream = stream
+        self._name_width = name_width
         self._colour = colour
         self._quiet = quiet
         self._raw = raw
@@ -69,7 +78,7 @@ class Console:
         self.warn(f"{name} did not stop within {seconds:.0f} s and is killed")
 
     def _prefix(self, name: str) -> str:
-        prefix = f"{name:<9} | "
+        prefix = f"{name:<{self._name_width}} | "
         if not self._colour:
             return prefix
         return f"\033[{_COLOURS.get(name.partition('-')[0], 0)}m{prefix}\033[0m"

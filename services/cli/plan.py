@@ -29,15 +29,17 @@ _GATEWAY_PATIENCE = 5
 class Addresses:
     """Where the services listen: the gateway on two ports, the others on sockets in a directory.
 
-    `master_port`: where the ranks of a divided model find each other; None without ranks.
-    `vllm_grpc_port`: where the scheduler serves vllm.grpc.engine; None where it does not.
+    `master_ports`: for each replica, where the ranks of its model find each other; none without
+    ranks.
+    `vllm_grpc_port`: where the scheduler of a single replica serves vllm.grpc.engine; None where it
+    does not.
     """
 
     host: str
     http_port: int
     grpc_port: int
     run_directory: Path
-    master_port: int | None = None
+    master_ports: tuple[int, ...] = ()
     vllm_grpc_port: int | None = None
 
     def socket(self, service: str) -> str:
@@ -57,87 +59,104 @@ class Addresses:
 
 def stages(settings: UpSettings, addresses: Addresses, environ: Mapping[str, str]) -> list[Stage]:
     """The services, in the order in which they stop."""
-    workers = worker_names(settings.tensor_parallel_size)
+    replicas = [_Replica.named(index, settings) for index in range(settings.replicas)]
     redis = {} if settings.redis is None else {"redis_url": settings.redis}
-    wiring: dict[str, dict[str, Any]] = {
-        "gateway": {
-            "model": settings.model,
-            "http_address": join_host_port(addresses.host, addresses.http_port),
-            "address": join_host_port(addresses.host, addresses.grpc_port),
-            "schedulers": (addresses.socket("scheduler"),),
-            "drain_seconds": _GATEWAY_DRAIN_SECONDS,
-            **redis,
-        },
-        "scheduler": {
-            "address": addresses.socket("scheduler"),
-            "kvpool": addresses.socket("kvpool"),
-            "workers": tuple(addresses.socket(worker) for worker in workers),
-            "drain_seconds": _SCHEDULER_DRAIN_SECONDS,
-            **_vllm_grpc(settings, addresses),
-        },
-        "kvpool": {
-            "address": addresses.socket("kvpool"),
-            "drain_seconds": _CACHES_DRAIN_SECONDS,
-            **redis,
-        },
-        **{
-            worker: {
-                "model": settings.model,
-                "address": addresses.socket(worker),
-                "drain_seconds": _CACHES_DRAIN_SECONDS,
-                **_membership(rank, settings.tensor_parallel_size, addresses),
-            }
-            for rank, worker in enumerate(workers)
-        },
-    }
 
-    def spec(service: str, address: str, name: str | None = None) -> ChildSpec:
-        name = name or service
+    def spec(
+        service: str, name: str, wiring: Mapping[str, Any], team: str | None = None
+    ) -> ChildSpec:
+        address = addresses.grpc if service == "gateway" else addresses.socket(name)
         passed = {setting: getattr(settings, setting) for setting in settings_of(service)}
         given = {setting: value for setting, value in passed.items() if value is not None}
         return ChildSpec(
             name=name,
             command=(sys.executable, "-m", f"services.{service}"),
-            environ={**environ, **_as_environment(service, given | wiring[name])},
+            environ={**environ, **_as_environment(service, {**given, **wiring})},
             until_ready=partial(until_ready, address),
-            team=service,
+            team=team,
             liveness_address=address,
             silence_seconds=settings.liveness_timeout_seconds
             * (_GATEWAY_PATIENCE if service == "gateway" else 1),
             prepare=partial(ensure_directory, addresses.run_directory),
         )
 
+    gateway = {
+        "model": settings.model,
+        "http_address": join_host_port(addresses.host, addresses.http_port),
+        "address": join_host_port(addresses.host, addresses.grpc_port),
+        "schedulers": tuple(addresses.socket(replica.scheduler) for replica in replicas),
+        "drain_seconds": _GATEWAY_DRAIN_SECONDS,
+        **redis,
+    }
+    schedulers, caches = [], []
+    for replica in replicas:
+        scheduler = {
+            "address": addresses.socket(replica.scheduler),
+            "kvpool": addresses.socket(replica.kvpool),
+            "workers": tuple(addresses.socket(worker) for worker in replica.workers),
+            "drain_seconds": _SCHEDULER_DRAIN_SECONDS,
+            **_vllm_grpc(settings, addresses),
+            **({"replica": f"replica-{replica.index}"} if settings.replicas > 1 else {}),
+        }
+        kvpool = {
+            "address": addresses.socket(replica.kvpool),
+            "drain_seconds": _CACHES_DRAIN_SECONDS,
+            **redis,
+        }
+        schedulers.append(spec("scheduler", replica.scheduler, scheduler))
+        caches.append(spec("kvpool", replica.kvpool, kvpool))
+        for rank, worker in enumerate(replica.workers):
+            wiring = {
+                "model": settings.model,
+                "address": addresses.socket(worker),
+                "drain_seconds": _CACHES_DRAIN_SECONDS,
+                **_membership(rank, replica.index, settings, addresses),
+                **({"num_local_replicas": settings.replicas} if settings.replicas > 1 else {}),
+            }
+            caches.append(spec("worker", worker, wiring, replica.worker_team))
     return [
-        Stage((spec("gateway", addresses.grpc),), _GATEWAY_STOP_SECONDS),
-        Stage((spec("scheduler", addresses.socket("scheduler")),), _SCHEDULER_STOP_SECONDS),
-        Stage(
-            (
-                spec("kvpool", addresses.socket("kvpool")),
-                *(spec("worker", addresses.socket(worker), worker) for worker in workers),
-            ),
-            _CACHES_STOP_SECONDS,
-        ),
+        Stage((spec("gateway", "gateway", gateway),), _GATEWAY_STOP_SECONDS),
+        Stage(tuple(schedulers), _SCHEDULER_STOP_SECONDS),
+        Stage(tuple(caches), _CACHES_STOP_SECONDS),
     ]
 
 
-def worker_names(tensor_parallel_size: int) -> tuple[str, ...]:
-    """The names of the workers, with their ranks if there are several."""
-    if tensor_parallel_size == 1:
-        return ("worker",)
-    return tuple(f"worker-{rank}" for rank in range(tensor_parallel_size))
+@dataclass(frozen=True, slots=True)
+class _Replica:
+    """The names of a replica's services. The workers of a replica are one team."""
+
+    index: int
+    scheduler: str
+    kvpool: str
+    workers: tuple[str, ...]
+    worker_team: str
+
+    @classmethod
+    def named(cls, index: int, settings: UpSettings) -> "_Replica":
+        """Names with the index of the replica if there are several, and of workers then with the
+        rank if there are several.
+        """
+        suffix = f"-{index}" if settings.replicas > 1 else ""
+        size = settings.tensor_parallel_size
+        team = f"worker{suffix}"
+        workers = (team,) if size == 1 else tuple(f"{team}-{rank}" for rank in range(size))
+        return cls(index, f"scheduler{suffix}", f"kvpool{suffix}", workers, team)
 
 
-def _membership(rank: int, size: int, addresses: Addresses) -> dict[str, Any]:
+def _membership(
+    rank: int, replica: int, settings: UpSettings, addresses: Addresses
+) -> dict[str, Any]:
     """A worker's rank in its group; a single worker gets the size 1, so that WORLD_SIZE and RANK in
     the environment of the command do not apply.
     """
+    size = settings.tensor_parallel_size
     if size == 1:
         return {"tensor_parallel_size": 1}
     return {
         "tensor_parallel_size": size,
         "rank": rank,
         "master_addr": "127.0.0.1",
-        "master_port": addresses.master_port,
+        "master_port": addresses.master_ports[replica],
     }
 
 

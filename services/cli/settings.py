@@ -9,6 +9,7 @@ from services.common.logs import LogFormat, LogLevel
 from services.common.redis_url import is_redis_url
 from services.common.settings import Check, at_least, between, setting
 
+MAX_REPLICAS, MAX_RANKS = 64, 64
 _EVERY_SERVICE = ("gateway", "scheduler", "kvpool", "worker")
 
 
@@ -31,7 +32,7 @@ def settings_of(service: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class UpSettings:
-    """Starts gateway, scheduler, kvpool and worker, and serves a model."""
+    """Starts a gateway and replicas of scheduler, kvpool and worker, and serves a model."""
 
     model: Path = setting(doc="directory of the model, in Hugging Face format")
     host: str = setting("127.0.0.1", doc="address to listen on; 0.0.0.0 for every one")
@@ -40,6 +41,16 @@ class UpSettings:
     )
     grpc_port: int = setting(
         9000, doc="port of the gRPC API; 0 for a free one", check=between(0, 65_535)
+    )
+    replicas: int = setting(
+        1,
+        doc="replicas of scheduler, kvpool and worker behind the gateway, which share this "
+        "machine's cores and memory",
+        check=between(1, MAX_REPLICAS),
+    )
+    routing_policy: str | None = passed_to(
+        "gateway",
+        doc="how one of several replicas is chosen, such as cache-aware or least-loaded",
     )
     served_model_name: str | None = passed_to(
         "gateway", "worker", doc="name that clients use (default: the directory's)"
@@ -68,7 +79,9 @@ class UpSettings:
         check=between(0.01, 1),
     )
     tensor_parallel_size: int = setting(
-        1, doc="workers that share the model, each a rank of it", check=between(1, 64)
+        1,
+        doc="workers that share a replica's model, each a rank of it",
+        check=between(1, MAX_RANKS),
     )
     num_threads: int | None = passed_to(
         "worker",

@@ -1,4 +1,4 @@
-"""`stepwell up`: the four services from one command."""
+"""`stepwell up`: a gateway and its replicas from one command."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ from services.cli.ports import claim_port
 from services.cli.redis_check import require_redis
 from services.cli.run_directory import run_directory
 from services.cli.settings import UpSettings
-from services.cli.supervisor import StartFailed, Supervisor
+from services.cli.supervisor import Stage, StartFailed, Supervisor
 from services.common.addresses import join_host_port
 from services.common.logs import LogFormat
 from services.common.settings import load_settings
@@ -33,6 +33,7 @@ _PROMPT = "def read_lines(path):"
 def main(argv: Sequence[str]) -> int:
     settings = load_settings(UpSettings, "up", argv, prog="stepwell up")
     _check_model(settings.model)
+    _check_replicas(settings)
     if settings.redis is not None:
         require_redis(settings.redis)
     http_port = claim_port(settings.host, settings.http_port, "--http-port")
@@ -43,19 +44,24 @@ def main(argv: Sequence[str]) -> int:
     if vllm_port is not None:
         vllm_port = claim_port(settings.host, vllm_port, "--vllm-grpc-port")
     divided = settings.tensor_parallel_size > 1
-    master_port = claim_port("127.0.0.1", 0, "--tensor-parallel-size") if divided else None
-    console = Console(
-        sys.stderr,
-        colour=sys.stderr.isatty() and "NO_COLOR" not in os.environ,
-        quiet=settings.quiet,
-        raw=settings.log_format is LogFormat.JSON,
+    master_ports = tuple(
+        claim_port("127.0.0.1", 0, "--tensor-parallel-size")
+        for _ in range(settings.replicas if divided else 0)
     )
     with run_directory() as directory:
         addresses = Addresses(
-            settings.host, http_port, grpc_port, directory, master_port, vllm_port
+            settings.host, http_port, grpc_port, directory, master_ports, vllm_port
+        )
+        plan = stages(settings, addresses, {**os.environ, "PYTHONUNBUFFERED": "1"})
+        console = Console(
+            sys.stderr,
+            colour=sys.stderr.isatty() and "NO_COLOR" not in os.environ,
+            quiet=settings.quiet,
+            raw=settings.log_format is LogFormat.JSON,
+            name_width=max(len("scheduler"), *(len(s.name) for stage in plan for s in stage.specs)),
         )
         try:
-            asyncio.run(_supervise(settings, addresses, console))
+            asyncio.run(_supervise(plan, settings, addresses, console))
         except StartFailed as failure:
             raise CommandError(_why(failure, console)) from failure
     console.note("everything has stopped")
@@ -72,17 +78,16 @@ def _check_model(model: Path) -> None:
         raise CommandError(f"{model} holds no config.json: it is not a model", exit_status=2)
 
 
-async def _supervise(settings: UpSettings, addresses: Addresses, console: Console) -> None:
-    environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    supervisor = Supervisor(stages(settings, addresses, environ), console)
+async def _supervise(
+    plan: Sequence[Stage], settings: UpSettings, addresses: Addresses, console: Console
+) -> None:
+    supervisor = Supervisor(plan, console)
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         # Under nohup, SIGHUP is ignored.
         if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
             loop.add_signal_handler(signum, _on_signal, supervisor, signum, console)
-    size = settings.tensor_parallel_size
-    workers = "worker" if size == 1 else f"{size} workers"
-    console.note(f"starting gateway, scheduler, kvpool and {workers} for {settings.model}")
+    console.note(f"starting {_services(settings)} for {settings.model}")
     if addresses.vllm_grpc_port is not None:
         where = join_host_port(addresses.host, addresses.vllm_grpc_port)
         console.note(f"vllm.grpc.engine will be at grpc://{where}")
@@ -91,6 +96,24 @@ async def _supervise(settings: UpSettings, addresses: Addresses, console: Consol
         await supervisor.run()
     finally:
         announcer.cancel()
+
+
+def _check_replicas(settings: UpSettings) -> None:
+    """Raises CommandError for addresses that each scheduler of several would listen on."""
+    for name in ("vllm_grpc_port", "kv_events_endpoint", "kv_events_replay_endpoint"):
+        if settings.replicas > 1 and getattr(settings, name) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise CommandError(
+                f"{flag} is for a single replica, not {settings.replicas}", exit_status=2
+            )
+
+
+def _services(settings: UpSettings) -> str:
+    size = settings.tensor_parallel_size
+    workers = "worker" if size == 1 else f"{size} workers"
+    if settings.replicas == 1:
+        return f"gateway, scheduler, kvpool and {workers}"
+    return f"gateway and {settings.replicas} replicas of scheduler, kvpool and {workers}"
 
 
 def _on_signal(supervisor: Supervisor, signum: int, console: Console) -> None:

@@ -28,7 +28,11 @@ from services.worker.models.load import load_model
 from services.worker.models.model import LoadOptions
 from services.worker.parallel.group import Group
 from services.worker.parallel.ranks import ALONE
-from services.worker.platform_choice import is_batch_invariant, select_platform
+from services.worker.platform_choice import (
+    is_batch_invariant,
+    num_local_workers,
+    select_platform,
+)
 from services.worker.platforms.interface import Parts
 from services.worker.platforms.processors import usable_processors
 from services.worker.platforms.threads import choose_threads
@@ -46,7 +50,7 @@ def load_worker(
     """Builds a worker, with as many threads as this process should compute with. Raises as
     `build_worker` does.
     """
-    num_sharers = 1 if group is None else len(group.local_ranks)
+    num_sharers = num_local_workers(settings, group)
     threads = choose_threads(usable_processors(), num_sharers, settings.num_threads)
     torch.set_num_threads(threads.num_threads)
     began = time.monotonic()

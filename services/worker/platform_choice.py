@@ -45,8 +45,13 @@ def select_platform(
         checkpoint_reached,
         batch_invariant=is_batch_invariant(settings, CPU),
     )
-    num_sharers = 1 if group is None else len(group.local_ranks)
+    num_sharers = num_local_workers(settings, group)
     return CpuPlatform(kernels, settings.gpu_memory_utilization, num_sharers)
+
+
+def num_local_workers(settings: WorkerSettings, group: Group | None) -> int:
+    """The workers on this machine: ranks of this replica, and as many of each other one."""
+    return settings.num_local_replicas * (1 if group is None else len(group.local_ranks))
 
 
 def is_batch_invariant(settings: WorkerSettings, device: torch.device) -> bool:
@@ -63,5 +68,7 @@ def _cuda_platform(settings: WorkerSettings, group: Group | None) -> CudaPlatfor
             "unset it, or set --tensor-parallel-size 1"
         )
     return CudaPlatform(
-        settings.gpu_memory_utilization, batch_invariant=settings.batch_invariant is True
+        settings.gpu_memory_utilization,
+        batch_invariant=settings.batch_invariant is True,
+        num_sharers=settings.num_local_replicas,
     )

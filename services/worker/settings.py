@@ -82,6 +82,11 @@ class WorkerSettings(ServiceSettings):
         "cache (default: 0.7)",
         check=between(0.01, 1),
     )
+    num_local_replicas: int = setting(
+        1,
+        doc="replicas on this machine, of which each has its share of the cores and of the memory",
+        check=at_least(1),
+    )
     tensor_parallel_size: int | None = setting(
         None,
         doc="workers that share one model, each a rank of it (default: WORLD_SIZE, else 1)",

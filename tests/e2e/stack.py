@@ -75,17 +75,20 @@ class Stack:
         return str(address)
 
     def pids(self) -> dict[str, int]:
-        """The process of each service that runs now."""
+        """The process of each service that runs now, by its name as in the output."""
         children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
         found = {}
         for child in children:
             try:
                 command = Path(f"/proc/{child}/cmdline").read_bytes().decode().split("\0")
+                environ = Path(f"/proc/{child}/environ").read_bytes().decode()
             except OSError:
                 continue
             for service in SERVICES:
                 if command[1:3] == ["-m", f"services.{service}"]:
-                    found[service] = int(child)
+                    pattern = rf"\bSTEPWELL_{service.upper()}_ADDRESS=unix:[^\0]+/([\w-]+)\.sock\0"
+                    socket = re.search(pattern, environ)
+                    found[service if socket is None else socket[1]] = int(child)
         return found
 
     def resident_bytes(self) -> dict[str, int]:

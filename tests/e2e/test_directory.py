@@ -80,10 +80,15 @@ async def test_without_redis_the_gateway_follows_the_pools_themselves(
     tiny_model: TinyModel,
 ) -> None:
     settings = UpSettings(
-        model=tiny_model.directory, dtype="float32", num_threads=1, num_blocks=200, block_size=4
+        model=tiny_model.directory,
+        dtype="float32",
+        num_threads=1,
+        num_blocks=200,
+        block_size=4,
+        replicas=2,
     )
     with tempfile.TemporaryDirectory(prefix="stepwell-two-") as directory:
-        async with Replicas(settings, 2, Path(directory), RestartPolicy()) as replicas:
+        async with Replicas(settings, Path(directory), RestartPolicy()) as replicas:
             url = f"http://{replicas.http}"
             body = {"model": "tiny", "prompt": "one two three four five six", "max_tokens": 16}
             answer = await asyncio.to_thread(

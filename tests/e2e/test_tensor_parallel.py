@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -27,17 +26,8 @@ def ranks(tiny_model: TinyModel) -> Iterator[Stack]:
 
 def pids_of_ranks(stack: Stack) -> dict[int, int]:
     """The process of each rank that runs now."""
-    children = Path(f"/proc/{stack.pid}/task/{stack.pid}/children").read_text().split()
-    found = {}
-    for child in children:
-        try:
-            environ = Path(f"/proc/{child}/environ").read_bytes().decode().split("\0")
-        except OSError:
-            continue
-        variables = dict(entry.partition("=")[::2] for entry in environ)
-        if "STEPWELL_WORKER_RANK" in variables:
-            found[int(variables["STEPWELL_WORKER_RANK"])] = int(child)
-    return found
+    pids = stack.pids()
+    return {rank: pids[f"worker-{rank}"] for rank in range(2) if f"worker-{rank}" in pids}
 
 
 async def answers(

@@ -28,11 +28,11 @@ LONGEST_GAP_SECONDS = 10.0
 @pytest.fixture
 async def replicas(tiny_model: TinyModel) -> AsyncIterator[Replicas]:
     settings = UpSettings(
-        model=tiny_model.directory, dtype="float32", num_threads=1, num_blocks=1000
+        model=tiny_model.directory, dtype="float32", num_threads=1, num_blocks=1000, replicas=2
     )
     # Sockets lie in the directory: its path must be short.
     with tempfile.TemporaryDirectory(prefix="stepwell-two-") as directory:
-        async with Replicas(settings, 2, Path(directory), RestartPolicy()) as running:
+        async with Replicas(settings, Path(directory), RestartPolicy()) as running:
             yield running
 
 

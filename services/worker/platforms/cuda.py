@@ -34,19 +34,25 @@ class CudaPlatform:
     """The current CUDA device. Raises UnsuitableDevice if the machine lacks something.
 
     `batch_invariant`: a request is computed the same whatever is in its steps; see docs/cuda.md.
+    `num_sharers`: replicas with a worker on this device.
     """
 
     default_block_size = 64
     default_memory_utilization = 0.9
 
     def __init__(
-        self, memory_utilization: float | None = None, *, batch_invariant: bool = False
+        self,
+        memory_utilization: float | None = None,
+        *,
+        batch_invariant: bool = False,
+        num_sharers: int = 1,
     ) -> None:
         check_setup(find_setup())
         load_xformers()
         self.device = CudaDevice()
         self._memory_utilization = memory_utilization or self.default_memory_utilization
         self._batch_invariant = batch_invariant
+        self._num_sharers = num_sharers
 
     @property
     def torch_device(self) -> torch.device:
@@ -77,7 +83,8 @@ class CudaPlatform:
         return runner_on(CudaDevice(), parts, batch_invariant=self._batch_invariant)
 
     def free_memory(self, parts: Parts) -> FreeMemory:
-        """The GPU's memory, less what is in use and the most that torch takes for a step.
+        """The GPU's memory, less what is in use and the most that torch takes for a step. Among
+        sharers that is this one's share, less what torch holds of it.
 
         The largest steps are run, over a cache of one block that all their tokens share. What torch
         takes is more than tensors hold at any time, because the memory of recorded programs is
@@ -98,10 +105,10 @@ class CudaPlatform:
         _release()
         free, total = torch.cuda.mem_get_info()
         return FreeMemory(
-            of_bytes=total,
+            of_bytes=total // self._num_sharers,
             utilization=self._memory_utilization,
             activation_bytes=peak,
-            used_bytes=total - free,
+            used_bytes=total - free if self._num_sharers == 1 else torch.cuda.memory_reserved(),
             of_what="of the GPU",
         )
 

@@ -131,3 +131,13 @@ def test_an_address_of_another_machine(model: Path) -> None:
         1,
         "stepwell up: --host 192.0.2.1 is not an address of this machine\n",
     )
+
+
+@pytest.mark.parametrize(
+    "flags", [("--vllm-grpc-port", "0"), ("--kv-events-endpoint", "tcp://*:5557")]
+)
+def test_an_address_for_one_scheduler_and_two_replicas(flags: tuple[str, str], model: Path) -> None:
+    assert up("--model", model, "--replicas", "2", *flags) == (
+        2,
+        f"stepwell up: {flags[0]} is for a single replica, not 2\n",
+    )

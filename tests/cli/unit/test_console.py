@@ -34,6 +34,13 @@ def test_every_line_begins_with_its_service() -> None:
     ]
 
 
+def test_a_longer_name_widens_the_column() -> None:
+    stream = io.StringIO()
+    console = Console(stream, colour=True, quiet=False, raw=False, name_width=len("scheduler-0"))
+    console.line("kvpool-0", "loading")
+    assert stream.getvalue() == "\033[35mkvpool-0    | \033[0mloading\n"
+
+
 def test_a_terminal_gets_colours() -> None:
     assert shown(colour=True)[0] == "\033[32mworker    | \033[0mloading"
 

@@ -26,6 +26,7 @@ SETTINGS: dict[str, type[Any]] = {
 EVERYTHING = {
     "served_model_name": "other",
     "generation_config": "vllm",
+    "routing_policy": "round-robin",
     "api_keys": ("one", "two"),
     "device": "cpu",
     "batch_invariant": True,
@@ -119,7 +120,7 @@ def test_variables_of_the_services_pass_through(tmp_path: Path) -> None:
 
 
 def test_ranks_of_a_divided_model_find_each_other(tmp_path: Path) -> None:
-    addresses = Addresses("::1", 8000, 9000, Path("/run/stepwell"), master_port=7000)
+    addresses = Addresses("::1", 8000, 9000, Path("/run/stepwell"), master_ports=(7000,))
     plan = stages(UpSettings(model=tmp_path, tensor_parallel_size=2), addresses, {"RANK": "5"})
     specs = {spec.name: spec for stage in plan for spec in stage.specs}
     ranks = [specs[f"worker-{rank}"] for rank in range(2)]
@@ -130,6 +131,49 @@ def test_ranks_of_a_divided_model_find_each_other(tmp_path: Path) -> None:
         assert find_membership(worker, ranks[rank].environ) == expected
     scheduler = parse_settings(SchedulerSettings, "scheduler", [], specs["scheduler"].environ)
     assert scheduler.workers == tuple(worker.address for worker in workers)
+
+
+def test_two_replicas_share_a_gateway_and_the_machine(tmp_path: Path) -> None:
+    addresses = Addresses("::1", 8000, 9000, Path("/run/stepwell"))
+    url = "redis://127.0.0.1:6379"
+    plan = stages(UpSettings(model=tmp_path, replicas=2, redis=url), addresses, {})
+    assert [[spec.name for spec in stage.specs] for stage in plan] == [
+        ["gateway"],
+        ["scheduler-0", "scheduler-1"],
+        ["kvpool-0", "worker-0", "kvpool-1", "worker-1"],
+    ]
+    specs = {spec.name: spec for stage in plan for spec in stage.specs}
+
+    def settings_of_child(name: str) -> Any:
+        service = name.partition("-")[0]
+        assert specs[name].command[1:] == ("-m", f"services.{service}")
+        return parse_settings(SETTINGS[service], service, [], specs[name].environ)
+
+    gateway = settings_of_child("gateway")
+    schedulers = [settings_of_child(f"scheduler-{index}") for index in range(2)]
+    assert gateway.schedulers == tuple(scheduler.address for scheduler in schedulers)
+    for index, scheduler in enumerate(schedulers):
+        pool, worker = (settings_of_child(f"{name}-{index}") for name in ("kvpool", "worker"))
+        assert scheduler.replica == f"replica-{index}"
+        assert scheduler.kvpool == pool.address == f"unix:/run/stepwell/kvpool-{index}.sock"
+        assert scheduler.workers == (worker.address,)
+        assert gateway.redis_url == pool.redis_url == url
+        assert worker.num_local_replicas == 2
+    teams = [spec.team or spec.name for spec in specs.values()]
+    assert len(set(teams)) == len(specs)
+
+
+def test_ranks_of_each_replica_are_a_group_and_a_team_of_their_own(tmp_path: Path) -> None:
+    addresses = Addresses("::1", 8000, 9000, Path("/run/stepwell"), master_ports=(7000, 7001))
+    settings = UpSettings(model=tmp_path, replicas=2, tensor_parallel_size=2)
+    specs = {spec.name: spec for stage in stages(settings, addresses, {}) for spec in stage.specs}
+    for replica in range(2):
+        for rank in range(2):
+            spec = specs[f"worker-{replica}-{rank}"]
+            worker = parse_settings(WorkerSettings, "worker", [], spec.environ)
+            expected = Membership(rank, 2, "127.0.0.1", 7000 + replica)
+            assert find_membership(worker, spec.environ) == expected
+            assert spec.team == f"worker-{replica}"
 
 
 @pytest.mark.parametrize("secret", ["one", "two"])

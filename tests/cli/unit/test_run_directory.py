@@ -33,7 +33,7 @@ with run_directory() as path:
         text=True,
         check=True,
     ).stdout.strip()
-    assert len(f"{path}/scheduler.sock") <= 107
+    assert len(f"{path}/scheduler-63.sock") <= 107
     assert list(long.iterdir()) == []
 
 

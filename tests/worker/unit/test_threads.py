@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from services.worker.platform_choice import num_local_workers
 from services.worker.platforms.processors import usable_processors
 from services.worker.platforms.threads import Processors, ThreadChoice, choose_threads
+from services.worker.settings import WorkerSettings
 
 
 @pytest.mark.parametrize(
@@ -85,3 +87,9 @@ def test_quotas_of_the_first_version_of_control_groups_hold_too(machine: Path) -
     assert read(machine).quota is None
     (group / "cpu.cfs_quota_us").write_text("25000\n")
     assert read(machine).quota == 0.5
+
+
+def test_replicas_on_one_machine_are_sharers_too(tmp_path: Path) -> None:
+    assert num_local_workers(WorkerSettings(model=tmp_path), None) == 1
+    settings = WorkerSettings(model=tmp_path, num_local_replicas=3)
+    assert num_local_workers(settings, None) == 3
