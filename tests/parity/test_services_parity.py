@@ -73,16 +73,18 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 async def serving(
     loaded: Worker, situation: Situation, *, async_scheduling: bool
 ) -> AsyncIterator[tuple[Replica, Gateway]]:
-    """A replica in a situation, whose worker says that it has so many blocks, and a session."""
+    """A replica in a situation, whose worker describes itself so, and a session."""
     groups, most = len(loaded.description.groups), loaded.description.num_blocks
-    num_blocks = min(situation.num_blocks * groups, most)
-    description = replace(loaded.description, num_blocks=num_blocks)
+    description = replace(
+        loaded.description,
+        num_blocks=min(situation.num_blocks * groups, most),
+        max_num_seqs=situation.max_num_seqs,
+        max_num_batched_tokens=situation.max_num_batched_tokens,
+    )
     async with (
         serving_replica(
             ServingWorker(replace(loaded, description=description)),
             async_scheduling=async_scheduling,
-            max_num_seqs=situation.max_num_seqs,
-            max_num_batched_tokens=situation.max_num_batched_tokens,
         ) as replica,
         gateway_of(replica) as gateway,
     ):
