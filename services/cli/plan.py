@@ -31,8 +31,8 @@ class Addresses:
 
     `master_ports`: for each replica, where the ranks of its model find each other; none without
     ranks.
-    `vllm_grpc_port`: where the scheduler of a single replica serves vllm.grpc.engine; None where it
-    does not.
+    `vllm_grpc_ports`: for each replica, where its scheduler serves vllm.grpc.engine; none where
+    they do not.
     """
 
     host: str
@@ -40,7 +40,7 @@ class Addresses:
     grpc_port: int
     run_directory: Path
     master_ports: tuple[int, ...] = ()
-    vllm_grpc_port: int | None = None
+    vllm_grpc_ports: tuple[int, ...] = ()
 
     def socket(self, service: str) -> str:
         """The internal address of a service."""
@@ -95,7 +95,7 @@ def stages(settings: UpSettings, addresses: Addresses, environ: Mapping[str, str
             "kvpool": addresses.socket(replica.kvpool),
             "workers": tuple(addresses.socket(worker) for worker in replica.workers),
             "drain_seconds": _SCHEDULER_DRAIN_SECONDS,
-            **_vllm_grpc(settings, addresses),
+            **_vllm_grpc(replica.index, settings, addresses),
             **({"replica": f"replica-{replica.index}"} if settings.replicas > 1 else {}),
         }
         kvpool = {
@@ -160,12 +160,12 @@ def _membership(
     }
 
 
-def _vllm_grpc(settings: UpSettings, addresses: Addresses) -> dict[str, Any]:
+def _vllm_grpc(replica: int, settings: UpSettings, addresses: Addresses) -> dict[str, Any]:
     """Where a scheduler serves vllm.grpc.engine, and the model that it passes on."""
-    if addresses.vllm_grpc_port is None:
+    if not addresses.vllm_grpc_ports:
         return {}
     return {
-        "vllm_grpc_address": join_host_port(addresses.host, addresses.vllm_grpc_port),
+        "vllm_grpc_address": join_host_port(addresses.host, addresses.vllm_grpc_ports[replica]),
         "model": settings.model,
     }
 

@@ -118,7 +118,7 @@ class UpSettings:
     vllm_grpc_port: int | None = setting(
         None,
         doc="port where the scheduler serves vllm.grpc.engine.VllmEngine, for gateways such as "
-        "smg; 0 for a free one (default: it does not)",
+        "smg, of several replicas the first one's; 0 for free ones (default: it does not)",
         check=between(0, 65_535),
     )
     vllm_grpc_client_stops: bool | None = passed_to(

@@ -21,7 +21,7 @@ from services.cli.redis_check import require_redis
 from services.cli.run_directory import run_directory
 from services.cli.settings import UpSettings
 from services.cli.supervisor import Stage, StartFailed, Supervisor
-from services.common.addresses import join_host_port
+from services.common.addresses import LARGEST_PORT, join_host_port
 from services.common.logs import LogFormat
 from services.common.settings import load_settings
 
@@ -40,9 +40,7 @@ def main(argv: Sequence[str]) -> int:
     if settings.grpc_port == http_port:
         raise CommandError(f"--http-port and --grpc-port are both {http_port}")
     grpc_port = claim_port(settings.host, settings.grpc_port, "--grpc-port")
-    vllm_port = settings.vllm_grpc_port
-    if vllm_port is not None:
-        vllm_port = claim_port(settings.host, vllm_port, "--vllm-grpc-port")
+    vllm_grpc_ports = _vllm_grpc_ports(settings)
     divided = settings.tensor_parallel_size > 1
     master_ports = tuple(
         claim_port("127.0.0.1", 0, "--tensor-parallel-size")
@@ -50,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     )
     with run_directory() as directory:
         addresses = Addresses(
-            settings.host, http_port, grpc_port, directory, master_ports, vllm_port
+            settings.host, http_port, grpc_port, directory, master_ports, vllm_grpc_ports
         )
         plan = stages(settings, addresses, {**os.environ, "PYTHONUNBUFFERED": "1"})
         console = Console(
@@ -78,6 +76,22 @@ def _check_model(model: Path) -> None:
         raise CommandError(f"{model} holds no config.json: it is not a model", exit_status=2)
 
 
+def _vllm_grpc_ports(settings: UpSettings) -> tuple[int, ...]:
+    """A port for each replica, beginning with the one that was asked for; none without it."""
+    first = settings.vllm_grpc_port
+    if first is None:
+        return ()
+    if first + settings.replicas - 1 > LARGEST_PORT:
+        raise CommandError(
+            f"--vllm-grpc-port {first} leaves no port for each of {settings.replicas} replicas",
+            exit_status=2,
+        )
+    return tuple(
+        claim_port(settings.host, first + index if first else 0, "--vllm-grpc-port")
+        for index in range(settings.replicas)
+    )
+
+
 async def _supervise(
     plan: Sequence[Stage], settings: UpSettings, addresses: Addresses, console: Console
 ) -> None:
@@ -88,8 +102,8 @@ async def _supervise(
         if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
             loop.add_signal_handler(signum, _on_signal, supervisor, signum, console)
     console.note(f"starting {_services(settings)} for {settings.model}")
-    if addresses.vllm_grpc_port is not None:
-        where = join_host_port(addresses.host, addresses.vllm_grpc_port)
+    for port in addresses.vllm_grpc_ports:
+        where = join_host_port(addresses.host, port)
         console.note(f"vllm.grpc.engine will be at grpc://{where}")
     announcer = asyncio.create_task(_announce_ready(supervisor, settings, addresses, console))
     try:
@@ -100,7 +114,7 @@ async def _supervise(
 
 def _check_replicas(settings: UpSettings) -> None:
     """Raises CommandError for addresses that each scheduler of several would listen on."""
-    for name in ("vllm_grpc_port", "kv_events_endpoint", "kv_events_replay_endpoint"):
+    for name in ("kv_events_endpoint", "kv_events_replay_endpoint"):
         if settings.replicas > 1 and getattr(settings, name) is not None:
             flag = f"--{name.replace('_', '-')}"
             raise CommandError(

@@ -1,13 +1,13 @@
 """Addresses in settings: host:port, with brackets around an IPv6 address, or unix:PATH."""
 
 _UNIX = "unix:"
-_LARGEST_PORT = 65_535
+LARGEST_PORT = 65_535
 
 
 def split_host_port(address: str) -> tuple[str, int]:
     """Host, without brackets, and port. Raises ValueError if the address is not host:port."""
     host, colon, port = address.rpartition(":")
-    if not colon or not port.isdecimal() or int(port) > _LARGEST_PORT:
+    if not colon or not port.isdecimal() or int(port) > LARGEST_PORT:
         raise ValueError(f"{address!r} is not host:port")
     return host.removeprefix("[").removesuffix("]"), int(port)
 

@@ -69,10 +69,9 @@ class Stack:
         return self._process.pid
 
     @property
-    def vllm_grpc(self) -> str:
-        """Where its scheduler serves vllm.grpc.engine, host:port."""
-        (address,) = _VLLM_GRPC.findall("\n".join(self.output))
-        return str(address)
+    def vllm_grpc(self) -> list[str]:
+        """Where its schedulers serve vllm.grpc.engine, host:port."""
+        return _VLLM_GRPC.findall("\n".join(self.output))
 
     def pids(self) -> dict[str, int]:
         """The process of each service that runs now, by its name as in the output."""

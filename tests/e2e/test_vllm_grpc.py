@@ -17,7 +17,8 @@ PROMPT = list(range(3, 60))
 
 @pytest.fixture
 def stub(vllm_stack: Stack) -> Iterator[vllm_engine_pb2_grpc.VllmEngineStub]:
-    with grpc.insecure_channel(vllm_stack.vllm_grpc, options=CHANNEL_OPTIONS) as channel:
+    (address,) = vllm_stack.vllm_grpc
+    with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
         yield vllm_engine_pb2_grpc.VllmEngineStub(channel)
 
 

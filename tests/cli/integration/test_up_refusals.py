@@ -133,11 +133,16 @@ def test_an_address_of_another_machine(model: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "flags", [("--vllm-grpc-port", "0"), ("--kv-events-endpoint", "tcp://*:5557")]
-)
-def test_an_address_for_one_scheduler_and_two_replicas(flags: tuple[str, str], model: Path) -> None:
+def test_an_address_for_one_scheduler_and_two_replicas(model: Path) -> None:
+    flags = ("--kv-events-endpoint", "tcp://*:5557")
     assert up("--model", model, "--replicas", "2", *flags) == (
         2,
-        f"stepwell up: {flags[0]} is for a single replica, not 2\n",
+        "stepwell up: --kv-events-endpoint is for a single replica, not 2\n",
+    )
+
+
+def test_a_last_port_for_more_than_one_replica(model: Path) -> None:
+    assert up("--model", model, "--replicas", "2", "--vllm-grpc-port", "65535") == (
+        2,
+        "stepwell up: --vllm-grpc-port 65535 leaves no port for each of 2 replicas\n",
     )

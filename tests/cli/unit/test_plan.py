@@ -54,10 +54,10 @@ EVERYTHING = {
 
 
 def received(
-    tmp_path: Path, environ: dict[str, str], *, vllm_grpc_port: int | None = None, **given: Any
+    tmp_path: Path, environ: dict[str, str], *, vllm_grpc_ports: tuple[int, ...] = (), **given: Any
 ) -> dict[str, Any]:
     """What each service reads of what it is given."""
-    addresses = Addresses("::1", 8000, 9000, Path("/run/stepwell"), vllm_grpc_port=vllm_grpc_port)
+    addresses = Addresses("::1", 8000, 9000, Path("/run/stepwell"), vllm_grpc_ports=vllm_grpc_ports)
     plan = stages(UpSettings(model=tmp_path, **given), addresses, environ)
     specs = {spec.name: spec for stage in plan for spec in stage.specs}
     assert {name: spec.command[1:] for name, spec in specs.items()} == {
@@ -97,8 +97,20 @@ def test_the_services_find_each_other(tmp_path: Path) -> None:
 def test_the_scheduler_serves_gateways_of_others_on_a_port_of_its_own(tmp_path: Path) -> None:
     """With the model's directory, whose tokenizer such gateways need."""
     assert received(tmp_path, {})["scheduler"].vllm_grpc_address is None
-    scheduler = received(tmp_path, {}, vllm_grpc_port=9100)["scheduler"]
+    scheduler = received(tmp_path, {}, vllm_grpc_ports=(9100,))["scheduler"]
     assert (scheduler.vllm_grpc_address, scheduler.model) == ("[::1]:9100", tmp_path)
+
+
+def test_each_replica_serves_gateways_of_others_on_a_port_of_its_own(tmp_path: Path) -> None:
+    addresses = Addresses("::1", 8000, 9000, tmp_path, vllm_grpc_ports=(9100, 9101))
+    plan = stages(UpSettings(model=tmp_path, replicas=2), addresses, {})
+    served = [
+        parse_settings(SchedulerSettings, "scheduler", [], spec.environ).vllm_grpc_address
+        for stage in plan
+        for spec in stage.specs
+        if spec.name.startswith("scheduler")
+    ]
+    assert served == ["[::1]:9100", "[::1]:9101"]
 
 
 def test_what_is_not_given_is_the_services_own_default(tmp_path: Path) -> None:
