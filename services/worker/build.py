@@ -35,6 +35,7 @@ from services.worker.platform_choice import (
 )
 from services.worker.platforms.interface import Parts
 from services.worker.platforms.processors import usable_processors
+from services.worker.platforms.prompt_shapes import run_prompts
 from services.worker.platforms.threads import choose_threads
 from services.worker.settings import WorkerSettings
 
@@ -213,7 +214,11 @@ class _Builder:
         with memory_for("the KV cache", "lower num_blocks, kv_cache_memory_bytes or max_num_seqs"):
             runner = self._platform.runner(parts)
         with memory_for("a step", "lower max_num_batched_tokens, max_num_seqs or the KV cache"):
-            self._platform.warm_up(runner, parts.limits, self._progress("warming up"))
+            shapes = self._platform.warm_up_shapes(parts.limits)
+            done = self._progress("warming up")
+            for number, shape in enumerate(shapes):
+                run_prompts(runner, parts.limits, shape)
+                done(number + 1, len(shapes))
         return runner
 
     def _progress(self, what: str) -> Callable[[int, int], None]:

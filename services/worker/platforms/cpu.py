@@ -1,7 +1,5 @@
 """A worker on the CPU."""
 
-from collections.abc import Callable
-
 from services.worker.backends.attention import CPU, AttentionShape
 from services.worker.backends.kernels import Kernels
 from services.worker.core.input_batch import BatchLimits
@@ -11,7 +9,7 @@ from services.worker.models.config import DtypeSetting
 from services.worker.models.model import LoadedModel
 from services.worker.platforms.interface import Parts
 from services.worker.platforms.memory import available_memory_bytes
-from services.worker.platforms.warm_up import warm_up
+from services.worker.platforms.prompt_shapes import PromptShape, first_shapes
 
 
 class CpuPlatform:
@@ -61,8 +59,6 @@ class CpuPlatform:
         attention = parts.kernels.paged_attention(parts.shape)
         return ModelRunner(parts.loaded.model, attention, parts.limits, lockstep=parts.lockstep)
 
-    def warm_up(
-        self, runner: ModelRunner, limits: BatchLimits, progress: Callable[[int, int], None]
-    ) -> None:
+    def warm_up_shapes(self, limits: BatchLimits) -> list[PromptShape]:
         """A prompt, a chunk and a decode."""
-        warm_up(runner, limits, progress)
+        return first_shapes(limits)

@@ -1,7 +1,6 @@
 """A worker on CUDA: its parts, and how much memory it may use."""
 
 import gc
-from collections.abc import Callable
 
 import torch
 
@@ -23,7 +22,12 @@ from services.worker.platforms.cuda_setup import (
     load_xformers,
 )
 from services.worker.platforms.interface import Parts
-from services.worker.platforms.prompt_shapes import every_shape, profiled_shapes, run_prompts
+from services.worker.platforms.prompt_shapes import (
+    PromptShape,
+    every_shape,
+    profiled_shapes,
+    run_prompts,
+)
 
 _HOPPER = 9
 _PROFILE_BLOCKS = 2
@@ -112,14 +116,9 @@ class CudaPlatform:
             of_what="of the GPU",
         )
 
-    def warm_up(
-        self, runner: ModelRunner, limits: BatchLimits, progress: Callable[[int, int], None]
-    ) -> None:
-        """Compiles every kernel that steps need, and records every program of decodes."""
-        shapes = every_shape(limits)
-        for number, shape in enumerate(shapes):
-            run_prompts(runner, limits, shape)
-            progress(number + 1, len(shapes))
+    def warm_up_shapes(self, limits: BatchLimits) -> list[PromptShape]:
+        """Those that compile every kernel that steps need, and record every program of decodes."""
+        return every_shape(limits)
 
 
 def _release() -> None:

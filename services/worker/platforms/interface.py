@@ -1,6 +1,5 @@
 """What a worker does differently on each kind of device."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -14,6 +13,7 @@ from services.worker.core.lockstep import Lockstep
 from services.worker.core.model_runner import ModelRunner
 from services.worker.models.config import DtypeSetting
 from services.worker.models.model import LoadedModel
+from services.worker.platforms.prompt_shapes import PromptShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +72,6 @@ class Platform(Protocol):
         """A runner with its KV cache."""
         ...
 
-    def warm_up(
-        self, runner: ModelRunner, limits: BatchLimits, progress: Callable[[int, int], None]
-    ) -> None:
-        """Runs steps so that those of the first requests are as fast as later ones."""
+    def warm_up_shapes(self, limits: BatchLimits) -> list[PromptShape]:
+        """Steps to run before the first request, so that its steps are as fast as later ones."""
         ...

@@ -13,6 +13,9 @@ from services.worker.core.step import NewRequest, StepInput
 _SAMPLING = SamplingParams(temperature=1, top_p=0.9)
 """The parameters that take the most work to sample on a device."""
 
+_FIRST_TOKENS = 256
+"""Most tokens of the first prompt: enough to touch every weight and kernel."""
+
 
 @dataclass(frozen=True, slots=True)
 class PromptShape:
@@ -32,6 +35,18 @@ def profiled_shapes(limits: BatchLimits) -> list[PromptShape]:
     each = min(tokens // num_requests, limits.max_model_len)
     decodes = _decodes(limits)
     return decodes if each < 2 else [*decodes, PromptShape(num_requests, each)]
+
+
+def first_shapes(limits: BatchLimits) -> list[PromptShape]:
+    """A prompt, a chunk after it, and a decode after both, as far as the limits allow them."""
+    prompt = min(_FIRST_TOKENS, limits.max_num_batched_tokens, limits.max_model_len - 1)
+    first = max(prompt // 2, 1)
+    shapes = [
+        PromptShape(1, first),
+        PromptShape(1, prompt - first, first),
+        PromptShape(1, 1, prompt),
+    ]
+    return [shape for shape in shapes if shape.num_tokens > 0]
 
 
 def every_shape(limits: BatchLimits) -> list[PromptShape]:

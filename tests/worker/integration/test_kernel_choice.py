@@ -47,7 +47,7 @@ def test_without_a_compiler_torch_serves_and_the_log_says_why(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
-        assert isinstance(select(KernelsSetting.AUTO, tmp_path), TorchKernels)
+        assert type(select(KernelsSetting.AUTO, tmp_path)) is TorchKernels
     [line] = [record.getMessage() for record in caplog.records]
     assert line.startswith("kernels: torch, batch-invariant, which is slower: ")
 
@@ -59,7 +59,7 @@ def test_without_a_compiler_native_kernels_are_refused_in_one_sentence(tmp_path:
 
 
 def test_torch_is_taken_where_it_is_asked_for(tmp_path: Path) -> None:
-    assert isinstance(select(KernelsSetting.TORCH, tmp_path), TorchKernels)
+    assert type(select(KernelsSetting.TORCH, tmp_path)) is TorchKernels
     assert not list(tmp_path.iterdir())
 
 
@@ -80,7 +80,7 @@ def test_a_compiler_that_fails_is_quoted(
     compiler = tmp_path / "failing-compiler"
     compiler.write_text(
         "#!/bin/sh\n"
-        'case "$*" in *attention.cpp*) echo "fatal error: out of patience" >&2; exit 1;; esac\n'
+        'case "$*" in *bfloat16.cpp*) echo "fatal error: out of patience" >&2; exit 1;; esac\n'
         f'exec {with_compiler} "$@" -O0\n'
     )
     compiler.chmod(0o755)
@@ -93,7 +93,7 @@ def test_a_compiler_that_fails_is_quoted(
 @pytest.fixture
 def quick_compiler(tmp_path: Path, with_compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiler that sees one function in place of all sources, and notes what it links."""
-    (tmp_path / "exports.cpp").write_text('extern "C" int panel_width() { return 16; }\n')
+    (tmp_path / "float32.cpp").write_text('extern "C" int panel_width() { return 16; }\n')
     compiler = tmp_path / "quick-compiler"
     compiler.write_text(
         "#!/bin/sh\n"
@@ -101,7 +101,7 @@ def quick_compiler(tmp_path: Path, with_compiler: str, monkeypatch: pytest.Monke
         'for argument in "$@"; do\n'
         "  shift\n"
         '  case "$argument" in\n'
-        f'    */exports.cpp) argument="{tmp_path}/exports.cpp";;\n'
+        f'    */float32.cpp) argument="{tmp_path}/float32.cpp";;\n'
         '    *.cpp) argument="-xc++ /dev/null -xnone";;\n'
         "  esac\n"
         '  case "$argument" in -xc*) set -- "$@" $argument;; *) set -- "$@" "$argument";; esac\n'

@@ -1,6 +1,7 @@
-"""A decoder as one call into the compiled library: see cpp/decoder.cpp."""
+"""A decoder as one call into the compiled library: see cpp/decoder.h."""
 
 from collections.abc import Mapping
+from typing import TypeGuard
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from services.worker.backends.kernels import (
     DecoderWeights,
     GatedMlp,
     LayerWeights,
+    Linear,
 )
 from services.worker.backends.native.library import (
     Decoder,
@@ -32,7 +34,7 @@ def fused_decoder(
     native. `functions`: by the data type that they compute in.
     """
     head = weights.head
-    if not isinstance(head, NativeLinear) or not all(map(_is_native, weights.layers)):
+    if not _takes_rows(head) or not all(map(_is_native, weights.layers)):
         return None
     return NativeDecoder(functions[head.dtype], weights, constants, head)
 
@@ -40,8 +42,12 @@ def fused_decoder(
 def _is_native(layer: LayerWeights) -> bool:
     if not isinstance(layer.mlp, GatedMlp):
         return False
-    projections = (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down)
-    return all(isinstance(projection, NativeLinear) for projection in projections)
+    return all(map(_takes_rows, (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down)))
+
+
+def _takes_rows(projection: Linear) -> TypeGuard[NativeLinear]:
+    """Whether it is native, and its inputs need no padding."""
+    return isinstance(projection, NativeLinear) and not projection.is_padded
 
 
 class NativeDecoder:

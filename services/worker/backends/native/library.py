@@ -1,4 +1,4 @@
-"""The compiled library's functions and structures, as cpp/exports.cpp and the headers declare them.
+"""The compiled library's functions and structures, as cpp/exports.h and the headers declare them.
 
 Tensors are passed as addresses, and the caller keeps their memory. The interpreter's lock is
 released during a call.
@@ -7,7 +7,7 @@ released during a call.
 import ctypes
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, ClassVar, get_type_hints
+from typing import Any, get_type_hints
 
 import torch
 
@@ -17,71 +17,59 @@ EPILOGUES = {None: 0, Activation.SILU: 1, Activation.GELU_TANH: 2}
 """The number of a projection's epilogue, by its activation."""
 
 _SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_ADDRESS, _COUNT, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _Fields = list[tuple[str, type[Any]]]
+
+
+def _fields(kinds: Mapping[str, type[Any]]) -> _Fields:
+    """Fields from the names of consecutive ones of a kind, with spaces between them."""
+    return [(name, kind) for names, kind in kinds.items() for name in names.split()]
 
 
 class Projection(ctypes.Structure):
     """A packed weight, its bias or None, and its epilogue."""
 
-    _fields_: ClassVar[_Fields] = [
-        ("packed", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("columns", ctypes.c_int64),
-        ("depth", ctypes.c_int64),
-        ("epilogue", ctypes.c_int),
-    ]
+    _fields_ = _fields({"packed bias": _ADDRESS, "columns depth": _COUNT, "epilogue": _INT})
 
 
 class AttentionLayer(ctypes.Structure):
     """See AttentionLayer of the interface; 0 for no window, no softcap."""
 
-    _fields_: ClassVar[_Fields] = [
-        ("num_heads", ctypes.c_int),
-        ("num_kv_heads", ctypes.c_int),
-        ("head_dim", ctypes.c_int),
-        ("scale", ctypes.c_float),
-        ("window", ctypes.c_int),
-        ("softcap", ctypes.c_float),
-    ]
+    _fields_ = _fields(
+        {
+            "num_heads num_kv_heads head_dim": _INT,
+            "scale": _FLOAT,
+            "window": _INT,
+            "softcap": _FLOAT,
+        }
+    )
 
 
 class Layout(ctypes.Structure):
     """See StepLayout."""
 
-    _fields_: ClassVar[_Fields] = [
-        ("num_requests", ctypes.c_int),
-        ("query_starts", ctypes.c_void_p),
-        ("seq_lens", ctypes.c_void_p),
-        ("rows", ctypes.c_void_p),
-        ("tables", ctypes.c_void_p),
-        ("table_width", ctypes.c_int64),
-    ]
+    _fields_ = _fields(
+        {"num_requests": _INT, "query_starts seq_lens rows tables": _ADDRESS, "table_width": _COUNT}
+    )
 
 
 class Heads(ctypes.Structure):
     """Queries, keys and values of a step's tokens, and their rotation; `half` 0 for none."""
 
-    _fields_: ClassVar[_Fields] = [
-        ("query", ctypes.c_void_p),
-        ("key", ctypes.c_void_p),
-        ("value", ctypes.c_void_p),
-        ("query_stride", ctypes.c_int64),
-        ("key_stride", ctypes.c_int64),
-        ("value_stride", ctypes.c_int64),
-        ("cos", ctypes.c_void_p),
-        ("sin", ctypes.c_void_p),
-        ("half", ctypes.c_int),
-    ]
+    _fields_ = _fields(
+        {
+            "query key value": _ADDRESS,
+            "query_stride key_stride value_stride": _COUNT,
+            "cos sin": _ADDRESS,
+            "half": _INT,
+        }
+    )
 
 
 class Pages(ctypes.Structure):
     """One layer's part of the cache."""
 
-    _fields_: ClassVar[_Fields] = [
-        ("keys", ctypes.c_void_p),
-        ("values", ctypes.c_void_p),
-        ("block_size", ctypes.c_int),
-    ]
+    _fields_ = _fields({"keys values": _ADDRESS, "block_size": _INT})
 
 
 def fields_of(weights: type) -> _Fields:
@@ -95,7 +83,7 @@ def fields_of(weights: type) -> _Fields:
         elif kind is Linear:
             found.append((name, Projection))
         elif kind in (torch.Tensor, torch.Tensor | None):
-            found.append((name, ctypes.c_void_p))
+            found.append((name, _ADDRESS))
         else:
             raise TypeError(f"{weights.__name__}.{name}: no field of a structure holds {kind}")
     return found
@@ -116,24 +104,19 @@ def set_weights(target: ctypes.Structure, weights: LayerWeights | GatedMlp) -> N
 class NativeLayerWeights(ctypes.Structure):
     """See LayerWeights; None for norms that the layer does not have."""
 
-    _fields_: ClassVar[_Fields] = fields_of(LayerWeights)
+    _fields_ = fields_of(LayerWeights)
 
 
 class DecoderLayer(NativeLayerWeights):
     """A layer's weights, how it attends, its pages, and the indexes of its layout and rotation."""
 
-    _fields_: ClassVar[_Fields] = [
-        ("attention", AttentionLayer),
-        ("pages", Pages),
-        ("group", ctypes.c_int),
-        ("rotation", ctypes.c_int),
-    ]
+    _fields_ = _fields({"attention": AttentionLayer, "pages": Pages, "group rotation": _INT})
 
 
 class Rotation(ctypes.Structure):
     """The addresses of the cos and sin of all positions."""
 
-    _fields_: ClassVar[_Fields] = [("cos", ctypes.c_void_p), ("sin", ctypes.c_void_p)]
+    _fields_ = _fields({"cos sin": _ADDRESS})
 
 
 class Decoder(ctypes.Structure):
@@ -141,63 +124,47 @@ class Decoder(ctypes.Structure):
     pairs of a head that are rotated.
     """
 
-    _fields_: ClassVar[_Fields] = [
-        ("embedding", ctypes.c_void_p),
-        ("embedding_scale", ctypes.c_float),
-        ("rotations", ctypes.POINTER(Rotation)),
-        ("num_rotations", ctypes.c_int),
-        ("half", ctypes.c_int),
-        ("layers", ctypes.POINTER(DecoderLayer)),
-        ("num_layers", ctypes.c_int),
-        ("norm", ctypes.c_void_p),
-        ("head", Projection),
-        ("hidden_size", ctypes.c_int64),
-        ("epsilon", ctypes.c_float),
-    ]
-
-
-_ADDRESS, _COUNT = ctypes.c_void_p, ctypes.c_int64
+    _fields_ = _fields(
+        {
+            "embedding": _ADDRESS,
+            "embedding_scale": _FLOAT,
+            "rotations": ctypes.POINTER(Rotation),
+            "num_rotations half": _INT,
+            "layers": ctypes.POINTER(DecoderLayer),
+            "num_layers": _INT,
+            "norm": _ADDRESS,
+            "head": Projection,
+            "hidden_size": _COUNT,
+            "epsilon": _FLOAT,
+        }
+    )
 
 
 class Functions:
-    """The library's functions for one data type."""
+    """The library's functions for one data type; `suffix` names it."""
 
     def __init__(self, library: ctypes.CDLL, suffix: str) -> None:
         self.panel_width: int = library.panel_width()
 
-        def function(
-            name: str, *argument_types: type[Any], returns: type[Any] | None = None
-        ) -> Any:
-            found = library[f"{name}_{suffix}"]
-            found.argtypes = argument_types
-            found.restype = returns
-            return found
+        def function(name: str, *arguments: type[Any], returns: type[Any] | None = None) -> Any:
+            address = ctypes.c_size_t.in_dll(library, f"{name}_{suffix}").value
+            return ctypes.CFUNCTYPE(returns, *arguments)(address)
 
-        self.pack_weight = function("pack_weight", _ADDRESS, _ADDRESS, _COUNT, _COUNT, ctypes.c_int)
-        self.project = function("project", ctypes.POINTER(Projection), _ADDRESS, _ADDRESS, _COUNT)
-        self.project_full = function(
-            "project_full", ctypes.POINTER(Projection), _ADDRESS, _ADDRESS, _COUNT
-        )
+        projection, decoder = ctypes.POINTER(Projection), ctypes.POINTER(Decoder)
+        layout, pages = ctypes.POINTER(Layout), ctypes.POINTER(Pages)
+        self.pack_weight = function("pack_weight", _ADDRESS, _ADDRESS, _COUNT, _COUNT, _INT)
+        self.project = function("project", projection, _ADDRESS, _ADDRESS, _COUNT)
+        self.project_full = function("project_full", projection, _ADDRESS, _ADDRESS, _COUNT)
         self.rms_norm = function(
-            "rms_norm",
-            *(_ADDRESS, _COUNT, _COUNT, _ADDRESS, _ADDRESS, _ADDRESS, _COUNT, _COUNT),
-            ctypes.c_float,
+            *("rms_norm", _ADDRESS, _COUNT, _COUNT, _ADDRESS, _ADDRESS, _ADDRESS),
+            *(_COUNT, _COUNT, _FLOAT),
         )
-        self.attend = function(
-            "attend",
-            ctypes.POINTER(AttentionLayer),
-            ctypes.POINTER(Layout),
-            ctypes.POINTER(Heads),
-            ctypes.POINTER(Pages),
-            _ADDRESS,
-        )
-        self.decoder_scratch = function(
-            "decoder_scratch", ctypes.POINTER(Decoder), _COUNT, ctypes.c_int, returns=_COUNT
-        )
+        layer, heads = ctypes.POINTER(AttentionLayer), ctypes.POINTER(Heads)
+        self.attend = function("attend", layer, layout, heads, pages, _ADDRESS)
+        self.decoder_scratch = function("decoder_scratch", decoder, _COUNT, _INT, returns=_COUNT)
         self.run_decoder = function(
-            "run_decoder",
-            *(ctypes.POINTER(Decoder), ctypes.POINTER(Layout)),
-            *(_ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _COUNT, _ADDRESS, _ADDRESS),
+            *("run_decoder", decoder, layout, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),
+            *(_COUNT, _ADDRESS, _ADDRESS),
         )
 
 

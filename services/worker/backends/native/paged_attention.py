@@ -1,4 +1,4 @@
-"""Paged attention in C++: see cpp/attention.cpp.
+"""Paged attention in C++: see cpp/attention.h.
 
 Per layer of a group there are pages of keys and of values, each of block_size * num_kv_heads *
 head_dim elements; see cpp/key_block.h for their order. A step's layouts are passed as they are, and
@@ -22,7 +22,7 @@ _BYTES_PER_THREAD = 2**22
 
 _PART_KEYS = 512
 _MOST_ROWS = 128
-"""At least the rows of a task. Both numbers are those of cpp/attention_plan.*."""
+"""At least the rows of a task. Both numbers are those of cpp/attention_plan.h."""
 
 
 def workspace_bytes(shape: AttentionShape, max_model_len: int) -> int:

@@ -1,11 +1,18 @@
 // What attention is computed over, and how a step's attention is cut into tasks.
+//
+// A task takes all key heads of a request if many requests decode, since the keys of a token lie
+// together. A context consists of parts, whose sums are merged in order (Flash-Decoding). Parts
+// begin at multiples of PART_KEYS, both if one task goes through all of them and if, with fewer
+// tasks than threads, each part is a task: the output is the same.
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
-#include "vector.h"
+#include "panel.h"
+#include "rounding.h"
 
 namespace stepwell {
 
@@ -16,13 +23,9 @@ struct AttentionLayer {
   float scale;
   int window;     // 0 for none.
   float softcap;  // 0 for none.
-};
 
-inline bool operator==(const AttentionLayer& a, const AttentionLayer& b) {
-  return a.num_heads == b.num_heads && a.num_kv_heads == b.num_kv_heads &&
-         a.head_dim == b.head_dim && a.scale == b.scale && a.window == b.window &&
-         a.softcap == b.softcap;
-}
+  bool operator==(const AttentionLayer&) const = default;
+};
 
 // The requests of a step and their block tables; see StepLayout in backends/attention.py.
 struct Layout {
@@ -79,7 +82,73 @@ struct AttentionPlan {
   std::int64_t sums_size(int rows) const { return std::int64_t{rows} * (padded_dim + LANES + 1); }
 };
 
+constexpr int TASK_ROWS = 96;  // Most rows of a task: queries times query heads per key head.
+
+// Adds a task to a plan, or, if `is_split`, a task for each part of its context.
+inline void add_task(AttentionPlan& plan, AttentionTask task, bool is_split) {
+  const int begin = task.key_begin, end = task.key_end;
+  const int first = begin / PART_KEYS, parts = divide_up(end, PART_KEYS) - first;
+  if (!is_split || parts == 1) {
+    plan.tasks.push_back(task);
+    return;
+  }
+  const std::int64_t size = plan.sums_size(task.count * plan.group);
+  const std::int64_t partial = plan.partial_sums.size();
+  plan.partial_sums.resize(partial + parts * size);
+  for (int i = 0; i < parts; ++i) {
+    task.key_begin = std::max(begin, (first + i) * PART_KEYS);
+    task.key_end = std::min(end, (first + i + 1) * PART_KEYS);
+    task.partial = partial + i * size;
+    if (i == 0) plan.merges.push_back({task, parts});
+    plan.tasks.push_back(task);
+  }
+}
+
+// Chunks, which come last in a layout, become the first tasks, since theirs are the longest.
+inline AttentionPlan::AttentionPlan(const AttentionLayer& layer, const Layout& layout,
+                                    int block_size, int threads)
+    : layer(layer),
+      layout(layout),
+      group(layer.num_heads / layer.num_kv_heads),
+      padded_dim(round_up(layer.head_dim, PANEL_WIDTH)),
+      stores_keys_first(false) {
+  const int queries = std::max(TASK_ROWS / group, 1);
+  std::int64_t num_tasks = 0;  // If none is split.
+  for (int r = 0; r < layout.num_requests; ++r) {
+    num_tasks += divide_up(layout.new_tokens(r), queries) * layer.num_kv_heads;
+  }
+  const bool is_split = threads > 1 && num_tasks < 2 * threads;
+  const int decode_heads = layout.num_requests >= 4 * threads ? layer.num_kv_heads : 1;
+  for (int r = layout.num_requests - 1; r >= 0; --r) {
+    const int count = layout.new_tokens(r), context = layout.context(r);
+    for (int last = count; last > 0; last -= queries) {
+      const int first = std::max(last - queries, 0);
+      const int begin = layer.window > 0 ? std::max(context + first - layer.window + 1, 0) : 0;
+      const int end = context + last;
+      const int heads = count == 1 ? decode_heads : 1;
+      for (int h = 0; h < layer.num_kv_heads; h += heads) {
+        add_task(*this, {r, h, heads, first, last - first, begin, end, -1}, is_split);
+      }
+      stores_keys_first |= count > 1 || !merges.empty();
+    }
+  }
+  slots.reserve(layout.num_tokens());
+  for (int r = 0; r < layout.num_requests; ++r) {
+    for (int position = layout.context(r); position < layout.seq_lens[r]; ++position) {
+      const std::int64_t block = layout.blocks(r)[position / block_size];
+      slots.push_back(block * block_size + position % block_size);
+    }
+  }
+}
+
 // The work of a step's attention, in the unit of threads.h.
-double attention_work(const AttentionLayer& layer, const Layout& layout);
+inline double attention_work(const AttentionLayer& layer, const Layout& layout) {
+  double pairs = 0;
+  for (int r = 0; r < layout.num_requests; ++r) {
+    pairs += double(layout.new_tokens(r)) * double(layout.seq_lens[r]);
+  }
+  const double group = double(layer.num_heads) / layer.num_kv_heads;
+  return pairs * layer.num_kv_heads * layer.head_dim * std::max(2.0, group / 4);
+}
 
 }  // namespace stepwell

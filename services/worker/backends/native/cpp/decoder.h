@@ -1,75 +1,105 @@
 // A decoder, from token ids to logits.
+//
+// A step is one call: one team of threads runs all of it and synchronizes at barriers, without the
+// interpreter in between.
 
 #pragma once
 
-#include <cstdint>
+#include <algorithm>
+#include <atomic>
+#include <deque>
+#include <vector>
 
-#include "attention.h"
-#include "linear.h"
+#include "decoder_thread.h"
 
 namespace stepwell {
 
-// The weights of one layer; see LayerWeights in backends/decoder.py, from which Python's side of
-// this structure is made. Norms that the layer does not have are null.
 template <class T>
-struct LayerWeights {
-  const float* input_norm;
-  Projection<T> qkv;
-  const float* query_norm;
-  const float* key_norm;
-  Projection<T> output;
-  const float* attention_output_norm;
-  const float* mlp_norm;
-  Projection<T> gate_up;
-  Projection<T> down;
-  const float* mlp_output_norm;
+double step_work(const Decoder<T>& decoder, const Layout* layouts, std::int64_t rows,
+                 std::int64_t num_wanted) {
+  double work = num_wanted > 0 ? projection_work(decoder.head, num_wanted) : 0;
+  for (int i = 0; i < decoder.num_layers; ++i) {
+    const DecoderLayer<T>& layer = decoder.layers[i];
+    work += projection_work(layer.qkv, rows) + projection_work(layer.output, rows) +
+            projection_work(layer.gate_up, rows) + projection_work(layer.down, rows) +
+            attention_work(layer.attention, layouts[layer.group]);
+  }
+  return work;
+}
+
+// The attention plan of each layer. Layers of a KV-cache group that attend alike share one.
+class LayerPlans {
+ public:
+  template <class T>
+  LayerPlans(const Decoder<T>& decoder, const Layout* layouts, int threads) {
+    for (int i = 0; i < decoder.num_layers; ++i) {
+      const DecoderLayer<T>& layer = decoder.layers[i];
+      const auto same = [&](const Planned& made) {
+        return made.group == layer.group && made.plan.layer == layer.attention;
+      };
+      auto found = std::find_if(made_.begin(), made_.end(), same);
+      if (found == made_.end()) {
+        const Layout& layout = layouts[layer.group];
+        made_.push_back({layer.group, {layer.attention, layout, layer.pages.block_size, threads}});
+        found = made_.end() - 1;
+      }
+      of_layer_.push_back(&found->plan);
+    }
+  }
+
+  AttentionPlan& operator[](int layer) const { return *of_layer_[layer]; }
+
+ private:
+  struct Planned {
+    int group;
+    AttentionPlan plan;
+  };
+  std::deque<Planned> made_;
+  std::vector<AttentionPlan*> of_layer_;
 };
 
-template <class T>
-struct DecoderLayer : LayerWeights<T> {
-  AttentionLayer attention;
-  Pages<T> pages;
-  int group;     // Index of its layout.
-  int rotation;  // Index of its rotation.
-};
-
-// Cosines and sines, [positions, half] each.
-template <class T>
-struct Rotation {
-  const T* cos;
-  const T* sin;
-};
-
-template <class T>
-struct Decoder {
-  const T* embedding;  // [vocabulary, hidden_size].
-  float embedding_scale;
-  const Rotation<T>* rotations;
-  int num_rotations;
-  int half;  // Pairs of a head that are rotated.
-  const DecoderLayer<T>* layers;
-  int num_layers;
-  const float* norm;
-  Projection<T> head;
-  std::int64_t hidden_size;
-  float epsilon;
-};
-
-// The rows of a step whose logits are computed, rising; null `rows`: all `count` of them.
-struct Wanted {
-  const std::int64_t* rows;
-  std::int64_t count;
-};
+inline std::vector<int> positions_of(const Layout& layout) {
+  std::vector<int> positions;
+  positions.reserve(layout.num_tokens());
+  for (int r = 0; r < layout.num_requests; ++r) {
+    for (int i = layout.context(r); i < layout.seq_lens[r]; ++i) positions.push_back(i);
+  }
+  return positions;
+}
 
 // Elements of scratch memory that a step of so many rows needs.
 template <class T>
-std::int64_t decoder_scratch(const Decoder<T>& decoder, std::int64_t rows, int threads);
+std::int64_t decoder_scratch(const Decoder<T>& decoder, std::int64_t rows, int threads) {
+  return StepBuffers<T>(decoder, rows, threads, nullptr).size;
+}
 
 // Runs a step's tokens through all layers. Gives normalized hidden states [rows, hidden_size] in
-// `output`, and logits [wanted.count, head.columns]. A token's input is its row of `embedded`, or,
-// if that is null, the embedding of its id.
+// `output`, and logits [num_wanted, head.columns] of the rows `wanted`, rising, or of all rows if
+// that is null. A token's input is its row of `embedded`, or, if that is null, the embedding of its
+// id.
 template <class T>
 void run_decoder(const Decoder<T>& decoder, const Layout* layouts, const std::int64_t* token_ids,
-                 const T* embedded, T* output, Wanted wanted, float* logits, T* scratch);
+                 const T* embedded, T* output, const std::int64_t* wanted, std::int64_t num_wanted,
+                 float* logits, T* scratch) {
+  const std::int64_t rows = layouts[0].num_tokens();
+  const double work = step_work(decoder, layouts, rows, num_wanted);
+  const int threads = threads_for(work, PARALLEL_STEP_WORK);
+  const StepBuffers<T> buffers(decoder, rows, threads, scratch);
+  const LayerPlans plans(decoder, layouts, threads);
+  const std::vector<int> positions = positions_of(layouts[0]);
+  std::vector<std::atomic<int>> next(decoder.num_layers);
+  in_team(threads, [&](Team team) {
+    StepThread<T> thread(decoder, buffers, rows, team);
+    thread.begin(token_ids, embedded, positions.data());
+    const Projection<T>* head = num_wanted > 0 ? &decoder.head : nullptr;
+    for (int i = 0; i < decoder.num_layers; ++i) {
+      const DecoderLayer<T>& layer = decoder.layers[i];
+      thread.run_layer(layer, plans[i], next[i],
+                       i + 1 < decoder.num_layers ? &(&layer)[1].qkv : head);
+    }
+    thread.run_final_norm(output);
+    if (head != nullptr) thread.project_logits(output, wanted, num_wanted, logits);
+  });
+}
 
 }  // namespace stepwell

@@ -9,6 +9,7 @@
 
 #pragma once
 
+#include <immintrin.h>
 #include <linux/futex.h>
 #include <omp.h>
 #include <sched.h>
@@ -19,8 +20,6 @@
 #include <climits>
 #include <cstdint>
 #include <vector>
-
-#include "register.h"
 
 namespace stepwell {
 

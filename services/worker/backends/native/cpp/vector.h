@@ -7,15 +7,24 @@
 
 #pragma once
 
+#include <immintrin.h>
+
 #include <cstdint>
 #include <cstring>
 
-#include "register.h"
-#ifndef __AVX512F__
-#include "vector_avx2.h"
+namespace stepwell {
+
+constexpr int LANES = 16;  // Floats in a Vector.
+
+#ifdef __AVX512F__
+constexpr int REGISTER_BYTES = 64;
+#else
+constexpr int REGISTER_BYTES = 32;
 #endif
 
-namespace stepwell {
+// One vector register of the processor, in the compiler's vector extension.
+typedef float Register __attribute__((vector_size(REGISTER_BYTES)));
+typedef std::int32_t IntRegister __attribute__((vector_size(REGISTER_BYTES)));
 
 #ifdef __AVX512F__
 typedef Register Vector;
@@ -29,18 +38,49 @@ inline Vector load(const float* from) {
 }
 
 inline void store(float* to, Vector value) { std::memcpy(to, &value, sizeof value); }
-#endif
-
-struct BFloat16 {
-  std::uint16_t bits;
-};
 
 // a * b + c, rounded once.
-#ifdef __AVX512F__
 inline Register fmadd(Register a, Register b, Register c) {
   return (Register)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 }
 #else
+// Two registers of AVX2, with the operators that the compiler gives a vector in one register.
+struct Vector {
+  Register low;
+  Register high;
+};
+
+inline Vector splat(float value) { return {value - Register{}, value - Register{}}; }
+
+inline Vector operator-(Vector a) { return {-a.low, -a.high}; }
+
+#define OPERATION(SIGN)                                                                    \
+  inline Vector operator SIGN(Vector a, Vector b) {                                        \
+    return {a.low SIGN b.low, a.high SIGN b.high};                                         \
+  }                                                                                        \
+  inline Vector operator SIGN(Vector a, float b) { return {a.low SIGN b, a.high SIGN b}; } \
+  inline Vector operator SIGN(float a, Vector b) { return {a SIGN b.low, a SIGN b.high}; }
+OPERATION(+)
+OPERATION(-)
+OPERATION(*)
+OPERATION(/)
+#undef OPERATION
+
+inline Vector& operator+=(Vector& a, Vector b) { return a = a + b; }
+
+// Copied register by register: copied at once, the vector would go through the stack.
+inline Vector load(const float* from) {
+  Vector value;
+  std::memcpy(&value.low, from, sizeof value.low);
+  std::memcpy(&value.high, from + LANES / 2, sizeof value.high);
+  return value;
+}
+
+inline void store(float* to, Vector value) {
+  std::memcpy(to, &value.low, sizeof value.low);
+  std::memcpy(to + LANES / 2, &value.high, sizeof value.high);
+}
+
 inline Register fmadd(Register a, Register b, Register c) {
   return (Register)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 }
@@ -49,6 +89,10 @@ inline Vector fmadd(Vector a, Vector b, Vector c) {
   return {fmadd(a.low, b.low, c.low), fmadd(a.high, b.high, c.high)};
 }
 #endif
+
+struct BFloat16 {
+  std::uint16_t bits;
+};
 
 template <class V>
 V fmadd(V a, V b, float c) {

@@ -1,22 +1,20 @@
-// A step is one call: one team of threads runs all of it and synchronizes at barriers, without the
-// interpreter in between.
+// What one thread does in a step of a decoder.
 //
 // The residual stream alternates between two buffers. With few rows every thread normalizes all of
 // them for itself, into a buffer of its own, while one thread writes the sum: that costs less than
 // another barrier.
 
-#include "decoder.h"
+#pragma once
 
 #include <algorithm>
 #include <atomic>
-#include <deque>
-#include <vector>
+#include <cstring>
 
+#include "attention.h"
+#include "decoder_weights.h"
 #include "norm.h"
-#include "rounding.h"
 
 namespace stepwell {
-namespace {
 
 constexpr std::int64_t FEW_ROWS = 16;
 
@@ -71,59 +69,6 @@ struct StepBuffers {
   T* normed;
   std::int64_t normed_stride;  // From one thread's `normed` to the next; 0 if the team has one.
 };
-
-template <class T>
-double step_work(const Decoder<T>& decoder, const Layout* layouts, std::int64_t rows,
-                 std::int64_t num_wanted) {
-  double work = num_wanted > 0 ? projection_work(decoder.head, num_wanted) : 0;
-  for (int i = 0; i < decoder.num_layers; ++i) {
-    const DecoderLayer<T>& layer = decoder.layers[i];
-    work += projection_work(layer.qkv, rows) + projection_work(layer.output, rows) +
-            projection_work(layer.gate_up, rows) + projection_work(layer.down, rows) +
-            attention_work(layer.attention, layouts[layer.group]);
-  }
-  return work;
-}
-
-// The attention plan of each layer. Layers of a KV-cache group that attend alike share one.
-class LayerPlans {
- public:
-  template <class T>
-  LayerPlans(const Decoder<T>& decoder, const Layout* layouts, int threads) {
-    for (int i = 0; i < decoder.num_layers; ++i) {
-      const DecoderLayer<T>& layer = decoder.layers[i];
-      const auto same = [&](const Planned& made) {
-        return made.group == layer.group && made.plan.layer == layer.attention;
-      };
-      auto found = std::find_if(made_.begin(), made_.end(), same);
-      if (found == made_.end()) {
-        const Layout& layout = layouts[layer.group];
-        made_.push_back({layer.group, {layer.attention, layout, layer.pages.block_size, threads}});
-        found = made_.end() - 1;
-      }
-      of_layer_.push_back(&found->plan);
-    }
-  }
-
-  AttentionPlan& operator[](int layer) const { return *of_layer_[layer]; }
-
- private:
-  struct Planned {
-    int group;
-    AttentionPlan plan;
-  };
-  std::deque<Planned> made_;
-  std::vector<AttentionPlan*> of_layer_;
-};
-
-std::vector<int> positions_of(const Layout& layout) {
-  std::vector<int> positions;
-  positions.reserve(layout.num_tokens());
-  for (int r = 0; r < layout.num_requests; ++r) {
-    for (int i = layout.context(r); i < layout.seq_lens[r]; ++i) positions.push_back(i);
-  }
-  return positions;
-}
 
 // One thread's part of a step. All threads of the team call the same functions in the same order.
 template <class T>
@@ -185,19 +130,19 @@ class StepThread {
 
   // Gathers the wanted rows in the buffer of the last update, which is not needed any more, and
   // projects them to the vocabulary.
-  void project_logits(const T* output, Wanted wanted, float* logits) {
+  void project_logits(const T* output, const std::int64_t* wanted, std::int64_t num_wanted,
+                      float* logits) {
     const std::int64_t width = decoder_.hidden_size;
     team_.wait();
-    if (wanted.rows != nullptr) {
-      const Range own = team_.part(wanted.count);
+    if (wanted != nullptr) {
+      const Range own = team_.part(num_wanted);
       for (std::int64_t i = own.begin; i < own.end; ++i) {
-        std::memcpy(buffers_.update + i * width, output + wanted.rows[i] * width,
-                    width * sizeof(T));
+        std::memcpy(buffers_.update + i * width, output + wanted[i] * width, width * sizeof(T));
       }
       output = buffers_.update;
       team_.wait();
     }
-    project(decoder_.head, output, logits, wanted.count, team_);
+    project(decoder_.head, output, logits, num_wanted, team_);
   }
 
  private:
@@ -291,45 +236,5 @@ class StepThread {
   Team team_;
   bool has_update_ = false;
 };
-
-}  // namespace
-
-template <class T>
-std::int64_t decoder_scratch(const Decoder<T>& decoder, std::int64_t rows, int threads) {
-  return StepBuffers<T>(decoder, rows, threads, nullptr).size;
-}
-
-template <class T>
-void run_decoder(const Decoder<T>& decoder, const Layout* layouts, const std::int64_t* token_ids,
-                 const T* embedded, T* output, Wanted wanted, float* logits, T* scratch) {
-  const std::int64_t rows = layouts[0].num_tokens();
-  const double work = step_work(decoder, layouts, rows, wanted.count);
-  const int threads = threads_for(work, PARALLEL_STEP_WORK);
-  const StepBuffers<T> buffers(decoder, rows, threads, scratch);
-  const LayerPlans plans(decoder, layouts, threads);
-  const std::vector<int> positions = positions_of(layouts[0]);
-  std::vector<std::atomic<int>> next(decoder.num_layers);
-  in_team(threads, [&](Team team) {
-    StepThread<T> thread(decoder, buffers, rows, team);
-    thread.begin(token_ids, embedded, positions.data());
-    const Projection<T>* head = wanted.count > 0 ? &decoder.head : nullptr;
-    for (int i = 0; i < decoder.num_layers; ++i) {
-      const DecoderLayer<T>& layer = decoder.layers[i];
-      thread.run_layer(layer, plans[i], next[i],
-                       i + 1 < decoder.num_layers ? &(&layer)[1].qkv : head);
-    }
-    thread.run_final_norm(output);
-    if (head != nullptr) thread.project_logits(output, wanted, logits);
-  });
-}
-
-#define INSTANTIATE(T)                                                                          \
-  template std::int64_t decoder_scratch<T>(const Decoder<T>&, std::int64_t, int);               \
-  template void run_decoder<T>(const Decoder<T>&, const Layout*, const std::int64_t*, const T*, \
-                               T*, Wanted, float*, T*);
-INSTANTIATE(float)
-#ifdef __AVX512BF16__
-INSTANTIATE(BFloat16)
-#endif
 
 }  // namespace stepwell

@@ -1,0 +1,58 @@
+// The structures of a decoder, as Python declares them in native/library.py.
+
+#pragma once
+
+#include <cstdint>
+
+#include "heads.h"
+#include "linear.h"
+
+namespace stepwell {
+
+// The weights of one layer; see LayerWeights in backends/kernels.py, from which Python's side of
+// this structure is made. Norms that the layer does not have are null.
+template <class T>
+struct LayerWeights {
+  const float* input_norm;
+  Projection<T> qkv;
+  const float* query_norm;
+  const float* key_norm;
+  Projection<T> output;
+  const float* attention_output_norm;
+  const float* mlp_norm;
+  Projection<T> gate_up;
+  Projection<T> down;
+  const float* mlp_output_norm;
+};
+
+template <class T>
+struct DecoderLayer : LayerWeights<T> {
+  AttentionLayer attention;
+  Pages<T> pages;
+  int group;     // Index of its layout.
+  int rotation;  // Index of its rotation.
+};
+
+// Cosines and sines, [positions, half] each.
+template <class T>
+struct Rotation {
+  const T* cos;
+  const T* sin;
+};
+
+template <class T>
+struct Decoder {
+  const T* embedding;  // [vocabulary, hidden_size].
+  float embedding_scale;
+  const Rotation<T>* rotations;
+  int num_rotations;
+  int half;  // Pairs of a head that are rotated.
+  const DecoderLayer<T>* layers;
+  int num_layers;
+  const float* norm;
+  Projection<T> head;
+  std::int64_t hidden_size;
+  float epsilon;
+};
+
+}  // namespace stepwell

@@ -1,0 +1,51 @@
+// The functions that Python calls. Each is exported for an element type as a pointer named after
+// both; Functions in library.py declares the arguments.
+
+#pragma once
+
+#include "decoder.h"
+
+namespace stepwell {
+
+// Normalizes rows of `group` parts of `width` elements, rows being `stride` elements apart; see
+// norm_row.
+template <class T>
+void norm_rows(T* input, std::int64_t group, std::int64_t stride, const T* update,
+               const float* weight, T* output, std::int64_t rows, std::int64_t width,
+               float epsilon) {
+  in_team(threads_for(double(rows) * double(width)), [&](Team team) {
+    const Range own = team.part(rows);
+    for (std::int64_t row = own.begin; row < own.end; ++row) {
+      T* target = input + row / group * stride + row % group * width;
+      norm_row<T>(target, update == nullptr ? nullptr : update + row * width, target, weight,
+                  output + row * width, width, epsilon);
+    }
+  });
+}
+
+template <class T>
+void attend_in_team(const AttentionLayer& layer, const Layout& layout, const Heads<T>& heads,
+                    const Pages<T>& pages, T* output) {
+  const int threads = threads_for(attention_work(layer, layout));
+  AttentionPlan plan(layer, layout, pages.block_size, threads);
+  std::atomic<int> next{0};
+  in_team(threads, [&](Team team) { attend(plan, heads, pages, output, next, team); });
+}
+
+template <class T, class Out>
+void project_in_team(const Projection<T>& projection, const T* input, Out* output,
+                     std::int64_t rows) {
+  in_team(threads_for(projection_work(projection, rows)),
+          [&](Team team) { project(projection, input, output, rows, team); });
+}
+
+#define EXPORT(SUFFIX, T)                                                   \
+  extern "C" const auto pack_weight_##SUFFIX = &pack_weight<T>;             \
+  extern "C" const auto project_##SUFFIX = &project_in_team<T, T>;          \
+  extern "C" const auto project_full_##SUFFIX = &project_in_team<T, float>; \
+  extern "C" const auto rms_norm_##SUFFIX = &norm_rows<T>;                  \
+  extern "C" const auto attend_##SUFFIX = &attend_in_team<T>;               \
+  extern "C" const auto decoder_scratch_##SUFFIX = &decoder_scratch<T>;     \
+  extern "C" const auto run_decoder_##SUFFIX = &run_decoder<T>;
+
+}  // namespace stepwell

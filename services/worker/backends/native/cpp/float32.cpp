@@ -1,0 +1,29 @@
+// The functions for float32, and what Python checks before it calls any function.
+
+#include <string_view>
+
+#include "exports.h"
+
+namespace stepwell {
+
+// Columns of a panel. A packed weight has as many columns as fill its panels.
+extern "C" int panel_width() { return PANEL_WIDTH; }
+
+// The bytes of a structure, or 0 for an unknown name. They are the same for every element type.
+extern "C" std::int64_t structure_size(const char* name) {
+  const std::string_view wanted = name;
+  if (wanted == "Projection") return sizeof(Projection<float>);
+  if (wanted == "AttentionLayer") return sizeof(AttentionLayer);
+  if (wanted == "Layout") return sizeof(Layout);
+  if (wanted == "Heads") return sizeof(Heads<float>);
+  if (wanted == "Pages") return sizeof(Pages<float>);
+  if (wanted == "LayerWeights") return sizeof(LayerWeights<float>);
+  if (wanted == "DecoderLayer") return sizeof(DecoderLayer<float>);
+  if (wanted == "Rotation") return sizeof(Rotation<float>);
+  if (wanted == "Decoder") return sizeof(Decoder<float>);
+  return 0;
+}
+
+EXPORT(float32, float)
+
+}  // namespace stepwell
