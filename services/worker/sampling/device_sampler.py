@@ -8,8 +8,8 @@ may be kept by only one of them.
 import numpy as np
 import torch
 
-from services.worker.backends.cuda.race import race_on_device
 from services.worker.backends.device import Device
+from services.worker.sampling.device_race import race_on_device
 from services.worker.sampling.sampler import SamplingMetadata
 
 UNUSABLE = -1

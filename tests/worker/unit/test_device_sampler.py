@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from services.common.sampling import SamplingParams
-from services.worker.backends.cuda.logprobs import logprobs_on_device
-from services.worker.backends.cuda.sampler import UNUSABLE, sample_on_device
 from services.worker.backends.device import CpuDevice
+from services.worker.sampling.device_logprobs import logprobs_on_device
+from services.worker.sampling.device_sampler import UNUSABLE, sample_on_device
 from services.worker.sampling.logprobs import logprob_rows
 from services.worker.sampling.sampler import Sampler
 

@@ -1,1 +1,1 @@
-"""CUDA: xFormers, Triton, CUDA graphs, and sampling on the device."""
+"""CUDA: xFormers, Triton and CUDA graphs."""
