@@ -33,6 +33,7 @@ from services.worker.models.model import LoadedModel
 from services.worker.models.weights import load_weights
 from services.worker.platforms.cuda import CudaPlatform
 from services.worker.platforms.interface import Parts
+from services.worker.platforms.prompt_shapes import run_prompts
 
 TOLERANCE = 0.25
 """Of a log-probability, in bfloat16; those of other tokens differ by several."""
@@ -177,7 +178,8 @@ def build_runner(platform: CudaPlatform, reference: PreTrainedModel) -> ModelRun
     )
     runner = platform.runner(Parts(loaded, kernels, shape, limits))
     begun = time.monotonic()
-    platform.warm_up(runner, limits, lambda *_: None)
+    for steps in platform.warm_up_shapes(limits):
+        run_prompts(runner, limits, steps)
     print(f"\nkernels compiled and decodes recorded in {time.monotonic() - begun:.0f} s")
     return runner
 

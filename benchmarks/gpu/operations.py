@@ -13,11 +13,11 @@ import torch
 
 from services.common.sampling import SamplingParams
 from services.worker.backends.cuda.kernels import CudaKernels
-from services.worker.sampling.device_logprobs import logprobs_on_device
-from services.worker.sampling.device_sampler import sample_on_device
 from services.worker.backends.device import Device
 from services.worker.backends.kernels import Activation, GatedMlp
 from services.worker.models.mlp import Experts, GroupedExperts
+from services.worker.sampling.device_logprobs import logprobs_on_device
+from services.worker.sampling.device_sampler import sample_on_device
 from services.worker.sampling.sampler import Sampler
 
 NUM_EXPERTS, NUM_PICKED, HIDDEN_SIZE, WIDTH = 32, 4, 512, 256

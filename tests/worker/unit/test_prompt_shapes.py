@@ -9,6 +9,7 @@ from services.worker.core.input_batch import BatchLimits
 from services.worker.platforms.prompt_shapes import (
     PromptShape,
     every_shape,
+    first_shapes,
     profiled_shapes,
     run_prompts,
 )
@@ -55,6 +56,12 @@ def test_steps_of_decodes_and_the_largest_of_prompts_take_the_most_memory() -> N
     assert profiled_shapes(LIMITS) == shapes((5, 1), (4, 1), (2, 1), (1, 1), (5, 12))
 
 
+def test_the_first_steps_on_the_cpu_are_a_prompt_a_chunk_and_a_decode() -> None:
+    first, chunk, decode = PromptShape(1, 19), PromptShape(1, 20, 19), PromptShape(1, 1, 39)
+    assert first_shapes(LIMITS) == [first, chunk, decode]
+    assert first_shapes(replace(LIMITS, max_model_len=1)) == [PromptShape(1, 1), PromptShape(1, 1)]
+
+
 def test_a_cache_of_one_block_is_enough_to_run_them(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     save_tiny_model(tmp_path, "llama")
@@ -66,5 +73,6 @@ def test_a_cache_of_one_block_is_enough_to_run_them(tmp_path: Path) -> None:
         keeps_tokens_on_device=True,
     )
     windowed = replace(LIMITS, windows=(20,))
-    for shape in [*every_shape(LIMITS), *profiled_shapes(LIMITS), *every_shape(windowed)]:
+    of_limits = [*first_shapes(LIMITS), *every_shape(LIMITS), *profiled_shapes(LIMITS)]
+    for shape in [*of_limits, *every_shape(windowed)]:
         run_prompts(runner, LIMITS, shape)
