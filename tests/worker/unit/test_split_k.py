@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.worker.backends.cuda.split_k import num_splits
+from services.worker.backends.cuda.sub_chunks import num_splits
 
 
 @pytest.mark.parametrize(

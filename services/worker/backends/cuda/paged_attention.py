@@ -65,9 +65,10 @@ class XformersPagedAttention:
             for layer in shape.page_layers
         ]
         self._pages_of = shape.pages_of
-        self._call_keys = [
+        self.call_keys = [
             CallKey(group, layer) for group, layer in zip(shape.group_of, shape.layers, strict=True)
         ]
+        """The key of each layer's calls."""
         self._kinds = {
             key: LayerKind(
                 key.layer,
@@ -77,7 +78,7 @@ class XformersPagedAttention:
                 split_k,
                 batch_invariant=batch_invariant,
             )
-            for key in self._call_keys
+            for key in self.call_keys
         }
         self._has_flash = (
             not batch_invariant
@@ -100,14 +101,8 @@ class XformersPagedAttention:
             calls.append(dict(decodes.calls))
         if num_decodes < len(layouts[0].seq_lens):
             counts.append(num_tokens - num_decodes)
-            calls.append(
-                {
-                    at: kind.flash(layouts[at.group])
-                    if self._has_flash
-                    else kind.chunks(layouts[at.group])
-                    for at, kind in self._kinds.items()
-                }
-            )
+            make = LayerKind.flash if self._has_flash else LayerKind.chunks
+            calls.append({at: make(kind, layouts[at.group]) for at, kind in self._kinds.items()})
         slots = [self._device.upload(layout.slot_mapping) for layout in layouts]
         return XformersStep(self, slots, counts, calls)
 
@@ -126,10 +121,6 @@ class XformersPagedAttention:
             num_groups = len(self._shape.layer_groups)
             self._decodes[num_lanes] = DecodeStep(self, self._device, num_lanes, num_groups, calls)
         return self._decodes[num_lanes]
-
-    def call_key(self, layer: int) -> "CallKey":
-        """The key of a layer's calls."""
-        return self._call_keys[layer]
 
     def store(
         self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -156,7 +147,6 @@ class CallKey:
 
 class XformersStep:
     """One step over an XformersPagedAttention: one call after the other, over `counts` tokens each.
-
     `slots`: of each group.
     """
 
@@ -183,7 +173,7 @@ class XformersStep:
         """See LayerAttention."""
         if rotation is not None:
             query, key = rotate(query, rotation), rotate(key, rotation)
-        call_key = self._cache.call_key(layer)
+        call_key = self._cache.call_keys[layer]
         slots = self._slots[call_key.group]
         num_tokens = len(slots)
         pools = self._cache.store(layer, slots, key[:num_tokens], value[:num_tokens])
@@ -196,7 +186,7 @@ class XformersStep:
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
 
 
-class DecodeStep:
+class DecodeStep(XformersStep):
     """A step of `num_lanes` decodes whose inputs lie in the same memory at every step.
 
     `set` replaces the inputs, which calls and recorded calls read. Lanes without a request write to
@@ -214,11 +204,11 @@ class DecodeStep:
         self.num_lanes = num_lanes
         self.calls = calls
         self._device = device
-        self._slots = [
+        slots = [
             torch.zeros(num_lanes, dtype=torch.int64, device=device.torch_device)
             for _ in range(num_groups)
         ]
-        self._step = XformersStep(cache, self._slots, [num_lanes], [dict(calls)])
+        super().__init__(cache, slots, [num_lanes], [dict(calls)])
 
     def set(self, layouts: Sequence[StepLayout]) -> None:
         """Copies in layouts of at most `num_lanes` decodes and no chunks."""
@@ -234,14 +224,3 @@ class DecodeStep:
         for at, call in self.calls.items():
             layout = layouts[at.group]
             call.set(layout.seq_lens[:num_decodes], layout.block_tables[:num_decodes])
-
-    def __call__(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        rotation: Rotation | None,
-    ) -> torch.Tensor:
-        """See LayerAttention; for `num_lanes` tokens."""
-        return self._step(layer, query, key, value, rotation)

@@ -5,34 +5,33 @@ xFormers calls its bias. See paged_attention.py for how a step is cut into calls
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 
 from services.worker.backends.attention import AttentionLayer, Int32Array, StepLayout
-from services.worker.backends.cuda.split_k import num_splits
 from services.worker.backends.cuda.sub_chunks import (
     KeyRanges,
     SubChunks,
     cut,
     largest_lane,
+    num_splits,
     seen_by_all,
     seen_by_some,
 )
-from services.worker.backends.cuda.xformers_ops import Operator, PagedOps
+from services.worker.backends.cuda.xformers_ops import FLASH, Bias, Operator, PagedOps
 from services.worker.backends.device import Device
 
+Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Attention of some queries of a step, for one layer after the other: queries [n, num_heads,
+head_dim] over a layer's pools of keys and values -> [n, num_heads, head_dim].
+"""
 
-class Call(Protocol):
-    """Attention of some queries of a step, for one layer after the other."""
-
-    def __call__(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-    ) -> torch.Tensor:
-        """Queries [n, num_heads, head_dim] over a layer's pools -> [n, num_heads, head_dim]."""
-        ...
+Partial = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""As a Call, in float32, with the logarithms of the normalizers [n, num_heads]."""
 
 
 class LayerKind:
@@ -60,41 +59,39 @@ class LayerKind:
         self._block_size = block_size
         self._width = width
         self._device = device
-        self._ops = (
-            PagedOps(layer, block_size) if split_k is None else PagedOps(layer, block_size, split_k)
-        )
+        self._ops = PagedOps(layer, block_size, split_k)
 
     def decodes(self, num_lanes: int) -> "DecodeCall":
         """A call of one query a lane, whose lengths and tables are set at every step."""
-        return DecodeCall(
-            self._ops,
-            self._device,
-            num_lanes,
-            self._width,
-            self.layer.window,
-            self._splits(num_lanes),
-            self._lane() if self._batch_invariant else 1,
-        )
+        size = self._lane() if self._batch_invariant else 1
+        there = self._device.torch_device
+        tables = torch.zeros(num_lanes, self._width, dtype=torch.int32, device=there)
+        ends = np.ones(num_lanes, np.int32)
+        if self.layer.window is None:
+            bias = self._ops.padded_bias([size] * num_lanes, ends.tolist(), tables)
+        else:
+            bias = self._range_bias(size, KeyRanges(np.zeros_like(ends), ends), tables)
+        operator = self._ops.split_k(self._splits(num_lanes))
+        attend = partial(self._ops.attend, bias=bias, operator=operator)
+        return DecodeCall(self._device, self.layer.window, size, tables, bias, attend)
 
     def chunks(self, layout: StepLayout) -> Call:
-        """A call for the layout's chunks. Its queries are those after the decodes."""
-        first, window = layout.num_decodes, self.layer.window
+        """A call for the layout's chunks. Its queries are those after the decodes: they are
+        gathered into lanes, and the outputs of lanes into tokens.
+        """
+        first = layout.num_decodes
         counts = np.diff(layout.query_starts[first:])
         chunks = cut(counts, layout.seq_lens[first:], self._lane())
         tables = self._device.upload(self._padded(layout.block_tables[first:]))
         tables = tables.index_select(0, self._device.upload(chunks.parents))
-        splits = self._splits(len(chunks.ends))
-        if window is None:
-            return _ChunkCall(self._device, chunks, self._whole(chunks, tables, splits))
-        shared = seen_by_all(chunks.ends, window)
-        if self._batch_invariant:
-            return _ChunkCall(self._device, chunks, self._through_window(shared, tables))
-        partial = self._partial(chunks.size, shared, tables, splits)
-        beyond = seen_by_some(chunks.ends, window, chunks.size)
-        if not beyond.ends.any():
-            return _ChunkCall(self._device, chunks, lambda *of_layer: partial(*of_layer)[0])
-        further = self._partial(1, beyond, tables.repeat_interleave(chunks.size, dim=0), 1)
-        return _ChunkCall(self._device, chunks, _Joined(partial, further))
+        call = self._of_lanes(chunks, tables)
+        queries, rows = self._device.upload(chunks.queries), self._device.upload(chunks.rows)
+
+        def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+            attended = call(query.index_select(0, queries), keys, values)
+            return attended.index_select(0, rows).to(query.dtype)
+
+        return attend
 
     def flash(self, layout: StepLayout) -> Call:
         """As `chunks`, without cutting them, by FlashAttention 3."""
@@ -104,30 +101,31 @@ class LayerKind:
             layout.seq_lens[first:].tolist(),
             self._device.upload(self._padded(layout.block_tables[first:])),
         )
-        return lambda query, keys, values: self._ops.flash(query, keys, values, bias)
+        return partial(self._ops.attend, bias=bias, operator=FLASH)
 
-    def _whole(self, chunks: SubChunks, tables: torch.Tensor, splits: int) -> Call:
-        """Each lane sees the keys up to its end."""
-        num_queries = [chunks.size] * len(chunks.ends)
-        bias = self._ops.padded_bias(num_queries, chunks.ends.tolist(), tables)
-        return lambda query, keys, values: self._ops.attend(query, keys, values, bias, splits)
+    def _of_lanes(self, chunks: SubChunks, tables: torch.Tensor) -> Call:
+        """Each lane sees the keys up to its end, or, with a window, those that its queries see."""
+        ops, window = self._ops, self.layer.window
+        operator = ops.split_k(self._splits(len(chunks.ends)))
+        if window is None:
+            num_queries = [chunks.size] * len(chunks.ends)
+            bias = ops.padded_bias(num_queries, chunks.ends.tolist(), tables)
+            return partial(ops.attend, bias=bias, operator=operator)
+        bias = self._range_bias(chunks.size, seen_by_all(chunks.ends, window), tables)
+        if self._batch_invariant:
+            return partial(ops.attend, bias=bias, operator=operator)
+        shared = partial(ops.attend_partly, bias=bias, operator=operator)
+        beyond = seen_by_some(chunks.ends, window, chunks.size)
+        if not beyond.ends.any():
+            return lambda *of_layer: shared(*of_layer)[0]
+        bias = self._range_bias(1, beyond, tables.repeat_interleave(chunks.size, dim=0))
+        return _joined(shared, partial(ops.attend_partly, bias=bias, operator=ops.split_k(1)))
 
-    def _through_window(self, ranges: KeyRanges, tables: torch.Tensor) -> Call:
-        """Each lane has one query and sees its range."""
-        bias = self._ops.gappy_bias(
-            [1] * len(ranges.ends), ranges.starts.tolist(), ranges.lengths.tolist(), tables
-        )
-        return lambda query, keys, values: self._ops.attend(query, keys, values, bias, 1)
-
-    def _partial(
-        self, size: int, ranges: KeyRanges, tables: torch.Tensor, splits: int
-    ) -> "Partial":
-        """Each lane sees its range."""
-        bias = self._ops.gappy_bias(
-            [size] * len(ranges.ends), ranges.starts.tolist(), ranges.lengths.tolist(), tables
-        )
-        return lambda query, keys, values: self._ops.attend_partly(
-            query, keys, values, bias, splits
+    def _range_bias(self, size: int, ranges: KeyRanges, tables: torch.Tensor) -> Bias:
+        """Each lane has `size` queries and sees its range."""
+        num_queries = [size] * len(ranges.ends)
+        return self._ops.gappy_bias(
+            num_queries, ranges.starts.tolist(), ranges.lengths.tolist(), tables
         )
 
     def _padded(self, block_tables: Int32Array) -> Int32Array:
@@ -147,92 +145,54 @@ class LayerKind:
         return num_splits(num_lanes, self.layer.num_kv_heads, num_keys, processors)
 
 
+@dataclass(frozen=True, slots=True)
 class DecodeCall:
-    """One query in each of `num_lanes` lanes; lengths and tables are replaced in place.
+    """One query in each lane; lengths and `tables` [num_lanes, width] are replaced in place.
 
-    In the kernel a lane has `size` queries, of which the last is the real one.
+    In the kernel a lane has `size` queries, of which the last is the real one. `attend` is the
+    kernel's call with `bias`.
     """
 
-    def __init__(
-        self,
-        ops: PagedOps,
-        device: Device,
-        num_lanes: int,
-        width: int,
-        window: int | None,
-        splits: int,
-        size: int,
-    ) -> None:
-        self.num_lanes = num_lanes
-        self._size = size
-        self._ops = ops
-        self._device = device
-        self._window = window
-        self._splits = splits
-        self._tables = torch.zeros(num_lanes, width, dtype=torch.int32, device=device.torch_device)
-        num_queries, ends = [size] * num_lanes, [1] * num_lanes
-        if window is None:
-            self._bias = ops.padded_bias(num_queries, ends, self._tables)
-        else:
-            self._bias = ops.gappy_bias(num_queries, [0] * num_lanes, ends, self._tables)
+    device: Device
+    window: int | None
+    size: int
+    tables: torch.Tensor
+    bias: Bias
+    attend: Call
 
     def set(self, seq_lens: Int32Array, block_tables: Int32Array) -> None:
         """Sets the lengths and tables of the first lanes; the other lanes get no keys."""
-        others = (0, self.num_lanes - len(seq_lens))
-        ends = np.pad(seq_lens, others)
-        self._bias.k_seqinfo.seqlen.copy_(self._device.upload(ends), non_blocking=True)
-        if self._window is not None:
-            starts = seen_by_all(ends, self._window).starts
-            begin = self._bias.k_seqinfo.seqstart[: self.num_lanes]
-            begin.copy_(self._device.upload(starts), non_blocking=True)
-        tables = self._device.upload(np.ascontiguousarray(block_tables))
-        self._tables[: len(seq_lens), : tables.shape[1]].copy_(tables, non_blocking=True)
+        num_lanes = len(self.tables)
+        ends = np.pad(seq_lens, (0, num_lanes - len(seq_lens)))
+        self.bias.k_seqinfo.seqlen.copy_(self.device.upload(ends), non_blocking=True)
+        if self.window is not None:
+            starts = seen_by_all(ends, self.window).starts
+            begin = self.bias.k_seqinfo.seqstart[:num_lanes]
+            begin.copy_(self.device.upload(starts), non_blocking=True)
+        tables = self.device.upload(np.ascontiguousarray(block_tables))
+        self.tables[: len(seq_lens), : tables.shape[1]].copy_(tables, non_blocking=True)
 
     def __call__(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
-        """See Call; for at most `num_lanes` queries."""
-        num_queries = len(query)
-        if num_queries < self.num_lanes:
-            query = F.pad(query, (0, 0, 0, 0, 0, self.num_lanes - num_queries))
-        if self._size == 1:
-            return self._ops.attend(query, keys, values, self._bias, self._splits)[:num_queries]
-        filled = F.pad(query.unsqueeze(1), (0, 0, 0, 0, self._size - 1, 0)).flatten(0, 1)
-        attended = self._ops.attend(filled, keys, values, self._bias, self._splits)
-        return attended.view(-1, self._size, *query.shape[1:])[:num_queries, -1]
+        """See Call; for at most as many queries as there are lanes."""
+        num_queries, num_lanes = len(query), len(self.tables)
+        if num_queries < num_lanes:
+            query = F.pad(query, (0, 0, 0, 0, 0, num_lanes - num_queries))
+        if self.size == 1:
+            return self.attend(query, keys, values)[:num_queries]
+        filled = F.pad(query.unsqueeze(1), (0, 0, 0, 0, self.size - 1, 0)).flatten(0, 1)
+        attended = self.attend(filled, keys, values)
+        return attended.view(-1, self.size, *query.shape[1:])[:num_queries, -1]
 
 
-Partial = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Queries over a layer's pools -> attention in float32 and normalizers [n, num_heads]."""
+def _joined(first: Partial, second: Partial) -> Call:
+    """Attention over two disjoint sets of keys as one. A query without any key gives NaN."""
 
+    def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        output, sums = first(query, keys, values)
+        further, further_sums = second(query, keys, values)
+        weights = torch.softmax(torch.stack((sums, further_sums)), dim=0).unsqueeze(-1)
+        return output * weights[0] + further * weights[1]
 
-class _Joined:
-    """Attention over two disjoint sets of keys as one."""
-
-    def __init__(self, first: Partial, second: Partial) -> None:
-        self._parts = (first, second)
-
-    def __call__(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-    ) -> torch.Tensor:
-        """See Call. A query without any key gives NaN."""
-        parts = [part(query, keys, values) for part in self._parts]
-        weights = torch.softmax(torch.stack([normalizers for _, normalizers in parts]), dim=0)
-        (first, _), (second, _) = parts
-        return first * weights[0].unsqueeze(-1) + second * weights[1].unsqueeze(-1)
-
-
-class _ChunkCall:
-    """Gathers the queries of chunks into lanes, and the outputs of lanes into tokens."""
-
-    def __init__(self, device: Device, chunks: SubChunks, call: Call) -> None:
-        self._queries = device.upload(chunks.queries)
-        self._rows = device.upload(chunks.rows)
-        self._call = call
-
-    def __call__(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-    ) -> torch.Tensor:
-        """See Call."""
-        attended = self._call(query.index_select(0, self._queries), keys, values)
-        return attended.index_select(0, self._rows).to(query.dtype)
+    return attend

@@ -18,6 +18,9 @@ Bias = Any
 
 Operator = type[Any]
 
+FLASH: Operator = flash3.FwOp
+"""FlashAttention 3, for lanes of any number of queries."""
+
 FLASH_HEAD_DIMS = (64, 128, 256)
 """Head sizes that both the split-K kernel and FlashAttention 3 support."""
 
@@ -33,27 +36,24 @@ def built_with_cuda() -> bool:
 
 def has_flash() -> bool:
     """Whether FlashAttention 3 can be used: its library is there, and it supports this GPU."""
-    operator: Operator = flash3.FwOp
-    oldest = operator.CUDA_MINIMUM_COMPUTE_CAPABILITY
-    newest = operator.CUDA_MAXIMUM_COMPUTE_CAPABILITY
-    if not operator.is_available():
-        return False
-    return bool(oldest <= torch.cuda.get_device_capability() <= newest)
+    oldest, newest = FLASH.CUDA_MINIMUM_COMPUTE_CAPABILITY, FLASH.CUDA_MAXIMUM_COMPUTE_CAPABILITY
+    is_supported = oldest <= torch.cuda.get_device_capability() <= newest
+    return bool(is_supported and FLASH.is_available())
 
 
 class PagedOps:
     """Attention calls over pools of pages, for layers that attend alike.
 
-    A pool is [num_blocks * block_size, num_kv_heads, head_dim]. `split_k` is the split-K operator;
-    tests pass one that also runs on the CPU.
+    A pool is [num_blocks * block_size, num_kv_heads, head_dim]. `split_k`: the split-K operator,
+    None for xFormers' own; tests pass one that also runs on the CPU.
     """
 
     def __init__(
-        self, layer: AttentionLayer, block_size: int, split_k: Operator = triton_splitk.FwOp
+        self, layer: AttentionLayer, block_size: int, split_k: Operator | None = None
     ) -> None:
         self._layer = layer
         self._block_size = block_size
-        self._split_k = split_k
+        self._split_k = split_k or triton_splitk.FwOp
 
     def padded_bias(
         self, num_queries: Sequence[int], ends: Sequence[int], block_tables: torch.Tensor
@@ -90,20 +90,26 @@ class PagedOps:
             self._block_size,
         )
 
+    def split_k(self, num_splits: int) -> Operator:
+        """The split-K operator with tiles of keys that divide a page, as the kernel needs them."""
+        tile = min(_LARGEST_TILE, self._block_size, _TILE_ELEMENTS // self._layer.head_dim)
+        operator: Operator = self._split_k.get_operator(num_splits, block_n=tile)
+        return operator
+
     def attend(
         self,
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
         bias: Bias,
-        num_splits: int,
+        operator: Operator,
     ) -> torch.Tensor:
         """Queries [n, num_heads, head_dim] of all lanes -> [n, num_heads, head_dim]."""
         output: torch.Tensor = fmha.memory_efficient_attention_forward(
             *self._grouped(query, keys, values),
             attn_bias=bias,
             scale=self._layer.scale,
-            op=self._operator(num_splits),
+            op=operator,
         )
         return output.reshape(query.shape)
 
@@ -113,36 +119,18 @@ class PagedOps:
         keys: torch.Tensor,
         values: torch.Tensor,
         bias: Bias,
-        num_splits: int,
+        operator: Operator,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `attend`, in float32, and the logarithms of the normalizers [n, num_heads]."""
         output, normalizers = fmha.memory_efficient_attention_partial(
             *self._grouped(query, keys, values),
             attn_bias=bias,
             scale=self._layer.scale,
-            op=self._operator(num_splits),
+            op=operator,
             output_dtype=torch.float32,
         )
         normalizers = normalizers[0].flatten(0, 1).transpose(0, 1)
         return output.reshape(query.shape), normalizers.to(torch.float32)
-
-    def flash(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: Bias
-    ) -> torch.Tensor:
-        """As `attend`, by FlashAttention 3; lanes may have any number of queries."""
-        output: torch.Tensor = fmha.memory_efficient_attention_forward(
-            *self._grouped(query, keys, values),
-            attn_bias=bias,
-            scale=self._layer.scale,
-            op=flash3.FwOp,
-        )
-        return output.reshape(query.shape)
-
-    def _operator(self, num_splits: int) -> Operator:
-        """The split-K operator with tiles of keys that divide a page, as the kernel needs them."""
-        tile = min(_LARGEST_TILE, self._block_size, _TILE_ELEMENTS // self._layer.head_dim)
-        operator: Operator = self._split_k.get_operator(num_splits, block_n=tile)
-        return operator
 
     def _grouped(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
