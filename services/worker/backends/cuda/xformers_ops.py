@@ -36,9 +36,10 @@ def built_with_cuda() -> bool:
 
 def has_flash() -> bool:
     """Whether FlashAttention 3 can be used: its library is there, and it supports this GPU."""
+    if not FLASH.is_available():
+        return False
     oldest, newest = FLASH.CUDA_MINIMUM_COMPUTE_CAPABILITY, FLASH.CUDA_MAXIMUM_COMPUTE_CAPABILITY
-    is_supported = oldest <= torch.cuda.get_device_capability() <= newest
-    return bool(is_supported and FLASH.is_available())
+    return bool(oldest <= torch.cuda.get_device_capability() <= newest)
 
 
 class PagedOps:
