@@ -64,9 +64,10 @@ def splits(device: CudaDevice) -> bool:
         bias = ops.padded_bias([1] * batch, [len(keys) for keys in check.keys], tables)
         query = torch.randn(batch, 32, 128, device=there, dtype=case.dtype)
         keys, values = check.attention.pools(0)
-        whole = ops.attend(query, keys, values, bias, 1)
+        whole = ops.attend(query, keys, values, bias, ops.split_k(1))
         for number in (2, 4, 8, 16, 32, 64):
-            difference = float((ops.attend(query, keys, values, bias, number) - whole).abs().max())
+            parted = ops.attend(query, keys, values, bias, ops.split_k(number))
+            difference = float((parted - whole).abs().max())
             good = difference < TOLERANCE[case.dtype]
             right &= good
             print(f"| {number} | {batch} | {difference:.1e} | {verdict(good)} |", flush=True)

@@ -109,7 +109,6 @@ class LayerAttention(Protocol):
         layout's order, each head contiguous; queries and keys may be overwritten. n is the layout's
         number of tokens or more; further rows are padding, and finite in the output.
         """
-        ...
 
 
 class PagedAttention(Protocol):
@@ -120,11 +119,9 @@ class PagedAttention(Protocol):
 
         There is one layout for each KV-cache group; they differ only in `tables`.
         """
-        ...
 
     def zero_blocks(self, block_ids: Int32Array) -> None:
         """Clears blocks in all layers. To be called before the step that needs them begins."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

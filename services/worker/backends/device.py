@@ -35,7 +35,6 @@ class Download(Protocol):
 
     def wait(self) -> Array:
         """Waits for the array and returns it. May be called from any thread, and repeatedly."""
-        ...
 
 
 class Device(Protocol):
@@ -44,26 +43,21 @@ class Device(Protocol):
     @property
     def torch_device(self) -> torch.device:
         """Where its tensors are."""
-        ...
 
     @property
     def num_processors(self) -> int:
         """Independent processors over which attention can be spread."""
-        ...
 
     def upload(self, array: Array) -> torch.Tensor:
         """The array as a tensor on the device; it may share the array's memory."""
-        ...
 
     def download(self, tensor: torch.Tensor) -> Download:
         """Starts copying a tensor to the host."""
-        ...
 
     def record(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """Returns a function that repeats `work`, which must read and write the same memory at
         every call and never wait for the device. The next call overwrites the result's memory.
         """
-        ...
 
 
 class _FinishedDownload:

@@ -31,15 +31,12 @@ class Linear(Protocol):
     @property
     def out_features(self) -> int:
         """Columns of the output."""
-        ...
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[n, in] -> [n, out]; n is a number that `Kernels.padded_rows` gives."""
-        ...
 
     def full(self, x: torch.Tensor) -> torch.Tensor:
         """The same in float32, without rounding to x's data type if the implementation can."""
-        ...
 
 
 class Mlp(Protocol):
@@ -49,20 +46,18 @@ class Mlp(Protocol):
         """[n, hidden_size] -> [n, hidden_size]. Rows from `num_tokens` on are padding, which is
         finite in the output if it is finite in the input.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
 class GatedMlp:
-    """down(activation(gate(x)) * up(x)), where `gate_up` is a gated projection. Shazeer, GLU
-    variants.
+    """See Mlp: down(activation(gate(x)) * up(x)), where `gate_up` is a gated projection. Shazeer,
+    GLU variants.
     """
 
     gate_up: Linear
     down: Linear
 
     def __call__(self, hidden: torch.Tensor, num_tokens: int) -> torch.Tensor:  # noqa: ARG002
-        """See Mlp."""
         return self.down(self.gate_up(hidden))
 
 
@@ -115,7 +110,6 @@ class FusedDecoder(Protocol):
 
     def accepts(self, attention: LayerAttention) -> bool:
         """Whether it can run with this attention."""
-        ...
 
     def __call__(
         self,
@@ -128,7 +122,6 @@ class FusedDecoder(Protocol):
         wanted rows, in float32: see Model.forward. `embedded` [n, hidden_size], unless None,
         replaces the embeddings of the ids.
         """
-        ...
 
 
 class Kernels(Protocol):
@@ -140,11 +133,9 @@ class Kernels(Protocol):
 
     def padded_rows(self, num_rows: int) -> int:
         """The number of rows to compute in place of `num_rows`; at least as many."""
-        ...
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """A projection. It owns its weight; once packed, the caller's tensor is not kept."""
-        ...
 
     def gated_linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation
@@ -152,29 +143,24 @@ class Kernels(Protocol):
         """A projection whose output is activation(gate) * value. The weight has 2 d columns: first
         the gates, then the values.
         """
-        ...
 
     def norm_weight(self, weight: torch.Tensor) -> torch.Tensor:
         """The weight of a norm in the data type that the norms take, from one in float32 or in the
         model's data type, without rounding.
         """
-        ...
 
     def groups_experts(self, dtype: torch.dtype, width: int) -> bool:
         """Whether experts of this data type and inner width are computed faster all together, see
         GroupedExperts, than each as a projection.
         """
-        ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         """x [n, d] or [n, m, d] divided by the root of its mean square, times the weight [d]."""
-        ...
 
     def add_rms_norm(
         self, residual: torch.Tensor, update: torch.Tensor, weight: torch.Tensor, epsilon: float
     ) -> torch.Tensor:
         """Adds the update [n, d] to the residual [n, d] in place, and normalizes the sum."""
-        ...
 
     def fused_decoder(
         self, weights: DecoderWeights, constants: DecoderConstants
@@ -182,12 +168,9 @@ class Kernels(Protocol):
         """The decoder as one operation, or None if these kernels have none for it. Its projections
         and norms were made by these kernels.
         """
-        ...
 
     def paged_attention(self, shape: AttentionShape) -> PagedAttention:
         """Allocates a KV cache, and returns the attention over it."""
-        ...
 
     def attention_bytes(self, shape: AttentionShape, max_model_len: int) -> int:
         """Upper estimate of the memory that attention takes besides the cache."""
-        ...

@@ -13,7 +13,7 @@ from services.worker.platforms.prompt_shapes import PromptShape, first_shapes
 
 
 class CpuPlatform:
-    """The processors of this machine. `num_sharers`: workers that share its memory."""
+    """See Platform. `num_sharers`: workers that share the machine's memory."""
 
     torch_device = CPU
     default_block_size = 16
@@ -55,7 +55,6 @@ class CpuPlatform:
         )
 
     def runner(self, parts: Parts) -> ModelRunner:
-        """See Platform."""
         attention = parts.kernels.paged_attention(parts.shape)
         return ModelRunner(parts.loaded.model, attention, parts.limits, lockstep=parts.lockstep)
 

@@ -35,7 +35,7 @@ _PROFILE_BLOCKS = 2
 
 
 class CudaPlatform:
-    """The current CUDA device. Raises UnsuitableDevice if the machine lacks something.
+    """See Platform. Raises UnsuitableDevice if the machine lacks something.
 
     `batch_invariant`: a request is computed the same whatever is in its steps; see docs/cuda.md.
     `num_sharers`: replicas with a worker on this device.
@@ -60,7 +60,6 @@ class CudaPlatform:
 
     @property
     def torch_device(self) -> torch.device:
-        """See Platform."""
         return self.device.torch_device
 
     def dtype(self, asked: DtypeSetting) -> DtypeSetting:
@@ -77,7 +76,6 @@ class CudaPlatform:
         return CudaKernels(frozenset({torch.bfloat16}) if major == _HOPPER else frozenset())
 
     def check(self, shape: AttentionShape, loaded: LoadedModel) -> None:
-        """See Platform."""
         check_model(shape.layers, shape.block_size, shape.dtype)
         if self._batch_invariant:
             check_batch_invariant(shape.layers, is_native=loaded.is_native)

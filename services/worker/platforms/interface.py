@@ -45,33 +45,25 @@ class Platform(Protocol):
     @property
     def torch_device(self) -> torch.device:
         """The device of weights and cache."""
-        ...
 
     @property
     def default_block_size(self) -> int:
         """Tokens per block if the settings do not say."""
-        ...
 
     def dtype(self, asked: DtypeSetting) -> DtypeSetting:
         """The data type to load the model in, given the setting."""
-        ...
 
     def kernels(self) -> Kernels:
         """The operations to run the model with."""
-        ...
 
     def check(self, shape: AttentionShape, loaded: LoadedModel) -> None:
         """Raises UnsuitableDevice for a model that this device cannot compute."""
-        ...
 
     def free_memory(self, parts: Parts) -> FreeMemory:
         """The memory from which the KV cache gets a share; `parts` have no cache yet."""
-        ...
 
     def runner(self, parts: Parts) -> ModelRunner:
         """A runner with its KV cache."""
-        ...
 
     def warm_up_shapes(self, limits: BatchLimits) -> list[PromptShape]:
         """Steps to run before the first request, so that its steps are as fast as later ones."""
-        ...

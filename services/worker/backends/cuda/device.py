@@ -11,7 +11,7 @@ _WARM_UPS = 2
 
 
 class CudaDevice:
-    """The current CUDA device, driven by one thread over its default stream.
+    """See Device: the current CUDA device, driven by one thread over its default stream.
 
     Copies go through pinned memory, which torch's allocator reuses once the device has read or
     written it; so copies of several steps may be queued.
@@ -29,11 +29,9 @@ class CudaDevice:
         self._stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def upload(self, array: Array) -> torch.Tensor:
-        """See Device."""
         return torch.from_numpy(array).pin_memory().to(self.torch_device, non_blocking=True)
 
     def download(self, tensor: torch.Tensor) -> Download:
-        """See Device."""
         return _PinnedDownload(tensor)
 
     def record(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:

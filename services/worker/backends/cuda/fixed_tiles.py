@@ -67,7 +67,6 @@ class FixedTilesLinear:
         return self._product(x, x.dtype)
 
     def full(self, x: torch.Tensor) -> torch.Tensor:
-        """See Linear."""
         return self._product(x, torch.float32)
 
     def _product(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

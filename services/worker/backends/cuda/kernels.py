@@ -35,7 +35,6 @@ class BatchInvariantKernels(CudaKernels):
     """
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        """See Kernels."""
         # Imported here because it imports Triton, which a worker on the CPU does not need.
         from services.worker.backends.cuda.fixed_tiles import FixedTilesLinear  # noqa: PLC0415
 

@@ -39,7 +39,7 @@ from services.worker.backends.torch.rotary import rotate
 
 
 class XformersPagedAttention:
-    """The KV cache of all layers on a device, and attention over it.
+    """See PagedAttention; the cache is on a device.
 
     `split_k`: see PagedOps; None is xFormers' operator. `batch_invariant`: see LayerKind.
     """
@@ -90,7 +90,6 @@ class XformersPagedAttention:
         self._decodes: dict[int, DecodeStep] = {}
 
     def begin_step(self, layouts: Sequence[StepLayout]) -> "XformersStep":
-        """See PagedAttention."""
         num_tokens, num_decodes = layouts[0].num_tokens, layouts[0].num_decodes
         calls: list[dict[CallKey, Call]] = []
         counts: list[int] = []
@@ -107,7 +106,6 @@ class XformersPagedAttention:
         return XformersStep(self, slots, counts, calls)
 
     def zero_blocks(self, block_ids: Int32Array) -> None:
-        """See PagedAttention."""
         cleared = self._device.upload(block_ids.astype(np.int64))
         for pool in self._pools:
             blocks = pool.view(2, self._shape.num_blocks, self._shape.block_size, *pool.shape[2:])
@@ -146,8 +144,8 @@ class CallKey:
 
 
 class XformersStep:
-    """One step over an XformersPagedAttention: one call after the other, over `counts` tokens each.
-    `slots`: of each group.
+    """See LayerAttention: one call after the other, over `counts` tokens each. `slots`: of each
+    group.
     """
 
     def __init__(
@@ -170,7 +168,6 @@ class XformersStep:
         value: torch.Tensor,
         rotation: Rotation | None,
     ) -> torch.Tensor:
-        """See LayerAttention."""
         if rotation is not None:
             query, key = rotate(query, rotation), rotate(key, rotation)
         call_key = self._cache.call_keys[layer]

@@ -84,7 +84,6 @@ class NativeDecoder:
         """The attention layers whose pages the structures point to."""
 
     def accepts(self, attention: LayerAttention) -> bool:
-        """See FusedDecoder."""
         return isinstance(attention, NativePagedStep)
 
     def __call__(
@@ -94,7 +93,6 @@ class NativeDecoder:
         embedded: torch.Tensor | None,
         wanted: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See FusedDecoder."""
         assert isinstance(attention, NativePagedStep)
         self._use_pages(attention)
         rows, decoder = len(token_ids), self._decoder

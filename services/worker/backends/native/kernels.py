@@ -45,7 +45,6 @@ class NativeKernels(TorchKernels):
         return num_rows
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        """See Kernels."""
         functions = self._functions.get(weight.dtype)
         if functions is None:
             return super().linear(weight, bias)
@@ -54,7 +53,6 @@ class NativeKernels(TorchKernels):
     def gated_linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation
     ) -> Linear:
-        """See Kernels."""
         functions = self._functions.get(weight.dtype)
         if functions is None:
             return super().gated_linear(weight, bias, activation)
@@ -65,7 +63,6 @@ class NativeKernels(TorchKernels):
         return weight.float()
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-        """See Kernels."""
         functions = self._functions.get(x.dtype)
         if functions is None:
             return super().rms_norm(x, weight, epsilon)
@@ -74,7 +71,6 @@ class NativeKernels(TorchKernels):
     def add_rms_norm(
         self, residual: torch.Tensor, update: torch.Tensor, weight: torch.Tensor, epsilon: float
     ) -> torch.Tensor:
-        """See Kernels."""
         functions = self._functions.get(residual.dtype)
         if functions is None:
             return super().add_rms_norm(residual, update, weight, epsilon)
@@ -83,18 +79,15 @@ class NativeKernels(TorchKernels):
     def fused_decoder(
         self, weights: DecoderWeights, constants: DecoderConstants
     ) -> FusedDecoder | None:
-        """See Kernels."""
         return fused_decoder(self._functions, weights, constants)
 
     def paged_attention(self, shape: AttentionShape) -> PagedAttention:
-        """See Kernels."""
         functions = self._functions.get(shape.dtype)
         if functions is None:
             return super().paged_attention(shape)
         return NativePagedAttention(functions, self._memory, shape)
 
     def attention_bytes(self, shape: AttentionShape, max_model_len: int) -> int:
-        """See Kernels."""
         if shape.dtype not in self._functions:
             return super().attention_bytes(shape, max_model_len)
         return workspace_bytes(shape, max_model_len)

@@ -41,7 +41,6 @@ class NativeLinear:
         self._reference = ctypes.byref(self.projection)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """See Linear."""
         output = torch.empty((len(x), self.out_features), dtype=x.dtype)
         filled = self._filled(x)
         self._project(self._reference, filled.data_ptr(), output.data_ptr(), len(x))

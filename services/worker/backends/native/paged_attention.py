@@ -46,7 +46,7 @@ class NativeLayer:
 
 
 class NativePagedAttention:
-    """The KV cache of all layers, and attention over it."""
+    """See PagedAttention."""
 
     def __init__(self, functions: Functions, memory: LargePages, shape: AttentionShape) -> None:
         self._functions = functions
@@ -67,18 +67,16 @@ class NativePagedAttention:
         ]
 
     def begin_step(self, layouts: Sequence[StepLayout]) -> "NativePagedStep":
-        """See PagedAttention."""
         return NativePagedStep(self._functions.attend, self._layers, layouts)
 
     def zero_blocks(self, block_ids: Int32Array) -> None:
-        """See PagedAttention."""
         cleared = torch.from_numpy(block_ids.astype(np.int64))
         for pages in self._pages:
             pages.index_fill_(1, cleared, 0)
 
 
 class NativePagedStep:
-    """One step over a NativePagedAttention."""
+    """See LayerAttention: one step over a NativePagedAttention."""
 
     def __init__(
         self, attend: Any, layers: Sequence[NativeLayer], layouts: Sequence[StepLayout]
@@ -109,7 +107,6 @@ class NativePagedStep:
         value: torch.Tensor,
         rotation: Rotation | None,
     ) -> torch.Tensor:
-        """See LayerAttention."""
         output = torch.empty(query.shape, dtype=query.dtype)
         output[self._num_tokens :].zero_()
         heads = Heads(

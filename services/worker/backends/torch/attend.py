@@ -21,43 +21,34 @@ _PROBED_LENGTHS = (64, 192, 512, 1024)
 _HEADS = 2
 
 
-def attend_alike(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor,
-    layer: AttentionLayer,
-) -> torch.Tensor:
-    """As `attend`, the same bits for any number of threads.
-
-    A single head is computed twice: the libraries would spread it over threads, and sum in an
-    order that depends on their number.
-    """
-    if query.shape[0] * query.shape[1] > 1:
-        return attend(query, keys, values, mask, layer)
-    query, keys, values = (x.expand(2, -1, -1, -1) for x in (query, keys, values))
-    if mask.dim() == query.dim():
-        mask = mask.expand(2, -1, -1, -1)
-    return attend(query, keys, values, mask, layer)[:1]
-
-
 def attend(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     mask: torch.Tensor,
     layer: AttentionLayer,
+    *,
+    alike: bool = False,
 ) -> torch.Tensor:
     """Attention of [groups, heads, n, head_dim] over [groups, heads, keys, head_dim].
 
-    The mask is added to the scores. Computed operation by operation if scores are capped.
+    The mask is added to the scores. Computed operation by operation if scores are capped. With
+    `alike` the bits are the same for any number of threads: a single head is computed twice, since
+    the libraries would spread it over threads, and sum in an order that depends on their number.
     """
+    is_doubled = alike and query.shape[0] * query.shape[1] == 1
+    if is_doubled:
+        query, keys, values = (x.expand(2, -1, -1, -1) for x in (query, keys, values))
+        if mask.dim() == query.dim():
+            mask = mask.expand(2, -1, -1, -1)
     if layer.softcap is None:
-        return F.scaled_dot_product_attention(query, keys, values, mask, scale=layer.scale)
-    scores = (query @ keys.transpose(-1, -2)).float() * (layer.scale / layer.softcap)
-    scores.tanh_().mul_(layer.softcap)
-    scores += mask
-    return torch.softmax(scores, dim=-1).to(values.dtype) @ values
+        output = F.scaled_dot_product_attention(query, keys, values, mask, scale=layer.scale)
+    else:
+        scores = (query @ keys.transpose(-1, -2)).float() * (layer.scale / layer.softcap)
+        scores.tanh_().mul_(layer.softcap)
+        scores += mask
+        output = torch.softmax(scores, dim=-1).to(values.dtype) @ values
+    return output[:1] if is_doubled else output
 
 
 @functools.cache
@@ -77,9 +68,9 @@ def row_multiple(layer: AttentionLayer, dtype: torch.dtype) -> int:
         query, keys, values = numbers(MOST_ROWS), numbers(length), numbers(length)
         mask = torch.zeros(MOST_ROWS, length, dtype=dtype)
         mask[:, length - length // 3 :] = -torch.inf
-        whole = attend_alike(query, keys, values, mask, layer)
+        whole = attend(query, keys, values, mask, layer, alike=True)
         for rows in _PROBED_ROWS:
-            part = attend_alike(query[:, :, :rows], keys, values, mask[:rows], layer)
+            part = attend(query[:, :, :rows], keys, values, mask[:rows], layer, alike=True)
             if not torch.equal(part, whole[:, :, :rows]):
                 return _MANY_ROWS
     return _FEW_ROWS

@@ -20,7 +20,7 @@ _OF_TORCH: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class GatedLinear:
-    """A projection, and its gates applied to its values. `batch_invariant`: see `gated`."""
+    """See Linear: a projection with its gates applied. `batch_invariant`: see `gated`."""
 
     def __init__(
         self, projection: Linear, activation: Activation, *, batch_invariant: bool = False
@@ -31,7 +31,6 @@ class GatedLinear:
         self.out_features = projection.out_features // 2
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """See Linear."""
         product = self._projection(x)
         return gated(product, self._activation, batch_invariant=self._batch_invariant)
 

@@ -27,26 +27,21 @@ class TorchKernels:
         self._batch_invariant = batch_invariant
 
     def padded_rows(self, num_rows: int) -> int:
-        """See Kernels."""
         return padded_rows(num_rows, batch_invariant=self._batch_invariant)
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        """See Kernels."""
         return PackedLinear(weight, bias, batch_invariant=self._batch_invariant)
 
     def gated_linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation
     ) -> Linear:
-        """See Kernels."""
         projection = self.linear(weight, bias)
         return GatedLinear(projection, activation, batch_invariant=self._batch_invariant)
 
     def groups_experts(self, dtype: torch.dtype, width: int) -> bool:  # noqa: ARG002
-        """See Kernels."""
         return False
 
     def norm_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """See Kernels."""
         return weight
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -58,7 +53,6 @@ class TorchKernels:
     def add_rms_norm(
         self, residual: torch.Tensor, update: torch.Tensor, weight: torch.Tensor, epsilon: float
     ) -> torch.Tensor:
-        """See Kernels."""
         return self.rms_norm(residual.add_(update), weight, epsilon)
 
     def fused_decoder(
@@ -70,9 +64,7 @@ class TorchKernels:
         return None
 
     def paged_attention(self, shape: AttentionShape) -> PagedAttention:
-        """See Kernels."""
         return TorchPagedAttention(shape, batch_invariant=self._batch_invariant)
 
     def attention_bytes(self, shape: AttentionShape, max_model_len: int) -> int:
-        """See Kernels."""
         return workspace_bytes(shape, max_model_len)

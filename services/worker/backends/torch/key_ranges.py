@@ -53,15 +53,12 @@ class KeyRanges(Protocol):
         self, positions: Int32Array | Int64Array, window: int | None
     ) -> tuple[Int64Array, Int64Array]:
         """Starts and lengths of the ranges of single queries at these positions, [n] each."""
-        ...
 
     def of_chunk(self, context: int, num_queries: int, window: int | None, most: int) -> list[Run]:
         """Cuts a chunk that follows `context` tokens into runs of at most `most` queries."""
-        ...
 
     def may_share(self, shorter: int, longer: int) -> bool:
         """Whether decodes over so many keys may be one call, over the longer number of keys."""
-        ...
 
 
 class FixedRanges:
@@ -78,7 +75,6 @@ class FixedRanges:
     def of_decodes(
         self, positions: Int32Array | Int64Array, window: int | None
     ) -> tuple[Int64Array, Int64Array]:
-        """See KeyRanges."""
         granules = positions.astype(np.int64) // GRANULE
         starts = np.zeros_like(granules)
         if window is not None:
@@ -116,7 +112,6 @@ class TightRanges:
     def of_decodes(
         self, positions: Int32Array | Int64Array, window: int | None
     ) -> tuple[Int64Array, Int64Array]:
-        """See KeyRanges."""
         positions = positions.astype(np.int64)
         starts = np.zeros_like(positions)
         if window is not None:
@@ -125,7 +120,6 @@ class TightRanges:
         return starts, positions + 1 - starts
 
     def of_chunk(self, context: int, num_queries: int, window: int | None, most: int) -> list[Run]:
-        """See KeyRanges."""
         begins = np.arange(0, num_queries, most)
         ends = np.minimum(begins + most, num_queries)
         starts, _ = self.of_decodes(context + begins, window)

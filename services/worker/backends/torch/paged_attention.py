@@ -23,6 +23,7 @@ Paging: Kwon et al., PagedAttention.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -36,7 +37,7 @@ from services.worker.backends.attention import (
     StepLayout,
 )
 from services.worker.backends.device import CpuDevice, Device
-from services.worker.backends.torch.attend import MOST_ROWS, attend, attend_alike, row_multiple
+from services.worker.backends.torch.attend import MOST_ROWS, attend, row_multiple
 from services.worker.backends.torch.key_ranges import BLOCK, FixedRanges, KeyRanges, TightRanges
 from services.worker.backends.torch.rotary import rotate
 from services.worker.backends.torch.step_cutter import Chunk, DecodeGroup, StepCutter, score_mask
@@ -53,7 +54,7 @@ def workspace_bytes(shape: AttentionShape, max_model_len: int) -> int:
 
 
 class TorchPagedAttention:
-    """The KV cache of all layers, and attention over it. The host never waits for the device."""
+    """See PagedAttention. The host never waits for the device."""
 
     def __init__(
         self,
@@ -66,11 +67,12 @@ class TorchPagedAttention:
         self._shape = shape
         self._device = device or CpuDevice()
         has_softcap = any(layer.softcap is not None for layer in shape.layers)
-        if batch_invariant:
-            ranges: KeyRanges = FixedRanges(has_softcap=has_softcap)
-            self._attend = attend_alike
-        else:
-            ranges, self._attend = TightRanges(shape.block_size), attend
+        ranges: KeyRanges = (
+            FixedRanges(has_softcap=has_softcap)
+            if batch_invariant
+            else TightRanges(shape.block_size)
+        )
+        self._attend = partial(attend, alike=batch_invariant)
         self._cutter = StepCutter(shape, self._device, ranges, max_group_tokens)
         self._pages_of = shape.pages_of
         self._windows = [_windows(shape, group) for group in shape.layer_groups]
@@ -87,7 +89,6 @@ class TorchPagedAttention:
         self._mask_width = 0
 
     def begin_step(self, layouts: Sequence[StepLayout]) -> "TorchPagedStep":
-        """See PagedAttention."""
         steps = [
             self._begin_group(layout, windows)
             for layout, windows in zip(layouts, self._windows, strict=True)
@@ -105,7 +106,6 @@ class TorchPagedAttention:
         return _GroupStep(slots, self._opened_blocks(layout), groups, chunks)
 
     def zero_blocks(self, block_ids: Int32Array) -> None:
-        """See PagedAttention."""
         cleared = self._device.upload(block_ids.astype(np.int64))
         for pages in (*self._keys, *self._values):
             pages.index_fill_(0, cleared, 0)
@@ -246,7 +246,7 @@ class _GroupStep:
 
 
 class TorchPagedStep:
-    """One step over a TorchPagedAttention; `steps` by layer."""
+    """See LayerAttention: one step over a TorchPagedAttention; `steps` by layer."""
 
     def __init__(self, cache: TorchPagedAttention, steps: list[_GroupStep]) -> None:
         self._cache = cache
@@ -260,7 +260,6 @@ class TorchPagedStep:
         value: torch.Tensor,
         rotation: Rotation | None,
     ) -> torch.Tensor:
-        """See LayerAttention."""
         step = self._steps[layer]
         if rotation is not None:
             query, key = rotate(query, rotation), rotate(key, rotation)
