@@ -16,13 +16,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
-from typing import TextIO
 
 import torch
 
@@ -128,19 +126,14 @@ def _locked(path: Path, checkpoint_reached: Callable[[], None]) -> Iterator[None
     """Holds a lock on the file, which the end of the process releases too."""
     with path.open("w") as file:
         progress = _WaitLog("waiting for another process to compile kernels")
-        while not _try_lock(file):
+        while True:
+            with suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
             checkpoint_reached()
             progress.update()
             time.sleep(_POLL_SECONDS)
         yield
-
-
-def _try_lock(file: TextIO) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 class _WaitLog:
@@ -165,23 +158,17 @@ def _compile(cached: CachedLibrary | None, checkpoint_reached: Callable[[], None
     once = "" if cached is None else ", once"
     logger.info("compiling kernels for this processor%s", once)
     with tempfile.TemporaryDirectory(prefix="stepwell-", ignore_cleanup_errors=True) as directory:
-        failures: list[BaseException] = []
-
-        def work() -> None:
-            try:
-                _run_build(Path(directory))
-            except BaseException as error:
-                failures.append(error)
-
-        thread = threading.Thread(target=work, name="compile", daemon=True)
         progress = _WaitLog("compiling kernels")
-        thread.start()
-        while thread.is_alive():
-            thread.join(_POLL_SECONDS)
-            checkpoint_reached()
-            progress.update()
-        if failures:
-            raise NotCompiled(f"compiling failed: {_reason(failures[0])}") from failures[0]
+        with _start_build(Path(directory)) as build:
+            try:
+                while (output := _output_within(_POLL_SECONDS, build)) is None:
+                    checkpoint_reached()
+                    progress.update()
+            except BaseException:
+                build.kill()
+                raise
+        if build.returncode:
+            raise NotCompiled(f"compiling failed: {_reason(output)}")
         logger.info("compiled kernels in %.1f s", progress.seconds)
         compiled = Path(directory) / f"{NAME}.so"
         return (cached and _store(cached, compiled)) or ctypes.CDLL(str(compiled))
@@ -200,7 +187,7 @@ def _warn_not_cached(directory: Path, error: OSError) -> None:
     logger.warning("compiled kernels cannot be cached in %s: %s", directory, error.strerror)
 
 
-def _run_build(directory: Path) -> None:
+def _start_build(directory: Path) -> subprocess.Popen[str]:
     """Runs torch's loader for extensions in a process of its own, because the loader reads the PATH
     and the compiler from the environment.
     """
@@ -210,20 +197,25 @@ def _run_build(directory: Path) -> None:
         "build_directory=sys.argv[2], is_python_module=False)"
     )
     sources = sorted(str(path) for path in _SOURCES.glob("*.cpp"))
-    subprocess.run(
+    return subprocess.Popen(
         [sys.executable, "-c", program, NAME, str(directory), " ".join(_FLAGS), *sources],
         env=os.environ | {"PATH": _search_path()},
-        check=True,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
     )
 
 
-def _reason(error: BaseException) -> str:
+def _output_within(seconds: float, build: subprocess.Popen[str]) -> str | None:
+    try:
+        return build.communicate(timeout=seconds)[0]
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _reason(output: str) -> str:
     """The line of the compiler's output that names the error."""
-    if not isinstance(error, subprocess.CalledProcessError):
-        return str(error)
-    lines = [line.strip() for line in f"{error.stdout}\n{error.stderr}".split("\n") if line]
+    lines = [line.strip() for line in output.splitlines() if line]
     for sign in (os.strerror(errno.ENOSPC), "error:"):
         found = [line for line in lines if sign in line]
         if found:

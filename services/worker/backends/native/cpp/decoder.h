@@ -7,7 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
-#include <deque>
+#include <memory>
 #include <vector>
 
 #include "decoder_thread.h"
@@ -28,35 +28,23 @@ double step_work(const Decoder<T>& decoder, const Layout* layouts, std::int64_t 
 }
 
 // The attention plan of each layer. Layers of a KV-cache group that attend alike share one.
-class LayerPlans {
- public:
-  template <class T>
-  LayerPlans(const Decoder<T>& decoder, const Layout* layouts, int threads) {
-    for (int i = 0; i < decoder.num_layers; ++i) {
-      const DecoderLayer<T>& layer = decoder.layers[i];
-      const auto same = [&](const Planned& made) {
-        return made.group == layer.group && made.plan.layer == layer.attention;
-      };
-      auto found = std::find_if(made_.begin(), made_.end(), same);
-      if (found == made_.end()) {
-        const Layout& layout = layouts[layer.group];
-        made_.push_back({layer.group, {layer.attention, layout, layer.pages.block_size, threads}});
-        found = made_.end() - 1;
-      }
-      of_layer_.push_back(&found->plan);
-    }
+template <class T>
+std::vector<std::shared_ptr<AttentionPlan>> layer_plans(const Decoder<T>& decoder,
+                                                        const Layout* layouts, int threads) {
+  std::vector<std::shared_ptr<AttentionPlan>> plans;
+  for (int i = 0; i < decoder.num_layers; ++i) {
+    const DecoderLayer<T>& layer = decoder.layers[i];
+    const auto is_alike = [&](const DecoderLayer<T>& other) {
+      return other.group == layer.group && other.attention == layer.attention;
+    };
+    const auto first = std::find_if(decoder.layers, decoder.layers + i, is_alike) - decoder.layers;
+    plans.push_back(first < i
+                        ? plans[first]
+                        : std::make_shared<AttentionPlan>(layer.attention, layouts[layer.group],
+                                                          layer.pages.block_size, threads));
   }
-
-  AttentionPlan& operator[](int layer) const { return *of_layer_[layer]; }
-
- private:
-  struct Planned {
-    int group;
-    AttentionPlan plan;
-  };
-  std::deque<Planned> made_;
-  std::vector<AttentionPlan*> of_layer_;
-};
+  return plans;
+}
 
 inline std::vector<int> positions_of(const Layout& layout) {
   std::vector<int> positions;
@@ -85,7 +73,7 @@ void run_decoder(const Decoder<T>& decoder, const Layout* layouts, const std::in
   const double work = step_work(decoder, layouts, rows, num_wanted);
   const int threads = threads_for(work, PARALLEL_STEP_WORK);
   const StepBuffers<T> buffers(decoder, rows, threads, scratch);
-  const LayerPlans plans(decoder, layouts, threads);
+  const auto plans = layer_plans(decoder, layouts, threads);
   const std::vector<int> positions = positions_of(layouts[0]);
   std::vector<std::atomic<int>> next(decoder.num_layers);
   in_team(threads, [&](Team team) {
@@ -94,7 +82,7 @@ void run_decoder(const Decoder<T>& decoder, const Layout* layouts, const std::in
     const Projection<T>* head = num_wanted > 0 ? &decoder.head : nullptr;
     for (int i = 0; i < decoder.num_layers; ++i) {
       const DecoderLayer<T>& layer = decoder.layers[i];
-      thread.run_layer(layer, plans[i], next[i],
+      thread.run_layer(layer, *plans[i], next[i],
                        i + 1 < decoder.num_layers ? &(&layer)[1].qkv : head);
     }
     thread.run_final_norm(output);

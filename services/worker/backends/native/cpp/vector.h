@@ -39,6 +39,22 @@ inline Vector load(const float* from) {
 
 inline void store(float* to, Vector value) { std::memcpy(to, &value, sizeof value); }
 
+// A bit for each of the first `count` lanes of 32.
+inline __mmask32 lane_mask(int count) {
+  return count >= 32 ? ~__mmask32{0} : (__mmask32{1} << (count < 0 ? 0 : count)) - 1;
+}
+
+// `load_partial` reads the first `count` elements and sets the remaining lanes to 0;
+// `store_partial` writes the first `count` lanes. Neither touches memory beyond them. A count below
+// 0 is 0, one above LANES is LANES.
+inline Vector load_partial(const float* from, int count) {
+  return (Vector)_mm512_maskz_loadu_ps(__mmask16(lane_mask(count)), from);
+}
+
+inline void store_partial(float* to, Vector value, int count) {
+  _mm512_mask_storeu_ps(to, __mmask16(lane_mask(count)), (__m512)value);
+}
+
 // a * b + c, rounded once.
 inline Register fmadd(Register a, Register b, Register c) {
   return (Register)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -79,6 +95,17 @@ inline Vector load(const float* from) {
 inline void store(float* to, Vector value) {
   std::memcpy(to, &value.low, sizeof value.low);
   std::memcpy(to + LANES / 2, &value.high, sizeof value.high);
+}
+
+inline Vector load_partial(const float* from, int count) {
+  if (count >= LANES) return load(from);
+  Vector value = {};
+  if (count > 0) std::memcpy(&value, from, count * sizeof(float));
+  return value;
+}
+
+inline void store_partial(float* to, Vector value, int count) {
+  if (count > 0) std::memcpy(to, &value, (count < LANES ? count : LANES) * sizeof(float));
 }
 
 inline Register fmadd(Register a, Register b, Register c) {
@@ -145,38 +172,7 @@ inline void store(BFloat16* to, Vector value) {
   const __m256bh half = _mm512_cvtneps_pbh((__m512)value);
   std::memcpy(to, &half, sizeof half);
 }
-#endif
 
-// `load_partial` reads the first `count` elements and sets the remaining lanes to 0;
-// `store_partial` writes the first `count` lanes. Neither touches memory beyond them. A count below
-// 0 is 0, one above LANES is LANES.
-#ifdef __AVX512F__
-// A bit for each of the first `count` lanes of 32.
-inline __mmask32 lane_mask(int count) {
-  return count >= 32 ? ~__mmask32{0} : (__mmask32{1} << (count < 0 ? 0 : count)) - 1;
-}
-
-inline Vector load_partial(const float* from, int count) {
-  return (Vector)_mm512_maskz_loadu_ps(__mmask16(lane_mask(count)), from);
-}
-
-inline void store_partial(float* to, Vector value, int count) {
-  _mm512_mask_storeu_ps(to, __mmask16(lane_mask(count)), (__m512)value);
-}
-#else
-inline Vector load_partial(const float* from, int count) {
-  if (count >= LANES) return load(from);
-  Vector value = {};
-  if (count > 0) std::memcpy(&value, from, count * sizeof(float));
-  return value;
-}
-
-inline void store_partial(float* to, Vector value, int count) {
-  if (count > 0) std::memcpy(to, &value, (count < LANES ? count : LANES) * sizeof(float));
-}
-#endif
-
-#ifdef __AVX512BF16__
 inline Vector load_partial(const BFloat16* from, int count) {
   const __m256i half = _mm256_maskz_loadu_epi16(__mmask16(lane_mask(count)), from);
   return (Vector)_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16);
