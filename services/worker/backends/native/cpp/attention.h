@@ -32,6 +32,8 @@
 
 namespace stepwell {
 
+namespace {  // Internal, so that functions with one caller are inlined.
+
 // Most query heads of a key head for which one token's keys are read unpacked.
 constexpr int MAX_UNPACKED_HEADS = 8;
 
@@ -312,6 +314,8 @@ class Attention {
   KeyBlock next_block_;
   const AttentionTask* located_ = nullptr;  // The task whose first block is in `block_` already.
 };
+
+}  // namespace
 
 // Stores the step's rotated keys and its values, then attends; output [tokens, num_heads *
 // head_dim]. Every thread of the team calls it. `next`, 0 at first, is the counter from which the

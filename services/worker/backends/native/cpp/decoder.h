@@ -14,6 +14,8 @@
 
 namespace stepwell {
 
+namespace {  // Internal, so that functions with one caller are inlined.
+
 template <class T>
 double step_work(const Decoder<T>& decoder, const Layout* layouts, std::int64_t rows,
                  std::int64_t num_wanted) {
@@ -46,7 +48,7 @@ std::vector<std::shared_ptr<AttentionPlan>> layer_plans(const Decoder<T>& decode
   return plans;
 }
 
-inline std::vector<int> positions_of(const Layout& layout) {
+std::vector<int> positions_of(const Layout& layout) {
   std::vector<int> positions;
   positions.reserve(layout.num_tokens());
   for (int r = 0; r < layout.num_requests; ++r) {
@@ -54,6 +56,8 @@ inline std::vector<int> positions_of(const Layout& layout) {
   }
   return positions;
 }
+
+}  // namespace
 
 // Elements of scratch memory that a step of so many rows needs.
 template <class T>

@@ -16,6 +16,8 @@
 
 namespace stepwell {
 
+namespace {  // Internal, so that functions with one caller are inlined.
+
 constexpr std::int64_t FEW_ROWS = 16;
 
 // Most rows with which reading the weights takes longer than multiplying by them.
@@ -236,5 +238,7 @@ class StepThread {
   Team team_;
   bool has_update_ = false;
 };
+
+}  // namespace
 
 }  // namespace stepwell

@@ -31,6 +31,8 @@ struct Projection {
   Epilogue epilogue;
 };
 
+namespace {  // Internal, so that functions with one caller are inlined.
+
 constexpr std::int64_t BLOCK_BYTES = 512 * 1024;
 constexpr std::int64_t CHUNK_BYTES = 64 * 1024;
 constexpr int BLOCK_ROWS = 240;
@@ -45,11 +47,10 @@ constexpr std::int64_t PREFETCH_AHEAD = 2048;
 // part of a second-level cache.
 constexpr std::int64_t PREFETCHED_BYTES = 64 * 1024;
 
-inline std::int64_t num_panels(std::int64_t columns) { return divide_up(columns, PANEL_WIDTH); }
+std::int64_t num_panels(std::int64_t columns) { return divide_up(columns, PANEL_WIDTH); }
 
 // The weight's row that becomes column `column` of a panel; `columns` or more for padding.
-inline std::int64_t source_row(std::int64_t panel, int column, std::int64_t columns,
-                               Epilogue epilogue) {
+std::int64_t source_row(std::int64_t panel, int column, std::int64_t columns, Epilogue epilogue) {
   if (epilogue == Epilogue::PLAIN) return panel * PANEL_WIDTH + column;
   const std::int64_t half = columns / 2;
   const std::int64_t index = panel * LANES + column % LANES;
@@ -183,6 +184,8 @@ void project_panel(const Projection<T>& p, const InputRows<T>& rows, Out* output
     });
   }
 }
+
+}  // namespace
 
 // [columns, depth] -> panels. A gated weight has its gates first, then as many values; each panel
 // gets gates beside the values that they gate.
