@@ -1,6 +1,7 @@
 """One CUDA device: asynchronous copies through pinned memory, and CUDA graphs."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,22 +53,13 @@ class CudaDevice:
             graph, pool=self._graph_memory, stream=stream, capture_error_mode="thread_local"
         ):
             result = work()
-        return _Recording(graph, work, result)
+        # With `work` the partial holds the memory that the graph reads.
+        return partial(_replay, graph, result, work)
 
 
-class _Recording:
-    """A captured graph. It holds `work`, and with it the memory that the graph reads."""
-
-    def __init__(
-        self, graph: torch.cuda.CUDAGraph, work: Callable[[], torch.Tensor], result: torch.Tensor
-    ) -> None:
-        self._graph = graph
-        self._work = work
-        self._result = result
-
-    def __call__(self) -> torch.Tensor:
-        self._graph.replay()
-        return self._result
+def _replay(graph: torch.cuda.CUDAGraph, result: torch.Tensor, *_: object) -> torch.Tensor:
+    graph.replay()
+    return result
 
 
 class _PinnedDownload:

@@ -18,7 +18,7 @@ group that attend alike:
 Split-K: Dao et al., "Flash-Decoding for long-context inference".
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,7 +33,12 @@ from services.worker.backends.attention import (
 )
 from services.worker.backends.cuda.sub_chunks import bucket
 from services.worker.backends.cuda.xformers_calls import Call, DecodeCall, LayerKind
-from services.worker.backends.cuda.xformers_ops import FLASH_HEAD_DIMS, Operator, has_flash
+from services.worker.backends.cuda.xformers_ops import (
+    FLASH_HEAD_DIMS,
+    Operator,
+    PagedOps,
+    has_flash,
+)
 from services.worker.backends.device import Device
 from services.worker.backends.torch.rotary import rotate
 
@@ -71,12 +76,10 @@ class XformersPagedAttention:
         """The key of each layer's calls."""
         self._kinds = {
             key: LayerKind(
-                key.layer,
-                shape.block_size,
+                PagedOps(key.layer, shape.block_size, split_k),
                 max_blocks_per_seq,
                 device,
-                split_k,
-                batch_invariant=batch_invariant,
+                batch_invariant,
             )
             for key in self.call_keys
         }
@@ -91,19 +94,17 @@ class XformersPagedAttention:
 
     def begin_step(self, layouts: Sequence[StepLayout]) -> "XformersStep":
         num_tokens, num_decodes = layouts[0].num_tokens, layouts[0].num_decodes
-        calls: list[dict[CallKey, Call]] = []
-        counts: list[int] = []
+        parts: list[tuple[int, Mapping[CallKey, Call]]] = []
         if num_decodes:
             decodes = self.decode_step(num_decodes)
             decodes.set_lanes(layouts)
-            counts.append(num_decodes)
-            calls.append(dict(decodes.calls))
+            parts.append((num_decodes, decodes.decodes))
         if num_decodes < len(layouts[0].seq_lens):
-            counts.append(num_tokens - num_decodes)
             make = LayerKind.flash if self._has_flash else LayerKind.chunks
-            calls.append({at: make(kind, layouts[at.group]) for at, kind in self._kinds.items()})
+            calls = {at: make(kind, layouts[at.group]) for at, kind in self._kinds.items()}
+            parts.append((num_tokens - num_decodes, calls))
         slots = [self._device.upload(layout.slot_mapping) for layout in layouts]
-        return XformersStep(self, slots, counts, calls)
+        return XformersStep(self, slots, parts)
 
     def zero_blocks(self, block_ids: Int32Array) -> None:
         cleared = self._device.upload(block_ids.astype(np.int64))
@@ -143,22 +144,15 @@ class CallKey:
     layer: AttentionLayer
 
 
+@dataclass(slots=True)
 class XformersStep:
-    """See LayerAttention: one call after the other, over `counts` tokens each. `slots`: of each
-    group.
+    """See LayerAttention: one call after the other. `slots`: of each group. `parts`: of each call
+    the number of its tokens, and its form for each kind of layer.
     """
 
-    def __init__(
-        self,
-        cache: XformersPagedAttention,
-        slots: list[torch.Tensor],
-        counts: list[int],
-        calls: list[dict[CallKey, Call]],
-    ) -> None:
-        self._cache = cache
-        self._slots = slots
-        self._counts = counts
-        self._calls = calls
+    cache: XformersPagedAttention
+    slots: list[torch.Tensor]
+    parts: Sequence[tuple[int, Mapping[CallKey, Call]]]
 
     def __call__(
         self,
@@ -170,17 +164,17 @@ class XformersStep:
     ) -> torch.Tensor:
         if rotation is not None:
             query, key = rotate(query, rotation), rotate(key, rotation)
-        call_key = self._cache.call_keys[layer]
-        slots = self._slots[call_key.group]
+        call_key = self.cache.call_keys[layer]
+        slots = self.slots[call_key.group]
         num_tokens = len(slots)
-        pools = self._cache.store(layer, slots, key[:num_tokens], value[:num_tokens])
-        parts, first = [], 0
-        for count, calls in zip(self._counts, self._calls, strict=True):
-            parts.append(calls[call_key](query[first : first + count], *pools))
+        pools = self.cache.store(layer, slots, key[:num_tokens], value[:num_tokens])
+        outputs, first = [], 0
+        for count, calls in self.parts:
+            outputs.append(calls[call_key](query[first : first + count], *pools))
             first += count
         if len(query) > num_tokens:
-            parts.append(torch.zeros_like(query[num_tokens:]))
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
+            outputs.append(torch.zeros_like(query[num_tokens:]))
+        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).flatten(1)
 
 
 class DecodeStep(XformersStep):
@@ -196,21 +190,21 @@ class DecodeStep(XformersStep):
         device: Device,
         num_lanes: int,
         num_groups: int,
-        calls: dict[CallKey, DecodeCall],
+        decodes: dict[CallKey, DecodeCall],
     ) -> None:
         self.num_lanes = num_lanes
-        self.calls = calls
+        self.decodes = decodes
         self._device = device
         slots = [
             torch.zeros(num_lanes, dtype=torch.int64, device=device.torch_device)
             for _ in range(num_groups)
         ]
-        super().__init__(cache, slots, [num_lanes], [dict(calls)])
+        super().__init__(cache, slots, [(num_lanes, decodes)])
 
     def set(self, layouts: Sequence[StepLayout]) -> None:
         """Copies in layouts of at most `num_lanes` decodes and no chunks."""
         self.set_lanes(layouts)
-        for own, layout in zip(self._slots, layouts, strict=True):
+        for own, layout in zip(self.slots, layouts, strict=True):
             own[layout.num_decodes :].zero_()
             slots = self._device.upload(layout.slot_mapping)
             own[: layout.num_decodes].copy_(slots, non_blocking=True)
@@ -218,6 +212,6 @@ class DecodeStep(XformersStep):
     def set_lanes(self, layouts: Sequence[StepLayout]) -> None:
         """Copies in the lengths and tables of the layouts' decodes, without their slots."""
         num_decodes = layouts[0].num_decodes
-        for at, call in self.calls.items():
+        for at, call in self.decodes.items():
             layout = layouts[at.group]
             call.set(layout.seq_lens[:num_decodes], layout.block_tables[:num_decodes])

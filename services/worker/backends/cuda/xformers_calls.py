@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from services.worker.backends.attention import AttentionLayer, Int32Array, StepLayout
+from services.worker.backends.attention import Int32Array, StepLayout
 from services.worker.backends.cuda.sub_chunks import (
     KeyRanges,
     SubChunks,
@@ -22,7 +22,7 @@ from services.worker.backends.cuda.sub_chunks import (
     seen_by_all,
     seen_by_some,
 )
-from services.worker.backends.cuda.xformers_ops import FLASH, Bias, Operator, PagedOps
+from services.worker.backends.cuda.xformers_ops import FLASH, Bias, PagedOps
 from services.worker.backends.device import Device
 
 Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -34,6 +34,7 @@ Partial = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tenso
 """As a Call, in float32, with the logarithms of the normalizers [n, num_heads]."""
 
 
+@dataclass(frozen=True, slots=True)
 class LayerKind:
     """Makes the calls for layers that attend alike.
 
@@ -44,36 +45,28 @@ class LayerKind:
     lane's first key decides at which keys tiles begin, each query is a lane.
     """
 
-    def __init__(
-        self,
-        layer: AttentionLayer,
-        block_size: int,
-        width: int,
-        device: Device,
-        split_k: Operator | None,
-        *,
-        batch_invariant: bool = False,
-    ) -> None:
-        self.layer = layer
-        self._batch_invariant = batch_invariant
-        self._block_size = block_size
-        self._width = width
-        self._device = device
-        self._ops = PagedOps(layer, block_size, split_k)
+    ops: PagedOps
+    width: int
+    device: Device
+    batch_invariant: bool
+
+    @property
+    def _window(self) -> int | None:
+        return self.ops.layer.window
 
     def decodes(self, num_lanes: int) -> "DecodeCall":
         """A call of one query a lane, whose lengths and tables are set at every step."""
-        size = self._lane() if self._batch_invariant else 1
-        there = self._device.torch_device
-        tables = torch.zeros(num_lanes, self._width, dtype=torch.int32, device=there)
+        size = self._lane() if self.batch_invariant else 1
+        there = self.device.torch_device
+        tables = torch.zeros(num_lanes, self.width, dtype=torch.int32, device=there)
         ends = np.ones(num_lanes, np.int32)
-        if self.layer.window is None:
-            bias = self._ops.padded_bias([size] * num_lanes, ends.tolist(), tables)
+        if self._window is None:
+            bias = self.ops.padded_bias([size] * num_lanes, ends.tolist(), tables)
         else:
             bias = self._range_bias(size, KeyRanges(np.zeros_like(ends), ends), tables)
-        operator = self._ops.split_k(self._splits(num_lanes))
-        attend = partial(self._ops.attend, bias=bias, operator=operator)
-        return DecodeCall(self._device, self.layer.window, size, tables, bias, attend)
+        operator = self.ops.split_k(self._splits(num_lanes))
+        attend = partial(self.ops.attend, bias=bias, operator=operator)
+        return DecodeCall(self.device, self._window, size, tables, bias, attend)
 
     def chunks(self, layout: StepLayout) -> Call:
         """A call for the layout's chunks. Its queries are those after the decodes: they are
@@ -82,10 +75,10 @@ class LayerKind:
         first = layout.num_decodes
         counts = np.diff(layout.query_starts[first:])
         chunks = cut(counts, layout.seq_lens[first:], self._lane())
-        tables = self._device.upload(self._padded(layout.block_tables[first:]))
-        tables = tables.index_select(0, self._device.upload(chunks.parents))
+        tables = self.device.upload(self._padded(layout.block_tables[first:]))
+        tables = tables.index_select(0, self.device.upload(chunks.parents))
         call = self._of_lanes(chunks, tables)
-        queries, rows = self._device.upload(chunks.queries), self._device.upload(chunks.rows)
+        queries, rows = self.device.upload(chunks.queries), self.device.upload(chunks.rows)
 
         def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
             attended = call(query.index_select(0, queries), keys, values)
@@ -96,23 +89,23 @@ class LayerKind:
     def flash(self, layout: StepLayout) -> Call:
         """As `chunks`, without cutting them, by FlashAttention 3."""
         first = layout.num_decodes
-        bias = self._ops.padded_bias(
+        bias = self.ops.padded_bias(
             np.diff(layout.query_starts[first:]).tolist(),
             layout.seq_lens[first:].tolist(),
-            self._device.upload(self._padded(layout.block_tables[first:])),
+            self.device.upload(self._padded(layout.block_tables[first:])),
         )
-        return partial(self._ops.attend, bias=bias, operator=FLASH)
+        return partial(self.ops.attend, bias=bias, operator=FLASH)
 
     def _of_lanes(self, chunks: SubChunks, tables: torch.Tensor) -> Call:
         """Each lane sees the keys up to its end, or, with a window, those that its queries see."""
-        ops, window = self._ops, self.layer.window
+        ops, window = self.ops, self._window
         operator = ops.split_k(self._splits(len(chunks.ends)))
         if window is None:
             num_queries = [chunks.size] * len(chunks.ends)
             bias = ops.padded_bias(num_queries, chunks.ends.tolist(), tables)
             return partial(ops.attend, bias=bias, operator=operator)
         bias = self._range_bias(chunks.size, seen_by_all(chunks.ends, window), tables)
-        if self._batch_invariant:
+        if self.batch_invariant:
             return partial(ops.attend, bias=bias, operator=operator)
         shared = partial(ops.attend_partly, bias=bias, operator=operator)
         beyond = seen_by_some(chunks.ends, window, chunks.size)
@@ -124,25 +117,25 @@ class LayerKind:
     def _range_bias(self, size: int, ranges: KeyRanges, tables: torch.Tensor) -> Bias:
         """Each lane has `size` queries and sees its range."""
         num_queries = [size] * len(ranges.ends)
-        return self._ops.gappy_bias(
+        return self.ops.gappy_bias(
             num_queries, ranges.starts.tolist(), ranges.lengths.tolist(), tables
         )
 
     def _padded(self, block_tables: Int32Array) -> Int32Array:
         """Tables padded to `width`; entries beyond a sequence are never read."""
-        return np.pad(block_tables, ((0, 0), (0, self._width - block_tables.shape[1])))
+        return np.pad(block_tables, ((0, 0), (0, self.width - block_tables.shape[1])))
 
     def _lane(self) -> int:
         """Queries of a lane of chunks."""
-        window = self.layer.window
-        return 1 if self._batch_invariant and window is not None else largest_lane(window)
+        window = self._window
+        return 1 if self.batch_invariant and window is not None else largest_lane(window)
 
     def _splits(self, num_lanes: int) -> int:
-        if self._batch_invariant:
+        if self.batch_invariant:
             return 1
-        num_keys = self._width * self._block_size
-        processors = self._device.num_processors
-        return num_splits(num_lanes, self.layer.num_kv_heads, num_keys, processors)
+        num_keys = self.width * self.ops.block_size
+        processors = self.device.num_processors
+        return num_splits(num_lanes, self.ops.layer.num_kv_heads, num_keys, processors)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ serving needs.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,19 +43,17 @@ def has_flash() -> bool:
     return bool(oldest <= torch.cuda.get_device_capability() <= newest)
 
 
+@dataclass(frozen=True, slots=True)
 class PagedOps:
     """Attention calls over pools of pages, for layers that attend alike.
 
-    A pool is [num_blocks * block_size, num_kv_heads, head_dim]. `split_k`: the split-K operator,
+    A pool is [num_blocks * block_size, num_kv_heads, head_dim]. `kernel`: the split-K operator,
     None for xFormers' own; tests pass one that also runs on the CPU.
     """
 
-    def __init__(
-        self, layer: AttentionLayer, block_size: int, split_k: Operator | None = None
-    ) -> None:
-        self._layer = layer
-        self._block_size = block_size
-        self._split_k = split_k or triton_splitk.FwOp
+    layer: AttentionLayer
+    block_size: int
+    kernel: Operator | None = None
 
     def padded_bias(
         self, num_queries: Sequence[int], ends: Sequence[int], block_tables: torch.Tensor
@@ -65,7 +64,7 @@ class PagedOps:
         """
         kind = attn_bias.PagedBlockDiagonalCausalWithOffsetPaddedKeysMask
         return kind.from_seqlens(
-            num_queries, ends, block_tables, self._block_size, device=block_tables.device
+            num_queries, ends, block_tables, self.block_size, device=block_tables.device
         )
 
     def gappy_bias(
@@ -88,13 +87,14 @@ class PagedOps:
             attn_bias._SeqLenInfo.from_seqlens(num_queries, device=device),
             ranges,
             block_tables,
-            self._block_size,
+            self.block_size,
         )
 
     def split_k(self, num_splits: int) -> Operator:
         """The split-K operator with tiles of keys that divide a page, as the kernel needs them."""
-        tile = min(_LARGEST_TILE, self._block_size, _TILE_ELEMENTS // self._layer.head_dim)
-        operator: Operator = self._split_k.get_operator(num_splits, block_n=tile)
+        tile = min(_LARGEST_TILE, self.block_size, _TILE_ELEMENTS // self.layer.head_dim)
+        kernel = self.kernel or triton_splitk.FwOp
+        operator: Operator = kernel.get_operator(num_splits, block_n=tile)
         return operator
 
     def attend(
@@ -109,7 +109,7 @@ class PagedOps:
         output: torch.Tensor = fmha.memory_efficient_attention_forward(
             *self._grouped(query, keys, values),
             attn_bias=bias,
-            scale=self._layer.scale,
+            scale=self.layer.scale,
             op=operator,
         )
         return output.reshape(query.shape)
@@ -126,7 +126,7 @@ class PagedOps:
         output, normalizers = fmha.memory_efficient_attention_partial(
             *self._grouped(query, keys, values),
             attn_bias=bias,
-            scale=self._layer.scale,
+            scale=self.layer.scale,
             op=operator,
             output_dtype=torch.float32,
         )
@@ -137,8 +137,8 @@ class PagedOps:
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The arguments with the query heads grouped by key head; key heads repeat by stride 0."""
-        groups, head_dim = self._layer.num_kv_heads, self._layer.head_dim
-        repeats = self._layer.num_heads // groups
+        groups, head_dim = self.layer.num_kv_heads, self.layer.head_dim
+        repeats = self.layer.num_heads // groups
         keys, values = (
             pool.view(1, -1, groups, 1, head_dim).expand(-1, -1, -1, repeats, -1)
             for pool in (keys, values)

@@ -51,7 +51,7 @@ def _takes_rows(projection: Linear) -> TypeGuard[NativeLinear]:
 
 
 class NativeDecoder:
-    """See FusedDecoder. Scratch memory is kept between calls, and grows with the largest step."""
+    """See FusedDecoder."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class NativeDecoder:
             *(self._layers, len(self._layers)),
             *(weights.norm.data_ptr(), head.projection, self._width, constants.epsilon),
         )
-        self._scratch = torch.empty(0, dtype=head.dtype)
+        self._dtype = head.dtype
         self._cache: object = None
         """The attention layers whose pages the structures point to."""
 
@@ -96,16 +96,12 @@ class NativeDecoder:
         assert isinstance(attention, NativePagedStep)
         self._use_pages(attention)
         rows, decoder = len(token_ids), self._decoder
-        needed = self._functions.decoder_scratch(decoder, rows, torch.get_num_threads())
-        if len(self._scratch) < needed:
-            self._scratch = self._scratch.new_empty(needed)
-        hidden = _empty(rows, self._width, self._scratch.dtype)
+        hidden = _empty(rows, self._width, self._dtype)
         count = rows if wanted is None else len(wanted)
         logits = _empty(count, self._vocab_size, torch.float32) if count else None
         self._functions.run_decoder(
             *(decoder, attention.layouts, token_ids.data_ptr(), _address(embedded)),
             *(hidden.data_ptr(), _address(wanted), count, _address(logits)),
-            self._scratch.data_ptr(),
         )
         return hidden, logits
 

@@ -146,9 +146,9 @@ class Functions:
     def __init__(self, library: ctypes.CDLL, suffix: str) -> None:
         self.panel_width: int = library.panel_width()
 
-        def function(name: str, *arguments: type[Any], returns: type[Any] | None = None) -> Any:
+        def function(name: str, *arguments: type[Any]) -> Any:
             address = ctypes.c_size_t.in_dll(library, f"{name}_{suffix}").value
-            return ctypes.CFUNCTYPE(returns, *arguments)(address)
+            return ctypes.CFUNCTYPE(None, *arguments)(address)
 
         projection, decoder = ctypes.POINTER(Projection), ctypes.POINTER(Decoder)
         layout, pages = ctypes.POINTER(Layout), ctypes.POINTER(Pages)
@@ -161,10 +161,9 @@ class Functions:
         )
         layer, heads = ctypes.POINTER(AttentionLayer), ctypes.POINTER(Heads)
         self.attend = function("attend", layer, layout, heads, pages, _ADDRESS)
-        self.decoder_scratch = function("decoder_scratch", decoder, _COUNT, _INT, returns=_COUNT)
         self.run_decoder = function(
             *("run_decoder", decoder, layout, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),
-            *(_COUNT, _ADDRESS, _ADDRESS),
+            *(_COUNT, _ADDRESS),
         )
 
 

@@ -10,7 +10,6 @@ equal height.
 
 import logging
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -26,18 +25,10 @@ _TRIED_ROWS = (4, 8, 12, 16, 32, 48, 64, 128, 256, 512)
 _TILE_ROWS = 32
 
 
-class _Shape(NamedTuple):
-    """What the libraries choose a way to multiply by, apart from the number of rows."""
-
-    out_features: int
-    in_features: int
-    dtype: torch.dtype
-    has_bias: bool
-    is_packed: bool
-
-
-_agreeing: dict[_Shape, bool] = {}
-"""Whether rows of products agree, of every shape that was tried in this process."""
+_agreeing: dict[tuple[object, ...], bool] = {}
+"""Whether rows of products agree, by what the libraries choose a way to multiply by, apart from the
+number of rows, for every weight that was tried in this process.
+"""
 
 
 def padded_rows(num_rows: int, *, batch_invariant: bool = True) -> int:
@@ -98,10 +89,8 @@ class PackedLinear:
         """Whether a row of the product is the same for each of _TRIED_ROWS; tried once for each
         shape of weight.
         """
-        is_packed = self._packed is not None
-        shape = _Shape(
-            self.out_features, self.in_features, dtype, self._bias is not None, is_packed
-        )
+        has_bias, is_packed = self._bias is not None, self._packed is not None
+        shape = (self.out_features, self.in_features, dtype, has_bias, is_packed)
         if shape not in _agreeing:
             _agreeing[shape] = rows_agree(self._multiply, self.in_features, dtype)
             if not _agreeing[shape]:

@@ -75,15 +75,16 @@ class TorchPagedAttention:
         self._attend = partial(attend, alike=batch_invariant)
         self._cutter = StepCutter(shape, self._device, ranges, max_group_tokens)
         self._pages_of = shape.pages_of
-        self._windows = [_windows(shape, group) for group in shape.layer_groups]
+        self._windows = [
+            {shape.layers[layer].window for layer in group} for group in shape.layer_groups
+        ]
         self._row_multiples = [
             row_multiple(layer, shape.dtype) if batch_invariant else 1 for layer in shape.layers
         ]
         self._page_elements = max(
             shape.block_size * layer.num_kv_heads * layer.head_dim for layer in shape.layers
         )
-        self._keys = [_allocate(shape, layer) for layer in shape.page_layers]
-        self._values = [_allocate(shape, layer) for layer in shape.page_layers]
+        self._pages = [_allocate(shape, layer) for layer in shape.page_layers]
         self._workspace = torch.empty(2, 0, dtype=shape.dtype, device=shape.device)
         self._run_masks: dict[int | None, torch.Tensor] = {}
         self._mask_width = 0
@@ -107,8 +108,8 @@ class TorchPagedAttention:
 
     def zero_blocks(self, block_ids: Int32Array) -> None:
         cleared = self._device.upload(block_ids.astype(np.int64))
-        for pages in (*self._keys, *self._values):
-            pages.index_fill_(0, cleared, 0)
+        for pages in self._pages:
+            pages.index_fill_(1, cleared, 0)
 
     def store(
         self,
@@ -119,11 +120,11 @@ class TorchPagedAttention:
         value: torch.Tensor,
     ) -> None:
         """Writes keys and values [n, num_kv_heads, head_dim] to cache slots [n]."""
-        for pages, heads in ((self._keys, key), (self._values, value)):
-            own = pages[self._pages_of[layer]]
-            if len(opened_blocks):
-                own.index_fill_(0, opened_blocks, 0)
-            own.flatten(0, 1).index_copy_(0, slots, heads)
+        own = self._pages[self._pages_of[layer]]
+        if len(opened_blocks):
+            own.index_fill_(1, opened_blocks, 0)
+        for pages, heads in zip(own.flatten(1, 2), (key, value), strict=True):
+            pages.index_copy_(0, slots, heads)
 
     def attend_group(self, layer: int, query: torch.Tensor, group: DecodeGroup) -> torch.Tensor:
         """Queries [n, num_heads, head_dim], one per sequence -> [n, num_heads * head_dim]."""
@@ -161,14 +162,14 @@ class TorchPagedAttention:
         missing = -query.shape[-2] % self._row_multiples[layer]
         return F.pad(query, (0, 0, 0, missing)) if missing else query
 
-    def _gather(self, layer: int, block_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _gather(self, layer: int, block_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Pages of keys and values in the workspace, [len(block_ids), block_size, ...] each."""
-        all_keys, all_values = (x[self._pages_of[layer]] for x in (self._keys, self._values))
-        shape = (len(block_ids), *all_keys.shape[1:])
-        keys, values = (memory[: math.prod(shape)].view(shape) for memory in self._workspace)
-        torch.index_select(all_keys, 0, block_ids, out=keys)
-        torch.index_select(all_values, 0, block_ids, out=values)
-        return keys, values
+        own = self._pages[self._pages_of[layer]]
+        shape = (2, len(block_ids), *own.shape[2:])
+        gathered = self._workspace[:, : math.prod(shape[1:])].view(shape)
+        for pages, target in zip(own, gathered, strict=True):
+            torch.index_select(pages, 0, block_ids, out=target)
+        return gathered.unbind()
 
     def _run_mask(
         self, window: int | None, num_queries: int, ahead: int, num_keys: int
@@ -209,17 +210,13 @@ class TorchPagedAttention:
         return self._device.upload(layout.block_tables[opened, last[opened]].astype(np.int64))
 
 
-def _windows(shape: AttentionShape, group: Sequence[int]) -> set[int | None]:
-    return {shape.layers[layer].window for layer in group}
-
-
 def _allocate(shape: AttentionShape, layer: AttentionLayer) -> torch.Tensor:
-    """Pages, which take memory when they are first written. Only the null block, which is read as
-    padding, is cleared here.
+    """Pages of keys and of values, which take memory when they are first written. Only the null
+    block, which is read as padding, is cleared here.
     """
-    pages = (shape.num_blocks, shape.block_size, layer.num_kv_heads, layer.head_dim)
+    pages = (2, shape.num_blocks, shape.block_size, layer.num_kv_heads, layer.head_dim)
     allocated = torch.empty(pages, dtype=shape.dtype, device=shape.device)
-    allocated[0].zero_()
+    allocated[:, 0].zero_()
     return allocated
 
 
@@ -245,12 +242,12 @@ class _GroupStep:
     chunks: list[Chunk]
 
 
+@dataclass(frozen=True, slots=True)
 class TorchPagedStep:
-    """See LayerAttention: one step over a TorchPagedAttention; `steps` by layer."""
+    """See LayerAttention: one step over a cache; `steps` by layer."""
 
-    def __init__(self, cache: TorchPagedAttention, steps: list[_GroupStep]) -> None:
-        self._cache = cache
-        self._steps = steps
+    cache: TorchPagedAttention
+    steps: list[_GroupStep]
 
     def __call__(
         self,
@@ -260,21 +257,21 @@ class TorchPagedStep:
         value: torch.Tensor,
         rotation: Rotation | None,
     ) -> torch.Tensor:
-        step = self._steps[layer]
+        step = self.steps[layer]
         if rotation is not None:
             query, key = rotate(query, rotation), rotate(key, rotation)
         padded, count = len(query), len(step.slots)
         query, key, value = query[:count], key[:count], value[:count]
-        self._cache.store(layer, step.slots, step.opened_blocks, key, value)
+        self.cache.store(layer, step.slots, step.opened_blocks, key, value)
         if len(step.decodes) == 1 and not step.chunks and padded == count:
-            return self._cache.attend_group(layer, query, step.decodes[0])
+            return self.cache.attend_group(layer, query, step.decodes[0])
         output = query.new_empty(padded, *query.shape[1:])
         output[count:].zero_()
         for group in step.decodes:
             rows = slice(group.begin, group.end)
-            attended = self._cache.attend_group(layer, query[rows], group)
+            attended = self.cache.attend_group(layer, query[rows], group)
             output[rows].view(attended.shape).copy_(attended)
         for chunk in step.chunks:
             rows = slice(chunk.begin, chunk.begin + chunk.runs[-1].end)
-            self._cache.attend_chunk(layer, query[rows], chunk, output[rows])
+            self.cache.attend_chunk(layer, query[rows], chunk, output[rows])
         return output.flatten(1)

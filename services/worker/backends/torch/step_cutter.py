@@ -46,29 +46,27 @@ class Chunk:
     block_ids: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
 class StepCutter:
     """Cuts steps over one cache. `max_group_tokens`: keys of a group of decodes at once."""
 
-    def __init__(
-        self, shape: AttentionShape, device: Device, ranges: KeyRanges, max_group_tokens: int
-    ) -> None:
-        self._shape = shape
-        self._device = device
-        self._ranges = ranges
-        self._max_group_tokens = max_group_tokens
+    shape: AttentionShape
+    device: Device
+    ranges: KeyRanges
+    max_group_tokens: int
 
     def decodes(self, layout: StepLayout, windows: set[int | None]) -> list[DecodeGroup]:
         """Cuts the decodes into groups that may share a call and do not hold too many keys."""
         num_decodes = layout.num_decodes
         widest = _widest(windows)
-        starts, lengths = self._ranges.of_decodes(layout.seq_lens[:num_decodes] - 1, widest)
-        offsets = starts % self._shape.block_size
+        starts, lengths = self.ranges.of_decodes(layout.seq_lens[:num_decodes] - 1, widest)
+        offsets = starts % self.shape.block_size
         groups, begin = [], 0
         for end in range(1, num_decodes + 1):
             if end < num_decodes and (
                 offsets[end] == offsets[begin]
-                and self._ranges.may_share(int(lengths[begin]), int(lengths[end]))
-                and lengths[begin : end + 1].max() * (end + 1 - begin) <= self._max_group_tokens
+                and self.ranges.may_share(int(lengths[begin]), int(lengths[end]))
+                and lengths[begin : end + 1].max() * (end + 1 - begin) <= self.max_group_tokens
             ):
                 continue
             groups.append(self._decode_group(layout, begin, end, windows))
@@ -78,8 +76,8 @@ class StepCutter:
     def _decode_group(
         self, layout: StepLayout, begin: int, end: int, windows: set[int | None]
     ) -> DecodeGroup:
-        size, seq_lens = self._shape.block_size, layout.seq_lens[begin:end, None]
-        starts, lengths = self._ranges.of_decodes(seq_lens - 1, _widest(windows))
+        size, seq_lens = self.shape.block_size, layout.seq_lens[begin:end, None]
+        starts, lengths = self.ranges.of_decodes(seq_lens - 1, _widest(windows))
         length, offset = int(lengths.max()), int(starts[0, 0]) % size
         columns = starts // size + np.arange(-(-(offset + length) // size))
         ids = self._block_ids(layout.block_tables[begin:end], columns, seq_lens, seq_lens, windows)
@@ -99,12 +97,12 @@ class StepCutter:
         beyond the `seq_lens` [n, 1] tokens of a sequence, and those whose tokens no query sees, the
         first query being the last of `first_lens` [n, 1] tokens.
         """
-        size, widest = self._shape.block_size, _widest(windows)
+        size, widest = self.shape.block_size, _widest(windows)
         hidden = columns * size >= seq_lens
         if widest is not None:
             hidden |= (columns + 1) * size <= first_lens - widest
         ids = np.take_along_axis(tables, np.where(hidden, 0, columns), axis=1)
-        return self._device.upload(np.where(hidden, 0, ids).reshape(-1))
+        return self.device.upload(np.where(hidden, 0, ids).reshape(-1))
 
     def _decode_mask(
         self, positions: Int64Array, lengths: Int32Array, window: int | None
@@ -113,17 +111,17 @@ class StepCutter:
         hidden = positions >= lengths
         if window is not None:
             hidden |= positions < lengths - window
-        return score_mask(self._device.upload(hidden), self._shape.dtype)[:, None, None, :]
+        return score_mask(self.device.upload(hidden), self.shape.dtype)[:, None, None, :]
 
     def chunks(self, layout: StepLayout, windows: set[int | None]) -> list[Chunk]:
         """The chunks, each with the runs of its queries."""
-        size, widest = self._shape.block_size, _widest(windows)
+        size, widest = self.shape.block_size, _widest(windows)
         chunks = []
         for row in range(layout.num_decodes, len(layout.seq_lens)):
             begin, end = (int(start) for start in layout.query_starts[row : row + 2])
             seq_lens = layout.seq_lens[row : row + 1, None]
             context = int(seq_lens[0, 0]) - (end - begin)
-            parts = self._ranges.of_chunk(context, end - begin, widest, MOST_ROWS)
+            parts = self.ranges.of_chunk(context, end - begin, widest, MOST_ROWS)
             last = max(run.keys.end for run in parts)
             columns = np.arange(parts[0].keys.start // size, -(-last // size))[None]
             first_lens = seq_lens - (end - begin) + 1

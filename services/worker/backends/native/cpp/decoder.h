@@ -59,12 +59,6 @@ std::vector<int> positions_of(const Layout& layout) {
 
 }  // namespace
 
-// Elements of scratch memory that a step of so many rows needs.
-template <class T>
-std::int64_t decoder_scratch(const Decoder<T>& decoder, std::int64_t rows, int threads) {
-  return StepBuffers<T>(decoder, rows, threads, nullptr).size;
-}
-
 // Runs a step's tokens through all layers. Gives normalized hidden states [rows, hidden_size] in
 // `output`, and logits [num_wanted, head.columns] of the rows `wanted`, rising, or of all rows if
 // that is null. A token's input is its row of `embedded`, or, if that is null, the embedding of its
@@ -72,11 +66,14 @@ std::int64_t decoder_scratch(const Decoder<T>& decoder, std::int64_t rows, int t
 template <class T>
 void run_decoder(const Decoder<T>& decoder, const Layout* layouts, const std::int64_t* token_ids,
                  const T* embedded, T* output, const std::int64_t* wanted, std::int64_t num_wanted,
-                 float* logits, T* scratch) {
+                 float* logits) {
   const std::int64_t rows = layouts[0].num_tokens();
   const double work = step_work(decoder, layouts, rows, num_wanted);
   const int threads = threads_for(work, PARALLEL_STEP_WORK);
-  const StepBuffers<T> buffers(decoder, rows, threads, scratch);
+  static thread_local Scratch scratch;
+  const std::int64_t needed = StepBuffers<T>(decoder, rows, threads, nullptr).size;
+  scratch.reserve(needed * sizeof(T));
+  const StepBuffers<T> buffers(decoder, rows, threads, scratch.take<T>(needed));
   const auto plans = layer_plans(decoder, layouts, threads);
   const std::vector<int> positions = positions_of(layouts[0]);
   std::vector<std::atomic<int>> next(decoder.num_layers);

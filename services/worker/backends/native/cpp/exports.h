@@ -45,7 +45,6 @@ void project_in_team(const Projection<T>& projection, const T* input, Out* outpu
   extern "C" const auto project_full_##SUFFIX = &project_in_team<T, float>; \
   extern "C" const auto rms_norm_##SUFFIX = &norm_rows<T>;                  \
   extern "C" const auto attend_##SUFFIX = &attend_in_team<T>;               \
-  extern "C" const auto decoder_scratch_##SUFFIX = &decoder_scratch<T>;     \
   extern "C" const auto run_decoder_##SUFFIX = &run_decoder<T>;
 
 }  // namespace stepwell

@@ -60,17 +60,9 @@ void score_heads(const T* query, int stride, const KeyPanels<T>& panels, int cou
 #else
   constexpr int PANELS = HEADS > 2 ? 1 : 4 / HEADS;
 #endif
-  int first = 0;
-  for (; first + PANELS <= count; first += PANELS) {
-    score_panels<T, HEADS, PANELS>(query, stride, panels, first, dim, scores);
-  }
-  if constexpr (PANELS > 2) {
-    if (first + 2 <= count) {
-      score_panels<T, HEADS, 2>(query, stride, panels, first, dim, scores);
-      first += 2;
-    }
-  }
-  if (first < count) score_panels<T, HEADS, 1>(query, stride, panels, first, dim, scores);
+  for_row_tiles<PANELS>(0, count, [&]<int WIDTH>(int first) {
+    score_panels<T, HEADS, WIDTH>(query, stride, panels, first, dim, scores);
+  });
 }
 
 // total[head] += the sum of weights[head][key] * value[key], for `dim` elements of the values,
