@@ -52,7 +52,7 @@ from services.worker.adapters.converters import description_to_proto
 from services.worker.build import build_worker
 from services.worker.core.model_runner import ModelRunner
 from services.worker.core.worker import Worker, WorkerDescription
-from services.worker.platforms.processors import usable_processors
+from services.worker.platforms.machine import usable_processors
 from services.worker.platforms.threads import choose_threads
 from services.worker.settings import WorkerSettings
 

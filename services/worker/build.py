@@ -5,6 +5,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -34,7 +35,7 @@ from services.worker.platform_choice import (
     select_platform,
 )
 from services.worker.platforms.interface import Parts
-from services.worker.platforms.processors import usable_processors
+from services.worker.platforms.machine import usable_processors
 from services.worker.platforms.prompt_shapes import run_prompts
 from services.worker.platforms.threads import choose_threads
 from services.worker.settings import WorkerSettings
@@ -105,7 +106,7 @@ class _Builder:
         if self._group is not None:
             self._group.require_same(self._in_common(parts, fingerprint))
             every, explain = settings.check_ranks_every_steps, self._group.watch.explain
-            parts = parts.in_lockstep(Lockstep(ranks, every, explain))
+            parts = replace(parts, lockstep=Lockstep(ranks, every, explain))
         sizing = self._size_kv_cache(parts, groups)
         for line in sizing.explanation.split("; "):
             logger.info("KV cache: %s", line)

@@ -8,7 +8,7 @@ from services.worker.core.model_runner import ModelRunner
 from services.worker.models.config import DtypeSetting
 from services.worker.models.model import LoadedModel
 from services.worker.platforms.interface import Parts
-from services.worker.platforms.memory import available_memory_bytes
+from services.worker.platforms.machine import available_memory_bytes
 from services.worker.platforms.prompt_shapes import PromptShape, first_shapes
 
 

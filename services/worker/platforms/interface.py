@@ -26,10 +26,6 @@ class Parts:
     limits: BatchLimits
     lockstep: Lockstep | None = None
 
-    def in_lockstep(self, lockstep: Lockstep) -> "Parts":
-        """The same for a rank of a group."""
-        return replace(self, lockstep=lockstep)
-
     def sized(self, num_blocks: int, max_model_len: int) -> "Parts":
         """The parts with a cache of `num_blocks`, for sequences of up to `max_model_len` tokens."""
         return replace(
@@ -48,7 +44,7 @@ class Platform(Protocol):
 
     @property
     def default_block_size(self) -> int:
-        """Tokens per block if the settings do not say."""
+        """Tokens per block, unless the settings have a number."""
 
     def dtype(self, asked: DtypeSetting) -> DtypeSetting:
         """The data type to load the model in, given the setting."""

@@ -11,7 +11,7 @@ from services.worker.backends.out_of_memory import NotEnoughMemory, memory_for
 from services.worker.core.errors import KVCacheTooSmall
 from services.worker.core.kv_cache import FreeMemory, KVCacheDemand, KVCacheMemory, size_kv_cache
 from services.worker.core.kv_groups import LayerGroup
-from services.worker.platforms.memory import available_memory_bytes
+from services.worker.platforms.machine import available_memory_bytes
 
 MIB = 2**20
 DEMAND = KVCacheDemand(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from services.worker.platform_choice import num_local_workers
-from services.worker.platforms.processors import usable_processors
+from services.worker.platforms.machine import usable_processors
 from services.worker.platforms.threads import Processors, ThreadChoice, choose_threads
 from services.worker.settings import WorkerSettings
 

@@ -100,8 +100,10 @@ class XformersPagedAttention:
             decodes.set_lanes(layouts)
             parts.append((num_decodes, decodes.decodes))
         if num_decodes < len(layouts[0].seq_lens):
-            make = LayerKind.flash if self._has_flash else LayerKind.chunks
-            calls = {at: make(kind, layouts[at.group]) for at, kind in self._kinds.items()}
+            calls = {
+                at: kind.chunks(layouts[at.group], flash=self._has_flash)
+                for at, kind in self._kinds.items()
+            }
             parts.append((num_tokens - num_decodes, calls))
         slots = [self._device.upload(layout.slot_mapping) for layout in layouts]
         return XformersStep(self, slots, parts)

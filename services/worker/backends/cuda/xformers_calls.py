@@ -68,16 +68,21 @@ class LayerKind:
         attend = partial(self.ops.attend, bias=bias, operator=operator)
         return DecodeCall(self.device, self._window, size, tables, bias, attend)
 
-    def chunks(self, layout: StepLayout) -> Call:
-        """A call for the layout's chunks. Its queries are those after the decodes: they are
-        gathered into lanes, and the outputs of lanes into tokens.
+    def chunks(self, layout: StepLayout, *, flash: bool) -> Call:
+        """A call for the layout's chunks, whose queries are those after the decodes: they are
+        gathered into lanes, and the outputs of lanes into tokens. With `flash`, FlashAttention 3
+        takes each chunk as one lane.
         """
         first = layout.num_decodes
-        counts = np.diff(layout.query_starts[first:])
-        chunks = cut(counts, layout.seq_lens[first:], self._lane())
-        tables = self.device.upload(self._padded(layout.block_tables[first:]))
-        tables = tables.index_select(0, self.device.upload(chunks.parents))
-        call = self._of_lanes(chunks, tables)
+        counts, seq_lens = np.diff(layout.query_starts[first:]), layout.seq_lens[first:]
+        block_tables = layout.block_tables[first:]
+        missing = self.width - block_tables.shape[1]  # entries beyond a sequence are never read
+        tables = self.device.upload(np.pad(block_tables, ((0, 0), (0, missing))))
+        if flash:
+            bias = self.ops.padded_bias(counts.tolist(), seq_lens.tolist(), tables)
+            return partial(self.ops.attend, bias=bias, operator=FLASH)
+        chunks = cut(counts, seq_lens, self._lane())
+        call = self._of_lanes(chunks, tables.index_select(0, self.device.upload(chunks.parents)))
         queries, rows = self.device.upload(chunks.queries), self.device.upload(chunks.rows)
 
         def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -85,16 +90,6 @@ class LayerKind:
             return attended.index_select(0, rows).to(query.dtype)
 
         return attend
-
-    def flash(self, layout: StepLayout) -> Call:
-        """As `chunks`, without cutting them, by FlashAttention 3."""
-        first = layout.num_decodes
-        bias = self.ops.padded_bias(
-            np.diff(layout.query_starts[first:]).tolist(),
-            layout.seq_lens[first:].tolist(),
-            self.device.upload(self._padded(layout.block_tables[first:])),
-        )
-        return partial(self.ops.attend, bias=bias, operator=FLASH)
 
     def _of_lanes(self, chunks: SubChunks, tables: torch.Tensor) -> Call:
         """Each lane sees the keys up to its end, or, with a window, those that its queries see."""
@@ -120,10 +115,6 @@ class LayerKind:
         return self.ops.gappy_bias(
             num_queries, ranges.starts.tolist(), ranges.lengths.tolist(), tables
         )
-
-    def _padded(self, block_tables: Int32Array) -> Int32Array:
-        """Tables padded to `width`; entries beyond a sequence are never read."""
-        return np.pad(block_tables, ((0, 0), (0, self.width - block_tables.shape[1])))
 
     def _lane(self) -> int:
         """Queries of a lane of chunks."""

@@ -10,7 +10,6 @@ the step.
 
 import itertools
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -43,26 +42,8 @@ class Run:
     keys: KeyRange
 
 
-class KeyRanges(Protocol):
-    """Chooses the keys of an attention call.
-
-    `window`: the widest of the layers' windows; None: queries see all keys before them.
-    """
-
-    def of_decodes(
-        self, positions: Int32Array | Int64Array, window: int | None
-    ) -> tuple[Int64Array, Int64Array]:
-        """Starts and lengths of the ranges of single queries at these positions, [n] each."""
-
-    def of_chunk(self, context: int, num_queries: int, window: int | None, most: int) -> list[Run]:
-        """Cuts a chunk that follows `context` tokens into runs of at most `most` queries."""
-
-    def may_share(self, shorter: int, longer: int) -> bool:
-        """Whether decodes over so many keys may be one call, over the longer number of keys."""
-
-
 class FixedRanges:
-    """See KeyRanges. Ranges begin and end at multiples of GRANULE tokens.
+    """Ranges begin and end at multiples of GRANULE tokens.
 
     Up to BLOCK keys are one block, of one of LENGTHS; more are blocks of BLOCK keys, to which any
     number of masked ones may be added. Capped scores are computed over whole ranges, so that
@@ -75,6 +56,9 @@ class FixedRanges:
     def of_decodes(
         self, positions: Int32Array | Int64Array, window: int | None
     ) -> tuple[Int64Array, Int64Array]:
+        """Starts and lengths of the ranges of single queries at these positions, [n] each.
+        `window`: the widest of the layers' windows; None: queries see all keys before them.
+        """
         granules = positions.astype(np.int64) // GRANULE
         starts = np.zeros_like(granules)
         if window is not None:
@@ -84,7 +68,9 @@ class FixedRanges:
         return starts, np.where(needed <= BLOCK, short, -(-needed // BLOCK) * BLOCK)
 
     def of_chunk(self, context: int, num_queries: int, window: int | None, most: int) -> list[Run]:
-        """See KeyRanges. Each query has the keys that it would have as a decode."""
+        """Cuts a chunk that follows `context` tokens into runs of at most `most` queries. Each has
+        the keys that it would have as a decode.
+        """
         starts, lengths = self.of_decodes(np.arange(context, context + num_queries), window)
         changes = np.flatnonzero((np.diff(starts) != 0) | (np.diff(lengths) != 0)) + 1
         found = []
@@ -95,15 +81,17 @@ class FixedRanges:
         return found
 
     def may_share(self, shorter: int, longer: int) -> bool:
-        """See KeyRanges. Ranges that end in blocks of different lengths cannot."""
+        """Whether decodes over so many keys may be one call, over the longer number of keys: not if
+        the ranges end in blocks of different lengths.
+        """
         if shorter == longer:
             return True
         return not self._has_softcap and shorter >= BLOCK and BLOCK <= longer <= 2 * shorter
 
 
 class TightRanges:
-    """See KeyRanges. Ranges begin with the first block that is seen, and end with the last query's
-    own key.
+    """Ranges begin with the first block that is seen, and end with the last query's own key. For
+    the methods see FixedRanges.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -120,16 +108,17 @@ class TightRanges:
         return starts, positions + 1 - starts
 
     def of_chunk(self, context: int, num_queries: int, window: int | None, most: int) -> list[Run]:
-        begins = np.arange(0, num_queries, most)
-        ends = np.minimum(begins + most, num_queries)
-        starts, _ = self.of_decodes(context + begins, window)
-        lengths = context + ends - starts
-        columns = (begins.tolist(), ends.tolist(), starts.tolist(), lengths.tolist())
-        return [
-            Run(begin, end, KeyRange(start, length))
-            for begin, end, start, length in zip(*columns, strict=True)
-        ]
+        found = []
+        for begin in range(0, num_queries, most):
+            end = min(begin + most, num_queries)
+            [start], _ = self.of_decodes(np.array([context + begin]), window)
+            found.append(Run(begin, end, KeyRange(int(start), context + end - int(start))))
+        return found
 
     def may_share(self, shorter: int, longer: int) -> bool:
-        """See KeyRanges. The keys of one are padded to less than twice as many."""
+        """See FixedRanges. The keys of one are padded to less than twice as many."""
         return longer <= 2 * shorter
+
+
+KeyRanges = FixedRanges | TightRanges
+"""What chooses the keys of an attention call."""

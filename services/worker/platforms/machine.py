@@ -1,0 +1,120 @@
+"""The memory and processors that the machine, or the container, has for this process."""
+
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+from services.worker.platforms.threads import Processors
+
+_KIB = 1024
+_GROUP_FILES = (
+    ("memory.max", "memory.current"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
+
+
+def available_memory_bytes(
+    proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")
+) -> int:
+    """Memory that can still be used: of the machine, and within the limit of the control group.
+
+    Limits of enclosing groups count too.
+    """
+    amounts = [_machine_available(proc)]
+    for group in _control_groups(proc, cgroup, "memory"):
+        for limit_name, usage_name in _GROUP_FILES:
+            limit, usage = _read_int(group / limit_name), _read_int(group / usage_name)
+            if limit is not None and usage is not None:
+                reclaimable = _stat(group / "memory.stat", "inactive_file")
+                amounts.append(max(limit - usage + reclaimable, 0))
+    return min(amounts)
+
+
+def _machine_available(proc: Path) -> int:
+    kib = _stat(proc / "meminfo", "MemAvailable:")
+    if kib:
+        return kib * _KIB
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _stat(path: Path, key: str) -> int:
+    for line in _read_text(path).splitlines():
+        name, _, value = line.partition(" ")
+        if name == key:
+            return int(value.split()[0])
+    return 0
+
+
+def _read_int(path: Path) -> int | None:
+    text = _read_text(path).strip()
+    return int(text) if text.isdigit() else None
+
+
+def usable_processors(
+    proc: Path = Path("/proc"),
+    cgroup: Path = Path("/sys/fs/cgroup"),
+    devices: Path = Path("/sys/devices/system/cpu"),
+) -> Processors:
+    """What this process may use, by its affinity and the control groups that it is in."""
+    allowed = _allowed()
+    return Processors(len(allowed), _num_cores(allowed, devices), _quota(proc, cgroup))
+
+
+def _allowed() -> Collection[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return range(os.cpu_count() or 1)
+
+
+def _num_cores(allowed: Collection[int], devices: Path) -> int:
+    """Cores of the processors; each counts as one if the machine does not list them."""
+    return len({_core(processor, devices) for processor in allowed})
+
+
+def _core(processor: int, devices: Path) -> str:
+    """The processors on the same core, as the kernel lists them."""
+    topology = devices / f"cpu{processor}" / "topology"
+    siblings = _read_text(topology / "core_cpus_list") or _read_text(
+        topology / "thread_siblings_list"
+    )
+    return siblings.strip() or str(processor)
+
+
+def _quota(proc: Path, cgroup: Path) -> float | None:
+    """The least of the groups' limits, in seconds per second."""
+    limits = []
+    for group in _control_groups(proc, cgroup, "cpu"):
+        limit, _, period = _read_text(group / "cpu.max").strip().partition(" ")
+        if not limit:
+            limit = _read_text(group / "cpu.cfs_quota_us").strip()
+            period = _read_text(group / "cpu.cfs_period_us").strip()
+        if limit.isdigit() and period.isdigit() and int(period):
+            limits.append(int(limit) / int(period))
+    return min(limits, default=None)
+
+
+def _control_groups(proc: Path, cgroup: Path, controller: str) -> list[Path]:
+    """Directories that may hold limits of the controller: the process's group and those around it,
+    in both versions of control groups. Within a container the files are at the root, whatever the
+    group's name is outside.
+    """
+    groups = [cgroup, cgroup / controller]
+    for line in _read_text(proc / "self/cgroup").splitlines():
+        hierarchy, controllers, path = (*line.split(":", 2), "", "")[:3]
+        if hierarchy == "0":
+            root = cgroup
+        elif controller in controllers.split(","):
+            root = cgroup / controller
+        else:
+            continue
+        own = root / path.lstrip("/")
+        groups += [group for group in (own, *own.parents) if group.is_relative_to(root)]
+    return list(dict.fromkeys(groups))
+
+
+def _read_text(path: Path) -> str:
+    """A file's text; empty if it cannot be read."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
