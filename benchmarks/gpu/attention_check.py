@@ -15,7 +15,7 @@ from services.worker.backends.attention import AttentionLayer, AttentionShape, S
 from services.worker.backends.cuda.paged_attention import XformersPagedAttention
 from services.worker.backends.device import Device
 from services.worker.backends.torch.paged_attention import TorchPagedAttention
-from services.worker.platforms.cuda_runner import suits_xformers
+from services.worker.platforms.cuda_setup import suits_xformers
 
 
 @dataclass(frozen=True, slots=True)

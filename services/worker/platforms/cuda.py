@@ -1,25 +1,30 @@
-"""A worker on CUDA: its parts, and how much memory it may use."""
+"""A worker on CUDA: its parts, how attention is computed, and how much memory it may use."""
 
 import gc
+from typing import Any
 
 import torch
 
 from services.worker.backends.attention import AttentionShape
 from services.worker.backends.cuda.device import CudaDevice
 from services.worker.backends.cuda.kernels import BatchInvariantKernels, CudaKernels
+from services.worker.backends.device import Device
 from services.worker.backends.kernels import Kernels
+from services.worker.backends.torch.paged_attention import TorchPagedAttention
+from services.worker.core.decode_buckets import DecodeBuckets
+from services.worker.core.device_tokens import DeviceTokens
 from services.worker.core.input_batch import BatchLimits
 from services.worker.core.kv_cache import FreeMemory
 from services.worker.core.model_runner import ModelRunner
 from services.worker.models.config import DtypeSetting
 from services.worker.models.model import LoadedModel
-from services.worker.platforms.cuda_runner import runner_on, suits_xformers
 from services.worker.platforms.cuda_setup import (
     check_batch_invariant,
     check_model,
     check_setup,
     find_setup,
     load_xformers,
+    suits_xformers,
 )
 from services.worker.platforms.interface import Parts
 from services.worker.platforms.prompt_shapes import (
@@ -117,6 +122,35 @@ class CudaPlatform:
     def warm_up_shapes(self, limits: BatchLimits) -> list[PromptShape]:
         """Those that compile every kernel that steps need, and record every program of decodes."""
         return every_shape(limits)
+
+
+def runner_on(
+    device: Device,
+    parts: Parts,
+    split_k: type[Any] | None = None,
+    *,
+    batch_invariant: bool = False,
+) -> ModelRunner:
+    """A runner that samples on the device, and repeats recorded decodes if the model allows it.
+
+    Attention is xFormers' if that suits every layer; else torch's, whose decodes depend on values
+    and are not recorded. `split_k`: see XformersPagedAttention. `batch_invariant`: a request's
+    tokens do not depend on the other requests in its steps; xFormers' kernel must suit every layer.
+    """
+    shape, limits, model = parts.shape, parts.limits, parts.loaded.model
+    device_tokens = DeviceTokens(device, limits.max_num_seqs, by_row=batch_invariant)
+    if not suits_xformers(shape.layers):
+        plain = TorchPagedAttention(shape, device, batch_invariant=False)
+        return ModelRunner(model, plain, limits, device, device_tokens, lockstep=parts.lockstep)
+
+    # Imported here because it imports xFormers, which a worker on the CPU does not need.
+    from services.worker.backends.cuda.paged_attention import XformersPagedAttention  # noqa: PLC0415
+
+    attention = XformersPagedAttention(
+        shape, device, limits.max_blocks_per_seq, split_k, batch_invariant=batch_invariant
+    )
+    buckets = DecodeBuckets(model, attention, device) if parts.loaded.is_static else None
+    return ModelRunner(model, attention, limits, device, device_tokens, buckets, parts.lockstep)
 
 
 def _release() -> None:

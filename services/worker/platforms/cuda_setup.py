@@ -11,6 +11,7 @@ import os
 import shutil
 import sys
 import sysconfig
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,6 @@ import torch
 
 from services.worker.backends.attention import AttentionLayer
 from services.worker.backends.device import UnsuitableDevice
-from services.worker.platforms.cuda_runner import suits_xformers
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +92,11 @@ def check_setup(setup: CudaSetup) -> None:
             "Triton needs Python's headers to launch kernels, and Python.h is not there; install "
             f"them, on Debian with apt-get install python{version}-dev"
         )
+
+
+def suits_xformers(layers: Sequence[AttentionLayer]) -> bool:
+    """Whether xFormers' kernel can compute the layers: it cannot cap scores."""
+    return all(layer.softcap is None for layer in layers)
 
 
 def check_model(layers: tuple[AttentionLayer, ...], block_size: int, dtype: torch.dtype) -> None:

@@ -21,7 +21,7 @@ from services.worker.models.checkpoint import open_checkpoint
 from services.worker.models.config import DtypeSetting
 from services.worker.models.load import load_model
 from services.worker.models.model import LoadOptions
-from services.worker.platforms.cuda_runner import runner_on
+from services.worker.platforms.cuda import runner_on
 from services.worker.platforms.interface import Parts
 from tests.tiny_models import save_tiny_model
 from tests.worker.interpreted.interpreted_ops import AnywhereSplitK, WideCpu

@@ -9,7 +9,7 @@ _ALIGNMENT = 16
 
 
 class CudaKernels(TorchKernels):
-    """See Kernels. Attention through xFormers is made in platforms/cuda_runner.py.
+    """See Kernels. Attention through xFormers is made in platforms/cuda.py.
 
     `grouped`: data types in which torch multiplies grouped matrices without waiting for the host.
     """
