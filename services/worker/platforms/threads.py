@@ -1,20 +1,16 @@
 """How many threads a worker computes with on the CPU: the rule, and what was measured for it.
 
-Measured on two processors that run all four services, a model of 135 million parameters, 8 and 32
-requests at once, in tokens per second to those with two threads that are free to move and sleep
-while they wait:
+Measured on two processors that run all four services, with a model of 135 million parameters and 8
+and 32 requests at once:
 
-* One thread reaches 0.70 and 0.60, although nothing then disturbs the other services: with few
-  processors all of them compute. Beside another process that keeps one of the two busy both choices
-  give the same.
-* A team waits for its last thread, so a process that takes one processor away now and then slows
-  all of the team, while one thread of n less costs 1/n. From ENOUGH_TO_SPARE processors on that is
-  the smaller loss. Idle hyperthreads of the cores in use can run the other services; then every
-  core computes.
-* A team that needs all processors keeps a thread on each (native/cpp/threads.h). Otherwise,
-  on a virtual machine, a prompt of 512 tokens after half a second of idleness takes up to twice as
-  long.
-* Two threads on one core have one core's arithmetic and one core's cache: cores are counted.
+* One thread reaches 0.70 and 0.60 of the tokens per second of two threads, although it leaves the
+  other services a processor. Beside another process that keeps a processor busy both are equal.
+* A team waits for its last thread: a process that takes one processor now and then slows all n
+  threads, while one thread less costs 1/n, which is less from ENOUGH_TO_SPARE processors on. Other
+  services can run on idle hyperthreads of the cores in use; then every core computes.
+* A team that needs all processors keeps a thread on each (native/cpp/threads.h). Otherwise, on a
+  virtual machine, a prompt of 512 tokens after half a second of idleness takes up to twice as long.
+* Two threads on one core share its arithmetic and its cache, so cores are counted.
 """
 
 from dataclasses import dataclass
