@@ -29,7 +29,7 @@ class NativeLinear:
         self.dtype = weight.dtype
         self.out_features = rows if activation is None else rows // 2
         self.is_padded = self.dtype is torch.bfloat16 and self.in_features % 2 == 1
-        filled = self._filled(weight).contiguous()
+        filled = (F.pad(weight, (0, 1)) if self.is_padded else weight).contiguous()
         depth, width = filled.shape[1], functions.panel_width
         self._packed = memory.take((-(-rows // width), width, depth), weight.dtype)
         self._bias = None if bias is None else bias.contiguous()
@@ -42,16 +42,13 @@ class NativeLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         output = torch.empty((len(x), self.out_features), dtype=x.dtype)
-        filled = self._filled(x)
+        filled = F.pad(x, (0, 1)) if self.is_padded else x
         self._project(self._reference, filled.data_ptr(), output.data_ptr(), len(x))
         return output
 
     def full(self, x: torch.Tensor) -> torch.Tensor:
         """See Linear. The library sums in float32, and here it does not round."""
         output = torch.empty((len(x), self.out_features), dtype=torch.float32)
-        filled = self._filled(x)
+        filled = F.pad(x, (0, 1)) if self.is_padded else x
         self._project_full(self._reference, filled.data_ptr(), output.data_ptr(), len(x))
         return output
-
-    def _filled(self, rows: torch.Tensor) -> torch.Tensor:
-        return F.pad(rows, (0, 1)) if self.is_padded else rows

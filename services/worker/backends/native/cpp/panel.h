@@ -128,8 +128,8 @@ inline __attribute__((always_inline)) void multiply(Vector (&total)[ROWS][VECTOR
   }
 }
 
-// Calls work.template operator()<N>(first row) for tiles of N rows that cover [begin, end): tiles
-// of ROWS rows, then one of the remaining rows.
+// Calls work.template operator()<ROWS>(first row) for tiles that cover [begin, end): tiles of
+// MAX_TILE_ROWS rows, then one of the remaining rows.
 template <int ROWS = MAX_TILE_ROWS, class Work>
 inline void for_row_tiles(int begin, int end, Work&& work) {
   for (; begin + ROWS <= end; begin += ROWS) work.template operator()<ROWS>(begin);

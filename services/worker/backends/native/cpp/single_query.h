@@ -60,9 +60,17 @@ void score_heads(const T* query, int stride, const KeyPanels<T>& panels, int cou
 #else
   constexpr int PANELS = HEADS > 2 ? 1 : 4 / HEADS;
 #endif
-  for_row_tiles<PANELS>(0, count, [&]<int WIDTH>(int first) {
-    score_panels<T, HEADS, WIDTH>(query, stride, panels, first, dim, scores);
-  });
+  int first = 0;
+  for (; first + PANELS <= count; first += PANELS) {
+    score_panels<T, HEADS, PANELS>(query, stride, panels, first, dim, scores);
+  }
+  if constexpr (PANELS > 2) {
+    if (first + 2 <= count) {
+      score_panels<T, HEADS, 2>(query, stride, panels, first, dim, scores);
+      first += 2;
+    }
+  }
+  if (first < count) score_panels<T, HEADS, 1>(query, stride, panels, first, dim, scores);
 }
 
 // total[head] += the sum of weights[head][key] * value[key], for `dim` elements of the values,
@@ -108,11 +116,29 @@ void add_values(const T* weights, const TokenRows<T>& values, int dim, float* to
   values.prefetch_rest(values.count(), dim);
 }
 
+// Calls work.template operator()<HEADS>(first head) for `heads` heads, HEADS_PER_PASS or fewer at a
+// time.
+template <class Work>
+inline void for_head_passes(int heads, Work&& work) {
+  int head = 0;
+  for (; head + HEADS_PER_PASS <= heads; head += HEADS_PER_PASS) {
+    work.template operator()<HEADS_PER_PASS>(head);
+  }
+  switch (heads - head) {
+    case 1:
+      return work.template operator()<1>(head);
+    case 2:
+      return work.template operator()<2>(head);
+    case 3:
+      return work.template operator()<3>(head);
+  }
+}
+
 // The scores of all `heads` queries, for panels [0, count).
 template <class T>
 void score_queries(const T* query, int stride, int heads, const KeyPanels<T>& panels, int count,
                    int dim, float* scores) {
-  for_row_tiles<HEADS_PER_PASS>(0, heads, [&]<int HEADS>(int head) {
+  for_head_passes(heads, [&]<int HEADS>(int head) {
     score_heads<T, HEADS>(query + head * stride, stride, panels, count, dim,
                           scores + head * BLOCK_KEYS);
   });
@@ -122,7 +148,7 @@ void score_queries(const T* query, int stride, int heads, const KeyPanels<T>& pa
 template <class T>
 void add_weighted_values(const T* weights, int heads, const TokenRows<T>& values, int dim,
                          float* total, int stride) {
-  for_row_tiles<HEADS_PER_PASS>(0, heads, [&]<int HEADS>(int head) {
+  for_head_passes(heads, [&]<int HEADS>(int head) {
     const T* own = weights + head * BLOCK_KEYS;
     float* target = total + head * stride;
     int d = 0;
