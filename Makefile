@@ -5,10 +5,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CPP := $(wildcard services/worker/backends/native/cpp/*)
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+BUILD := DOCKER_BUILDKIT=1 docker build $(if $(BASE),--build-arg BASE=$(BASE)) $(DOCKER_ARGS)
 PROTOS := $(shell find protos -name '*.proto')
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check proto bench lock format clean
+.PHONY: help run test check proto bench images wheelhouse lock format clean
 
 help: ## Show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -16,10 +18,10 @@ help: ## Show this list
 run: $(VENV)/.run gen/.built ## Install, start all four services and serve MODEL (models/demo)
 	@exec $(BIN)/stepwell up --model $(MODEL) $(ARGS)
 
-# Two processes divide the tests (tests/conftest.py); those of the files that ARGS names run in one.
+# Three processes divide the tests (tests/conftest.py); those of the files that ARGS names run in one.
 test: $(VENV)/.dev gen/.built ## Run every test, on the CPU
 	@CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest \
-	    $(if $(filter tests%,$(ARGS)),,--numprocesses 2 --no-loadscope-reorder) $(ARGS)
+	    $(if $(filter tests%,$(ARGS)),,--numprocesses 3 --no-loadscope-reorder) $(ARGS)
 
 check: $(VENV)/.dev gen/.built ## Format, lint, types, layering, contracts, generated code
 	$(BIN)/ruff format --check .
@@ -34,6 +36,16 @@ proto: gen/.built ## Generate gen/ from protos/
 
 bench: $(VENV)/.dev gen/.built ## Measure; prints tables of docs/benchmarks.md
 	$(BIN)/python -m benchmarks.serving $(ARGS)
+
+images: ## Build the images of all services, for the CPU; BASE and DOCKER_ARGS are for docker build
+	@for image in gateway scheduler kvpool; do \
+	    $(BUILD) --file deploy/docker/Dockerfile --target $$image --tag stepwell/$$image:$(VERSION) . || exit 1; \
+	done
+	@$(BUILD) --file deploy/docker/worker.Dockerfile --target cpu --tag stepwell/worker:$(VERSION) .
+
+wheelhouse: $(VENV)/.run ## Download the packages of the images, to build them without the package index
+	$(BIN)/python deploy/docker/packages.py download deploy/docker/wheelhouse \
+	    services gateway worker redis tls ecosystem build
 
 lock: $(VENV)/.dev ## Resolve requirements.lock anew from pyproject.toml
 	$(BIN)/uv pip compile --universal --python-version 3.11 --all-extras --no-header \
@@ -59,12 +71,12 @@ $(BIN)/python:
 $(VENV)/.run: $(BIN)/python pyproject.toml requirements.lock
 	@echo "Installing what serving needs (a few minutes the first time; torch is the large part)"
 	@$(PIP) install --progress-bar on -c requirements.lock torch | grep -v '^Requirement already' || true
-	$(PIP) install --progress-bar on -c requirements.lock -e '.[gateway,worker,cli,ecosystem,redis,zstd,proto]'
+	$(PIP) install --progress-bar on -c requirements.lock -e '.[gateway,worker,cli,deploy,ecosystem,redis,tls,zstd,proto]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run
 	@echo "Installing what tests and checks need"
-	$(PIP) install --quiet -c requirements.lock -e '.[gateway,worker,cli,ecosystem,redis,zstd,plot,proto,dev]'
+	$(PIP) install --quiet -c requirements.lock -e '.[gateway,worker,cli,deploy,ecosystem,redis,tls,zstd,plot,proto,dev]'
 	@touch $@
 
 gen/.built: $(PROTOS) | $(VENV)/.run

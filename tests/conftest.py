@@ -1,49 +1,67 @@
-"""How `make test` divides the tests between two processes of pytest-xdist.
+"""How `make test` divides the tests between three processes of pytest-xdist.
 
-What starts servers or measures time runs in one process, test after test, from the start. What only
-computes runs in the other, file by file, by one thread and at a lower priority, so that it delays
-the servers little; the process of the servers takes what is left of it. Without pytest-xdist all
-tests run in one process, as they are collected.
+What starts servers or measures time runs in two of them, test after test, from the start: most of
+that time is spent on waiting, so that two are needed to occupy two processors. What only computes
+runs in the third, file by file, by one thread and at a lower priority, so that it delays the
+servers little; the processes of the servers take what is left of it. Without pytest-xdist all tests
+run in one process, as they are collected.
 """
 
 import os
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
-SERVERS = (
-    "tests/e2e/",
-    "tests/benchmarks/integration/",
-    *(
+SERVERS = {
+    "stacks": ("tests/e2e/", "tests/benchmarks/integration/"),
+    "services": tuple(
         f"tests/{service}/integration/"
-        for service in ("gateway", "scheduler", "kvpool", "worker", "cli")
+        for service in (
+            "common",
+            "gateway",
+            "scheduler",
+            "kvpool",
+            "worker",
+            "cli",
+            "directory",
+        )
     ),
-)
+}
+"""The tests of each of the two processes, the longer one first."""
 LONG_FILES = (
-    "tests/parity/test_services_parity.py",
     "tests/parity/test_exact_logits.py",
-    "tests/parity/test_greedy_parity.py",
     "tests/worker/unit/test_xformers_kernels.py",
+    "tests/parity/test_services_parity.py",
+    "tests/parity/test_greedy_parity.py",
+    "tests/parity/test_scheduled_parity.py",
 )
 """Of the files that only compute, those that take longest: they come first, so that the short ones
-occupy both processes to the end.
+occupy all processes to the end.
 """
 NICENESS = 5
+# Hypothesis tries the same examples in every run, whatever time each takes: what passed here passes
+# on a slow machine. `make test ARGS=--hypothesis-profile=default` tries others.
+settings.register_profile(
+    "same", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("same")
 LIMITED = pytest.StashKey[bool]()
 """Whether this process has limited what it uses of the processors."""
 
 
-def starts_servers(nodeid: str) -> bool:
-    """Whether a test belongs to the process of servers."""
-    return nodeid.startswith(SERVERS)
+def servers_of(nodeid: str) -> str | None:
+    """The process of servers that a test belongs to, if it belongs to one."""
+    return next((name for name, paths in SERVERS.items() if nodeid.startswith(paths)), None)
 
 
 def order(item: pytest.Item) -> int:
     """Sorts servers' tests, then long files, then the others."""
-    if starts_servers(item.nodeid):
-        return 0
+    servers = servers_of(item.nodeid)
+    if servers is not None:
+        return list(SERVERS).index(servers)
     file = item.nodeid.partition("::")[0]
-    return 1 + LONG_FILES.index(file) if file in LONG_FILES else 1 + len(LONG_FILES)
+    return len(SERVERS) + (LONG_FILES.index(file) if file in LONG_FILES else len(LONG_FILES))
 
 
 @pytest.hookimpl(trylast=True)
@@ -55,14 +73,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Hands out the servers' tests in one piece, and the others file by file."""
+    """Hands out the servers' tests in two pieces, and the others file by file."""
     from xdist.scheduler import LoadScopeScheduling  # noqa: PLC0415 - ARGS works without it
 
     class ServersAndFiles(LoadScopeScheduling):
-        """Its units of work are the servers' tests, and each file of the others."""
+        """Its units of work are each process's tests of servers, and each file of the others."""
 
         def _split_scope(self, nodeid: str) -> str:
-            return "servers" if starts_servers(nodeid) else nodeid.partition("::")[0]
+            return servers_of(nodeid) or nodeid.partition("::")[0]
 
     return ServersAndFiles(config, log)
 
@@ -76,5 +94,5 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         import torch  # noqa: PLC0415 - tests that are run without pytest-xdist may not need it
 
         torch.set_num_threads(1)
-        if not starts_servers(item.nodeid):
+        if servers_of(item.nodeid) is None:
             os.nice(NICENESS)

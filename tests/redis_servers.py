@@ -18,7 +18,7 @@ from benchmarks.common.redis_servers import (
 
 __all__ = ["RedisServer", "becomes", "free_port", "needs_redis", "redis_cluster", "redis_server"]
 
-SECONDS = 20.0
+SECONDS = 60.0
 
 needs_redis = pytest.mark.skipif(
     find_program("redis-server") is None or importlib.util.find_spec("redis") is None,

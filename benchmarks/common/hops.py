@@ -91,7 +91,7 @@ def _take_step(
         return
     execute, worker = executes[0], workers[0]
     transacts = [span.nanos for span in spans[names.SPAN_STEP_TRANSACT]]
-    started = worker.events["started"]
+    started = worker.events[names.EVENT_STARTED]
     nanos[STEP].append(step.nanos)
     nanos[PLAN].append(execute.start - step.start - sum(transacts))
     nanos[TRANSACT] += transacts

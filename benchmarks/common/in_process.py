@@ -14,8 +14,8 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,21 +29,23 @@ from services.cli.replay.inprocess_pool import InProcessPool
 from services.common.sampling import SamplingParams
 from services.common.settings import parse_settings
 from services.gateway.adapters.hf_tokenizer import load_tokenizer
+from services.gateway.core.admission.arrivals import Arrival, Arrivals
 from services.gateway.core.delta import Finish
 from services.gateway.core.inference import Inference, SamplingDefaults
 from services.gateway.core.inflight import Inflight, Mailbox
 from services.gateway.core.request import ClientRequest, EngineRequest, ModelLimits, Prompt
+from services.gateway.core.tenant import Tenant
 from services.scheduler.adapters.replica import ReplicaShape
 from services.scheduler.adapters.replica_config import scheduler_config
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.engine_core import EngineCore
 from services.scheduler.core.output import (
-    EngineCoreOutput,
     EngineCoreOutputs,
     ModelRunnerOutput,
+    PreemptionCause,
     SchedulerOutput,
 )
-from services.scheduler.core.ports import PoolLost
+from services.scheduler.core.ports import PoolLost, WorkersLost
 from services.scheduler.core.request import Request
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.settings import SchedulerSettings
@@ -98,7 +100,7 @@ class Unobserved:
     def planned(self, plan: SchedulerOutput) -> None:
         pass
 
-    def done(self, plan: SchedulerOutput, updates: Iterable[EngineCoreOutput]) -> None:
+    def done(self, plan: SchedulerOutput, update: EngineCoreOutputs) -> None:
         pass
 
     def ended(self, requests: Sequence[Request]) -> None:
@@ -110,10 +112,16 @@ class Unobserved:
     def resumed(self) -> None:
         pass
 
-    def preempted(self, requests: Sequence[Request]) -> None:
+    def preempted(self, requests: Sequence[Request], cause: PreemptionCause) -> None:
         pass
 
-    def lost(self, preempted: Sequence[Request]) -> None:
+    def lost(self, preempted: Sequence[Request], lost: PoolLost | WorkersLost) -> None:
+        pass
+
+    def recovered(self) -> None:
+        pass
+
+    def stopped(self) -> None:
         pass
 
 
@@ -131,11 +139,14 @@ class LocalEngine:
     def limits(self) -> ModelLimits:
         return self._limits
 
-    def check_room(self, deadline: float | None) -> None:
+    def check_room(self, tenant: Tenant, deadline: float | None) -> None:
         pass
 
+    def arriving(self, tenant: Tenant, _deadline: float | None) -> AbstractContextManager[Arrival]:
+        return Arrivals().counted(tenant)
+
     def start(self, requests: Sequence[EngineRequest]) -> Mailbox:
-        mailbox = Mailbox(requests, self._numbers, self._drop)
+        mailbox = Mailbox(requests, self._numbers, self._drop, time.perf_counter_ns)
         for inflight in mailbox.inflights:
             request = to_request(inflight.request, next(self._keys))
             self._waiting[request] = inflight

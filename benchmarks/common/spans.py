@@ -28,6 +28,9 @@ class SpanRecord:
     links: tuple[bytes, ...]
     """Trace ids."""
     events: dict[str, int]
+    span_id: bytes = b""
+    parent_id: bytes = b""
+    """Empty for the first span of a trace."""
 
     @property
     def nanos(self) -> int:
@@ -87,6 +90,8 @@ def _record(span: trace_pb2.Span) -> SpanRecord:
         attributes={item.key: _value(item.value) for item in span.attributes},
         links=tuple(link.trace_id for link in span.links),
         events={event.name: event.time_unix_nano for event in span.events},
+        span_id=span.span_id,
+        parent_id=span.parent_span_id,
     )
 
 

@@ -1,11 +1,17 @@
 """Breaks Redis under pools that change all the time, and measures when the index is right again.
 
     python -m benchmarks.directory.faults [--quick]
+    python -m benchmarks.directory.faults --requests [--repetitions 3] [--only TEXT]
+                                              [--model DIR] [--quick]
 
 Three pools serve random requests, write what they cache to Redis, and a gateway's index follows.
-Each fault is held for ten seconds, with --quick for one and a half; FLUSHALL and CLIENT PAUSE are
-not held. Then the requests pause, and the time is taken until the index gives the pools' own answer
-for every prompt that was ever served.
+Each fault is held for ten seconds, with --quick for one and a half, unless it is over at once. Then
+the requests pause, and the time is taken until the index gives the pools' own answer for every
+prompt that was ever served.
+
+With --requests two gateways and two replicas of a model serve a steady load over Redis, and the
+times of their answers during each fault are compared with those of the same requests without it
+(benchmarks/directory/request_faults.py). The exit status is 1 if a request failed.
 """
 
 import asyncio
@@ -13,7 +19,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
@@ -21,10 +27,18 @@ from pathlib import Path
 
 import uvloop
 
-from benchmarks.common.arguments import make_parser
+from benchmarks.common.arguments import add_model, count, make_parser
 from benchmarks.common.console import log
-from benchmarks.common.redis_servers import RedisServer, redis_cluster, redis_server
+from benchmarks.common.redis_servers import redis_cluster, redis_server
 from benchmarks.common.tables import table_text
+from benchmarks.directory.redis_faults import (
+    Fault,
+    named,
+    node_lost,
+    owner_and_other,
+    single_faults,
+)
+from benchmarks.directory.request_faults import Times, measure_requests, requests_table
 from services.common.block_hash import BlockHash
 from services.common.ids import PoolId, RequestKey
 from services.common.kv_cache_groups import AttentionType, KVCacheGroup
@@ -47,17 +61,8 @@ _FINGERPRINT = b"faults" + bytes(26)
 _HOLD_SECONDS, _QUICK_SECONDS = 10.0, 1.5
 _RIGHT_SECONDS = 30.0
 _LOAD_PAUSE_SECONDS = 0.002
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """What is done to Redis, and undone after a while."""
-
-    name: str
-    begin: Callable[[], Awaitable[object]]
-    end: Callable[[], Awaitable[object]]
-    is_held: bool = True
-    """Whether it lasts; otherwise it is over at once."""
+_AFTER_SECONDS = 4.0
+_SHOWN_FAILURES = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +81,27 @@ class FaultRow:
 def main(argv: Sequence[str]) -> None:
     """Breaks, measures, prints a table in Markdown."""
     parser = make_parser("directory.faults", (__doc__ or "").partition("\n")[0])
+    add_model(parser)
     parser.add_argument("--quick", action="store_true", help="hold each fault for 1.5 s")
+    parser.add_argument("--requests", action="store_true", help="measure what requests show of it")
+    parser.add_argument(
+        "--repetitions", type=count, default=3, help="of each fault, with --requests (default: 3)"
+    )
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="faults with this in their names (default: all)"
+    )
     arguments = parser.parse_args(argv)
-    rows = uvloop.run(measure(_QUICK_SECONDS if arguments.quick else _HOLD_SECONDS))
+    hold_seconds = _QUICK_SECONDS if arguments.quick else _HOLD_SECONDS
+    if arguments.requests:
+        times = Times(hold_seconds, hold_seconds if arguments.quick else _AFTER_SECONDS)
+        found = uvloop.run(
+            measure_requests(arguments.model, times, arguments.repetitions, arguments.only)
+        )
+        print(requests_table(found))
+        failures = [text for figures in found for text in figures.complaints]
+        print("\n".join(failures[:_SHOWN_FAILURES]), file=sys.stderr)
+        sys.exit(1 if failures else 0)
+    rows = uvloop.run(measure(hold_seconds, arguments.only))
     print(
         table_text(
             ("fault", "states of the index", "right again after s", "longest pause ms"),
@@ -95,59 +118,20 @@ def main(argv: Sequence[str]) -> None:
     )
 
 
-async def measure(hold_seconds: float) -> list[FaultRow]:
-    """Every fault, on servers that end with this."""
+async def measure(hold_seconds: float, only: str) -> list[FaultRow]:
+    """Every fault with `only` in its name, on servers that end with this."""
     rows = []
     with tempfile.TemporaryDirectory(prefix="stepwell-faults-") as directory:
         with redis_server(Path(directory) / "one") as server:
             async with running(server.url) as load:
-                for fault in single_faults(server, load.redis):
+                for fault in named(only, single_faults(server, load.redis)):
                     rows.append(await load.measure(fault, hold_seconds))
         with redis_cluster(Path(directory) / "cluster") as nodes:
-            log_key = DirectoryKeys.of(_FINGERPRINT).log
-            owner = next(node for node in nodes if _owns(node, log_key))
-            seed = next(node for node in nodes if node is not owner)
+            owner, seed = owner_and_other(nodes, DirectoryKeys.of(_FINGERPRINT).log)
             async with running(seed.url) as load:
-                fault = Fault(
-                    "a cluster's node killed, then restarted empty",
-                    lambda: asyncio.to_thread(owner.kill),
-                    lambda: asyncio.to_thread(owner.start),
-                )
-                rows.append(await load.measure(fault, hold_seconds))
+                for fault in named(only, [node_lost(lambda: owner)]):
+                    rows.append(await load.measure(fault, hold_seconds))
     return rows
-
-
-def single_faults(server: RedisServer, redis: RedisConnection) -> list[Fault]:
-    """The faults of one server."""
-
-    async def nothing() -> None:
-        """Has ended by itself."""
-
-    async def stop() -> None:
-        server.stop()
-
-    async def go_on() -> None:
-        server.go_on()
-
-    async def limit(memory: str) -> None:
-        await redis.call(lambda client: client.config_set("maxmemory", memory))
-
-    return [
-        Fault(
-            "killed, then restarted empty",
-            lambda: asyncio.to_thread(server.kill),
-            lambda: asyncio.to_thread(server.start),
-        ),
-        Fault("stopped (SIGSTOP), then continued", stop, go_on),
-        Fault("FLUSHALL", lambda: redis.call(lambda client: client.flushall()), nothing, False),
-        Fault("no memory left, then memory", lambda: limit("1"), lambda: limit("0")),
-        Fault(
-            "CLIENT PAUSE of 1.5 s",
-            lambda: redis.call(lambda client: client.execute_command("CLIENT", "PAUSE", 1500)),
-            nothing,
-            is_held=False,
-        ),
-    ]
 
 
 class Load:
@@ -285,11 +269,6 @@ def _prompt(rng: random.Random) -> list[BlockHash]:
     begin = [f"{path} {number}" for number in range(20)]
     tail = [f"{path} {rng.random()} {number}" for number in range(rng.randrange(1, 60))]
     return [BlockHash(sha256(text.encode()).digest()) for text in begin + tail]
-
-
-def _owns(node: RedisServer, key: str) -> bool:
-    """Whether a node of a cluster serves a key: another one would redirect."""
-    return not node.ask("XLEN", key).startswith(b"-MOVED")
 
 
 if __name__ == "__main__":

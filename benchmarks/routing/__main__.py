@@ -1,12 +1,16 @@
 """What each routing policy gives with four replicas, and what a decision costs.
 
-    python -m benchmarks.routing [--quick] [--model DIR] [--policies NAME,NAME] [--json FILE]
+    python -m benchmarks.routing [--quick] [--model DIR] [--policies NAME,NAME] [--loads 4,24]
+                                 [--pool-shares 0.25,0.5] [--rounds 1] [--json FILE]
+    python -m benchmarks.routing --only decisions
 
 Four replicas with a thread and a small pool each get conversations of several turns that share
-system prompts (benchmarks/routing/conversations.py), with few and with many requests at once, once
-for each policy; a pool holds a third of what all open conversations have. Then decisions of the
-cache-aware policy are timed, with 4 and 64 replicas and an index of a million blocks. Tables go to
-standard output, progress to standard error.
+system prompts (benchmarks/routing/conversations.py), with few and with many requests at once, for
+each policy. Many more conversations are open than run. What they have is the working set; each
+share of --pool-shares is what the pool of one replica holds of it: where the shares of four
+replicas are together above 1, all of it can be cached if each conversation stays where it is, and
+not if it moves. Then decisions of the cache-aware policy are timed, with 4 and 64 replicas and an
+index of a million blocks. Tables go to standard output, progress to standard error.
 """
 
 import argparse
@@ -22,17 +26,24 @@ from typing import Any
 import httpx
 import uvloop
 
-from benchmarks.common.arguments import add_model, make_parser
+from benchmarks.common.arguments import add_model, count, counts, make_parser, positive
 from benchmarks.common.console import log, messages, show
 from benchmarks.common.machine import machine, machine_text
 from benchmarks.common.models import vocab_size
 from benchmarks.common.tables import table_text
 from benchmarks.routing.conversations import Workload
 from benchmarks.routing.decision import PROMPT_TOKENS, DecisionFigures, measure_decisions
-from benchmarks.routing.policies import PolicyFigures, measure_policy
+from benchmarks.routing.policies import (
+    BLOCK_SIZE,
+    PolicyFigures,
+    measure_policies,
+)
 from services.gateway.core.routing import POLICIES
 
 LOADS, QUICK_LOADS = (4, 24), (2,)
+NUM_REPLICAS, QUICK_NUM_REPLICAS = 4, 2
+POOL_SHARES, QUICK_POOL_SHARES = (0.25, 0.5), (0.25,)
+POLICIES_PART, DECISIONS_PART = "policies", "decisions"
 REPLICAS, QUICK_REPLICAS = (4, 64), (4,)
 INDEX_BLOCKS, QUICK_INDEX_BLOCKS = 1_000_000, 40_000
 DECISIONS, QUICK_DECISIONS = 500, 20
@@ -43,20 +54,25 @@ class Options:
     """What to measure."""
 
     model: Path
+    parts: tuple[str, ...]
     policies: tuple[str, ...]
+    loads: tuple[int, ...]
+    pool_shares: tuple[float, ...]
+    num_rounds: int
     quick: bool
     json_file: Path | None
 
     def workload(self) -> Workload:
-        """The conversations, at most 256 + 8 * 64 tokens long."""
+        """The conversations, at most 48 + 15 * 64 tokens long: the demo model takes 1024."""
         return Workload(
-            num_conversations=8 if self.quick else 48,
-            num_turns=3 if self.quick else 8,
-            system_tokens=64 if self.quick else 256,
+            num_conversations=8 if self.quick else 96,
+            num_turns=3 if self.quick else 15,
+            num_system_prompts=2 if self.quick else 8,
+            system_tokens=48,
             user_tokens=32 if self.quick else 48,
             answer_tokens=4 if self.quick else 16,
-            num_warm_up=8 if self.quick else 150,
-            num_requests=16 if self.quick else 400,
+            num_warm_up=8 if self.quick else 300,
+            num_requests=16 if self.quick else 500,
             vocab_size=vocab_size(self.model),
             seed="routing",
         )
@@ -66,12 +82,36 @@ async def measure(options: Options, command: str) -> dict[str, Any]:
     """Measures everything and prints each table as soon as it is there; returns all figures."""
     found = machine()
     show(machine_text(found, command))
-    loads = QUICK_LOADS if options.quick else LOADS
+    by_policy = await _measure_policies(options) if POLICIES_PART in options.parts else []
+    decisions = _measure_decisions(options) if DECISIONS_PART in options.parts else []
+    return {
+        "command": command,
+        "machine": found,
+        "policies": [asdict(figures) for figures in by_policy],
+        "decisions": [asdict(figures) for figures in decisions],
+    }
+
+
+async def _measure_policies(options: Options) -> list[PolicyFigures]:
+    workload = options.workload()
+    num_replicas = QUICK_NUM_REPLICAS if options.quick else NUM_REPLICAS
     by_policy = []
-    for policy in options.policies:
-        log(f"starting four replicas, {policy}")
-        by_policy += await measure_policy(policy, options.model, options.workload(), loads)
-    show("### Policies", policies_table(by_policy))
+    for pool_share in options.pool_shares:
+        log(f"starting {num_replicas} replicas, each for {pool_share:g} of the working set")
+        by_policy += await measure_policies(
+            options.policies,
+            options.model,
+            workload,
+            options.loads,
+            pool_share,
+            options.num_rounds,
+            num_replicas,
+        )
+    show("### Policies", workload_text(workload), policies_table(by_policy))
+    return by_policy
+
+
+def _measure_decisions(options: Options) -> list[DecisionFigures]:
     decisions = []
     for num_replicas in QUICK_REPLICAS if options.quick else REPLICAS:
         log(f"timing decisions among {num_replicas} replicas")
@@ -81,19 +121,25 @@ async def measure(options: Options, command: str) -> dict[str, Any]:
             QUICK_DECISIONS if options.quick else DECISIONS,
         )
     show("### A decision of the cache-aware policy", decisions_table(decisions))
-    return {
-        "command": command,
-        "machine": found,
-        "policies": [asdict(figures) for figures in by_policy],
-        "decisions": [asdict(figures) for figures in decisions],
-    }
+    return decisions
+
+
+def workload_text(workload: Workload) -> str:
+    """What was sent, in a sentence."""
+    return (
+        f"{workload.num_conversations} open conversations of {workload.num_turns} turns, "
+        f"{workload.user_tokens} tokens asked and {workload.answer_tokens} answered in each; "
+        f"{workload.num_system_prompts} system prompts of {workload.system_tokens} tokens; a "
+        f"working set of {workload.num_blocks(BLOCK_SIZE)} blocks."
+    )
 
 
 def policies_table(found: Sequence[PolicyFigures]) -> str:
-    """A row for each policy and load, the loads one after another."""
+    """A row for each policy, load and size of pools, the policies next to one another."""
     return table_text(
         (
             "policy",
+            "a pool's share of the working set",
             "at once",
             "hit rate, %",
             "TTFT ms, median",
@@ -103,13 +149,14 @@ def policies_table(found: Sequence[PolicyFigures]) -> str:
         (
             (
                 row.policy,
+                f"{row.pool_share:g}",
                 str(row.at_once),
                 f"{100 * row.hit_rate:.1f}",
                 f"{row.ttft_median_millis:.0f}",
                 f"{row.ttft_p99_millis:.0f}",
                 f"{row.spread:.2f}",
             )
-            for row in sorted(found, key=lambda row: row.at_once)
+            for row in found
         ),
     )
 
@@ -141,19 +188,31 @@ def parse_options(argv: Sequence[str]) -> Options:
     """The command line. Ends the process with one sentence when it makes no sense."""
     parser = make_parser("routing", (__doc__ or "").partition("\n")[0])
     add_model(parser)
-    parser.add_argument(
-        "--policies",
-        type=_policies,
-        default=tuple(POLICIES),
-        metavar="NAME,NAME",
-        help=f"of {', '.join(POLICIES)} (default: all)",
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="a small workload and index: shows that it works"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there too")
+    add = parser.add_argument
+    parts = (POLICIES_PART, DECISIONS_PART)
+    add("--only", choices=parts, help="measure only these (default: both)")
+    policies = f"of {', '.join(POLICIES)} (default: all)"
+    add("--policies", type=_policies, default=tuple(POLICIES), metavar="NAME,NAME", help=policies)
+    add("--loads", type=counts, help="requests at once (default: 4,24)")
+    add("--pool-shares", type=_shares, help="a pool to the working set (default: 0.25,0.5)")
+    add("--rounds", type=count, default=1, help="of each policy and load (default: 1)")
+    add("--quick", action="store_true", help="a small workload and index: shows that it works")
+    add("--json", type=Path, metavar="FILE", help="write all figures there too")
     parsed = parser.parse_args(argv)
-    return Options(parsed.model, parsed.policies, parsed.quick, parsed.json)
+    return Options(
+        parsed.model,
+        (parsed.only,) if parsed.only else parts,
+        parsed.policies,
+        parsed.loads or (QUICK_LOADS if parsed.quick else LOADS),
+        parsed.pool_shares or (QUICK_POOL_SHARES if parsed.quick else POOL_SHARES),
+        parsed.rounds,
+        parsed.quick,
+        parsed.json,
+    )
+
+
+def _shares(text: str) -> tuple[float, ...]:
+    return tuple(positive(part) for part in text.split(","))
 
 
 def _policies(text: str) -> tuple[str, ...]:

@@ -1,12 +1,15 @@
 """Conversations of several turns that share system prompts, sent through the gateway's gRPC API.
 
-All conversations are open at the same time, each at another turn, and `at_once` clients each take
-the next turn of a random one that waits for none. The prompt is the whole conversation as token
-ids. One that had its last turn is replaced by a new one. Half as many system prompts as
-conversations are used in turn.
+All conversations are open at the same time, each at another turn, and `at_once` of them run. After
+an answer a conversation rests, as long as somebody takes to read it and to write, while others run:
+the sum of two exponentially distributed times. They are counted in turns of other conversations, so
+that the load and the order do not depend on the machine. The prompt is the whole conversation as
+token ids. One that had its last turn is replaced by a new one.
 """
 
 import asyncio
+import heapq
+import itertools
 import random
 import time
 from collections.abc import Sequence
@@ -26,6 +29,7 @@ class Workload:
 
     num_conversations: int
     num_turns: int
+    num_system_prompts: int
     system_tokens: int
     user_tokens: int
     answer_tokens: int
@@ -35,11 +39,6 @@ class Workload:
     """Requests that are measured."""
     vocab_size: int
     seed: str
-
-    @property
-    def num_system_prompts(self) -> int:
-        """Each is shared by two of the open conversations."""
-        return max(1, self.num_conversations // 2)
 
     def num_blocks(self, block_size: int) -> int:
         """Blocks that all open conversations have after a turn, on average, each system prompt
@@ -60,7 +59,7 @@ class TurnFigures:
 
 
 @dataclass(slots=True, eq=False)
-class _Conversation:
+class Conversation:
     """Its tokens so far, and how many turns are left."""
 
     token_ids: list[int]
@@ -68,15 +67,17 @@ class _Conversation:
     draw: random.Random
 
 
-class _Open:
-    """The open conversations, and how many requests were sent."""
+class OpenConversations:
+    """The open conversations, and how many turns were sent."""
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: Workload, at_once: int) -> None:
         self.num_sent = 0
         self._workload = workload
-        self._idle: list[_Conversation] = []
+        self._mean_rest = workload.num_conversations - at_once
+        self._resting: list[tuple[float, int, Conversation]] = []
+        self._numbers = itertools.count()
         self._num_begun = 0
-        self._draw = random.Random(f"{workload.seed}/order")
+        self._draw = random.Random(f"{workload.seed}/rests")
         for number in range(workload.num_conversations):
             self.begin(number % workload.num_turns)
 
@@ -87,24 +88,28 @@ class _Open:
         draw = random.Random(f"{load.seed}/conversation/{self._num_begun}")
         before = num_turns_before * (load.user_tokens + load.answer_tokens)
         tokens = self.tokens(system, load.system_tokens) + self.tokens(draw, before)
-        self._idle.append(_Conversation(tokens, load.num_turns - num_turns_before, draw))
         self._num_begun += 1
+        self._rest(Conversation(tokens, load.num_turns - num_turns_before, draw))
 
-    def take(self) -> _Conversation:
-        """A random conversation that waits for no answer, with the next turn of its user."""
-        chosen = self._idle.pop(self._draw.randrange(len(self._idle)))
+    def take(self) -> Conversation:
+        """The conversation whose rest ends next, with the next turn of its user."""
+        _, _, chosen = heapq.heappop(self._resting)
         chosen.token_ids += self.tokens(chosen.draw, self._workload.user_tokens)
         chosen.num_turns_left -= 1
         self.num_sent += 1
         return chosen
 
-    def answered(self, conversation: _Conversation, answer: Sequence[int]) -> None:
+    def answered(self, conversation: Conversation, answer: Sequence[int]) -> None:
         """The answer of a turn came."""
         conversation.token_ids += answer
         if conversation.num_turns_left:
-            self._idle.append(conversation)
+            self._rest(conversation)
         else:
             self.begin()
+
+    def _rest(self, conversation: Conversation) -> None:
+        until = self.num_sent + self._mean_rest * self._draw.gammavariate(2, 0.5)
+        heapq.heappush(self._resting, (until, next(self._numbers), conversation))
 
     def tokens(self, draw: random.Random, count: int) -> list[int]:
         """Random token ids."""
@@ -118,16 +123,22 @@ class ConversationClient:
         self._channel = open_channel(address)
         self._stub = gateway_pb2_grpc.InferenceStub(self._channel)
 
-    async def run(self, workload: Workload, at_once: int) -> list[TurnFigures]:
-        """Sends the workload with so many requests at once; the figures of those measured."""
-        conversations = _Open(workload)
+    async def run(
+        self, workload: Workload, at_once: int, cache_salt: str = ""
+    ) -> list[TurnFigures]:
+        """Sends the workload with so many requests at once; the figures of those measured.
+
+        What was cached of the same workload with another salt does not count.
+        """
+        conversations = OpenConversations(workload, at_once)
         total = workload.num_warm_up + workload.num_requests
         taken: list[TurnFigures] = []
 
         async def one_client() -> None:
             while (number := conversations.num_sent) < total:
                 conversation = conversations.take()
-                figures, answer = await self._ask(conversation.token_ids, workload.answer_tokens)
+                prompt, num_tokens = conversation.token_ids, workload.answer_tokens
+                figures, answer = await self._ask(prompt, num_tokens, cache_salt)
                 conversations.answered(conversation, answer)
                 if number >= workload.num_warm_up:
                     taken.append(figures)
@@ -137,11 +148,14 @@ class ConversationClient:
                 clients.create_task(one_client())
         return taken
 
-    async def _ask(self, prompt: list[int], num_tokens: int) -> tuple[TurnFigures, list[int]]:
+    async def _ask(
+        self, prompt: list[int], num_tokens: int, cache_salt: str
+    ) -> tuple[TurnFigures, list[int]]:
         request = gateway_pb2.GenerateRequest(
             token_ids=common_pb2.TokenIds(ids=prompt),
             sampling=common_pb2.SamplingParams(temperature=0, max_tokens=num_tokens),
             ignore_eos=True,
+            cache_salt=cache_salt,
         )
         answer: list[int] = []
         began = time.perf_counter()

@@ -23,6 +23,7 @@ from services.gateway.core.request import EngineRequest, ModelLimits
 from services.gateway.core.route import Route, RoutingReason
 from services.gateway.core.routing.cache_aware import CacheAware
 from services.gateway.core.routing.policy import RoutingParts
+from services.gateway.core.sequence_trace import ResubmitCause
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = CHAIN_BLOCKS * BLOCK_SIZE
@@ -117,8 +118,10 @@ class _World:
 
     def inflight(self, tokens: list[int]) -> Inflight:
         """A sequence with this prompt."""
-        request = EngineRequest("benchmark", tokens, SamplingParams(max_tokens=128), 0, "", 0, "")
-        (inflight,) = Mailbox([request], self._numbers, lambda _: None).inflights
+        request = EngineRequest("benchmark", tokens, SamplingParams(max_tokens=128), 0, "", 0)
+        (inflight,) = Mailbox(
+            [request], self._numbers, lambda _: None, time.perf_counter_ns
+        ).inflights
         return inflight
 
     def fill(self, num_blocks: int, prompts: Sequence[list[int]]) -> list[list[int]]:
@@ -164,7 +167,7 @@ class _Link:
     def add(self, handle: int, inflight: Inflight) -> None:
         """Sends nothing."""
 
-    def abort(self, handle: int) -> None:
+    def abort(self, handle: int, *, was_stopped: bool = False) -> None:
         """Aborts nothing."""
 
 
@@ -174,10 +177,19 @@ class _Listener:
     def replica_changed(self, replica: Replica) -> None:
         """Does nothing."""
 
-    def replica_lost(self, inflights: list[Inflight]) -> None:
+    def replica_lost(self, inflights: list[Inflight], cause: ResubmitCause) -> None:
         """Does nothing."""
 
     def request_rejected(self, inflight: Inflight, error: StepwellError, replica: Replica) -> None:
+        """Does nothing."""
+
+    def sequence_started(self, inflight: Inflight) -> None:
+        """Does nothing."""
+
+    def sequence_left(self, inflight: Inflight) -> None:
+        """Does nothing."""
+
+    def load_reported(self) -> None:
         """Does nothing."""
 
 

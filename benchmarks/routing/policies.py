@@ -1,25 +1,24 @@
-"""What each policy gives: a gateway with four replicas of their own for each, one after another."""
+"""What each policy gives: gateways with one after the other, in front of the same replicas."""
 
 import asyncio
+import itertools
 import statistics
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 
 from benchmarks.common.console import log
-from benchmarks.common.figures import percentile
+from benchmarks.common.figures import interleaved, percentile
+from benchmarks.common.gateways import running
 from benchmarks.routing.conversations import ConversationClient, TurnFigures, Workload
 from benchmarks.soak.replicas import Replicas
 from services.cli.settings import UpSettings
 from services.cli.supervisor import RestartPolicy
 
-NUM_REPLICAS = 4
 BLOCK_SIZE = 16
-POOL_SHARE = 1 / 3
-"""Of the blocks of all open conversations, what fits into the pool of one replica."""
 
 COUNT_SECONDS = 30.0
 """For so long the replicas may take to count the requests of a load."""
@@ -31,6 +30,8 @@ class PolicyFigures:
 
     policy: str
     at_once: int
+    pool_share: float
+    """Of the blocks of all open conversations, what fits into the pool of one replica."""
     num_requests: int
     hit_rate: float
     """Cached prompt tokens to prompt tokens."""
@@ -40,47 +41,84 @@ class PolicyFigures:
     """Most requests of a replica to their mean."""
 
 
-async def measure_policy(
-    policy: str, model: Path, workload: Workload, loads: Sequence[int]
+@dataclass(slots=True)
+class _Taken:
+    """What the runs of one policy and load gave."""
+
+    turns: list[TurnFigures] = field(default_factory=list)
+    num_requests: dict[str, int] = field(default_factory=dict)
+    """By replica, warm-up included."""
+
+
+async def measure_policies(
+    policies: Sequence[str],
+    model: Path,
+    workload: Workload,
+    loads: Sequence[int],
+    pool_share: float,
+    num_rounds: int,
+    num_replicas: int,
 ) -> list[PolicyFigures]:
-    """Starts the services with a policy and sends a workload of its own for each load."""
+    """Starts replicas, and a gateway for each policy and load; of several rounds, the next one
+    begins with the next policy. Each run has a salt of its own, and finds nothing of those before.
+    """
     settings = UpSettings(
         model=model,
         num_threads=1,
         block_size=BLOCK_SIZE,
-        num_blocks=1 + round(POOL_SHARE * workload.num_blocks(BLOCK_SIZE)),
-        replicas=NUM_REPLICAS,
-        routing_policy=policy,
+        num_blocks=1 + round(pool_share * workload.num_blocks(BLOCK_SIZE)),
+        replicas=num_replicas,
     )
-    found = []
+    found: dict[tuple[int, str], _Taken] = {}
     with tempfile.TemporaryDirectory(prefix="stepwell-routing-") as directory:
-        services = Replicas(settings, Path(directory), RestartPolicy())
-        async with services as replicas, httpx.AsyncClient(trust_env=False) as http:
-            client = ConversationClient(replicas.grpc)
-            before = dict.fromkeys(await _num_finished(http, replicas.http, 0), 0)
-            for at_once in loads:
-                own = replace(workload, seed=f"{workload.seed}/{at_once}")
-                taken = await client.run(own, at_once)
-                total = sum(before.values()) + own.num_warm_up + own.num_requests
-                after = await _num_finished(http, replicas.http, total)
-                counts = [after[address] - before[address] for address in after]
-                before = after
-                found.append(_figures(policy, at_once, taken, counts))
-                log(f"{policy}, {at_once} at once: hit rate {found[-1].hit_rate:.2f}")
-            await client.close()
-    return found
+        services = Replicas(settings, Path(directory), RestartPolicy(), num_gateways=0)
+        async with services as replicas:
+            runs = itertools.product(loads, itertools.chain(*interleaved(policies, num_rounds)))
+            for number, (at_once, policy) in enumerate(runs):
+                taken = found.setdefault((at_once, policy), _Taken())
+                gateway = replicas.first_gateway.another("gateway", {"routing_policy": policy})
+                async with running(gateway, Path(directory) / f"gateway-{number}.log"):
+                    client = ConversationClient(gateway.grpc)
+                    await _run(client, gateway.http, workload, at_once, str(number), taken)
+                    await client.close()
+                log(_progress(policy, at_once, taken))
+    return [_figures(policy, load, pool_share, taken) for (load, policy), taken in found.items()]
 
 
-def _figures(
-    policy: str, at_once: int, taken: Sequence[TurnFigures], counts: Sequence[int]
-) -> PolicyFigures:
-    first_tokens = [1000 * turn.first_token_seconds for turn in taken]
-    num_cached = sum(turn.num_cached_tokens for turn in taken)
+async def _run(
+    client: ConversationClient,
+    gateway: str,
+    workload: Workload,
+    at_once: int,
+    salt: str,
+    to: _Taken,
+) -> None:
+    async with httpx.AsyncClient(trust_env=False) as http:
+        before = await _num_finished(http, gateway, 0)
+        to.turns += await client.run(workload, at_once, salt)
+        total = sum(before.values()) + workload.num_warm_up + workload.num_requests
+        for replica, count in (await _num_finished(http, gateway, total)).items():
+            to.num_requests[replica] = to.num_requests.get(replica, 0) + count - before[replica]
+
+
+def _progress(policy: str, at_once: int, taken: _Taken) -> str:
+    figures = _figures(policy, at_once, 0.0, taken)
+    return (
+        f"{policy}, {at_once} at once: hit rate {figures.hit_rate:.2f}, "
+        f"p99 {figures.ttft_p99_millis:.0f} ms"
+    )
+
+
+def _figures(policy: str, at_once: int, pool_share: float, taken: _Taken) -> PolicyFigures:
+    turns, counts = taken.turns, taken.num_requests.values()
+    first_tokens = [1000 * turn.first_token_seconds for turn in turns]
+    num_cached = sum(turn.num_cached_tokens for turn in turns)
     return PolicyFigures(
         policy=policy,
         at_once=at_once,
-        num_requests=len(taken),
-        hit_rate=num_cached / sum(turn.num_prompt_tokens for turn in taken),
+        pool_share=pool_share,
+        num_requests=len(turns),
+        hit_rate=num_cached / sum(turn.num_prompt_tokens for turn in turns),
         ttft_median_millis=statistics.median(first_tokens),
         ttft_p99_millis=percentile(first_tokens, 99),
         spread=max(counts) / statistics.fmean(counts),

@@ -1,7 +1,7 @@
 """`make bench`: what serving through separate services costs, and where the cost lies.
 
     python -m benchmarks.serving [--quick] [--model DIR|15m|135m|1.1b]... [--concurrency 1,8,32]
-                                 [--json FILE] [--baseline DIR]
+                                 [--json FILE] [--baseline DIR | --tracing]
 
 For each model the same load goes through the four services (gRPC, and HTTP with server-sent events)
 and through everything in one process, in turns: whatever else the machine does meets all of them.
@@ -9,7 +9,8 @@ Then a step is taken apart, hop by hop, and with the first model it is measured 
 Tables go to standard output, progress to standard error.
 
 With --baseline the services are compared with those of another checkout instead, each run by its
-own `stepwell up`.
+own `stepwell up`. With --tracing it is measured only what tracing costs, in longer and more runs:
+off, at a ratio of 1 % and at 100 %, in turns.
 """
 
 import json
@@ -31,6 +32,7 @@ from benchmarks.serving.measurement import Options, measure
 
 DEFAULT_MODELS = ("models/demo", "135m")
 SCHEDULE = Schedule((1, 8, 32), num_rounds=5, requests_each=3, prompt_tokens=128, output_tokens=64)
+TRACING = replace(SCHEDULE, num_rounds=40, requests_each=96, level_seconds=240)
 QUICK = Schedule((1, 4), num_rounds=1, requests_each=1, prompt_tokens=32, output_tokens=8)
 
 
@@ -56,14 +58,18 @@ def parse_options(argv: Sequence[str]) -> Options:
         "--quick", action="store_true", help="one short round: shows that it works, no more"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there too")
-    parser.add_argument(
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument(
+        "--tracing", action="store_true", help="measure only what tracing costs, more precisely"
+    )
+    only.add_argument(
         "--baseline",
         type=checkout,
         metavar="DIR",
         help="compare with the services of another checkout, its gen/ built",
     )
     parsed = parser.parse_args(argv)
-    schedule = QUICK if parsed.quick else SCHEDULE
+    schedule = QUICK if parsed.quick else TRACING if parsed.tracing else SCHEDULE
     models = tuple(parsed.model or (DEFAULT_MODELS[:1] if parsed.quick else DEFAULT_MODELS))
     for model in models:
         if model not in RANDOM_MODELS and not is_model(model):
@@ -74,6 +80,7 @@ def parse_options(argv: Sequence[str]) -> Options:
         trace_ratios=(1.0,) if parsed.quick else (0.01, 1.0),
         json_file=parsed.json,
         baseline=parsed.baseline,
+        only_tracing=parsed.tracing,
     )
 
 

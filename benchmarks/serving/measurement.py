@@ -28,7 +28,6 @@ from services.cli.settings import UpSettings
 SPARE_BLOCKS = 64
 BLOCK_SIZE = 16
 
-
 PAIRED_ROUNDS = 8
 """Rounds beside another checkout, for each round otherwise: the difference sought is small."""
 ROOT = Path(__file__).parents[2]
@@ -43,6 +42,7 @@ class Options:
     trace_ratios: tuple[float, ...]
     json_file: Path | None
     baseline: Path | None
+    only_tracing: bool = False
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -70,6 +70,9 @@ async def measure(options: Options, command: str) -> dict[str, Any]:
     for number, model in enumerate(models):
         if options.baseline is not None:
             results["models"][model.name] = await measure_baseline(options, model, options.baseline)
+            continue
+        if options.only_tracing:
+            results["models"][model.name] = await measure_only_tracing(options, model)
             continue
         found_here = await measure_model(options, model, with_tracing=number == 0)
         results["models"][model.name] = found_here
@@ -154,6 +157,23 @@ async def measure_baseline(options: Options, model: Path, root: Path) -> dict[st
     return results
 
 
+async def measure_only_tracing(options: Options, model: Path) -> dict[str, Any]:
+    """What tracing costs, and nothing else."""
+    results: dict[str, Any] = {}
+    async with SpanReceiver() as receiver:
+        async with AsyncExitStack() as scope:
+            log(f"starting {model.name} with tracing and without")
+            stack = Stack(_settings(options, model))
+            traced = {
+                ratio: Stack(_settings(options, model, receiver.endpoint, ratio))
+                for ratio in options.trace_ratios
+            }
+            await enter_all(scope, stack, *traced.values())
+            results["tracing"] = await measure_tracing(options, model, stack, traced)
+        results["span_work"] = await measure_span_work(options, receiver.endpoint)
+    return results
+
+
 async def hop_runs(options: Options, model: Path, stack: Stack) -> list[HopRun]:
     """Loads whose traces take a step apart, at the least and the greatest concurrency."""
     await run_hops(stack, options.load(model, 1, "hops/warm-up"))
@@ -172,7 +192,13 @@ async def measure_tracing(
     targets |= {f"{ratio:.0%}": HttpTarget(other) for ratio, other in traced.items()}
     schedule = replace(options.schedule, concurrencies=options.ends)
     rows = await compare(targets, schedule, vocab_size(model), log)
-    show(f"### {model.name}: with tracing", tables.tracing_table(rows))
+    show(
+        f"### {model.name}: with tracing",
+        tables.tracing_table(rows),
+        tables.rounds_text(rows),
+        "Processor time per output token, in microseconds:",
+        tables.processor_table(rows),
+    )
     return [asdict(row) for row in rows]
 
 

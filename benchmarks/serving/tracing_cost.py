@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from opentelemetry.sdk.trace.sampling import Decision
 from stepwell.kvpool.v1 import kvpool_pb2
-from stepwell.worker.v1 import worker_pb2
 
+from services.common.finish_reason import FinishReason
 from services.common.ids import RequestKey
 from services.common.pool_operations import Operation, Outcome
 from services.common.sampling import SamplingParams
@@ -29,16 +29,17 @@ from services.kvpool.adapters.telemetry import traced
 from services.scheduler.adapters.statistics import StepCounts
 from services.scheduler.adapters.step_tracer import StepTracer as SchedulerTracer
 from services.scheduler.adapters.traced_ports import TracedExecutor, TracedPool
-from services.scheduler.core.output import EngineCoreOutput, ModelRunnerOutput, SchedulerOutput
+from services.scheduler.core.output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.request import Request
 from services.worker.adapters.telemetry import StepTimes
 from services.worker.adapters.telemetry import StepTracer as WorkerTracer
-from services.worker.core.step import NewRequest, StepInput, StepOutput
+from services.worker.core.step import StepInput
 
 NUM_STEPS = 10_000
 _STEPS_PER_FLUSH = 100
 """Exporters would drop what comes faster than they can send."""
 _SAMPLED_STEPS = 1_000
+_STEPS_PER_REQUEST = 64
 
 Step = Callable[[int], Awaitable[None]]
 
@@ -63,36 +64,40 @@ class _IdleExecutor:
         return answer
 
 
-def scheduler_steps(tracing: Tracing, traceparents: Sequence[str]) -> Step:
-    """The scheduler's part: the step, its transaction, its execution, links to its requests."""
-    tracer = SchedulerTracer(tracing, StepCounts())
+def scheduler_steps(tracing: Tracing, num_requests: int) -> Step:
+    """The scheduler's part: the step, its transaction, its execution, links to its requests, and
+    what these leave when they end.
+    """
     pool = TracedPool(_IdlePool(), tracing)
     executor = TracedExecutor(_IdleExecutor(), tracing)
-    requests = [_request(number, text) for number, text in enumerate(traceparents)]
-    updates = [EngineCoreOutput(request, [0]) for request in requests]
-    ones = [1] * len(requests)
-    tracer.begin()
-    tracer.planned(SchedulerOutput(-1, requests, ones, ones, new=requests))
-    tracer.done(SchedulerOutput(-1), updates)
+    tracer = SchedulerTracer(tracing, StepCounts(), lambda: (), executor.end)
+    ones, tokens = [1] * num_requests, [[0]] * num_requests
+    requests: list[Request] = []
 
     async def step(number: int) -> None:
+        is_first = number % _STEPS_PER_REQUEST == 0
+        is_last = number % _STEPS_PER_REQUEST == _STEPS_PER_REQUEST - 1
+        if is_first:
+            requests[:] = [_request(row, _draw_traceparent(tracing)) for row in range(num_requests)]
+            tracer.arrived(requests)
         traceparent = tracer.begin()
         await pool.transact([], traceparent)
-        plan = SchedulerOutput(number, requests, ones, ones)
+        plan = SchedulerOutput(number, requests, ones, ones, new=requests if is_first else [])
         tracer.planned(plan)
         await (await executor.submit(plan, traceparent))
-        tracer.done(plan, updates)
+        for request in requests if is_last else ():
+            request.finish(FinishReason.LENGTH)
+        tracer.done(plan, EngineCoreOutputs(plan, tokens, {}, requests if is_last else ()))
 
     return step
 
 
-def kvpool_steps(tracing: Tracing, traceparents: Sequence[str]) -> Step:
+def kvpool_steps(tracing: Tracing, num_requests: int) -> Step:
     """The pool's part: one transaction of a traced step."""
     answer = kvpool_pb2.TransactResponse(generation=1, num_free_blocks=1)
     apply = traced(lambda _hosted, _request: answer, tracing)
-    sampler = _step_sampler(tracing)
+    sampler = _step_sampler(tracing, num_requests)
     hosted: Any = None  # what is applied looks at neither pool nor request
-    _ = traceparents
 
     async def step(number: int) -> None:
         apply(hosted, kvpool_pb2.TransactRequest(sequence=number, traceparent=sampler()))
@@ -100,26 +105,15 @@ def kvpool_steps(tracing: Tracing, traceparents: Sequence[str]) -> Step:
     return step
 
 
-def worker_steps(tracing: Tracing, traceparents: Sequence[str]) -> Step:
-    """The worker's part: one execution, and the phases of its requests."""
-    tracer, sampler = WorkerTracer(tracing, 0), _step_sampler(tracing)
-    count = len(traceparents)
-    ones, rows = np.ones(count, np.int32), np.arange(count, dtype=np.int32)
-    entering = tuple(
-        NewRequest(row, ones[:1], 1, SamplingParams(), (ones[:1],)) for row in range(count)
-    )
-    messages = [
-        worker_pb2.NewRequest(row=row, traceparent=text) for row, text in enumerate(traceparents)
-    ]
-    output = StepOutput(1, 0, num_tokens=ones, token_ids=ones)
+def worker_steps(tracing: Tracing, num_requests: int) -> Step:
+    """The worker's part: one execution."""
+    tracer, sampler = WorkerTracer(tracing, 0), _step_sampler(tracing, num_requests)
+    ones, rows = np.ones(num_requests, np.int32), np.arange(num_requests, dtype=np.int32)
     now = time.time_ns()
     times = StepTimes(now, now, now)
-    first = StepInput(1, 0, rows, ones, ones, new_requests=entering)
-    tracer.record(worker_pb2.ExecuteRequest(new_requests=messages), first, output, times)
 
     async def step(number: int) -> None:
-        message = worker_pb2.ExecuteRequest(step=number, traceparent=sampler())
-        tracer.record(message, StepInput(1, number, rows, ones, ones), output, times)
+        tracer.record(sampler(), StepInput(1, number, rows, ones, ones), times)
 
     return step
 
@@ -132,7 +126,7 @@ async def measure(
 ) -> float:
     """Microseconds of processor time per step."""
     tracing = configure_tracing(service, endpoint, ratio)
-    step = SERVICES[service](tracing, [_draw_traceparent(tracing) for _ in range(num_requests)])
+    step = SERVICES[service](tracing, num_requests)
     await step(0)
     begun = time.process_time_ns()
     for number in range(1, num_steps + 1):
@@ -144,10 +138,11 @@ async def measure(
     return micros
 
 
-def _request(number: int, traceparent: str) -> Request:
+def _request(row: int, traceparent: str) -> Request:
     return Request(
-        request_id=str(number),
-        key=RequestKey(number),
+        request_id=str(row),
+        key=RequestKey(row),
+        row=row,
         token_ids=[0],
         num_prompt_tokens=1,
         sampling=SamplingParams(max_tokens=1),
@@ -167,9 +162,14 @@ def _draw_traceparent(tracing: Tracing) -> str:
     return f"00-{trace_id:032x}-{secrets.token_hex(8)}-01"
 
 
-def _step_sampler(tracing: Tracing) -> Callable[[], str]:
-    """Draws each step's trace context from a few thousand made ahead of time."""
-    drawn = [_draw_traceparent(tracing) for _ in range(5_000 if tracing.enabled else 1)]
+def _step_sampler(tracing: Tracing, num_requests: int) -> Callable[[], str]:
+    """Draws each step's trace context from a few thousand made ahead of time. A step is sampled if
+    one of its requests is.
+    """
+    drawn = [
+        max(_draw_traceparent(tracing) for _ in range(num_requests))
+        for _ in range(2_000 if tracing.enabled else 1)
+    ]
     index = 0
 
     def draw() -> str:

@@ -12,7 +12,9 @@ COMMANDS = {
     "faults": "services are killed, stopped and terminated; fails if an answer fails or changes",
     "hostility": "generated attacks; fails if another client's stream pauses or memory grows",
     "idle": "no requests for minutes; fails if the prefix cache is lost or a warning is logged",
+    "openapi": "requests made from the OpenAPI document; fails if an answer is not documented",
     "overload": "more load than the services can take; prints goodput and the time of refusals",
+    "traces": "requests through pauses and kills; fails if a trace does not explain all their time",
 }
 
 HELP = "\n".join(

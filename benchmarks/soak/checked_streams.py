@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -54,26 +55,45 @@ class Counts:
     changed: Counter[str] = field(default_factory=Counter)
     with_gateway: int = 0
     """Answers that ended because the gateway was made to end."""
+    silences: list[float] = field(default_factory=list)
+    """Of each answer that ended well, the longest time without a token, in seconds."""
+
+    @property
+    def are_good(self) -> bool:
+        """Whether no answer failed or changed."""
+        return not self.failed and not self.changed
+
+    def __str__(self) -> str:
+        return (
+            f"{self.good} answers are right, {self.failed.total()} failed, "
+            f"{self.changed.total()} changed, {self.with_gateway} ended with the gateway"
+        )
 
 
 class Streams:
-    """Requests that are sent again and again, all at once, over one channel.
+    """Requests that are sent again and again, all at once, over one channel to each gateway.
 
     Half are greedy, half are sampled with a seed, some with penalties, some with
     log-probabilities. Many prompts begin alike.
     """
 
     def __init__(
-        self, address: str, count: int, vocab_size: int, num_prompt_tokens: int, num_tokens: int
+        self,
+        addresses: Sequence[str],
+        count: int,
+        vocab_size: int,
+        num_prompt_tokens: int,
+        num_tokens: int,
     ) -> None:
+        """`addresses` of gateways get the streams in turn."""
         self.counts = Counts()
         self.expects_gateway_loss = False
         self._requests = [
             make_request(number, vocab_size, num_prompt_tokens, num_tokens)
             for number in range(count)
         ]
-        self._channel = open_channel(address)
-        self._stub = gateway_pb2_grpc.InferenceStub(self._channel)
+        self._channels = [open_channel(address) for address in addresses]
+        self._stubs = [gateway_pb2_grpc.InferenceStub(channel) for channel in self._channels]
         self._expected: list[Answer] = []
         self._stopping = False
         self._last_piece = 0.0
@@ -85,9 +105,10 @@ class Streams:
 
     async def measure(self) -> None:
         """Sends each request alone and keeps its answer, which all later ones must equal."""
-        self._expected = [
-            await self._ask(number, Answer()) for number in range(len(self._requests))
-        ]
+        for number in range(len(self._requests)):
+            answer = Answer()
+            await self._ask(number, answer)
+            self._expected.append(answer)
 
     async def run(self) -> None:
         """Repeats all requests until `stop`; returns when the last answers have ended."""
@@ -100,8 +121,9 @@ class Streams:
         self._stopping = True
 
     async def close(self) -> None:
-        """Closes the channel."""
-        await self._channel.close()
+        """Closes the channels."""
+        for channel in self._channels:
+            await channel.close()
 
     def mark(self) -> None:
         """Begins a measurement of silences."""
@@ -128,7 +150,7 @@ class Streams:
         while not self._stopping:
             answer = Answer()
             try:
-                await self._ask(number, answer)
+                silence = await self._ask(number, answer)
             except grpc.aio.AioRpcError as error:
                 if self.expects_gateway_loss:
                     self.counts.with_gateway += 1
@@ -141,20 +163,21 @@ class Streams:
                 self.counts.changed[f"stream {number}: {difference}"] += 1
             else:
                 self.counts.good += 1
+                self.counts.silences.append(silence)
 
-    async def _ask(self, number: int, answer: Answer) -> Answer:
-        begun = False
-        call = self._stub.Generate(
-            self._requests[number], timeout=ANSWER_SECONDS, wait_for_ready=True
-        )
+    async def _ask(self, number: int, answer: Answer) -> float:
+        """Fills in the answer; returns the longest time without a piece of it, in seconds."""
+        begun, silence, last = False, 0.0, time.monotonic()
+        stub = self._stubs[number % len(self._stubs)]
+        call = stub.Generate(self._requests[number], timeout=ANSWER_SECONDS, wait_for_ready=True)
         async for piece in call:
             answer.add(piece)
-            self._came(number, begun)
-            begun = True
-        return answer
+            now = time.monotonic()
+            self._came(number, begun, now)
+            begun, silence, last = True, max(silence, now - last), now
+        return silence
 
-    def _came(self, number: int, begun: bool) -> None:
-        now = time.monotonic()
+    def _came(self, number: int, begun: bool, now: float) -> None:
         self._silence = max(self._silence, now - max(self._last_piece, self._since))
         self._last_piece = now
         if begun and now > self._since:

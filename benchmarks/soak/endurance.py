@@ -35,6 +35,7 @@ from benchmarks.common.process_usage import usage_of
 from benchmarks.common.stack import Stack
 from benchmarks.soak.clients import KINDS, Endpoint
 from benchmarks.soak.findings import Finding, Sample, findings, table
+from benchmarks.soak.left_over import read_status, settle
 from services.cli.settings import UpSettings
 
 MAX_RUNNING = 16
@@ -162,18 +163,11 @@ class _Sampler:
 
     async def status(self) -> dict[str, Any]:
         """The gateway's status and that of its replica."""
-        answer = await self._http.get(f"http://{self._stack.http}/status")
-        found: dict[str, Any] = answer.raise_for_status().json()
-        return found
+        return await read_status(self._http, self._stack.http)
 
     async def settle(self) -> str:
         """Waits until nothing runs and every block is free; returns what is left, or nothing."""
-        given_up = time.monotonic() + SETTLE_SECONDS
-        while left := _left_over(await self.status()):
-            if time.monotonic() > given_up:
-                return left
-            await asyncio.sleep(0.1)
-        return ""
+        return await settle(self._http, self._stack.http, SETTLE_SECONDS)
 
     def _sample(self, passed: float) -> Sample:
         try:
@@ -192,19 +186,6 @@ class _Sampler:
             f"{stats['num_waiting']} waiting, {stats['num_free_blocks']} blocks free, "
             f"{stats['num_preemptions']} preemptions; MB: {memory}"
         )
-
-
-def _left_over(status: dict[str, Any]) -> str:
-    stats = status["replicas"][0]["stats"]
-    if stats is None:
-        return "the scheduler does not answer"
-    left = {
-        "requests in the gateway": status["requests_in_flight"],
-        "requests running": stats["num_running"],
-        "requests waiting": stats["num_waiting"],
-        "blocks not free": stats["num_usable_blocks"] - stats["num_free_blocks"],
-    }
-    return ", ".join(f"{count} {what}" for what, count in left.items() if count)
 
 
 def report(outcome: Outcome) -> str:

@@ -1,23 +1,30 @@
 """Kills, stops and terminates services under full streams; fails if an answer fails or changes.
 
-    python -m benchmarks.soak faults --faults 50 [--replicas 2] [--dtype bfloat16] [--seed 1]
+    python -m benchmarks.soak faults [--faults 50] [--replicas 2] [--dtype bfloat16] [--seed 1]
                                      [--gateway]
+    python -m benchmarks.soak faults --every 2 --seconds 60 --replicas 3 --streams 32
+                                     [--gateways 2] [--dtype bfloat16] [--seed 1]
 
 First each request is sent alone. Then all streams run at once and without end
-(benchmarks/soak/checked_streams.py) while one, two or three services at a time get SIGKILL, SIGSTOP
-or SIGTERM, at once or within a second; the supervisor of `stepwell up` starts them again. Each
-answer must be what it was alone: tokens, text and log-probabilities. The next fault comes after all
-services have been ready again and each stream has gone on. The table of silences, in which no
-stream brought a token, goes to standard output, progress to standard error; the exit status is 1 if
-an answer failed, changed, or did not go on.
+(benchmarks/soak/checked_streams.py) while services get signals; the supervisor of `stepwell up`
+starts them again. Each answer must be what it was alone: tokens, text and log-probabilities.
 
-With --gateway the gateway is among the victims; answers that end with it are counted apart.
+* One fault after another: one, two or three services at a time get SIGKILL, SIGSTOP or SIGTERM, at
+  once or within a second. The next fault comes after all services have been ready again and each
+  stream has gone on. The table has the silences, in which no stream brought a token.
+* With --every a service that runs gets SIGKILL or SIGSTOP each so many seconds, whatever has become
+  of those before, for --seconds. What is started so often is started after growing delays, as
+  always. At the end every block must be free again.
+
+Tables go to standard output, progress to standard error; the exit status is 1 if an answer failed,
+changed, or did not go on, or if something was left. With --gateway the gateways are among the
+victims; answers that end with one are counted apart.
 """
 
 import asyncio
 import os
+import shutil
 import signal
-import statistics
 import tempfile
 import time
 from collections.abc import Sequence
@@ -26,96 +33,71 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
+import httpx
 import uvloop
 
-from benchmarks.common.arguments import add_model, count, make_parser
+from benchmarks.common.arguments import add_model, count, make_parser, positive
 from benchmarks.common.console import log, messages
 from benchmarks.common.models import vocab_size
-from benchmarks.soak.checked_streams import Counts, Streams
-from benchmarks.soak.replicas import Replicas
+from benchmarks.common.process_usage import is_running
+from benchmarks.soak.checked_streams import Streams
+from benchmarks.soak.fault_draws import Fault, draw_fault, draw_hit
+from benchmarks.soak.fault_report import Effect, report, storm_report
+from benchmarks.soak.left_over import settle
+from benchmarks.soak.replicas import LOG_NAME, Replicas
 from services.cli.settings import UpSettings
 from services.cli.supervisor import RestartPolicy
 
 NUM_STREAMS = 28
 NUM_PROMPT_TOKENS, NUM_TOKENS = 160, 200
 RECOVERY_SECONDS = 60.0
-MOST_APART_SECONDS = 1.0
 CALM_SECONDS = (0.1, 1.0)
 """Between a recovery and the next fault."""
 STEADY_SECONDS = 1.0
-"""A service that ran for so long is not in a crash loop: faults come every few seconds."""
-SIGNALS = (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)
-SHOWN_FAILURES = 10
+"""A service that ran for so long is not in a crash loop, where each fault waits for the recovery
+from the one before.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to run."""
+    """What to run. `every_seconds`: from one fault to the next, whatever became of it; None: each
+    waits for the recovery from the one before.
+    """
 
     model: Path
     num_faults: int
+    every_seconds: float | None
+    seconds: float
     num_replicas: int
+    num_gateways: int
     dtype: str
     seed: int
     hits_gateway: bool
     num_streams: int
     num_tokens: int
+    log_file: Path | None
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
-    """Signals to services, each so many seconds after the fault began."""
+class Outcome:
+    """What came of a campaign, as text, and whether all answers were right."""
 
-    hits: tuple[tuple[float, str, signal.Signals], ...]
-
-    @property
-    def kind(self) -> str:
-        """The row of the table that it belongs to."""
-        names = sorted(name.partition("-")[0] for _, name, _ in self.hits)
-        signals = sorted({number.name for _, _, number in self.hits})
-        if len(names) == 1:
-            return f"{names[0]}, {signals[0]}"
-        return f"{len(names)} services, {signals[0] if len(signals) == 1 else 'several signals'}"
-
-    def __str__(self) -> str:
-        return ", ".join(f"{number.name} to {name}" for _, name, number in self.hits)
+    report: str
+    is_good: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Effect:
-    """What a fault did: seconds of silence of all streams, and the longest gap in one answer."""
-
-    fault: Fault
-    silence_seconds: float
-    longest_gap_seconds: float
-    recovered: bool
-
-
-def draw_fault(draw: Random, names: Sequence[str]) -> Fault:
-    """One, two or three services; often all get the same signal at the same time."""
-    victims = draw.sample(list(names), min(draw.choice((1, 1, 1, 2, 3)), len(names)))
-    first = draw.choice(SIGNALS)
-    mixed, apart = draw.random() < 0.25, draw.random() < 0.5
-    hits = [
-        (
-            draw.uniform(0, MOST_APART_SECONDS) if index and apart else 0.0,
-            name,
-            draw.choice(SIGNALS) if mixed else first,
-        )
-        for index, name in enumerate(victims)
-    ]
-    return Fault(tuple(sorted(hits)))
-
-
-async def campaign(options: Options, directory: Path) -> tuple[list[Effect], Counts]:
+async def campaign(options: Options, directory: Path) -> Outcome:
     """Runs all faults under load. Raises RuntimeError if the services do not start."""
     settings = UpSettings(
         model=options.model, dtype=options.dtype, num_threads=1, replicas=options.num_replicas
     )
-    steady = RestartPolicy(steady_seconds=STEADY_SECONDS)
-    async with Replicas(settings, directory, steady) as replicas:
+    is_storm = options.every_seconds is not None
+    restarts = RestartPolicy() if is_storm else RestartPolicy(steady_seconds=STEADY_SECONDS)
+    services = Replicas(settings, directory, restarts, num_gateways=options.num_gateways)
+    async with services as replicas:
         streams = Streams(
-            replicas.grpc,
+            [gateway.grpc for gateway in replicas.gateways],
             options.num_streams,
             vocab_size(options.model),
             NUM_PROMPT_TOKENS,
@@ -124,16 +106,20 @@ async def campaign(options: Options, directory: Path) -> tuple[list[Effect], Cou
         log(f"sending {options.num_streams} requests one by one")
         await streams.measure()
         load = asyncio.create_task(streams.run())
-        effects = await _inject_all(options, replicas, streams)
-        streams.stop()
-        await load
+        run = _storm if is_storm else _one_by_one
+        outcome = await run(options, replicas, streams, load)
         await streams.close()
-    return effects, streams.counts
+    return outcome
 
 
-async def _inject_all(options: Options, replicas: Replicas, streams: Streams) -> list[Effect]:
+# Faults that come one after another.
+
+
+async def _one_by_one(
+    options: Options, replicas: Replicas, streams: Streams, load: "asyncio.Task[None]"
+) -> Outcome:
     draw = Random(options.seed)
-    names = [*replicas.names, *(("gateway",) if options.hits_gateway else ())]
+    names = _victims(options, replicas)
     effects = []
     streams.mark()
     await _within(RECOVERY_SECONDS, streams.all_progressed)
@@ -144,25 +130,23 @@ async def _inject_all(options: Options, replicas: Replicas, streams: Streams) ->
         log(
             f"{number + 1}/{options.num_faults}: {effect.fault}: silence "
             f"{effect.silence_seconds:.2f} s, longest gap {effect.longest_gap_seconds:.2f} s; "
-            f"{streams.counts.good} answers are right, {streams.counts.failed.total()} failed, "
-            f"{streams.counts.changed.total()} changed"
-            + ("" if effect.recovered else "; NOT RECOVERED")
+            f"{streams.counts}" + ("" if effect.recovered else "; NOT RECOVERED")
         )
-    return effects
+    await _end(streams, load)
+    good = streams.counts.are_good and all(effect.recovered for effect in effects)
+    return Outcome(report(effects, streams.counts), good)
 
 
 async def _inject(fault: Fault, replicas: Replicas, streams: Streams) -> Effect:
     """Sends the signals, and waits until all victims are ready again and all streams go on."""
     streams.mark()
-    streams.expects_gateway_loss = any(name == "gateway" for _, name, _ in fault.hits)
+    streams.expects_gateway_loss = any(_is_gateway(name) for _, name, _ in fault.hits)
     began = time.monotonic()
     hit: dict[str, tuple[int, int]] = {}
     for delay, name, number in fault.hits:
         await asyncio.sleep(max(0.0, began + delay - time.monotonic()))
-        pid = replicas.pid(name)
-        hit[name] = pid, replicas.record.num_ready.get(name, 0)
-        with suppress(ProcessLookupError):  # It ended with another one.
-            os.kill(pid, number)
+        hit[name] = replicas.pid(name), replicas.record.num_ready.get(name, 0)
+        _send(number, name, replicas)
     recovered = await _all_ready(hit, replicas)
     streams.expect_progress()
     recovered &= await _within(RECOVERY_SECONDS, streams.all_progressed)
@@ -182,11 +166,62 @@ async def _all_ready(hit: dict[str, tuple[int, int]], replicas: Replicas) -> boo
         if left <= 0:
             for name, (pid, _) in hit.items():
                 if replicas.pid(name) == pid:
-                    with suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+                    _send(signal.SIGKILL, name, replicas)
             return False
         await _within(left, record.changed)
     return True
+
+
+# Faults that do not wait.
+
+
+async def _storm(
+    options: Options, replicas: Replicas, streams: Streams, load: "asyncio.Task[None]"
+) -> Outcome:
+    assert options.every_seconds is not None
+    draw = Random(options.seed)
+    names = _victims(options, replicas)
+    streams.expects_gateway_loss = options.hits_gateway
+    streams.mark()
+    await _within(RECOVERY_SECONDS, streams.all_progressed)
+    began = time.monotonic()
+    faults: list[Fault] = []
+    while (due := len(faults) * options.every_seconds) < options.seconds:
+        await asyncio.sleep(max(0.0, began + due - time.monotonic()))
+        running = [name for name in names if is_running(replicas.pid(name))]
+        fault = draw_hit(draw, running or names)
+        ((_, name, number),) = fault.hits
+        _send(number, name, replicas)
+        faults.append(fault)
+        log(f"{time.monotonic() - began:5.1f} s: {fault}; {streams.counts}")
+    await _end(streams, load)
+    async with httpx.AsyncClient(trust_env=False) as http:
+        left_over = await settle(http, replicas.http, RECOVERY_SECONDS)
+    good = streams.counts.are_good and not left_over
+    return Outcome(storm_report(faults, streams.counts, left_over), good)
+
+
+# Of both.
+
+
+def _victims(options: Options, replicas: Replicas) -> list[str]:
+    gateways = [gateway.spec.name for gateway in replicas.gateways]
+    return [*replicas.names, *(gateways if options.hits_gateway else ())]
+
+
+def _is_gateway(name: str) -> bool:
+    return name.startswith("gateway")
+
+
+def _send(number: signal.Signals, name: str, replicas: Replicas) -> None:
+    with suppress(ProcessLookupError):  # It has ended.
+        os.kill(replicas.pid(name), number)
+
+
+async def _end(streams: Streams, load: "asyncio.Task[None]") -> None:
+    """Waits for the answers that were begun: each has a deadline."""
+    streams.stop()
+    await load
 
 
 async def _within(seconds: float, event: asyncio.Event) -> bool:
@@ -195,56 +230,36 @@ async def _within(seconds: float, event: asyncio.Event) -> bool:
     return event.is_set()
 
 
-def report(effects: Sequence[Effect], counts: Counts) -> str:
-    """The whole report."""
-    kinds: dict[str, list[Effect]] = {}
-    for effect in effects:
-        kinds.setdefault(effect.fault.kind, []).append(effect)
-    lines = [
-        "| fault | times | silence s, median / longest | longest gap in an answer s |",
-        "| --- | ---: | ---: | ---: |",
-    ]
-    for kind, found in sorted(kinds.items()):
-        silences = [effect.silence_seconds for effect in found]
-        gap = max(effect.longest_gap_seconds for effect in found)
-        lines.append(
-            f"| {kind} | {len(found)} | {statistics.median(silences):.2f} / {max(silences):.2f} "
-            f"| {gap:.2f} |"
-        )
-    stuck = sum(not effect.recovered for effect in effects)
-    lines += [
-        "",
-        f"{len(effects)} faults, {stuck} without recovery; {counts.good} answers are right, "
-        f"{counts.failed.total()} failed, {counts.changed.total()} changed, "
-        f"{counts.with_gateway} ended with the gateway",
-    ]
-    for what in (counts.failed, counts.changed):
-        lines += [f"{times} times {text}" for text, times in what.most_common(SHOWN_FAILURES)]
-    return "\n".join(lines)
-
-
 def parse_options(argv: Sequence[str]) -> Options:
     """The command line. Ends the process with one sentence when it makes no sense."""
     parser = make_parser("soak faults", (__doc__ or "").partition("\n")[0])
     add_model(parser)
     add = parser.add_argument
-    add("--faults", type=count, default=50, help="how many faults (default: 50)")
+    add("--faults", type=count, default=50, help="how many, one after another (default: 50)")
+    add("--every", type=positive, help="seconds from one to the next, without waiting")
+    add("--seconds", type=positive, default=60.0, help="of faults with --every (default: 60)")
     add("--replicas", type=count, default=1, help="schedulers with pool and worker (default: 1)")
+    add("--gateways", type=count, default=1, help="side by side (default: 1)")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: float32")
     add("--seed", type=int, default=0, help="which faults, and when (default: 0)")
-    add("--gateway", action="store_true", help="hit the gateway as well")
+    add("--gateway", action="store_true", help="hit the gateways as well")
     add("--streams", type=count, default=NUM_STREAMS, help=f"at once (default: {NUM_STREAMS})")
     add("--tokens", type=count, default=NUM_TOKENS, help=f"of an answer (default: {NUM_TOKENS})")
+    add("--log", type=Path, metavar="FILE", help="keep there what the services log")
     parsed = parser.parse_args(argv)
     return Options(
         parsed.model,
         parsed.faults,
+        parsed.every,
+        parsed.seconds,
         parsed.replicas,
+        parsed.gateways,
         parsed.dtype,
         parsed.seed,
         parsed.gateway,
         parsed.streams,
         parsed.tokens,
+        parsed.log,
     )
 
 
@@ -253,10 +268,12 @@ def main(argv: Sequence[str]) -> int:
     options = parse_options(argv)
     with tempfile.TemporaryDirectory(prefix="stepwell-faults-") as directory:
         try:
-            effects, counts = uvloop.run(campaign(options, Path(directory)))
+            outcome = uvloop.run(campaign(options, Path(directory)))
         except RuntimeError as failed:
             log("\n".join(messages(failed)))
             return 1
-    print(report(effects, counts))
-    good = not counts.failed and not counts.changed and all(e.recovered for e in effects)
-    return 0 if good else 1
+        finally:
+            if options.log_file is not None:
+                shutil.copy(Path(directory) / LOG_NAME, options.log_file)
+    print(outcome.report)
+    return 0 if outcome.is_good else 1

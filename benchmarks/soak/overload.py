@@ -1,7 +1,7 @@
 """Goodput and refusals under more load than the services can take.
 
     python -m benchmarks.soak overload [--seconds S] [--factor N] [--deadline-seconds S]
-                                       [--api http|grpc] [--model DIR]
+                                       [--api http|grpc] [--tenants N] [--model DIR]
 
 1. Capacity: a closed loop of as many clients as run at once, each with the next request as soon as
    its last one is done.
@@ -10,7 +10,9 @@
    tokens of the requests that were done by then; refusals are timed from sending to the answer.
    Requests that were queued and evicted before their first step are counted apart.
 
-Services and clients share one machine and its processors.
+Services and clients share one machine and its processors. With `--tenants 2` one of two tenants
+sends the overload, over HTTP: `benchmarks.soak.overload_tenants` says what is measured, and the
+exit status is 1 if a figure is not as it should be.
 """
 
 import asyncio
@@ -19,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import uvloop
@@ -27,7 +29,9 @@ import uvloop
 from benchmarks.common.arguments import add_model, count, make_parser, positive
 from benchmarks.common.figures import percentile
 from benchmarks.common.stack import Stack
+from benchmarks.soak import overload_tenants
 from benchmarks.soak.overload_clients import DONE, REFUSED, GrpcSender, HttpSender, Sender
+from benchmarks.soak.overload_tenants import TenantOptions, lines_of
 from services.cli.settings import UpSettings
 
 VOCAB_SIZE = 256
@@ -46,6 +50,9 @@ class Options:
     concurrency: int
     prompt_tokens: int
     output_tokens: int
+    tenants: int
+    quiet_share: float
+    recovery_seconds: float
 
 
 @dataclass(slots=True)
@@ -152,6 +159,9 @@ def parse_options(argv: Sequence[str]) -> Options:
     parser.add_argument(
         "--api", choices=("http", "grpc"), default="http", help="API that clients use"
     )
+    parser.add_argument(
+        "--tenants", type=int, choices=(1, 2), default=1, help="with 2, one of them floods"
+    )
     flags: tuple[tuple[str, Callable[[str], float], float, str], ...] = (
         ("--seconds", positive, 20.0, "length of each part"),
         ("--factor", positive, 10.0, "load, as a multiple of capacity"),
@@ -159,14 +169,32 @@ def parse_options(argv: Sequence[str]) -> Options:
         ("--concurrency", count, 32, "requests that run at once"),
         ("--prompt-tokens", count, 32, "length of each prompt"),
         ("--output-tokens", count, 128, "length of each answer"),
+        ("--quiet-share", positive, 0.8, "of its half of the peak, what the quiet tenant asks for"),
+        (
+            "--recovery-seconds",
+            positive,
+            5.0,
+            "after a flood, before what is normal is measured",
+        ),
     )
     for name, kind, default, text in flags:
         parser.add_argument(name, type=kind, default=default, help=f"{text} (default: {default})")
     return Options(**vars(parser.parse_args(argv)))
 
 
+def _measure_tenants(options: Options) -> int:
+    wanted = TenantOptions(
+        **{field.name: getattr(options, field.name) for field in fields(TenantOptions)}
+    )
+    lines = lines_of(wanted, uvloop.run(overload_tenants.measure(wanted)))
+    print(overload_tenants.report(wanted, lines))
+    return int(any(line.passed is False for line in lines))
+
+
 def main(argv: Sequence[str]) -> int:
     """Measures and prints."""
     options = parse_options(argv)
+    if options.tenants > 1:
+        return _measure_tenants(options)
     print(report(options, *uvloop.run(measure(options))))
     return 0

@@ -17,6 +17,7 @@ DONE = "done"
 REFUSED = "refused"
 EVICTED = "evicted from the queue"
 _EVICTION = "queue_timeout"
+_LOAD = {_EVICTION, "queue_full", "queue_too_long", "too_many_concurrent_requests"}
 
 
 class Sender(Protocol):
@@ -90,7 +91,7 @@ class HttpSender:
         else:
             length = head.partition(b"content-length: ")[2].partition(b"\r\n")[0]
             code = str(json.loads(await reader.readexactly(int(length)))["error"]["code"])
-            result = _refusal(code) if status == b"429" else code
+            result = _refusal(code) if status == b"503" and code in _LOAD else code
         self._idle.append(connection)
         return result
 

@@ -1,35 +1,66 @@
-"""One gateway and several replicas, each service a process that a supervisor starts again."""
+"""Gateways and several replicas, each service a process that a supervisor starts again."""
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.common.gateways import GatewayProgram
 from benchmarks.common.processes import environment
 from benchmarks.common.stack import HOST, START_SECONDS
+from services.cli.child import ChildSpec
 from services.cli.plan import Addresses, stages
 from services.cli.ports import claim_port
 from services.cli.settings import UpSettings
 from services.cli.supervisor import RestartPolicy, Supervisor
+
+LOG_NAME = "services.log"
 
 
 class Replicas:
     """Services as `stepwell up` starts, watches and restarts them.
 
     `async with` starts them, returns when all serve, and stops them in their order. `names` has
-    those of the replicas' services. All output goes to services.log in `directory`, which also
-    holds the sockets: its path must be short.
+    those of the replicas' services, `gateways` the gateways side by side, which share the replicas;
+    `http` and `grpc` are the first one's addresses. All output goes to services.log in `directory`,
+    which also holds the sockets: its path must be short.
     """
 
-    def __init__(self, settings: UpSettings, directory: Path, restarts: RestartPolicy) -> None:
+    def __init__(
+        self,
+        settings: UpSettings,
+        directory: Path,
+        restarts: RestartPolicy,
+        *,
+        num_gateways: int = 1,
+        rewire: Callable[[ChildSpec], ChildSpec] = lambda spec: spec,
+    ) -> None:
+        """`rewire` may change how a service is started."""
         http, grpc = claim_port(HOST, 0, "--http-port"), claim_port(HOST, 0, "--grpc-port")
         addresses = Addresses(HOST, http, grpc, directory)
-        self.http, self.grpc = addresses.http, addresses.grpc
-        plan = stages(settings, addresses, environment())
+        planned = stages(settings, addresses, environment())
+        plan = [replace(stage, specs=tuple(map(rewire, stage.specs))) for stage in planned]
+        self.first_gateway = GatewayProgram(plan[0].specs[0], addresses.http, addresses.grpc)
+        others = [
+            self.first_gateway.another(f"gateway-{number}") for number in range(1, num_gateways)
+        ]
+        self.gateways = [self.first_gateway, *others][:num_gateways]
+        plan[0] = replace(plan[0], specs=tuple(gateway.spec for gateway in self.gateways))
         self.names = [spec.name for stage in plan[1:] for spec in stage.specs]
-        self.record = ServiceRecord(directory / "services.log")
+        self.record = ServiceRecord(directory / LOG_NAME)
         self._supervisor = Supervisor(plan, self.record, restarts)
         self._running: asyncio.Task[None] | None = None
+
+    @property
+    def http(self) -> str:
+        """host:port of the first gateway's HTTP API."""
+        return self.first_gateway.http
+
+    @property
+    def grpc(self) -> str:
+        """host:port of the first gateway's gRPC API."""
+        return self.first_gateway.grpc
 
     def pid(self, name: str) -> int:
         """The process id of a service's present or last run."""

@@ -27,6 +27,7 @@ from benchmarks.step.dummy_replica import BLOCK_SIZE
 from services.common.server import GrpcServer
 from services.common.telemetry import configure_tracing
 from services.worker.adapters.compute import ComputeThread
+from services.worker.adapters.metrics import WorkerMetrics
 from services.worker.adapters.servicer import WorkerServicer
 from services.worker.core.kv_groups import LayerGroup
 from services.worker.core.model_runner import ModelRunner
@@ -114,7 +115,7 @@ async def serve(address: str, max_num_seqs: int, num_blocks: int, endpoint: str)
     """Serves, and answers commands, until standard input ends."""
     tracing = configure_tracing("worker", endpoint, 1.0)
     compute, runner = ComputeThread(), DummyRunner(max_num_seqs)
-    servicer = WorkerServicer(compute, tracing)
+    servicer = WorkerServicer(compute, tracing, WorkerMetrics())
     server = GrpcServer()
     server.add(worker_pb2_grpc.add_WorkerServicer_to_server, servicer, SERVICE)
     try:

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import grpc
 from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 from benchmarks.common.clients import SessionClient
@@ -99,9 +100,9 @@ async def decode(
     """News of so many requests that begin together: the scheduler is paused until it has all."""
     client = SessionClient(replica.scheduler)
     async with open_channel(replica.scheduler) as channel:
-        scheduler = scheduler_pb2_grpc.SchedulerStub(channel)
-        await scheduler.Pause(scheduler_pb2.PauseRequest())
-        resuming = asyncio.create_task(_resume_with(scheduler, running))
+        admin = scheduler_pb2_grpc.SchedulerAdminStub(channel)
+        await admin.Pause(scheduler_pb2.PauseRequest(mode=scheduler_pb2.PAUSE_MODE_KEEP))
+        resuming = asyncio.create_task(_resume_with(channel, running))
         async for deltas in client.deltas(_prompts(running), num_tokens):
             yield deltas
         await resuming
@@ -163,14 +164,14 @@ class _Meter:
         return {name: processor_seconds(pid) for name, pid in self._pids.items()}
 
 
-async def _resume_with(scheduler: "scheduler_pb2_grpc.SchedulerAsyncStub", running: int) -> None:
+async def _resume_with(channel: grpc.aio.Channel, running: int) -> None:
     """Lets the scheduler go on once so many requests wait."""
-    num_waiting = 0
+    scheduler, num_waiting = scheduler_pb2_grpc.SchedulerStub(channel), 0
     while num_waiting < running:
         await asyncio.sleep(_LOOK_AGAIN_SECONDS)
         stats = await scheduler.GetStats(scheduler_pb2.GetStatsRequest())
         num_waiting = stats.num_waiting
-    await scheduler.Resume(scheduler_pb2.ResumeRequest())
+    await scheduler_pb2_grpc.SchedulerAdminStub(channel).Resume(scheduler_pb2.ResumeRequest())
 
 
 def _prompts(running: int) -> list[list[int]]:

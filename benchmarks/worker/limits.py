@@ -18,7 +18,9 @@ _REPEATS = 4
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the machine can do: operations a second in bfloat16, and bytes read a second."""
+    """What the machine can do: operations a second in bfloat16, or in float32 where the processor
+    has no instructions for bfloat16, and bytes read a second.
+    """
 
     flops: float
     bytes_per_second: float
@@ -44,16 +46,19 @@ class Limits:
 class LimitProbe:
     """Measures the limits again and again, with the threads that torch is set to.
 
-    A large multiplication in bfloat16; and memory read as a stream in three ways, of which the
-    fastest counts: a sum, two halves multiplied and summed, a matrix of bfloat16 times a vector.
+    A large multiplication; and memory read as a stream in three ways, of which the fastest counts:
+    a sum, two halves multiplied and summed, a matrix times a vector.
     """
 
     def __init__(self) -> None:
         rows, depth, columns = _GEMM
-        x = torch.randn(rows, depth).bfloat16()
-        weight = _packed(torch.randn(columns, depth).bfloat16())
+        has_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        dtype = torch.bfloat16 if has_bfloat16 else torch.float32
+        x = torch.randn(rows, depth, dtype=dtype)
+        weight = _packed(torch.randn(columns, depth, dtype=dtype))
         floats = torch.ones(_STREAM_BYTES // 4)
-        matrix = _packed(torch.ones(_STREAM_BYTES // 2 // depth, depth, dtype=torch.bfloat16))
+        num_rows = _STREAM_BYTES // dtype.itemsize // depth
+        matrix = _packed(torch.ones(num_rows, depth, dtype=dtype))
         self._operations = 2 * rows * depth * columns
         self._multiply = lambda: _multiply(x, weight)
         self._streams: Sequence[Callable[[], object]] = (

@@ -14,7 +14,13 @@ COMMANDS = {
     "up": "start all four services and serve a model",
     "chat": "talk with a model, in the terminal or through a pipe",
     "complete": "continue a text",
+    "keys": "make, list and revoke API keys",
     "status": "show the queues and the pool of each replica",
+    "top": "show what the replicas do, as it changes",
+    "trace": "show where the time of a request went",
+    "admin": "pause, resume, reset and drain replicas",
+    "bench": "send a load to an OpenAI server and measure it",
+    "deploy": "bring a compose file up, break its containers, and watch them heal",
     "replay": "drive the scheduler again from a scenario or a step log",
 }
 

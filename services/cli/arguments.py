@@ -4,8 +4,9 @@ import argparse
 import os
 from typing import Any
 
-from services.cli.client import DEFAULT_URL
+from services.cli.client import DEFAULT_URL, Client
 from services.cli.errors import CommandParser
+from services.cli.tls_files import TlsFiles
 
 _SAMPLING: tuple[tuple[str, type, str], ...] = (
     ("max_tokens", int, "most tokens to generate"),
@@ -37,6 +38,12 @@ class ClientParser(CommandParser):
         self.add_argument(
             "--api-key", default=os.environ.get("STEPWELL_API_KEY"), help="key to the server"
         )
+        TlsFiles.add_flags(self)
+
+
+def client_of(arguments: argparse.Namespace) -> Client:
+    """A client of the server that the flags name."""
+    return Client(arguments.url, arguments.api_key, TlsFiles.taken_from(vars(arguments)))
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:

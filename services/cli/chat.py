@@ -7,7 +7,7 @@ from contextlib import closing, suppress
 from importlib import import_module
 from typing import Any
 
-from services.cli.arguments import ClientParser, add_sampling, sampling_body
+from services.cli.arguments import ClientParser, add_sampling, client_of, sampling_body
 from services.cli.client import Client
 from services.cli.errors import CommandError
 
@@ -18,7 +18,7 @@ _PROMPT = "> "
 
 def main(argv: Sequence[str]) -> int:
     arguments = _parse(argv)
-    with Client(arguments.url, arguments.api_key) as client:
+    with client_of(arguments) as client:
         model = arguments.model or client.default_model()
         conversation = Conversation(client, model, sampling_body(arguments), arguments.system)
         if arguments.message is not None:

@@ -7,8 +7,13 @@ from typing import Any, Self
 import httpx
 
 from services.cli.errors import CommandError
+from services.cli.tls_files import TlsFiles, why_no_tls
 
 DEFAULT_URL = "http://127.0.0.1:8000"
+
+_UNIX = "unix:"
+# In Host of requests over a Unix socket, where no name leads anywhere.
+_ANY_HOST = "http://localhost"
 
 _CONNECT_SECONDS = 5.0
 _ANSWER_SECONDS = 30.0
@@ -25,18 +30,23 @@ class Client:
     the request.
     """
 
-    def __init__(self, url: str, api_key: str | None = None) -> None:
+    def __init__(self, url: str, api_key: str | None = None, tls: TlsFiles | None = None) -> None:
         self._url = url.rstrip("/")
-        if not self._url.startswith(("http://", "https://")):
+        base_url, transport = self._url, None
+        if url.startswith(_UNIX):
+            base_url, transport = _ANY_HOST, httpx.HTTPTransport(uds=url.removeprefix(_UNIX))
+        elif not self._url.startswith(("http://", "https://")):
             raise CommandError(f"--url {url} is not an http:// or https:// address")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         try:
             self._http = httpx.Client(
-                base_url=self._url,
+                base_url=base_url,
+                transport=transport,
                 headers=headers,
                 timeout=httpx.Timeout(_ANSWER_SECONDS, connect=_CONNECT_SECONDS),
                 # A proxy for the network outside does not lead to a server on this machine.
                 trust_env=False,
+                verify=(tls or TlsFiles()).context(),
             )
         except (httpx.InvalidURL, ValueError) as error:
             raise CommandError(f"--url {url} is not an address: {error}") from error
@@ -49,8 +59,19 @@ class Client:
 
     def get(self, path: str) -> Any:
         """The JSON at a path."""
+        return self._answer("GET", path)
+
+    def post(self, path: str, query: Mapping[str, Any]) -> Any:
+        """The JSON with which a call is answered; its time is the server's to bound."""
+        return self._answer("POST", path, params=query, timeout=_STREAM_TIMEOUT)
+
+    def post_json(self, path: str, body: Mapping[str, Any]) -> Any:
+        """The JSON with which the server answers a body."""
+        return self._answer("POST", path, json=body)
+
+    def _answer(self, method: str, path: str, **options: Any) -> Any:
         try:
-            response = self._http.get(path)
+            response = self._http.request(method, path, **options)
         except httpx.HTTPError as error:
             raise self._failure(error) from error
         _refuse(response)
@@ -75,6 +96,8 @@ class Client:
             raise self._failure(error) from error
 
     def _failure(self, error: Exception) -> CommandError:
+        if "[SSL" in str(error):
+            return CommandError(f"no TLS with {self._url}: {why_no_tls(str(error))}")
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
             return ServerAway(f"nothing answers at {self._url}; is `stepwell up` running there?")
         if isinstance(error, httpx.TimeoutException):

@@ -3,8 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from services.cli.arguments import ClientParser, add_sampling, sampling_body
-from services.cli.client import Client
+from services.cli.arguments import ClientParser, add_sampling, client_of, sampling_body
 from services.cli.errors import CommandError
 
 
@@ -17,7 +16,7 @@ def main(argv: Sequence[str]) -> int:
     prompt = sys.stdin.read() if arguments.prompt is None else arguments.prompt
     if not prompt:
         raise CommandError("the prompt is empty")
-    with Client(arguments.url, arguments.api_key) as client:
+    with client_of(arguments) as client:
         body = {
             "model": arguments.model or client.default_model(),
             "prompt": prompt,

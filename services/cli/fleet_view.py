@@ -10,6 +10,12 @@ _WAITS_FOR = {
     "MAX_SEQS": "max_num_seqs",
     "NO_BLOCKS": "blocks",
     "PAUSED": "the end of a pause",
+    "HELD_BACK": "a search for a request that breaks its steps",
+    "RECOVERY": "pool and workers",
+    "NO_PLACE": "a place at a replica",
+    "SHARE": "its tenant's share",
+    "TURN": "others of its tenant",
+    "NO_REPLICA": "a replica that is ready",
 }
 
 
@@ -89,7 +95,12 @@ def _rows(stats: dict[str, Any] | None, rates: dict[str, float]) -> tuple[tuple[
 def _why(reason: str) -> str:
     """What waiting requests wait for; empty if none waits."""
     name = reason.removeprefix(_WAIT_PREFIX)
-    return "" if name == "UNSPECIFIED" else f" for {_WAITS_FOR.get(name, name.lower())}"
+    return "" if name == "UNSPECIFIED" else f" for {waits_for(name)}"
+
+
+def waits_for(name: str) -> str:
+    """What a reason to wait means, such as NO_BLOCKS; itself where it is not known here."""
+    return _WAITS_FOR.get(name.upper(), name.lower().replace("_", " "))
 
 
 def _rate(rates: dict[str, float]) -> str:

@@ -47,13 +47,17 @@ async def until_hung(
     assert address is not None
     usual = policy.silence_seconds(child.spec.silence_seconds, num_hangs)
     silence: _Silence | None = None
+    has_answered = False
     async with open_channel(address) as channel:
         while True:
             asking = asyncio.ensure_future(why_not_live(channel, address))
             try:
                 while not asking.done():
                     await asyncio.wait({asking}, timeout=policy.period_seconds)
-                    if silence is None and is_ready():
+                    has_answered = has_answered or is_ready()
+                    if not (has_answered or child.is_stopped):
+                        silence = None
+                    elif silence is None:
                         silence = _Silence(policy.pause_seconds)
                     if silence is not None:
                         silence.update()
@@ -62,7 +66,7 @@ async def until_hung(
                 with suppress(NoAnswer):
                     if why := asking.result():
                         return why
-                    silence = _Silence(policy.pause_seconds)
+                    silence, has_answered = _Silence(policy.pause_seconds), True
             finally:
                 asking.cancel()
             await asyncio.sleep(policy.pause_seconds)
@@ -71,7 +75,8 @@ async def until_hung(
 def _too_long(
     child: Child, silence: "_Silence", usual: float, is_ready: bool, policy: LivenessPolicy
 ) -> str:
-    if child.is_stopped and silence.seconds >= policy.stopped_share * usual:
+    stopped_seconds = policy.stopped_share * child.spec.silence_seconds
+    if child.is_stopped and silence.seconds >= stopped_seconds:
         return f"it was stopped, and has answered no health check for {silence.seconds:.1f} s"
     if silence.seconds >= (usual if is_ready else max(policy.loading_seconds, usual)):
         return f"it has answered no health check for {silence.seconds:.1f} s"

@@ -10,7 +10,7 @@ from typing import Any
 from services.cli.child import ChildSpec
 from services.cli.health import until_ready
 from services.cli.run_directory import ensure_directory
-from services.cli.settings import UpSettings, settings_of
+from services.cli.settings import EVERY_SERVICE, UpSettings, settings_of
 from services.cli.supervisor import Stage
 from services.common.addresses import join_host_port
 from services.common.settings import as_text, env_prefix
@@ -21,18 +21,25 @@ _GATEWAY_DRAIN_SECONDS, _GATEWAY_STOP_SECONDS = 4.0, 6.0
 _SCHEDULER_DRAIN_SECONDS, _SCHEDULER_STOP_SECONDS = 0.5, 1.5
 _CACHES_DRAIN_SECONDS, _CACHES_STOP_SECONDS = 0.5, 1.5
 
+_LOOPBACK = "127.0.0.1"
+
+# How long the SDK collects spans before it exports them; its own default is five seconds.
+_EXPORT_DELAY, _EXPORT_DELAY_MILLISECONDS = "OTEL_BSP_SCHEDULE_DELAY", "500"
+
 # Clients' streams end with the gateway, and go on after the end of any other service.
 _GATEWAY_PATIENCE = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where the services listen: the gateway on two ports, the others on sockets in a directory.
+    """Where the services listen: the gateway on two ports, the others on sockets in a directory,
+    where each answers health checks, too.
 
     `master_ports`: for each replica, where the ranks of its model find each other; none without
     ranks.
     `vllm_grpc_ports`: for each replica, where its scheduler serves vllm.grpc.engine; none where
     they do not.
+    `admin_port`: where operators' calls are served on the loopback address; None: nowhere.
     """
 
     host: str
@@ -41,15 +48,21 @@ class Addresses:
     run_directory: Path
     master_ports: tuple[int, ...] = ()
     vllm_grpc_ports: tuple[int, ...] = ()
+    admin_port: int | None = None
 
     def socket(self, service: str) -> str:
-        """The internal address of a service."""
+        """The internal address of a service, of the gateway for its health alone."""
         return f"unix:{self.run_directory / service}.sock"
 
     @property
     def http(self) -> str:
         """Where to reach the HTTP API from this machine, host:port."""
         return join_host_port(_reachable(self.host), self.http_port)
+
+    @property
+    def admin(self) -> str | None:
+        """Where operators' calls are served, host:port; None: nowhere."""
+        return None if self.admin_port is None else join_host_port(_LOOPBACK, self.admin_port)
 
     @property
     def grpc(self) -> str:
@@ -60,14 +73,19 @@ class Addresses:
 def stages(settings: UpSettings, addresses: Addresses, environ: Mapping[str, str]) -> list[Stage]:
     """The services, in the order in which they stop."""
     replicas = [_Replica.named(index, settings) for index in range(settings.replicas)]
+    keeps_traces = _keeps_traces(settings, environ)
+    if keeps_traces:
+        environ = {_EXPORT_DELAY: _EXPORT_DELAY_MILLISECONDS, **environ}
     redis = {} if settings.redis is None else {"redis_url": settings.redis}
 
     def spec(
         service: str, name: str, wiring: Mapping[str, Any], team: str | None = None
     ) -> ChildSpec:
-        address = addresses.grpc if service == "gateway" else addresses.socket(name)
+        address = addresses.socket(name)
         passed = {setting: getattr(settings, setting) for setting in settings_of(service)}
         given = {setting: value for setting, value in passed.items() if value is not None}
+        if keeps_traces:
+            given = _kept_traces(service, addresses, environ) | given
         return ChildSpec(
             name=name,
             command=(sys.executable, "-m", f"services.{service}"),
@@ -84,8 +102,11 @@ def stages(settings: UpSettings, addresses: Addresses, environ: Mapping[str, str
         "model": settings.model,
         "http_address": join_host_port(addresses.host, addresses.http_port),
         "address": join_host_port(addresses.host, addresses.grpc_port),
+        "health_address": addresses.socket("gateway"),
         "schedulers": tuple(addresses.socket(replica.scheduler) for replica in replicas),
         "drain_seconds": _GATEWAY_DRAIN_SECONDS,
+        **({} if settings.trace_sample_ratio is None else {"trace_store_max_per_minute": 0}),
+        **({} if addresses.admin is None else {"admin_address": addresses.admin}),
         **redis,
     }
     schedulers, caches = [], []
@@ -119,6 +140,25 @@ def stages(settings: UpSettings, addresses: Addresses, environ: Mapping[str, str
         Stage(tuple(schedulers), _SCHEDULER_STOP_SECONDS),
         Stage(tuple(caches), _CACHES_STOP_SECONDS),
     ]
+
+
+def _keeps_traces(settings: UpSettings, environ: Mapping[str, str]) -> bool:
+    """Whether the gateway keeps traces: where no service has a collector, and traces are wanted."""
+    if settings.otlp_endpoint or settings.trace_sample_ratio == 0:
+        return False
+    names = (env_prefix(service) + "OTLP_ENDPOINT" for service in EVERY_SERVICE)
+    return not any(environ.get(name) for name in names)
+
+
+def _kept_traces(service: str, addresses: Addresses, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Where a service's spans go. Unless a ratio is given, a few requests a minute are traced, and
+    no step but for them.
+    """
+    if service == "gateway":
+        return {"trace_address": addresses.socket("traces")}
+    has_ratio = env_prefix(service) + "TRACE_SAMPLE_RATIO" in environ
+    ratio = {} if has_ratio else {"trace_sample_ratio": 0.0}
+    return {"otlp_endpoint": addresses.socket("traces"), **ratio}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,29 +1,60 @@
 """Ports of this machine: whether one is free, or which one is."""
 
 import errno
+import random
 import socket
+from contextlib import suppress
+from pathlib import Path
 
 from services.cli.errors import CommandError
+
+_EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_FIRST_EPHEMERAL = 32_768
+"""Linux's default, where the file cannot be read."""
+_LOWEST = 10_000
+_TRIES = 100
 
 
 def claim_port(host: str, port: int, flag: str) -> int:
     """The port itself if a server could listen there, or a free one for port 0; closed again before
     this returns. Raises CommandError, naming `flag`, if a server could not listen there.
+
+    A free one lies below those that the kernel gives to outgoing connections and to servers that
+    ask it for any: it would else be taken now and then before its server listens.
     """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
+        family, _, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except socket.gaierror as error:
         raise CommandError(f"--host {host} is not an address: {error.strerror}") from error
-    with socket.socket(family, kind, protocol) as claimed:
+    *first, last = [port] if port else _candidates()
+    for candidate in first:
+        with suppress(OSError):
+            return _listened(family, (address[0], candidate, *address[2:]))
+    try:
+        return _listened(family, (address[0], last, *address[2:]))
+    except OSError as error:
+        raise CommandError(_why_not(error, host, port, flag)) from error
+
+
+def _candidates() -> list[int]:
+    """Ports to try, then 0."""
+    try:
+        end = int(_EPHEMERAL_PORTS.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        end = _FIRST_EPHEMERAL
+    if end <= _LOWEST + _TRIES:
+        return [0]
+    return [*random.SystemRandom().sample(range(_LOWEST, end), _TRIES), 0]
+
+
+def _listened(family: int, address: tuple[object, ...]) -> int:
+    with socket.socket(family, socket.SOCK_STREAM) as claimed:
         claimed.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            claimed.bind(address)
-            # Two sockets may share an address until one of them listens.
-            claimed.listen(1)
-        except OSError as error:
-            raise CommandError(_why_not(error, host, port, flag)) from error
+        claimed.bind(address)
+        # Two sockets may share an address until one of them listens.
+        claimed.listen(1)
         return int(claimed.getsockname()[1])
 
 

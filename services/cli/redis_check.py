@@ -3,7 +3,7 @@
 import asyncio
 
 from services.cli.errors import CommandError
-from services.common.redis_url import NEEDS_REDIS, without_secrets
+from services.common.redis_url import NEEDS_REDIS, missing_file, without_secrets
 
 
 def require_redis(url: str) -> None:
@@ -20,6 +20,9 @@ def require_redis(url: str) -> None:
         )
     except ModuleNotFoundError as error:
         raise CommandError(NEEDS_REDIS.replace("--redis-url", "--redis")) from error
+
+    if (complaint := missing_file(url)) is not None:
+        raise CommandError(f"--redis {without_secrets(url)}: {complaint}", exit_status=2)
 
     async def ask() -> None:
         connection = RedisConnection(url)

@@ -7,10 +7,10 @@ from typing import Any
 
 from services.common.logs import LogFormat, LogLevel
 from services.common.redis_url import is_redis_url
-from services.common.settings import Check, at_least, between, setting
+from services.common.settings import Check, at_least, between, existing_file, setting
 
 MAX_REPLICAS, MAX_RANKS = 64, 64
-_EVERY_SERVICE = ("gateway", "scheduler", "kvpool", "worker")
+EVERY_SERVICE = ("gateway", "scheduler", "kvpool", "worker")
 
 
 def passed_to(*services: str, doc: str, check: Check | None = None, default: Any = None) -> Any:
@@ -42,6 +42,13 @@ class UpSettings:
     grpc_port: int = setting(
         9000, doc="port of the gRPC API; 0 for a free one", check=between(0, 65_535)
     )
+    admin_port: int | None = setting(
+        None,
+        doc="port of 127.0.0.1 for operators' calls such as /pause; 0 for a free one (default: "
+        "there are none)",
+        check=between(0, 65_535),
+    )
+    admin_key: str | None = passed_to("gateway", doc="key that operators' calls must show")
     replicas: int = setting(
         1,
         doc="replicas of scheduler, kvpool and worker behind the gateway, which share this "
@@ -62,12 +69,39 @@ class UpSettings:
     )
     redis: str | None = setting(
         None,
-        doc="URL of the Redis that holds what the pools cache, redis://[user:password@]host:port "
-        "(default: the gateway asks the pools)",
+        doc="URL of the Redis that holds what the pools cache, and in which further replicas "
+        "register, redis://[user:password@]host:port (default: the gateway asks the pools)",
         check=is_redis_url,
     )
     api_keys: tuple[str, ...] | None = passed_to(
         "gateway", doc="keys that clients must show one of"
+    )
+    api_key_file: Path | None = passed_to(
+        "gateway", doc="file with keys and limits of tenants, which `stepwell keys` writes"
+    )
+    api_keys_in_redis: bool | None = passed_to(
+        "gateway", doc="keys and limits of tenants are in the Redis of --redis"
+    )
+    ui: bool | None = passed_to(
+        "gateway",
+        doc="show the page /ui, and what it draws from, at the port of HTTP too (default: yes)",
+    )
+    share_cache_between_tenants: bool | None = passed_to(
+        "gateway", doc="let tenants find one another's prompts in the prefix cache"
+    )
+    tls_cert_file: Path | None = passed_to(
+        "gateway",
+        doc="certificate chain (PEM) that clients are shown, over HTTP and gRPC (default: no TLS)",
+        check=existing_file,
+    )
+    tls_key_file: Path | None = passed_to(
+        "gateway", doc="key of that certificate (PEM)", check=existing_file
+    )
+    tls_client_ca_file: Path | None = passed_to(
+        "gateway",
+        doc="authorities (CA, PEM) that each client must show a certificate of (default: clients "
+        "need none)",
+        check=existing_file,
     )
     dtype: str | None = passed_to(
         "worker", doc="data type of weights and KV cache: auto, float32, bfloat16"
@@ -144,14 +178,19 @@ class UpSettings:
         check=at_least(0.5),
     )
     otlp_endpoint: str | None = passed_to(
-        *_EVERY_SERVICE, doc="where traces go, an OTLP/gRPC URL such as http://127.0.0.1:4317"
+        *EVERY_SERVICE,
+        doc="where traces go, an OTLP/gRPC URL such as http://127.0.0.1:4317 (default: the gateway "
+        "keeps the newest, for `stepwell trace` and /ui)",
     )
     trace_sample_ratio: float | None = passed_to(
-        *_EVERY_SERVICE, doc="share of requests and steps that are traced", check=between(0, 1)
+        *EVERY_SERVICE,
+        doc="share of requests and steps that are traced (default: all for a collector; without "
+        "one, 12 requests a minute)",
+        check=between(0, 1),
     )
-    log_level: LogLevel | None = passed_to(*_EVERY_SERVICE, doc="what the services log")
+    log_level: LogLevel | None = passed_to(*EVERY_SERVICE, doc="what the services log")
     log_format: LogFormat = passed_to(
-        *_EVERY_SERVICE,
+        *EVERY_SERVICE,
         doc="how a log line looks: text for people, json for programs",
         default=LogFormat.TEXT,
     )

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
-from services.cli.arguments import ClientParser
+from services.cli.arguments import ClientParser, client_of
 from services.cli.client import Client, ServerAway
 from services.cli.errors import CommandError
 from services.cli.fleet_view import ReplicaView, Sample, headline, replica_views
@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     if not arguments.interval_seconds > 0:
         raise CommandError("--interval-seconds must be above 0", exit_status=2)
-    with Client(arguments.url, arguments.api_key) as client:
+    with client_of(arguments) as client:
         if not arguments.watch:
             _show(_sample(client), None)
         elif sys.stdout.isatty():

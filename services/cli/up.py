@@ -10,8 +10,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-
-import httpx
+from typing import Any
 
 from services.cli.console import Console, announce
 from services.cli.errors import CommandError
@@ -23,11 +22,12 @@ from services.cli.settings import UpSettings
 from services.cli.supervisor import Stage, StartFailed, Supervisor
 from services.common.addresses import LARGEST_PORT, join_host_port
 from services.common.logs import LogFormat
-from services.common.settings import load_settings
+from services.common.settings import env_prefix, load_settings
 
 _STILL_STARTING_SECONDS = 10.0
-_ASK_AGAIN_SECONDS = 0.1
 _PROMPT = "def read_lines(path):"
+_KEYS = ("api_keys", "api_key_file", "api_keys_in_redis")
+"""Settings of the gateway with any of which clients need a key."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -41,6 +41,9 @@ def main(argv: Sequence[str]) -> int:
         raise CommandError(f"--http-port and --grpc-port are both {http_port}")
     grpc_port = claim_port(settings.host, settings.grpc_port, "--grpc-port")
     vllm_grpc_ports = _vllm_grpc_ports(settings)
+    admin_port = settings.admin_port
+    if admin_port is not None:
+        admin_port = claim_port("127.0.0.1", admin_port, "--admin-port")
     divided = settings.tensor_parallel_size > 1
     master_ports = tuple(
         claim_port("127.0.0.1", 0, "--tensor-parallel-size")
@@ -48,7 +51,13 @@ def main(argv: Sequence[str]) -> int:
     )
     with run_directory() as directory:
         addresses = Addresses(
-            settings.host, http_port, grpc_port, directory, master_ports, vllm_grpc_ports
+            settings.host,
+            http_port,
+            grpc_port,
+            directory,
+            master_ports,
+            vllm_grpc_ports,
+            admin_port,
         )
         plan = stages(settings, addresses, {**os.environ, "PYTHONUNBUFFERED": "1"})
         console = Console(
@@ -102,6 +111,11 @@ async def _supervise(
         if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
             loop.add_signal_handler(signum, _on_signal, supervisor, signum, console)
     console.note(f"starting {_services(settings)} for {settings.model}")
+    if settings.ui is not False:
+        scheme = "https" if _of_gateway("tls_cert_file", settings) else "http"
+        console.note(f"what it does can be seen at {scheme}://{addresses.http}/ui")
+    if addresses.admin is not None:
+        console.note(f"operators' calls will be at http://{addresses.admin}")
     for port in addresses.vllm_grpc_ports:
         where = join_host_port(addresses.host, port)
         console.note(f"vllm.grpc.engine will be at grpc://{where}")
@@ -149,32 +163,41 @@ async def _announce_ready(
             break
         waited = time.monotonic() - started
         console.note(f"still waiting for {', '.join(supervisor.not_ready())} ({waited:.0f} s)")
-    key = settings.api_keys[0] if settings.api_keys else None
-    model = await _model_name(addresses.http, key)
-    announce(ready_text(addresses, model, needs_key=key is not None))
+    model = _of_gateway("served_model_name", settings) or settings.model.resolve().name
+    text = ready_text(
+        addresses,
+        model,
+        needs_key=any(_of_gateway(name, settings) for name in _KEYS),
+        has_tls=bool(_of_gateway("tls_cert_file", settings)),
+        needs_certificate=bool(_of_gateway("tls_client_ca_file", settings)),
+    )
+    announce(text)
 
 
-async def _model_name(address: str, key: str | None) -> str:
-    """The served model's name, as the HTTP API gives it; asks until it answers."""
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    async with httpx.AsyncClient(trust_env=False, headers=headers) as http:
-        while True:
-            try:
-                response = await http.get(f"http://{address}/v1/models")
-                name: str = response.raise_for_status().json()["data"][0]["id"]
-            except httpx.HTTPError:
-                await asyncio.sleep(_ASK_AGAIN_SECONDS)
-            else:
-                return name
+def _of_gateway(name: str, settings: UpSettings) -> Any:
+    """A setting that is passed on to the gateway, or the gateway's own variable."""
+    return getattr(settings, name) or os.environ.get(env_prefix("gateway") + name.upper())
 
 
-def ready_text(addresses: Addresses, model: str, *, needs_key: bool) -> str:
+def ready_text(
+    addresses: Addresses,
+    model: str,
+    *,
+    needs_key: bool,
+    has_tls: bool = False,
+    needs_certificate: bool = False,
+) -> str:
     """The line `ready`, and below it a command to try."""
     body = json.dumps({"model": model, "prompt": _PROMPT, "max_tokens": 64, "stream": True})
-    key = "-H 'Authorization: Bearer KEY' " if needs_key else ""
+    url = f"{'https' if has_tls else 'http'}://{addresses.http}"
+    flags = (
+        ("--cacert CA.pem ", has_tls),
+        ("--cert CLIENT.pem --key CLIENT-KEY.pem ", needs_certificate),
+        ("-H 'Authorization: Bearer KEY' ", needs_key),
+    )
     return (
-        f"ready: {model} at http://{addresses.http} (gRPC at {addresses.grpc}); try\n"
-        f"  curl -N http://{addresses.http}/v1/completions {key}"
+        f"ready: {model} at {url} (gRPC at {addresses.grpc}); try\n"
+        f"  curl -N {url}/v1/completions {''.join(flag for flag, needed in flags if needed)}"
         f"-H 'Content-Type: application/json' -d {shlex.quote(body)}"
     )
 

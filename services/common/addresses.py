@@ -1,6 +1,11 @@
-"""Addresses in settings: host:port, with brackets around an IPv6 address, or unix:PATH."""
+"""Addresses in settings: host:port, with brackets around an IPv6 address, or unix:PATH, or, where
+one text may stand for several addresses, dns:NAME:PORT.
+"""
+
+import ipaddress
 
 _UNIX = "unix:"
+DNS = "dns:"
 LARGEST_PORT = 65_535
 
 
@@ -17,6 +22,21 @@ def join_host_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def is_on_this_machine(address: str) -> bool:
+    """Whether only processes of this machine reach a listener: on a loopback address or a Unix
+    socket.
+    """
+    if is_unix_address(address):
+        return True
+    host, _ = split_host_port(address)
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def is_host_port(value: str) -> str | None:
     """A check of a setting: the address is host:port."""
     try:
@@ -28,6 +48,39 @@ def is_host_port(value: str) -> str | None:
 
 def is_listen_address(value: str) -> str | None:
     """A check of a setting: the address is host:port or unix:PATH."""
-    if value.startswith(_UNIX) and value != _UNIX:
+    if is_unix_address(value) and value != _UNIX:
         return None
     return None if is_host_port(value) is None else "must be host:port or unix:PATH"
+
+
+def is_unix_address(address: str) -> bool:
+    """Whether an address is a socket of this machine alone."""
+    return address.startswith(_UNIX)
+
+
+def is_wildcard(address: str) -> bool:
+    """Whether a server on host:port listens at every address of its machine, which is none that a
+    client can connect to.
+    """
+    host, _ = split_host_port(address)
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:  # a name
+        return not host
+
+
+def is_connect_address(value: str) -> str | None:
+    """A check of a setting: clients can connect to the address, host:port or unix:PATH."""
+    if (complaint := is_listen_address(value)) is not None or is_unix_address(value):
+        return complaint
+    if is_wildcard(value) or split_host_port(value)[1] == 0:
+        return "must be an address that can be connected to, host:port or unix:PATH"
+    return None
+
+
+def is_dns_address(value: str) -> str | None:
+    """A check: the text is dns:NAME:PORT."""
+    name, colon, port = value.removeprefix(DNS).rpartition(":")
+    if is_host_port(colon + port) is not None or not name or set("/:") & set(name):
+        return "must be dns:NAME:PORT"
+    return None

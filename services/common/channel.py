@@ -1,6 +1,13 @@
 """Client channels as every service opens them: bounded buffers, keepalive, quick reconnects."""
 
+from typing import TYPE_CHECKING
+
 import grpc
+
+from services.common.addresses import is_unix_address
+
+if TYPE_CHECKING:
+    from services.common.tls import Tls
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 
@@ -30,6 +37,12 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    """A channel to host:port or unix:PATH. It connects when it is first used."""
-    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+def open_channel(address: str, tls: "Tls | None" = None) -> grpc.aio.Channel:
+    """A channel to host:port or unix:PATH. It connects when it is first used, with `tls` unless it
+    is to a socket of this machine.
+    """
+    if tls is None or is_unix_address(address):
+        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    from services.common.renewing_channel import RenewingChannel  # noqa: PLC0415 - an extra
+
+    return RenewingChannel(address, tls, CHANNEL_OPTIONS)

@@ -5,8 +5,10 @@
     │   └── OutOfRange       it is well formed but longer than what is served
     ├── NotFound             no such model, pool or request
     ├── Unauthenticated      no key, or a wrong one
+    ├── PermissionDenied     the caller is known, and may not do this
     ├── PayloadTooLarge      the body is larger than what is read
     ├── ResourceExhausted    refused before queueing, or evicted from the queue; says when to retry
+    │   └── QuotaExceeded    over a limit of the tenant's own, whatever the load is
     ├── FailedPrecondition   the state does not allow it: fenced, out of sequence, in use
     ├── Aborted              taken over or cancelled after it was accepted
     ├── Unavailable          a part is away or draining; says when to try again
@@ -24,6 +26,8 @@ class StepwellError(Exception):
     """One sentence for people, a `reason` for machines, maybe the field at fault."""
 
     reason: ClassVar[str] = "UNKNOWN"
+    may_retry: bool | None = None
+    """Whether the same request may succeed later; None: as its status says."""
 
     def __init__(
         self,
@@ -32,12 +36,15 @@ class StepwellError(Exception):
         field: str | None = None,
         reason: str | None = None,
         retry_after_seconds: float | None = None,
+        may_retry: bool | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
         self.field = field
         self.retry_after_seconds = retry_after_seconds
         self.error_reason = reason or type(self).reason
+        if may_retry is not None:
+            self.may_retry = may_retry
 
 
 class InvalidArgument(StepwellError):
@@ -64,6 +71,12 @@ class Unauthenticated(StepwellError):
     reason = "UNAUTHENTICATED"
 
 
+class PermissionDenied(StepwellError):
+    """The caller is known, and may not do this."""
+
+    reason = "PERMISSION_DENIED"
+
+
 class PayloadTooLarge(StepwellError):
     """The body is larger than what is read."""
 
@@ -74,6 +87,28 @@ class ResourceExhausted(StepwellError):
     """Refused before it was queued, or evicted from the queue before it was scheduled."""
 
     reason = "RESOURCE_EXHAUSTED"
+
+
+class QuotaExceeded(ResourceExhausted):
+    """The tenant is over a limit of its own. `quota` names what is limited, such as "requests"."""
+
+    reason = "RATE_LIMIT_EXCEEDED"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        tenant_id: str = "",
+        quota: str = "",
+        field: str | None = None,
+        retry_after_seconds: float | None = None,
+        may_retry: bool | None = None,
+    ) -> None:
+        super().__init__(
+            message, field=field, retry_after_seconds=retry_after_seconds, may_retry=may_retry
+        )
+        self.tenant_id = tenant_id
+        self.quota = quota
 
 
 class FailedPrecondition(StepwellError):
@@ -98,6 +133,7 @@ class DeadlineExceeded(Unavailable):
     """The deadline that the caller set passed before the answer was complete."""
 
     reason = "DEADLINE_EXCEEDED"
+    may_retry = False
 
 
 class InternalError(StepwellError):

@@ -5,9 +5,14 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Mapping
+from contextvars import ContextVar
 from typing import Any
 
 from opentelemetry import trace
+
+REQUEST_FIELDS: ContextVar[Mapping[str, str] | None] = ContextVar("request_fields", default=None)
+"""What each line says of the request that the present task serves."""
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {
     "message",
@@ -42,8 +47,11 @@ def configure_logs(service: str, level: LogLevel, style: LogFormat) -> None:
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    """What was passed as `extra`, and the trace and span that were current."""
+    """What was passed as `extra`, the names of the request that is served, and the trace and span
+    that are current.
+    """
     fields = {key: value for key, value in vars(record).items() if key not in _STANDARD}
+    fields.update(REQUEST_FIELDS.get() or {})
     context = trace.get_current_span().get_span_context()
     if context.is_valid:
         fields["trace_id"] = trace.format_trace_id(context.trace_id)

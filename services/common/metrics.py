@@ -1,44 +1,33 @@
-"""Prometheus metrics of a service, read from its counts at each scrape."""
+"""Metrics over HTTP, for Prometheus."""
 
 import logging
 import socket
 import socketserver
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.registry import Collector
-
 from services.common.addresses import join_host_port, split_host_port
 from services.common.errors import Unavailable
+from services.common.exposition import CONTENT_TYPE
 
 logger = logging.getLogger(__name__)
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""The one format that is served, whatever a scraper asks for. In OpenMetrics and in version 1.0.0
-of the text format the client library writes `vllm_` for `vllm:`.
-"""
 _CONNECTION_SECONDS = 10.0
 
 
 @contextmanager
-def serving_metrics(
-    collectors: Collector | Iterable[Collector], address: str | None
-) -> Iterator[None]:
-    """Serves collectors over HTTP on host:port, from a thread; not at all for None. Raises
-    Unavailable if the address cannot be bound.
+def serving_metrics(render: Callable[[], bytes], address: str | None) -> Iterator[None]:
+    """Serves the text that `render` returns over HTTP on host:port, from threads; not at all for
+    None. Raises Unavailable if the address cannot be bound.
     """
     if address is None:
         yield
         return
     host, port = split_host_port(address)
-    registry = CollectorRegistry()
-    for collector in collectors if isinstance(collectors, Iterable) else (collectors,):
-        registry.register(collector)
     try:
-        server = _MetricsServer(host, port, registry)
+        server = _MetricsServer(host, port, render)
     except OSError as error:
         raise Unavailable(f"cannot serve metrics on {address}: {error.strerror}") from error
     thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
@@ -53,12 +42,12 @@ def serving_metrics(
 
 
 class _MetricsServer(ThreadingHTTPServer):
-    """Answers every GET with the metrics of a registry."""
+    """Answers every GET with the metrics."""
 
     daemon_threads = True
 
-    def __init__(self, host: str, port: int, registry: CollectorRegistry) -> None:
-        self.registry = registry
+    def __init__(self, host: str, port: int, render: Callable[[], bytes]) -> None:
+        self.render = render
         self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         super().__init__((host, port), _MetricsHandler)
 
@@ -73,7 +62,7 @@ class _MetricsHandler(BaseHTTPRequestHandler):
     server: _MetricsServer
 
     def do_GET(self) -> None:
-        body = generate_latest(self.server.registry)
+        body = self.server.render()
         self.send_response(200)
         self.send_header("Content-Type", CONTENT_TYPE)
         self.send_header("Content-Length", str(len(body)))

@@ -7,11 +7,12 @@ little-endian.
 """
 
 import struct
-import sys
 import zlib
 from array import array
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from itertools import accumulate
+
+from services.common.byte_order import little_endian
 
 KEY_BITS = 48
 
@@ -33,7 +34,7 @@ class DamagedKeys(ValueError):
 
 def pack_keys(keys: Sequence[int]) -> bytes:
     """Keys in their order, 6 bytes each."""
-    wide = _little_endian(array("Q", keys)).tobytes()
+    wide = little_endian(array("Q", keys)).tobytes()
     packed = bytearray(KEY_BYTES * len(keys))
     for index in range(KEY_BYTES):
         packed[index::KEY_BYTES] = wide[index::_WIDE_BYTES]
@@ -49,7 +50,7 @@ def unpack_keys(packed: bytes) -> "array[int]":
         wide[index::_WIDE_BYTES] = packed[index::KEY_BYTES]
     keys = array("Q")
     keys.frombytes(wide)
-    return _little_endian(keys)
+    return little_endian(keys)
 
 
 def pack_key_set(keys: Sequence[int]) -> Generator[None, None, bytes]:
@@ -77,7 +78,7 @@ def pack_key_set(keys: Sequence[int]) -> Generator[None, None, bytes]:
     compressed = compressor.compress(_COUNTS.pack(*map(len, by_top)) + steps)
     compressed += compressor.flush()
     head = _LENGTHS.pack(len(keys), len(compressed))
-    return head + compressed + _little_endian(lows).tobytes()
+    return head + compressed + little_endian(lows).tobytes()
 
 
 def unpack_key_set(packed: bytes) -> Iterator[list[int]]:
@@ -100,7 +101,7 @@ def unpack_key_set(packed: bytes) -> Iterator[list[int]]:
 def _parts(counts: Iterable[int], steps: bytes, packed_lows: bytes) -> Iterator[list[int]]:
     lows = array("I")
     lows.frombytes(packed_lows)
-    _little_endian(lows)
+    little_endian(lows)
     begin = 0
     for top, count in enumerate(counts):
         end, base = begin + count, top << _TOP_SHIFT
@@ -109,9 +110,3 @@ def _parts(counts: Iterable[int], steps: bytes, packed_lows: bytes) -> Iterator[
             for second, low in zip(accumulate(steps[begin:end]), lows[begin:end], strict=True)
         ]
         begin = end
-
-
-def _little_endian(numbers: "array[int]") -> "array[int]":
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    return numbers

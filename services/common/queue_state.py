@@ -8,6 +8,13 @@ RETRY_AFTER_SECONDS = 1.0
 """Shortest time after which a refused client should try again."""
 
 
+def longest_wait(timeout_seconds: float, service_seconds: float) -> float:
+    """How long a request with a timeout may wait: what its usual running time, at most half of the
+    timeout, leaves.
+    """
+    return timeout_seconds - min(service_seconds, timeout_seconds / 2)
+
+
 @dataclass(frozen=True, slots=True)
 class QueueState:
     """How long a replica's queue is and how fast it moves. The scheduler decides by it which
@@ -22,16 +29,19 @@ class QueueState:
     """By so much each request that waits delays those behind it; 0: not known."""
     service_seconds: float = 0.0
     """Time from a request's admission to its end; 0: not known."""
+    num_running: int = 0
+    is_blocked: bool = False
+    """Whether requests wait since the last step had no blocks or no tokens for them."""
 
     def longest_wait(self, timeout_seconds: float | None, *, has_output: bool) -> float | None:
         """Time that a request may wait to be scheduled; None: as long as it takes. Only its
-        client's timeout, less the usual running time (at most half), bounds a request with output.
+        client's timeout bounds a request with output.
         """
         bounds: list[float] = []
         if self.max_queue_seconds and not has_output:
             bounds.append(self.max_queue_seconds)
         if timeout_seconds is not None:
-            bounds.append(timeout_seconds - min(self.service_seconds, timeout_seconds / 2))
+            bounds.append(longest_wait(timeout_seconds, self.service_seconds))
         return min(bounds, default=None)
 
     def refusal(

@@ -9,6 +9,7 @@ RESP2. `redis` is an extra: this module is imported only where a URL is given.
 import asyncio
 import logging
 import socket
+import ssl
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
@@ -19,7 +20,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from services.common.errors import Unavailable
-from services.common.redis_url import without_secrets
+from services.common.redis_url import missing_file, without_secrets
 from services.common.settings import SettingError
 
 SOCKET_SECONDS = 0.5
@@ -49,8 +50,13 @@ class RedisConnection:
     """Calls Redis, and connects as often as needed. Calls may overlap."""
 
     def __init__(self, url: str, *, blocking: bool = False) -> None:
-        """`blocking`: for commands that wait at the server; only the call as a whole is bounded."""
+        """`blocking`: for commands that wait at the server; only the call as a whole is bounded.
+
+        Raises SettingError where a file that the URL names is missing.
+        """
         self.name = without_secrets(url)
+        if (complaint := missing_file(url)) is not None:
+            raise SettingError(f"--redis-url {self.name}: {complaint}")
         self._url = url
         self._options: dict[str, Any] = {
             "protocol": 2,
@@ -92,7 +98,8 @@ class RedisConnection:
         return await self.call(use, seconds)
 
     async def require_usable(self) -> None:
-        """Raises SettingError where the URL leads to no Redis, or the password is wrong.
+        """Raises SettingError where the URL leads to no Redis, or password or certificate are
+        wrong.
 
         A server that cannot be reached now may be back later: that is logged.
         """
@@ -128,12 +135,16 @@ class RedisConnection:
 
 
 def why_unusable(error: BaseException) -> str | None:
-    """What is wrong with a URL or password, by the error that a call ended with; None if trying
-    again later may help.
+    """What is wrong with a URL, password or certificate, by the error that a call ended with; None
+    if trying again later may help.
     """
     for cause in _causes(error):
         if isinstance(cause, _REFUSED):
             return f"Redis refuses user or password ({cause})"
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            return f"its certificate is not accepted ({cause.verify_message})"
+        if isinstance(cause, ssl.SSLError):
+            return f"no TLS with it: {(cause.reason or str(cause)).replace('_', ' ').lower()}"
         if isinstance(cause, socket.gaierror):
             return "there is no such host"
         if isinstance(cause, exceptions.InvalidResponse):

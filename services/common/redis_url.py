@@ -1,10 +1,15 @@
 """The setting --redis-url: its form, and how it is shown."""
 
-from urllib.parse import urlsplit
+from pathlib import Path
+from urllib.parse import parse_qsl, urlsplit
 
 NEEDS_REDIS = "--redis-url needs the package redis: pip install 'stepwell[redis]'"
 
 _SCHEMES = ("redis", "rediss")
+_FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
+"""Names in the query of a rediss:// URL: the authorities (CA) that the server's certificate must
+come from, by default the system's; and a certificate for the server, with its key.
+"""
 _FORM = "must be redis://[user:password@]host:port, rediss://… for TLS, or unix://PATH"
 
 
@@ -18,6 +23,16 @@ def is_redis_url(value: str) -> str | None:
             return _FORM
     except ValueError:  # no port, or brackets that do not match
         return _FORM
+    return None
+
+
+def missing_file(url: str) -> str | None:
+    """What is wrong with the files that a URL names; None if they are there."""
+    for name, value in parse_qsl(urlsplit(url).query):
+        if name in _FILES and not url.startswith("rediss:"):
+            return f"{name} is for rediss:// URLs"
+        if name in _FILES and not Path(value).is_file():
+            return f"there is no file {value}, which {name} names"
     return None
 
 

@@ -17,3 +17,5 @@ class ReplicaLoad:
     """Tokens of them whose keys and values are still to be computed or found in the cache."""
     seconds_per_prompt_token: float = 0.0
     seconds_per_decode: float = 0.0
+    num_other_requests: int = 0
+    """Of `num_requests`, those that did not come from the gateway that is told."""

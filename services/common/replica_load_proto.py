@@ -12,6 +12,7 @@ def replica_load_from_proto(message: scheduler_pb2.ReplicaLoad) -> ReplicaLoad:
         num_uncomputed_tokens=message.num_uncomputed_tokens,
         seconds_per_prompt_token=message.seconds_per_prompt_token,
         seconds_per_decode=message.seconds_per_decode,
+        num_other_requests=message.num_other_requests,
     )
 
 
@@ -22,4 +23,5 @@ def replica_load_to_proto(load: ReplicaLoad) -> scheduler_pb2.ReplicaLoad:
         num_uncomputed_tokens=load.num_uncomputed_tokens,
         seconds_per_prompt_token=load.seconds_per_prompt_token,
         seconds_per_decode=load.seconds_per_decode,
+        num_other_requests=load.num_other_requests,
     )

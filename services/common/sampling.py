@@ -11,6 +11,18 @@ MAX_FLOAT32 = 2.0**128 - 2.0**104
 # Beyond these a penalised logit is not a float32 any more, and no token can be sampled.
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 2.0**-100, 2.0**100
 
+RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0, MAX_FLOAT32),
+    "repetition_penalty": (MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
+    "min_p": (0, 1),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "seed": (0, MAX_SEED),
+    "top_k": (0, MAX_INT32),
+    "min_tokens": (0, MAX_INT32),
+}
+"""The least and the largest value of each parameter that is a number and has both."""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -69,21 +81,10 @@ class SamplingParams:
             self.repetition_detection.validate()
 
     def _validate_numbers(self, vocab_size: int) -> None:
-        _require_range("temperature", self.temperature, 0, MAX_FLOAT32)
-        _require_range(
-            "repetition_penalty",
-            self.repetition_penalty,
-            MIN_REPETITION_PENALTY,
-            MAX_REPETITION_PENALTY,
-        )
+        for field, (low, high) in RANGES.items():
+            _require_range(field, getattr(self, field), low, high)
         if not 0 < self.top_p <= 1:
             raise _invalid("top_p", f"is {self.top_p}, not in (0, 1]")
-        _require_range("min_p", self.min_p, 0, 1)
-        _require_range("presence_penalty", self.presence_penalty, -2, 2)
-        _require_range("frequency_penalty", self.frequency_penalty, -2, 2)
-        _require_range("seed", self.seed, 0, MAX_SEED)
-        _require_range("top_k", self.top_k, 0, MAX_INT32)
-        _require_range("min_tokens", self.min_tokens, 0, MAX_INT32)
         _require_range("logprobs", self.logprobs, 0, vocab_size)
         _require_range("prompt_logprobs", self.prompt_logprobs, 0, vocab_size)
 

@@ -1,19 +1,26 @@
 """A grpc.aio server as every service runs it: health, reflection, statuses, keepalive, drain."""
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from inspect import isasyncgenfunction
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from grpc_status import rpc_status
 
 from services.common import errors, status
+from services.common.addresses import is_unix_address
 from services.common.channel import KEEPALIVE_OPTIONS, MAX_MESSAGE_BYTES
+
+if TYPE_CHECKING:
+    from services.common.tls import Tls
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Check = Callable[[Context], None]
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +28,8 @@ LIVENESS = ""
 """The name of liveness in grpc.health.v1: if it is not SERVING, the process is to be replaced."""
 READINESS = "ready"
 """The name of readiness in grpc.health.v1: if it is SERVING, requests can be served now."""
+_MAX_HEALTH_RPCS = 64
+"""Calls that are served at once on an address for health alone."""
 
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -31,6 +40,8 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     # The shortest interval between pings of a client without traffic. After two shorter ones the
     # server ends the connection ("Too many pings"). grpc's default is five minutes.
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
+    # How long a client may take for the handshake of TLS, and to begin with HTTP/2.
+    ("grpc.server_handshake_timeout_ms", 10_000),
     # Otherwise the window grows to megabytes, which a stream that is not read takes up.
     ("grpc.http2.bdp_probe", 0),
 )
@@ -51,16 +62,23 @@ class GrpcServer:
         max_concurrent_rpcs: int | None = None,
         options: Mapping[str, int] | None = None,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+        tls: "Tls | None" = None,
     ) -> None:
+        """With `tls`, clients that come over the network use it, and only those that it allows are
+        served.
+        """
+        self._tls = tls
         self._server = grpc.aio.server(
-            interceptors=[StatusInterceptor(), *interceptors],
+            interceptors=[StatusInterceptor(tls), *interceptors],
             options=tuple((dict(SERVER_OPTIONS) | dict(options or {})).items()),
             maximum_concurrent_rpcs=max_concurrent_rpcs,
         )
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._health_server: grpc.aio.Server | None = None
         self._names: list[str] = []
         self._draining = False
+        self._stopping: asyncio.Task[None] | None = None
 
     def add(
         self, register: Callable[[Any, grpc.aio.Server], None], servicer: Any, name: str
@@ -69,22 +87,27 @@ class GrpcServer:
         register(servicer, self._server)
         self._names.append(name)
 
-    async def start(self, address: str) -> str:
+    async def start(self, address: str, health_address: str | None = None) -> str:
         """Binds and serves, live but not ready until `set_ready`; returns the bound address.
 
-        `address` is host:port, with port 0 for a free one, or unix:PATH. Raises Unavailable.
+        `address` is host:port, with port 0 for a free one, or unix:PATH. At `health_address`
+        nothing but health is served, without TLS. Raises Unavailable.
         """
         reflection.enable_server_reflection(
             [*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server
         )
         await self.set_live(True)
         await self.set_ready(False)
-        try:
-            port = self._server.add_insecure_port(address)
-        except RuntimeError as error:
-            raise errors.Unavailable(f"cannot listen on {address}: {_why_not(address)}") from error
+        port = _bind(self._server, address, self._tls)
+        if health_address is not None:
+            self._health_server = grpc.aio.server(
+                options=SERVER_OPTIONS, maximum_concurrent_rpcs=_MAX_HEALTH_RPCS
+            )
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, self._health_server)
+            _bind(self._health_server, health_address, None)
+            await self._health_server.start()
         await self._server.start()
-        return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
+        return address if is_unix_address(address) else f"{address.rpartition(':')[0]}:{port}"
 
     async def set_ready(self, ready: bool) -> None:
         """Sets readiness. Not ready once `drain` has begun, for any `ready`."""
@@ -95,11 +118,19 @@ class GrpcServer:
         """Sets liveness; a supervisor replaces a process that is not live."""
         await self._health.set(LIVENESS, _status(live))
 
+    def begin_drain(self, grace_seconds: float) -> None:
+        """Refuses new calls, and tells clients to connect elsewhere, while health goes on being
+        served at its own address. To be followed by `drain`.
+        """
+        self._stopping = asyncio.create_task(self._server.stop(grace_seconds))
+
     async def drain(self, grace_seconds: float) -> None:
         """Sets not ready, refuses new calls, and ends running ones after `grace_seconds`."""
         self._draining = True
         await self.set_ready(False)
         await self._server.stop(grace_seconds)
+        if self._health_server is not None:
+            await self._health_server.stop(0)
 
 
 def _status(serving: bool) -> health_pb2.HealthCheckResponse.ServingStatus:
@@ -107,22 +138,34 @@ def _status(serving: bool) -> health_pb2.HealthCheckResponse.ServingStatus:
     return state.SERVING if serving else state.NOT_SERVING
 
 
+def _bind(server: grpc.aio.Server, address: str, tls: "Tls | None") -> int:
+    """Returns the port. Raises Unavailable."""
+    try:
+        if tls is None or is_unix_address(address):
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, tls.server_credentials())
+    except RuntimeError as error:
+        raise errors.Unavailable(f"cannot listen on {address}: {_why_not(address)}") from error
+
+
 def _why_not(address: str) -> str:
     """The likely reason why an address cannot be bound."""
-    if address.startswith("unix:") and not Path(address.removeprefix("unix:")).parent.is_dir():
+    if is_unix_address(address) and not Path(address.removeprefix("unix:")).parent.is_dir():
         return "there is no such directory"
     return "it is taken, or no address of this machine"
 
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):
-    """Turns a StepwellError of any handler into its status; anything else into INTERNAL.
+    """Turns a StepwellError of any handler into its status; anything else into INTERNAL. Before,
+    callers are refused that `tls` does not allow.
 
     Streaming handlers are async generators, or coroutines that write their responses. Cancellation
     passes through. A method's handler is made once, at its first call, which is also the only one
     for which the interceptors after this one are asked.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tls: "Tls | None" = None) -> None:
+        self._check_caller = _allow if tls is None else tls.check_caller
         self._handlers: dict[str, Any] = {}
 
     async def intercept_service(
@@ -136,18 +179,22 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             handler = await continuation(handler_call_details)
             if handler is None:
                 return None
-            handler = self._handlers[method] = _with_statuses(handler, method)
+            handler = self._handlers[method] = _with_statuses(handler, method, self._check_caller)
         return handler
 
 
-def _with_statuses(handler: Any, method: str) -> Any:
+def _allow(_: Context) -> None:
+    """The check of callers where everybody may call."""
+
+
+def _with_statuses(handler: Any, method: str, check: Check) -> Any:
     """The handler, a named tuple of grpc's, with our errors made statuses."""
     if handler.unary_unary is not None:
-        return handler._replace(unary_unary=_answering(handler.unary_unary, method))
+        return handler._replace(unary_unary=_answering(handler.unary_unary, method, check))
     if handler.unary_stream is not None and not _is_health_watch(handler, method):
-        return handler._replace(unary_stream=_streaming(handler.unary_stream, method))
+        return handler._replace(unary_stream=_streaming(handler.unary_stream, method, check))
     if handler.stream_stream is not None:
-        return handler._replace(stream_stream=_streaming(handler.stream_stream, method))
+        return handler._replace(stream_stream=_streaming(handler.stream_stream, method, check))
     return handler
 
 
@@ -157,9 +204,10 @@ def _is_health_watch(handler: Any, method: str) -> bool:
     return is_health and not isasyncgenfunction(handler.unary_stream)
 
 
-def _answering(behavior: Any, method: str) -> Any:
-    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+def _answering(behavior: Any, method: str, check: Check) -> Any:
+    async def call(request: Any, context: Context) -> Any:
         try:
+            check(context)
             return await behavior(request, context)
         except Exception as error:
             return await _abort(context, error, method)
@@ -167,24 +215,25 @@ def _answering(behavior: Any, method: str) -> Any:
     return call
 
 
-def _streaming(behavior: Any, method: str) -> Any:
-    async def generate(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+def _streaming(behavior: Any, method: str, check: Check) -> Any:
+    async def generate(request: Any, context: Context) -> Any:
         try:
+            check(context)
             async with aclosing(behavior(request, context)) as responses:
                 async for response in responses:
                     yield response
         except Exception as error:
             await _abort(context, error, method)
 
-    return generate if isasyncgenfunction(behavior) else _answering(behavior, method)
+    return generate if isasyncgenfunction(behavior) else _answering(behavior, method, check)
 
 
-async def _abort(
-    context: grpc.aio.ServicerContext[Any, Any], error: Exception, method: str
-) -> None:
+async def _abort(context: Context, error: Exception, method: str) -> None:
     if isinstance(error, grpc.aio.AbortError) or context.cancelled():
         raise error
     if not isinstance(error, errors.StepwellError):
         logger.exception("defect while serving %s", method)
         error = errors.InternalError(f"a defect in {method}: {type(error).__name__}")
-    await context.abort_with_status(rpc_status.to_status(status.to_rich_status(error)))
+    # `abort_with_status` would drop what is in the trailing metadata besides the details.
+    trailing = (*(context.trailing_metadata() or ()), *status.trailing_metadata(error))
+    await context.abort(status.status_code(error), error.message, trailing_metadata=trailing)

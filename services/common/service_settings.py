@@ -1,10 +1,14 @@
-"""Settings that every service has: where it listens, its traces, its logs, its time to stop."""
+"""Settings that every service has: where it listens, its certificate for the other services, its
+traces, its logs, its time to stop.
+"""
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from services.common.addresses import is_listen_address
 from services.common.logs import LogFormat, LogLevel
-from services.common.settings import between, setting
+from services.common.settings import between, existing_file, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,6 +18,27 @@ class ServiceSettings:
     address: str = setting(
         doc="where gRPC listens: host:port, with port 0 for a free one, or unix:PATH",
         check=is_listen_address,
+    )
+    health_address: str | None = setting(
+        None,
+        doc="where grpc.health.v1 alone is served, without TLS and keys, for probes: host:port or "
+        "unix:PATH (default: only at the address of gRPC)",
+        check=is_listen_address,
+    )
+    internal_tls_cert_file: Path | None = setting(
+        None,
+        doc="certificate chain (PEM) that this service shows to the other services. With it, key "
+        "and authority they speak TLS over the network, and each must show a certificate; sockets "
+        "of this machine stay as they are (default: no TLS)",
+        check=existing_file,
+    )
+    internal_tls_key_file: Path | None = setting(
+        None, doc="key of that certificate (PEM)", check=existing_file
+    )
+    internal_tls_ca_file: Path | None = setting(
+        None,
+        doc="authorities (CA, PEM) that certificates of the other services must come from",
+        check=existing_file,
     )
     drain_seconds: float = setting(
         5.0, doc="how long running calls may take to end after SIGTERM", check=between(0, 3600)
@@ -31,4 +56,22 @@ class ServiceSettings:
     log_level: LogLevel = setting(LogLevel.INFO, doc="least severe level that is logged")
     log_format: LogFormat = setting(
         LogFormat.TEXT, doc="how a log line looks: text for people, json for programs"
+    )
+
+
+def allowed_names() -> Any:
+    """A setting of services that other services call."""
+    return setting(
+        (),
+        doc="subject alternative names, comma-separated, of which one must be in the certificate "
+        "of a service that calls this one; empty: any certificate of the authority will do",
+    )
+
+
+def server_name() -> Any:
+    """A setting of services that call others."""
+    return setting(
+        None,
+        doc="name that must be in the certificates of the services called here, where it is not "
+        "the host of their address",
     )

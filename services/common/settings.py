@@ -74,6 +74,10 @@ def existing_directory(value: Path) -> str | None:
     return None if value.is_dir() else "is not a directory"
 
 
+def existing_file(value: Path) -> str | None:
+    return None if value.is_file() else "must be a file that exists"
+
+
 def load_settings(
     cls: type[T],
     service: str,

@@ -1,7 +1,8 @@
 """The one map between errors and gRPC statuses, in both directions. Details follow google.rpc:
-ErrorInfo (reason, domain), BadRequest (field), RetryInfo (delay).
+ErrorInfo (reason, domain), BadRequest (field), RetryInfo (delay), QuotaFailure (tenant).
 """
 
+import re
 from datetime import timedelta
 
 import grpc
@@ -11,24 +12,42 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from services.common import errors
+from services.common.retry_hint import retry_hint_seconds
 
 DOMAIN = "stepwell"
 
+_DETAILS = "grpc-status-details-bin"
+_PUSHBACK = "grpc-retry-pushback-ms"
+
 _CONNECTION_ENDS = (
-    ("ping timeout", "answers no ping"),
-    ("failed to connect", "is not there"),
-    ("Connection reset", "closed the connection"),
-    ("Socket closed", "closed the connection"),
+    (r"Hostname Verification", "shows a certificate for another name than its address"),
+    (r"CERTIFICATE_VERIFY_FAILED.*expired", "shows a certificate that has expired"),
+    (r"CERTIFICATE_VERIFY_FAILED", "shows a certificate that is not trusted here"),
+    (r"WRONG_VERSION_NUMBER", "does not speak TLS"),
+    (
+        r"failed to connect.*Secure read",
+        "ends each connection at once; it may expect another certificate",
+    ),
+    (
+        r"failed to connect.*Socket closed",
+        "ends each connection at once; it may expect TLS, or another certificate",
+    ),
+    (r"ping timeout", "answers no ping"),
+    (r"failed to connect", "is not there"),
+    (r"Connection reset", "closed the connection"),
+    (r"Socket closed", "closed the connection"),
 )
-"""Parts of grpc's messages about connections, and what they mean."""
+"""Patterns of grpc's messages about connections, and what they mean; the first one counts."""
 
 STATUS_OF: dict[type[errors.StepwellError], grpc.StatusCode] = {
     errors.InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
     errors.OutOfRange: grpc.StatusCode.OUT_OF_RANGE,
     errors.NotFound: grpc.StatusCode.NOT_FOUND,
     errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    errors.PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
     errors.PayloadTooLarge: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.ResourceExhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.QuotaExceeded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.FailedPrecondition: grpc.StatusCode.FAILED_PRECONDITION,
     errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.Aborted: grpc.StatusCode.ABORTED,
@@ -36,8 +55,11 @@ STATUS_OF: dict[type[errors.StepwellError], grpc.StatusCode] = {
     errors.InternalError: grpc.StatusCode.INTERNAL,
 }
 
+_NOT_READ_BACK = (errors.PayloadTooLarge, errors.QuotaExceeded)
+"""Kinds that no service raises towards another one."""
+
 _KIND_OF: dict[grpc.StatusCode, type[errors.StepwellError]] = {
-    **{status: kind for kind, status in STATUS_OF.items() if kind is not errors.PayloadTooLarge},
+    **{status: kind for kind, status in STATUS_OF.items() if kind not in _NOT_READ_BACK},
     grpc.StatusCode.CANCELLED: errors.Aborted,
 }
 
@@ -48,22 +70,44 @@ def status_code(error: errors.StepwellError) -> grpc.StatusCode:
     return STATUS_OF[next(kinds, errors.InternalError)]
 
 
-def to_rich_status(error: errors.StepwellError) -> status_pb2.Status:
+def to_rich_status(
+    error: errors.StepwellError, retry_after_seconds: float | None = None
+) -> status_pb2.Status:
+    """The status with its details; `retry_after_seconds` is what the client is told."""
     details: list[Message] = [error_details_pb2.ErrorInfo(reason=error.error_reason, domain=DOMAIN)]
     if error.field is not None:
         violation = error_details_pb2.BadRequest.FieldViolation(
             field=error.field, description=error.message
         )
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
-    if error.retry_after_seconds is not None:
+    if isinstance(error, errors.QuotaExceeded):
+        quota = error_details_pb2.QuotaFailure.Violation(
+            subject=f"tenant:{error.tenant_id}", description=error.message
+        )
+        details.append(error_details_pb2.QuotaFailure(violations=[quota]))
+    if retry_after_seconds is not None:
         delay = duration_pb2.Duration()
-        delay.FromTimedelta(timedelta(seconds=error.retry_after_seconds))
+        delay.FromTimedelta(timedelta(seconds=retry_after_seconds))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
     code: int = status_code(error).value[0]
     rich = status_pb2.Status(code=code, message=error.message)
     for detail in details:
         rich.details.add().Pack(detail)
     return rich
+
+
+def trailing_metadata(error: errors.StepwellError) -> tuple[tuple[str, str | bytes], ...]:
+    """What ends a call besides code and message: the details, and when grpc itself may try again.
+
+    A client tries again by itself only where its service config has a retryPolicy; -1 forbids it.
+    """
+    seconds = retry_hint_seconds(error)
+    details = to_rich_status(error, seconds).SerializeToString()
+    if error.may_retry is False:
+        return (_DETAILS, details), (_PUSHBACK, "-1")
+    if seconds is None:
+        return ((_DETAILS, details),)
+    return (_DETAILS, details), (_PUSHBACK, str(round(1000 * seconds)))
 
 
 def from_rpc_error(rpc_error: grpc.aio.AioRpcError) -> errors.StepwellError:
@@ -96,5 +140,5 @@ def from_peer(peer: str, rpc_error: grpc.aio.AioRpcError) -> errors.StepwellErro
 
 def _connection_end(details: str) -> str:
     """What happened to a connection; grpc's message is quoted if it is not known."""
-    meanings = (meaning for words, meaning in _CONNECTION_ENDS if words in details)
+    meanings = (meaning for words, meaning in _CONNECTION_ENDS if re.search(words, details))
     return next(meanings, f"is gone: {details}")

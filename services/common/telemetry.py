@@ -6,8 +6,8 @@ sent as the empty string, so that a service below spends one comparison on it.
 """
 
 import logging
+import random
 import re
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,12 +15,29 @@ from dataclasses import dataclass
 from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor, SpanExporter
-from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
-from opentelemetry.trace import INVALID_SPAN, Span, SpanContext, SpanKind, TraceFlags
+from opentelemetry.sdk.trace import (
+    Event,
+    ReadableSpan,
+    SpanLimits,
+    SynchronousMultiSpanProcessor,
+    TracerProvider,
+)
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace.sampling import Decision, ParentBased, Sampler, TraceIdRatioBased
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import (
+    INVALID_SPAN,
+    Link,
+    Span,
+    SpanContext,
+    SpanKind,
+    Status,
+    TraceFlags,
+    TraceState,
+)
 
 from services.common.service_settings import ServiceSettings
+from services.common.span_sender import SpanSender
 
 Attributes = Mapping[str, str | int | float | bool | Sequence[str]]
 
@@ -31,9 +48,43 @@ _TRACEPARENT = re.compile(
 )
 _SAMPLED = 1
 
-LAST_EXPORT_SECONDS = 0.5
+_SCOPE = InstrumentationScope("stepwell")
+_UNSET = Status()
 
-logger = logging.getLogger(__name__)
+MAX_LINKS = 1024
+"""Links of a span. Who links to more leaves some out, and says how many."""
+_LIMITS = SpanLimits(
+    max_span_attributes=128,
+    max_events=128,
+    max_links=MAX_LINKS,
+    max_event_attributes=16,
+    max_link_attributes=16,
+    max_span_attribute_length=4096,
+)
+
+_MAX_TRACESTATE_CHARACTERS = 512
+"""More is not passed on; W3C asks for no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceOrigin:
+    """Where the spans of a request belong: its trace, the caller's span, and whether they are
+    sampled from the beginning.
+    """
+
+    trace_id: int
+    parent: SpanContext | None
+    is_sampled: bool
+
+    @property
+    def tracestate(self) -> str:
+        """The caller's, as it goes on to other services."""
+        return "" if self.parent is None else self.parent.trace_state.to_header()
+
+    def context(self, span_id: int) -> SpanContext:
+        """Of a span that is kept."""
+        state = None if self.parent is None else self.parent.trace_state
+        return SpanContext(self.trace_id, span_id, False, TraceFlags(_SAMPLED), state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +93,13 @@ class Tracing:
 
     tracer: trace.Tracer
     provider: TracerProvider | None
+    processor: SynchronousMultiSpanProcessor | None = None
+    """Gets every span that ends; more processors may be added to it."""
+    sample_ratio: float = 0.0
+    root_sampler: Sampler | None = None
+    """Decides in place of the ratio."""
+    sender: SpanSender | None = None
+    """Sends them to the collector, if there is one."""
 
     @property
     def enabled(self) -> bool:
@@ -90,18 +148,71 @@ class Tracing:
             name, traceparent, kind=kind, attributes=attributes, start_unix_nanos=start_unix_nanos
         )
 
-    def shutdown(self) -> None:
-        """Sends what is left, within LAST_EXPORT_SECONDS. Spans not taken by then are lost."""
+    def draw_root(self, *, is_sampled: bool = False) -> SpanContext | None:
+        """The context of the first span of a new trace; None if the ratio leaves it out, unless it
+        is to be sampled in any case.
+        """
+        if self.processor is None or not (is_sampled or self._is_drawn()):
+            return None
+        return SpanContext(new_trace_id(), new_span_id(), False, TraceFlags(_SAMPLED))
+
+    def _is_drawn(self) -> bool:
+        if self.root_sampler is None:
+            return random.random() < self.sample_ratio
+        result = self.root_sampler.should_sample(None, new_trace_id(), "")
+        return result.decision is Decision.RECORD_AND_SAMPLE
+
+    def origin(self, traceparent: str = "", tracestate: str = "") -> TraceOrigin:
+        """The trace of a request that comes with these headers, or a new one. The caller's flag
+        decides whether it is sampled, or the ratio where there is no caller.
+        """
+        parent = parse_traceparent(traceparent, tracestate)
+        if parent is not None:
+            is_sampled = self.enabled and bool(parent.trace_flags & TraceFlags.SAMPLED)
+            return TraceOrigin(parent.trace_id, parent, is_sampled)
+        trace_id = new_trace_id()
         if self.provider is None:
+            return TraceOrigin(trace_id, None, False)
+        drawn = self.provider.sampler.should_sample(None, trace_id, "")
+        return TraceOrigin(trace_id, None, drawn.decision is Decision.RECORD_AND_SAMPLE)
+
+    def record(
+        self,
+        name: str,
+        context: SpanContext,
+        parent: SpanContext | None,
+        start_unix_nanos: int,
+        end_unix_nanos: int,
+        *,
+        attributes: Attributes,
+        kind: SpanKind = SpanKind.INTERNAL,
+        status: Status = _UNSET,
+        links: Sequence[Link] = (),
+        events: Sequence[Event] = (),
+    ) -> None:
+        """Makes a span of what is over. Its context says whether it is sampled."""
+        if self.provider is None or self.processor is None:
             return
-        # The SDK's own bounds are an export's ten seconds and a shutdown's thirty.
-        sending = threading.Thread(target=self.provider.shutdown, name="last export", daemon=True)
-        sending.start()
-        sending.join(LAST_EXPORT_SECONDS)
-        if sending.is_alive():
-            logger.warning(
-                "the collector did not take the last spans within %g s", LAST_EXPORT_SECONDS
-            )
+        span = ReadableSpan(
+            name,
+            context,
+            parent,
+            self.provider.resource,
+            attributes,
+            events,
+            links,
+            kind,
+            status=status,
+            start_time=start_unix_nanos,
+            end_time=end_unix_nanos,
+            instrumentation_scope=_SCOPE,
+        )
+        self.processor.on_end(span)
+
+    def shutdown(self) -> None:
+        """Sends what is left, within half a second. Spans not taken by then are lost."""
+        if self.provider is not None:
+            self.provider.shutdown()
 
 
 def configure_tracing(
@@ -110,23 +221,35 @@ def configure_tracing(
     sample_ratio: float,
     *,
     exporter: SpanExporter | None = None,
+    root_sampler: Sampler | None = None,
 ) -> Tracing:
     """Tracing of a service. `endpoint` is an OTLP/gRPC URL such as http://host:4317, or empty.
 
-    An `exporter` takes the place of the endpoint and gets every span as it ends.
+    An `exporter` takes the place of the endpoint and gets every span as it ends. A `root_sampler`
+    takes the place of the ratio.
     """
+    # It would log what any client sends as `tracestate`.
+    logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)
     if not endpoint and exporter is None:
         return Tracing(trace.NoOpTracer(), None)
+    processor = SynchronousMultiSpanProcessor()  # type: ignore[no-untyped-call]
+    sender = None
+    if exporter is not None:
+        processor.add_span_processor(SimpleSpanProcessor(exporter))
+    else:
+        sender = SpanSender(_otlp_exporter(endpoint))
+        processor.add_span_processor(sender)
     resource = Resource.create(
         {"service.name": f"stepwell-{service}", "service.namespace": "stepwell"}
     )
     provider = TracerProvider(
-        resource=resource, sampler=ParentBased(TraceIdRatioBased(sample_ratio))
+        resource=resource,
+        sampler=ParentBased(root_sampler or TraceIdRatioBased(sample_ratio)),
+        active_span_processor=processor,
+        span_limits=_LIMITS,
     )
-    provider.add_span_processor(
-        SimpleSpanProcessor(exporter) if exporter else BatchSpanProcessor(_otlp_exporter(endpoint))
-    )
-    return Tracing(provider.get_tracer("stepwell"), provider)
+    tracer = provider.get_tracer("stepwell")
+    return Tracing(tracer, provider, processor, sample_ratio, root_sampler, sender)
 
 
 @contextmanager
@@ -156,11 +279,58 @@ def traceparent_of(span: Span) -> str:
     context = span.get_span_context()
     if not context.is_valid or not context.trace_flags & TraceFlags.SAMPLED:
         return ""
-    return f"00-{context.trace_id:032x}-{context.span_id:016x}-01"
+    return traceparent_text(context.trace_id, context.span_id)
 
 
-def parse_traceparent(traceparent: str) -> SpanContext | None:
-    """The remote span that a `traceparent` names; None when it is empty or malformed."""
+def new_trace_id() -> int:
+    """A trace id of 128 random bits, not 0."""
+    return random.getrandbits(128) or 1
+
+
+def new_span_id() -> int:
+    """A span id of 64 random bits, not 0."""
+    return random.getrandbits(64) or 1
+
+
+def traceparent_text(trace_id: int, span_id: int) -> str:
+    """The W3C trace context of a sampled span."""
+    return f"00-{trace_id:032x}-{span_id:016x}-01"
+
+
+def numbered_span_id(span_id: int, number: int) -> int:
+    """The id of one of the spans below a span that are numbered from 1 on: both of its sides know
+    it without having to tell each other.
+    """
+    return (span_id + number) % 2**64 or 1
+
+
+def numbered_traceparent(traceparent: str, number: int) -> str:
+    """The context of such a span, from that of the span above it; empty for the empty string."""
+    if not traceparent:
+        return ""
+    head, trace_id, span_id, flags = traceparent.split("-")
+    return f"{head}-{trace_id}-{numbered_span_id(int(span_id, 16), number):016x}-{flags}"
+
+
+def child_of(parent: SpanContext) -> SpanContext:
+    """The context of a new span under a sampled one, for `Tracing.record`."""
+    return SpanContext(
+        parent.trace_id, new_span_id(), False, parent.trace_flags, parent.trace_state
+    )
+
+
+def sampled_parent(traceparent: str, tracestate: str = "") -> SpanContext | None:
+    """The remote span that a `traceparent` names; None if it names none, or is not sampled."""
+    parent = parse_traceparent(traceparent, tracestate)
+    return parent if parent is not None and parent.trace_flags.sampled else None
+
+
+def parse_traceparent(traceparent: str, tracestate: str = "") -> SpanContext | None:
+    """The remote span that a `traceparent` names, with its `tracestate`; None when the first is
+    empty or malformed.
+    """
+    if not traceparent:
+        return None
     match = _TRACEPARENT.fullmatch(traceparent.strip())
     if match is None or match["version"] == "ff" or (match["version"] == "00" and match["rest"]):
         return None
@@ -169,14 +339,21 @@ def parse_traceparent(traceparent: str) -> SpanContext | None:
         int(match["span_id"], 16),
         is_remote=True,
         trace_flags=TraceFlags(int(match["flags"], 16) & _SAMPLED),
+        trace_state=_trace_state(tracestate),
     )
     return context if context.is_valid else None
 
 
+def _trace_state(tracestate: str) -> TraceState | None:
+    if not tracestate or len(tracestate) > _MAX_TRACESTATE_CHARACTERS:
+        return None
+    return TraceState.from_header([tracestate])
+
+
 def _otlp_exporter(endpoint: str) -> SpanExporter:
     # Imported here: without tracing no process pays for loading the exporter.
-    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (  # noqa: PLC0415
-        OTLPSpanExporter,
-    )
+    from services.common.span_exporter import OtlpExporter  # noqa: PLC0415
 
-    return OTLPSpanExporter(endpoint=endpoint, insecure=not endpoint.startswith("https://"))
+    # It would log every call that fails; SpanSender says once that they do.
+    logging.getLogger("opentelemetry.exporter.otlp").setLevel(logging.CRITICAL)
+    return OtlpExporter(endpoint=endpoint, insecure=not endpoint.startswith("https://"))

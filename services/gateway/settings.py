@@ -3,18 +3,37 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.common.addresses import is_host_port
+from services.common.addresses import (
+    DNS,
+    is_dns_address,
+    is_host_port,
+    is_listen_address,
+    is_on_this_machine,
+)
 from services.common.redis_url import is_redis_url
-from services.common.service_settings import ServiceSettings
+from services.common.service_settings import ServiceSettings, server_name
 from services.common.settings import (
+    SettingError,
     at_least,
     existing_directory,
-    not_empty,
+    existing_file,
     one_of,
     setting,
     with_default,
 )
+from services.gateway.core.idempotency.keyed_requests import KeyLimits
 from services.gateway.core.routing import POLICIES
+
+DEFAULT_SCHEDULERS = ("127.0.0.1:9001",)
+
+
+def _are_schedulers(addresses: tuple[str, ...]) -> str | None:
+    """A check: each is an address, or a name in DNS."""
+    for address in addresses:
+        check = is_dns_address if address.startswith(DNS) else is_listen_address
+        if check(address) is not None:
+            return "must be host:port, unix:PATH or dns:NAME:PORT each"
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,13 +52,20 @@ class GatewaySettings(ServiceSettings):
         "generation_config.json; vllm, no file; or a directory with such a file, whose "
         "max_new_tokens bounds every answer",
     )
-    schedulers: tuple[str, ...] = setting(
-        ("127.0.0.1:9001",), doc="addresses of schedulers, comma-separated", check=not_empty
+    schedulers: tuple[str, ...] | None = setting(
+        None,
+        doc="addresses of schedulers, comma-separated: host:port, unix:PATH, or dns:NAME:PORT for "
+        "all addresses of a name, which is resolved again every 3 s (default: 127.0.0.1:9001; with "
+        "redis_url only those that are registered there)",
+        check=_are_schedulers,
     )
     redis_url: str | None = setting(
         None,
-        doc="Redis in which pools write what they cache, redis://[user:password@]host:port; a "
-        "cluster by any of its nodes (default: the pools are asked)",
+        doc="Redis in which schedulers register themselves, pools write what they cache, and "
+        "gateways the answers of requests with an idempotency key, "
+        "redis://[user:password@]host:port, or rediss://host:port?ssl_ca_certs=PATH with TLS; a "
+        "cluster by any of its nodes (default: only the schedulers above are used, the pools are "
+        "asked, and answers stay at their gateway)",
         check=is_redis_url,
     )
     address: str = with_default(ServiceSettings, "address", "0.0.0.0:9000")
@@ -48,12 +74,100 @@ class GatewaySettings(ServiceSettings):
         doc="where HTTP listens: host:port, with port 0 for a free one",
         check=is_host_port,
     )
+    admin_address: str | None = setting(
+        None,
+        doc="where operators' calls such as /pause are served over HTTP: host:port or unix:PATH "
+        "(default: they are not)",
+        check=is_listen_address,
+    )
+    admin_key: str | None = setting(
+        None,
+        doc="key that operators' calls must show; it may be left out where admin_address is a "
+        "loopback address or a Unix socket",
+    )
+    ui: bool = setting(
+        True,
+        doc="show what the replicas do, and traces, at http_address too: the page /ui, /activity "
+        "and /traces; they are always at admin_address",
+    )
+    trace_address: str | None = setting(
+        None,
+        doc="where the other services send their spans, OTLP over gRPC, to be kept here for "
+        "`stepwell trace` and /ui where there is no collector: host:port or unix:PATH, which is "
+        "their --otlp-endpoint (default: no traces are kept)",
+        check=is_listen_address,
+    )
+    trace_store_max_traces: int = setting(
+        512, doc="traces that are kept so; the oldest are dropped", check=at_least(2)
+    )
+    trace_store_max_bytes: int = setting(
+        16 * 2**20, doc="bytes of their spans", check=at_least(2**16)
+    )
+    trace_store_max_per_minute: int = setting(
+        12,
+        doc="requests of a minute that are traced to be kept so, as many at once after a quiet "
+        "one; 0: as many as --trace-sample-ratio says",
+        check=at_least(0),
+    )
+    tls_cert_file: Path | None = setting(
+        None,
+        doc="certificate chain (PEM) that clients are shown, over HTTP and gRPC (default: no TLS)",
+        check=existing_file,
+    )
+    tls_key_file: Path | None = setting(
+        None, doc="key of that certificate (PEM)", check=existing_file
+    )
+    tls_client_ca_file: Path | None = setting(
+        None,
+        doc="authorities (CA, PEM) that each client must show a certificate of (default: clients "
+        "need none)",
+        check=existing_file,
+    )
+    internal_tls_server_name: str | None = server_name()
     drain_seconds: float = with_default(ServiceSettings, "drain_seconds", 7.0)
     api_keys: tuple[str, ...] = setting(
-        (), doc="keys that clients must show one of, comma-separated; empty: no key is asked for"
+        (),
+        doc="keys that clients must show one of, comma-separated, each of a tenant of its own; "
+        "without any, and without the next two settings, no key is asked for",
+    )
+    api_key_file: Path | None = setting(
+        None, doc="file with keys and limits of tenants, which `stepwell keys` writes"
+    )
+    api_keys_in_redis: bool = setting(
+        False, doc="keys and limits of tenants are in the Redis of --redis-url"
+    )
+    api_key_cache_seconds: float = setting(
+        3600.0,
+        doc="how long keys that were used go on working while Redis cannot be asked for them; new "
+        "ones get 503",
+        check=at_least(0),
+    )
+    share_cache_between_tenants: bool = setting(
+        False,
+        doc="let tenants find one another's prompts in the prefix cache; by the time of an answer "
+        "one can then tell what another has asked",
+    )
+    access_log: bool = setting(True, doc="log a line for each call of a client, at level info")
+    trace_slow_seconds: float = setting(
+        30.0,
+        doc="a request that takes so long is traced whether it was sampled or not, as one that "
+        "fails is; 0: only those that fail",
+        check=at_least(0),
     )
     max_concurrent_requests: int = setting(
-        1024, doc="client requests served at once; further ones get 429", check=at_least(1)
+        1024, doc="client requests served at once; further ones get 503", check=at_least(1)
+    )
+    max_num_waiting_per_tenant: int = setting(
+        256,
+        doc="sequences of one tenant that may wait here for a place at the replicas; further "
+        "requests get 429. Several tenants share half of max_concurrent_requests",
+        check=at_least(1),
+    )
+    max_queue_seconds_per_tenant: float = setting(
+        60.0,
+        doc="time that a request of a tenant may wait here; one that would wait longer gets 429; "
+        "0: no limit",
+        check=at_least(0),
     )
     max_choices_per_request: int = setting(
         256, doc="prompts times n of one request", check=at_least(1)
@@ -127,10 +241,63 @@ class GatewaySettings(ServiceSettings):
         doc="a connection or stream whose client reads nothing of its answer for so long is ended",
         check=at_least(0.1),
     )
+    idempotency_linger_seconds: float = setting(
+        30.0,
+        doc="how long the answer of a request with an idempotency key goes on while no client "
+        "reads it; it stops then, and goes on when the client comes back",
+        check=at_least(0),
+    )
+    idempotency_max_detached: int = setting(
+        64,
+        doc="answers that go on so at once; for a further one the first is stopped",
+        check=at_least(0),
+    )
+    idempotency_retention_seconds: float = setting(
+        600.0,
+        doc="how long such an answer is remembered after it ended or stopped, here and in Redis",
+        check=at_least(1),
+    )
+    idempotency_max_answers: int = setting(
+        4096,
+        doc="such answers that are remembered at once; those unused for longest are forgotten",
+        check=at_least(1),
+    )
+    idempotency_max_bytes: int = setting(
+        64 * 2**20,
+        doc="bytes of those that ended or stopped: 4 for each token and 8 for each log-probability",
+        check=at_least(1024),
+    )
+
+    @property
+    def key_limits(self) -> KeyLimits:
+        return KeyLimits(
+            self.idempotency_linger_seconds,
+            self.idempotency_max_detached,
+            self.idempotency_retention_seconds,
+            self.idempotency_max_answers,
+            self.idempotency_max_bytes,
+        )
+
+    def require_admin_key(self) -> None:
+        """Raises SettingError where other machines reach operators' calls without a key."""
+        address = self.admin_address
+        if address is not None and not self.admin_key and not is_on_this_machine(address):
+            raise SettingError(
+                f"--admin-key must be given: other machines reach --admin-address {address}"
+            )
 
     @property
     def model_name(self) -> str:
         return self.served_model_name or self.model.resolve().name
+
+    @property
+    def known_schedulers(self) -> tuple[str, ...]:
+        """The schedulers that need no registry. Raises SettingError where there can be none."""
+        if self.schedulers is None:
+            return DEFAULT_SCHEDULERS if self.redis_url is None else ()
+        if not self.schedulers and self.redis_url is None:
+            raise SettingError("--schedulers must name at least one, or --redis-url be given")
+        return self.schedulers
 
     @property
     def max_logprobs_per_request(self) -> int:

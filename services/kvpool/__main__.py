@@ -8,12 +8,17 @@ from typing import TYPE_CHECKING
 from prometheus_client.registry import Collector
 from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
 
+from services.common.exposition import Exposition
 from services.common.lifecycle import run_service
 from services.common.metrics import serving_metrics
+from services.common.metrics_servicer import collect_in_thread, serve_collect
 from services.common.redis_url import NEEDS_REDIS
 from services.common.server import GrpcServer
 from services.common.settings import SettingError
 from services.common.telemetry import Tracing, service_tracing
+from services.common.tls_metrics import TlsCollector
+from services.common.tls_settings import tls_of
+from services.common.tracing_metrics import TracingCollector
 from services.kvpool.adapters.directory_metrics import DirectoryCollector
 from services.kvpool.adapters.event_feed import EventFeed
 from services.kvpool.adapters.memory_directory import MemoryDirectory
@@ -23,6 +28,7 @@ from services.kvpool.core.pool_host import PoolHost
 from services.kvpool.settings import KVPoolSettings
 
 if TYPE_CHECKING:
+    from services.common.tls import Tls
     from services.kvpool.adapters.redis_directory import RedisDirectory
 
 SERVICE = "kvpool"
@@ -41,9 +47,9 @@ def main() -> None:
 
 async def serve(settings: KVPoolSettings, stop: asyncio.Event) -> None:
     """Serves until `stop` is set, then drains. Raises Unavailable if an address is taken."""
-    with service_tracing(SERVICE, settings) as tracing:
-        service = PoolService(settings, tracing)
-        with serving_metrics(service.collectors, settings.metrics_address):
+    with service_tracing(SERVICE, settings) as tracing, tls_of(settings) as tls:
+        service = PoolService(settings, tracing, tls)
+        with serving_metrics(service.exposition.render, settings.metrics_address):
             address = await service.start()
             logger.info("serving", extra={"address": address})
             await stop.wait()
@@ -54,7 +60,9 @@ async def serve(settings: KVPoolSettings, stop: asyncio.Event) -> None:
 class PoolService:
     """Everything behind the service's port, put together."""
 
-    def __init__(self, settings: KVPoolSettings, tracing: Tracing) -> None:
+    def __init__(
+        self, settings: KVPoolSettings, tracing: Tracing, tls: "Tls | None" = None
+    ) -> None:
         self._settings = settings
         self._directory = MemoryDirectory()
         self._feed = EventFeed(settings.watch_buffer_hashes)
@@ -65,18 +73,18 @@ class PoolService:
             max_pools=settings.max_pools,
             max_blocks_per_pool=settings.max_blocks_per_pool,
         )
-        self._server = GrpcServer(max_concurrent_rpcs=RPCS_PER_POOL * settings.max_pools)
+        self._server = GrpcServer(max_concurrent_rpcs=RPCS_PER_POOL * settings.max_pools, tls=tls)
         self._server.add(
             kvpool_pb2_grpc.add_KVPoolServicer_to_server,
             KVPoolServicer(self.host, self._directory, self._feed, tracing),
             kvpool_pb2.DESCRIPTOR.services_by_name["KVPool"].full_name,
         )
-
-    @property
-    def collectors(self) -> list[Collector]:
-        """The metrics of the pools and of what is written of them to Redis."""
-        pools: list[Collector] = [PoolCollector(self.host)]
-        return pools if self._shared is None else [*pools, DirectoryCollector(self._shared)]
+        own: list[Collector] = [PoolCollector(self.host)]
+        if self._shared is not None:
+            own.append(DirectoryCollector(self._shared))
+        self.exposition = Exposition(SERVICE, own, [TlsCollector(tls), TracingCollector(tracing)])
+        """The metrics of the pools, and of what is written of them to Redis."""
+        serve_collect(self._server, collect_in_thread(self.exposition.render))
 
     async def start(self) -> str:
         """Serves; returns the address that was bound. Raises Unavailable if it is taken, and
@@ -84,7 +92,7 @@ class PoolService:
         """
         if self._shared is not None:
             await self._shared.require_usable()
-        address = await self._server.start(self._settings.address)
+        address = await self._server.start(self._settings.address, self._settings.health_address)
         await self._server.set_ready(True)
         return address
 

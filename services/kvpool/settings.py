@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from services.common.addresses import is_host_port
 from services.common.redis_url import is_redis_url
-from services.common.service_settings import ServiceSettings
+from services.common.service_settings import ServiceSettings, allowed_names
 from services.common.settings import at_least, between, setting, with_default
 
 
@@ -13,6 +13,7 @@ class KVPoolSettings(ServiceSettings):
     """Serves pools of KV-cache blocks with their prefix indexes."""
 
     address: str = with_default(ServiceSettings, "address", "127.0.0.1:9002")
+    internal_tls_allowed_names: tuple[str, ...] = allowed_names()
     metrics_address: str | None = setting(
         None,
         doc="host:port of the Prometheus metrics (default: none are served)",
@@ -34,7 +35,8 @@ class KVPoolSettings(ServiceSettings):
     )
     redis_url: str | None = setting(
         None,
-        doc="Redis in which gateways find what pools cache, redis://[user:password@]host:port; a "
-        "cluster by any of its nodes (default: gateways ask the pools)",
+        doc="Redis in which gateways find what pools cache, redis://[user:password@]host:port, or "
+        "rediss://host:port?ssl_ca_certs=PATH with TLS; a cluster by any of its nodes "
+        "(default: gateways ask the pools)",
         check=is_redis_url,
     )

@@ -6,23 +6,37 @@ import logging
 import time
 import uuid
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
+import grpc
 from stepwell.common.v1 import common_pb2
 from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 from services.common.channel import open_channel
 from services.common.errors import Aborted
+from services.common.exposition import Exposition
 from services.common.kv_directory import node_name
 from services.common.lifecycle import run_service
 from services.common.metrics import serving_metrics
+from services.common.metrics_servicer import serve_collect
 from services.common.server import GrpcServer
 from services.common.telemetry import Tracing, service_tracing
+from services.common.tls_metrics import TlsCollector
+from services.common.tls_settings import tls_of
+from services.common.tracing_metrics import TracingCollector
+from services.scheduler.adapters.activity import Activity, WatchedSteps
+from services.scheduler.adapters.admin_servicer import SchedulerAdminServicer
+from services.scheduler.adapters.engine_metrics import EngineCollector
+from services.scheduler.adapters.measured_steps import MeasuredSteps
 from services.scheduler.adapters.pool_client import PoolClient
 from services.scheduler.adapters.queue_watch import QueueWatch
 from services.scheduler.adapters.readiness import ReplicaReadiness
+from services.scheduler.adapters.registration import Registration
 from services.scheduler.adapters.replica import ReplicaClient, ReplicaShape
 from services.scheduler.adapters.replica_config import scheduler_config, session_opened_to_proto
+from services.scheduler.adapters.replica_metrics import ReplicaMetrics
 from services.scheduler.adapters.request_intake import RequestIntake
+from services.scheduler.adapters.request_metrics import RequestMetrics
 from services.scheduler.adapters.servicer import SchedulerServicer
 from services.scheduler.adapters.sessions import Sessions
 from services.scheduler.adapters.statistics import Statistics, StepCounts
@@ -32,10 +46,12 @@ from services.scheduler.adapters.submitter import RequestSubmitter
 from services.scheduler.adapters.traced_ports import TracedExecutor, TracedPool
 from services.scheduler.adapters.worker_client import Rank, WorkerGroup
 from services.scheduler.core.engine_core import EngineCore
-from services.scheduler.core.ports import Executor
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.ecosystem import Ecosystem
 from services.scheduler.settings import SchedulerSettings
+
+if TYPE_CHECKING:
+    from services.common.tls import Tls
 
 SERVICE = "scheduler"
 LAST_STEP_SECONDS = 1.0
@@ -51,15 +67,18 @@ def main() -> None:
 
 async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
     """Serves until `stop` is set, then drains."""
-    with service_tracing(SERVICE, settings) as tracing:
-        await _serve(settings, tracing, stop)
+    with service_tracing(SERVICE, settings) as tracing, tls_of(settings) as tls:
+        await _serve(settings, tracing, tls, stop)
 
 
-async def _serve(settings: SchedulerSettings, tracing: Tracing, stop: asyncio.Event) -> None:
+async def _serve(
+    settings: SchedulerSettings, tracing: Tracing, tls: "Tls | None", stop: asyncio.Event
+) -> None:
     """Opens pool and workers, builds the service over them, serves until `stop`, and drains."""
-    ecosystem = Ecosystem(settings)
-    pool_channel = open_channel(settings.kvpool)
-    worker_channels = [open_channel(address) for address in settings.workers]
+    ecosystem, registration = Ecosystem(settings, tls), Registration(settings)
+    await registration.require_usable()
+    pool_channel = open_channel(settings.kvpool, tls)
+    worker_channels = [open_channel(address, tls) for address in settings.workers]
     owner = common_pb2.Owner(name=settings.replica, started_unix_nanos=time.time_ns())
     pool = PoolClient(
         pool_channel,
@@ -83,15 +102,31 @@ async def _serve(settings: SchedulerSettings, tracing: Tracing, stop: asyncio.Ev
             ecosystem.publish_events(lambda: scheduler.waiting, shape)
             node = node_name(owner.name, owner.started_unix_nanos)
             service = SchedulerService(
-                settings, tracing, shape, scheduler, executor, replica, node, ecosystem
+                settings,
+                tracing,
+                tls,
+                shape,
+                scheduler,
+                executor,
+                replica,
+                node,
+                ecosystem,
+                registration,
+                pool_channel,
             )
-            with serving_metrics(service.statistics, settings.metrics_address):
+            shared = [TlsCollector(tls), TracingCollector(tracing)]
+            own = Exposition(SERVICE, (*service.collectors, registration), shared)
+            labels = {"model_name": shape.description.model_name, "engine": settings.replica}
+            metrics = ReplicaMetrics(own, pool_channel, worker_channels, labels)
+            service.serve_collect(metrics)
+            with serving_metrics(metrics.render, settings.metrics_address):
                 await service.run(stop)
     except Aborted:
         logger.info("stopped before pool and workers could be opened")
     finally:
         replica.close()
         ecosystem.close()
+        await registration.close()
         for channel in (pool_channel, *worker_channels):
             await channel.close()
 
@@ -117,22 +152,28 @@ class SchedulerService:
         self,
         settings: SchedulerSettings,
         tracing: Tracing,
+        tls: "Tls | None",
         shape: ReplicaShape,
         scheduler: Scheduler,
-        executor: Executor,
+        executor: TracedExecutor,
         replica: ReplicaClient,
         cache_node: str,
         ecosystem: Ecosystem,
+        registration: Registration,
+        pool_channel: grpc.aio.Channel,
     ) -> None:
         self._settings = settings
         self._ecosystem = ecosystem
+        self._registration = registration
+        self._model_name, self._node = shape.description.model_name, cache_node
         description, config = shape.description, scheduler.config
         incarnation, counts, sessions = uuid.uuid4().hex, StepCounts(), Sessions()
-        self._server = GrpcServer()
+        self._server = GrpcServer(tls=tls)
         self._readiness = ReplicaReadiness(sessions, self._set_ready)
-        self._engine = EngineCore(
-            scheduler, executor, replica, sessions, StepTracer(tracing, counts), self._readiness
-        )
+        tracer = StepTracer(tracing, counts, lambda: scheduler.next_candidates, executor.end)
+        requests = RequestMetrics()
+        steps = WatchedSteps(MeasuredSteps(tracer, requests))
+        self._engine = EngineCore(scheduler, executor, replica, sessions, steps, self._readiness)
         replica.watch(self._engine.lost)
         self._watch = QueueWatch(
             self._engine,
@@ -144,6 +185,11 @@ class SchedulerService:
         self.statistics = Statistics(
             self._engine, sessions, counts, incarnation, description.model_name
         )
+        self.collectors = (
+            EngineCollector(self._engine, sessions, counts, self._watch, description.dtype),
+            requests,
+        )
+        """The metrics of the engine and its requests."""
         intake = RequestIntake(
             config=config,
             vocab_size=description.vocab_size,
@@ -156,23 +202,45 @@ class SchedulerService:
         opened.cache_node = cache_node
         opened.kvpool_address, opened.pool_id = settings.kvpool, settings.replica
         self._submitter = RequestSubmitter(self._engine, intake, sessions)
+        activity = Activity(
+            self._engine, self.statistics, counts, steps, pool_channel, settings.replica
+        )
         self._server.add(
             scheduler_pb2_grpc.add_SchedulerServicer_to_server,
-            SchedulerServicer(self._engine, self._submitter, sessions, self.statistics, opened),
+            SchedulerServicer(
+                self._engine,
+                self._submitter,
+                sessions,
+                self.statistics,
+                activity,
+                tracer,
+                opened,
+            ),
             scheduler_pb2.DESCRIPTOR.services_by_name["Scheduler"].full_name,
+        )
+        self._server.add(
+            scheduler_pb2_grpc.add_SchedulerAdminServicer_to_server,
+            SchedulerAdminServicer(self._engine, self._submitter, sessions, self._readiness),
+            scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerAdmin"].full_name,
         )
         ecosystem.serve_vllm_engine(
             self._engine, sessions, self._submitter, self.statistics, shape, opened
         )
 
+    def serve_collect(self, metrics: ReplicaMetrics) -> None:
+        """Serves the metrics of the replica to gateways."""
+        serve_collect(self._server, metrics.collect)
+
     async def run(self, stop: asyncio.Event) -> None:
         """Runs the engine and its server until `stop`, then drains. A defect in the engine ends
         both.
         """
-        address = await self._server.start(self._settings.address)
+        address = await self._server.start(self._settings.address, self._settings.health_address)
         try:
             await self._ecosystem.start()
             async with asyncio.TaskGroup() as tasks:
+                registered = self._registration.run(address, self._model_name, self._node)
+                registering = tasks.create_task(registered, name="registration")
                 running = [
                     tasks.create_task(self._readiness.run(), name="readiness"),
                     tasks.create_task(self._watch.run(), name="queue watch"),
@@ -181,6 +249,8 @@ class SchedulerService:
                 ]
                 logger.info("serving on %s", address)
                 await stop.wait()
+                registering.cancel()
+                await self._registration.leave()
                 await self._drain()
                 for task in running:
                     task.cancel()

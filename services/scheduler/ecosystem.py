@@ -23,6 +23,7 @@ from services.scheduler.core.request import Request
 from services.scheduler.settings import SchedulerSettings
 
 if TYPE_CHECKING:
+    from services.common.tls import Tls
     from services.scheduler.adapters.kv_events.zmq_publisher import ZmqEventPublisher
 
 logger = logging.getLogger(__name__)
@@ -33,11 +34,13 @@ VLLM_ENGINE = "vllm.grpc.engine.VllmEngine"
 class Ecosystem:
     """Made before the pool is opened, whose changes `recorder` gets; None if nothing needs them."""
 
-    def __init__(self, settings: SchedulerSettings) -> None:
-        """Raises InvalidArgument if a package that the settings need is not installed, or a setting
-        has no effect without another one.
+    def __init__(self, settings: SchedulerSettings, tls: "Tls | None" = None) -> None:
+        """`tls` is for vllm.grpc.engine, whose clients are services, too. Raises InvalidArgument if
+        a package that the settings need is not installed, or a setting has no effect without
+        another one.
         """
         self._settings = settings
+        self._tls = tls
         if settings.vllm_grpc_address is not None:
             _require("vllm_grpc_address", "smg_grpc_proto")
         if settings.kv_events_endpoint is not None:
@@ -105,7 +108,7 @@ class Ecosystem:
         )
 
         info = ReplicaInfo(shape, engine.scheduler.config, engine, statistics)
-        self._server = GrpcServer()
+        self._server = GrpcServer(tls=self._tls)
         self._server.add(
             vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server,
             VllmEngineServicer(

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.common.addresses import is_host_port, is_listen_address
-from services.common.service_settings import ServiceSettings
+from services.common.addresses import is_connect_address, is_host_port, is_listen_address
+from services.common.redis_url import is_redis_url
+from services.common.service_settings import ServiceSettings, allowed_names, server_name
 from services.common.settings import (
     at_least,
     between,
@@ -26,12 +27,27 @@ class SchedulerSettings(ServiceSettings):
         doc="addresses of all ranks of the worker, in rank order", check=not_empty
     )
     address: str = with_default(ServiceSettings, "address", "127.0.0.1:9001")
+    internal_tls_allowed_names: tuple[str, ...] = allowed_names()
+    internal_tls_server_name: str | None = server_name()
     metrics_address: str | None = setting(
         None,
         doc="host:port of the Prometheus metrics (default: none are served)",
         check=is_host_port,
     )
     replica: str = setting("replica-0", doc="name of this replica, and of its pool")
+    redis_url: str | None = setting(
+        None,
+        doc="Redis in which this scheduler registers itself, for gateways that serve its model, "
+        "redis://[user:password@]host:port, or rediss://host:port?ssl_ca_certs=PATH with TLS; a "
+        "cluster by any of its nodes (default: gateways must be given its address)",
+        check=is_redis_url,
+    )
+    advertise_address: str | None = setting(
+        None,
+        doc="where gateways reach this scheduler, as it registers itself: host:port or unix:PATH "
+        "(default: where it listens)",
+        check=is_connect_address,
+    )
     policy: str = setting(
         "fcfs",
         doc="the order of admission, and which request is preempted: " + " or ".join(POLICIES),

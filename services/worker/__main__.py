@@ -5,16 +5,22 @@ import logging
 import os
 import threading
 from collections.abc import Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stepwell.worker.v1 import worker_pb2_grpc
 
 from services.common.errors import Aborted, StepwellError
+from services.common.exposition import Exposition
 from services.common.lifecycle import end_at_once, run_service
+from services.common.metrics_servicer import collect_in_thread, serve_collect
 from services.common.server import GrpcServer
 from services.common.telemetry import Tracing, service_tracing
+from services.common.tls_metrics import TlsCollector
+from services.common.tls_settings import tls_of
+from services.common.tracing_metrics import TracingCollector
 from services.worker.adapters.compute import ComputeThread, follow_liveness
 from services.worker.adapters.group_member import GroupMember
+from services.worker.adapters.metrics import WorkerMetrics
 from services.worker.adapters.servicer import WorkerServicer
 from services.worker.build import load_worker
 from services.worker.core.worker import Worker
@@ -22,6 +28,9 @@ from services.worker.models.load import check_configuration
 from services.worker.parallel.group import Timeouts
 from services.worker.parallel.membership import find_membership
 from services.worker.settings import WorkerSettings
+
+if TYPE_CHECKING:
+    from services.common.tls import Tls
 
 SERVICE = "worker"
 GRPC_SERVICE = "stepwell.worker.v1.Worker"
@@ -45,8 +54,8 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event) -> None:
     If the group of this rank breaks, the process ends at once, since the compute thread may be
     waiting for a rank that is gone.
     """
-    with service_tracing(SERVICE, settings) as tracing:
-        service = WorkerService(settings, tracing)
+    with service_tracing(SERVICE, settings) as tracing, tls_of(settings) as tls:
+        service = WorkerService(settings, tracing, tls)
         try:
             await service.run(stop)
         finally:
@@ -56,14 +65,19 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event) -> None:
 class WorkerService:
     """Everything behind the service's port, put together. Made in a running loop."""
 
-    def __init__(self, settings: WorkerSettings, tracing: Tracing) -> None:
+    def __init__(
+        self, settings: WorkerSettings, tracing: Tracing, tls: "Tls | None" = None
+    ) -> None:
         self._settings = settings
         timeouts = Timeouts(settings.join_timeout_seconds, settings.collective_timeout_seconds)
         self._member = GroupMember(find_membership(settings, os.environ), timeouts)
         self._compute = ComputeThread()
-        self._servicer = WorkerServicer(self._compute, tracing)
-        self._server = GrpcServer()
+        metrics = WorkerMetrics()
+        self._servicer = WorkerServicer(self._compute, tracing, metrics)
+        self._server = GrpcServer(tls=tls)
         self._server.add(worker_pb2_grpc.add_WorkerServicer_to_server, self._servicer, GRPC_SERVICE)
+        exposition = Exposition(SERVICE, [metrics], [TlsCollector(tls), TracingCollector(tracing)])
+        serve_collect(self._server, collect_in_thread(exposition.render))
         liveness = follow_liveness(self._compute, self._server.set_live)
         self._liveness = asyncio.create_task(liveness, name="liveness")
 
@@ -71,7 +85,7 @@ class WorkerService:
         """Binds the port, so that an address in use fails before anything is loaded; then loads and
         serves until `stop` is set or the group breaks.
         """
-        address = await self._server.start(self._settings.address)
+        address = await self._server.start(self._settings.address, self._settings.health_address)
         worker = await self._load(stop)
         if worker is None:
             return

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.common.service_settings import ServiceSettings
+from services.common.service_settings import ServiceSettings, allowed_names
 from services.common.settings import (
     at_least,
     between,
@@ -24,6 +24,7 @@ class WorkerSettings(ServiceSettings):
         doc="directory of the model, in Hugging Face format", check=existing_directory
     )
     address: str = with_default(ServiceSettings, "address", "127.0.0.1:9003")
+    internal_tls_allowed_names: tuple[str, ...] = allowed_names()
     drain_seconds: float = with_default(ServiceSettings, "drain_seconds", 1.0)
     served_model_name: str | None = setting(
         None, doc="name of the model (default: the directory's)"

@@ -93,7 +93,7 @@ def health_server(
     )
 
 
-async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Waits for a condition, with a deadline."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -150,6 +150,6 @@ async def started(supervisor: Supervisor) -> asyncio.Task[None]:
     """Runs a supervisor until all of its children are ready."""
     task = asyncio.create_task(supervisor.run())
     ready = asyncio.create_task(supervisor.all_ready.wait())
-    await asyncio.wait({task, ready}, timeout=20, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({task, ready}, timeout=60, return_when=asyncio.FIRST_COMPLETED)
     assert supervisor.all_ready.is_set()
     return task

@@ -1,6 +1,7 @@
 """A small HTTP server that speaks as much of the API as the commands need."""
 
 import json
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,21 +17,27 @@ class SmallServer(ThreadingHTTPServer):
     `bodies` holds what was posted, `keys` the Authorization of each call.
     """
 
-    def __init__(self, port: int = 0) -> None:
+    def __init__(self, port: int = 0, tls: ssl.SSLContext | None = None) -> None:
         super().__init__(("127.0.0.1", port), _Handler)
+        self._scheme = "http" if tls is None else "https"
+        if tls is not None:
+            self.socket = tls.wrap_socket(self.socket, server_side=True)
         self.bodies: list[dict[str, Any]] = []
         self.hung_up = threading.Event()
         self.keys: list[str | None] = []
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
+        return f"{self._scheme}://127.0.0.1:{self.server_address[1]}"
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Says nothing of clients that leave, or whose handshake fails."""
 
 
 @contextmanager
-def small_server(port: int = 0) -> Iterator[SmallServer]:
+def small_server(port: int = 0, tls: ssl.SSLContext | None = None) -> Iterator[SmallServer]:
     """Serves until the block ends."""
-    with SmallServer(port) as server:
+    with SmallServer(port, tls) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         try:

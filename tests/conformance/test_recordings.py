@@ -53,7 +53,7 @@ async def replay_over_grpc(scenario: Record) -> Record:
     servicer = KVPoolServicer(host, directory, feed, configure_tracing("kvpool", "", 1.0))
     server.add(kvpool_pb2_grpc.add_KVPoolServicer_to_server, servicer, "stepwell.kvpool.v1.KVPool")
     channel = open_channel(await server.start("127.0.0.1:0"))
-    client = PoolClient(channel, "recording", timeout_seconds=10)
+    client = PoolClient(channel, "recording", timeout_seconds=60)
     group = KVCacheGroup(AttentionType.FULL, config.block_size)
     try:
         await client.open(

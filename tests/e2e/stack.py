@@ -18,6 +18,7 @@ from tests.plain_http import http_get
 ROOT = Path(__file__).parents[2]
 SERVICES = ("gateway", "scheduler", "kvpool", "worker")
 _READY = re.compile(r"ready: (\S+) at (http://\S+) \(gRPC at (\S+)\)")
+_ADMIN = re.compile(r"operators' calls will be at (http://\S+)")
 _VLLM_GRPC = re.compile(r"vllm\.grpc\.engine will be at grpc://(\S+)")
 _START_SECONDS = 90.0
 
@@ -69,6 +70,12 @@ class Stack:
         return self._process.pid
 
     @property
+    def admin_url(self) -> str:
+        """Where operators' calls are served."""
+        (url,) = _ADMIN.findall("\n".join(self.output))
+        return str(url)
+
+    @property
     def vllm_grpc(self) -> list[str]:
         """Where its schedulers serve vllm.grpc.engine, host:port."""
         return _VLLM_GRPC.findall("\n".join(self.output))
@@ -99,10 +106,16 @@ class Stack:
         return sizes
 
     def status(self) -> dict[str, Any]:
-        """The statistics of the one replica."""
-        (replica,) = http_get(f"{self.url}/status").json()["replicas"]
-        statistics: dict[str, Any] = replica["stats"]
-        return statistics
+        """The statistics of the one replica, once it gives any: the gateway waits a second."""
+        found: list[dict[str, Any]] = []
+
+        def answered() -> bool:
+            (replica,) = http_get(f"{self.url}/status").json()["replicas"]
+            found.extend([replica["stats"]] if replica["stats"] else [])
+            return bool(found)
+
+        wait_for(answered)
+        return found[0]
 
     def hit(self, service: str, signum: signal.Signals = signal.SIGKILL) -> None:
         """Sends a signal to one service, by default to end it as a crash would."""
@@ -142,7 +155,7 @@ class Stack:
         self._process.stdout.close()
 
 
-def wait_for(condition: Callable[[], bool], seconds: float) -> float:
+def wait_for(condition: Callable[[], bool], seconds: float = 60) -> float:
     """Waits for a condition, with a deadline; returns how long it took."""
     began = time.monotonic()
     while not condition():

@@ -33,7 +33,7 @@ def indexer() -> Iterator[str]:
     process = subprocess.Popen([str(PYTHON), "-c", code])
     url = f"http://127.0.0.1:{port}"
     try:
-        wait_for(lambda: is_healthy(url), 30)
+        wait_for(lambda: is_healthy(url))
         yield url
     finally:
         process.kill()
@@ -56,7 +56,7 @@ def test_it_finds_what_is_cached_and_recovers_what_it_missed(tiny_model: TinyMod
     )
     stack = Stack(tiny_model.directory, *flags)
     try:
-        with indexer() as url, httpx.Client(verify=False, timeout=30) as http:
+        with indexer() as url, httpx.Client(verify=False, timeout=60) as http:
 
             def complete(prompt: list[int]) -> None:
                 body = {"model": stack.model, "prompt": prompt, "max_tokens": 1}
@@ -84,7 +84,7 @@ def test_it_finds_what_is_cached_and_recovers_what_it_missed(tiny_model: TinyMod
                 complete(later)
                 return matched(PROMPT) == 96
 
-            wait_for(knows_all, 30)
+            wait_for(knows_all)
             assert matched([token + 20 for token in PROMPT]) == 0
     finally:
         stack.close()

@@ -14,7 +14,7 @@ from tests.e2e.tiny import MAX_MODEL_LEN
 
 async def test_the_model_is_listed(stack: Stack) -> None:
     async with connect(stack.grpc) as stub:
-        response = await stub.ListModels(gateway_pb2.ListModelsRequest(), timeout=10)
+        response = await stub.ListModels(gateway_pb2.ListModelsRequest(), timeout=60)
     (model,) = response.models
     assert (model.name, model.max_model_len) == (stack.model, MAX_MODEL_LEN)
     assert model.num_ready_replicas == 1
@@ -22,9 +22,9 @@ async def test_the_model_is_listed(stack: Stack) -> None:
 
 async def test_tokens_and_back(stack: Stack) -> None:
     async with connect(stack.grpc) as stub:
-        tokens = await stub.Tokenize(gateway_pb2.TokenizeRequest(text="größer"), timeout=10)
+        tokens = await stub.Tokenize(gateway_pb2.TokenizeRequest(text="größer"), timeout=60)
         text = await stub.Detokenize(
-            gateway_pb2.DetokenizeRequest(token_ids=tokens.token_ids), timeout=10
+            gateway_pb2.DetokenizeRequest(token_ids=tokens.token_ids), timeout=60
         )
     assert len(tokens.token_ids) == 8  # A token a byte.
     assert tokens.max_model_len == MAX_MODEL_LEN
@@ -40,7 +40,7 @@ async def test_text_in_and_text_out(stack: Stack) -> None:
     async with connect(stack.grpc) as stub:
         answer = await generate(stub, wanted)
         text = await stub.Detokenize(
-            gateway_pb2.DetokenizeRequest(token_ids=answer.token_ids), timeout=10
+            gateway_pb2.DetokenizeRequest(token_ids=answer.token_ids), timeout=60
         )
     assert len(answer.token_ids) == 20
     assert answer.finish_reason == common_pb2.FINISH_REASON_LENGTH
@@ -70,7 +70,7 @@ async def test_health(stack: Stack) -> None:
     async with grpc.aio.insecure_channel(stack.grpc) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         for service in ("", "ready", "stepwell.gateway.v1.Inference"):
-            answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=10)
+            answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=60)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
@@ -78,6 +78,6 @@ async def test_reflection(stack: Stack) -> None:
     async with grpc.aio.insecure_channel(stack.grpc) as channel:
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
         asked = reflection_pb2.ServerReflectionRequest(list_services="")
-        answers = [answer async for answer in stub.ServerReflectionInfo(iter([asked]), timeout=10)]
+        answers = [answer async for answer in stub.ServerReflectionInfo(iter([asked]), timeout=60)]
     names = {service.name for service in answers[0].list_services_response.service}
     assert {"stepwell.gateway.v1.Inference", "grpc.health.v1.Health"} <= names

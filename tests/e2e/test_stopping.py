@@ -50,12 +50,12 @@ async def test_sigterm_under_load_ends_everything_in_order(
 
     try:
         clients = [asyncio.create_task(client(prompt)) for prompt in PROMPTS[:8]]
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             for _ in clients:
                 await begun.acquire()
 
         stack.terminate()
-        status = await asyncio.to_thread(stack.wait, 10)
+        status = await asyncio.to_thread(stack.wait, 60)
 
         assert status == 0, stack.output
         assert not any(map(exists, pids.values()))
@@ -89,7 +89,7 @@ def test_nothing_outlives_a_killed_up(tiny_model: TinyModel, temporary: Path) ->
 
         pids = stack.pids()
         os.kill(stack.pid, signal.SIGKILL)
-        wait_for(lambda: not any(map(exists, pids.values())), 5)
+        wait_for(lambda: not any(map(exists, pids.values())))
     finally:
         stack.close()
 

@@ -98,7 +98,7 @@ async def test_ranks_stay_in_step_when_their_streams_end(service: str, ranks: St
 
 
 def test_all_ranks_stop_on_sigterm(ranks: Stack) -> None:
-    wait_for(ranks.healthy, 20)
+    wait_for(ranks.healthy)
     ranks.terminate()
     assert ranks.wait(15) == 0
     assert not any("did not stop" in line for line in ranks.output)

@@ -88,7 +88,7 @@ async def test_a_new_gateway_sends_conversations_to_where_they_are_cached(
             await replicas.record.changed.wait()
     url = f"http://{replicas.http}/metrics"
     metrics = ""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while metrics.count('state="exact"} 1.0') < 3:  # the index, and each replica's part of it
             metrics = (await asyncio.to_thread(http_get, url)).text
             await asyncio.sleep(0.05)

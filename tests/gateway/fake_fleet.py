@@ -5,17 +5,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from services.common.sampling import SamplingParams
+from services.gateway.core.admission.queue_bounds import QueueBounds
 from services.gateway.core.fleet import Fleet
 from services.gateway.core.inflight import Inflight, Mailbox
 from services.gateway.core.replica import Replica, ReplicaDescription, ReplicaState
 from services.gateway.core.request import EngineRequest, ModelLimits
 from services.gateway.core.routing import make_policy
 from services.gateway.core.routing.policy import RoutingParts
+from services.gateway.core.tenant import ANYONE, Tenant
 
 LIMITS = ModelLimits(100, 90, 320, (0,), priority_scheduling=False, hidden_size=4)
 RESUBMIT_TIMEOUT_SECONDS, MIGRATE_AFTER_SECONDS = 30.0, 1.0
 BLOCK_SIZE = 4
 MAX_LOAD_DELTA = 4
+BOUNDS = QueueBounds(max_num_waiting=6, max_total_waiting=100, max_queue_seconds=20.0)
 
 
 @dataclass(eq=False)
@@ -67,7 +70,7 @@ class FakeLink:
     def add(self, handle: int, inflight: Inflight) -> None:
         self.added[handle] = inflight
 
-    def abort(self, handle: int) -> None:
+    def abort(self, handle: int, *, was_stopped: bool = False) -> None:  # noqa: ARG002
         self.aborted.append(handle)
 
 
@@ -85,27 +88,56 @@ class FakeFleet:
         self.directory: dict[str, int] = {}
         """Blocks that each node has cached of every prompt."""
         parts = RoutingParts(random.Random(0), self.clock, self, max_load_delta)
-        names = "abcdefgh"[:num_replicas]
-        self.links = {name: FakeLink() for name in names}
+        self.links: dict[str, FakeLink] = {}
+        self.opened: list[str] = []
+        """The addresses whose links were opened, and not closed since."""
         self.fleet = Fleet(
-            self.links,
+            self,
             self.clock,
             make_policy(policy, parts),
             resubmit_timeout_seconds=RESUBMIT_TIMEOUT_SECONDS,
             migrate_after_seconds=MIGRATE_AFTER_SECONDS,
             tokenizer_fingerprint=tokenizer_fingerprint,
+            queue_bounds=BOUNDS,
+            nanos=lambda: int(1e9 * self.clock.time()),
         )
-        self.replicas = dict(zip(names, self.fleet.membership.replicas, strict=True))
+        self.fleet.set_addresses("test", "abcdefgh"[:num_replicas])
+
+    @property
+    def replicas(self) -> dict[str, Replica]:
+        """By name."""
+        return {replica.address: replica for replica in self.fleet.membership.replicas}
+
+    # The core's Links.
+
+    def make(self, address: str) -> FakeLink:
+        link = self.links[address] = FakeLink()
+        return link
+
+    def open(self, replica: Replica) -> None:
+        self.opened.append(replica.address)
+
+    def close(self, replica: Replica) -> None:
+        self.opened.remove(replica.address)
 
     def match(self, keys: Sequence[int]) -> dict[str, int]:
         """The core's PrefixDirectory."""
         return {node: min(depth, len(keys)) for node, depth in self.directory.items()}
 
-    def connect(self, *names: str, fingerprint: bytes = b"f", limits: ModelLimits = LIMITS) -> None:
+    def connect(
+        self,
+        *names: str,
+        fingerprint: bytes = b"f",
+        limits: ModelLimits = LIMITS,
+        max_num_seqs: int = 0,
+    ) -> None:
         """Opens sessions that can run steps."""
         for name in names:
             replica = self.replicas[name]
-            replica.opened(ReplicaDescription("tiny", limits, fingerprint, b"", BLOCK_SIZE, name))
+            description = ReplicaDescription(
+                "tiny", limits, fingerprint, b"", BLOCK_SIZE, name, max_num_seqs=max_num_seqs
+            )
+            replica.opened(description)
             replica.state_changed(ReplicaState(ready=True))
 
     def start(
@@ -117,12 +149,22 @@ class FakeFleet:
         deadline: float | None = None,
         prompt: Sequence[int] = (1, 2),
         session_id: str = "",
+        tenant: Tenant = ANYONE,
+        priority: int = 0,
     ) -> Mailbox:
         """A request of `n` answers to each prompt, which begin alike."""
         sampling = SamplingParams(max_tokens=max_tokens)
         requests = [
             EngineRequest(
-                "r", tokens, sampling, 0, "", 0, "", deadline=deadline, session_id=session_id
+                "r",
+                tokens,
+                sampling,
+                priority,
+                "",
+                0,
+                deadline=deadline,
+                session_id=session_id,
+                tenant=tenant,
             )
             for tokens in ([*prompt, number] for number in range(num_prompts))
             for _ in range(n)

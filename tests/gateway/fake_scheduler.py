@@ -7,7 +7,7 @@ every request gets those tokens.
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -18,11 +18,17 @@ from stepwell.common.v1 import common_pb2
 from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 from services.common.block_hash import unpack_token_ids
+from services.common.errors import FailedPrecondition
+from services.common.metrics_servicer import serve_collect
 from services.common.server import GrpcServer
 
 VOCAB_SIZE = 320
 # Tokens below are special in the tests' tokenizer.
 FIRST_ORDINARY = 4
+# Those of the printable ASCII characters, in the tests' tokenizers.
+NUM_WHOLE_CHARACTERS = 94
+# A test that names a seed names a smaller one; a gateway draws one of 64 bits.
+FIRST_DRAWN_SEED = 2**32
 
 FULL = scheduler_pb2.Rejection(
     code=8, reason="QUEUE_FULL", message="the queue is full", retry_after_millis=1500
@@ -39,8 +45,15 @@ class Sequence:
     is_new: bool = True
 
 
+def same_logprob(_token_id: int) -> float:
+    """Every token is as probable."""
+    return -0.5
+
+
 @dataclass
-class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
+class FakeScheduler(
+    scheduler_pb2_grpc.SchedulerServicer, scheduler_pb2_grpc.SchedulerAdminServicer
+):
     """Serves sessions. Its knobs may be turned at any time."""
 
     model_name: str = "tiny"
@@ -59,15 +72,34 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
     # Requests that it holds; further ones are refused.
     max_requests: int | None = None
     num_cached_tokens: int = 0
+    # What it says that it runs at once; 0: it says nothing.
+    max_num_seqs: int = 0
     fingerprint: bytes = b"f" * 32
     tokenizer_fingerprint: bytes = b""
     heartbeat_seconds: float = 0.2
+    # What it says of where the time of each request went.
+    times: scheduler_pb2.RequestTimes | None = None
+    # The log-probability of a token, wherever it stands.
+    logprob: Callable[[int], float] = same_logprob
+    # Whether a reset of the prefix cache is refused.
+    blocks_in_use: bool = False
     # How long the queue is, as announced last.
     queue: scheduler_pb2.QueueState | None = None
+    # The metrics that it sends, with "{labels}" for the labels; None: it serves none.
+    metrics: str | None = None
+    # What it says that it did, to those who look.
+    steps: list[scheduler_pb2.StepActivity] = field(default_factory=list)
+    blocks: common_pb2.BlockMap | None = None
     # What was heard.
+    looks: list[scheduler_pb2.GetActivityRequest] = field(default_factory=list)
     adds: list[scheduler_pb2.AddRequest] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
+    # Of these, those whose text a stop string ended.
+    stopped: list[str] = field(default_factory=list)
+    keeps: list[scheduler_pb2.KeepTrace] = field(default_factory=list)
     num_sessions: int = 0
+    operators_calls: list[str] = field(default_factory=list)
+    paused: bool = False
     address: str = ""
 
     def __post_init__(self) -> None:
@@ -82,8 +114,17 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
         self._server = GrpcServer()
         register: Any = scheduler_pb2_grpc.add_SchedulerServicer_to_server
         self._server.add(register, self, "stepwell.scheduler.v1.Scheduler")
+        register = scheduler_pb2_grpc.add_SchedulerAdminServicer_to_server
+        self._server.add(register, self, "stepwell.scheduler.v1.SchedulerAdmin")
+        if self.metrics is not None:
+            serve_collect(self._server, self._collect)
         self.address = await self._server.start(address or self.address or "127.0.0.1:0")
         return self.address
+
+    async def _collect(self, labels: Mapping[str, str]) -> bytes:
+        assert self.metrics is not None
+        added = ",".join(f'{name}="{value}"' for name, value in labels.items())
+        return self.metrics.replace("{labels}", f"{{{added}}}").encode()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[str]:
@@ -171,8 +212,72 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
         self, _request: scheduler_pb2.GetStatsRequest, _context: object
     ) -> scheduler_pb2.GetStatsResponse:
         return scheduler_pb2.GetStatsResponse(
-            incarnation="1", model_name=self.model_name, num_running=self.num_running, num_steps=7
+            incarnation="1",
+            model_name=self.model_name,
+            num_running=self.num_running,
+            num_steps=7,
+            paused=self.paused,
         )
+
+    async def GetActivity(  # noqa: N802
+        self, request: scheduler_pb2.GetActivityRequest, _context: object
+    ) -> scheduler_pb2.GetActivityResponse:
+        self.looks.append(request)
+        sequences = [one for session in self._sessions for one in session.sequences.values()]
+        return scheduler_pb2.GetActivityResponse(
+            stats=await self.GetStats(scheduler_pb2.GetStatsRequest(), _context),
+            requests=[
+                scheduler_pb2.RequestActivity(
+                    key=number,
+                    request_id=one.add.request_id,
+                    state=scheduler_pb2.REQUEST_STATE_RUNNING,
+                    num_prompt_tokens=len(one.prompt),
+                    num_output_tokens=len(one.output),
+                    trace_id=one.add.traceparent[3:35],
+                )
+                for number, one in enumerate(sequences, start=1)
+            ],
+            steps=[step for step in self.steps if step.step > request.after_step],
+            blocks=self.blocks if request.max_cells else None,
+        )
+
+    async def Pause(  # noqa: N802
+        self, request: scheduler_pb2.PauseRequest, _context: object
+    ) -> scheduler_pb2.PauseResponse:
+        self.operators_calls.append(scheduler_pb2.PauseMode.Name(request.mode))
+        if self._is_hung:
+            await asyncio.Event().wait()
+        self.paused = True
+        return scheduler_pb2.PauseResponse()
+
+    async def Resume(  # noqa: N802
+        self, _request: scheduler_pb2.ResumeRequest, _context: object
+    ) -> scheduler_pb2.ResumeResponse:
+        self.operators_calls.append("resume")
+        self.paused = False
+        return scheduler_pb2.ResumeResponse()
+
+    async def ResetPrefixCache(  # noqa: N802
+        self, request: scheduler_pb2.ResetPrefixCacheRequest, _context: object
+    ) -> scheduler_pb2.ResetPrefixCacheResponse:
+        self.operators_calls.append(f"reset, preempt_running={request.preempt_running}")
+        if self.blocks_in_use and not request.preempt_running:
+            raise FailedPrecondition("requests hold blocks", reason="BLOCKS_IN_USE")
+        return scheduler_pb2.ResetPrefixCacheResponse()
+
+    async def Drain(  # noqa: N802
+        self, _request: scheduler_pb2.DrainRequest, _context: object
+    ) -> scheduler_pb2.DrainResponse:
+        self.operators_calls.append("drain")
+        self.set_state(ready=False, reason="an operator drained it", draining=True)
+        return scheduler_pb2.DrainResponse(num_unfinished=self.num_running)
+
+    async def Undrain(  # noqa: N802
+        self, _request: scheduler_pb2.UndrainRequest, _context: object
+    ) -> scheduler_pb2.UndrainResponse:
+        self.operators_calls.append("undrain")
+        self.set_state(ready=True)
+        return scheduler_pb2.UndrainResponse()
 
     def _opened(self) -> scheduler_pb2.SessionOpened:
         return scheduler_pb2.SessionOpened(
@@ -185,6 +290,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
             eos_token_ids=self.eos_token_ids,
             priority_scheduling=self.priority_scheduling,
             hidden_size=self.hidden_size,
+            max_num_seqs=self.max_num_seqs,
             fingerprint=self.fingerprint,
             tokenizer_fingerprint=self.tokenizer_fingerprint,
         )
@@ -197,9 +303,14 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
 
 
 def formula(prompt: list[int], seed: int, position: int) -> int:
-    """The token that the fake makes at a position."""
+    """The token that the fake makes at a position: any for a seed that a test named, a whole
+    character for one that a gateway drew. A gateway holds back a part of a character, and what a
+    test gets after so many tokens must not depend on what was drawn.
+    """
     digest = sha256(f"{prompt}|{seed}|{position}".encode()).digest()
-    return FIRST_ORDINARY + int.from_bytes(digest[:4], "little") % (VOCAB_SIZE - FIRST_ORDINARY)
+    drawn = seed >= FIRST_DRAWN_SEED
+    num_tokens = NUM_WHOLE_CHARACTERS if drawn else VOCAB_SIZE - FIRST_ORDINARY
+    return FIRST_ORDINARY + int.from_bytes(digest[:4], "little") % num_tokens
 
 
 class _Session:
@@ -244,6 +355,10 @@ class _Session:
                 sequence = self.sequences.pop(handle, None)
                 if sequence is not None:
                     self._scheduler.aborts.append(sequence.add.request_id)
+                    if handle in request.abort.stopped_handles:
+                        self._scheduler.stopped.append(sequence.add.request_id)
+        elif kind == "keep":
+            self._scheduler.keeps.append(request.keep)
 
     async def news(self) -> AsyncIterator[scheduler_pb2.SessionResponse]:
         """States, as soon as they change and as heartbeats, and a message for each step."""
@@ -306,9 +421,12 @@ class _Session:
         deltas.num_tokens.append(len(made))
         deltas.token_ids.extend(made)
         if sampling.HasField("logprobs"):
-            deltas.logprobs.add(handle=handle, sampled=rows_of(made, sampling.logprobs))
+            rows = rows_of(made, sampling.logprobs, scheduler.logprob)
+            deltas.logprobs.add(handle=handle, sampled=rows)
         if finish is not None:
             finish.handle = handle
+            if scheduler.times is not None:
+                finish.times.CopyFrom(scheduler.times)
             deltas.finished.append(finish)
             del self.sequences[handle]
 
@@ -317,17 +435,19 @@ class _Session:
     ) -> None:
         sampling = sequence.add.sampling
         if sampling.HasField("prompt_logprobs"):
-            rows = rows_of(sequence.prompt[1:], sampling.prompt_logprobs)
+            rows = rows_of(sequence.prompt[1:], sampling.prompt_logprobs, self._scheduler.logprob)
             deltas.logprobs.add(handle=handle, prompt=rows)
 
 
-def rows_of(token_ids: list[int], num_top: int) -> common_pb2.Logprobs:
-    """Log-probabilities: the token itself at -0.5, the best being it and its successors."""
+def rows_of(
+    token_ids: list[int], num_top: int, logprob: Callable[[int], float] = same_logprob
+) -> common_pb2.Logprobs:
+    """Log-probabilities: the best are the token itself and its successors."""
     rows = common_pb2.Logprobs(width=1 + num_top)
     for token in token_ids:
         best = [(token + k) % VOCAB_SIZE for k in range(num_top)]
         rows.token_ids.extend([token, *best])
-        rows.logprobs.extend([-0.5, *(-0.5 - k for k in range(num_top))])
+        rows.logprobs.extend([logprob(token), *(logprob(token) - k for k in range(num_top))])
         rows.ranks.append(1)
     return rows
 

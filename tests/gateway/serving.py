@@ -1,11 +1,12 @@
 """A gateway in this process, on free ports, before fake schedulers."""
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import httpx
@@ -14,14 +15,18 @@ from stepwell.gateway.v1 import gateway_pb2_grpc
 
 from services.common.channel import open_channel
 from services.common.errors import StepwellError
+from services.common.settings import SettingError
 from services.common.telemetry import Tracing, configure_tracing
 from services.gateway.__main__ import Gateway
 from services.gateway.adapters.hf_tokenizer import load_tokenizer
+from services.gateway.core.trace_store import TraceStore
 from services.gateway.settings import GatewaySettings
 from tests.gateway.fake_scheduler import FakeScheduler
-from tests.plain_http import async_http_client
 
-DEADLINE_SECONDS = 30.0
+if TYPE_CHECKING:
+    from services.common.tls import Tls
+
+DEADLINE_SECONDS = 60.0
 
 
 @dataclass
@@ -33,6 +38,8 @@ class Serving:
     http: httpx.AsyncClient
     base_url: str
     grpc_address: str
+    admin_address: str
+    trace_address: str
     channel: grpc.aio.Channel
     tokenizer: Any
 
@@ -63,11 +70,16 @@ async def serving(
     *schedulers: FakeScheduler,
     tracing: Tracing | None = None,
     num_ready: int | None = None,
+    tls: "Tls | None" = None,
+    internal_tls: "Tls | None" = None,
+    http_verify: ssl.SSLContext | bool = False,
+    traces: TraceStore | None = None,
     **settings: Any,
 ) -> AsyncIterator[Serving]:
     """Starts the schedulers, a gateway before them, and clients; stops them all at the end.
 
-    It is entered once `num_ready` schedulers are ready, all of them by default.
+    It is entered once `num_ready` schedulers are ready, all of them by default. With `tls` the HTTP
+    client trusts whom `http_verify` trusts; the channel has none.
     """
     fakes = list(schedulers) or [FakeScheduler()]
     addresses = tuple([await fake.start() for fake in fakes])
@@ -80,19 +92,31 @@ async def serving(
     } | settings
     num_wanted = len(fakes) if num_ready is None else num_ready
     tokenizer = load_tokenizer(model)
-    gateway = Gateway(
-        GatewaySettings(**values), tokenizer, tracing or configure_tracing("gateway", "", 0.0)
-    )
+    tracing = tracing or configure_tracing("gateway", "", 0.0)
     try:
+        known = GatewaySettings(**values)
+        gateway = Gateway(known, tokenizer, tracing, tls, internal_tls, traces=traces)
         bound = await gateway.start()
-    except StepwellError:
+    except (StepwellError, SettingError):
         for fake in fakes:
             await fake.die()
         raise
-    base_url = f"http://{bound.http}"
+    base_url = f"{'http' if tls is None else 'https'}://{bound.http}"
     channel = open_channel(bound.grpc)
-    async with async_http_client(base_url=base_url, timeout=DEADLINE_SECONDS) as http:
-        serving = Serving(gateway, fakes, http, base_url, bound.grpc, channel, tokenizer)
+    async with httpx.AsyncClient(
+        base_url=base_url, timeout=DEADLINE_SECONDS, verify=http_verify
+    ) as http:
+        serving = Serving(
+            gateway,
+            fakes,
+            http,
+            base_url,
+            bound.grpc,
+            bound.admin or "",
+            bound.traces or "",
+            channel,
+            tokenizer,
+        )
         try:
             await until(lambda: gateway.membership.num_ready == num_wanted)
             yield serving

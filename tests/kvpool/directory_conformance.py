@@ -14,7 +14,7 @@ from services.kvpool.core.pool_config import PoolConfig
 from services.kvpool.core.ports import Directory
 from tests.kvpool.worked_examples import BLOCK_SIZE, hashes
 
-SECONDS = 30.0
+SECONDS = 60.0
 FINGERPRINT = b"m" * 32
 
 FULL = KVCacheGroup(AttentionType.FULL, BLOCK_SIZE)

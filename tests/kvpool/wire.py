@@ -9,7 +9,7 @@ from stepwell.kvpool.v1 import kvpool_pb2
 from services.common import status
 from tests.kvpool.worked_examples import BLOCK_SIZE, hashes
 
-SECONDS = 30.0
+SECONDS = 60.0
 WATCH_BUFFER_HASHES = 8
 
 

@@ -17,6 +17,7 @@ from stepwell.scheduler.v1 import scheduler_pb2
 from services.worker.build import build_worker
 from services.worker.core.worker import Worker
 from services.worker.settings import WorkerSettings
+from tests.parity.models_table import rows
 from tests.parity.situations import (
     BLOCK_SIZE,
     GREEDY,
@@ -36,11 +37,17 @@ from tests.scheduler.serving_replica import (
     sampling,
     serving_replica,
 )
-from tests.tiny_models import TINY_MODELS, save_tiny_model
+from tests.tiny_models import ONE_OF_EACH, save_tiny_model
 from tests.worker.serving_worker import ServingWorker
 
 SOME_PROMPTS = (0, 5, 12, 15)
 """Those served alone, by number: the shortest, one of its own, two that share a beginning."""
+
+KINDS = sorted({*ONE_OF_EACH, *(row.kinds[0] for row in rows())})
+"""One of each architecture, and those that differ in more than their numbers: what a kind has of
+its own beyond that, such as scaled positions, is in the model, which all kinds of
+tests/parity/test_greedy_parity.py run without the services.
+"""
 
 Outputs = list[list[int]]
 
@@ -53,7 +60,7 @@ class Served:
     loaded: Worker
 
 
-@pytest.fixture(scope="module", params=sorted(TINY_MODELS))
+@pytest.fixture(scope="module", params=KINDS)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
     torch.set_num_threads(1)
     directory: Path = tmp_path_factory.mktemp(request.param)

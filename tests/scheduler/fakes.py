@@ -4,21 +4,21 @@ a replica that brings both back, a receiver of tokens, and an observer of steps.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.common.pool_operations import Operation, Outcome
 from services.scheduler.core import ports
 from services.scheduler.core.output import (
-    EngineCoreOutput,
     EngineCoreOutputs,
     ModelRunnerOutput,
+    PreemptionCause,
     SchedulerOutput,
 )
 from services.scheduler.core.request import Request
 from tests.scheduler.paged_model import PagedModel
 
-SECONDS = 30.0
+SECONDS = 60.0
 
 _Answer = asyncio.Future[ModelRunnerOutput]
 
@@ -192,7 +192,9 @@ class Watcher:
         self.num_done = 0
         self.num_lost = 0
         self.num_ended = 0
+        self.num_recovered = 0
         self.preempted_ids: list[str] = []
+        self.causes: list[PreemptionCause] = []
         self.is_paused = False
         self._has_begun = False
 
@@ -209,7 +211,7 @@ class Watcher:
         self.num_planned += 1
         self.preempted_ids += [request.request_id for request in plan.preempted]
 
-    def done(self, plan: SchedulerOutput, updates: Iterable[EngineCoreOutput]) -> None:  # noqa: ARG002
+    def done(self, plan: SchedulerOutput, update: EngineCoreOutputs) -> None:  # noqa: ARG002
         self.num_done += 1
 
     def ended(self, requests: Sequence[Request]) -> None:
@@ -221,10 +223,17 @@ class Watcher:
     def resumed(self) -> None:
         self.is_paused = False
 
-    def preempted(self, requests: Sequence[Request]) -> None:
+    def preempted(self, requests: Sequence[Request], cause: PreemptionCause) -> None:
         self.preempted_ids += [request.request_id for request in requests]
+        self.causes.append(cause)
 
-    def lost(self, preempted: Sequence[Request]) -> None:
+    def lost(self, preempted: Sequence[Request], lost: ports.PoolLost | ports.WorkersLost) -> None:  # noqa: ARG002
         self._has_begun = False
         self.num_lost += 1
         self.preempted_ids += [request.request_id for request in preempted]
+
+    def recovered(self) -> None:
+        self.num_recovered += 1
+
+    def stopped(self) -> None:
+        self._has_begun = False

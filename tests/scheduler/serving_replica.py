@@ -66,10 +66,16 @@ class Gateway:
         self.opened: scheduler_pb2.SessionOpened | None = None
         self.states: list[scheduler_pb2.ReplicaState] = []
         self.queues: list[scheduler_pb2.QueueState] = []
+        self.loads: list[scheduler_pb2.ReplicaLoad] = []
         self.heard: dict[int, Heard] = {}
         self.error: Exception | None = None
         self._news = asyncio.Event()
         self._reader = asyncio.create_task(self._read())
+
+    @property
+    def state(self) -> scheduler_pb2.ReplicaState | None:
+        """What it heard last of whether the replica can run steps."""
+        return self.states[-1] if self.states else None
 
     async def open(self, gateway_id: str = "gateway") -> scheduler_pb2.SessionOpened:
         """Says hello; returns what the replica serves."""
@@ -129,6 +135,8 @@ class Gateway:
                         self.states.append(response.state)
                     case "queue":
                         self.queues.append(response.queue)
+                    case "load":
+                        self.loads.append(response.load)
                     case "deltas":
                         self._take(response.deltas)
                 self._news.set()
@@ -202,6 +210,7 @@ class Replica:
 
     address: str
     stub: scheduler_pb2_grpc.SchedulerStub
+    admin: scheduler_pb2_grpc.SchedulerAdminStub
     pool: Pool
     workers: Sequence[Worker]
     pool_link: CuttableProxy
@@ -267,8 +276,18 @@ async def serving_replica(
         stack.push_async_callback(_end, task, stop)
         channel = await stack.enter_async_context(open_channel(address))
         await until_serving(channel, task)
-        stub = scheduler_pb2_grpc.SchedulerStub(channel)
-        yield Replica(address, stub, pool, ranks, link, link_address, tuple(addresses), stop, task)
+        yield Replica(
+            address,
+            scheduler_pb2_grpc.SchedulerStub(channel),
+            scheduler_pb2_grpc.SchedulerAdminStub(channel),
+            pool,
+            ranks,
+            link,
+            link_address,
+            tuple(addresses),
+            stop,
+            task,
+        )
 
 
 @asynccontextmanager

@@ -16,7 +16,7 @@ from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
 from services.common.block_hash import BlockHash, hash_full_blocks
 from services.common.channel import open_channel
 
-SECONDS = 30.0
+SECONDS = 60.0
 
 
 class _Event(msgspec.Struct, omit_defaults=True, gc=False, tag=True):

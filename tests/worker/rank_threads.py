@@ -1,11 +1,11 @@
 """Ranks of one group in threads of the test's process, over gloo on the loopback interface."""
 
-import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
+from services.cli.ports import claim_port
 from services.worker.parallel.errors import GroupBroken
 from services.worker.parallel.group import Group, Timeouts
 from services.worker.parallel.membership import Membership
@@ -17,10 +17,7 @@ TIMEOUTS = Timeouts(join_seconds=20, collective_seconds=20)
 
 def free_port() -> int:
     """A port that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    return claim_port("127.0.0.1", 0, "--port")
 
 
 class RankThread:

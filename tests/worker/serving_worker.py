@@ -6,6 +6,7 @@ from services.common.server import GrpcServer
 from services.common.telemetry import configure_tracing
 from services.worker.__main__ import GRPC_SERVICE
 from services.worker.adapters.compute import ComputeThread
+from services.worker.adapters.metrics import WorkerMetrics
 from services.worker.adapters.servicer import WorkerServicer
 from services.worker.core.worker import Worker
 
@@ -16,7 +17,9 @@ class ServingWorker:
     def __init__(self, loaded: Worker) -> None:
         self._loaded = loaded
         self._compute = ComputeThread()
-        self._servicer = WorkerServicer(self._compute, configure_tracing("worker", "", 1.0))
+        self._servicer = WorkerServicer(
+            self._compute, configure_tracing("worker", "", 1.0), WorkerMetrics()
+        )
         self._server = GrpcServer()
         self._server.add(worker_pb2_grpc.add_WorkerServicer_to_server, self._servicer, GRPC_SERVICE)
 

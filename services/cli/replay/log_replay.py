@@ -12,13 +12,13 @@ from services.cli.replay.scheduler_run import SchedulerRun
 from services.common.errors import InvalidArgument
 from services.common.finish_reason import FinishReason
 from services.common.ids import RequestKey
+from services.common.pause_mode import PauseMode
 from services.common.repetition import RepetitionDetection
 from services.common.sampling import SamplingParams
 from services.scheduler.core.output import ModelRunnerOutput
 from services.scheduler.core.ports import PoolLost
 from services.scheduler.core.recorder import Entry, RecordingScheduler
 from services.scheduler.core.request import Request
-from services.scheduler.core.scheduler import PauseMode
 
 _ABSENT = object()
 _CALLS = (

@@ -1,35 +1,95 @@
-"""API keys."""
+"""Authentication: from the key that a request shows to its tenant."""
 
 import contextlib
 import hmac
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 
+from services.common.api_keys import KeyState, key_id_of, time_text
 from services.common.errors import Unauthenticated
+from services.gateway.adapters.keys.store import KeyStore, KnownKey
+from services.gateway.core.limits.tenant_limits import NO_LIMITS, Allowance
+from services.gateway.core.tenant import ANYONE, Tenant
 
 _SCHEME = "bearer"
 
+CALL_TENANT: ContextVar[Tenant] = ContextVar("call_tenant", default=ANYONE)
+"""The tenant of the gRPC call that the present task serves. Over HTTP it is `request.state.tenant`.
+"""
+
+
+CALL_ALLOWANCE: ContextVar[Allowance] = ContextVar("call_allowance", default=NO_LIMITS)
+"""What the call has taken of its tenant's limits. Over HTTP it is `request.state.allowance`."""
+
 
 class ApiKeys:
-    """The keys of which a request must show one; without any, every request passes."""
+    """The keys of which a request must show one; where there are none, every request passes.
 
-    def __init__(self, keys: Sequence[str]) -> None:
-        self._keys = [form for key in keys for form in _forms(key)]
+    `plain` keys each have a tenant of their own, without limits: `key-1`, `key-2` and so on. Other
+    keys are in `store`.
+    """
 
-    def check(self, authorization: str) -> None:
-        """Raises Unauthenticated unless the header's value is `Bearer` and a key.
+    def __init__(
+        self,
+        plain: Sequence[str],
+        store: KeyStore | None = None,
+        *,
+        share_cache: bool = False,
+        unix_seconds: Callable[[], float] = time.time,
+    ) -> None:
+        self._plain = {
+            form: Tenant(name, cache_salt="" if share_cache else name)
+            for name, key in ((f"key-{n}", key) for n, key in enumerate(plain, start=1))
+            for form in _forms(key)
+        }
+        self._store = store
+        self._unix_seconds = unix_seconds
+        self.are_needed = bool(plain) or store is not None
+        """Whether requests must show a key."""
 
-        `authorization` has a character for each byte that came (ISO 8859-1). All keys are compared
-        in constant time.
+    async def authenticate(self, authorization: str) -> Tenant:
+        """The tenant of a request. Raises Unauthenticated unless the header's value is `Bearer` and
+        a key that is accepted now, and Unavailable while that cannot be said.
+
+        `authorization` has a character for each byte that came (ISO 8859-1). Keys are compared in
+        constant time.
         """
-        if not self._keys:
-            return
+        if not self.are_needed:
+            return ANYONE
         scheme, _, key = authorization.partition(" ")
-        given = key.strip().encode("latin-1", errors="replace")
-        matches = [hmac.compare_digest(given, known) for known in self._keys]
-        if scheme.lower() != _SCHEME or not any(matches):
-            raise Unauthenticated(
-                "a valid API key is needed: Authorization: Bearer KEY", reason="INVALID_API_KEY"
-            )
+        if scheme.lower() != _SCHEME:
+            raise _invalid()
+        key = key.strip()
+        given = key.encode("latin-1", errors="replace")
+        if self._plain:
+            matches = [t for known, t in self._plain.items() if hmac.compare_digest(given, known)]
+            if matches:
+                return matches[0]
+        if self._store is None or (key_id := key_id_of(key)) is None:
+            raise _invalid()
+        known = self._store.known(key_id) or await self._store.find(key_id)
+        if known is None or not known.record.matches(given):
+            raise _invalid()
+        self._check_state(known)
+        return known.tenant
+
+    def _check_state(self, known: KnownKey) -> None:
+        """Raises Unauthenticated for a key that is no longer accepted."""
+        match known.record.state(self._unix_seconds()):
+            case KeyState.REVOKED:
+                raise Unauthenticated("this API key was revoked", reason="REVOKED_API_KEY")
+            case KeyState.EXPIRED:
+                expired = time_text(known.record.expires or 0)
+                raise Unauthenticated(
+                    f"this API key expired at {expired}", reason="EXPIRED_API_KEY"
+                )
+
+
+def _invalid() -> Unauthenticated:
+    return Unauthenticated(
+        "a valid API key is needed: Authorization: Bearer KEY", reason="INVALID_API_KEY"
+    )
 
 
 def _forms(key: str) -> set[bytes]:

@@ -12,12 +12,14 @@ from services.common.prompt_embeds_proto import prompt_embeds_to_proto
 from services.common.sampling import SamplingParams
 from services.common.sampling_limits import check_bad_words
 from services.common.sampling_proto import sampling_from_proto, sampling_to_proto
+from services.common.telemetry import numbered_traceparent
 from services.gateway.core.delta import Finish
 from services.gateway.core.inflight import Inflight
 from services.gateway.core.logprobs import LogprobRows
 from services.gateway.core.no_token import NAN_IN_LOGITS
 from services.gateway.core.replica import ReplicaDescription, ReplicaState
 from services.gateway.core.request import CONTEXT_LENGTH_EXCEEDED, ModelLimits
+from services.gateway.core.sequence_trace import EngineTimes
 
 _REJECTIONS: dict[int, type[errors.StepwellError]] = {
     grpc.StatusCode.INVALID_ARGUMENT.value[0]: errors.InvalidArgument,
@@ -83,8 +85,11 @@ def inflight_to_proto(handle: int, inflight: Inflight, now: float) -> scheduler_
         priority=request.priority,
         arrival_unix_nanos=request.arrival_unix_nanos,
         cache_salt=request.cache_salt,
-        traceparent=request.traceparent,
+        traceparent=numbered_traceparent(request.trace.traceparent, inflight.trace.span_number),
+        tracestate=request.trace.tracestate,
+        baggage=request.trace.baggage,
         timeout_millis=_timeout_millis(request.deadline, now),
+        num_choices=0 if inflight.was_accepted else request.num_choices,
     )
 
 
@@ -107,13 +112,23 @@ def logprobs_to_proto(rows: LogprobRows | None) -> common_pb2.Logprobs | None:
     )
 
 
+def times_from_proto(message: scheduler_pb2.RequestTimes) -> EngineTimes:
+    """Where the time of a sequence at a replica went."""
+    return EngineTimes(
+        queue=message.queue_nanos / 1e9,
+        prefill=message.prefill_nanos / 1e9,
+        decode=message.decode_nanos / 1e9,
+        interrupted=message.interrupted_nanos / 1e9,
+    )
+
+
 def finish_from_proto(message: scheduler_pb2.Finished) -> Finish | errors.StepwellError:
     """How a sequence ended, or the error that ended it."""
     match finish_reason_from_proto(message.reason):
         case FinishReason.NAN_IN_LOGITS:
-            return errors.InternalError(message.message, reason=NAN_IN_LOGITS)
+            return errors.InternalError(message.message, reason=NAN_IN_LOGITS, may_retry=False)
         case FinishReason.STEP_FAILED:
-            return errors.InternalError(message.message, reason="STEP_FAILED")
+            return errors.InternalError(message.message, reason="STEP_FAILED", may_retry=False)
         case FinishReason.QUEUE_TIMEOUT:
             return errors.ResourceExhausted(
                 message.message, reason="QUEUE_TIMEOUT", retry_after_seconds=1.0
@@ -156,6 +171,7 @@ def description_from_proto(message: scheduler_pb2.SessionOpened) -> ReplicaDescr
         cache_node=message.cache_node,
         kvpool_address=message.kvpool_address,
         pool_id=message.pool_id,
+        max_num_seqs=message.max_num_seqs,
     )
 
 

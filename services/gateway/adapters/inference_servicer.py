@@ -2,8 +2,8 @@
 
 import asyncio
 import logging
-import secrets
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, aclosing, contextmanager
 from typing import Any
 
 import grpc
@@ -14,25 +14,35 @@ from services.common import names
 from services.common.errors import InvalidArgument
 from services.common.finish_reason_proto import finish_reason_to_proto
 from services.common.prompt_embeds_proto import prompt_embeds_from_proto
+from services.gateway.adapters.auth import CALL_ALLOWANCE, CALL_TENANT
 from services.gateway.adapters.converters import (
     client_sampling_from_proto,
     logprobs_to_proto,
 )
 from services.gateway.adapters.metrics import Metrics
 from services.gateway.adapters.observation import Observer
+from services.gateway.adapters.request_record import CALL_RECORD, RequestRecord
 from services.gateway.adapters.stream_reader_timeout import StreamReaderTimeout
+from services.gateway.core.admission.arrivals import Arrival
 from services.gateway.core.choice import Piece
 from services.gateway.core.gate import Gate
 from services.gateway.core.generation import Generation
+from services.gateway.core.idempotency.key import FIELD, IdempotencyKey, idempotency_key
+from services.gateway.core.idempotency.keyed_requests import KeyedRequests
 from services.gateway.core.inference import Inference
+from services.gateway.core.limits.tenant_limits import NO_LIMITS, Allowance, TenantLimits
 from services.gateway.core.membership import Membership
 from services.gateway.core.request import CHAT_ROLES, ClientRequest, Prompt, check_request_id
+from services.gateway.core.tenant import Tenant
+from services.gateway.core.timeline import Part
 
 logger = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
+_API = "gen"
+"""The kind of these answers."""
 METHOD_PREFIX = "/stepwell.gateway.v1.Inference/"
 GENERATE = f"{METHOD_PREFIX}Generate"
 REQUEST_TYPES: dict[str, type[Message]] = {
@@ -48,46 +58,81 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
     def __init__(
         self,
         inference: Inference,
+        keyed_requests: KeyedRequests,
         membership: Membership,
         gate: Gate,
         observer: Observer,
         metrics: Metrics,
+        limits: TenantLimits,
         *,
         reader_timeout_seconds: float,
     ) -> None:
         self._inference = inference
+        self._keyed_requests = keyed_requests
         self._membership = membership
         self._gate = gate
         self._observer = observer
         self._metrics = metrics
+        self._limits = limits
         self._reader_timeout_seconds = reader_timeout_seconds
 
-    def check_room(self, context: Context) -> None:
-        """Raises what Generate would, before its message is read, while there is no room for it."""
-        with self._observer.counting_refusals():
-            self._gate.check()
-            self._inference.check_room(_deadline(context))
+    @contextmanager
+    def arriving(self, context: Context) -> Iterator[None]:
+        """Counts a call of Generate while its message is read. Raises what Generate would, while
+        there is no room for it.
+        """
+        with ExitStack() as entered:
+            with self._observer.counting_refusals(CALL_RECORD.get(), CALL_TENANT.get()):
+                self._gate.check()
+                entered.enter_context(self._arriving(_key(context), _deadline(context)))
+            yield
+
+    async def admit(self, tenant: Tenant) -> Allowance:
+        """What Generate takes of its tenant's limits. Raises LimitReached."""
+        with self._observer.counting_refusals(CALL_RECORD.get(), tenant):
+            return await self._limits.admit(tenant)
+
+    def _arriving(
+        self, key: IdempotencyKey | None, deadline: float | None
+    ) -> AbstractContextManager[Arrival]:
+        needs_room = key is None or not self._keyed_requests.knows(key)
+        return self._inference.arriving(CALL_TENANT.get(), deadline, needs_room=needs_room)
 
     async def Generate(  # type: ignore[override]  # the stubs know generators alone
         self, request: gateway_pb2.GenerateRequest, context: Context
     ) -> None:
-        with self._observer.counting_refusals():
-            self._inference.check_model(request.model)
+        tenant = CALL_TENANT.get()
+        record = CALL_RECORD.get()
+        with self._observer.counting_refusals(record, tenant):
+            self._inference.check_model(request.model, tenant)
         is_chat = request.WhichOneof("prompt") == "chat"
         operation = names.GENAI_OPERATION_CHAT if is_chat else names.GENAI_OPERATION_TEXT_COMPLETION
         async with AsyncExitStack() as work:
-            metadata = dict(context.invocation_metadata() or ())
-            traceparent = str(metadata.get("traceparent", ""))
-            observing = self._observer.observing(operation, traceparent)
+            observing = self._observer.observing(operation, record, tenant)
             observation = work.enter_context(observing)
             work.enter_context(self._gate.enter())
             deadline = _deadline(context)
-            client_request = await self._client_request(request)
+            key = _key(context)
+            arrival = work.enter_context(self._arriving(key, deadline))
+            record.enter(Part.TOKENIZE)
+            client_request = await self._client_request(request, record)
+            record.enter(Part.PREPARE)
             generation = await self._inference.prepare(
-                client_request, observation.traceparent, deadline
+                client_request, record.trace_headers, deadline
             )
+            allowance = CALL_ALLOWANCE.get()
+            if allowance is not NO_LIMITS:
+                record.wait("limits")
+            await allowance.reserve(generation)
+            if key is not None:
+                record.wait("idempotency_key")
+                generation = await self._keyed_requests.attach(
+                    generation, key, _API, self._inference.again
+                )
+            record.enter(Part.PREPARE)
             pieces = observation.watch(generation, self._inference.run(generation), stream=True)
             source = await work.enter_async_context(aclosing(pieces))
+            arrival.end()
             with StreamReaderTimeout(
                 work, self._reader_timeout_seconds, self._reader_timed_out
             ) as reader:
@@ -96,12 +141,12 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
                         if not piece.is_empty:
                             reader.sending()
                             await context.write(_to_response(piece, generation))
-                            reader.sent()
+                            record.write_nanos += reader.sent()
 
     async def Tokenize(
         self, request: gateway_pb2.TokenizeRequest, context: Context
     ) -> gateway_pb2.TokenizeResponse:
-        self._inference.check_model(request.model)
+        self._inference.check_model(request.model, CALL_TENANT.get())
         kind = request.WhichOneof("prompt")
         if kind is None:
             raise InvalidArgument("prompt is missing", field="prompt")
@@ -117,13 +162,15 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
     async def Detokenize(
         self, request: gateway_pb2.DetokenizeRequest, context: Context
     ) -> gateway_pb2.DetokenizeResponse:
-        self._inference.check_model(request.model)
+        self._inference.check_model(request.model, CALL_TENANT.get())
         text = await self._inference.detokenize(request.token_ids)
         return gateway_pb2.DetokenizeResponse(text=text)
 
     async def ListModels(
         self, _request: gateway_pb2.ListModelsRequest, context: Context
     ) -> gateway_pb2.ListModelsResponse:
+        if not CALL_TENANT.get().may_use(self._inference.model_name):
+            return gateway_pb2.ListModelsResponse()
         model = gateway_pb2.Model(
             name=self._inference.model_name,
             max_model_len=self._membership.max_model_len() or 0,
@@ -135,11 +182,14 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         self._metrics.reader_timed_out("grpc")
         logger.warning("a gRPC client stopped reading: its request is ended")
 
-    async def _client_request(self, request: gateway_pb2.GenerateRequest) -> ClientRequest:
+    async def _client_request(
+        self, request: gateway_pb2.GenerateRequest, record: RequestRecord
+    ) -> ClientRequest:
         if request.request_id:
             check_request_id(request.request_id)
+            record.rename(request.request_id)
         return ClientRequest(
-            request_id=request.request_id or f"gen-{secrets.token_hex(12)}",
+            request_id=request.request_id or f"{_API}-{record.request_id}",
             prompts=(await self._prompt(request),),
             sampling=client_sampling_from_proto(request.sampling, self._inference.default_sampling),
             n=request.n if request.HasField("n") else 1,
@@ -150,6 +200,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
             priority=request.priority,
             cache_salt=request.cache_salt,
             session_id=request.session_id,
+            tenant=CALL_TENANT.get(),
         )
 
     async def _prompt(self, request: gateway_pb2.GenerateRequest) -> Prompt:
@@ -188,6 +239,12 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         )
         [token_ids] = await self._inference.encode([text], add_special_tokens=False)
         return token_ids
+
+
+def _key(context: Context) -> IdempotencyKey | None:
+    """The idempotency key in the call's metadata. Raises InvalidArgument."""
+    value = dict(context.invocation_metadata() or ()).get(FIELD.lower())
+    return idempotency_key(None if value is None else str(value), CALL_TENANT.get())
 
 
 def _deadline(context: Context) -> float | None:

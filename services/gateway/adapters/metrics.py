@@ -1,91 +1,89 @@
-"""Prometheus metrics at the edge, under vLLM's names."""
+"""Prometheus metrics at the edge, as clients see their requests."""
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import Histogram as ClientHistogram
 
 from services.common import names
-
-_TTFT_BUCKETS = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
-    1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
-)  # fmt: skip
-_ITL_BUCKETS = (
-    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5,
-    0.75, 1.0, 2.5, 5.0, 10.0, 20.0,
-)  # fmt: skip
-_E2E_BUCKETS = (
-    0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0,
-    120.0, 240.0, 480.0, 960.0,
-)  # fmt: skip
+from services.common.metric_specs import SPECS
+from services.gateway.adapters.request_record import KeptFor
+from services.gateway.adapters.tenant_metrics import TenantMetrics
 
 
 class Metrics:
     def __init__(self, model_name: str) -> None:
-        self._registry = CollectorRegistry()
+        self.registry = CollectorRegistry()
         self._model = model_name
-        self._success = self._counter(
-            names.METRIC_REQUEST_SUCCESS, "Sequences that ended, by reason.", "finished_reason"
+        self._answers = self._counter(names.METRIC_GATEWAY_ANSWERS)
+        self._rejections = self._counter(names.METRIC_ADMISSION_REJECTIONS)
+        self.prompt_tokens = self._of_model(self._counter(names.METRIC_GATEWAY_PROMPT_TOKENS))
+        self.cached_tokens = self._of_model(
+            self._counter(names.METRIC_GATEWAY_PROMPT_TOKENS_CACHED)
         )
-        self._rejections = self._counter(
-            names.METRIC_ADMISSION_REJECTIONS,
-            "Requests refused before an engine took them, by reason; counted nowhere else.",
-            "reason",
+        self.generation_tokens = self._of_model(
+            self._counter(names.METRIC_GATEWAY_GENERATION_TOKENS)
         )
-        model = {"model_name": model_name}
-        self.prompt_tokens = self._counter(
-            names.METRIC_PROMPT_TOKENS, "Prompt tokens of requests that were answered."
-        ).labels(**model)
-        self.cached_tokens = self._counter(
-            names.METRIC_PROMPT_TOKENS_CACHED, "Of the prompt tokens, found in the prefix cache."
-        ).labels(**model)
-        self.generation_tokens = self._counter(
-            names.METRIC_GENERATION_TOKENS, "Tokens generated."
-        ).labels(**model)
-        self.time_to_first_token = self._histogram(
-            names.METRIC_TIME_TO_FIRST_TOKEN, "From arrival to the first token.", _TTFT_BUCKETS
-        )
-        self.inter_token_latency = self._histogram(
-            names.METRIC_INTER_TOKEN_LATENCY, "Between tokens of one answer.", _ITL_BUCKETS
-        )
-        self.e2e_latency = self._histogram(
-            names.METRIC_E2E_REQUEST_LATENCY, "From arrival to the end.", _E2E_BUCKETS
-        )
-        self._readers_cut = self._counter(
-            names.METRIC_GATEWAY_READERS_CUT,
-            "Requests ended since their client had stopped reading.",
-            "protocol",
-        )
-        self.requests_in_flight = self._gauge(
-            names.METRIC_GATEWAY_REQUESTS_IN_FLIGHT, "Client requests being served."
-        )
-        self.replicas_ready = self._gauge(
-            names.METRIC_GATEWAY_REPLICAS_READY, "Replicas that take requests."
-        )
+        self.time_to_first_token = self._histogram(names.METRIC_GATEWAY_TIME_TO_FIRST_TOKEN)
+        self.inter_token_latency = self._histogram(names.METRIC_GATEWAY_INTER_TOKEN_LATENCY)
+        self.request_seconds = self._histogram(names.METRIC_GATEWAY_REQUEST_SECONDS)
+        self._queue_seconds = self._histograms(names.METRIC_GATEWAY_QUEUE_SECONDS)
+        self.tenants = TenantMetrics(model_name, self.registry)
+        self._readers_cut = self._counter(names.METRIC_GATEWAY_READERS_CUT)
+        self.requests_in_flight = self._gauge(names.METRIC_GATEWAY_REQUESTS_IN_FLIGHT)
+        self._http_requests = self._counter(names.METRIC_HTTP_REQUESTS)
+        self._http_seconds = self._histograms(names.METRIC_HTTP_REQUEST_SECONDS)
+        self._http_responses = self._counter(names.METRIC_HTTP_RESPONSES)
+        self._traces_kept = self._counter(names.METRIC_TRACES_KEPT)
+        for reason in KeptFor:
+            self._traces_kept.labels(model_name, reason.value)
+        self._spans_cut = self._of_model(self._counter(names.METRIC_TRACE_SPANS_CUT))
 
     def ended(self, reason: str) -> None:
-        self._success.labels(model_name=self._model, finished_reason=reason).inc()
+        self._answers.labels(self._model, reason).inc()
 
-    def refused(self, reason: str) -> None:
-        """A request was refused, or failed before an engine took it. No other metric counts it."""
-        self._rejections.labels(model_name=self._model, reason=reason).inc()
+    def refused(self, reason: str, tenant_id: str = "") -> None:
+        """A request was refused, or failed before an engine took it. No other metric counts it,
+        besides those of its tenant.
+        """
+        self._rejections.labels(self._model, reason).inc()
+        if tenant_id:
+            self.tenants.refused(tenant_id, reason)
+
+    def waited(self, reason: str, seconds: float) -> None:
+        self._queue_seconds.labels(self._model, reason).observe(seconds)
 
     def reader_timed_out(self, protocol: str) -> None:
-        self._readers_cut.labels(model_name=self._model, protocol=protocol).inc()
+        self._readers_cut.labels(self._model, protocol).inc()
 
-    def register(self, collector: Collector) -> None:
-        """Adds metrics that are read at each scrape."""
-        self._registry.register(collector)
+    def answered(self, handler: str, method: str, status: int, seconds: float) -> None:
+        """An HTTP request was answered, by the route `handler`."""
+        self._http_requests.labels(handler, method, f"{status // 100}xx").inc()
+        self._http_seconds.labels(handler, method).observe(seconds)
+        self._http_responses.labels(str(status)).inc()
 
-    def render(self) -> bytes:
-        return generate_latest(self._registry)
+    def trace_kept(self, reason: KeptFor) -> None:
+        """The spans of a request are made, for that reason."""
+        self._traces_kept.labels(self._model, reason.value).inc()
 
-    def _counter(self, name: str, doc: str, *labels: str) -> Counter:
-        return Counter(name, doc, ["model_name", *labels], registry=self._registry)
+    def trace_cut(self, num_spans: int) -> None:
+        """So many spans of a request were left out."""
+        self._spans_cut.inc(num_spans)
 
-    def _gauge(self, name: str, doc: str) -> Gauge:
-        gauge = Gauge(name, doc, ["model_name"], registry=self._registry)
-        return gauge.labels(model_name=self._model)
+    def _counter(self, name: str) -> Counter:
+        spec = SPECS[name]
+        return Counter(spec.name, spec.text, spec.labels, registry=self.registry)
 
-    def _histogram(self, name: str, doc: str, buckets: tuple[float, ...]) -> Histogram:
-        histogram = Histogram(name, doc, ["model_name"], buckets=buckets, registry=self._registry)
-        return histogram.labels(model_name=self._model)
+    def _of_model(self, counter: Counter) -> Counter:
+        return counter.labels(self._model)
+
+    def _gauge(self, name: str) -> Gauge:
+        spec = SPECS[name]
+        return Gauge(spec.name, spec.text, spec.labels, registry=self.registry).labels(self._model)
+
+    def _histogram(self, name: str) -> ClientHistogram:
+        return self._histograms(name).labels(self._model)
+
+    def _histograms(self, name: str) -> ClientHistogram:
+        spec = SPECS[name]
+        return ClientHistogram(
+            spec.name, spec.text, spec.labels, buckets=spec.buckets, registry=self.registry
+        )

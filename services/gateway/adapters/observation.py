@@ -1,31 +1,31 @@
-"""Watches a request from outside: its span, its latencies, its counts."""
+"""Watches a request from outside: its latencies, its counts, what its record says of it."""
 
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode
-
-from services.common import names
-from services.common.errors import StepwellError
-from services.common.telemetry import Tracing, traceparent_of
+from services.common.errors import InternalError, StepwellError
+from services.gateway.adapters.genai_metrics import GenAiMetrics
 from services.gateway.adapters.metrics import Metrics
+from services.gateway.adapters.request_record import CANCELLED, RequestRecord, is_failure
+from services.gateway.adapters.request_spans import traces_of
+from services.gateway.core.admission.wait import Wait
 from services.gateway.core.choice import Piece
 from services.gateway.core.generation import Generation
+from services.gateway.core.limits.tenant_limits import LimitReached
 from services.gateway.core.prefix_index import PrefixIndex
-from services.gateway.core.route import Route
-
-CANCELLED = "cancelled"
+from services.gateway.core.tenant import ANYONE, Tenant
+from services.gateway.core.timeline import Part
 
 
 class Observation:
-    def __init__(self, span: Span, metrics: Metrics) -> None:
-        self.traceparent = traceparent_of(span)
-        """What goes along with the request; empty when it is not sampled."""
-        self._span = span
+    def __init__(self, record: RequestRecord, metrics: Metrics, genai: GenAiMetrics) -> None:
+        self._tenant_id = record.tenant.tenant_id
+        self._record = record
         self._metrics = metrics
-        self._started = time.perf_counter()
+        self._genai = genai
+        self._started = record.timeline.began / 1e9
         self._first_token_seconds: float | None = None
         self._last_token: dict[int, float] = {}
         self._generation: Generation | None = None
@@ -37,15 +37,27 @@ class Observation:
         self, generation: Generation, pieces: AsyncGenerator[list[Piece], None], *, stream: bool
     ) -> AsyncGenerator[list[Piece], None]:
         """Passes the pieces on, and takes their times."""
-        self._generation = generation
-        if self._span.is_recording():
-            self._span.set_attributes(_request_attributes(generation, stream))
-        async with aclosing(pieces) as source:
-            async for added in source:
-                now = time.perf_counter()
-                for piece in added:
-                    self._saw(piece, now)
-                yield added
+        self._generation = self._record.generation = generation
+        self._record.is_stream = stream
+        self._record.enter(Part.GENERATE)
+        try:
+            async with aclosing(pieces) as source:
+                async for added in source:
+                    now = time.perf_counter()
+                    for piece in added if not generation.is_replay else ():
+                        self._saw(piece, now)
+                    yield added
+        finally:
+            self._write()
+
+    def _write(self) -> None:
+        """What is left is to write. That began with the end of the last sequence, though a client
+        that reads slowly may have had earlier pieces to read.
+        """
+        timeline = self._record.timeline
+        ends = [trace.timeline.ended or timeline.now() for trace in traces_of(self._generation)]
+        began = timeline.stretches[-1].began
+        timeline.enter(Part.WRITE, at=max([began, *ends]) if ends else None)
 
     def _saw(self, piece: Piece, now: float) -> None:
         num_tokens = len(piece.token_ids)
@@ -57,6 +69,7 @@ class Observation:
                     self._metrics.inter_token_latency.observe((now - last) / num_tokens)
             elif self._first_token_seconds is None:
                 self._first_token_seconds = now - self._started
+                self._record.first_token = int(1e9 * now)
                 self._metrics.time_to_first_token.observe(self._first_token_seconds)
             self._last_token[piece.index] = now
         if piece.finish_reason is not None:
@@ -66,14 +79,14 @@ class Observation:
         """The request is over, whatever way.
 
         One that was refused has no tokens, no end and no latency to count; one whose client left
-        the queue has ended, and no more.
+        the queue has ended, and no more. The answer of a replay was counted when it was made.
         """
         seconds = time.perf_counter() - self._started
         generation = self._generation
-        if generation is None or self._is_refused:
+        if generation is None or generation.is_replay or self._is_refused:
             return
-        if self._span.is_recording() and generation.mailbox is not None:
-            self._span.set_attributes(_routing_attributes(generation.mailbox.routes))
+        if generation.mailbox is not None:
+            self._waited(generation.mailbox.waits)
         for _ in range(len(generation.choices) - len(generation.finish_reasons())):
             self._metrics.ended(self._end)
         if not generation.was_taken:
@@ -81,119 +94,75 @@ class Observation:
         usage = generation.usage()
         self._metrics.prompt_tokens.inc(usage.num_prompt_tokens)
         self._metrics.cached_tokens.inc(usage.num_cached_tokens)
-        self._metrics.e2e_latency.observe(seconds)
-        if self._span.is_recording():
-            self._span.set_attributes(
-                {
-                    names.GENAI_RESPONSE_FINISH_REASONS: generation.finish_reasons(),
-                    names.GENAI_USAGE_INPUT_TOKENS: usage.num_prompt_tokens,
-                    names.GENAI_USAGE_OUTPUT_TOKENS: usage.num_generated_tokens,
-                    names.GENAI_USAGE_CACHE_READ_INPUT_TOKENS: usage.num_cached_tokens,
-                    names.GENAI_LATENCY_E2E: seconds,
-                }
-            )
-            if self._first_token_seconds is not None:
-                first = self._first_token_seconds
-                self._span.set_attribute(names.GENAI_RESPONSE_TIME_TO_FIRST_CHUNK, first)
-                self._span.set_attribute(names.GENAI_LATENCY_TIME_TO_FIRST_TOKEN, first)
+        self._metrics.request_seconds.observe(seconds)
+        self._genai.completed(
+            self._record.operation,
+            seconds,
+            self._first_token_seconds,
+            usage,
+            self._record.error_type or None,
+        )
+        if self._tenant_id:
+            self._metrics.tenants.used(self._tenant_id, usage)
 
-    def failed(self, error_type: str, message: str) -> None:
-        self._span.set_attribute(names.GENAI_ERROR_TYPE, error_type)
-        self._span.set_status(Status(StatusCode.ERROR, message))
+    def _waited(self, waits: Sequence[Wait]) -> None:
+        """Counts the waits for a place at a replica."""
+        for wait in waits:
+            self._metrics.waited(wait.reason.value, wait.seconds)
+
+    def failed(self, error_type: str, message: str, *, is_failure: bool) -> None:
+        self._record.failed(error_type, message, is_failure=is_failure)
         if error_type != CANCELLED:
             self._end = "error"
             if self._generation is None or not self._generation.was_taken:
                 self._is_refused = True
-                self._metrics.refused(error_type)
+                self._metrics.refused(error_type, self._tenant_id)
 
 
 class Observer:
-    def __init__(
-        self, model_name: str, tracing: Tracing, metrics: Metrics, index: PrefixIndex
-    ) -> None:
-        self._model_name = model_name
+    def __init__(self, metrics: Metrics, genai: GenAiMetrics, index: PrefixIndex) -> None:
         self._index = index
-        self._tracing = tracing
         self._metrics = metrics
+        self._genai = genai
 
     @contextmanager
-    def counting_refusals(self) -> Iterator[None]:
+    def counting_refusals(self, record: RequestRecord, tenant: Tenant = ANYONE) -> Iterator[None]:
         """Counts what is refused before it can be watched. Errors pass through."""
+        record.tenant = tenant
         try:
             yield
         except StepwellError as error:
-            self._metrics.refused(error.error_reason.lower())
+            self._metrics.refused(_reason(error), tenant.tenant_id)
+            is_defect = isinstance(error, InternalError)
+            record.failed(_reason(error), error.message, is_failure=is_defect)
             raise
 
     @contextmanager
-    def observing(self, operation: str, traceparent: str) -> Iterator[Observation]:
-        """A server span around a request, and its metrics. Errors pass through."""
-        span = self._tracing.start(
-            f"{operation} {self._model_name}",
-            traceparent,
-            kind=SpanKind.SERVER,
-            attributes={
-                names.GENAI_OPERATION_NAME: operation,
-                names.GENAI_PROVIDER_NAME: names.GENAI_PROVIDER,
-                names.GENAI_REQUEST_MODEL: self._model_name,
-                names.GENAI_RESPONSE_MODEL: self._model_name,
-                names.ATTR_DIRECTORY_STATE: self._index.state.value,
-            },
-        )
-        observation = Observation(span, self._metrics)
+    def observing(
+        self, operation: str, record: RequestRecord, tenant: Tenant = ANYONE
+    ) -> Iterator[Observation]:
+        """What is counted of a request. Errors pass through."""
+        record.operation, record.tenant = operation, tenant
+        record.directory_state = self._index.state.value
+        observation = Observation(record, self._metrics, self._genai)
         self._metrics.requests_in_flight.inc()
         try:
             yield observation
         except StepwellError as error:
-            observation.failed(error.error_reason.lower(), error.message)
+            observation.failed(_reason(error), error.message, is_failure=is_failure(error))
             raise
         except (asyncio.CancelledError, GeneratorExit):
-            observation.failed(CANCELLED, "the client went away")
+            observation.failed(CANCELLED, "the client went away", is_failure=False)
             raise
         except Exception as error:
-            observation.failed(type(error).__name__, "a defect")
+            observation.failed(type(error).__name__, "a defect", is_failure=True)
             raise
         finally:
             observation.completed()
             self._metrics.requests_in_flight.dec()
-            span.end()
 
 
-def _routing_attributes(routes: Sequence[Route]) -> dict[str, str | int | float]:
-    """The last route, since the answer came by it, and how many there were."""
-    if not routes:
-        return {}
-    last = routes[-1]
-    attributes: dict[str, str | int | float] = {
-        names.ATTR_ROUTING_REPLICA: last.address,
-        names.ATTR_ROUTING_REASON: last.reason.value,
-        names.ATTR_ROUTING_NUM_CANDIDATES: last.num_candidates,
-        names.ATTR_ROUTING_NUM_CACHED_TOKENS: last.num_cached_tokens,
-        names.ATTR_ROUTING_NUM_SENT: len(routes),
-    }
-    if last.cost_seconds is not None:
-        attributes[names.ATTR_ROUTING_COST_SECONDS] = last.cost_seconds
-    return attributes
-
-
-def _request_attributes(
-    generation: Generation, stream: bool
-) -> dict[str, str | int | float | bool | list[str]]:
-    request, sampling = generation.request, generation.sequences[0].sampling
-    attributes: dict[str, str | int | float | bool | list[str]] = {
-        names.GENAI_RESPONSE_ID: request.request_id,
-        names.GENAI_REQUEST_TEMPERATURE: sampling.temperature,
-        names.GENAI_REQUEST_TOP_P: sampling.top_p,
-        names.GENAI_REQUEST_TOP_K: sampling.top_k,
-        names.GENAI_REQUEST_FREQUENCY_PENALTY: sampling.frequency_penalty,
-        names.GENAI_REQUEST_PRESENCE_PENALTY: sampling.presence_penalty,
-        names.GENAI_REQUEST_CHOICE_COUNT: request.n,
-        names.GENAI_REQUEST_STREAM: stream,
-    }
-    if sampling.max_tokens is not None:
-        attributes[names.GENAI_REQUEST_MAX_TOKENS] = sampling.max_tokens
-    if request.sampling.seed is not None:
-        attributes[names.GENAI_REQUEST_SEED] = request.sampling.seed
-    if request.stop:
-        attributes[names.GENAI_REQUEST_STOP_SEQUENCES] = list(request.stop)
-    return attributes
+def _reason(error: StepwellError) -> str:
+    """The name under which an error is counted; of a tenant's limits each has its own."""
+    reason = error.error_reason.lower()
+    return f"{error.quota}_{reason}" if isinstance(error, LimitReached) else reason

@@ -1,25 +1,51 @@
 """Checks gRPC calls before their message is read, and bounds how large and slow it may be."""
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import aclosing, contextmanager
+from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from services.common.errors import InvalidArgument, ResourceExhausted
-from services.gateway.adapters.auth import ApiKeys
+from services.common.errors import (
+    InternalError,
+    InvalidArgument,
+    QuotaExceeded,
+    ResourceExhausted,
+    StepwellError,
+    Unavailable,
+)
+from services.common.status import status_code
+from services.gateway.adapters.auth import CALL_ALLOWANCE, CALL_TENANT, ApiKeys
 from services.gateway.adapters.message_readers import MessageReaders
 from services.gateway.adapters.proto_meter import check_message
+from services.gateway.adapters.rate_limit_headers import rate_limit_headers
+from services.gateway.adapters.request_record import (
+    CALL_RECORD,
+    CANCELLED,
+    REQUEST_ID,
+    TRACE_ID,
+    Call,
+    RequestRecord,
+    is_failure,
+)
+from services.gateway.adapters.request_recorder import RequestRecorder
+from services.gateway.core.limits.tenant_limits import NO_LIMITS, Allowance
+from services.gateway.core.tenant import Tenant
+from services.gateway.core.timeline import Part
 
 _HEALTH = "/grpc.health.v1.Health/"
 _MAX_OTHER_STREAMS = 64
+_NOT_THE_CLIENTS = (ResourceExhausted, Unavailable, InternalError)
+"""Errors that a request is not at fault for."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RequestInterceptor(grpc.aio.ServerInterceptor):
-    """Checks the key of each call, and reads its message itself.
+    """Checks the key of each call, whose tenant CALL_TENANT then is, and reads its message itself.
 
     grpc would read and parse a request's message before any code of ours sees the call. Health
     needs no key. Streams of other services, such as reflection, are bounded in number.
@@ -30,16 +56,24 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         keys: ApiKeys,
         request_types: Mapping[str, type[Message]],
         *,
-        checks: Mapping[str, Callable[[Context], None]],
+        admissions: Mapping[str, Callable[[Tenant], Awaitable[Allowance]]],
+        arriving: Mapping[str, Callable[[Context], AbstractContextManager[None]]],
+        operations: Mapping[str, str],
+        recorder: RequestRecorder,
         max_items: int,
         message_timeout_seconds: float,
     ) -> None:
-        """`request_types` has the message of each method, by its full name; `checks` what is called
-        before that message is read, and raises to refuse the call.
+        """`request_types` has the message of each method, by its full name; `admissions` what is
+        called before that message is read, and `arriving` what is entered while it is: either
+        raises to refuse the call. What an admission returns is closed when the call is over.
+        `operations` has the GenAI operation of each method that generates.
         """
         self._keys = keys
         self._request_types = request_types
-        self._checks = checks
+        self._admissions = admissions
+        self._arriving = arriving
+        self._operations = operations
+        self._recorder = recorder
         self._max_items = max_items
         self._readers = MessageReaders(message_timeout_seconds)
         self._num_other_streams = 0
@@ -60,8 +94,7 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
                 handler.response_serializer,
             )
         if method in self._request_types:
-            check = self._checks.get(method)
-            serve = self._serve_message(handler, check, self._request_types[method])
+            serve = self._serve_message(handler, method)
             deserializer = None
         else:
             serve = self._serve_other(handler)
@@ -70,20 +103,65 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
             serve, deserializer, handler.response_serializer
         )
 
-    def _serve_message(
-        self, handler: Any, check: Callable[[Context], None] | None, kind: type[Message]
-    ) -> Any:
+    def _serve_message(self, handler: Any, method: str) -> Any:
+        kind = self._request_types[method]
+        admit, arriving = self._admissions.get(method), self._arriving.get(method, _not_counted)
+
+        operation = self._operations.get(method, "")
+
         async def serve(messages: AsyncIterator[bytes], context: Context) -> None:
-            self._keys.check(_authorization(context))
-            if check is not None:
-                check(context)
-            request = self._parse(await self._readers.read(messages), kind)
-            if handler.unary_unary is not None:
-                await context.write(await handler.unary_unary(request, context))
-            else:
-                await handler.unary_stream(request, context)
+            with self._recording(method, operation, context) as record:
+                tenant = record.tenant = await self._keys.authenticate(_authorization(context))
+                CALL_TENANT.set(tenant)
+                allowance = NO_LIMITS if admit is None else await admit(tenant)
+                with _spending(allowance, context):
+                    with arriving(context):
+                        record.enter(Part.READ)
+                        raw = await self._readers.read(messages)
+                        record.enter(Part.PARSE)
+                        request = self._parse(raw, kind)
+                    if handler.unary_unary is not None:
+                        await context.write(await handler.unary_unary(request, context))
+                    else:
+                        await handler.unary_stream(request, context)
 
         return serve
+
+    @contextmanager
+    def _recording(self, method: str, operation: str, context: Context) -> Iterator[RequestRecord]:
+        """The record of a call, CALL_RECORD meanwhile. Its names are in the trailing metadata."""
+        call = Call("grpc", "POST", method, _client(context))
+        headers = {
+            name: value
+            for name, value in context.invocation_metadata() or ()
+            if isinstance(value, str)
+        }
+        record = self._recorder.begin(call, headers)
+        record.operation = operation
+        CALL_RECORD.set(record)
+        code = grpc.StatusCode.OK
+        try:
+            yield record
+        except StepwellError as error:
+            code = status_code(error)
+            record.failed(error.error_reason.lower(), error.message, is_failure=is_failure(error))
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            code = grpc.StatusCode.CANCELLED
+            record.failed(CANCELLED, "the client went away", is_failure=False)
+            raise
+        except Exception as error:
+            code = grpc.StatusCode.INTERNAL
+            record.failed(type(error).__name__, "a defect", is_failure=True)
+            raise
+        finally:
+            record.status = code.name
+            names = (
+                (REQUEST_ID.lower(), record.request_id),
+                (TRACE_ID.lower(), record.trace_id),
+            )
+            context.set_trailing_metadata((*(context.trailing_metadata() or ()), *names))
+            self._recorder.end(record)
 
     def _watch_health(self, handler: Any) -> Any:
         async def watch(request: Message, context: Context) -> None:
@@ -97,7 +175,7 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
 
     def _serve_other(self, handler: Any) -> Any:
         async def serve(messages: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
-            self._keys.check(_authorization(context))
+            CALL_TENANT.set(await self._keys.authenticate(_authorization(context)))
             with self._counted():
                 async with aclosing(handler.stream_stream(messages, context)) as responses:
                     async for response in responses:
@@ -124,6 +202,33 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
             yield
         finally:
             self._num_other_streams -= 1
+
+
+def _not_counted(_context: Context) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+@contextmanager
+def _spending(allowance: Allowance, context: Context) -> Iterator[None]:
+    """Closes an allowance at the end. A call that ended well says what its tenant has left."""
+    CALL_ALLOWANCE.set(allowance)
+    was_refused = False
+    try:
+        yield
+        if allowance.standing is not None:
+            left = rate_limit_headers(allowance.limits, allowance.standing)
+            context.set_trailing_metadata(tuple(left))
+    except StepwellError as error:
+        was_refused = isinstance(error, _NOT_THE_CLIENTS) and not isinstance(error, QuotaExceeded)
+        raise
+    finally:
+        allowance.close(was_refused=was_refused)
+
+
+def _client(context: Context) -> str:
+    """The client's address and port; empty over a Unix socket."""
+    kind, _, address = unquote(context.peer() or "").partition(":")
+    return address if kind in ("ipv4", "ipv6") else ""
 
 
 def _authorization(context: Context) -> str:

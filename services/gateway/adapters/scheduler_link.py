@@ -1,13 +1,18 @@
 """The session with one scheduler: a stream of requests and of what becomes of them."""
 
 import asyncio
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import grpc
 from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 from services.common.channel import open_channel
+from services.common.metrics_servicer import collect_from
 from services.common.queue_state_proto import queue_state_from_proto
 from services.common.replica_load_proto import replica_load_from_proto
+from services.common.status import from_peer
+from services.common.trace_headers import TraceHeaders
 from services.gateway.adapters.converters import (
     description_from_proto,
     finish_from_proto,
@@ -15,28 +20,42 @@ from services.gateway.adapters.converters import (
     logprobs_from_proto,
     rejection_from_proto,
     replica_state_from_proto,
+    times_from_proto,
 )
+from services.gateway.adapters.scheduler_admin import SchedulerAdmin
 from services.gateway.core.inflight import Inflight
 from services.gateway.core.replica import Replica
+
+if TYPE_CHECKING:
+    from services.common.tls import Tls
 
 SessionCall = grpc.aio.StreamStreamCall[scheduler_pb2.SessionRequest, scheduler_pb2.SessionResponse]
 
 _FIRST_BACKOFF_SECONDS = 0.05
 _MAX_BACKOFF_SECONDS = 0.5
 _CHECKS_PER_TIMEOUT = 8
+# For calls of GetStats that are going on when the link is closed.
+_LAST_CALLS_SECONDS = 1.0
 
 
 class SchedulerLink:
     """The core's Link over gRPC. A session that ends is opened again, after a growing delay."""
 
-    def __init__(self, address: str, gateway_id: str, session_timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        address: str,
+        gateway_id: str,
+        session_timeout_seconds: float,
+        tls: "Tls | None" = None,
+    ) -> None:
         """A scheduler that sends nothing for `session_timeout_seconds` hangs: the session ends."""
         self.address = address
         self._gateway_id = gateway_id
         self._session_timeout = session_timeout_seconds
         self._received_at = 0.0
-        self._channel = open_channel(address)
+        self._channel = open_channel(address, tls)
         self._stub = scheduler_pb2_grpc.SchedulerStub(self._channel)
+        self.admin = SchedulerAdmin(address, self._channel)
         # Messages, and sequences to send with their handles. The message of a sequence is made when
         # it is written: those of one request may be hundreds, each with the whole prompt.
         self._outbox: list[scheduler_pb2.SessionRequest | tuple[int, Inflight]] = []
@@ -45,18 +64,43 @@ class SchedulerLink:
     def add(self, handle: int, inflight: Inflight) -> None:
         self._post((handle, inflight))
 
-    def abort(self, handle: int) -> None:
+    def abort(self, handle: int, *, was_stopped: bool = False) -> None:
         last = self._outbox[-1] if self._outbox else None
         if isinstance(last, scheduler_pb2.SessionRequest) and last.WhichOneof("message") == "abort":
-            last.abort.handles.append(handle)
+            message = last
         else:
-            abort = scheduler_pb2.AbortRequests(handles=[handle])
-            self._post(scheduler_pb2.SessionRequest(abort=abort))
+            message = scheduler_pb2.SessionRequest(abort=scheduler_pb2.AbortRequests())
+            self._post(message)
+        message.abort.handles.append(handle)
+        if was_stopped:
+            message.abort.stopped_handles.append(handle)
+
+    def keep_trace(self, request_id: str, trace: TraceHeaders) -> None:
+        """Has the spans of a sequence exported that was sent there unsampled. The span that
+        `trace` names becomes their parent.
+        """
+        keep = scheduler_pb2.KeepTrace(
+            request_id=request_id, traceparent=trace.traceparent, tracestate=trace.tracestate
+        )
+        self._post(scheduler_pb2.SessionRequest(keep=keep))
 
     async def stats(self, timeout_seconds: float) -> scheduler_pb2.GetStatsResponse:
         """Queues, pool and totals. Raises AioRpcError."""
         response: scheduler_pb2.GetStatsResponse = await self._stub.GetStats(
             scheduler_pb2.GetStatsRequest(), timeout=timeout_seconds
+        )
+        return response
+
+    async def metrics(self, labels: Mapping[str, str]) -> bytes | None:
+        """The metrics of the replica, with these labels; None if they do not come in time."""
+        return await collect_from(self._channel, labels)
+
+    async def activity(
+        self, request: scheduler_pb2.GetActivityRequest, timeout_seconds: float
+    ) -> scheduler_pb2.GetActivityResponse:
+        """Requests, steps and blocks. Raises AioRpcError."""
+        response: scheduler_pb2.GetActivityResponse = await self._stub.GetActivity(
+            request, timeout=timeout_seconds
         )
         return response
 
@@ -72,7 +116,7 @@ class SchedulerLink:
                 await asyncio.sleep(backoff)
                 backoff = min(2 * backoff, _MAX_BACKOFF_SECONDS)
         finally:
-            await self._channel.close()
+            await self._channel.close(_LAST_CALLS_SECONDS)
 
     async def _session(self, replica: Replica) -> bool:
         """One session from beginning to end; returns whether it ever opened."""
@@ -88,7 +132,7 @@ class SchedulerLink:
         except TimeoutError:
             reason = f"no message for {self._session_timeout:g} s: the scheduler hangs"
         except grpc.aio.AioRpcError as error:
-            reason = f"{error.code().name}: {error.details()}"
+            reason = from_peer("the scheduler", error).message
         finally:
             writer.cancel()
             call.cancel()
@@ -175,6 +219,8 @@ def apply_deltas(deltas: scheduler_pb2.StepDeltas, replica: Replica) -> None:
             if len(message.prompt.ranks):
                 inflight.prompt_logprobs(logprobs_from_proto(message.prompt))
     for finished in deltas.finished:
+        if finished.HasField("times") and (inflight := running.get(finished.handle)) is not None:
+            inflight.trace.times = times_from_proto(finished.times)
         replica.finished(finished.handle, finish_from_proto(finished))
     for rejected in deltas.rejected:
         replica.rejected(rejected.handle, rejection_from_proto(rejected))

@@ -2,21 +2,42 @@
 
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from services.common.errors import Aborted, ResourceExhausted, StepwellError, Unavailable
+from services.gateway.core.admission.admission import Admission
+from services.gateway.core.admission.arrivals import Arrival
+from services.gateway.core.admission.capacity import Capacity, capacity_of
+from services.gateway.core.admission.queue_bounds import QueueBounds
 from services.gateway.core.inflight import Inflight, Mailbox, ended
 from services.gateway.core.membership import Membership, no_replica_ready
-from services.gateway.core.ports import TIMER_SLACK_SECONDS, Clock, Link
+from services.gateway.core.ports import TIMER_SLACK_SECONDS, Clock, Links
+from services.gateway.core.progress import Progress
 from services.gateway.core.replica import Replica
 from services.gateway.core.request import EngineRequest, ModelLimits
 from services.gateway.core.route import Route, RoutingReason
 from services.gateway.core.routing.policy import RoutingPolicy
+from services.gateway.core.sequence_trace import ResubmitCause
+from services.gateway.core.tenant import ANYONE, Tenant
+from services.gateway.core.timeline import Part
 from services.gateway.core.waiting_queue import WaitingQueue
 
 logger = logging.getLogger(__name__)
 
 _DEFAULT_RETRY_SECONDS = 0.1
+NO_REPLICA = "no_replica"
+"""Why a sequence waits that no ready replica takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """A sequence that waits at this gateway: why, and for how long, where that is known."""
+
+    inflight: Inflight
+    reason: str
+    seconds: float | None = None
 
 
 class Fleet:
@@ -31,20 +52,26 @@ class Fleet:
        which replicas are lost again and again without a token between is given up: it may be the
        cause.
 
+    4. Before it is sent first, a sequence of a tenant may wait in the queues of Admission, so that
+       no tenant has all replicas work for itself. Without tenants none does.
+
     Migration by token replay is NVIDIA Dynamo's; draws that depend on (seed, position) alone make
     it exact here.
     """
 
     def __init__(
         self,
-        links: Mapping[str, Link],
+        links: Links,
         clock: Clock,
         policy: RoutingPolicy,
         *,
         resubmit_timeout_seconds: float,
         migrate_after_seconds: float,
         tokenizer_fingerprint: bytes,
+        queue_bounds: QueueBounds,
+        nanos: Callable[[], int],
     ) -> None:
+        """`nanos` is a steady clock, by which the times of requests are taken."""
         self.membership = Membership(
             links,
             clock,
@@ -56,36 +83,69 @@ class Fleet:
         self._clock = clock
         self._policy = policy
         self._migrate_after = migrate_after_seconds
+        self._nanos = nanos
         self._numbers = itertools.count()
+        self.num_resubmissions = 0
+        """Sequences that were sent again, after a replica was lost, stalled or refused them."""
         self._waiting = WaitingQueue(
             resubmit_timeout_seconds,
             clock,
             on_retry=self._try_again,
             on_expired=self._expired,
         )
+        self.admission = Admission(
+            clock, queue_bounds, capacity=self._capacity, send=self._send_or_queue
+        )
+
+    def set_addresses(self, source: str, addresses: Iterable[str]) -> None:
+        """Where schedulers are now, as far as this source knows; see Membership."""
+        if self.membership.set_addresses(source, addresses):
+            self._update()
 
     # What is asked of the fleet: it is the core's Engine.
 
     @property
     def num_waiting(self) -> int:
         """Sequences that have no replica at present."""
-        return len(self._waiting)
+        return len(self._waiting) + len(self.admission)
+
+    def queued(self, most: int) -> list[Queued]:
+        """Sequences that have no replica at present, and why; so many at most."""
+        kept = [Queued(one, why.value, since) for one, why, since in self.admission.waits()]
+        unplaced = [Queued(inflight, NO_REPLICA) for inflight in self._waiting]
+        return [*kept, *unplaced][:most]
 
     def limits(self) -> ModelLimits:
         return self.membership.limits()
 
-    def check_room(self, deadline: float | None) -> None:
-        timeout = self._timeout(deadline)
-        refusals = [replica.queue_refusal(timeout) for replica in self.membership.ready()]
+    def check_room(self, tenant: Tenant, deadline: float | None) -> None:
+        if tenant != ANYONE:
+            self.admission.check_room(tenant, deadline)
+        timeout, ready = self._timeout(deadline), self.membership.ready()
+        num_arriving = self.admission.arrivals.num(ANYONE) / max(1, len(ready))
+        refusals = [one.queue_refusal(timeout, num_arriving=num_arriving) for one in ready]
         if refusals and (first := refusals[0]) is not None and None not in refusals:
             raise first
 
-    def start(self, requests: Sequence[EngineRequest]) -> Mailbox:
+    def model_fingerprint(self) -> bytes:
+        return self.membership.model_fingerprint
+
+    @contextmanager
+    def arriving(self, tenant: Tenant, deadline: float | None) -> Iterator[Arrival]:
+        self.check_room(tenant, deadline)
+        with self.admission.arrivals.counted(tenant) as arrival:
+            yield arrival
+
+    def start(
+        self, requests: Sequence[EngineRequest], progress: Sequence[Progress] = ()
+    ) -> Mailbox:
         """Sends sequences; those of one prompt to one replica, where they share its blocks."""
-        mailbox = Mailbox(requests, self._numbers, self._drop)
+        mailbox = Mailbox(requests, self._numbers, self._drop, self._nanos)
         replica, prompt = None, None
-        for inflight in mailbox.inflights:
-            if replica is not None and inflight.request.prompt_token_ids is prompt:
+        for inflight in mailbox.resume(progress) if progress else mailbox.inflights:
+            if inflight.request.tenant != ANYONE and not inflight.was_accepted:
+                self.admission.add(inflight)
+            elif replica is not None and inflight.request.prompt_token_ids is prompt:
                 replica.send(inflight, Route(replica.address, RoutingReason.SAME_PROMPT, 1))
             else:
                 replica = self._send_or_queue(inflight)
@@ -94,6 +154,9 @@ class Fleet:
 
     def give_up(self, error: StepwellError) -> None:
         """Ends every sequence with an error."""
+        for inflight in self.admission:
+            self.admission.discard(inflight)
+            inflight.failed(error)
         running = [i for replica in self.membership.replicas for i in replica.take_back()]
         for inflight in [*running, *self._waiting]:
             self._waiting.discard(inflight)
@@ -110,20 +173,21 @@ class Fleet:
             later = self._clock.time() + self._migrate_after + TIMER_SLACK_SECONDS
             self._clock.call_at(later, self._migrate)
 
-    def replica_lost(self, inflights: list[Inflight]) -> None:
+    def replica_lost(self, inflights: list[Inflight], cause: ResubmitCause) -> None:
         if inflights:
             logger.warning(
                 "%d requests go on elsewhere or when the scheduler is back", len(inflights)
             )
         for inflight in inflights:
-            inflight.lost()
+            inflight.lost(cause)
+            self.admission.left(inflight)
             finish = ended(inflight)
             if finish is not None:
                 inflight.finished(finish)
             elif inflight.losses.are_suspicious:
                 num_lost = inflight.losses.num_computed + inflight.losses.num_waited
                 message = f"{num_lost} schedulers were lost under this request"
-                inflight.failed(Aborted(message, reason="REPLICAS_LOST"))
+                inflight.failed(Aborted(message, reason="REPLICAS_LOST", may_retry=False))
             else:
                 self._waiting.add(inflight)
         self._update()
@@ -136,12 +200,22 @@ class Fleet:
             inflight.failed(error)
             return
         inflight.refused_by.add(replica.address)
+        inflight.trace.refused(error)
         if self._send(inflight) is not None:
             return
         if inflight.was_accepted or isinstance(error, Unavailable):
             self._waiting.add(inflight, error.retry_after_seconds or _DEFAULT_RETRY_SECONDS)
         else:
             inflight.failed(error)
+
+    def sequence_started(self, inflight: Inflight) -> None:
+        self.admission.started(inflight)
+
+    def sequence_left(self, inflight: Inflight) -> None:
+        self.admission.left(inflight)
+
+    def load_reported(self) -> None:
+        self.admission.admit()
 
     # Where sequences go.
 
@@ -156,6 +230,7 @@ class Fleet:
         ]
         if not candidates:
             return None
+        inflight.trace.timeline.enter(Part.ROUTE)
         timeout = self._timeout(inflight.request.deadline)
         has_output = bool(inflight.output_token_ids)
         with_room = [
@@ -164,14 +239,22 @@ class Fleet:
             if replica.queue_refusal(timeout, has_output=has_output) is None
         ]
         candidates = with_room or candidates
+        if inflight.request.tenant != ANYONE:
+            candidates = _with_place(inflight, candidates)
         if len(candidates) == 1:
             (replica,) = candidates
             route = Route(replica.address, RoutingReason.ONLY, 1)
         else:
             route = self._policy.choose(inflight, candidates)
             (replica,) = (one for one in candidates if one.address == route.address)
+        self.num_resubmissions += inflight.was_sent
         replica.send(inflight, route)
+        if inflight.request.tenant != ANYONE:
+            self.admission.sent(inflight, route)
         return replica
+
+    def _capacity(self) -> Capacity | None:
+        return capacity_of(self.membership.ready())
 
     def _timeout(self, deadline: float | None) -> float | None:
         return None if deadline is None else deadline - self._clock.time()
@@ -180,13 +263,19 @@ class Fleet:
         """Sends a sequence to a replica, and returns that, or lets the sequence wait for one."""
         replica = self._send(inflight)
         if replica is None:
+            inflight.trace.found_no_replica()
             self._waiting.add(inflight)
         return replica
 
     def _send_waiting(self) -> None:
         for inflight in self._waiting:
-            if self._send(inflight) is not None:
+            if inflight.request.tenant != ANYONE and not inflight.was_accepted:
+                if self.membership.num_ready:
+                    self._waiting.discard(inflight)
+                    self.admission.add(inflight)
+            elif self._send(inflight) is not None:
                 self._waiting.discard(inflight)
+        self.admission.admit()
 
     def _migrate(self) -> None:
         """Takes sequences from replicas that have not been able to run steps for too long."""
@@ -213,8 +302,9 @@ class Fleet:
         inflight.failed(no_replica_ready(f"this request found no scheduler in time: {why}"))
 
     def _drop(self, inflight: Inflight) -> None:
-        inflight.release()
+        inflight.aborted()
         self._waiting.discard(inflight)
+        self.admission.discard(inflight)
 
     def _update(self) -> None:
         """Sends what waits to the replicas that are ready now.
@@ -224,9 +314,24 @@ class Fleet:
         """
         limits = self.membership.known_limits
         if self.membership.update():
-            for inflight in self._waiting:
+            for inflight in [*self._waiting, *self.admission]:
                 if inflight.has_output or limits != self.membership.known_limits:
                     self._drop(inflight)
                     message = "the model was replaced by another one while this request was served"
                     inflight.failed(Aborted(message, reason="MODEL_REPLACED"))
         self._send_waiting()
+
+
+def _with_place(inflight: Inflight, candidates: list[Replica]) -> list[Replica]:
+    """The candidates with a free place, if there are any; of these only the one that has the
+    sequence before it of the same prompt, where it is among them: they share its blocks.
+    """
+    with_place = [replica for replica in candidates if replica.num_free_places > 0] or candidates
+    mailbox, index = inflight.mailbox, inflight.index
+    if index and mailbox.routes:
+        before = mailbox.inflights[index - 1].request
+        if before.prompt_token_ids is inflight.request.prompt_token_ids:
+            address = mailbox.routes[-1].address
+            same = [replica for replica in with_place if replica.address == address]
+            return same or with_place
+    return with_place

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from services.gateway.core.choice import Choice, Piece
 from services.gateway.core.delta import Delta, parts_of
-from services.gateway.core.inflight import Mailbox
+from services.gateway.core.identity import Identity
 from services.gateway.core.logprobs import LogprobRows, joined
-from services.gateway.core.ports import Engine, Tokenizer
+from services.gateway.core.ports import DeltaSource, Source, Tokenizer
 from services.gateway.core.request import ClientRequest, EngineRequest
 from services.gateway.core.stop_strings import StopPatterns
 
@@ -28,17 +28,27 @@ class Usage:
 class Generation:
     """A request that was checked, with everything its answers need.
 
-    Answer number i belongs to prompt number i // n.
+    Answer number i belongs to prompt number i // num_candidates.
     """
 
     def __init__(
-        self, request: ClientRequest, sequences: list[EngineRequest], tokenizer: Tokenizer
+        self,
+        request: ClientRequest,
+        identity: Identity,
+        sequences: list[EngineRequest],
+        tokenizer: Tokenizer,
     ) -> None:
+        """`identity` is what the sequences were made with."""
         self.request = request
+        self.identity = identity
         self.sequences = sequences
         stops = StopPatterns(request.stop)
-        self.mailbox: Mailbox | None = None
+        self.mailbox: DeltaSource | None = None
         """Its sequences at the engine; None before `pieces` began."""
+        self.source: Source | None = None
+        """What has its answer; None if an engine is to make it."""
+        self.is_replay = False
+        """Whether another request began that answer."""
         self.was_taken = False
         """Whether one of its sequences was scheduled; else it was refused, or is queued."""
         self.choices = [
@@ -46,7 +56,7 @@ class Generation:
             for index, sequence in enumerate(sequences)
         ]
 
-    async def pieces(self, engine: Engine) -> AsyncGenerator[list[Piece], None]:
+    async def pieces(self, engine: Source) -> AsyncGenerator[list[Piece], None]:
         """Runs the request; each item is what was added to its answers, empty when a sequence left
         the queue.
 
@@ -72,7 +82,7 @@ class Generation:
         finally:
             mailbox.close()
 
-    def _accept(self, index: int, delta: Delta, mailbox: Mailbox) -> Piece:
+    def _accept(self, index: int, delta: Delta, mailbox: DeltaSource) -> Piece:
         self.was_taken |= delta.num_cached_tokens is not None or bool(delta.token_ids)
         if delta.error is not None:
             raise delta.error
@@ -82,8 +92,10 @@ class Generation:
         return piece
 
     def usage(self) -> Usage:
-        """Counts so far. Cached tokens are counted in the first of the n answers to a prompt."""
-        firsts = self.choices[:: self.request.n]
+        """Counts so far, of answers that are not returned too. Cached tokens are counted in the
+        first of the answers to a prompt.
+        """
+        firsts = self.choices[:: self.request.num_candidates]
         return Usage(
             num_prompt_tokens=sum(choice.num_prompt_tokens for choice in firsts),
             num_cached_tokens=sum(choice.num_cached_tokens for choice in firsts),

@@ -1,14 +1,19 @@
 """The service behind every protocol: from a checked request to a running generation."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 from services.common.errors import InvalidArgument, NotFound, OutOfRange
 from services.common.sampling import SamplingParams
 from services.common.sampling_limits import MAX_BAD_WORDS, MAX_BAD_WORDS_CHARACTERS
+from services.common.trace_headers import UNTRACED, TraceHeaders
+from services.gateway.core.admission.arrivals import Arrival
 from services.gateway.core.choice import Piece
 from services.gateway.core.generation import Generation
+from services.gateway.core.identity import Identity
 from services.gateway.core.ports import Engine, TextTooLong, Tokenizer
 from services.gateway.core.request import (
     ClientRequest,
@@ -18,6 +23,7 @@ from services.gateway.core.request import (
     prompt_too_long,
     to_engine_requests,
 )
+from services.gateway.core.tenant import ANYONE, Tenant
 
 _TOKENS_CHECKED_AT_A_TIME = 65_536
 _ANSWERS_AT_A_TIME = 32
@@ -76,14 +82,17 @@ class Inference:
         self._draw_seed = draw_seed
         self._unix_nanos = unix_nanos
 
-    def check_model(self, name: str | None) -> None:
-        """Raises NotFound unless the name is the model's, or none is given."""
+    def check_model(self, name: str | None, tenant: Tenant = ANYONE) -> None:
+        """Raises NotFound unless the name is the model's, or none is given, and PermissionDenied
+        where the tenant may not use the model.
+        """
         if name and name != self.model_name:
             raise NotFound(
                 f"there is no model {name[:100]!r} here; this server has {self.model_name!r}",
                 field="model",
                 reason="MODEL_NOT_FOUND",
             )
+        tenant.check_model(self.model_name)
 
     def limits(self) -> ModelLimits:
         """What a request may be. Raises Unavailable while no replica is ready.
@@ -99,15 +108,30 @@ class Inference:
             return limits
         return replace(limits, eos_token_ids=(*limits.eos_token_ids, eos_token_id))
 
-    def check_room(self, deadline: float | None) -> None:
-        """Raises ResourceExhausted where the engine is known to refuse one more request.
+    def check_room(self, tenant: Tenant, deadline: float | None) -> None:
+        """Raises ResourceExhausted where the engine is known to refuse one more request, or
+        DeadlineExceeded.
 
         Called before the prompt is tokenized: under overload most requests are refused.
         """
-        self._engine.check_room(deadline)
+        self._engine.check_room(tenant, deadline)
+
+    def arriving(
+        self, tenant: Tenant, deadline: float | None, *, needs_room: bool = True
+    ) -> AbstractContextManager[Arrival]:
+        """Raises what `check_room` does, and counts a request that is read, tokenized and prepared
+        meanwhile. `end` it when it is run. One whose answer is there needs no room, and is not
+        counted.
+        """
+        if not needs_room:
+            return nullcontext(Arrival(Counter(), tenant))
+        return self._engine.arriving(tenant, deadline)
 
     async def prepare(
-        self, request: ClientRequest, traceparent: str = "", deadline: float | None = None
+        self,
+        request: ClientRequest,
+        trace: TraceHeaders = UNTRACED,
+        deadline: float | None = None,
     ) -> Generation:
         """Checks a request. Raises InvalidArgument or OutOfRange before anything is sent.
 
@@ -123,20 +147,35 @@ class Inference:
             if num_checked > _TOKENS_CHECKED_AT_A_TIME:
                 await asyncio.sleep(0)
                 num_checked = 0
-        self.check_num_choices(len(request.prompts), request.n)
-        await self._turn_for(len(request.prompts) * request.n)
+        self.check_num_choices(len(request.prompts), request.n, request.best_of)
+        await self._turn_for(request.num_choices)
+        identity = Identity(request.request_id, self._draw_seed(), self._unix_nanos())
         sequences = to_engine_requests(
             request,
             limits,
-            seed=self._draw_seed(),
-            arrival_unix_nanos=self._unix_nanos(),
-            traceparent=traceparent,
+            seed=identity.seed,
+            arrival_unix_nanos=identity.arrival_unix_nanos,
+            trace=trace,
             deadline=deadline,
         )
         await self._turn_for(len(sequences))
-        generation = Generation(request, sequences, self.tokenizer)
+        generation = Generation(request, identity, sequences, self.tokenizer)
         await self._turn_for(len(sequences))
         return generation
+
+    def again(self, generation: Generation, identity: Identity) -> Generation:
+        """The same request under another identity, from its beginning."""
+        request = replace(generation.request, request_id=identity.request_id)
+        first = generation.sequences[0]
+        sequences = to_engine_requests(
+            request,
+            self.limits(),
+            seed=identity.seed,
+            arrival_unix_nanos=identity.arrival_unix_nanos,
+            trace=first.trace,
+            deadline=first.deadline,
+        )
+        return Generation(request, identity, sequences, self.tokenizer)
 
     @staticmethod
     async def _turn_for(num_answers: int) -> None:
@@ -145,18 +184,19 @@ class Inference:
             await asyncio.sleep(0)
 
     def run(self, generation: Generation) -> AsyncGenerator[list[Piece], None]:
-        return generation.pieces(self._engine)
+        return generation.pieces(generation.source or self._engine)
 
-    def check_num_choices(self, num_prompts: int, n: int) -> None:
+    def check_num_choices(self, num_prompts: int, n: int, best_of: int | None = None) -> None:
         """Raises InvalidArgument for more answers than one request may have.
 
         Called before the prompts are tokenized, too.
         """
-        if num_prompts * n > self._max_choices:
+        name, each = ("n", n) if best_of is None else ("best_of", best_of)
+        if num_prompts * each > self._max_choices:
             raise InvalidArgument(
-                f"{num_prompts} prompts with n={n} are {num_prompts * n} answers; one request may"
-                f" have {self._max_choices}",
-                field="n" if n > 1 else "prompt",
+                f"{num_prompts} prompts with {name}={each} are {num_prompts * each} answers; one"
+                f" request may have {self._max_choices}",
+                field=name if each > 1 else "prompt",
             )
 
     def check_num_logprobs(self, generation: Generation) -> None:

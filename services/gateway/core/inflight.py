@@ -6,10 +6,13 @@ from dataclasses import dataclass, field
 
 from services.common.errors import StepwellError
 from services.common.finish_reason import FinishReason
+from services.gateway.core.admission.wait import Wait
 from services.gateway.core.delta import Delta, Finish
 from services.gateway.core.logprobs import LogprobRows, joined
+from services.gateway.core.progress import Progress
 from services.gateway.core.request import EngineRequest
 from services.gateway.core.route import Route
+from services.gateway.core.sequence_trace import ResubmitCause, SequenceTrace
 
 MAX_LOSSES_COMPUTED = 5
 MAX_LOSSES_WAITED = 50
@@ -48,6 +51,7 @@ class Inflight:
     That is all a replica needs to go on with it. `number` gives the order of arrival.
     `wait_until` is when its present wait for a replica ends, on the event loop's clock, None when
     it does not wait. `refused_by` has the addresses of the replicas that refused it.
+    `was_stopped` says that a stop string ended it.
     """
 
     request: EngineRequest
@@ -58,10 +62,17 @@ class Inflight:
     losses: Losses = field(default_factory=Losses)
     refused_by: set[str] = field(default_factory=set)
     was_accepted: bool = False
+    num_times_taken_back: int = 0
+    was_sent: bool = False
+    was_stopped: bool = False
     wait_until: float | None = None
     release: Callable[[], None] = _nothing
+    trace: SequenceTrace = field(init=False)
     _num_prompt_rows: int = 0
     _num_repeated_rows: int = 0
+
+    def __post_init__(self) -> None:
+        self.trace = SequenceTrace(self.index, self.request.request_id, self.mailbox.nanos)
 
     @property
     def has_output(self) -> bool:
@@ -73,13 +84,21 @@ class Inflight:
         """Whether log-probabilities of the prompt are still to come."""
         return self.request.sampling.prompt_logprobs is not None and not self.output_token_ids
 
+    def resume(self, progress: Progress) -> None:
+        """It goes on with what came of it elsewhere."""
+        self.output_token_ids = list(progress.token_ids)
+        self.was_accepted = bool(progress.token_ids)
+        self._num_prompt_rows = progress.num_prompt_rows
+
     def sent(self, release: Callable[[], None], route: Route) -> None:
         """It was sent to a replica; `release` aborts it there.
 
         Log-probabilities of the prompt come again from its beginning.
         """
         self.release = release
+        self.was_sent = True
         self.mailbox.routes.append(route)
+        self.trace.sent(route)
         self._num_repeated_rows = self._num_prompt_rows
 
     def admitted(self, num_cached_tokens: int) -> None:
@@ -97,20 +116,23 @@ class Inflight:
         self.output_token_ids += token_ids
         self._delta().token_ids += token_ids
 
-    def lost(self) -> None:
+    def lost(self, cause: ResubmitCause) -> None:
         """Its session ended. Its next wait for a replica has the whole time again."""
         self.was_accepted = True
         self.wait_until = None
         self.release = _nothing
         self.losses.count()
+        self.trace.left(cause)
 
-    def taken_back(self) -> None:
-        """Leaves a replica that cannot run steps, and is aborted there."""
+    def taken_back(self, cause: ResubmitCause) -> None:
+        """Leaves a replica, where it is aborted, to go on at another time or another replica."""
         self.was_accepted = True
+        self.num_times_taken_back += 1
         self.wait_until = None
         self.release()
         self.release = _nothing
         self.losses.computing = False
+        self.trace.left(cause)
 
     def logprobs(self, rows: LogprobRows) -> None:
         delta = self._delta()
@@ -128,10 +150,17 @@ class Inflight:
         delta.prompt_logprobs = joined(delta.prompt_logprobs, rows)
 
     def finished(self, finish: Finish) -> None:
+        self.trace.timeline.end("finished")
         self._delta().finish = finish
 
     def failed(self, error: StepwellError) -> None:
+        self.trace.timeline.end("failed")
         self._delta().error = error
+
+    def aborted(self) -> None:
+        """Its reader wants no more of it."""
+        self.release()
+        self.trace.timeline.end("aborted")
 
     def _delta(self) -> Delta:
         return self.mailbox.delta(self.index)
@@ -172,13 +201,23 @@ class Mailbox:
         requests: Sequence[EngineRequest],
         numbers: Iterator[int],
         drop: Callable[[Inflight], None],
+        nanos: Callable[[], int],
     ) -> None:
-        """`numbers` counts sequences in order of arrival. `drop` is called for each aborted one."""
+        """`numbers` counts sequences in order of arrival. `drop` is called for each aborted one.
+        `nanos` is a steady clock, for their timelines.
+        """
+        self.nanos = nanos
         self.inflights = [
             Inflight(request, index, next(numbers), self) for index, request in enumerate(requests)
         ]
         self.routes: list[Route] = []
         """Where its sequences were sent, in order; one that was sent again has several."""
+        self.waits: list[Wait] = []
+        """Of its sequences that did not go to a replica at once, or gave back their place, in the
+        order in which they went.
+        """
+        self.traces = [inflight.trace for inflight in self.inflights]
+        """Where each sequence was."""
         self._unfinished = set(range(len(requests)))
         self._drop = drop
         self._deltas: dict[int, Delta] = {}
@@ -209,13 +248,30 @@ class Mailbox:
                 self._unfinished.discard(index)
         return list(deltas.items())
 
+    def resume(self, progress: Sequence[Progress]) -> list[Inflight]:
+        """Lets sequences go on from there; returns those that have not ended."""
+        going_on = []
+        for inflight, one in zip(self.inflights, progress, strict=True):
+            inflight.resume(one)
+            if one.has_ended:
+                self._unfinished.discard(inflight.index)
+            elif (finish := ended(inflight)) is not None:
+                inflight.finished(finish)
+            else:
+                going_on.append(inflight)
+        return going_on
+
     def abort(self, index: int) -> None:
-        """Ends a sequence; later deltas of it are dropped. Idempotent."""
+        """Ends a sequence whose text is complete; later deltas of it are dropped. Idempotent."""
         if index in self._unfinished:
-            self._unfinished.discard(index)
-            self._drop(self.inflights[index])
+            self.inflights[index].was_stopped = True
+            self._abort(index)
 
     def close(self) -> None:
         """Aborts whatever has not ended. Idempotent."""
         for index in tuple(self._unfinished):
-            self.abort(index)
+            self._abort(index)
+
+    def _abort(self, index: int) -> None:
+        self._unfinished.discard(index)
+        self._drop(self.inflights[index])

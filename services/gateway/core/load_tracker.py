@@ -1,5 +1,6 @@
 """The load of one replica: what this gateway sent there, and what the scheduler reports."""
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import fmean
@@ -9,6 +10,20 @@ from services.gateway.core.inflight import Inflight
 from services.gateway.core.route import Route
 
 DEFAULT_OUTPUT_TOKENS = 128.0
+OWN_TOKENS_COUNT = 2
+"""How often the tokens count that a sequence has to compute: it waits for them, and so do the
+requests behind it.
+"""
+EVICTED_TOKENS_COUNT = 4
+"""How often they count, beyond that, at a replica under the mean pressure: in a full pool their
+blocks take the place of as many that others would have found, the more so the more is computed
+there (Preble's cost of evictions). Without the pressure, small differences between the speeds that
+replicas measure bring most new conversations to the same pools. In simulated time
+(tests/gateway/simulated_fleet.py) these two numbers give the best hit rates and times to the first
+token together.
+"""
+RECENT_SECONDS = 30.0
+"""In so long, half of the tokens that were computed at a replica are forgotten."""
 LOOK_SECONDS = 0.05
 _SHARE = 0.1
 """Of the newest value in the means."""
@@ -45,6 +60,7 @@ class _Sent:
     num_output_tokens: int
     num_uncomputed_tokens: int
     num_cached_tokens: int
+    cached_key: int | None
 
 
 class LoadTracker:
@@ -58,6 +74,7 @@ class LoadTracker:
         self.trust = 1.0
         """Mean of the share of the tokens expected to be cached there that were."""
         self._sent: dict[int, _Sent] = {}
+        self._num_sharing: Counter[int] = Counter()
         self._num_uncomputed = 0
         self._looked_at = -LOOK_SECONDS
         self._mean_output_tokens = DEFAULT_OUTPUT_TOKENS
@@ -66,11 +83,14 @@ class LoadTracker:
     def clear(self) -> None:
         """The session ended: nothing runs there, and nothing is known of its speed."""
         self._sent.clear()
+        self._num_sharing.clear()
         self._num_uncomputed = 0
         self._num_other_requests = 0
         self._num_other_tokens = 0
         self.speeds: Speeds | None = None
         """As the scheduler measured them; None until it has."""
+        self.recent_tokens = 0.0
+        """Tokens of this gateway's prompts that were computed there lately."""
 
     @property
     def num_requests(self) -> int:
@@ -82,10 +102,19 @@ class LoadTracker:
         """Tokens of all gateways' requests that are to be computed there."""
         return self._num_uncomputed + self._num_other_tokens
 
+    def num_sharing(self, cached_key: int) -> int:
+        """Sequences of this gateway there whose last block that was expected to be cached has this
+        key: all of them begin alike, up to there.
+        """
+        return self._num_sharing[cached_key]
+
     def look(self, now_seconds: float) -> None:
-        """Leaves out the prompts of sequences that got tokens, unless it did so just before."""
+        """Leaves out the prompts of sequences that got tokens, and forgets a part of the recent
+        tokens, unless it did so just before.
+        """
         if now_seconds < self._looked_at + LOOK_SECONDS:
             return
+        self.recent_tokens *= 0.5 ** ((now_seconds - self._looked_at) / RECENT_SECONDS)
         self._looked_at = now_seconds
         for sent in self._sent.values():
             if len(sent.inflight.output_token_ids) > sent.num_output_tokens:
@@ -93,17 +122,23 @@ class LoadTracker:
                 sent.num_uncomputed_tokens = 0
 
     def cost_seconds(
-        self, num_tokens: int, max_output_tokens: int | None, default_speeds: Speeds
+        self,
+        num_tokens: int,
+        max_output_tokens: int | None,
+        default_speeds: Speeds,
+        pressure: float,
     ) -> float:
         """What a sequence with so many tokens to compute costs here: the time that it waits for the
-        tokens before it, its own twice, since it and those behind it wait for them, and by how much
-        the requests here and the sequence slow one another down while it decodes.
+        tokens before it, several times its own, and by how much the requests here and the sequence
+        slow one another down while it decodes. `pressure` is that of evictions here to the
+        mean of all replicas.
         """
         speeds = self.speeds or default_speeds
         num_output_tokens = self._mean_output_tokens
         if max_output_tokens is not None:
             num_output_tokens = min(num_output_tokens, max_output_tokens)
-        num_computed = self.num_uncomputed_tokens + 2 * num_tokens
+        own_tokens_count = OWN_TOKENS_COUNT + EVICTED_TOKENS_COUNT * pressure
+        num_computed = self.num_uncomputed_tokens + own_tokens_count * num_tokens
         num_decoded = self.num_requests * num_output_tokens
         return (
             speeds.seconds_per_prompt_token * num_computed + speeds.seconds_per_decode * num_decoded
@@ -114,8 +149,15 @@ class LoadTracker:
         num_output_tokens = len(inflight.output_token_ids)
         num_tokens = len(inflight.request.prompt_token_ids) + num_output_tokens
         num_uncomputed = num_tokens - route.num_cached_tokens
-        sent = _Sent(inflight, num_output_tokens, num_uncomputed, route.num_cached_tokens)
-        self._sent[handle] = sent
+        self._sent[handle] = _Sent(
+            inflight,
+            num_output_tokens,
+            num_uncomputed,
+            route.num_cached_tokens,
+            route.cached_key,
+        )
+        if route.cached_key is not None:
+            self._num_sharing[route.cached_key] += 1
         self._num_uncomputed += num_uncomputed
 
     def admitted(self, handle: int, num_cached_tokens: int, block_size: int) -> None:
@@ -126,6 +168,8 @@ class LoadTracker:
         sent = self._sent.get(handle)
         if sent is None:
             return
+        num_tokens = len(sent.inflight.request.prompt_token_ids) + sent.num_output_tokens
+        self.recent_tokens += num_tokens - num_cached_tokens
         difference = sent.num_cached_tokens - num_cached_tokens
         if sent.num_uncomputed_tokens:
             sent.num_uncomputed_tokens += difference
@@ -140,13 +184,15 @@ class LoadTracker:
         if sent is None:
             return
         self._num_uncomputed -= sent.num_uncomputed_tokens
+        if sent.cached_key is not None:
+            self._num_sharing -= Counter((sent.cached_key,))
         num_output_tokens = len(sent.inflight.output_token_ids)
         if num_output_tokens:
             self._mean_output_tokens += _SHARE * (num_output_tokens - self._mean_output_tokens)
 
     def reported(self, load: ReplicaLoad) -> None:
-        """The scheduler reported its load. What is not this gateway's is other gateways'."""
-        self._num_other_requests = max(0, load.num_requests - len(self._sent))
+        """The scheduler reported its load. Tokens that are not this gateway's are others'."""
+        self._num_other_requests = load.num_other_requests
         self._num_other_tokens = max(0, load.num_uncomputed_tokens - self._num_uncomputed)
         if load.seconds_per_prompt_token and load.seconds_per_decode:
             self.speeds = Speeds(load.seconds_per_prompt_token, load.seconds_per_decode)

@@ -1,24 +1,37 @@
 """Which replicas there are, which of them take requests, and what a request may be there."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterable
 
 from services.common.errors import Unavailable
-from services.gateway.core.ports import Clock, Link
+from services.gateway.core.ports import Clock, Links
 from services.gateway.core.replica import Replica, ReplicaListener
 from services.gateway.core.request import ModelLimits, tightest_limits
 from services.gateway.core.served_model import ServedModel
 
+logger = logging.getLogger(__name__)
+
+LEAVE_AFTER_SECONDS = 3.0
+"""A replica whose address no source names any more leaves once it has had no session for so long;
+one that drained, as soon as its session has ended.
+"""
+
 
 class Membership:
     """The replicas of one model; those with another fingerprint than the one in use are not ready.
+
+    Sources, such as a setting or a registry, name addresses of schedulers. A new address becomes a
+    replica at once. One that is named no more keeps its replica as long as that has a session, by
+    which a gateway knows more of a scheduler than any source does: an emptied registry costs no
+    request anything.
 
     The fleet calls `update` after each change of a replica.
     """
 
     def __init__(
         self,
-        links: Mapping[str, Link],
+        links: Links,
         clock: Clock,
         listener: ReplicaListener,
         *,
@@ -26,18 +39,41 @@ class Membership:
         patience_seconds: float,
         on_model_absent: Callable[[], None],
     ) -> None:
-        """`links` has the way to each scheduler, by its address. `on_model_absent` is called when
-        no replica has served the model in use for `patience_seconds`: `update` may replace it.
+        """`on_model_absent` is called when no replica has served the model in use for
+        `patience_seconds`: `update` may replace it.
         """
-        self.replicas = [Replica(address, link, clock, listener) for address, link in links.items()]
+        self.replicas: list[Replica] = []
+        """In the order in which they came. Each change makes another list."""
         self.known_limits: ModelLimits | None = None
         """The tightest limits of the ready replicas, or as they were last; None before."""
         self.changed = asyncio.Event()
         """Set whenever a replica comes, goes, or changes; its reader clears it."""
+        self._links = links
+        self._clock = clock
+        self._listener = listener
+        self._addresses: dict[str, tuple[str, ...]] = {}
         self._model = ServedModel(tokenizer_fingerprint, patience_seconds, clock, on_model_absent)
+
+    def set_addresses(self, source: str, addresses: Iterable[str]) -> bool:
+        """Takes note of all addresses that a source names now; whether a replica left.
+
+        To be called again and again, since a replica may leave later than its address.
+        """
+        self._addresses[source] = tuple(addresses)
+        known = {replica.address for replica in self.replicas}
+        for address in dict.fromkeys(self._addresses[source]):
+            if address not in known:
+                logger.info("scheduler %s joins, by %s", address, source)
+                self._join(address)
+        return self._let_go()
 
     def ready(self) -> list[Replica]:
         return [replica for replica in self.replicas if replica.is_ready]
+
+    @property
+    def model_fingerprint(self) -> bytes:
+        """Of the model in use; empty until a replica was connected once."""
+        return self._model.fingerprint
 
     @property
     def num_ready(self) -> int:
@@ -54,7 +90,7 @@ class Membership:
         if self.num_ready:
             return ""
         states = ", ".join(f"{address} ({why})" for address, why in self.not_ready().items())
-        return f"no replica is ready: {states}"
+        return f"no replica is ready: {states or 'none is known'}"
 
     def limits(self) -> ModelLimits:
         """`known_limits`. Raises Unavailable when no replica was ever ready."""
@@ -82,6 +118,29 @@ class Membership:
             self.known_limits = tightest_limits(limits)
         self.changed.set()
         return was_replaced
+
+    def _join(self, address: str) -> None:
+        replica = Replica(address, self._links.make(address), self._clock, self._listener)
+        self.replicas = [*self.replicas, replica]
+        self._links.open(replica)
+        self.changed.set()
+
+    def _let_go(self) -> bool:
+        """Removes the replicas that are to leave; whether there were any."""
+        named = {address for addresses in self._addresses.values() for address in addresses}
+        leaving = [r for r in self.replicas if r.address not in named and _has_ended(r)]
+        for replica in leaving:
+            logger.info("scheduler %s left: %s", replica.address, replica.reason)
+            self.replicas = [one for one in self.replicas if one is not replica]
+            self._links.close(replica)
+            self._model.left(replica)
+        return bool(leaving)
+
+
+def _has_ended(replica: Replica) -> bool:
+    """Whether it is no more to be expected that the replica has a session again."""
+    seconds = replica.seconds_disconnected()
+    return seconds is not None and (replica.is_draining or seconds >= LEAVE_AFTER_SECONDS)
 
 
 def no_replica_ready(why: str) -> Unavailable:

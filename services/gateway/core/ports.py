@@ -1,30 +1,90 @@
-"""What the core needs from outside: schedulers, a clock, a tokenizer. Engine is what its parts
-know of each other: the fleet towards a generation.
+"""What the core needs from outside: schedulers, a clock, a tokenizer. DeltaSource, Source and
+Engine are what its parts know of each other: the fleet towards a generation.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
 
-from services.gateway.core.inflight import Inflight, Mailbox
+from services.gateway.core.admission.arrivals import Arrival
+from services.gateway.core.admission.wait import Wait
+from services.gateway.core.delta import Delta
+from services.gateway.core.inflight import Inflight
+from services.gateway.core.progress import Progress
 from services.gateway.core.request import EngineRequest, ModelLimits
+from services.gateway.core.route import Route
+from services.gateway.core.sequence_trace import SequenceTrace
+from services.gateway.core.tenant import Tenant
+
+if TYPE_CHECKING:
+    from services.gateway.core.replica import Replica
 
 TIMER_SLACK_SECONDS = 0.001
 """An event loop's clock may make a call by so much too early."""
 
 
-class Engine(Protocol):
+class DeltaSource(Protocol):
+    """What comes of the sequences of one request."""
+
+    routes: list[Route]
+    """Where they were sent, in order."""
+    waits: list[Wait]
+    """Of those that did not go to a replica at once, or gave back their place."""
+    traces: list[SequenceTrace]
+    """Where each of them was; empty if they are made elsewhere."""
+
+    async def receive(self) -> list[tuple[int, Delta]]:
+        """Waits for deltas: (index of the sequence, its delta), each index at most once. One call
+        at a time.
+        """
+
+    def abort(self, index: int) -> None:
+        """A stop string ended this sequence. Idempotent."""
+
+    def close(self) -> None:
+        """Nothing more is wanted of any sequence. Idempotent."""
+
+
+class Source(Protocol):
+    """What makes deltas of sequences, or has them."""
+
+    def start(self, requests: Sequence[EngineRequest]) -> DeltaSource:
+        """What comes of sequences, from their beginning on."""
+
+
+class ResumingEngine(Protocol):
+    """An engine that goes on with what was made elsewhere."""
+
+    def model_fingerprint(self) -> bytes:
+        """Of the model in use; empty until a replica was connected once."""
+
+    def start(
+        self, requests: Sequence[EngineRequest], progress: Sequence[Progress] = ()
+    ) -> DeltaSource:
+        """Begins sequences, as Engine does. With `progress`, one for each of them, they go on from
+        there, and those that have ended are left out.
+        """
+
+
+class Engine(Source, Protocol):
     """Every replica of the model, seen as one."""
 
     def limits(self) -> ModelLimits:
         """What a request may be. Raises Unavailable until a replica was ready once."""
 
-    def check_room(self, deadline: float | None) -> None:
-        """Raises ResourceExhausted where a request with this deadline would be refused now.
+    def check_room(self, tenant: Tenant, deadline: float | None) -> None:
+        """Raises ResourceExhausted where a request of the tenant with this deadline would be
+        refused now, DeadlineExceeded where it would not be done in time.
 
         It is an estimate; the scheduler decides after `start`.
         """
 
-    def start(self, requests: Sequence[EngineRequest]) -> Mailbox:
+    def arriving(self, tenant: Tenant, deadline: float | None) -> AbstractContextManager[Arrival]:
+        """Raises what `check_room` does, and counts a request while it is inside, until its `end`:
+        `start` follows.
+        """
+
+    def start(self, requests: Sequence[EngineRequest]) -> DeltaSource:
         """Sends sequences to a replica; while none is ready they wait, in order of arrival.
 
         A sequence survives the loss of its replica: it is sent again with the tokens that came so
@@ -40,8 +100,25 @@ class Link(Protocol):
         on. What was not sent when the session ends is dropped.
         """
 
-    def abort(self, handle: int) -> None:
-        """Ends a sequence there; nothing more comes of it."""
+    def abort(self, handle: int, *, was_stopped: bool = False) -> None:
+        """Ends a sequence there; nothing more comes of it. `was_stopped`: a stop string ended its
+        text.
+        """
+
+
+class Links(Protocol):
+    """The ways to all schedulers."""
+
+    def make(self, address: str) -> Link:
+        """The way to the scheduler at an address. It is not used before `open`."""
+
+    def open(self, replica: "Replica") -> None:
+        """Keeps a session with the replica's scheduler open, over the link that was made for its
+        address.
+        """
+
+    def close(self, replica: "Replica") -> None:
+        """Ends the session and tries no more."""
 
 
 class Timer(Protocol):

@@ -18,14 +18,16 @@ class RecentPrefixes:
         self._older: set[int] = set()
         self._turned_at = 0.0
 
-    def add(self, keys: Sequence[int], now_seconds: float) -> None:
-        """A sequence with the blocks of these keys was sent."""
+    def add(self, keys: Sequence[int], now_seconds: float, known_depth: int = 0) -> None:
+        """A sequence with the blocks of these keys was sent. Those of the first `known_depth` are
+        known to be cached: they are not kept here, which costs more than looking all of them up.
+        """
         self._turn(now_seconds)
-        self._newer.update(keys)
+        self._newer.update(keys[known_depth:])
 
     def depth(self, keys: Sequence[int], now_seconds: float, known_depth: int = 0) -> int:
-        """How many blocks of a chain, from the first on, were sent lately; at least `known_depth`,
-        which are cached anyhow.
+        """How many blocks of a chain, from the first on, are cached or were sent lately, if the
+        first `known_depth` are cached.
 
         A chain of which a block was sent was sent up to there, so that one look at the block after
         the known ones mostly suffices, and bisection finds the end.

@@ -16,6 +16,7 @@ from services.gateway.core.ports import Clock, Link
 from services.gateway.core.recent_prefixes import RecentPrefixes
 from services.gateway.core.request import ModelLimits
 from services.gateway.core.route import Route
+from services.gateway.core.sequence_trace import ResubmitCause
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,8 @@ class ReplicaDescription:
     """Where the pool can be followed, as the scheduler reaches it."""
     pool_id: str = ""
     """The pool's name there."""
+    max_num_seqs: int = 0
+    """Most sequences that run at once; 0: it does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +60,22 @@ class ReplicaListener(Protocol):
     def replica_changed(self, replica: "Replica") -> None:
         """A session opened, or the replica became able or unable to run steps."""
 
-    def replica_lost(self, inflights: list[Inflight]) -> None:
-        """A session ended, and with it these sequences there."""
+    def replica_lost(self, inflights: list[Inflight], cause: ResubmitCause) -> None:
+        """A session ended, for that cause, and with it these sequences there."""
 
     def request_rejected(
         self, inflight: Inflight, error: StepwellError, replica: "Replica"
     ) -> None:
         """The scheduler refused a sequence."""
+
+    def sequence_started(self, inflight: Inflight) -> None:
+        """A sequence was scheduled there for the first time."""
+
+    def sequence_left(self, inflight: Inflight) -> None:
+        """A sequence has ended there, or was aborted, refused or lost."""
+
+    def load_reported(self) -> None:
+        """The scheduler reported its queue or its load."""
 
 
 class Replica:
@@ -79,6 +91,8 @@ class Replica:
         self.description: ReplicaDescription | None = None
         """What it serves, by its last session."""
         self.refusal = ""
+        self.is_draining = False
+        """Whether it last said, in its last session, that it is meant to take no more requests."""
         self.running: dict[int, Inflight] = {}
         """The sequences there, by the handles that the session knows them by."""
         self.load = LoadTracker()
@@ -89,10 +103,13 @@ class Replica:
         self._state = _UNKNOWN
         self._stalled_since: float | None = None
         self._why_disconnected = "not connected yet"
+        self._disconnected_since = clock.time()
         self._handles = itertools.count(1)
         self._unadmitted: set[int] = set()
-        self._queue: QueueState | None = None
+        self.queue: QueueState | None = None
+        """As the scheduler announced it last."""
         self._num_others_waiting = 0
+        self._is_blocked = False
 
     @property
     def is_ready(self) -> bool:
@@ -122,18 +139,47 @@ class Replica:
         """For how long a connected replica has not been able to run steps; None when it is able."""
         return None if self._stalled_since is None else self._clock.time() - self._stalled_since
 
+    def seconds_disconnected(self) -> float | None:
+        """For how long there has been no session; None while there is one."""
+        return None if self.is_connected else self._clock.time() - self._disconnected_since
+
+    @property
+    def num_places(self) -> int | None:
+        """Most sequences that it should have at once; None if it does not say.
+
+        That is what it may run. Where sequences wait there though fewer run, since blocks or tokens
+        of the step are missing, it is those that run and half of those that wait, so that few do.
+        """
+        if self.description is None or not self.description.max_num_seqs:
+            return None
+        if self.queue is not None and self._is_blocked:
+            return self.queue.num_running + max(1, self.queue.num_waiting // 2)
+        return self.description.max_num_seqs
+
+    @property
+    def num_free_places(self) -> int:
+        """Of those places, the free ones; less than 0 while sequences wait there."""
+        return (self.num_places or 0) - self.load.num_requests
+
     def queue_refusal(
-        self, timeout_seconds: float | None, *, has_output: bool = False
+        self,
+        timeout_seconds: float | None,
+        *,
+        has_output: bool = False,
+        num_arriving: float = 0,
     ) -> ResourceExhausted | None:
         """Why the scheduler would refuse a request with this timeout; None if it may take it.
 
         The length of the queue is what the scheduler announced last of other gateways' requests,
-        and this gateway's own as they are now.
+        and this gateway's own as they are now, with `num_arriving` that will come before. As many
+        as there are free places do not wait.
         """
-        if self._queue is None:
+        if self.queue is None:
             return None
-        num_waiting = self._num_others_waiting + len(self._unadmitted)
-        queue = replace(self._queue, num_waiting=num_waiting)
+        num_own = len(self._unadmitted) + num_arriving
+        if not self.queue.num_waiting:
+            num_own -= min(num_own, max(0, self.num_free_places + len(self._unadmitted)))
+        queue = replace(self.queue, num_waiting=int(self._num_others_waiting + num_own))
         return queue.refusal(timeout_seconds, has_output=has_output)
 
     def send(self, inflight: Inflight, route: Route) -> None:
@@ -149,12 +195,12 @@ class Replica:
         """Aborts all sequences there and returns them, in order of arrival."""
         taken = sorted(self.running.values(), key=lambda inflight: inflight.number)
         for inflight in taken:
-            inflight.taken_back()
+            inflight.taken_back(ResubmitCause.CANNOT_RUN_STEPS)
         return taken
 
     def opened(self, description: ReplicaDescription) -> None:
         self.description = description
-        self.is_connected = True
+        self.is_connected, self.is_draining = True, False
         logger.info(
             "session with scheduler %s opened: %s, %d tokens",
             self.address,
@@ -167,6 +213,7 @@ class Replica:
         before, self._state = self._state, state
         if before == state:
             return
+        self.is_draining = state.draining
         if state.ready or state.draining:
             self._stalled_since = None
         elif self._stalled_since is None:
@@ -178,14 +225,19 @@ class Replica:
         self._listener.replica_changed(self)
 
     def queue_changed(self, queue: QueueState) -> None:
-        """The scheduler announced how long its queue is."""
-        self._queue = queue
+        """The scheduler announced how long its queue is. It counts as blocked where it was so twice
+        in a row: the prompts of a burst may take the tokens of one step.
+        """
+        before, self.queue = self.queue, queue
+        self._is_blocked = before is not None and before.is_blocked and queue.is_blocked
         self._num_others_waiting = max(0, queue.num_waiting - len(self._unadmitted))
+        self._listener.load_reported()
 
     def load_changed(self, load: ReplicaLoad) -> None:
         """The scheduler reported its load."""
         self.load.look(self._clock.time())
         self.load.reported(load)
+        self._listener.load_reported()
 
     def admitted(self, handle: int, num_cached_tokens: int) -> None:
         self._unadmitted.discard(handle)
@@ -193,6 +245,7 @@ class Replica:
         self.load.admitted(handle, num_cached_tokens, block_size)
         if (inflight := self.running.get(handle)) is not None:
             inflight.admitted(num_cached_tokens)
+            self._listener.sequence_started(inflight)
 
     def finished(self, handle: int, end: Finish | StepwellError) -> None:
         inflight = self._forget(handle)
@@ -214,25 +267,33 @@ class Replica:
         """The session ended, or none could be opened."""
         if self.is_connected:
             logger.warning("session with scheduler %s ended: %s", self.address, reason)
+            self._disconnected_since = self._clock.time()
         self._why_disconnected = reason
         self.is_connected = False
         self.refusal = ""
         self._state, self._stalled_since = _UNKNOWN, None
-        self._queue = None
+        self.queue = None
+        self._is_blocked = False
         self._unadmitted.clear()
         self.load.clear()
         self.recent_prefixes.clear()
         lost, self.running = list(self.running.values()), {}
-        self._listener.replica_lost(lost)
+        cause = ResubmitCause.SCHEDULER_LOST
+        if self.is_draining:
+            cause = ResubmitCause.SCHEDULER_DRAINED
+        self._listener.replica_lost(lost, cause)
 
     def _abort(self, handle: int) -> None:
-        if self._forget(handle) is not None:
-            self._link.abort(handle)
+        if (inflight := self._forget(handle)) is not None:
+            self._link.abort(handle, was_stopped=inflight.was_stopped)
 
     def _forget(self, handle: int) -> Inflight | None:
         self._unadmitted.discard(handle)
         self.load.ended(handle)
-        return self.running.pop(handle, None)
+        inflight = self.running.pop(handle, None)
+        if inflight is not None:
+            self._listener.sequence_left(inflight)
+        return inflight
 
     def _free_handle(self) -> int:
         while (handle := next(self._handles) % _MAX_HANDLE) in self.running:

@@ -10,6 +10,8 @@ from services.common.prompt_embeds import PromptEmbeds
 from services.common.sampling import MAX_INT32, SamplingParams
 from services.common.sampling_limits import check_sampling, check_token_ids
 from services.common.seeds import answer_seed
+from services.common.trace_headers import UNTRACED, TraceHeaders
+from services.gateway.core.tenant import ANYONE, Tenant
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_LENGTH = 1024
@@ -70,7 +72,8 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class ClientRequest:
-    """One request at the edge, whatever protocol it came by: n answers to each prompt.
+    """One request at the edge, whatever protocol it came by: n answers to each prompt, the best of
+    `best_of` where that is given.
 
     `default_max_tokens` holds where `sampling.max_tokens` is None; None is "as many as fit".
     `prompt_only` asks for nothing but the prompt (echo with max_tokens 0). Requests with the same
@@ -90,15 +93,30 @@ class ClientRequest:
     default_max_tokens: int | None = None
     prompt_only: bool = False
     session_id: str = ""
+    tenant: Tenant = ANYONE
+    best_of: int | None = None
+
+    @property
+    def num_candidates(self) -> int:
+        """Answers that are generated to each prompt; `n` of them are returned."""
+        return self.n if self.best_of is None else self.best_of
 
     @property
     def num_choices(self) -> int:
-        return len(self.prompts) * self.n
+        """Answers that are generated to all prompts."""
+        return len(self.prompts) * self.num_candidates
+
+    @property
+    def is_ranked(self) -> bool:
+        """Whether answers are generated that are not returned."""
+        return self.num_candidates > self.n
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One sequence, complete: seed, max_tokens and end-of-sequence tokens are set."""
+    """One sequence, complete: seed, max_tokens and end-of-sequence tokens are set; priority and
+    cache_salt are those that the tenant gets.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
@@ -106,11 +124,14 @@ class EngineRequest:
     priority: int
     cache_salt: str
     arrival_unix_nanos: int
-    traceparent: str
+    trace: TraceHeaders = UNTRACED
     prompt_embeds: PromptEmbeds | None = None
     deadline: float | None = None
     """When the client gives up, on the engine's clock; None without a deadline."""
     session_id: str = ""
+    tenant: Tenant = ANYONE
+    num_choices: int = 0
+    """The client's n, in the first sequence of a prompt; 0 in the others."""
 
 
 def is_request_id(name: str) -> bool:
@@ -131,6 +152,11 @@ def check_request(request: ClientRequest, limits: ModelLimits) -> None:
     """Raises InvalidArgument that names what cannot be served; prompts are checked apart."""
     if request.n < 1:
         raise InvalidArgument(f"n must be at least 1, not {request.n}", field="n")
+    if request.num_candidates < request.n:
+        raise InvalidArgument(
+            f"best_of is {request.best_of}, but n={request.n} answers are to be returned",
+            field="best_of",
+        )
     if not request.prompts:
         raise InvalidArgument("prompt must not be empty", field="prompt")
     check_sampling(request.sampling, limits.vocab_size)
@@ -139,6 +165,8 @@ def check_request(request: ClientRequest, limits: ModelLimits) -> None:
         raise InvalidArgument(
             f"cache_salt may be {MAX_CACHE_SALT_BYTES} bytes long", field="cache_salt"
         )
+    if "\0" in request.cache_salt:
+        raise InvalidArgument("cache_salt must not hold NUL", field="cache_salt")
     if len(request.session_id.encode()) > MAX_SESSION_ID_BYTES:
         raise InvalidArgument(
             f"session_id may be {MAX_SESSION_ID_BYTES} bytes long", field="session_id"
@@ -152,18 +180,26 @@ def to_engine_requests(
     *,
     seed: int,
     arrival_unix_nanos: int,
-    traceparent: str,
+    trace: TraceHeaders = UNTRACED,
     deadline: float | None = None,
 ) -> list[EngineRequest]:
     """The sequences of a checked request, prompt by prompt.
 
-    Where the request names no seed, those of its sequences are derived from `seed`.
+    Where the request names no seed, those of its sequences are derived from `seed`. Where the best
+    answers are to be found, each comes with the log-probabilities of its tokens.
     """
     eos_token_ids = () if request.ignore_eos else limits.eos_token_ids
+    sampling, num_candidates = request.sampling, request.num_candidates
+    if request.is_ranked and sampling.logprobs is None:
+        sampling = replace(sampling, logprobs=0)
+    priority = request.priority
+    if limits.priority_scheduling:
+        priority = request.tenant.effective_priority(priority)
+    cache_salt = request.tenant.effective_cache_salt(request.cache_salt)
     sequences: list[EngineRequest] = []
     for number, prompt in enumerate(request.prompts):
         max_tokens = _max_tokens(request, len(prompt.token_ids), limits)
-        for child in range(request.n):
+        for child in range(num_candidates):
             name = request.request_id
             sequences.append(
                 EngineRequest(
@@ -171,17 +207,19 @@ def to_engine_requests(
                     prompt_token_ids=prompt.token_ids,
                     prompt_embeds=prompt.embeds,
                     sampling=replace(
-                        request.sampling,
-                        seed=answer_seed(request.sampling.seed, seed, number, child, request.n),
+                        sampling,
+                        seed=answer_seed(sampling.seed, seed, number, child, num_candidates),
                         max_tokens=max_tokens,
                         eos_token_ids=eos_token_ids,
                     ),
-                    priority=request.priority,
-                    cache_salt=request.cache_salt,
+                    priority=priority,
+                    cache_salt=cache_salt,
                     arrival_unix_nanos=arrival_unix_nanos,
-                    traceparent=traceparent,
+                    trace=trace,
                     deadline=deadline,
                     session_id=request.session_id,
+                    tenant=request.tenant,
+                    num_choices=0 if child else request.n,
                 )
             )
     return sequences

@@ -3,6 +3,8 @@
 import enum
 from dataclasses import dataclass
 
+from services.common import names
+
 
 class RoutingReason(enum.Enum):
     """Why a replica was chosen."""
@@ -21,7 +23,7 @@ class RoutingReason(enum.Enum):
     AFFINITY = "affinity"
     """It served the session before, and costs about as little as the cheapest one."""
     SPREAD = "spread"
-    """The cheapest one has the prompt cached, but has twice the load of this one."""
+    """The cheapest one has a hot prefix of the prompt cached, but twice the load of this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,9 @@ class Route:
 
     `num_candidates` are the replicas that could take it, `num_cached_tokens` how many of its tokens
     this one is expected to have cached, and `cost_seconds` the time that it is expected to take of
-    the replica; 0 and None where the policy does not estimate them.
+    the replica; 0 and None where the policy does not estimate them. `cached_key` is the key of the
+    last block that is expected to be cached, by which sequences with the same cached beginning are
+    counted.
     """
 
     address: str
@@ -38,3 +42,16 @@ class Route:
     num_candidates: int
     num_cached_tokens: int = 0
     cost_seconds: float | None = None
+    cached_key: int | None = None
+
+    def details(self) -> dict[str, str | int | float]:
+        """The choice as attributes of a span."""
+        details: dict[str, str | int | float] = {
+            names.ATTR_ROUTING_REPLICA: self.address,
+            names.ATTR_ROUTING_REASON: self.reason.value,
+            names.ATTR_ROUTING_NUM_CANDIDATES: self.num_candidates,
+            names.ATTR_ROUTING_NUM_CACHED_TOKENS: self.num_cached_tokens,
+        }
+        if self.cost_seconds is not None:
+            details[names.ATTR_ROUTING_COST_SECONDS] = self.cost_seconds
+        return details

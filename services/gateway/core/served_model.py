@@ -16,7 +16,8 @@ class ServedModel:
     The first replica that connects decides. Another fingerprint is taken when no replica with the
     one in use is connected and either all are connected or `patience_seconds` have passed: a
     crash of the last good replica does not hand its streams' model to one that was set up wrongly,
-    and replacing a model on all replicas needs no restart of the gateway.
+    and replacing a model on all replicas needs no restart of the gateway. A replica that left
+    without having drained counts as one that is not connected.
     """
 
     def __init__(
@@ -35,6 +36,19 @@ class ServedModel:
         self._on_absent = on_absent
         self._fingerprint: bytes | None = None
         self._absent_since: float | None = None
+        self._is_one_lost = False
+
+    def left(self, replica: Replica) -> None:
+        """A replica is no more among those that are compared."""
+        served = replica.description
+        was_in_use = served is not None and served.fingerprint == self._fingerprint
+        if was_in_use and not replica.is_draining:
+            self._is_one_lost = True
+
+    @property
+    def fingerprint(self) -> bytes:
+        """The one in use; empty until a replica was connected once."""
+        return self._fingerprint or b""
 
     def compare(self, replicas: Sequence[Replica]) -> bool:
         """Sets the `refusal` of each connected replica; whether the model in use was replaced."""
@@ -50,11 +64,18 @@ class ServedModel:
         ]
         was_replaced = False
         if self._fingerprint not in usable:
-            was_replaced = self._choose(usable, all_connected=len(connected) == len(replicas))
+            all_connected = len(connected) == len(replicas) and not self._is_one_lost
+            was_replaced = self._choose(usable, all_connected=all_connected)
         else:
-            self._absent_since = None
+            self._absent_since, self._is_one_lost = None, False
+        nodes: dict[str, Replica] = {}
         for replica, description in connected.items():
-            refusal = self._other_tokenizer(description) or self._other_model(description)
+            first = nodes.setdefault(description.cache_node or replica.address, replica)
+            refusal = (
+                self._other_tokenizer(description)
+                or self._other_model(description)
+                or ("" if first is replica else f"it is scheduler {first.address}")
+            )
             if refusal and refusal != replica.refusal:
                 logger.error("scheduler %s gets no requests: %s", replica.address, refusal)
             replica.refusal = refusal
@@ -71,7 +92,7 @@ class ServedModel:
         if since is not None and now < since + patience and not all_connected:
             return False
         [(self._fingerprint, _)] = Counter(usable).most_common(1)
-        self._absent_since = None
+        self._absent_since, self._is_one_lost = None, False
         if before is None:
             return False
         logger.warning(

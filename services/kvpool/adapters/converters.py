@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
+from stepwell.common.v1 import common_pb2
 from stepwell.kvpool.v1 import kvpool_pb2
 
 from services.common.kv_cache_groups import KVCacheGroup
@@ -11,6 +12,7 @@ from services.common.kv_cache_groups_proto import (
     kv_cache_group_to_proto,
 )
 from services.common.kv_directory import node_name
+from services.kvpool.core.block_map import BlockMap
 from services.kvpool.core.errors import UnsupportedGroup
 from services.kvpool.core.events import (
     AllBlocksCleared,
@@ -92,3 +94,16 @@ def event_to_proto(event: Event) -> kvpool_pb2.Event:
             return kvpool_pb2.Event(removed=removed)
         case AllBlocksCleared():
             return kvpool_pb2.Event(cleared=kvpool_pb2.AllBlocksCleared())
+
+
+def block_map_to_proto(blocks: BlockMap) -> common_pb2.BlockMap:
+    """A map of blocks; the states have the same numbers on the wire."""
+    return common_pb2.BlockMap(
+        blocks_per_cell=blocks.blocks_per_cell,
+        states=map(common_pb2.BlockState.ValueType, blocks.states),
+        owners=blocks.owners,
+        num_blank=blocks.num_blank,
+        num_cached=blocks.num_cached,
+        num_held=blocks.num_held,
+        num_shared=blocks.num_shared,
+    )

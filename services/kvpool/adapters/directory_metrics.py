@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from services.common import names
+from services.common.metric_specs import single
 
 if TYPE_CHECKING:
     from services.kvpool.adapters.redis_directory import RedisDirectory
@@ -21,29 +22,14 @@ class DirectoryCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """One family for each metric."""
         directory, counts = self._directory, self._directory.counts
-        for name, text, value in (
-            (names.METRIC_DIRECTORY_ENTRIES, "Entries written to the log.", counts.entries),
-            (names.METRIC_DIRECTORY_KEYS, "Keys in those entries.", counts.keys),
-            (names.METRIC_DIRECTORY_SNAPSHOTS, "Snapshots written.", counts.snapshots),
-            (names.METRIC_DIRECTORY_LIVES, "Lives of nodes begun.", counts.lives),
-            (
-                names.METRIC_DIRECTORY_FAILURES,
-                "Calls of Redis that failed; each ends a life.",
-                counts.failures,
-            ),
-            (
-                names.METRIC_DIRECTORY_DROPPED,
-                "Changes forgotten since too many were unwritten; a snapshot replaces them.",
-                directory.num_dropped,
-            ),
+        for name, value in (
+            (names.METRIC_DIRECTORY_ENTRIES, counts.entries),
+            (names.METRIC_DIRECTORY_KEYS, counts.keys),
+            (names.METRIC_DIRECTORY_SNAPSHOTS, counts.snapshots),
+            (names.METRIC_DIRECTORY_LIVES, counts.lives),
+            (names.METRIC_DIRECTORY_FAILURES, counts.failures),
+            (names.METRIC_DIRECTORY_DROPPED, directory.num_dropped),
+            (names.METRIC_DIRECTORY_CONNECTED, len(counts.nodes_connected)),
+            (names.METRIC_DIRECTORY_UNWRITTEN, directory.num_unwritten),
         ):
-            yield CounterMetricFamily(name, text, value=value)
-        for name, text, value in (
-            (
-                names.METRIC_DIRECTORY_CONNECTED,
-                "Pools whose life Redis holds.",
-                len(counts.nodes_connected),
-            ),
-            (names.METRIC_DIRECTORY_UNWRITTEN, "Changes not written yet.", directory.num_unwritten),
-        ):
-            yield GaugeMetricFamily(name, text, value=value)
+            yield single(name, value)

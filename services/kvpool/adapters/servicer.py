@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
 
+from services.common.errors import InvalidArgument
 from services.common.ids import PoolId
 from services.common.lease import Holder, Lease
 from services.common.lease_proto import holder_from_proto
@@ -28,6 +29,8 @@ LEASE_GRACE_SECONDS = 2.0
 """For the scheduler that opened a pool, or whose stream of transactions ended, to open a stream,
 before the pool is free for others.
 """
+MAX_CELLS = 65_536
+"""Of a map of blocks, whatever is asked for."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Host = PoolHost[kvpool_pb2.TransactResponse]
@@ -124,6 +127,16 @@ class KVPoolServicer(kvpool_pb2_grpc.KVPoolServicer):
         """The counts of one pool, or of each."""
         pools = [self._host.get(PoolId(request.pool_id))] if request.pool_id else self._host.pools()
         return converters.pool_stats_to_proto(pools)
+
+    async def GetBlocks(
+        self, request: kvpool_pb2.GetBlocksRequest, _context: Context
+    ) -> kvpool_pb2.GetBlocksResponse:
+        """Which blocks of a pool are in use."""
+        hosted = self._host.get(PoolId(request.pool_id))
+        if not 1 <= request.max_cells <= MAX_CELLS:
+            raise InvalidArgument(f"max_cells must be 1 to {MAX_CELLS}", field="max_cells")
+        blocks = converters.block_map_to_proto(hosted.pool.block_map(request.max_cells))
+        return kvpool_pb2.GetBlocksResponse(generation=hosted.generation, blocks=blocks)
 
     def _transact(
         self,

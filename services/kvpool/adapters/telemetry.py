@@ -3,11 +3,11 @@
 import time
 from collections.abc import Callable
 
-from opentelemetry.trace import Span, SpanKind
+from opentelemetry.trace import SpanKind, Status, StatusCode
 from stepwell.kvpool.v1 import kvpool_pb2
 
 from services.common import names
-from services.common.telemetry import Tracing, ended
+from services.common.telemetry import Attributes, Tracing, child_of, sampled_parent
 from services.kvpool.core.pool_host import HostedPool
 
 Apply = Callable[
@@ -28,27 +28,63 @@ def traced(apply: Apply, tracing: Tracing) -> Apply:
     def apply_traced(
         hosted: HostedPool[kvpool_pb2.TransactResponse], request: kvpool_pb2.TransactRequest
     ) -> kvpool_pb2.TransactResponse:
-        started = time.time_ns()
-        span = tracing.child(names.SPAN_POOL_TRANSACT, request.traceparent, kind=SpanKind.SERVER)
-        with ended(span):
+        started, answer, error = time.time_ns(), None, "the transaction failed"
+        try:
             answer = apply(hosted, request)
-            _describe_transaction(span, request, answer)
+        except Exception as raised:
+            error = str(raised)
+            raise
+        finally:
+            _record(
+                tracing,
+                names.SPAN_POOL_TRANSACT,
+                request.traceparent,
+                started,
+                _described(request, answer) if request.traceparent else {},
+                SpanKind.SERVER,
+                Status() if answer is not None else Status(StatusCode.ERROR, error),
+            )
         _record_admissions(tracing, request, answer, started)
         return answer
 
     return apply_traced
 
 
-def _describe_transaction(
-    span: Span, request: kvpool_pb2.TransactRequest, answer: kvpool_pb2.TransactResponse
+def _record(
+    tracing: Tracing,
+    name: str,
+    traceparent: str,
+    started_unix_nanos: int,
+    attributes: Attributes,
+    kind: SpanKind = SpanKind.INTERNAL,
+    status: Status = Status(),  # noqa: B008 - immutable
 ) -> None:
-    if not span.is_recording():
-        return
-    span.set_attribute(names.ATTR_GENERATION, answer.generation)
-    span.set_attribute(names.ATTR_NUM_OPERATIONS, len(request.operations))
-    span.set_attribute(names.ATTR_NUM_FREE_BLOCKS, answer.num_free_blocks)
+    parent = sampled_parent(traceparent)
+    if parent is not None:
+        tracing.record(
+            name,
+            child_of(parent),
+            parent,
+            started_unix_nanos,
+            time.time_ns(),
+            attributes=attributes,
+            kind=kind,
+            status=status,
+        )
+
+
+def _described(
+    request: kvpool_pb2.TransactRequest, answer: kvpool_pb2.TransactResponse | None
+) -> Attributes:
+    attributes: dict[str, str | int] = {names.ATTR_NUM_OPERATIONS: len(request.operations)}
+    if answer is None:
+        return attributes
+    attributes[names.ATTR_GENERATION] = answer.generation
+    attributes[names.ATTR_NUM_FREE_BLOCKS] = answer.num_free_blocks
     if answer.HasField("stop"):
-        span.set_attribute(names.ATTR_STOP_REASON, _reason(answer.stop))
+        name = kvpool_pb2.StopReason.Name(answer.stop.reason)
+        attributes[names.ATTR_STOP_REASON] = name.removeprefix("STOP_REASON_").lower()
+    return attributes
 
 
 def _record_admissions(
@@ -57,28 +93,24 @@ def _record_admissions(
     answer: kvpool_pb2.TransactResponse,
     started_unix_nanos: int,
 ) -> None:
-    """A span for each sampled admission that was tried: those done, and the one that stopped."""
+    """A span for each sampled admission. One that did not fit leaves none: its request waits, with
+    a reason, and is tried again in each step.
+    """
     for index, result in enumerate(answer.results):
         if result.WhichOneof("result") != "admit":
             continue
         done = result.admit.groups[0].num_blocks
-        stopped = answer.HasField("stop") and answer.stop.operation_index == index
-        tried = request.operations[index].admit.admissions[: len(done) + stopped]
-        for item, admission in enumerate(tried):
-            if not admission.traceparent:
-                continue
-            span = tracing.child(
-                names.SPAN_POOL_ADMIT, admission.traceparent, start_unix_nanos=started_unix_nanos
-            )
-            if item < len(done):
+        for item, admission in enumerate(request.operations[index].admit.admissions[: len(done)]):
+            if admission.traceparent:
                 blocks = sum(group.num_blocks[item] for group in result.admit.groups)
-                span.set_attribute(names.ATTR_NUM_CACHED_TOKENS, admission.num_hit_tokens)
-                span.set_attribute(names.ATTR_NUM_BLOCKS, blocks)
-            else:
-                span.set_attribute(names.ATTR_STOP_REASON, _reason(answer.stop))
-            span.end()
-
-
-def _reason(stop: kvpool_pb2.Stop) -> str:
-    name = kvpool_pb2.StopReason.Name(stop.reason)
-    return name.removeprefix("STOP_REASON_").lower()
+                attributes = {
+                    names.ATTR_NUM_CACHED_TOKENS: admission.num_hit_tokens,
+                    names.ATTR_NUM_BLOCKS: blocks,
+                }
+                _record(
+                    tracing,
+                    names.SPAN_POOL_ADMIT,
+                    admission.traceparent,
+                    started_unix_nanos,
+                    attributes,
+                )

@@ -116,6 +116,16 @@ class BlockPool:
         """The free queue, the next block to be given out first."""
         return self._free.order()
 
+    @property
+    def cached_block_ids(self) -> list[BlockId]:
+        """Published blocks of all groups, free or held."""
+        return [block for index in self.indexes for block in index.blocks()]
+
+    @property
+    def shared_block_ids(self) -> list[BlockId]:
+        """Blocks that several tables hold."""
+        return list(self._shared)
+
     def check(self, tables: Iterable[tuple[int, Sequence[BlockId], Sequence[BlockHash]]]) -> None:
         """Every block is accounted for by the queue or by the block tables of the requests.
 

@@ -26,6 +26,7 @@ from services.common.pool_operations import (
     Stop,
     StopReason,
 )
+from services.kvpool.core.block_map import BlockMap, block_map
 from services.kvpool.core.block_pool import BlockPool
 from services.kvpool.core.coordinator import Coordinator, Tables
 from services.kvpool.core.events import BlocksStored, Event
@@ -137,6 +138,21 @@ class KVPool:
             num_reuses=ages.num_reuses,
             reuse_gap_transactions=ages.reuse_gap,
             num_common_prefix_blocks=tuple(self.num_common_prefix_blocks()),
+        )
+
+    def block_map(self, max_cells: int) -> BlockMap:
+        """Which blocks are in use, and whose, in at most so many cells. Costs as much as the pool
+        has blocks.
+        """
+        tables = (
+            (request, table.blocks) for request, tables in self._tables.items() for table in tables
+        )
+        return block_map(
+            self.config.num_blocks,
+            tables,
+            self._blocks.cached_block_ids,
+            self._blocks.shared_block_ids,
+            max_cells,
         )
 
     def check(self) -> None:

@@ -1,9 +1,10 @@
-"""Steps to the messages of stepwell.worker.v1, and their outputs back."""
+"""Steps to the messages of stepwell.worker.v1, and their outputs back; times of requests."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import cast
 
+from stepwell.scheduler.v1 import scheduler_pb2
 from stepwell.worker.v1 import worker_pb2
 
 from services.common.block_hash import pack_token_ids, unpack_token_ids
@@ -12,6 +13,7 @@ from services.common.prompt_embeds_proto import prompt_embeds_to_proto
 from services.common.sampling_proto import sampling_to_proto
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.request import Request
+from services.scheduler.core.timeline import RequestTimes
 
 
 def scheduler_output_to_proto(
@@ -38,7 +40,13 @@ def model_runner_output_from_proto(response: worker_pb2.ExecuteResponse) -> Mode
         _sampled(unpack_token_ids(response.token_ids), unpack_token_ids(response.num_tokens)),
         logprobs={item.index: item for item in response.logprobs},
         nan_requests=frozenset(unpack_token_ids(response.nan_requests)),
+        execute_nanos=response.execute_nanos,
     )
+
+
+def request_times_to_proto(times: RequestTimes | None) -> scheduler_pb2.RequestTimes | None:
+    """Where the time of a request went; None where it was not measured."""
+    return None if times is None else scheduler_pb2.RequestTimes(**times._asdict())
 
 
 def _sampled(flat: list[int], counts: list[int]) -> list[Sequence[int]]:
@@ -76,7 +84,6 @@ def _new_request(
         num_prompt_tokens=request.num_prompt_tokens,
         sampling=sampling_to_proto(request.sampling),
         block_tables=[worker_pb2.BlockTable(block_ids=pack_token_ids(ids)) for ids in tables],
-        traceparent=request.traceparent,
         prompt_embeds=prompt_embeds_to_proto(embeds and embeds.rest(num_computed_tokens)),
         num_placeholders=embeds.num_tokens if embeds is not None else 0,
     )

@@ -12,6 +12,7 @@ from stepwell.worker.v1 import worker_pb2
 
 from services.common.finish_reason import FinishReason
 from services.common.finish_reason_proto import finish_reason_to_proto
+from services.scheduler.adapters.converters import request_times_to_proto
 from services.scheduler.core.request import Request
 
 _MESSAGES = {
@@ -78,6 +79,7 @@ class Outbox:
             reason=finish_reason_to_proto(request.finish_reason),
             stop_token_id=request.stop_token_id,
             message=_MESSAGES.get(request.finish_reason, ""),
+            times=request_times_to_proto(request.times),
         )
         self._is_empty = False
 

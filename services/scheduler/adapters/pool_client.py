@@ -61,6 +61,8 @@ class PoolClient:
         self._deadlines = Deadlines(TRANSACTION_FLOOR_SECONDS, timeout_seconds)
         self._allowed_seconds = timeout_seconds
         self._is_late = False
+        self._waiting: asyncio.Task[object] | None = None
+        """The task that waits for the stream, while one does."""
 
     async def open(
         self,
@@ -151,8 +153,13 @@ class PoolClient:
             self.on_lost(lost)
 
     def _give_up(self) -> None:
+        """Ends the stream, and the wait for it: a write to a stream that is cancelled before its
+        headers were sent, as while the connection begins, never returns.
+        """
         self._is_late = True
         self._end_call()
+        if self._waiting is not None:
+            self._waiting.cancel()
 
     async def _send(self, request: kvpool_pb2.TransactRequest) -> kvpool_pb2.TransactResponse:
         logged = ""
@@ -186,15 +193,18 @@ class PoolClient:
         if call is None:
             call = self._call = self._stub.Transact()
             call.add_done_callback(self._call_ended)
+        task = self._waiting = asyncio.current_task()
         try:
             await call.write(request)
             response = await call.read()
         except asyncio.InvalidStateError:  # the stream ended before it was written to
             response = grpc.aio.EOF
-        except asyncio.CancelledError:  # of the stream, when it was given up; else of ourselves
-            if not self._is_late:
+        except asyncio.CancelledError:  # by `_give_up`, or else by the caller's task
+            if not self._is_late or task is None or task.uncancel():
                 raise
             response = grpc.aio.EOF
+        finally:
+            self._waiting = None
         if isinstance(response, kvpool_pb2.TransactResponse):
             return response
         raise await _why_ended(call)

@@ -2,18 +2,24 @@
 
 import asyncio
 import time
+from collections.abc import Collection
 
 from services.common.queue_state import QueueState
 from services.common.replica_load import ReplicaLoad
 from services.scheduler.adapters.sessions import Sessions
 from services.scheduler.adapters.statistics import StepCounts
 from services.scheduler.core.engine_core import EngineCore, EngineState
+from services.scheduler.core.output import WaitReason
 from services.scheduler.core.queue_estimate import QueueEstimate, expected_tokens
+from services.scheduler.core.request import Request
 
 PERIOD_SECONDS = 0.1
 """While requests wait or arrive."""
 QUIET_PERIOD_SECONDS = 1.0
 """While none does: where a step takes long, looking would take as much time as the step."""
+
+_MISSING = (WaitReason.BUDGET, WaitReason.NO_BLOCKS)
+"""Of what a replica lacks something though fewer requests run than may."""
 
 
 class QueueWatch:
@@ -34,9 +40,7 @@ class QueueWatch:
         self._max_num_waiting = max_num_waiting
         self._max_queue_seconds = max_queue_seconds
         self._estimate = QueueEstimate(engine.scheduler.config.max_running)
-        self._is_queue_announced = False
         self._arrived = asyncio.Event()
-        self._load_announced = ReplicaLoad(0, 0)
 
     def state_at_arrival(self) -> QueueState:
         """The queue as it is now, when a request arrives."""
@@ -44,17 +48,25 @@ class QueueWatch:
         return self._state()
 
     def _state(self) -> QueueState:
+        num_waiting = self._engine.num_waiting
         return QueueState(
-            num_waiting=self._engine.num_waiting,
+            num_waiting=num_waiting,
             max_num_waiting=self._max_num_waiting,
             max_queue_seconds=self._max_queue_seconds,
             seconds_per_request=self._estimate.seconds_per_request,
             service_seconds=self._estimate.service_seconds,
+            num_running=len(self._engine.scheduler.running),
+            is_blocked=num_waiting > 0 and self._counts.wait_reasons.current in _MISSING,
         )
 
-    def _load(self) -> ReplicaLoad:
+    @property
+    def estimated_wait_seconds(self) -> float:
+        """How long a request that comes now would wait."""
+        state = self._state()
+        return state.num_waiting * state.seconds_per_request
+
+    def _load(self, requests: Collection[Request]) -> ReplicaLoad:
         """What there is to do now, and how long it takes."""
-        requests = self._engine.unfinished
         costs = self._counts.step_costs
         return ReplicaLoad(
             num_requests=len(requests),
@@ -80,7 +92,7 @@ class QueueWatch:
 
     def _look(self) -> None:
         """Takes a sample, ends the requests whose time to be scheduled has passed, and sends the
-        queue's state to the gateways while requests wait, and the load if it changed.
+        gateways the queue's state and the load, where they changed.
         """
         now = time.monotonic()
         if self._engine.state is EngineState.RUNNING:
@@ -89,17 +101,13 @@ class QueueWatch:
             self._estimate.stand_still()
         if self._engine.num_waiting:
             self._engine.abort_late(now)
-        num_waiting = self._engine.num_waiting
-        if num_waiting or self._is_queue_announced:
-            self._is_queue_announced = num_waiting > 0
-            self._sessions.announce_queue(self._state())
-        load = self._load()
-        if load != self._load_announced:
-            self._load_announced = load
-            self._sessions.announce_load(load)
+        self._sessions.announce_queue(self._state())
+        requests = self._engine.unfinished
+        self._sessions.announce_load(self._load(requests), requests)
 
     def _sample(self, now: float) -> None:
         running = self._engine.scheduler.running
+        most = self._engine.scheduler.config.max_running
         expected = 0.0
         if self._estimate.counts_tokens and running:
             expected = sum(
@@ -114,6 +122,7 @@ class QueueWatch:
             num_running=len(running),
             num_waiting=self._engine.num_waiting,
             num_completed=self._sessions.num_completed,
+            slowdown=self._counts.step_costs.slowdown(len(running), most),
             num_tokens=self._counts.num_scheduled_tokens,
             tokens_per_request=max(1.0, expected),
         )

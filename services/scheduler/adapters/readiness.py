@@ -20,6 +20,7 @@ class ReplicaReadiness:
         self._set_ready = set_ready
         self._reason = ""
         self._is_draining = False
+        self._is_drained = False
         self._changed = asyncio.Event()
 
     def ready(self) -> None:
@@ -32,6 +33,11 @@ class ReplicaReadiness:
     def drain(self) -> None:
         """Announces that new requests are refused."""
         self._is_draining = True
+        self._changed.set()
+
+    def set_drained(self, drained: bool) -> None:
+        """Announces whether an operator wants new requests to be refused."""
+        self._is_drained = drained
         self._changed.set()
 
     async def run(self) -> None:
@@ -51,7 +57,9 @@ class ReplicaReadiness:
             timer.cancel()
 
     def _state(self) -> scheduler_pb2.ReplicaState:
-        reason = self._reason or ("the scheduler is draining" if self._is_draining else "")
-        return scheduler_pb2.ReplicaState(
-            ready=not reason, reason=reason, draining=self._is_draining
-        )
+        reason, draining = self._reason, self._is_draining
+        if not reason and draining:
+            reason = "the scheduler is draining"
+        elif not reason and self._is_drained:
+            reason, draining = "an operator drained it", True
+        return scheduler_pb2.ReplicaState(ready=not reason, reason=reason, draining=draining)

@@ -69,4 +69,5 @@ def session_opened_to_proto(
         eos_token_ids=built.eos_token_ids,
         priority_scheduling=find_policy(config.policy).uses_priority,
         hidden_size=built.hidden_size,
+        max_num_seqs=config.max_running,
     )

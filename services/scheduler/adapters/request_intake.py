@@ -64,7 +64,10 @@ class RequestIntake:
             cache_salt=message.cache_salt if embeds is None else embeds.salted(message.cache_salt),
             prompt_embeds=embeds,
             traceparent=message.traceparent,
+            tracestate=message.tracestate,
+            baggage=message.baggage,
             queued_unix_nanos=time.time_ns(),
+            num_choices=message.num_choices,
             reads_prefix_cache=sampling.prompt_logprobs is None,
         )
 

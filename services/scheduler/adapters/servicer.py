@@ -9,8 +9,11 @@ import grpc
 from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 from services.common.errors import InvalidArgument, StepwellError
+from services.common.finish_reason import FinishReason
+from services.scheduler.adapters.activity import MAX_CELLS, Activity
 from services.scheduler.adapters.sessions import GatewaySession, Sessions
 from services.scheduler.adapters.statistics import Statistics
+from services.scheduler.adapters.step_tracer import StepTracer
 from services.scheduler.adapters.submitter import RequestSubmitter
 from services.scheduler.core.engine_core import EngineCore
 
@@ -28,12 +31,16 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         submitter: RequestSubmitter,
         sessions: Sessions,
         statistics: Statistics,
+        activity: Activity,
+        tracer: StepTracer,
         opened: scheduler_pb2.SessionOpened,
     ) -> None:
         self._engine = engine
+        self._tracer = tracer
         self._submitter = submitter
         self._sessions = sessions
         self._statistics = statistics
+        self._activity = activity
         self._opened = opened
 
     async def Session(
@@ -61,40 +68,23 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
                 "session of %s ended; %d requests aborted", session.gateway_id, len(aborted)
             )
 
-    async def Abort(
-        self, request: scheduler_pb2.AbortRequest, context: _Context
-    ) -> scheduler_pb2.AbortResponse:
-        """See the contract."""
-        found = self._sessions.find(request.request_ids)
-        self._engine.abort(found)
-        return scheduler_pb2.AbortResponse(num_aborted=len(found))
-
-    async def Pause(
-        self, request: scheduler_pb2.PauseRequest, context: _Context
-    ) -> scheduler_pb2.PauseResponse:
-        """See the contract."""
-        await self._engine.pause(abort=request.abort)
-        return scheduler_pb2.PauseResponse()
-
-    async def Resume(
-        self, request: scheduler_pb2.ResumeRequest, context: _Context
-    ) -> scheduler_pb2.ResumeResponse:
-        """See the contract."""
-        self._engine.resume()
-        return scheduler_pb2.ResumeResponse()
-
-    async def ResetPrefixCache(
-        self, request: scheduler_pb2.ResetPrefixCacheRequest, context: _Context
-    ) -> scheduler_pb2.ResetPrefixCacheResponse:
-        """See the contract."""
-        await self._engine.reset_prefix_cache(preempt_running=request.preempt_running)
-        return scheduler_pb2.ResetPrefixCacheResponse()
-
     async def GetStats(
         self, request: scheduler_pb2.GetStatsRequest, context: _Context
     ) -> scheduler_pb2.GetStatsResponse:
         """See the contract."""
-        return self._statistics.message()
+        message = self._statistics.message()
+        message.drained = self._submitter.is_drained
+        return message
+
+    async def GetActivity(
+        self, request: scheduler_pb2.GetActivityRequest, context: _Context
+    ) -> scheduler_pb2.GetActivityResponse:
+        """See the contract."""
+        if request.max_cells > MAX_CELLS:
+            raise InvalidArgument(f"max_cells must be at most {MAX_CELLS}", field="max_cells")
+        message = await self._activity.message(request)
+        message.stats.drained = self._submitter.is_drained
+        return message
 
     async def _read(
         self, session: GatewaySession, messages: AsyncIterator[scheduler_pb2.SessionRequest]
@@ -104,12 +94,25 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
                 case "add":
                     await self._add(session, message.add)
                 case "abort":
-                    found = map(session.requests.get, message.abort.handles)
-                    self._engine.abort([request for request in found if request is not None])
+                    self._abort(session, message.abort)
+                case "keep":
+                    keep = message.keep
+                    self._tracer.keep(keep.request_id, keep.traceparent, keep.tracestate)
                 case kind:
                     raise InvalidArgument(
-                        f"an open session takes add and abort, not {kind or 'an empty message'}"
+                        "an open session takes add, abort and keep, "
+                        f"not {kind or 'an empty message'}"
                     )
+
+    def _abort(self, session: GatewaySession, message: scheduler_pb2.AbortRequests) -> None:
+        stopped = set(message.stopped_handles)
+        for reason, handles in (
+            (FinishReason.ABORT, [handle for handle in message.handles if handle not in stopped]),
+            (FinishReason.STOP, [handle for handle in message.handles if handle in stopped]),
+        ):
+            found = map(session.requests.get, handles)
+            if requests := [request for request in found if request is not None]:
+                self._engine.abort(requests, reason)
 
     async def _add(self, session: GatewaySession, message: scheduler_pb2.AddRequest) -> None:
         try:

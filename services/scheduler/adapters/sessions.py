@@ -1,7 +1,8 @@
 """The sessions of gateways: which request came through which session, and what to send to each."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from stepwell.common.v1 import common_pb2
 from stepwell.scheduler.v1 import scheduler_pb2
@@ -26,6 +27,8 @@ class GatewaySession:
     gateway_id: str
     outbox: Outbox = field(default_factory=Outbox)
     requests: dict[int, Request] = field(default_factory=dict)
+    queue_announced: QueueState | None = None
+    load_announced: ReplicaLoad = field(default_factory=lambda: ReplicaLoad(0, 0))
 
     def reject(self, handle: int, error: StepwellError) -> None:
         """Answers a request that was refused."""
@@ -111,7 +114,8 @@ class Sessions:
     def announce(self, state: scheduler_pb2.ReplicaState) -> None:
         """Sends every gateway whether a step can run."""
         self.state = state
-        self._announce(scheduler_pb2.SessionResponse(state=state))
+        for session in self._gateways:
+            session.outbox.announce(scheduler_pb2.SessionResponse(state=state))
 
     def announce_to_quiet(self) -> None:
         """Sends the state to every gateway that was sent nothing since the call before the last."""
@@ -121,16 +125,26 @@ class Sessions:
                 session.outbox.announce(scheduler_pb2.SessionResponse(state=self.state))
 
     def announce_queue(self, state: QueueState) -> None:
-        """Sends every gateway how long the queue is."""
-        self._announce(scheduler_pb2.SessionResponse(queue=queue_state_to_proto(state)))
-
-    def announce_load(self, load: ReplicaLoad) -> None:
-        """Sends every session how much there is to do."""
-        self._announce(scheduler_pb2.SessionResponse(load=replica_load_to_proto(load)))
-
-    def _announce(self, response: scheduler_pb2.SessionResponse) -> None:
+        """Sends how long the queue is to every gateway that was not sent the same before."""
         for session in self._gateways:
-            session.outbox.announce(response)
+            if session.queue_announced != state:
+                session.queue_announced = state
+                queue = queue_state_to_proto(state)
+                session.outbox.announce(scheduler_pb2.SessionResponse(queue=queue))
+
+    def announce_load(self, load: ReplicaLoad, requests: Collection[Request]) -> None:
+        """Sends how much there is to do to every gateway that was not sent the same before.
+        `requests` are those that the load counts.
+        """
+        owners = [self._owners.get(request) for request in requests]
+        num_own = Counter(owner.session for owner in owners if owner is not None)
+        for session in self._gateways:
+            num_others = load.num_requests - num_own[session]
+            theirs = replace(load, num_other_requests=num_others)
+            if session.load_announced != theirs:
+                session.load_announced = theirs
+                message = replica_load_to_proto(theirs)
+                session.outbox.announce(scheduler_pb2.SessionResponse(load=message))
 
     def wake(self) -> None:
         """Has the session of every gateway check whether it should end."""

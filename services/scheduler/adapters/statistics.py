@@ -1,13 +1,11 @@
-"""The replica's numbers at the time of a request for them: RPC GetStats, and Prometheus."""
+"""The replica's numbers at the time of a request for them, by the RPC GetStats."""
 
 from collections import deque
-from collections.abc import Iterator
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
-from prometheus_client.registry import Collector
 from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common import names
+from services.common.histogram import Histogram
 from services.common.proto_enum import ProtoEnum
 from services.scheduler.adapters.sessions import Sessions
 from services.scheduler.adapters.wait_reasons import WaitReasons
@@ -16,9 +14,7 @@ from services.scheduler.core.output import WaitReason
 from services.scheduler.core.step_costs import StepCosts
 
 _STATES = ProtoEnum(EngineState, scheduler_pb2.EngineState, "ENGINE_STATE_")
-_WAIT_REASONS = ProtoEnum(WaitReason, scheduler_pb2.WaitReason, "WAIT_REASON_")
-
-_GAUGE, _COUNTER = GaugeMetricFamily, CounterMetricFamily
+WAIT_REASONS = ProtoEnum(WaitReason, scheduler_pb2.WaitReason, "WAIT_REASON_")
 
 RECENT_STEPS = 100
 
@@ -35,6 +31,7 @@ class StepCounts:
         """Tokens that were computed and given up by preemptions."""
         self.wait_reasons = WaitReasons()
         self.step_nanos: deque[int] = deque(maxlen=RECENT_STEPS)
+        self.step_seconds = Histogram(names.METRIC_STEP_SECONDS)
         self.step_costs = StepCosts()
 
     @property
@@ -43,7 +40,7 @@ class StepCounts:
         return sum(self.step_nanos) // len(self.step_nanos) if self.step_nanos else 0
 
 
-class Statistics(Collector):
+class Statistics:
     """Numbers of an engine, its sessions and its steps."""
 
     def __init__(
@@ -84,86 +81,9 @@ class Statistics(Collector):
             num_finished=self._sessions.num_finished,
             num_sessions=len(self._sessions),
             mean_step_nanos=counts.mean_step_nanos,
-            wait_reason=_WAIT_REASONS.to_proto(reason)
+            wait_reason=WAIT_REASONS.to_proto(reason)
             if reason is not None
             else scheduler_pb2.WAIT_REASON_UNSPECIFIED,
             num_lost_tokens=counts.num_lost_tokens,
+            paused=scheduler.pause_mode is not None,
         )
-
-    def collect(self) -> Iterator[Metric]:
-        """The numbers as Prometheus reads them."""
-        stats = self.message()
-        usage = 1 - stats.num_free_blocks / stats.num_usable_blocks
-        for create, name, text, value in (
-            (_GAUGE, names.METRIC_NUM_REQUESTS_RUNNING, "Requests that run.", stats.num_running),
-            (_GAUGE, names.METRIC_NUM_REQUESTS_WAITING, "Requests that wait.", stats.num_waiting),
-            (_GAUGE, names.METRIC_KV_CACHE_USAGE, "Share of the KV cache in use; 1 is all.", usage),
-            (
-                _GAUGE,
-                names.METRIC_STEP_SECONDS,
-                "Mean of recent steps.",
-                stats.mean_step_nanos / 1e9,
-            ),
-            (_COUNTER, names.METRIC_NUM_PREEMPTIONS, "Preemptions.", stats.num_preemptions),
-            (
-                _COUNTER,
-                names.METRIC_LOST_TOKENS,
-                "Computed tokens that preemptions gave up.",
-                stats.num_lost_tokens,
-            ),
-            (
-                _COUNTER,
-                names.METRIC_CORRUPTED_REQUESTS,
-                "Requests that ended because the model's logits held NaN.",
-                self._sessions.num_corrupted,
-            ),
-            (
-                _COUNTER,
-                names.METRIC_ITERATION_TOKENS,
-                "Tokens computed in steps.",
-                self._counts.num_scheduled_tokens,
-            ),
-        ):
-            family = create(name, text, labels=["model_name"])
-            family.add_metric([self._model_name], value)
-            yield family
-        yield self._recoveries()
-        yield from self._wait_reasons(stats)
-        yield InfoMetricFamily(
-            names.METRIC_CACHE_CONFIG.removesuffix("_info"),
-            "Shape of the cache.",
-            {
-                "block_size": str(stats.block_size),
-                "num_gpu_blocks": str(stats.num_usable_blocks + 1),
-            },
-        )
-
-    def _recoveries(self) -> Metric:
-        recoveries = CounterMetricFamily(
-            names.METRIC_RECOVERIES,
-            "Generations that were begun because the pool or the workers were lost, or hung.",
-            labels=["model_name", "lost"],
-        )
-        losses = self._engine.losses
-        for lost, count in (("pool", losses.num_of_pool), ("workers", losses.num_of_workers)):
-            recoveries.add_metric([self._model_name, lost], count)
-        return recoveries
-
-    def _wait_reasons(self, stats: scheduler_pb2.GetStatsResponse) -> Iterator[Metric]:
-        waiting = GaugeMetricFamily(
-            names.METRIC_NUM_REQUESTS_WAITING_BY_REASON,
-            "Requests that wait, by the reason.",
-            labels=["model_name", "reason"],
-        )
-        steps = CounterMetricFamily(
-            names.METRIC_WAIT_STEPS,
-            "Steps after which requests still waited, by the reason.",
-            labels=["model_name", "reason"],
-        )
-        reasons = self._counts.wait_reasons
-        for reason in WaitReason:
-            labels = [self._model_name, reason.value]
-            waiting.add_metric(labels, stats.num_waiting if reason is reasons.current else 0)
-            steps.add_metric(labels, reasons.num_steps[reason])
-        yield waiting
-        yield steps

@@ -1,227 +1,157 @@
-"""Traces of steps and requests, from the calls of the engine to its observer.
+"""Counts and traces steps and requests, from the calls of the engine to its observer.
 
-A step is a trace of its own, linked to the sampled requests it serves. A sampled request gets, in
-its own trace, spans for the time it queued, the chunks of its prompt, and its decoding. The span in
-which it waits, the first or one after a preemption, has an event at each change of the reason, and
-as attributes the number of steps in which it was not admitted, by reason. See `wait_reasons`.
+Every request has a timeline, which becomes spans when a sampled request ends; see
+`request_timelines` and `request_spans`. A step is sampled if a sampled request runs in it, or is
+about to be admitted, and otherwise by the ratio.
 """
 
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 
-from opentelemetry.trace import Span
-
-from services.common import names
-from services.common.telemetry import Attributes, Tracing, parse_traceparent, traceparent_of
+from services.common.telemetry import Tracing, sampled_parent, traceparent_text
+from services.scheduler.adapters.request_timelines import RequestTimelines, StepRecord
+from services.scheduler.adapters.request_traces import RequestTraces
 from services.scheduler.adapters.statistics import StepCounts
-from services.scheduler.adapters.wait_reasons import WaitStart
-from services.scheduler.core.output import EngineCoreOutput, SchedulerOutput
+from services.scheduler.adapters.step_spans import SampledSteps, StepSpan
+from services.scheduler.core.output import EngineCoreOutputs, PreemptionCause, SchedulerOutput
+from services.scheduler.core.ports import PoolLost, WorkersLost
 from services.scheduler.core.request import Request
 
 
-@dataclass(slots=True)
-class _StepTrace:
-    span: Span
-    begun_nanos: int
-    num_tokens: int = 0
+class _Step(StepRecord):
+    """A step between its planning and its tokens."""
 
-
-@dataclass(slots=True)
-class _RequestTrace:
-    """The current span of a request: of its prompt, then of its decoding."""
-
-    span: Span
-    is_decoding: bool = False
+    def __init__(self, begun: int, span: StepSpan | None) -> None:
+        super().__init__(begun)
+        self.span = span
 
 
 class StepTracer:
-    """A `StepObserver` that counts every step and traces those that are sampled."""
+    """A `StepObserver` that counts and times everything, and traces what is sampled.
 
-    def __init__(self, tracing: Tracing, counts: StepCounts) -> None:
+    `candidates` gives the waiting requests that the next step may admit; `end_execution` records
+    the workers' part of a step if that was not done, and why it has no answer.
+    """
+
+    def __init__(
+        self,
+        tracing: Tracing,
+        counts: StepCounts,
+        candidates: Callable[[], Iterable[Request]],
+        end_execution: Callable[[int, str | None], None],
+        unix_nanos: Callable[[], int] = time.time_ns,
+    ) -> None:
         self._tracing = tracing
         self._counts = counts
-        self._begun: _StepTrace | None = None
-        self._last_done_nanos = 0
-        self._steps: dict[int, _StepTrace] = {}
-        self._requests: dict[Request, _RequestTrace] = {}
-        self._waiting: dict[Request, WaitStart] = {}
+        self._candidates = candidates
+        self._end_execution = end_execution
+        self._unix_nanos = unix_nanos
+        self._timelines = RequestTimelines(counts.wait_reasons)
+        self._sampled_steps = SampledSteps()
+        self._traces = RequestTraces(tracing, self._sampled_steps.link)
+        self._begun: _Step | None = None
+        self._steps: dict[int, _Step] = {}
 
     def arrived(self, requests: Sequence[Request]) -> None:
+        now = self._unix_nanos()
         for request in requests:
-            if request.traceparent and self._tracing.enabled:
-                self._begin_to_wait(request)
+            self._timelines.arrived(request, now)
+            self._traces.arrived(request)
 
     def begin(self) -> str:
-        self._begun = _StepTrace(self._tracing.start(names.SPAN_STEP), time.time_ns())
-        return traceparent_of(self._begun.span)
+        now, is_sampled = self._unix_nanos(), self._traces.has_any_of(self._candidates)
+        context = self._tracing.draw_root(is_sampled=is_sampled)
+        self._begun = _Step(now, None if context is None else StepSpan(context, now))
+        return "" if context is None else traceparent_text(context.trace_id, context.span_id)
 
     def planned(self, plan: SchedulerOutput) -> None:
         step, self._begun = self._begun, None
         if step is None:
             raise AssertionError("a step was planned that had not begun")
-        if self._tracing.enabled:
-            self._trace_plan(plan, step.span)
-        step.num_tokens = plan.num_tokens
-        self._count(plan, step.num_tokens)
+        now = self._unix_nanos()
+        self._timelines.planned(plan, step, now)
+        self._count(plan, step.num_tokens, now)
+        if step.span is not None:
+            step.span.planned(plan, self._traces.links(plan.requests))
+            if plan.requests:
+                self._sampled_steps.add(plan.step, step.span.context)
         if plan.requests or plan.removed_rows:
             self._steps[plan.step] = step
-        else:
-            step.span.end()
+        elif step.span is not None:
+            step.span.record(self._tracing, now)
 
-    def done(self, plan: SchedulerOutput, updates: Iterable[EngineCoreOutput]) -> None:
-        step = self._steps.pop(plan.step)
-        now = time.time_ns()
-        nanos = now - max(step.begun_nanos, self._last_done_nanos)
+    def done(self, plan: SchedulerOutput, update: EngineCoreOutputs) -> None:
+        step, now = self._steps.pop(plan.step), self._unix_nanos()
+        nanos = now - max(step.begun, self._timelines.sums.last_done_nanos)
         self._counts.step_nanos.append(nanos)
+        self._counts.step_seconds.observe(nanos / 1e9)
         self._counts.step_costs.observe(len(plan.requests), step.num_tokens, nanos / 1e9)
-        self._last_done_nanos = now
-        step.span.end()
-        for update in updates if self._requests else ():
-            trace = self._requests.get(update.request)
-            if trace is not None and update.request.is_finished:
-                self._end(update.request)
-            elif trace is not None and update.token_ids and not trace.is_decoding:
-                trace.span.end()
-                trace.span = self._tracing.child(
-                    names.SPAN_REQUEST_DECODE, update.request.traceparent
-                )
-                trace.is_decoding = True
+        for tracked in self._timelines.done(plan, step, update, now):
+            self._traces.ended(tracked.request, tracked.timeline)
+        if step.span is not None:
+            self._end_execution(plan.step, None)
+            step.span.record(self._tracing, self._unix_nanos())
 
-    def ended(self, requests: Sequence[Request]) -> None:
+    def ended(self, requests: Iterable[Request]) -> None:
+        now = self._unix_nanos()
         for request in requests:
-            if request in self._waiting and request not in self._requests:
-                self._record_queue(request)
-            self._end(request)
+            tracked = self._timelines.end(request, now)
+            if tracked is not None:
+                self._traces.ended(request, tracked.timeline)
 
     def paused(self) -> None:
-        self._counts.wait_reasons.paused()
+        now = self._unix_nanos()
+        self._counts.wait_reasons.paused(now)
+        self._timelines.paused(now)
 
     def resumed(self) -> None:
+        self._timelines.resumed(self._unix_nanos(), stood_still=not self._steps)
         self._counts.wait_reasons.resumed()
 
-    def preempted(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            self._note_preemption(request, {})
+    def preempted(self, requests: Sequence[Request], cause: PreemptionCause) -> None:
+        self._timelines.preempted(requests, cause, self._unix_nanos())
 
-    def lost(self, preempted: Sequence[Request]) -> None:
-        open_steps = [*self._steps.values(), *filter(None, [self._begun])]
+    def lost(self, preempted: Sequence[Request], lost: PoolLost | WorkersLost) -> None:
+        now = self._unix_nanos()
+        self._drop_steps()
+        self._counts.wait_reasons.lost(now)
+        of_pool = isinstance(lost, PoolLost)
+        cause = PreemptionCause.POOL_LOST if of_pool else PreemptionCause.WORKERS_LOST
+        self._timelines.preempted(preempted, cause, now, lost.message)
+
+    def recovered(self) -> None:
+        self._counts.wait_reasons.recovered(self._unix_nanos())
+
+    def stopped(self) -> None:
+        self._drop_steps()
+        self.ended(self._timelines.requests)
+
+    def keep(self, request_id: str, traceparent: str, tracestate: str = "") -> None:
+        """Has the spans of a request recorded that was not sampled when it came. Does nothing if
+        its timeline is no longer kept.
+        """
+        parent = sampled_parent(traceparent, tracestate)
+        if parent is not None:
+            self._traces.keep(request_id, parent, self._timelines.requests)
+
+    def _drop_steps(self) -> None:
+        for number, step in self._steps.items():
+            if step.span is not None:
+                self._end_execution(number, "the step was given up")
+        for step in (*self._steps.values(), *filter(None, [self._begun])):
+            if step.span is not None:
+                step.span.record(self._tracing, self._unix_nanos(), lost=True)
         self._steps.clear()
         self._begun = None
-        for step in open_steps:
-            step.span.end()
-        self.preempted(preempted)
 
-    def _count(self, plan: SchedulerOutput, num_tokens: int) -> None:
+    def _count(self, plan: SchedulerOutput, num_tokens: int, now: int) -> None:
         counts = self._counts
         counts.num_steps += 1
         counts.num_scheduled_tokens += num_tokens
-        counts.wait_reasons.planned(plan.step, plan.wait_reason)
+        counts.wait_reasons.planned(plan.step, plan.wait_reason, now)
         for preemption in plan.preemptions:
             counts.num_lost_tokens += preemption.num_lost_tokens
         for request in plan.new:
             counts.num_prompt_tokens += request.num_prompt_tokens
             cached = request.num_cached_tokens or 0  # also of the output that it arrived with
             counts.num_cached_tokens += min(cached, request.num_prompt_tokens)
-
-    def _trace_plan(self, plan: SchedulerOutput, span: Span) -> None:
-        for request in plan.new:
-            if request in self._waiting:
-                self._leave_queue(request)
-        for request in plan.resumed:
-            if request in self._requests:
-                self._note_resumption(request, plan.step)
-            elif request in self._waiting:  # it was admitted in a step that was lost
-                self._leave_queue(request)
-        for preemption in plan.preemptions:
-            attributes: Attributes = {
-                names.ATTR_STEP: plan.step,
-                names.ATTR_PREEMPTED_FOR: preemption.cause.request_id,
-                names.ATTR_NUM_LOST_TOKENS: preemption.num_lost_tokens,
-            }
-            self._note_preemption(preemption.victim, attributes)
-        if not span.is_recording():
-            return
-        for request in plan.requests:
-            linked = parse_traceparent(request.traceparent)
-            if linked is not None:
-                span.add_link(linked)
-        span.set_attributes(
-            {
-                names.ATTR_STEP: plan.step,
-                names.ATTR_NUM_REQUESTS: len(plan.requests),
-                names.ATTR_NUM_SCHEDULED_TOKENS: plan.num_tokens,
-                names.ATTR_NUM_PREEMPTIONS: len(plan.preemptions),
-                names.ATTR_WAIT_REASON: plan.wait_reason.value if plan.wait_reason else "",
-            }
-        )
-
-    def _record_queue(self, request: Request) -> None:
-        queued = self._tracing.child(
-            names.SPAN_REQUEST_QUEUE,
-            request.traceparent,
-            attributes={
-                names.ATTR_REQUEST_ID: request.request_id,
-                # Those with which it came from a replica that was lost.
-                names.ATTR_NUM_OUTPUT_TOKENS: request.num_output_tokens,
-            },
-            start_unix_nanos=request.queued_unix_nanos,
-        )
-        if request.finish_reason is not None:
-            queued.set_attribute(names.ATTR_FINISH_REASON, request.finish_reason.value)
-        queued.set_attributes(self._explain_wait(request, queued))
-        queued.end()
-
-    def _leave_queue(self, request: Request) -> None:
-        self._record_queue(request)
-        prefill = self._tracing.child(
-            names.SPAN_REQUEST_PREFILL,
-            request.traceparent,
-            attributes={
-                names.ATTR_NUM_PROMPT_TOKENS: request.num_prompt_tokens,
-                names.ATTR_NUM_CACHED_TOKENS: request.num_cached_tokens or 0,
-            },
-        )
-        self._requests[request] = _RequestTrace(prefill)
-
-    def _begin_to_wait(self, request: Request) -> None:
-        self._waiting[request] = self._counts.wait_reasons.begin()
-
-    def _explain_wait(self, request: Request, span: Span) -> Attributes:
-        """Adds an event for each wait reason; returns in how many steps each applied."""
-        waiting, reasons = self._waiting.pop(request), self._counts.wait_reasons
-        for change in reasons.changes_since(waiting):
-            span.add_event(
-                names.EVENT_WAITING,
-                {names.ATTR_STEP: change.step, names.ATTR_WAIT_REASON: change.reason.value},
-                change.unix_nanos,
-            )
-        return {
-            f"{names.ATTR_WAIT_STEPS}.{reason.value}": steps
-            for reason, steps in reasons.steps_since(waiting).items()
-        }
-
-    def _note_preemption(self, request: Request, attributes: Attributes) -> None:
-        trace = self._requests.get(request)
-        if trace is not None:
-            trace.span.add_event(names.EVENT_PREEMPTED, attributes)
-            self._begin_to_wait(request)
-
-    def _note_resumption(self, request: Request, step: int) -> None:
-        span = self._requests[request].span
-        passed_over = self._explain_wait(request, span)
-        span.add_event(names.EVENT_RESUMED, {names.ATTR_STEP: step, **passed_over})
-
-    def _end(self, request: Request) -> None:
-        trace = self._requests.pop(request, None)
-        if trace is not None and request in self._waiting:
-            trace.span.set_attributes(self._explain_wait(request, trace.span))
-        if trace is not None and request.finish_reason is not None:
-            trace.span.set_attributes(
-                {
-                    names.ATTR_FINISH_REASON: request.finish_reason.value,
-                    names.ATTR_NUM_OUTPUT_TOKENS: request.num_output_tokens,
-                    names.ATTR_NUM_PREEMPTIONS: request.num_preemptions,
-                }
-            )
-            trace.span.end()

@@ -20,6 +20,9 @@ class RequestSubmitter:
 
     def __init__(self, engine: EngineCore, intake: RequestIntake, sessions: Sessions) -> None:
         self.is_draining = False
+        """Whether this process stops: sessions end once their requests have."""
+        self.is_drained = False
+        """Whether new requests are refused because an operator wants it; sessions stay open."""
         self._engine = engine
         self._intake = intake
         self._sessions = sessions
@@ -33,7 +36,7 @@ class RequestSubmitter:
         """Queues a request; its tokens go to the outbox of `session`. Raises StepwellError if it is
         refused, and then nothing of it is held.
         """
-        if self.is_draining:
+        if self.is_draining or self.is_drained:
             raise Unavailable("the scheduler is draining", reason="DRAINING")
         if message.handle in session.requests:
             raise InvalidArgument(f"handle {message.handle} is in use", field="handle")
@@ -49,3 +52,4 @@ class RequestSubmitter:
         if not config.enable_prefix_caching or request.num_tokens <= HASH_INLINE_TOKENS:
             return
         await asyncio.to_thread(request.hash_full_blocks, config.fingerprint, config.block_size)
+        request.hashed_unix_nanos = time.time_ns()

@@ -1,15 +1,19 @@
-"""The ports of the engine with a client span around each use of them."""
+"""The ports of the engine with a client span around each use of them in a sampled step."""
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from opentelemetry.trace import Span, SpanKind
+from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode
 
 from services.common import names
 from services.common.pool_operations import Operation, Outcome
-from services.common.telemetry import Tracing, ended, traceparent_of
+from services.common.telemetry import Tracing, child_of, sampled_parent, traceparent_text
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.ports import Executor, KVPool
+
+_CANCELLED = "the step was given up"
 
 
 class TracedPool:
@@ -20,20 +24,33 @@ class TracedPool:
         self._tracing = tracing
 
     async def transact(self, operations: Sequence[Operation], traceparent: str = "") -> Outcome:
-        if not traceparent:
+        parent = sampled_parent(traceparent)
+        if parent is None:
             return await self._pool.transact(operations)
-        span = self._tracing.child(
-            names.SPAN_STEP_TRANSACT,
-            traceparent,
-            kind=SpanKind.CLIENT,
-            attributes={names.ATTR_NUM_OPERATIONS: len(operations)},
-        )
-        with ended(span):
-            outcome = await self._pool.transact(operations, traceparent_of(span))
-            span.set_attribute(names.ATTR_NUM_FREE_BLOCKS, outcome.num_free_blocks)
+        context, started = child_of(parent), time.time_ns()
+        attributes: dict[str, str | int] = {names.ATTR_NUM_OPERATIONS: len(operations)}
+        status = Status(StatusCode.ERROR, _CANCELLED)
+        try:
+            outcome = await self._pool.transact(operations, _text(context))
+            attributes[names.ATTR_NUM_FREE_BLOCKS] = outcome.num_free_blocks
             if outcome.stop is not None:
-                span.set_attribute(names.ATTR_STOP_REASON, outcome.stop.reason.value)
+                attributes[names.ATTR_STOP_REASON] = outcome.stop.reason.value
+            status = Status()
             return outcome
+        except Exception as error:
+            status = Status(StatusCode.ERROR, str(error))
+            raise
+        finally:
+            self._tracing.record(
+                names.SPAN_STEP_TRANSACT,
+                context,
+                parent,
+                started,
+                time.time_ns(),
+                kind=SpanKind.CLIENT,
+                attributes=attributes,
+                status=status,
+            )
 
 
 class TracedExecutor:
@@ -42,27 +59,51 @@ class TracedExecutor:
     def __init__(self, executor: Executor, tracing: Tracing) -> None:
         self._executor = executor
         self._tracing = tracing
+        self._open: dict[int, _Call] = {}
 
     async def submit(
         self, plan: SchedulerOutput, traceparent: str = ""
     ) -> asyncio.Future[ModelRunnerOutput]:
-        if not traceparent:
+        parent = sampled_parent(traceparent)
+        if parent is None:
             return await self._executor.submit(plan)
-        span = self._tracing.child(
-            names.SPAN_STEP_EXECUTE,
-            traceparent,
-            kind=SpanKind.CLIENT,
-            attributes={names.ATTR_STEP: plan.step},
-        )
+        call = self._open[plan.step] = _Call(child_of(parent), parent, time.time_ns())
         try:
-            answer = await self._executor.submit(plan, traceparent_of(span))
-        except Exception as error:
-            span.record_exception(error)
-            span.end()
+            answer = await self._executor.submit(plan, _text(call.context))
+        except BaseException as error:
+            self.end(plan.step, str(error))
             raise
-        return asyncio.create_task(_answered(span, answer))
+        answer.add_done_callback(lambda done: self._answered(plan.step, done))
+        return answer
+
+    def end(self, step: int, error: str | None = None) -> None:
+        """Records the execution of a step, unless its end was seen before. Who ends the step itself
+        calls this first: callbacks of a future come after those who need not wait for it.
+        """
+        call = self._open.pop(step, None)
+        if call is not None:
+            self._tracing.record(
+                names.SPAN_STEP_EXECUTE,
+                call.context,
+                call.parent,
+                call.started,
+                time.time_ns(),
+                kind=SpanKind.CLIENT,
+                attributes={names.ATTR_STEP: step},
+                status=Status() if error is None else Status(StatusCode.ERROR, error),
+            )
+
+    def _answered(self, step: int, done: asyncio.Future[ModelRunnerOutput]) -> None:
+        error = None if done.cancelled() else done.exception()
+        self.end(step, _CANCELLED if done.cancelled() else str(error) if error else None)
 
 
-async def _answered(span: Span, answer: Awaitable[ModelRunnerOutput]) -> ModelRunnerOutput:
-    with ended(span):
-        return await answer
+@dataclass(frozen=True, slots=True)
+class _Call:
+    context: SpanContext
+    parent: SpanContext
+    started: int
+
+
+def _text(context: SpanContext) -> str:
+    return traceparent_text(context.trace_id, context.span_id)

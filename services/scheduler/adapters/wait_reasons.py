@@ -2,17 +2,17 @@
 
 No request is admitted before the head of the queue, so a step notes one reason for all. For a
 request that leaves the queue the reasons are read that were noted while it was in it: a difference
-of two counts, and the changes in between.
+of two counts, and the changes in between. Times are nanoseconds since the epoch.
 """
 
-import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from services.scheduler.core.output import WaitReason
 
-MAX_CHANGES = 64
+MAX_CHANGES = 256
 """Changes of the reason that are remembered, the newest ones."""
 
 
@@ -39,44 +39,56 @@ class WaitStart:
 class WaitReasons:
     """Why the head of the queue waited, step by step."""
 
-    def __init__(self, unix_nanos: Callable[[], int] = time.time_ns) -> None:
+    def __init__(self) -> None:
         self.current: WaitReason | None = None
-        """After the last step, or in a pause; None if no request waited then."""
+        """After the last step, in a pause or in a recovery; None if no request waited then."""
         self.num_steps: Counter[WaitReason] = Counter()
-        """Steps after which requests still waited, by reason. A pause has no steps."""
-        self._unix_nanos = unix_nanos
+        """Steps after which requests still waited, by reason. Pause and recovery have no steps."""
         self._is_paused = False
+        self._is_recovering = False
         self._next_step = 0
         self._num_changes = 0
         self._changes: deque[tuple[int, ReasonChange]] = deque(maxlen=MAX_CHANGES)
 
-    def planned(self, step: int, reason: WaitReason | None) -> None:
+    def planned(self, step: int, reason: WaitReason | None, now: int) -> None:
         """Notes the reason of a planned step; in a pause, of one whose planning had begun."""
         if reason is not self.current:
-            self._change(step, reason)
+            self._change(step, reason, now)
         if reason is not None:
             self.num_steps[reason] += 1
         self._next_step = step + 1
         if self._is_paused:
-            self._change(self._next_step, WaitReason.PAUSED)
+            self._change(self._next_step, WaitReason.PAUSED, now)
 
-    def paused(self) -> None:
+    def paused(self, now: int) -> None:
         """Notes that no step is planned until `resumed`."""
         if not self._is_paused:
             self._is_paused = True
-            self._change(self._next_step, WaitReason.PAUSED)
+            if not self._is_recovering:
+                self._change(self._next_step, WaitReason.PAUSED, now)
 
     def resumed(self) -> None:
         """Notes the end of a pause. The next step gives the next reason."""
         if self._is_paused:
             self._is_paused = False
-            self.current = None
+            if not self._is_recovering:
+                self.current = None
 
-    def begin(self) -> WaitStart:
+    def lost(self, now: int) -> None:
+        """Notes that pool or workers are away until `recovered`."""
+        self._is_recovering = True
+        self._change(self._next_step, WaitReason.RECOVERY, now)
+
+    def recovered(self, now: int) -> None:
+        """Notes that pool and workers are back. The next step gives the next reason."""
+        self._is_recovering = False
+        self._change(self._next_step, WaitReason.PAUSED if self._is_paused else None, now)
+
+    def begin(self, now: int) -> WaitStart:
         """The state to keep for a request that begins to wait."""
         return WaitStart(
             self._next_step,
-            self._unix_nanos(),
+            now,
             self.current,
             self.num_steps.copy(),
             self._num_changes,
@@ -88,26 +100,35 @@ class WaitReasons:
 
     def changes_since(self, waiting: WaitStart) -> list[ReasonChange]:
         """Why a request waited, in order, the first reason from when it began to wait."""
-        changes = [change for number, change in self._changes if number >= waiting.num_changes]
+        newest_first = takewhile(
+            lambda numbered: numbered[0] >= waiting.num_changes, reversed(self._changes)
+        )
+        changes = [change for _, change in newest_first]
+        changes.reverse()
         if waiting.reason is not None and self._lasted(waiting, waiting.reason, changes):
             began = ReasonChange(waiting.next_step, waiting.unix_nanos, waiting.reason)
             changes.insert(0, began)
         return changes
 
+    def has_forgotten(self, waiting: WaitStart) -> bool:
+        """Whether reasons of the beginning of a wait are no longer kept."""
+        oldest = self._changes[0][0] if self._changes else self._num_changes
+        return oldest > waiting.num_changes
+
     def _lasted(
         self, waiting: WaitStart, reason: WaitReason, changes: Sequence[ReasonChange]
     ) -> bool:
         """Whether the reason at the time when a request began to wait applied to it too."""
-        if reason is WaitReason.PAUSED:
+        if reason in (WaitReason.PAUSED, WaitReason.RECOVERY):
             return True
-        if self._num_changes - waiting.num_changes > len(changes):
-            return False  # the first changes are no longer kept
+        if self.has_forgotten(waiting):
+            return False
         changed_at_once = bool(changes) and changes[0].step == waiting.next_step
         return not changed_at_once and self.num_steps[reason] > waiting.num_steps[reason]
 
-    def _change(self, step: int, reason: WaitReason | None) -> None:
+    def _change(self, step: int, reason: WaitReason | None, now: int) -> None:
         self.current = reason
         if reason is not None:
-            change = ReasonChange(step, self._unix_nanos(), reason)
+            change = ReasonChange(step, now, reason)
             self._changes.append((self._num_changes, change))
             self._num_changes += 1

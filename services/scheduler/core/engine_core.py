@@ -8,11 +8,17 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from itertools import chain
 
-from services.common.errors import FailedPrecondition, Unavailable
+from services.common.errors import Aborted, FailedPrecondition, Unavailable
 from services.common.finish_reason import FinishReason
+from services.common.pause_mode import PauseMode
 from services.scheduler.core.fault_search import FaultSearch
 from services.scheduler.core.losses import Losses
-from services.scheduler.core.output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
+from services.scheduler.core.output import (
+    EngineCoreOutputs,
+    ModelRunnerOutput,
+    PreemptionCause,
+    SchedulerOutput,
+)
 from services.scheduler.core.ports import (
     Delivery,
     Executor,
@@ -23,7 +29,7 @@ from services.scheduler.core.ports import (
     WorkersLost,
 )
 from services.scheduler.core.request import Request
-from services.scheduler.core.scheduler import PauseMode, Scheduler
+from services.scheduler.core.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +88,9 @@ class EngineCore:
 
     @property
     def _is_paused(self) -> bool:
-        return self.scheduler.pause_mode is not None
+        """Whether an operator wants no step; a pause that waits wants steps while requests run."""
+        mode = self.scheduler.pause_mode
+        return mode is not None and not (mode is PauseMode.WAIT and self.scheduler.running)
 
     def add(self, request: Request) -> None:
         """Queues a request for the next turn."""
@@ -140,22 +148,41 @@ class EngineCore:
                     await self._recover(lost)
         finally:
             self._drop_steps()
-            self._observer.lost(())
+            self._observer.stopped()
 
-    async def pause(self, *, abort: bool) -> None:
+    async def pause(self, mode: PauseMode) -> None:
         """Stops planning; returns when no step is in flight and the blocks of ended requests are
-        free. `abort` ends all requests.
+        free. ABORT ends all requests. WAIT admits no more and lets those that run end; it raises
+        Aborted if the engine is resumed meanwhile.
         """
-        self.scheduler.pause(PauseMode.ABORT if abort else PauseMode.KEEP)
+        if mode is PauseMode.WAIT:
+            await self._finish_running()
+        else:
+            self.scheduler.pause(mode)
         self._observer.paused()
         async with self.standstill():
             self._apply_changes()
-            if abort:
+            if mode is PauseMode.ABORT:
                 self._end(dict.fromkeys(self.scheduler.requests, FinishReason.ABORT))
             with suppress(PoolLost):  # the next step finds out, and recovers
                 await self.scheduler.flush()
             if self.state is not EngineState.RECOVERING:
                 self.state = EngineState.PAUSED
+
+    async def _finish_running(self) -> None:
+        """Begins a pause between two turns, since a step whose planning has begun may still admit
+        requests, and waits until none runs.
+        """
+
+        def is_over() -> bool:
+            return self.scheduler.pause_mode is not PauseMode.WAIT or not self.scheduler.running
+
+        async with self._turns:
+            self.scheduler.pause(PauseMode.WAIT)
+            self._wake.set()
+            await self._turns.wait_for(is_over)
+        if self.scheduler.pause_mode is None:
+            raise Aborted("the engine was resumed while requests ran", reason="RESUMED")
 
     def resume(self) -> None:
         """Plans steps again after a pause."""
@@ -171,7 +198,8 @@ class EngineCore:
             if self.state is EngineState.RECOVERING:
                 raise Unavailable(self.state_reason)
             if preempt_running:
-                self._observer.preempted(self.scheduler.preempt_all())
+                preempted = self.scheduler.preempt_all()
+                self._observer.preempted(preempted, PreemptionCause.RESET)
             if not await self.scheduler.reset_prefix_cache():
                 raise FailedPrecondition("requests hold blocks", reason="BLOCKS_IN_USE")
 
@@ -256,9 +284,9 @@ class EngineCore:
         for request in ended:
             self.scheduler.abort(request, ends[request])
         if ended:
+            self._observer.ended(ended)
             self._deliver()
             self._delivery.deliver_ends(ended)
-            self._observer.ended(ended)
 
     async def _until_work(self) -> None:
         while not (self._arrivals or self._ends or self._in_flight) and (
@@ -274,7 +302,7 @@ class EngineCore:
             await self._wake.wait()
         self.state = EngineState.RUNNING
 
-    async def _recover(self, lost: Unavailable) -> None:
+    async def _recover(self, lost: PoolLost | WorkersLost) -> None:
         """Starts over with an empty pool and empty workers, as soon as both can be opened. Requests
         keep their tokens; meanwhile requests are added and ended as usual.
         """
@@ -285,7 +313,7 @@ class EngineCore:
             failed = [plan for plan, _ in self._in_flight]
             self._drop_steps()
             preempted = self.scheduler.forget_pool()
-            self._observer.lost(preempted)
+            self._observer.lost(preempted, lost)
             self.losses.note(lost)
             if isinstance(lost, WorkersLost):
                 self._suspect([*failed, *filter(None, [self._unsent])])
@@ -295,6 +323,7 @@ class EngineCore:
         self._lost = None
         await self._reopen(self.losses.backoff_seconds)
         self.losses.recovered()
+        self._observer.recovered()
         self.state_reason = ""
         self._readiness.ready()
         logger.info("recovered; %d requests are computed again", len(preempted))
@@ -335,7 +364,8 @@ class EngineCore:
         if self._search.trial() != self.scheduler.admitted_only:
             if self._in_flight:
                 return False
-            self._observer.preempted(self.scheduler.preempt_all())
+            preempted = self.scheduler.preempt_all()
+            self._observer.preempted(preempted, PreemptionCause.FAULT_SEARCH)
             self._begin_trial()
         return not (self._is_paused or self._num_holds)
 

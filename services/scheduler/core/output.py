@@ -21,7 +21,26 @@ class WaitReason(Enum):
     HELD_BACK = "held_back"
     """Requests are held back while one of them is searched for whose steps always fail."""
     PAUSED = "paused"
-    """An operator paused the engine. No step has this reason, because none is planned."""
+    """An operator paused the engine. Steps have it only in a pause that waits for running requests;
+    in others none is planned.
+    """
+    RECOVERY = "recovery"
+    """Pool or workers are away. No step has it, since none is planned."""
+
+
+class PreemptionCause(Enum):
+    """Why requests that ran went back to the queue."""
+
+    NO_BLOCKS = "no_blocks"
+    """Another request needed its blocks."""
+    RESET = "reset"
+    """An operator had every cached prefix forgotten."""
+    FAULT_SEARCH = "fault_search"
+    """A request is searched for whose steps always fail: few run at a time until it is found."""
+    POOL_LOST = "pool_lost"
+    """The pool ended or did not answer."""
+    WORKERS_LOST = "workers_lost"
+    """A worker ended or did not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +105,8 @@ class ModelRunnerOutput:
     """By index of the request; carried through."""
     nan_requests: frozenset[int] = frozenset()
     """Indexes of requests whose logits held NaN."""
+    execute_nanos: int = 0
+    """For how long the workers computed; 0 where that is not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +127,8 @@ class EngineCoreOutputs:
     logprobs: Mapping[int, object]
     ended: Sequence[Request]
     """Requests that ended by the step."""
+    execute_nanos: int = 0
+    """For how long the workers computed; 0 where that is not measured."""
 
     def __iter__(self) -> Iterator[EngineCoreOutput]:
         ended = set(self.ended)

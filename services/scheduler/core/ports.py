@@ -4,15 +4,15 @@ The operations of the pool are in `services/common/pool_operations.py`.
 """
 
 from asyncio import Future
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from services.common.errors import Unavailable
 from services.common.pool_operations import Operation, Outcome
 from services.scheduler.core.output import (
-    EngineCoreOutput,
     EngineCoreOutputs,
     ModelRunnerOutput,
+    PreemptionCause,
     SchedulerOutput,
 )
 from services.scheduler.core.request import Request
@@ -95,11 +95,11 @@ class StepObserver(Protocol):
     def planned(self, plan: SchedulerOutput) -> None:
         """The step is decided and about to be sent."""
 
-    def done(self, plan: SchedulerOutput, updates: Iterable[EngineCoreOutput]) -> None:
-        """The step's tokens have arrived."""
+    def done(self, plan: SchedulerOutput, update: EngineCoreOutputs) -> None:
+        """The step's tokens have arrived, and are about to be delivered."""
 
     def ended(self, requests: Sequence[Request]) -> None:
-        """Requests were aborted between steps."""
+        """Requests were aborted between steps, and their ends are about to be delivered."""
 
     def paused(self) -> None:
         """No step is planned until `resumed`. May be called again."""
@@ -107,10 +107,14 @@ class StepObserver(Protocol):
     def resumed(self) -> None:
         """Steps are planned again. May be called again."""
 
-    def preempted(self, requests: Sequence[Request]) -> None:
-        """An operator sent running requests back to the queue."""
+    def preempted(self, requests: Sequence[Request], cause: PreemptionCause) -> None:
+        """Running requests were sent back to the queue between steps."""
 
-    def lost(self, preempted: Sequence[Request]) -> None:
-        """The outputs of steps in flight are discarded: pool or workers are lost, or the engine
-        ends.
-        """
+    def lost(self, preempted: Sequence[Request], lost: PoolLost | WorkersLost) -> None:
+        """Pool or workers are lost; the outputs of steps in flight are discarded."""
+
+    def recovered(self) -> None:
+        """Pool and workers are there again, and empty."""
+
+    def stopped(self) -> None:
+        """The engine ends; the outputs of steps in flight are discarded."""

@@ -21,8 +21,9 @@ class QueueEstimate:
     Until enough requests have ended, the rate is that of computed tokens divided by the tokens that
     a request is expected to take.
 
-    Time in which no request waits counts by the share of `max_running` that run: else the rate
-    would be that of arrivals, not what the replica can do.
+    While fewer than `max_running` run, and none waits, the rate is that of arrivals, not what the
+    replica can do. That time counts by the share of `max_running` that run, and as much longer as
+    steps take when all do.
     """
 
     def __init__(self, max_running: int) -> None:
@@ -45,19 +46,24 @@ class QueueEstimate:
         num_running: int,
         num_waiting: int,
         num_completed: int,
+        slowdown: float = 1.0,
         num_tokens: int = 0,
         tokens_per_request: float = 0.0,
     ) -> None:
-        """Takes in how things stand. `num_completed` are all requests that ended after running and
-        `num_tokens` all tokens that were computed; `tokens_per_request` is what one of those that
-        run is expected to take in all. The last two are of use while `counts_tokens`.
+        """Takes in how things stand. `num_completed` are all requests that ended after running, and
+        `slowdown` says how many times as long a step takes when `max_running` run. `num_tokens` are
+        all tokens that were computed; `tokens_per_request` is what one of those that run is
+        expected to take in all. The last two are of use while `counts_tokens`.
         """
         last, self._last = self._last, (now_seconds, num_completed, num_tokens)
         if last is None or not num_running:
             return
         passed, completed = now_seconds - last[0], num_completed - last[1]
-        share = 1.0 if num_waiting else min(1.0, num_running / self._max_running)
-        self._busy_seconds += share * passed
+        if not num_waiting and num_running < self._max_running:
+            passed *= slowdown
+            self._busy_seconds += passed * num_running / self._max_running
+        else:
+            self._busy_seconds += passed
         self._running_seconds += passed * num_running
         self._num_tokens += num_tokens - last[2]
         self._tokens_per_request = tokens_per_request

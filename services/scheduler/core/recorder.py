@@ -39,13 +39,14 @@ from enum import Enum
 from typing import Any
 
 from services.common.finish_reason import FinishReason
+from services.common.pause_mode import PauseMode
 from services.common.pool_operations import BlockTables, Operation, Outcome
 from services.common.repetition import RepetitionDetection
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.ports import KVPool, PoolLost
 from services.scheduler.core.request import Request
-from services.scheduler.core.scheduler import PauseMode, Scheduler
+from services.scheduler.core.scheduler import Scheduler
 
 SCHEMA = "stepwell.step_log"
 VERSION = 3

@@ -11,6 +11,7 @@ from services.common.prompt_embeds import PromptEmbeds
 from services.common.repetition import RepetitionDetection
 from services.common.sampling import SamplingParams
 from services.scheduler.core.computed_tokens import ComputedTokens
+from services.scheduler.core.timeline import RequestTimes
 
 
 class RequestStatus(enum.Enum):
@@ -40,10 +41,21 @@ class Request(ComputedTokens):
     """When it must have been scheduled for the first time, in monotonic seconds; None: no limit."""
     cache_salt: str = ""
     traceparent: str = ""
+    tracestate: str = ""
+    """Of the caller; carried through, as is `baggage`."""
+    baggage: str = ""
     queued_unix_nanos: int = 0
     """When it came to this replica; carried through, for traces."""
+    hashed_unix_nanos: int = 0
+    """When its prompt had been hashed apart from the steps; 0 if it was not. Carried through."""
+    times: RequestTimes | None = None
+    """Where its time went, once it has ended; carried through."""
     prompt_embeds: PromptEmbeds | None = None
     """Embeddings in place of the prompt's tokens, which are placeholders then; carried through."""
+    num_choices: int = 0
+    """The client's parameter n, in the first sequence of a prompt; 0 in the others. Carried
+    through, for metrics.
+    """
     reads_prefix_cache: bool = True
     """False where every prompt position must be computed, as for prompt log-probabilities."""
 

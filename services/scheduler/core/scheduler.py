@@ -1,10 +1,10 @@
 """The scheduler: what each engine step computes, of which requests."""
 
-from collections.abc import Collection, Sequence
-from enum import Enum
+from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 
 from services.common.finish_reason import FinishReason
+from services.common.pause_mode import PauseMode
 from services.common.pool_operations import BlockTables, StopReason
 from services.scheduler.core.admission import AdmissionPlanner, PlannedAdmission
 from services.scheduler.core.config import SchedulerConfig
@@ -22,14 +22,6 @@ from services.scheduler.core.request import Request, RequestStatus
 from services.scheduler.core.running_planner import RunningPlanner
 from services.scheduler.core.running_requests import RunningRequests
 from services.scheduler.core.step_builder import StepBuilder
-
-
-class PauseMode(Enum):
-    """What a pause does with requests that have not ended."""
-
-    KEEP = "keep"
-    ABORT = "abort"
-
 
 LOOKUP_BATCH = 32
 """Waiting requests whose prefix is looked up in one transaction."""
@@ -84,6 +76,12 @@ class Scheduler:
         """Blocks that no request held after the last transaction."""
         return self._kv_cache_manager.num_free_blocks
 
+    @property
+    def next_candidates(self) -> Iterable[Request]:
+        """Waiting requests whose admission the next step may try."""
+        num_rows = self.config.max_running - len(self.running)
+        return islice(self.waiting, max(0, min(num_rows, LOOKUP_BATCH)))
+
     def add(self, request: Request) -> None:
         """Queues a request that arrived."""
         request.max_num_tokens = self.config.max_model_len
@@ -125,7 +123,9 @@ class Scheduler:
                 self.held_back[request] = None
 
     def pause(self, mode: PauseMode) -> None:
-        """Notes that the caller plans no step until `resume`; with ABORT it ends all requests."""
+        """Notes that the caller plans no step until `resume`. With ABORT it ends all requests; with
+        WAIT it plans steps, which admit no request, while requests run.
+        """
         self.pause_mode = mode
 
     def resume(self) -> None:
@@ -177,7 +177,7 @@ class Scheduler:
                 if request.finish_reason is not None:
                     ended.append(request)
         self._remove(ended)
-        return EngineCoreOutputs(plan, taken, output.logprobs, ended)
+        return EngineCoreOutputs(plan, taken, output.logprobs, ended, output.execute_nanos)
 
     def preempt_all(self) -> list[Request]:
         """Preempts every running request, in an order that keeps theirs in the queue."""
@@ -270,11 +270,13 @@ class Scheduler:
                 builder.hits[candidates[len(outcome.admitted)]] = outcome.stop.num_hit_tokens
         if not self.waiting:
             return WaitReason.HELD_BACK if self.held_back else None
+        if self.pause_mode is PauseMode.WAIT:
+            return WaitReason.PAUSED
         return WaitReason.BUDGET if builder.token_budget == 0 else WaitReason.MAX_SEQS
 
     def _candidates(self, builder: StepBuilder) -> list[Request]:
         """The head of the queue, as far as rows and budget could reach."""
-        if not self.waiting:
+        if not self.waiting or self.pause_mode is PauseMode.WAIT:
             return []
         num_rows = self.config.max_running - len(self.running)
         return list(islice(self.waiting, max(0, min(num_rows, builder.token_budget, LOOKUP_BATCH))))

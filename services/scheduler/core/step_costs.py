@@ -50,6 +50,17 @@ class StepCosts:
         )
         return beyond / num_tokens
 
+    def slowdown(self, num_requests: int, more_requests: int) -> float:
+        """How many times as long a step takes that has more requests; 1 while it is not known.
+
+        At most as many times as there are more requests: each one takes no more than its part.
+        """
+        each_step, each_decode = self._fit()
+        seconds = each_step + each_decode * num_requests
+        if not seconds or more_requests <= num_requests:
+            return 1.0
+        return (each_step + each_decode * more_requests) / seconds
+
     def _fit(self) -> tuple[float, float]:
         """Seconds of every step, and for each request in it; 0 while they are not known.
 

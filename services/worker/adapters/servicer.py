@@ -22,6 +22,7 @@ from services.worker.adapters.converters import (
     step_from_proto,
     step_output_to_proto,
 )
+from services.worker.adapters.metrics import WorkerMetrics
 from services.worker.adapters.telemetry import StepTimes, StepTracer
 from services.worker.core.device_tokens import PendingOutput
 from services.worker.core.model_runner import ModelRunner
@@ -44,10 +45,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self,
         compute: ComputeThread,
         tracing: Tracing,
+        metrics: WorkerMetrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._compute = compute
         self._tracing = tracing
+        self._metrics = metrics
         self._lease = Lease("worker", LEASE_GRACE_SECONDS, clock)
         self._worker: Worker | None = None
         self._seen_generation = 0
@@ -56,6 +59,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     def open(self, worker: Worker) -> None:
         """Begins to answer calls."""
         self._worker = worker
+        self._metrics.loaded(worker.description)
 
     def close(self, reason: StepwellError | None = None) -> None:
         """Refuses calls, and ends the open stream with the reason; by default that it drains."""
@@ -87,7 +91,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         if self._stream is not None:
             self._stream.end(Aborted("a newer stream took the worker over"))
         tracer = StepTracer(self._tracing, worker.description.rank)
-        stream = self._stream = _StepStream(worker.runner, self._compute, tracer)
+        self._metrics.stream_opened()
+        stream = self._stream = _StepStream(worker.runner, self._compute, tracer, self._metrics)
         try:
             async with aclosing(stream.responses(first, request_iterator)) as responses:
                 async for response in responses:
@@ -135,10 +140,17 @@ class _StepStream:
     this thread and the compute thread share the interpreter's lock.
     """
 
-    def __init__(self, runner: ModelRunner, compute: ComputeThread, tracer: StepTracer) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        compute: ComputeThread,
+        tracer: StepTracer,
+        metrics: WorkerMetrics,
+    ) -> None:
         self._runner = runner
         self._compute = compute
         self._tracer = tracer
+        self._metrics = metrics
         self._closed = False
         self._error: StepwellError | None = None
         self._pending: deque[_PendingStep] = deque()
@@ -156,7 +168,6 @@ class _StepStream:
     def close(self) -> None:
         """Drops steps that have not begun."""
         self._closed = True
-        self._tracer.close()
 
     async def responses(
         self,
@@ -250,7 +261,9 @@ class _StepStream:
         arrived, started, ended = pending.arrived_nanos, pending.started_nanos, pending.ended_nanos
         epoch = time.time_ns() - time.perf_counter_ns()
         times = StepTimes(epoch + arrived, epoch + started, epoch + ended)
-        self._tracer.record(pending.message, pending.step, output, times)
+        self._tracer.record(pending.message.traceparent, pending.step, times)
+        num_tokens = int(pending.step.num_scheduled_tokens.sum())
+        self._metrics.stepped(num_tokens, started - arrived, ended - started)
         return step_output_to_proto(
             output, queue_nanos=started - arrived, execute_nanos=ended - started
         )

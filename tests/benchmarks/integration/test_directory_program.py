@@ -1,12 +1,17 @@
 """The benchmark of the directory runs: all of it, small."""
 
+import asyncio
 import json
 from pathlib import Path
 
 import pytest
 
+from benchmarks.directory.redis_faults import NO_FAULT, single_faults
+from benchmarks.directory.request_faults import Times, compare_faults, requests_table
+from services.common.redis_connection import RedisConnection
 from tests.benchmarks.programs import run_program
-from tests.redis_servers import needs_redis
+from tests.redis_servers import needs_redis, redis_server
+from tests.slowness import busy_slowness
 
 pytestmark = needs_redis
 
@@ -29,5 +34,20 @@ def test_quick_measures_both_layouts_and_the_index(tmp_path: Path) -> None:
 def test_quick_breaks_redis_in_every_way() -> None:
     done = run_program("directory.faults", "--quick")
     rows = [line.split(" | ") for line in done.stdout.splitlines()[2:]]
-    assert len(rows) == 6
-    assert all(float(seconds) < 5 for _, _, seconds, _ in rows)
+    assert len(rows) == 7
+    most_seconds = 5 * busy_slowness()
+    assert all(float(seconds) < most_seconds for _, _, seconds, _ in rows)
+
+
+@pytest.mark.slow
+def test_requests_do_not_fail_while_redis_is_stopped(servable_model: Path, tmp_path: Path) -> None:
+    with redis_server(tmp_path) as server:
+        redis = RedisConnection(server.url)
+        (stop,) = (fault for fault in single_faults(server, redis) if "SIGSTOP" in fault.name)
+        calm, stopped = asyncio.run(
+            compare_faults(servable_model, server.url, [NO_FAULT, stop], Times(1.5, 1.0), 1)
+        )
+    assert len(calm.calm) == len(calm.hit) == len(stopped.calm) == len(stopped.hit) == 20
+    assert calm.complaints == stopped.complaints == []
+    assert max(stopped.exact_seconds) < 5 * busy_slowness()
+    assert "| stopped (SIGSTOP), then continued | 40 | 0 | " in requests_table([calm, stopped])

@@ -15,6 +15,7 @@ def test_quick_compares_policies_and_times_decisions(tmp_path: Path) -> None:
     done = run_program("routing", "--quick", "--policies", policies, "--json", file)
     figures = json.loads(file.read_text())
     aware, turns = figures["policies"]
+    assert (aware["at_once"], aware["pool_share"]) == (2, 0.25)
     assert (aware["policy"], turns["policy"]) == ("cache-aware", "round-robin")
     assert aware["num_requests"] == turns["num_requests"] == 16
     assert 0 < turns["hit_rate"] < aware["hit_rate"] < 1
@@ -24,5 +25,5 @@ def test_quick_compares_policies_and_times_decisions(tmp_path: Path) -> None:
     kinds = [decision["kind"] for decision in figures["decisions"]]
     assert kinds == ["keys known", "next turn", "new"]
     assert min(decision["median_millis"] for decision in figures["decisions"]) > 0
-    assert "| cache-aware | 2 |" in done.stdout
+    assert "| cache-aware | 0.25 | 2 |" in done.stdout
     assert "| new | 4 |" in done.stdout

@@ -1,5 +1,6 @@
 """The programs of benchmarks.soak run, each for some seconds."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,16 @@ def test_a_short_endurance_run_sends_every_kind_and_finds_all_blocks_free(
     assert " 0 preemptions" not in report
 
 
+@pytest.mark.slow
+def test_streams_of_two_gateways_outlive_faults_every_two_seconds(servable_model: Path) -> None:
+    storm = ("--every", 2, "--seconds", 5, "--replicas", 2, "--gateways", 2)
+    streams = ("--streams", 8, "--tokens", 40, "--model", servable_model)
+    report = run_program("soak", "faults", *storm, *streams).stdout
+    assert "3 faults; " in report
+    assert " 0 failed, 0 changed, 0 ended with the gateway" in report
+    assert "at the end all blocks are free and no request is left" in report
+
+
 def test_idle_services_keep_their_cache(servable_model: Path) -> None:
     done = run_program("soak", "idle", "--minutes", 0.03, "--model", servable_model)
     assert "the same answer; 0 warnings" in done.stdout
@@ -33,6 +44,22 @@ def test_a_short_overload_is_served_and_refused(servable_model: Path) -> None:
     report = run_program("soak", "overload", *flags, "--model", servable_model).stdout
     assert "| goodput to capacity | " in report
     assert "| refusals, ms, median / p99 | " in report
+
+
+@pytest.mark.slow
+def test_a_short_flood_of_one_tenant_is_measured_from_both_sides(servable_model: Path) -> None:
+    """In so short a time on a busy machine figures may be too high: status 1."""
+    load = ("--tenants", 2, "--concurrency", 8, "--factor", 4, "--output-tokens", 32)
+    times = ("--seconds", 1.5, "--deadline-seconds", 2, "--recovery-seconds", 0.2)
+    program = (*load, *times, "--model", servable_model)
+    done = run_program("soak", "overload", *program, statuses=(0, 1))
+    for line in ("goodput to peak", "refusals, ms", "its p99 to the unloaded one", "memory of the"):
+        assert f"| {line}" in done.stdout, done.stdout + done.stderr
+    figures = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|", done.stdout, re.MULTILINE))
+    for tenant in ("flooding", "quiet"):
+        num_sent, num_done = figures[f"{tenant} tenant: requests sent / done"].split(" / ")
+        assert int(num_sent) >= int(num_done) > 0
+    assert float(figures["refusals, ms, median / p99"].partition(" / ")[0]) > 0
 
 
 def test_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

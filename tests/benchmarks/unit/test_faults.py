@@ -5,7 +5,8 @@ from collections import Counter
 from random import Random
 
 from benchmarks.soak.checked_streams import Answer, Counts, make_request
-from benchmarks.soak.faults import Effect, Fault, draw_fault, report
+from benchmarks.soak.fault_draws import Fault, draw_fault, draw_hit
+from benchmarks.soak.fault_report import Effect, report, storm_report
 
 NAMES = ["scheduler-0", "kvpool-0", "worker-0"]
 
@@ -50,3 +51,20 @@ def test_the_report_counts_failures_and_shows_the_longest_silence_of_each_kind()
     assert "| kvpool, SIGKILL | 2 | 1.00 / 1.50 | 2.00 |" in text
     assert "2 faults, 1 without recovery; 12 answers are right, 2 failed, 0 changed" in text
     assert "2 times UNAVAILABLE: gone" in text
+
+
+def test_a_hit_kills_or_stops_one_of_the_services_that_run() -> None:
+    hits = [hit for seed in range(200) for hit in draw_hit(Random(seed), NAMES[1:]).hits]
+    assert len(hits) == 200
+    assert {name for _, name, _ in hits} == {"kvpool-0", "worker-0"}
+    assert {number for _, _, number in hits} == {signal.SIGKILL, signal.SIGSTOP}
+
+
+def test_the_report_of_a_storm_counts_faults_by_kind_and_shows_silences_of_answers() -> None:
+    faults = [Fault(((0.0, name, signal.SIGSTOP),)) for name in ("worker-0", "worker-2")]
+    counts = Counts(good=100, silences=[0.5] * 98 + [2.0, 3.0])
+    text = storm_report(faults, counts, "2 blocks not free")
+    assert "| worker, SIGSTOP | 2 |" in text
+    assert "2 faults; 100 answers are right, 0 failed, 0 changed" in text
+    assert "median / p99 / longest: 0.50 / 2.00 / 3.00" in text
+    assert "at the end 2 blocks not free" in text

@@ -98,20 +98,22 @@ async def make_no_sense_of_some(replica: Replica, gateway: Gateway) -> None:
 
 async def reset_and_pause(replica: Replica, gateway: Gateway) -> None:
     await gateway.until_tokens(0, 2)
-    await replica.stub.ResetPrefixCache(scheduler_pb2.ResetPrefixCacheRequest(preempt_running=True))
+    await replica.admin.ResetPrefixCache(
+        scheduler_pb2.ResetPrefixCacheRequest(preempt_running=True)
+    )
     await gateway.until_tokens(0, 6)
-    await replica.stub.Pause(scheduler_pb2.PauseRequest(abort=False))
+    await replica.admin.Pause(scheduler_pb2.PauseRequest(mode=scheduler_pb2.PAUSE_MODE_KEEP))
     with pytest.raises(grpc.aio.AioRpcError, match="requests hold blocks"):
-        await replica.stub.ResetPrefixCache(scheduler_pb2.ResetPrefixCacheRequest())
+        await replica.admin.ResetPrefixCache(scheduler_pb2.ResetPrefixCacheRequest())
     await gateway.abort(7, 8)
     await gateway.add(99, prompt(20), sampling=sampling(30))
-    await replica.stub.Resume(scheduler_pb2.ResumeRequest())
+    await replica.admin.Resume(scheduler_pb2.ResumeRequest())
     await gateway.until_tokens(0, 9)
-    await replica.stub.Pause(scheduler_pb2.PauseRequest(abort=True))
+    await replica.admin.Pause(scheduler_pb2.PauseRequest(mode=scheduler_pb2.PAUSE_MODE_ABORT))
     await gateway.finish(*HANDLES, 99)
-    await replica.stub.ResetPrefixCache(scheduler_pb2.ResetPrefixCacheRequest())
+    await replica.admin.ResetPrefixCache(scheduler_pb2.ResetPrefixCacheRequest())
     await gateway.add(100, prompt(20), sampling=sampling(5))
-    await replica.stub.Resume(scheduler_pb2.ResumeRequest())
+    await replica.admin.Resume(scheduler_pb2.ResumeRequest())
     await gateway.finish(100)
 
 

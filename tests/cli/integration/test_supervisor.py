@@ -164,7 +164,7 @@ async def test_kill_now_kills_what_is_left_at_once(tmp_path: Path) -> None:
 
     supervisor.stop.set()
     supervisor.kill_now.set()
-    await asyncio.wait_for(running, 10)
+    await asyncio.wait_for(running, 60)
 
     assert not is_running(supervisor.pid("deaf"))
 
@@ -180,7 +180,7 @@ async def test_stopping_while_a_child_is_away_does_not_bring_it_back(tmp_path: P
     await until(lambda: bool(journal.deaths))
 
     supervisor.stop.set()
-    await asyncio.wait_for(running, 10)
+    await asyncio.wait_for(running, 60)
 
     assert journal.stops == ["pool"]
 
@@ -231,7 +231,7 @@ asyncio.run(main())
     supervisor.kill()
     await supervisor.wait()
 
-    await until(lambda: not any(map(is_running, pids)), seconds=5)
+    await until(lambda: not any(map(is_running, pids)), seconds=60)
 
 
 def test_the_delay_grows_to_its_limit() -> None:

@@ -69,3 +69,14 @@ def test_the_ready_line(tmp_path: Path) -> None:
         "  curl -N http://127.0.0.1:8000/v1/completions -H 'Authorization: Bearer KEY' "
     )
     assert '"model": "it\'"\'"\'s"' in second
+
+
+def test_the_ready_line_with_tls(tmp_path: Path) -> None:
+    addresses = Addresses("0.0.0.0", 8000, 9000, tmp_path)
+    text = ready_text(addresses, "m", needs_key=False, has_tls=True, needs_certificate=True)
+    first, second = text.splitlines()
+    assert first == "ready: m at https://127.0.0.1:8000 (gRPC at 127.0.0.1:9000); try"
+    assert second.startswith(
+        "  curl -N https://127.0.0.1:8000/v1/completions --cacert CA.pem "
+        "--cert CLIENT.pem --key CLIENT-KEY.pem -H 'Content-Type: application/json'"
+    )

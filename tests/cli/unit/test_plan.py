@@ -28,6 +28,14 @@ EVERYTHING = {
     "generation_config": "vllm",
     "routing_policy": "round-robin",
     "api_keys": ("one", "two"),
+    "admin_key": "operator",
+    "api_key_file": Path("/etc/stepwell/keys.json"),
+    "api_keys_in_redis": True,
+    "share_cache_between_tenants": True,
+    "ui": False,
+    "tls_cert_file": Path(__file__),
+    "tls_key_file": Path(__file__),
+    "tls_client_ca_file": Path(__file__),
     "device": "cpu",
     "batch_invariant": True,
     "dtype": "float32",
@@ -51,6 +59,10 @@ EVERYTHING = {
     "log_level": LogLevel.ERROR,
     "log_format": LogFormat.JSON,
 }
+
+
+OF_TRACES = ("otlp_endpoint", "trace_sample_ratio")
+"""Settings that have another default under `stepwell up`: see the tests of traces."""
 
 
 def received(
@@ -88,6 +100,7 @@ def test_the_services_find_each_other(tmp_path: Path) -> None:
     services = received(tmp_path, {})
     gateway, scheduler = services["gateway"], services["scheduler"]
     assert (gateway.http_address, gateway.address) == ("[::1]:8000", "[::1]:9000")
+    assert gateway.health_address == "unix:/run/stepwell/gateway.sock"
     assert gateway.schedulers == (scheduler.address,) == ("unix:/run/stepwell/scheduler.sock",)
     assert scheduler.kvpool == services["kvpool"].address == "unix:/run/stepwell/kvpool.sock"
     assert scheduler.workers == (services["worker"].address,)
@@ -116,8 +129,40 @@ def test_each_replica_serves_gateways_of_others_on_a_port_of_its_own(tmp_path: P
 def test_what_is_not_given_is_the_services_own_default(tmp_path: Path) -> None:
     for name, settings in received(tmp_path, {}).items():
         for field in dataclasses.fields(SETTINGS[name]):
-            if field.name in settings_of(name):
+            if field.name in settings_of(name) and field.name not in OF_TRACES:
                 assert getattr(settings, field.name) == field.default, (name, field.name)
+
+
+def test_without_a_collector_the_gateway_keeps_traces(tmp_path: Path) -> None:
+    services = received(tmp_path, {})
+    gateway = services.pop("gateway")
+    assert (gateway.trace_address, gateway.otlp_endpoint) == ("unix:/run/stepwell/traces.sock", "")
+    assert (gateway.trace_sample_ratio, gateway.trace_store_max_per_minute) == (1, 12)
+    for service in services.values():
+        assert service.otlp_endpoint == gateway.trace_address
+        assert service.trace_sample_ratio == 0  # steps are traced for requests alone
+
+
+def test_a_ratio_takes_the_place_of_the_limit_of_a_minute(tmp_path: Path) -> None:
+    services = received(tmp_path, {}, trace_sample_ratio=0.5)
+    assert services["gateway"].trace_store_max_per_minute == 0
+    assert {service.trace_sample_ratio for service in services.values()} == {0.5}
+
+
+@pytest.mark.parametrize(
+    ("environ", "given"),
+    [
+        ({}, {"otlp_endpoint": "http://127.0.0.1:4317"}),
+        ({f"{env_prefix('scheduler')}OTLP_ENDPOINT": "http://127.0.0.1:4317"}, {}),
+        ({}, {"trace_sample_ratio": 0.0}),
+    ],
+)
+def test_with_a_collector_or_without_traces_nothing_is_kept(
+    tmp_path: Path, environ: dict[str, str], given: dict[str, Any]
+) -> None:
+    services = received(tmp_path, environ, **given)
+    assert services["gateway"].trace_address is None
+    assert services["kvpool"].otlp_endpoint == given.get("otlp_endpoint", "")
 
 
 def test_variables_of_the_services_pass_through(tmp_path: Path) -> None:

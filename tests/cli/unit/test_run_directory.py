@@ -1,11 +1,15 @@
 """The directory of one run."""
 
 import os
+import socket
 import stat
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from services.cli.errors import CommandError
 from services.cli.ports import claim_port
 from services.cli.run_directory import run_directory
 
@@ -37,5 +41,13 @@ with run_directory() as path:
     assert list(long.iterdir()) == []
 
 
-def test_port_zero_is_a_free_one() -> None:
-    assert claim_port("127.0.0.1", 0, "--http-port") > 0
+def test_port_zero_is_a_free_one_that_no_other_process_is_given() -> None:
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for _ in range(20):
+        port = claim_port("127.0.0.1", 0, "--http-port")
+        assert 1024 <= port < first
+        with (
+            socket.create_server(("127.0.0.1", port)),
+            pytest.raises(CommandError, match=f"port {port} of 127.0.0.1 is taken"),
+        ):
+            claim_port("127.0.0.1", port, "--http-port")

@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-TOP = ("services", "protos", "tests", "benchmarks", "docs", "tools", "models")
+TOP = ("services", "protos", "tests", "benchmarks", "deploy", "docs", "tools", "models")
 
 # Paths with a placeholder, such as services/<name>/settings.py, are not files.
 _PATH = re.compile(rf"`((?:{'|'.join(TOP)})/[\w./-]*)`")

@@ -12,11 +12,12 @@ from services.scheduler.settings import SchedulerSettings
 from services.worker.settings import WorkerSettings
 
 ROOT = Path(__file__).parents[3]
-PAGES = ("architecture.md", "models.md", "operating.md", "parallel.md")
+PAGES = ("architecture.md", "models.md", "operating.md", "parallel.md", "security.md", "tracing.md")
 SETTINGS = (UpSettings, GatewaySettings, SchedulerSettings, KVPoolSettings, WorkerSettings)
 
-# Flags of other programs: of every command, of stepwell replay, of a benchmark.
-OTHERS = {"--help", "--set", "--minutes", "--key"}
+# Flags of other programs: of every command, of stepwell replay, of a benchmark, of client commands.
+OTHERS = {"--help", "--set", "--minutes", "--key", "--tenants", "--url"}
+OTHERS |= {"--ca-file", "--cert-file", "--key-file"}
 
 
 def test_flags_named_in_the_documentation_exist() -> None:

@@ -36,7 +36,7 @@ def start(body: str, *, log_level: str = "error") -> subprocess.Popen[str]:
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     with process:
-        out, errors = process.communicate(timeout=20)
+        out, errors = process.communicate(timeout=60)
     return process.returncode, out, errors
 
 

@@ -9,6 +9,7 @@ QUEUE = QueueState(
     max_queue_seconds=8.0,
     seconds_per_request=0.5,
     service_seconds=2.0,
+    num_running=4,
 )
 
 

@@ -1,17 +1,21 @@
 """Errors and statuses: the map is complete, and what one service raises another one catches."""
 
 import importlib
+import json
 import pkgutil
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 
 import grpc
 import pytest
-from google.rpc import code_pb2
+from google.rpc import code_pb2, error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import services
 from services.common import errors
 from services.common.channel import open_channel
+from services.common.retry_hint import JITTER
 from services.common.server import StatusInterceptor
 from services.common.status import (
     STATUS_OF,
@@ -76,8 +80,10 @@ class Raising(health_pb2_grpc.HealthServicer):
 
     def __init__(self, error: Exception) -> None:
         self._error = error
+        self.num_calls = 0
 
     async def Check(self, request: object, context: object) -> None:  # noqa: ARG002, N802
+        self.num_calls += 1
         raise self._error
 
     async def Watch(  # noqa: N802
@@ -89,17 +95,26 @@ class Raising(health_pb2_grpc.HealthServicer):
         raise self._error
 
 
-async def caught(error: Exception, *, streaming: bool) -> errors.StepwellError:
-    """What a client catches when a handler raises."""
+@asynccontextmanager
+async def refusing(
+    error: Exception, raising: Raising | None = None, options: Sequence[tuple[str, str]] = ()
+) -> AsyncIterator[health_pb2_grpc.HealthStub]:
+    """A client of a server whose handlers raise."""
     server = grpc.aio.server(interceptors=[StatusInterceptor()])
-    health_pb2_grpc.add_HealthServicer_to_server(Raising(error), server)
+    health_pb2_grpc.add_HealthServicer_to_server(raising or Raising(error), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
-        async with open_channel(f"127.0.0.1:{port}") as channel:
-            return await _call(health_pb2_grpc.HealthStub(channel), streaming=streaming)
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
+            yield health_pb2_grpc.HealthStub(channel)
     finally:
         await server.stop(0)
+
+
+async def caught(error: Exception, *, streaming: bool) -> errors.StepwellError:
+    """What a client catches when a handler raises."""
+    async with refusing(error) as stub:
+        return await _call(stub, streaming=streaming)
 
 
 async def _call(stub: health_pb2_grpc.HealthStub, *, streaming: bool) -> errors.StepwellError:
@@ -124,13 +139,69 @@ async def test_an_error_arrives_as_it_was_raised(
 ) -> None:
     raised = kind("what went wrong", field="sampling.top_p", retry_after_seconds=1.5)
     error = await caught(raised, streaming=streaming)
-    if kind is errors.PayloadTooLarge:
+    if kind in (errors.PayloadTooLarge, errors.QuotaExceeded):
         assert type(error) is errors.ResourceExhausted, "they share a status"
     else:
         assert type(error) is kind
     assert error.message == "what went wrong"
     assert error.error_reason == kind.reason
-    assert (error.field, error.retry_after_seconds) == ("sampling.top_p", 1.5)
+    assert error.field == "sampling.top_p"
+    if kind is errors.DeadlineExceeded:
+        assert error.retry_after_seconds is None, "trying again does not help"
+    else:
+        assert error.retry_after_seconds is not None
+        assert 1.5 <= error.retry_after_seconds <= 1.5 * (1 + JITTER)
+
+
+async def trailing(error: errors.StepwellError) -> dict[str, str | bytes]:
+    """The trailing metadata of a call that ends with an error."""
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        async with refusing(error) as stub:
+            await stub.Check(health_pb2.HealthCheckRequest())
+    return dict(failed.value.trailing_metadata())
+
+
+async def test_grpc_itself_is_told_when_to_try_again() -> None:
+    hinted = await trailing(errors.ResourceExhausted("full", retry_after_seconds=0.2))
+    assert 200 <= int(hinted["grpc-retry-pushback-ms"]) <= 250
+    assert "grpc-retry-pushback-ms" not in await trailing(errors.Unavailable("away"))
+    late = errors.DeadlineExceeded("late", retry_after_seconds=1.0)
+    assert (await trailing(late))["grpc-retry-pushback-ms"] == "-1"
+
+
+async def test_a_client_with_a_retry_policy_comes_back_after_the_hint_unless_it_must_not() -> None:
+    policy = {
+        "methodConfig": [
+            {
+                "name": [{}],
+                "retryPolicy": {
+                    "maxAttempts": 3,
+                    "initialBackoff": "0.01s",
+                    "maxBackoff": "0.01s",
+                    "backoffMultiplier": 1,
+                    "retryableStatusCodes": ["RESOURCE_EXHAUSTED"],
+                },
+            }
+        ]
+    }
+    options = (("grpc.service_config", json.dumps(policy)),)
+    for may_retry, num_calls in ((None, 3), (False, 1)):
+        error = errors.ResourceExhausted("full", retry_after_seconds=0.1, may_retry=may_retry)
+        raising = Raising(error)
+        began = time.monotonic()
+        with pytest.raises(grpc.aio.AioRpcError):
+            async with refusing(error, raising, options) as stub:
+                await stub.Check(health_pb2.HealthCheckRequest())
+        assert raising.num_calls == num_calls
+        assert time.monotonic() - began >= 0.1 * (num_calls - 1)
+
+
+async def test_a_tenants_limit_names_the_tenant() -> None:
+    error = errors.QuotaExceeded("enough", tenant_id="acme", quota="tokens")
+    rich = to_rich_status(error)
+    failure = error_details_pb2.QuotaFailure()
+    assert rich.details[1].Unpack(failure)
+    assert [violation.subject for violation in failure.violations] == ["tenant:acme"]
 
 
 async def test_a_reason_of_its_own_travels() -> None:

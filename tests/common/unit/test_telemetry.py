@@ -130,4 +130,4 @@ def test_a_collector_that_hangs_does_not_hold_up_the_end() -> None:
         tracing.start("a span that is not taken").end()
         began = time.monotonic()
         tracing.shutdown()
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 8, "an export may take 10 s"

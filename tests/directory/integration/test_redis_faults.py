@@ -19,10 +19,13 @@ from tests.directory.busy_pools import FULL, BusyPools, LoopWatch, right_again
 from tests.directory.followed import WRITER, Gateway
 from tests.kvpool.directory_conformance import FINGERPRINT
 from tests.redis_servers import RedisServer, becomes, needs_redis
+from tests.slowness import slowness
 
 pytestmark = needs_redis
 
 KEYS = DirectoryKeys.of(FINGERPRINT)
+MOST_PUBLISH_SECONDS, MOST_PAUSE_SECONDS = 0.05 * slowness(), 0.25 * slowness()
+"""A call of Redis that was waited for would take half a second."""
 
 
 @pytest.fixture
@@ -56,8 +59,8 @@ async def test_a_server_that_was_killed_comes_back_empty(server, pools, gateway)
     await right_again(pools, gateway)
     await watch.close()
     assert gateway.reader.counts.failures > 0
-    assert pools.slowest_publish_seconds < 0.05
-    assert watch.longest_seconds < 0.25
+    assert pools.slowest_publish_seconds < MOST_PUBLISH_SECONDS
+    assert watch.longest_seconds < MOST_PAUSE_SECONDS
 
 
 async def test_a_stopped_server_holds_up_nothing(server, pools, gateway):
@@ -70,8 +73,8 @@ async def test_a_stopped_server_holds_up_nothing(server, pools, gateway):
     server.go_on()
     await right_again(pools, gateway)
     await watch.close()
-    assert pools.slowest_publish_seconds < 0.05
-    assert watch.longest_seconds < 0.25
+    assert pools.slowest_publish_seconds < MOST_PUBLISH_SECONDS
+    assert watch.longest_seconds < MOST_PAUSE_SECONDS
 
 
 async def test_an_emptied_server_is_filled_again(pools, gateway, redis):
@@ -229,7 +232,7 @@ async def test_a_lost_node_of_a_cluster_holds_up_nothing(cluster):
     await becomes(lambda: gateway.index.state is DirectoryState.FALLBACK)
     await asyncio.to_thread(owner.start)
     await right_again(pools, gateway, 10.0)
-    assert pools.slowest_publish_seconds < 0.05
+    assert pools.slowest_publish_seconds < MOST_PUBLISH_SECONDS
     await pools.close()
     await gateway.close()
 

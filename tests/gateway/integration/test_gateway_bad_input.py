@@ -114,7 +114,7 @@ COMPLETIONS: list[tuple[str, dict[str, Any], str]] = [
     ("nothing allowed", {"prompt": "a", "allowed_token_ids": []}, "allowed_token_ids"),
     ("unknown field", {"prompt": "a", "temprature": 1}, "temprature"),
     ("suffix", {"prompt": "a", "suffix": "b"}, "suffix"),
-    ("best_of", {"prompt": "a", "best_of": 3}, "best_of"),
+    ("best_of below n", {"prompt": "a", "best_of": 1, "n": 2}, "best_of"),
     ("options of no stream", {"prompt": "a", "stream_options": {}}, "stream_options"),
     (
         "unknown option",
@@ -322,11 +322,13 @@ async def test_a_refusal_of_the_scheduler_keeps_its_status(served: Serving, stre
         code=8, reason="QUEUE_FULL", message="the queue is full", retry_after_millis=2500
     )
     response = await served.http.post("/v1/completions", json={"prompt": "a", "stream": stream})
-    assert response.status_code == 429
-    assert response.headers["retry-after"] == "3"
+    assert response.status_code == 503
+    hint = int(response.headers["retry-after-ms"])
+    assert 2500 <= hint <= 3126, "up to a quarter more, so that not all come back at once"
+    assert response.headers["retry-after"] == str(-(-hint // 1000))
     assert response.json()["error"] == {
         "message": "the queue is full",
-        "type": "rate_limit_error",
+        "type": "service_unavailable_error",
         "param": None,
         "code": "queue_full",
     }

@@ -288,7 +288,9 @@ async def test_models_health_status_and_metrics(served: Serving) -> None:
     (card,) = (await served.http.get("/v1/models")).json()["data"]
     assert (card["id"], card["object"], card["max_model_len"]) == ("tiny", "model", 512)
     assert (await served.http.get("/v1/models/tiny")).json()["id"] == "tiny"
-    assert (await served.http.get("/v1/models/other")).status_code == 404
+    for other in ("other", "%0A", "tiny%0A", "tiny/"):
+        assert (await served.http.get(f"/v1/models/{other}")).status_code == 404, other
+    assert (await served.http.get("/v1/models/")).json()["object"] == "list"
     assert (await served.http.get("/health")).status_code == 200
     await served.http.post("/v1/completions", json={"prompt": "the", "max_tokens": 3})
     (replica,) = (await served.http.get("/status")).json()["replicas"]
@@ -296,11 +298,11 @@ async def test_models_health_status_and_metrics(served: Serving) -> None:
     response = await served.http.get("/metrics")
     assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     metrics = response.text
-    assert 'vllm:generation_tokens_total{model_name="tiny"} 3.0' in metrics
-    success = 'vllm:request_success_total{finished_reason="length",model_name="tiny"} 1.0'
+    assert 'stepwell_gateway_generation_tokens_total{model_name="tiny"} 3.0' in metrics
+    success = 'stepwell_gateway_answers_total{finished_reason="length",model_name="tiny"} 1.0'
     assert success in metrics
-    assert 'vllm:time_to_first_token_seconds_count{model_name="tiny"} 1.0' in metrics
-    assert 'vllm:inter_token_latency_seconds_count{model_name="tiny"} 2.0' in metrics
+    assert 'stepwell_gateway_time_to_first_token_seconds_count{model_name="tiny"} 1.0' in metrics
+    assert 'stepwell_gateway_inter_token_latency_seconds_count{model_name="tiny"} 2.0' in metrics
     assert (await served.http.get("/openapi.json")).status_code == 200
     missing = await served.http.get("/nowhere")
     assert missing.status_code == 404

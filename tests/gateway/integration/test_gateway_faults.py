@@ -107,13 +107,14 @@ async def test_without_a_replica_a_request_waits_no_longer_than_said(model: Path
         stream = Stream(served)
         await until(lambda: len(stream.token_ids) == 3)
         await scheduler.die()
-        await asyncio.wait_for(stream.task, 5)
+        await asyncio.wait_for(stream.task, 20)
         assert stream.token_ids == expected(3)
         assert stream.error is not None
         assert stream.error["type"] == "service_unavailable_error"
         # A new one waits as long.
         refused = await served.http.post("/v1/completions", json={"prompt": "the"})
-        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert refused.status_code == 503
+        assert 1000 <= int(refused.headers["retry-after-ms"]) <= 1251
         assert served.gateway.fleet.num_waiting == 0
 
 
@@ -138,7 +139,7 @@ async def test_a_replica_that_refuses_is_not_the_last_word(model: Path) -> None:
             assert response.status_code == 200
         second.rejection = full
         response = await served.http.post("/v1/completions", json={"prompt": "the"})
-        assert response.status_code == 429
+        assert response.status_code == 503
 
 
 async def test_a_request_that_was_taken_once_outwaits_a_full_queue(model: Path) -> None:
@@ -170,7 +171,7 @@ async def test_a_client_that_goes_away_aborts(served: Serving, stream: bool, per
     client.sendall(post("/v1/completions", body))
     await until(lambda: scheduler.num_running == 2 and not scheduler.permits)
     client.close()
-    await until(lambda: scheduler.num_running == 0, 2)
+    await until(lambda: scheduler.num_running == 0)
     assert len(scheduler.aborts) == 2
     scheduler.run_freely()
     assert (await served.http.post("/v1/completions", json={"prompt": "a"})).status_code == 200
@@ -197,8 +198,8 @@ async def test_500_clients_that_vanish_leave_nothing(served: Serving) -> None:
     await asyncio.gather(*(reader.readuntil(b"data: ") for reader in readers))
     for writer in writers:
         writer.transport.abort()
-    await until(lambda: scheduler.num_running == 0, 5)
-    await until(lambda: served.gateway.gate.inside == 0, 5)
+    await until(lambda: scheduler.num_running == 0)
+    await until(lambda: served.gateway.gate.inside == 0)
     scheduler.run_freely()
     assert (await served.http.post("/v1/completions", json={"prompt": "a"})).status_code == 200
 
@@ -218,7 +219,7 @@ async def test_a_reader_that_stalls_costs_its_tokens_and_no_more(model: Path) ->
         writer.write(post("/v1/completions", body))
         await until(lambda: scheduler.num_running == 1)
         scheduler.run_freely()
-        await until(lambda: scheduler.num_running == 0, 60)
+        await until(lambda: scheduler.num_running == 0)
         other = await served.http.post("/v1/completions", json={"prompt": "a"})
         assert other.status_code == 200
         num_chunks = num_tokens = 0
@@ -252,15 +253,16 @@ async def test_too_many_at_once(model: Path) -> None:
         streams = [Stream(served) for _ in range(2)]
         await until(lambda: served.scheduler.num_running == 2)
         async with served.openai() as client:
-            with pytest.raises(openai.RateLimitError) as caught:
+            with pytest.raises(openai.InternalServerError) as caught:
                 await client.completions.create(model="tiny", prompt="a")
-        assert caught.value.response.headers["retry-after"] == "1"
+        assert caught.value.status_code == 503
+        assert 1000 <= int(caught.value.response.headers["retry-after-ms"]) <= 1251
         served.scheduler.run_freely()
         await asyncio.gather(*(stream.task for stream in streams))
 
 
 async def test_draining_finishes_what_runs_and_takes_nothing_new(model: Path) -> None:
-    async with serving(model, FakeScheduler(permits=2), drain_seconds=5.0) as served:
+    async with serving(model, FakeScheduler(permits=2), drain_seconds=600.0) as served:
         stream = Stream(served)
         await until(lambda: len(stream.token_ids) == 2)
         drained = asyncio.create_task(served.gateway.drain())
@@ -268,4 +270,4 @@ async def test_draining_finishes_what_runs_and_takes_nothing_new(model: Path) ->
         served.scheduler.run_freely()
         await stream.task
         assert stream.token_ids == expected(30)
-        await asyncio.wait_for(drained, 3)
+        await asyncio.wait_for(drained, 60)

@@ -33,7 +33,7 @@ async def connected(
         writer.transport.abort()
 
 
-async def answer_to(served: Serving, *pieces: bytes, seconds: float = 10.0) -> bytes:
+async def answer_to(served: Serving, *pieces: bytes, seconds: float = 60.0) -> bytes:
     """All that the server sends until it ends the connection."""
     async with connected(served) as (reader, writer), asyncio.timeout(seconds):
         for piece in pieces:
@@ -57,7 +57,7 @@ async def test_silent_and_slow_connections_are_ended(model: Path):
             answer_to(served, b"GET / HTTP/1.1\r\nHost: localhost\r\nX: "),
             answer_to(served, post_head("/v1/completions", 100), b'{"prompt": '),
         )
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 8, "the usual time is 10 s"
         assert silent == b""
         assert headers.startswith(b"HTTP/1.1 408 ")
         assert body.startswith(b"HTTP/1.1 408 ")
@@ -124,7 +124,7 @@ async def test_a_body_in_the_smallest_pieces_is_read(served: Serving):
 async def test_the_key_is_looked_at_before_the_body(model: Path):
     async with serving(model, api_keys=("right",)) as served, connected(served) as (reader, writer):
         writer.write(post_head("/v1/completions", 4_000_000, "Authorization: Bearer wrong"))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 401 ")
 
 
@@ -138,10 +138,10 @@ async def test_a_place_is_taken_before_the_body_is_read(model: Path):
         await until(lambda: served.gateway.gate.inside == 1)
         for path in ("/v1/completions", "/tokenize"):
             writer.write(post(path, b"{}"))
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(20):
                 status = await reader.readuntil(b"\r\n")
                 await reader.readuntil(b"}}")
-            assert status.startswith(b"HTTP/1.1 429 ")
+            assert status.startswith(b"HTTP/1.1 503 ")
 
 
 @pytest.mark.parametrize("key", ["schlüssel", "秘密"])
@@ -231,7 +231,7 @@ async def test_http_1_0_gets_its_answer_without_chunks(served: Serving, stream: 
 async def test_a_client_that_has_stopped_sending_gets_its_answer(served: Serving, stream: bool):
     scheduler = served.scheduler
     scheduler.permits = 0
-    async with connected(served) as (reader, writer), asyncio.timeout(10):
+    async with connected(served) as (reader, writer), asyncio.timeout(60):
         writer.write(post("/v1/completions", json.dumps(BODY | {"stream": stream}).encode()))
         await until(lambda: scheduler.num_running == 1)
         writer.write_eof()
@@ -250,7 +250,7 @@ async def test_a_client_that_stops_sending_in_a_stream_gets_the_rest(served: Ser
     scheduler.answer = [70] * 8  # each a character: parts of one would be held back
     for stays in (True, False):
         scheduler.permits = 2
-        async with connected(served) as (reader, writer), asyncio.timeout(10):
+        async with connected(served) as (reader, writer), asyncio.timeout(60):
             writer.write(post("/v1/completions", body))
             await reader.readuntil(b"data: {")
             writer.write_eof()
@@ -258,7 +258,7 @@ async def test_a_client_that_stops_sending_in_a_stream_gets_the_rest(served: Ser
             if stays:
                 scheduler.run_freely()
                 assert b"data: [DONE]" in await reader.read()
-        await until(lambda: scheduler.num_running == 0, 5)
+        await until(lambda: scheduler.num_running == 0)
     assert len(scheduler.aborts) == 1
 
 
@@ -267,11 +267,12 @@ async def test_a_client_that_leaves_ends_the_request_before_the_one_it_sent_last
 ):
     scheduler = served.scheduler
     body = json.dumps(BODY | {"stream": True, "max_tokens": 8}).encode()
+    scheduler.answer = [70] * 8  # each a character: parts of one would be held back
     scheduler.permits = 2
-    async with connected(served) as (reader, writer), asyncio.timeout(10):
+    async with connected(served) as (reader, writer), asyncio.timeout(60):
         writer.write(post("/v1/completions", body) + GET)
         await reader.readuntil(b"data: {")
-    await until(lambda: scheduler.num_running == 0, 5)
+    await until(lambda: scheduler.num_running == 0)
     assert len(scheduler.aborts) == 1
     assert not [record for record in caplog.records if record.exc_info]
 

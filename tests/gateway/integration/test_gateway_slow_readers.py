@@ -14,6 +14,7 @@ from stepwell.gateway.v1 import gateway_pb2
 from tests.gateway.fake_scheduler import FakeScheduler
 from tests.gateway.raw_http import post, unchunked
 from tests.gateway.serving import Serving, serving, until
+from tests.slowness import busy_slowness
 
 LONG = {"max_model_len": 400_000, "max_request_tokens": 400_000, "tokens_per_step": 500}
 SLOWLY_SECONDS = 0.04
@@ -49,18 +50,18 @@ async def test_a_grpc_client_that_stops_reading_is_cut(model: Path) -> None:
     async with serving(model, scheduler, reader_timeout_seconds=0.5) as served:
         call = served.stub.Generate(long_request())
         await call.read()
-        await until(lambda: served.gateway.gate.inside == 0, 10)
+        await until(lambda: served.gateway.gate.inside == 0)
         await until(lambda: scheduler.num_running == 0)
         assert num_cut(await metrics(served), "grpc") == 1
         # What was sent before it stopped is still there, and then the reason.
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await asyncio.wait_for(read_on(call), 10)
+            await asyncio.wait_for(read_on(call), 60)
         assert caught.value.code() == grpc.StatusCode.ABORTED
         assert "read no message for 0.5 s" in (caught.value.details() or "")
 
 
 async def until_cut(served: Serving, num_clients: int) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while num_cut(await metrics(served), "http") < num_clients:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
@@ -87,7 +88,7 @@ async def test_an_http_client_that_stops_reading_is_cut(model: Path, stream: boo
         with slow_socket(served) as client:
             ask(client, stream=stream, max_tokens=300_000 if stream else 20_000)
             await until(lambda: served.gateway.gate.inside == 1)
-            await until(lambda: served.gateway.gate.inside == 0, 20)
+            await until(lambda: served.gateway.gate.inside == 0)
             await until(lambda: scheduler.num_running == 0)
             await until_cut(served, 1)
 
@@ -110,7 +111,8 @@ async def test_many_slow_readers_do_not_hurt_others(model: Path) -> None:
 
 async def test_a_slow_but_steady_http_reader_is_not_cut(model: Path) -> None:
     scheduler = FakeScheduler(**LONG)
-    async with serving(model, scheduler, reader_timeout_seconds=1.0) as served:
+    timeout = 1.0 + busy_slowness()
+    async with serving(model, scheduler, reader_timeout_seconds=timeout) as served:
         reader, writer = await asyncio.open_connection(sock=slow_socket(served), limit=1024)
         body = {"prompt": [5, 6, 7], "max_tokens": 5000, "logprobs": 5, "stream": True}
         writer.write(post("/v1/completions", json.dumps(body).encode()))
@@ -126,7 +128,8 @@ async def test_a_slow_but_steady_http_reader_is_not_cut(model: Path) -> None:
 
 async def test_a_slow_but_steady_grpc_reader_is_not_cut(model: Path) -> None:
     scheduler = FakeScheduler(**LONG | {"tokens_per_step": 50})
-    async with serving(model, scheduler, reader_timeout_seconds=1.0) as served:
+    timeout = 1.0 + busy_slowness()  # a busy machine holds up the client, too
+    async with serving(model, scheduler, reader_timeout_seconds=timeout) as served:
         request = long_request()
         request.sampling.max_tokens = 3000
         call = served.stub.Generate(request)

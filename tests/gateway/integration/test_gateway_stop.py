@@ -1,9 +1,13 @@
-"""A gateway without requests ends at once."""
+"""How a gateway ends: at once without requests, else when they have ended, without new ones."""
 
 import asyncio
 from pathlib import Path
 
-from tests.gateway.serving import serving
+import grpc
+import httpx
+
+from tests.gateway.serving import DEADLINE_SECONDS, serving
+from tests.slowness import slowness
 
 
 async def stop_seconds(model: Path) -> float:
@@ -18,4 +22,28 @@ async def stop_seconds(model: Path) -> float:
 
 async def test_nothing_is_waited_for_if_nothing_runs(model: Path) -> None:
     """The quickest of five: the others may have had to wait for a processor."""
-    assert min([await stop_seconds(model) for _ in range(5)]) < 0.08
+    assert min([await stop_seconds(model) for _ in range(5)]) < 0.08 * slowness()
+
+
+async def test_clients_connect_elsewhere_from_the_beginning_of_a_drain(model: Path) -> None:
+    """An idle connection ends at once, so that a pool of connections does not go on sending
+    requests here; a channel of gRPC finds no listener.
+    """
+    async with serving(model, drain_seconds=DEADLINE_SECONDS) as served:
+        url = httpx.URL(served.base_url)
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert (await reader.readuntil(b"}}")).startswith(b"HTTP/1.1 200")
+        await served.channel.channel_ready()
+        with served.gateway.gate.enter():  # a request that runs
+            drained = asyncio.create_task(served.gateway.drain())
+            assert await asyncio.wait_for(reader.read(), DEADLINE_SECONDS / 2) == b""
+            async with asyncio.timeout(DEADLINE_SECONDS / 2):
+                state = served.channel.get_state()
+                while state is grpc.ChannelConnectivity.READY:
+                    await served.channel.wait_for_state_change(state)
+                    state = served.channel.get_state()
+            assert not drained.done()
+        await drained
+        writer.close()
+        await writer.wait_closed()

@@ -35,7 +35,7 @@ def make_choice(tokenizer: HfTokenizer, **fields) -> Choice:
         stop_token_ids=fields.pop("stop_token_ids", ()),
     )
     request = ClientRequest("r", (Prompt([5]),), sampling, **fields)
-    sequence = EngineRequest("r", [5], sampling, 0, "", 0, "")
+    sequence = EngineRequest("r", [5], sampling, 0, "", 0)
     return Choice(0, tokenizer, request, sequence, StopPatterns(request.stop))
 
 

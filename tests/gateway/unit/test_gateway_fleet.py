@@ -15,6 +15,7 @@ from services.gateway.core.delta import Delta, Finish
 from services.gateway.core.inflight import MAX_LOSSES_COMPUTED, MAX_LOSSES_WAITED, Mailbox
 from services.gateway.core.no_token import NAN_IN_LOGITS
 from services.gateway.core.replica import ReplicaState
+from services.gateway.core.tenant import ANYONE
 from tests.gateway.fake_fleet import (
     LIMITS,
     MIGRATE_AFTER_SECONDS,
@@ -280,17 +281,17 @@ def queue(num_waiting: int, seconds_per_request: float = 0.0) -> QueueState:
 def test_there_is_room_while_one_replica_takes_requests() -> None:
     world = FakeFleet(2)
     world.connect("a", "b")
-    world.fleet.check_room(None)
+    world.fleet.check_room(ANYONE, None)
     world.replicas["a"].queue_changed(queue(4))
-    world.fleet.check_room(None)
+    world.fleet.check_room(ANYONE, None)
     world.replicas["b"].queue_changed(queue(4))
     with pytest.raises(ResourceExhausted, match="4 requests wait already"):
-        world.fleet.check_room(None)
+        world.fleet.check_room(ANYONE, None)
     world.replicas["b"].closed("killed")
     with pytest.raises(ResourceExhausted):
-        world.fleet.check_room(None)
+        world.fleet.check_room(ANYONE, None)
     world.replicas["a"].closed("killed")
-    world.fleet.check_room(None)  # requests wait for a replica
+    world.fleet.check_room(ANYONE, None)  # requests wait for a replica
 
 
 def test_a_replica_whose_queue_has_room_is_preferred() -> None:
@@ -342,9 +343,9 @@ def test_a_deadline_is_compared_with_the_time_in_the_queue() -> None:
     world.connect("a")
     world.clock.advance(100.0)
     world.replicas["a"].queue_changed(queue(3, seconds_per_request=1.0))
-    world.fleet.check_room(103.5)
+    world.fleet.check_room(ANYONE, 103.5)
     with pytest.raises(ResourceExhausted) as refused:
-        world.fleet.check_room(102.5)
+        world.fleet.check_room(ANYONE, 102.5)
     assert refused.value.error_reason == "QUEUE_TOO_LONG"
 
 

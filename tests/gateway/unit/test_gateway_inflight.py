@@ -15,8 +15,8 @@ ROUTE = Route("a", RoutingReason.ONLY, 1)
 
 
 def make(**sampling) -> Mailbox:
-    request = EngineRequest("r", [1, 2, 3, 4, 5], SamplingParams(**sampling), 0, "", 0, "")
-    return Mailbox([request], count(), lambda inflight: inflight.release())
+    request = EngineRequest("r", [1, 2, 3, 4, 5], SamplingParams(**sampling), 0, "", 0)
+    return Mailbox([request], count(), lambda inflight: inflight.release(), count().__next__)
 
 
 def rows(*token_ids: int) -> LogprobRows:

@@ -40,7 +40,7 @@ def test_pieces_are_the_same_json():
 def test_many_logprobs_are_never_whole_in_memory(kind: type[Dialect], model: Path):
     tokenizer = load_tokenizer(model)
     request = ClientRequest("r", (Prompt([5]),), SamplingParams(logprobs=WIDTH - 1), n=NUM_ANSWERS)
-    dialect = kind(SamplingBody(), request, "tiny", tokenizer)
+    dialect = kind(SamplingBody(), request, 0, "tiny", tokenizer)
     tracemalloc.start()
     answers = [Answer() for _ in range(NUM_ANSWERS)]
     for token in range(NUM_TOKENS):

@@ -27,7 +27,7 @@ VOCAB_SIZE = 4
     ],
 )
 def test_bans_are_added_up(sampling: dict[str, Any], output: list[int], is_banned: bool) -> None:
-    request = EngineRequest("r", [0], SamplingParams(**sampling), 0, "", 0, "")
+    request = EngineRequest("r", [0], SamplingParams(**sampling), 0, "", 0)
     refusal = why_no_token(request, output, VOCAB_SIZE)
     assert (refusal is not None) == is_banned
     if refusal is not None:

@@ -14,10 +14,11 @@ from services.common.kv_directory import block_keys
 from services.common.replica_load import ReplicaLoad
 from services.gateway.core.delta import Finish
 from services.gateway.core.inflight import Mailbox
+from services.gateway.core.load_tracker import EVICTED_TOKENS_COUNT, OWN_TOKENS_COUNT
 from services.gateway.core.recent_prefixes import MIN_SECONDS, RecentPrefixes
 from services.gateway.core.route import Route, RoutingReason
 from services.gateway.core.routing import POLICIES, make_policy
-from services.gateway.core.routing.cache_aware import SPREAD_MIN_REQUESTS
+from services.gateway.core.routing.cache_aware import FEW_TOKENS, SPREAD_MIN_SHARING
 from services.gateway.core.routing.chain_keys import ChainKeys
 from services.gateway.core.routing.policy import RoutingParts
 from services.gateway.core.routing.sessions import SessionReplicas
@@ -25,6 +26,8 @@ from tests.gateway.fake_fleet import BLOCK_SIZE, MAX_LOAD_DELTA, FakeFleet, Manu
 
 PROMPT = tuple(range(1, 41))
 NUM_BLOCKS = (len(PROMPT) + 1) // BLOCK_SIZE
+COUNT = OWN_TOKENS_COUNT + EVICTED_TOKENS_COUNT
+"""How often a token to compute counts where the replicas compute equally much."""
 
 
 def fleet(policy: str, num_replicas: int = 3) -> FakeFleet:
@@ -52,7 +55,11 @@ def report(world: FakeFleet, name: str, num_requests: int = 0, num_tokens: int =
     load = replica.load
     replica.load_changed(
         ReplicaLoad(
-            load.num_requests + num_requests, load.num_uncomputed_tokens + num_tokens, 1e-3, 1e-4
+            load.num_requests + num_requests,
+            load.num_uncomputed_tokens + num_tokens,
+            1e-3,
+            1e-4,
+            num_other_requests=num_requests,
         )
     )
 
@@ -153,15 +160,51 @@ def test_a_sequence_goes_where_most_of_its_prompt_is_cached() -> None:
 def test_a_queue_that_takes_longer_than_the_prefix_sends_it_elsewhere() -> None:
     world = fleet("cache-aware", 2)
     world.directory = {"a": 5}
-    report(world, "a", num_tokens=9 * BLOCK_SIZE)
+    report(world, "a", num_tokens=(5 * COUNT - 3) * BLOCK_SIZE)
     report(world, "b")
     assert route_of(world.start(prompt=PROMPT)).address == "a"
     world = fleet("cache-aware", 2)
     world.directory = {"a": 5}
-    report(world, "a", num_tokens=11 * BLOCK_SIZE)
+    report(world, "a", num_tokens=(5 * COUNT + 3) * BLOCK_SIZE)
     report(world, "b")
     route = route_of(world.start(prompt=PROMPT))
     assert (route.address, route.reason) == ("b", RoutingReason.CHEAPEST)
+
+
+def compute(world: FakeFleet, name: str, num_tokens: int) -> None:
+    """A replica computes so many tokens of a prompt for this gateway, and ends the sequence."""
+    others = [other for other in world.replicas if other != name]
+    world.replicas[name].load.clear()
+    for other in others:
+        report(world, other, num_requests=MAX_LOAD_DELTA + 1)
+    route = route_of(world.start(prompt=tuple(range(num_tokens))))
+    assert route.address == name
+    replica = world.replicas[name]
+    handle = world.handle(replica, world.has(name)[-1])
+    replica.admitted(handle, 0)
+    replica.finished(handle, Finish(FinishReason.STOP))
+    for other in others:
+        report(world, other)
+
+
+def test_what_is_new_goes_where_less_was_computed_lately() -> None:
+    """Its blocks take the place of others there; what is cached stays where it is."""
+    world = fleet("cache-aware", 2)
+    compute(world, "a", 4 * FEW_TOKENS)
+    for number in range(1, 11):
+        new = tuple(range(100 * number, 100 * number + len(PROMPT)))
+        assert route_of(world.start(prompt=new)).address == "b"
+        finish(world, "b")
+    world.directory = {"a": NUM_BLOCKS}
+    assert route_of(world.start(prompt=PROMPT)).address == "a"
+
+
+def test_few_tokens_evict_little() -> None:
+    """The next turn of the only conversation stays where its first was computed."""
+    world = fleet("cache-aware", 2)
+    compute(world, "a", FEW_TOKENS // 64)
+    world.directory = {"a": 2}
+    assert route_of(world.start(prompt=PROMPT)).address == "a"
 
 
 def test_a_replica_far_above_the_least_loaded_gets_nothing_whatever_it_has_cached() -> None:
@@ -201,10 +244,33 @@ def test_a_hot_prefix_spreads_when_its_replica_has_twice_the_load() -> None:
     world = FakeFleet(2, policy="cache-aware", max_load_delta=100)
     world.connect("a", "b")
     world.directory = {"a": NUM_BLOCKS}
-    report(world, "a", num_requests=SPREAD_MIN_REQUESTS)
+    report(world, "a")
     report(world, "b")
-    route = route_of(world.start(prompt=PROMPT))
-    assert (route.address, route.reason) == ("b", RoutingReason.SPREAD)
+    routes = [route_of(world.start(prompt=PROMPT)) for _ in range(SPREAD_MIN_SHARING + 1)]
+    assert [route.address for route in routes] == ["a"] * SPREAD_MIN_SHARING + ["b"]
+    assert routes[-1].reason is RoutingReason.SPREAD
+
+
+def test_what_few_requests_share_stays_where_it_is_cached_under_twice_the_load() -> None:
+    world = FakeFleet(2, policy="cache-aware", max_load_delta=100)
+    world.connect("a", "b")
+    world.directory = {"a": NUM_BLOCKS}
+    report(world, "a", num_requests=2 * SPREAD_MIN_SHARING)
+    report(world, "b")
+    routes = [route_of(world.start(prompt=PROMPT)) for _ in range(SPREAD_MIN_SHARING)]
+    assert {(route.address, route.reason) for route in routes} == {("a", RoutingReason.CACHED)}
+
+
+def test_a_prefix_is_no_longer_hot_when_its_requests_have_ended() -> None:
+    world = FakeFleet(2, policy="cache-aware", max_load_delta=100)
+    world.connect("a", "b")
+    world.directory = {"a": NUM_BLOCKS}
+    report(world, "a")
+    report(world, "b")
+    for _ in range(SPREAD_MIN_SHARING):
+        world.start(prompt=PROMPT)
+    finish(world, "a")
+    assert route_of(world.start(prompt=PROMPT)).address == "a"
 
 
 def test_a_session_stays_at_its_replica_where_that_costs_little_more() -> None:
@@ -214,12 +280,12 @@ def test_a_session_stays_at_its_replica_where_that_costs_little_more() -> None:
     world.clock.advance(10)
     (other,) = {"a", "b"} - {first}
     report(world, other)
-    report(world, first, num_tokens=6)
+    report(world, first, num_tokens=2 * COUNT)
     route = route_of(world.start(prompt=PROMPT, session_id="s"))
     assert (route.address, route.reason) == (first, RoutingReason.AFFINITY)
     finish(world, first)
     world.clock.advance(10)
-    report(world, first, num_tokens=20)
+    report(world, first, num_tokens=5 * COUNT)
     assert route_of(world.start(prompt=PROMPT, session_id="s")).address == other
 
 
@@ -300,6 +366,14 @@ def test_the_depth_of_what_was_sent_is_the_longest_common_beginning(
     assert recent.depth(chain(asked), 0.0) == common
     for known in range(len(asked) + 1):
         assert recent.depth(chain(asked), 0.0, known) == max(common, known)
+
+
+def test_of_what_was_sent_only_the_blocks_that_are_not_known_to_be_cached_are_kept() -> None:
+    recent = RecentPrefixes()
+    recent.add([1, 2, 3, 4], 0.0, known_depth=2)
+    assert recent.depth([1, 2, 3, 4, 5], 0.0, known_depth=2) == 4
+    assert recent.depth([1, 2, 3, 9], 0.0, known_depth=3) == 3
+    assert recent.depth([1, 2, 3, 4], 0.0) == 0, "the first ones are no longer cached"
 
 
 def test_what_was_sent_is_forgotten_after_two_to_four_seconds() -> None:

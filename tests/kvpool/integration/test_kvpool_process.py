@@ -16,7 +16,7 @@ from services.common.errors import StepwellError
 from tests.kvpool import wire
 from tests.kvpool.wire import Speaker
 
-STARTED_SECONDS = 30.0
+STARTED_SECONDS = 60.0
 
 
 async def test_it_drains_on_sigterm_and_exits_with_success():

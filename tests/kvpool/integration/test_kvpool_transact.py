@@ -281,16 +281,15 @@ async def test_spans_follow_the_step_and_the_request(stub, spans):
         ),
         traceparent=step,
     )
-    transact, admitted, refused = spans.get_finished_spans()
+    transact, admitted = spans.get_finished_spans()
     assert transact.name == "kvpool.transact"
     assert f"{transact.parent.span_id:016x}" == "1" * 16
     assert transact.attributes["stepwell.num_operations"] == 2
     assert transact.attributes["stepwell.stop_reason"] == "no_blocks"
-    assert admitted.name == refused.name == "kvpool.admit"
+    assert admitted.name == "kvpool.admit", "the other did not fit, and is tried again"
     assert f"{admitted.parent.span_id:016x}" == "2" * 16
     assert admitted.attributes["stepwell.num_cached_tokens"] == 4
     assert admitted.attributes["stepwell.num_blocks"] == 3
-    assert refused.attributes["stepwell.stop_reason"] == "no_blocks"
 
 
 async def opened_speaker(stub, **shape) -> Speaker:

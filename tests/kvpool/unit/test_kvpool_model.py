@@ -1,10 +1,11 @@
 """The pool against a naive one, over random transactions: nothing lost, shared or found wrongly."""
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -264,13 +265,13 @@ def split(blocks: GroupBlocks) -> list[list[int]]:
 @pytest.mark.timeout(400)  # shrinking a failure takes Hypothesis up to five minutes
 def test_the_pool_equals_a_naive_one_over_thousands_of_operations():
     PoolMachine.num_operations = 0
+    numbers = itertools.count()
     while PoolMachine.num_operations < MIN_OPERATIONS:  # each run draws how many
         run_state_machine_as_test(
-            PoolMachine,
+            seed(next(numbers))(PoolMachine),
             settings=settings(
                 max_examples=200,
                 stateful_step_count=60,
-                deadline=None,
                 suppress_health_check=list(HealthCheck),
             ),
         )

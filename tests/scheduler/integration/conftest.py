@@ -1,14 +1,11 @@
 """What several of the scheduler's integration tests need."""
 
-import socket
-
 import pytest
+
+from services.cli.ports import claim_port
 
 
 @pytest.fixture
 def free_port() -> int:
     """A TCP port on which no process listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
+    return claim_port("127.0.0.1", 0, "--port")

@@ -129,7 +129,7 @@ async def test_the_salt_of_a_request_is_an_extra_key_of_its_first_block(tmp_path
 async def test_a_reset_and_a_pool_that_comes_back_clear_all_blocks(tmp_path: Path) -> None:
     async with publishing(tmp_path, FakeWorker()) as (replica, subscriber):
         await run(replica, [prompt(10)])
-        await replica.stub.ResetPrefixCache(scheduler_pb2.ResetPrefixCacheRequest())
+        await replica.admin.ResetPrefixCache(scheduler_pb2.ResetPrefixCacheRequest())
         view, seen = await view_of(subscriber)
         assert view.hashes == {}
         assert seen[0] == seen[-1] == AllBlocksCleared()

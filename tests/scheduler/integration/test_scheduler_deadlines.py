@@ -3,6 +3,7 @@ with connections that are whole; what they bring afterwards is not taken.
 """
 
 import asyncio
+import re
 import signal
 import tempfile
 import time
@@ -29,7 +30,7 @@ from tests.tiny_models import save_tiny_model
 from tests.worker.worker_process import start as start_worker
 from tests.worker.worker_process import until_serving as until_worker_serving
 
-FLOOR_SECONDS = 0.5
+FLOOR_SECONDS = 0.8
 CEILING_SECONDS = 60.0
 MANY = 150
 
@@ -56,13 +57,17 @@ async def test_a_step_that_takes_far_longer_than_usual_is_given_up_on(free_port:
         began = time.monotonic()
         await replica.until(lambda stats: stats.state == scheduler_pb2.ENGINE_STATE_RECOVERING)
         stats = await replica.stats()
-        assert time.monotonic() - began < 15
-        assert "was not done within 0.5 s by the worker at 127.0.0.1:" in stats.state_reason
+        assert time.monotonic() - began < CEILING_SECONDS / 2
+        found = re.search(
+            r"was not done within (\S+) s by the worker at 127\.0\.0\.1:", stats.state_reason
+        )
+        assert found is not None, stats.state_reason
+        assert FLOOR_SECONDS <= float(found[1]) < CEILING_SECONDS / 2
 
         # A worker that hangs is not taken for one that is back, although it answers calls.
         generations = {step.generation for step in worker.steps}
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(4 * FLOOR_SECONDS):
+            async with asyncio.timeout(2 * FLOOR_SECONDS):
                 await replica.until(lambda stats: stats.state == scheduler_pb2.ENGINE_STATE_RUNNING)
         assert len({step.generation for step in worker.steps}) <= len(generations) + 1
 
@@ -71,8 +76,9 @@ async def test_a_step_that_takes_far_longer_than_usual_is_given_up_on(free_port:
         assert gateway.heard[1].tokens == continuation(prompt(9), MANY)
         await replica.until_idle()
         metrics = await asyncio.to_thread(httpx.get, f"http://127.0.0.1:{free_port}/metrics")
-        assert 'stepwell_recoveries_total{lost="workers",model_name="paged"} 1.0' in metrics.text
-        assert 'stepwell_recoveries_total{lost="pool",model_name="paged"} 0.0' in metrics.text
+        labels = 'stepwell_recoveries_total{engine="replica-0"'
+        assert f'{labels},lost="workers",model_name="paged"}} 1.0' in metrics.text
+        assert f'{labels},lost="pool",model_name="paged"}} 0.0' in metrics.text
 
 
 async def test_the_first_step_of_a_size_may_take_its_time() -> None:
@@ -98,13 +104,13 @@ async def test_the_time_of_a_step_begins_when_the_one_before_it_is_done() -> Non
     ):
         await gateway.add(1, prompt(9), sampling=sampling(MANY))
         await gateway.until_tokens(1, 20)
-        timeouts = {step.timeout_millis for step in worker.steps[-5:]}
-        assert timeouts == {1000 * FLOOR_SECONDS}
+        allowed_seconds = worker.steps[-1].timeout_millis / 1000
+        assert FLOOR_SECONDS <= allowed_seconds < CEILING_SECONDS / 2
         # Two steps are in flight; each is held up for less than its time.
         for _ in range(2):
             num_steps = len(worker.steps)
             worker.going.clear()
-            asyncio.get_running_loop().call_later(0.8 * FLOOR_SECONDS, worker.going.set)
+            asyncio.get_running_loop().call_later(0.8 * allowed_seconds, worker.going.set)
             await replica.until(lambda _, before=num_steps: len(worker.steps) > before + 1)
         await gateway.finish(1)
         assert (await replica.stats()).num_preemptions == 0
@@ -192,7 +198,7 @@ async def test_the_time_of_a_transaction_ends_between_two_tries_too(
     server.add(kvpool_pb2_grpc.add_KVPoolServicer_to_server, pool, "stepwell.kvpool.v1.KVPool")
     async with open_channel(await server.start("127.0.0.1:0")) as channel:
         client = PoolClient(channel, "pool", timeout_seconds=0.7)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             with pytest.raises(PoolLost, match=r"did not answer within 0\.7 s"):
                 await client.transact([])
         client.close()
@@ -208,7 +214,7 @@ async def test_an_alarm_that_comes_late_gives_what_waits_unread_a_second() -> No
     await asyncio.sleep(0.1)
     assert not rang.is_set()
     began = loop.time()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await rang.wait()
     assert loop.time() - began > 0.5
     alarm.cancel()

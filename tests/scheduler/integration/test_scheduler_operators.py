@@ -29,17 +29,18 @@ async def gateway(replica: Replica) -> AsyncIterator[Gateway]:
         yield gateway
 
 
-async def pause(replica: Replica, *, abort: bool = False) -> None:
-    await replica.stub.Pause(scheduler_pb2.PauseRequest(abort=abort))
+async def pause(replica: Replica, mode: str = "KEEP") -> None:
+    value = scheduler_pb2.PauseMode.Value(f"PAUSE_MODE_{mode}")
+    await replica.admin.Pause(scheduler_pb2.PauseRequest(mode=value))
 
 
 async def resume(replica: Replica) -> None:
-    await replica.stub.Resume(scheduler_pb2.ResumeRequest())
+    await replica.admin.Resume(scheduler_pb2.ResumeRequest())
 
 
 async def reset(replica: Replica, *, preempt_running: bool = False) -> None:
     try:
-        await replica.stub.ResetPrefixCache(
+        await replica.admin.ResetPrefixCache(
             scheduler_pb2.ResetPrefixCacheRequest(preempt_running=preempt_running)
         )
     except grpc.aio.AioRpcError as error:
@@ -88,7 +89,7 @@ async def test_pause_with_abort_ends_what_runs_and_what_waits(
     for handle in handles:
         await gateway.add(handle, prompt(9, 30 * handle), sampling=sampling(150))
     await gateway.until_tokens(0, 1)
-    await pause(replica, abort=True)
+    await pause(replica, "ABORT")
     await gateway.finish(*handles)
     for handle in handles:
         finished = gateway.heard[handle].finished
@@ -98,6 +99,94 @@ async def test_pause_with_abort_ends_what_runs_and_what_waits(
     assert pool.num_free_blocks == pool.num_usable_blocks
     await resume(replica)
     await replica.until_idle()
+
+
+async def test_a_pause_that_waits_lets_what_runs_end_and_admits_nothing(
+    replica: Replica, gateway: Gateway
+) -> None:
+    await gateway.add(1, prompt(9), sampling=sampling(150))
+    await gateway.until_tokens(1, 2)
+    pausing = asyncio.create_task(pause(replica, "WAIT"))
+    await replica.until(lambda stats: stats.paused)
+    await gateway.add(2, prompt(9, 300))
+    await pausing
+    stats = await replica.stats()
+    assert (stats.num_running, stats.num_waiting) == (0, 1)
+    assert stats.state == scheduler_pb2.ENGINE_STATE_PAUSED
+    assert stats.wait_reason == scheduler_pb2.WAIT_REASON_PAUSED
+    await gateway.finish(1)
+    assert gateway.heard[1].tokens == continuation(prompt(9), 150)
+    assert gateway.heard[2].tokens == []
+    await resume(replica)
+    await gateway.finish(2)
+    assert gateway.heard[2].tokens == continuation(prompt(9, 300), 8)
+    await replica.until_idle()
+    assert not (await replica.stats()).paused
+
+
+async def test_a_pause_that_waits_ends_with_a_resume(replica: Replica, gateway: Gateway) -> None:
+    await gateway.add(1, prompt(9), sampling=sampling(150))
+    await gateway.until_tokens(1, 1)
+    pausing = asyncio.create_task(pause(replica, "WAIT"))
+    await replica.until(lambda stats: stats.paused)
+    await resume(replica)
+    with pytest.raises(grpc.aio.AioRpcError) as ended:
+        await pausing
+    assert ended.value.code() is grpc.StatusCode.ABORTED
+    await gateway.finish(1)
+    assert gateway.heard[1].tokens == continuation(prompt(9), 150)
+
+
+async def test_an_unknown_mode_of_a_pause_is_refused(replica: Replica) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await replica.admin.Pause(scheduler_pb2.PauseRequest())
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert not (await replica.stats()).paused
+
+
+async def test_a_drained_replica_finishes_what_it_has_and_takes_nothing_new(
+    replica: Replica, gateway: Gateway
+) -> None:
+    await gateway.add(1, prompt(9), sampling=sampling(150))
+    await gateway.until_tokens(1, 2)
+    answer = await replica.admin.Drain(scheduler_pb2.DrainRequest())
+    assert answer.num_unfinished == 1
+    await gateway.until(lambda: gateway.state is not None and gateway.state.draining)
+    assert gateway.state is not None
+    assert (gateway.state.ready, gateway.state.reason) == (False, "an operator drained it")
+    await gateway.add(2, prompt(9))
+    await gateway.until(lambda: gateway.heard[2].rejected is not None)
+    rejected = gateway.heard[2].rejected
+    assert rejected is not None
+    assert (rejected.code, rejected.reason) == (grpc.StatusCode.UNAVAILABLE.value[0], "DRAINING")
+    await gateway.finish(1)
+    assert gateway.heard[1].tokens == continuation(prompt(9), 150)
+    await replica.until_idle()
+    assert (await replica.stats()).drained
+    assert (await replica.admin.Drain(scheduler_pb2.DrainRequest())).num_unfinished == 0
+    await replica.admin.Undrain(scheduler_pb2.UndrainRequest())
+    await gateway.until(lambda: gateway.state is not None and gateway.state.ready)
+    await gateway.add(3, prompt(9))
+    await gateway.finish(3)
+    assert not (await replica.stats()).drained
+
+
+async def test_a_drained_replica_that_cannot_run_steps_is_not_merely_draining(
+    replica: Replica, gateway: Gateway
+) -> None:
+    """Gateways move the requests of a replica that cannot run steps, and leave them with one that
+    drains.
+    """
+    await gateway.add(1, prompt(9), sampling=sampling(150))
+    await gateway.until_tokens(1, 2)
+    await replica.admin.Drain(scheduler_pb2.DrainRequest())
+    await replica.pool.stop()
+    await gateway.until(
+        lambda: gateway.state is not None and not gateway.state.draining and not gateway.state.ready
+    )
+    await replica.pool.start()
+    await gateway.until(lambda: gateway.state is not None and gateway.state.draining)
+    await gateway.finish(1)
 
 
 async def test_pause_and_resume_are_idempotent(replica: Replica, gateway: Gateway) -> None:
@@ -249,14 +338,18 @@ async def test_metrics_are_read_over_http(free_port: int) -> None:
         await gateway.finish(1)
         await replica.until_idle()
         text = (await client.get(f"http://127.0.0.1:{free_port}/metrics")).text
-    assert 'vllm:num_requests_running{model_name="paged"} 0.0' in text
-    assert 'vllm:kv_cache_usage_perc{model_name="paged"} 0.0' in text
-    assert 'vllm:cache_config_info{block_size="4",num_gpu_blocks="64"} 1.0' in text
+    assert 'vllm:num_requests_running{engine="replica-0",model_name="paged"} 0.0' in text
+    assert 'vllm:kv_cache_usage_perc{engine="replica-0",model_name="paged"} 0.0' in text
+    (shape,) = [line for line in text.splitlines() if line.startswith("vllm:cache_config_info{")]
+    assert 'block_size="4"' in shape
+    assert 'num_gpu_blocks="64"' in shape
     assert "vllm:num_preemptions_total" in text
+    assert "vllm:prefix_cache_queries_total{" in text, "the pool's are on the same port"
 
 
 async def test_metrics_tell_why_requests_wait_and_which_were_corrupted(free_port: int) -> None:
-    labels = '{model_name="paged",reason="max_seqs"}'
+    labels = '{engine="replica-0",model_name="paged",reason="max_seqs"}'
+    theirs = '{engine="replica-0",model_name="paged",reason="capacity"}'
     async with (
         serving_replica(
             FakeWorker(max_num_seqs=1), metrics_address=f"127.0.0.1:{free_port}"
@@ -273,17 +366,17 @@ async def test_metrics_tell_why_requests_wait_and_which_were_corrupted(free_port
         replica.worker.going.set()
         await replica.until(lambda stats: stats.wait_reason == scheduler_pb2.WAIT_REASON_MAX_SEQS)
         replica.worker.going.clear()
-        assert (
-            f"vllm:num_requests_waiting_by_reason{labels} 2.0"
-            in (await client.get("/metrics")).text
-        )
+        text = (await client.get("/metrics")).text
+        assert f"stepwell_num_requests_waiting_by_reason{labels} 2.0" in text
+        assert f"vllm:num_requests_waiting_by_reason{theirs} 2.0" in text
         replica.worker.nan_rows = frozenset({0})
         replica.worker.going.set()
         await gateway.finish(1, 2, 3)
         await replica.until_idle()
         text = (await client.get("/metrics")).text
-    assert f"vllm:num_requests_waiting_by_reason{labels} 0.0" in text
+    assert f"stepwell_num_requests_waiting_by_reason{labels} 0.0" in text
     (line,) = [line for line in text.splitlines() if f"stepwell_wait_steps_total{labels}" in line]
     assert float(line.split()[-1]) > 0
-    assert 'vllm:corrupted_requests_total{model_name="paged"} 3.0' in text
-    assert 'stepwell_preempted_tokens_total{model_name="paged"} 0.0' in text
+    labels = '{engine="replica-0",model_name="paged"}'
+    assert f"vllm:corrupted_requests_total{labels} 3.0" in text
+    assert f"stepwell_preempted_tokens_total{labels} 0.0" in text

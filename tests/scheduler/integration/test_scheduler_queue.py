@@ -130,3 +130,57 @@ async def test_gateways_hear_how_long_the_queue_is_before_any_request_has_ended(
         assert queue.service_seconds > queue.seconds_per_request, "two run at a time"
         await gateway.abort(*range(8))
         await gateway.until(lambda: gateway.queues[-1].num_waiting == 0)
+
+
+async def test_each_gateway_hears_how_many_run_and_how_many_are_not_its_own(
+    replica: Replica, gateway: Gateway
+) -> None:
+    """Two run at a time. When all has ended, both hear that nothing is left."""
+    assert gateway.opened is not None
+    assert gateway.opened.max_num_seqs == 2
+    async with gateway_of(replica) as other:
+        replica.worker.going.clear()
+        await gateway.add(1, prompt(5))
+        for handle in range(2):
+            await other.add(handle, prompt(5, 100 * handle), timeout_millis=60_000)
+        for heard, num_others in ((gateway, 2), (other, 1)):
+            await heard.until(
+                lambda heard=heard, num=num_others: any(
+                    (load.num_requests, load.num_other_requests) == (3, num) for load in heard.loads
+                )
+            )
+            await heard.until(
+                lambda heard=heard: any(
+                    (queue.num_running, queue.num_waiting) == (2, 1) for queue in heard.queues
+                )
+            )
+        replica.worker.going.set()
+        await gateway.finish(1)
+        for heard in (gateway, other):
+            await heard.until(lambda heard=heard: heard.loads[-1].num_requests == 0)
+            assert heard.loads[-1].num_other_requests == 0
+            await heard.until(lambda heard=heard: heard.queues[-1].num_running == 0)
+
+
+@pytest.mark.parametrize(("max_num_seqs", "is_blocked"), [(4, True), (1, False)])
+async def test_gateways_hear_whether_blocks_are_what_is_missing(
+    max_num_seqs: int, is_blocked: bool
+) -> None:
+    """The pool holds one of the prompts; the other one waits for its blocks, or for its row."""
+    worker = FakeWorker(max_num_seqs=max_num_seqs, num_blocks=40)
+    async with serving_replica(worker) as replica, gateway_of(replica) as gateway:
+        replica.worker.going.clear()
+        for handle in range(2):
+            await gateway.add(handle, prompt(100, 100 * handle))
+        await gateway.until(
+            lambda: any((one.num_running, one.num_waiting) == (1, 1) for one in gateway.queues)
+        )
+        replica.worker.going.set()
+        replica.worker.going.clear()  # one step is done, and a further one is planned
+        if is_blocked:
+            await gateway.until(lambda: any(one.is_blocked for one in gateway.queues))
+        replica.worker.going.set()
+        await gateway.finish(0, 1)
+        await gateway.until(lambda: gateway.queues[-1].num_running == 0)
+        assert any(one.is_blocked for one in gateway.queues) == is_blocked
+        assert not gateway.queues[-1].is_blocked

@@ -139,14 +139,14 @@ async def test_abort_by_name_reaches_requests_of_any_session(
     async with gateway_of(replica) as other:
         await other.add(1, prompt(9), request_id="theirs")
         await replica.until(lambda stats: stats.num_running + stats.num_waiting == 2)
-        answer = await replica.stub.Abort(
+        answer = await replica.admin.Abort(
             scheduler_pb2.AbortRequest(request_ids=["mine", "theirs", "unknown"])
         )
         assert answer.num_aborted == 2
         replica.worker.going.set()
         await gateway.finish(1)
         await other.finish(1)
-    again = await replica.stub.Abort(scheduler_pb2.AbortRequest(request_ids=["mine"]))
+    again = await replica.admin.Abort(scheduler_pb2.AbortRequest(request_ids=["mine"]))
     assert again.num_aborted == 0
     await replica.until_idle()
 

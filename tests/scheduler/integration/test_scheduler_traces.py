@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 import pytest_asyncio
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common import names
 from services.common.block_hash import pack_token_ids
@@ -21,6 +22,8 @@ from tests.scheduler.story import prompt
 TRACE_ID = 0x1234567890ABCDEF1234567890ABCDEF
 SPAN_ID = 0x1234567890ABCDEF
 TRACEPARENT = f"00-{TRACE_ID:032x}-{SPAN_ID:016x}-01"
+SLOW_TRACE_ID = 0x51
+SLOW_TRACEPARENT = f"00-{SLOW_TRACE_ID:032x}-{SPAN_ID:016x}-01"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +35,8 @@ class Traces:
     def named(self, name: str) -> list[Seen]:
         return [span for span in self.spans if span.name == name]
 
-    def one(self, name: str) -> Seen:
-        (span,) = self.named(name)
+    def one(self, name: str, trace_id: int = TRACE_ID) -> Seen:
+        (span,) = [span for span in self.named(name) if span.trace_id == trace_id]
         return span
 
 
@@ -57,7 +60,11 @@ async def traces(request: pytest.FixtureRequest) -> AsyncIterator[Traces]:
             await gateway.add(1, prompt(9), traceparent=TRACEPARENT, request_id="traced")
             await gateway.finish(1)
             await gateway.add(2, prompt(9), sampling=sampling(2))
-            await gateway.finish(2)
+            await gateway.add(3, prompt(9), sampling=sampling(3), request_id="slow")
+            await gateway.finish(2, 3)
+            await gateway.say(
+                keep=scheduler_pb2.KeepTrace(request_id="slow", traceparent=SLOW_TRACEPARENT)
+            )
             await gateway.close()
             running.scheduler.process.terminate()
             assert await running.scheduler.wait() == 0
@@ -70,16 +77,33 @@ async def traces(request: pytest.FixtureRequest) -> AsyncIterator[Traces]:
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_request_is_one_trace(traces: Traces) -> None:
+    request, admit = traces.one(names.SPAN_REQUEST), traces.one(names.SPAN_POOL_ADMIT)
+    assert request.parent == admit.parent == SPAN_ID
+    assert request.attributes[names.ATTR_REQUEST_ID] == "traced"
+    assert request.attributes[names.ATTR_NUM_PROMPT_TOKENS] == 9
+    assert request.attributes[names.ATTR_NUM_OUTPUT_TOKENS] == 8
+    assert request.attributes[names.ATTR_FINISH_REASON] == "length"
     queue = traces.one(names.SPAN_REQUEST_QUEUE)
     prefill = traces.one(names.SPAN_REQUEST_PREFILL)
     decode = traces.one(names.SPAN_REQUEST_DECODE)
-    admit = traces.one(names.SPAN_POOL_ADMIT)
-    for span in (queue, prefill, decode, admit):
-        assert (span.trace_id, span.parent) == (TRACE_ID, SPAN_ID)
-    assert queue.attributes[names.ATTR_REQUEST_ID] == "traced"
-    assert prefill.attributes[names.ATTR_NUM_PROMPT_TOKENS] == 9
-    assert decode.attributes[names.ATTR_NUM_OUTPUT_TOKENS] == 8
-    assert decode.attributes[names.ATTR_FINISH_REASON] == "length"
+    assert [span.parent for span in (queue, prefill, decode)] == [request.span_id] * 3
+    times = [request.start_unix_nanos]
+    for span in (queue, prefill, decode):
+        assert span.start_unix_nanos == times[-1]
+        times.append(span.end_unix_nanos)
+    assert times[-1] == request.end_unix_nanos
+    assert traces.one(names.SPAN_PREFILL_CHUNK).parent == prefill.span_id
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_spans_of_a_request_that_was_not_sampled_are_there_if_its_gateway_wants_them(
+    traces: Traces,
+) -> None:
+    request = traces.one(names.SPAN_REQUEST, SLOW_TRACE_ID)
+    assert request.parent == SPAN_ID
+    assert request.attributes[names.ATTR_REQUEST_ID] == "slow"
+    decode = traces.one(names.SPAN_REQUEST_DECODE, SLOW_TRACE_ID)
+    assert decode.parent == request.span_id
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -91,7 +115,11 @@ async def test_a_step_is_a_trace_of_its_own_linked_to_the_requests_it_serves(
     assert all(step.parent is None for step in steps)
     linked = [step for step in steps if step.links]
     assert len(linked) == 8, "the prompt's step, and one for each further token"
-    assert all(step.links == (SPAN_ID,) for step in linked)
+    request = traces.one(names.SPAN_REQUEST)
+    assert all(step.links == (request.span_id,) for step in linked)
+    parts = (traces.one(names.SPAN_PREFILL_CHUNK), traces.one(names.SPAN_REQUEST_DECODE))
+    back = [link for part in parts for link in part.links]
+    assert sorted(back) == sorted(step.span_id for step in linked)
     first = min(linked, key=lambda step: step.attributes[names.ATTR_STEP])
     assert first.attributes[names.ATTR_NUM_SCHEDULED_TOKENS] == 9
 
@@ -124,8 +152,28 @@ async def test_pool_and_worker_are_children_of_the_step_seen_from_both_sides(
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_what_is_not_sampled_leaves_no_span(traces: Traces) -> None:
-    for name in (names.SPAN_REQUEST_QUEUE, names.SPAN_REQUEST_PREFILL, names.SPAN_POOL_ADMIT):
-        assert len(traces.named(name)) == 1
+    assert len(traces.named(names.SPAN_POOL_ADMIT)) == 1
+    for name in (names.SPAN_REQUEST, names.SPAN_REQUEST_QUEUE, names.SPAN_REQUEST_PREFILL):
+        assert {span.trace_id for span in traces.named(name)} == {TRACE_ID, SLOW_TRACE_ID}
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_gateway_is_told_where_the_time_of_each_request_went() -> None:
+    async with running_scheduler() as running:
+        gateway = Gateway(running.stub)
+        await gateway.open()
+        sent = time.time_ns()
+        await gateway.add(1, prompt(9))
+        await gateway.finish(1)
+        took = time.time_ns() - sent
+        await gateway.close()
+    finished = gateway.heard[1].finished
+    assert finished is not None
+    times = finished.times
+    assert times.prefill_nanos > 0
+    assert times.decode_nanos > 0
+    assert times.queue_nanos + times.prefill_nanos + times.decode_nanos <= took
+    assert times.interrupted_nanos == 0
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -7,6 +7,7 @@ import pytest
 
 from services.common.errors import FailedPrecondition, Unavailable
 from services.common.finish_reason import FinishReason
+from services.common.pause_mode import PauseMode
 from services.scheduler.core.engine_core import EngineState
 from tests.scheduler.engine_bench import Bench, eventually, running
 from tests.scheduler.paged_model import continuation
@@ -85,7 +86,7 @@ async def test_pause_returns_when_no_step_is_in_flight_and_keeps_everything(benc
     await bench.until_tokens("a", 2)
     bench.executor.hold()
     await eventually(lambda: bench.executor.num_in_flight > 0)
-    pausing = asyncio.create_task(bench.engine.pause(abort=False))
+    pausing = asyncio.create_task(bench.engine.pause(PauseMode.KEEP))
     for _ in range(10):
         await asyncio.sleep(0)
     assert not pausing.done()
@@ -110,7 +111,7 @@ async def test_a_cancelled_pause_costs_no_token(bench: Bench, operation: str) ->
     bench.executor.hold()
     await eventually(lambda: bench.executor.num_in_flight > 0)
     asking = asyncio.create_task(
-        bench.engine.pause(abort=False)
+        bench.engine.pause(PauseMode.KEEP)
         if operation == "pause"
         else bench.engine.reset_prefix_cache(preempt_running=True)
     )
@@ -130,7 +131,7 @@ async def test_workers_lost_while_a_standstill_is_awaited(bench: Bench) -> None:
     bench.executor.hold()
     await eventually(lambda: bench.executor.num_in_flight > 0)
     bench.replica.there.clear()
-    pausing = asyncio.create_task(bench.engine.pause(abort=False))
+    pausing = asyncio.create_task(bench.engine.pause(PauseMode.KEEP))
     for _ in range(10):
         await asyncio.sleep(0)
     bench.executor.lose()
@@ -148,7 +149,7 @@ async def test_pause_with_abort_ends_everything(bench: Bench) -> None:
     for number in range(6):
         bench.add(f"r{number}", prompt(5, 100 * number), max_tokens=100)
     await bench.until_tokens("r0", 2)
-    await bench.engine.pause(abort=True)
+    await bench.engine.pause(PauseMode.ABORT)
     assert sorted(bench.inbox.ended) == [f"r{number}" for number in range(6)]
     assert bench.pool.num_free_blocks == 49
     assert bench.engine.state is EngineState.PAUSED
@@ -160,7 +161,7 @@ async def test_a_pool_that_is_lost_in_a_pause_is_found_again_when_it_is_over(ben
     request = bench.add("a", prompt(5), max_tokens=30)
     bench.add("b", prompt(5, 500), max_tokens=30)
     await bench.until_tokens("b", 2)
-    await bench.engine.pause(abort=False)
+    await bench.engine.pause(PauseMode.KEEP)
     bench.pool.lose()
     bench.engine.abort([request])
     await eventually(lambda: bench.replica.num_reopened == 1)
@@ -173,8 +174,8 @@ async def test_a_pool_that_is_lost_in_a_pause_is_found_again_when_it_is_over(ben
 
 async def test_pausing_and_resuming_twice_is_the_same_as_once(bench: Bench) -> None:
     bench.add("a", prompt(5), max_tokens=30)
-    await bench.engine.pause(abort=False)
-    await bench.engine.pause(abort=False)
+    await bench.engine.pause(PauseMode.KEEP)
+    await bench.engine.pause(PauseMode.KEEP)
     bench.engine.resume()
     bench.engine.resume()
     await bench.until_ended("a")
@@ -184,7 +185,7 @@ async def test_pausing_and_resuming_twice_is_the_same_as_once(bench: Bench) -> N
 async def test_an_abort_while_paused_ends_the_request(bench: Bench) -> None:
     request = bench.add("a", prompt(5), max_tokens=100)
     await bench.until_tokens("a", 1)
-    await bench.engine.pause(abort=False)
+    await bench.engine.pause(PauseMode.KEEP)
     bench.engine.abort([request])
     await bench.until_ended("a")
     await eventually(lambda: bench.pool.num_free_blocks == 49)

@@ -27,7 +27,7 @@ def make_request(name: str = "a") -> Request:
 
 
 async def take(session: GatewaySession) -> scheduler_pb2.StepDeltas:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await session.outbox.wait()
     return session.outbox.take()
 
@@ -90,7 +90,7 @@ async def test_a_step_without_sampled_tokens_sends_nothing() -> None:
 async def test_the_reader_can_be_woken_without_deltas() -> None:
     outbox = Outbox()
     outbox.wake()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await outbox.wait()
     assert not outbox.has_deltas
 

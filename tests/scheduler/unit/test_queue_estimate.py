@@ -50,6 +50,21 @@ def test_without_a_queue_the_rate_is_that_of_as_many_as_could_run() -> None:
     )
 
 
+def test_time_in_which_few_run_counts_as_if_all_did() -> None:
+    """10 of 40 run, and of those 5 end in a second; steps of 40 take three times as long."""
+    estimate = QueueEstimate(40)
+    for number in range(101):
+        estimate.sample(
+            number / 10,
+            num_running=10,
+            num_waiting=0,
+            num_completed=number // 2,
+            slowdown=3.0,
+        )
+    assert abs(estimate.service_seconds - 3 * 2.0 * MARGIN) < 0.3
+    assert abs(estimate.seconds_per_request - 3 * 2.0 / 40 * MARGIN) < 0.01
+
+
 def test_a_rate_that_changes_is_followed() -> None:
     estimate = QueueEstimate(20)
     sampled(estimate, 60, rate=2)

@@ -154,7 +154,6 @@ def request_in_row(row: int, token_ids: list[int]) -> Request:
         token_ids,
         len(token_ids) - 1,
         SamplingParams(seed=row, temperature=0, max_tokens=9),
-        traceparent=f"trace-{row}",
     )
     request.row = row
     return request
@@ -178,7 +177,7 @@ def test_a_step_is_a_difference_to_the_workers_batch() -> None:
     assert unpack_token_ids(message.num_scheduled_tokens) == [1, 3]
     assert unpack_token_ids(message.num_computed_tokens) == [7, 0]
     (entered,) = message.new_requests
-    assert (entered.row, entered.num_prompt_tokens, entered.traceparent) == (2, 2, "trace-2")
+    assert (entered.row, entered.num_prompt_tokens) == (2, 2)
     assert unpack_token_ids(entered.token_ids) == [10, 11, 12]
     assert entered.sampling.seed == 2
     assert [unpack_token_ids(table.block_ids) for table in entered.block_tables] == [[1, 2], [3, 4]]

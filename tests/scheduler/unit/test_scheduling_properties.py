@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, seed, settings
 
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.common.finish_reason import FinishReason
@@ -193,11 +193,8 @@ class Life:
 def test_every_world_ends_well(policy: str, in_flight: int) -> None:
     happened: Counter[str] = Counter()
 
-    @settings(
-        max_examples=NUM_WORLDS // len(KINDS),
-        deadline=None,
-        suppress_health_check=[HealthCheck.too_slow],
-    )
+    @seed(KINDS.index((policy, in_flight)))
+    @settings(max_examples=NUM_WORLDS // len(KINDS))
     @given(worlds(policy=policy, async_scheduling=in_flight == 2))
     def live(world: World) -> None:
         asyncio.run(Life(world, happened).live())

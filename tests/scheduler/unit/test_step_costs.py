@@ -52,6 +52,16 @@ def test_steps_of_one_size_are_divided_in_halves() -> None:
     assert costs.seconds_per_decode == pytest.approx((EACH_STEP + 10 * EACH_DECODE) / 20)
 
 
+def test_the_slowdown_is_how_much_longer_a_step_with_more_requests_takes() -> None:
+    costs = StepCosts()
+    assert costs.slowdown(8, 32) == 1.0, "nothing is known"
+    for number in range(MIN_STEPS):
+        observe(costs, 6 + number % 4, 0)
+    expected = (EACH_STEP + 32 * EACH_DECODE) / (EACH_STEP + 8 * EACH_DECODE)
+    assert costs.slowdown(8, 32) == pytest.approx(expected)
+    assert costs.slowdown(32, 32) == 1.0
+
+
 def test_a_step_that_took_less_with_more_requests_costs_nothing_for_each() -> None:
     costs = StepCosts()
     for number in range(MIN_STEPS):

@@ -52,30 +52,22 @@ async def test_ranks_agree_on_their_cache_and_a_killed_one_takes_the_other_down(
     for rank in range(2):
         async with open_channel(f"unix:{directory}/{rank}.sock") as channel:
             stub = worker_pb2_grpc.WorkerStub(channel)
-            described = await stub.Describe(worker_pb2.DescribeRequest(), timeout=5)
+            described = await stub.Describe(worker_pb2.DescribeRequest(), timeout=60)
         assert (described.rank, described.world_size, described.num_blocks) == (rank, 2, 40)
         # One of two heads of keys and values, in both layers, in float32.
         assert described.bytes_per_block == 16 * 2 * 12 * 2 * 4
     began = time.monotonic()
     second.send_signal(signal.SIGKILL)
     status, lines = await outcome(first)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
     assert (status, lines[-1]) == (1, "stepwell worker: rank 1 is gone")
     await second.communicate()
-
-
-async def test_ranks_that_are_told_to_stop_exit_with_0(directory: Path) -> None:
-    processes = await serving_ranks(directory, [], [])
-    for process in processes:
-        process.send_signal(signal.SIGTERM)
-    for process in processes:
-        status, lines = await outcome(process)
-        assert status == 0, lines
 
 
 async def test_a_rank_that_waits_for_a_step_of_its_own_is_freed_by_a_new_generation(
     directory: Path,
 ) -> None:
+    """And ranks that are told to stop exit with 0."""
     processes = await serving_ranks(directory, [], [])
     async with AsyncExitStack() as stack:
         channels = [
@@ -94,7 +86,8 @@ async def test_a_rank_that_waits_for_a_step_of_its_own_is_freed_by_a_new_generat
     for process in processes:
         process.send_signal(signal.SIGTERM)
     for process in processes:
-        assert (await outcome(process))[0] == 0
+        status, lines = await outcome(process)
+        assert status == 0, lines
 
 
 async def test_ranks_that_do_not_fit_together_say_so(directory: Path) -> None:

@@ -33,7 +33,7 @@ async def test_serves_until_told_to_stop_and_exits_with_0(directory: Path, tmp_p
         await asyncio.wait_for(until_serving(address), DEADLINE_SECONDS)
         async with open_channel(address) as channel:
             stub = worker_pb2_grpc.WorkerStub(channel)
-            description = await stub.Describe(worker_pb2.DescribeRequest(), timeout=5)
+            description = await stub.Describe(worker_pb2.DescribeRequest(), timeout=60)
         assert (description.model_name, description.num_blocks) == ("model", 50)
     finally:
         process.send_signal(signal.SIGTERM)

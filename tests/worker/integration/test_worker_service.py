@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from stepwell.common.v1 import common_pb2
 from stepwell.worker.v1 import worker_pb2, worker_pb2_grpc
@@ -22,6 +21,7 @@ from services.common.server import GrpcServer
 from services.common.telemetry import configure_tracing
 from services.worker.__main__ import GRPC_SERVICE
 from services.worker.adapters.compute import ComputeThread, follow_liveness
+from services.worker.adapters.metrics import WorkerMetrics
 from services.worker.adapters.servicer import WorkerServicer
 from services.worker.build import build_worker
 from services.worker.core.device_tokens import PendingOutput
@@ -45,7 +45,7 @@ def unpacked(array: bytes) -> list[int]:
     return np.frombuffer(array, "<i4").tolist()
 
 
-def new_request(row: int = 0, traceparent: str = "", **sampling: object) -> worker_pb2.NewRequest:
+def new_request(row: int = 0, **sampling: object) -> worker_pb2.NewRequest:
     """PROMPT, greedy unless told otherwise, with room for 64 tokens."""
     blocks = range(1 + 4 * row, 5 + 4 * row)
     return worker_pb2.NewRequest(
@@ -54,7 +54,6 @@ def new_request(row: int = 0, traceparent: str = "", **sampling: object) -> work
         num_prompt_tokens=len(PROMPT),
         sampling=common_pb2.SamplingParams(**{"temperature": 0, **sampling}),
         block_tables=[worker_pb2.BlockTable(block_ids=packed(*blocks))],
-        traceparent=traceparent,
     )
 
 
@@ -92,7 +91,8 @@ def exporter() -> InMemorySpanExporter:
 @pytest.fixture
 async def servicer(exporter: InMemorySpanExporter) -> AsyncIterator[WorkerServicer]:
     compute = ComputeThread()
-    yield WorkerServicer(compute, configure_tracing("worker", "", 1.0, exporter=exporter))
+    tracing = configure_tracing("worker", "", 1.0, exporter=exporter)
+    yield WorkerServicer(compute, tracing, WorkerMetrics())
     compute.close()
 
 
@@ -327,36 +327,26 @@ def traceparent(span_id: int) -> str:
     return f"00-{TRACE_ID}-{span_id:016x}-01"
 
 
-async def test_traced_steps_and_requests_become_spans(
+async def test_a_traced_step_becomes_a_span(
     worker: worker_pb2_grpc.WorkerStub, exporter: InMemorySpanExporter
 ) -> None:
     stream = Stream(worker)
     await stream.send(
-        step(
-            1,
-            (0, 12, 0),
-            new_requests=[new_request(0, traceparent=traceparent(7))],
-            traceparent=traceparent(8),
-        ),
+        step(1, (0, 12, 0), new_requests=[new_request(0)], traceparent=traceparent(8)),
         step(2, (0, 8, 12)),
-        step(3, (0, 1, 20)),
-        step(4, (0, 1, 21)),
-        step(5, removed_rows=packed(0)),
+        step(3, removed_rows=packed(0)),
     )
-    for _ in range(5):
+    for _ in range(3):
         await stream.answer()
     await stream.finish()
-    spans: dict[str, ReadableSpan] = {span.name: span for span in exporter.get_finished_spans()}
-    assert set(spans) == {"worker.execute", "worker.prefill", "worker.decode"}
-    assert all(f"{span.context.trace_id:032x}" == TRACE_ID for span in spans.values())
-    parents = {name: span.parent.span_id for name, span in spans.items() if span.parent}
-    assert parents == {"worker.execute": 8, "worker.prefill": 7, "worker.decode": 7}
-    prefill, decode = spans["worker.prefill"], spans["worker.decode"]
-    assert prefill.attributes["stepwell.num_steps"] == 2
-    assert prefill.attributes["stepwell.num_scheduled_tokens"] == 20
-    assert decode.attributes["stepwell.num_steps"] == 2
-    assert decode.attributes["stepwell.num_output_tokens"] == 2
-    assert prefill.start_time <= prefill.end_time <= decode.start_time <= decode.end_time
+    (span,) = exporter.get_finished_spans()
+    assert (span.name, f"{span.context.trace_id:032x}") == ("worker.execute", TRACE_ID)
+    assert span.parent is not None
+    assert span.parent.span_id == 8
+    assert span.attributes is not None
+    assert span.attributes["stepwell.num_scheduled_tokens"] == 12
+    (started,) = span.events
+    assert span.start_time <= started.timestamp <= span.end_time
 
 
 async def test_untraced_steps_leave_no_spans(
@@ -397,7 +387,7 @@ async def test_a_step_beyond_its_time_makes_the_worker_one_that_is_not_live(
     loaded: Worker,
 ) -> None:
     held, compute, server = HeldRunner(loaded.runner), ComputeThread(), GrpcServer()
-    servicer = WorkerServicer(compute, configure_tracing("worker", "", 1.0))
+    servicer = WorkerServicer(compute, configure_tracing("worker", "", 1.0), WorkerMetrics())
     server.add(worker_pb2_grpc.add_WorkerServicer_to_server, servicer, GRPC_SERVICE)
     servicer.open(replace(loaded, runner=cast(ModelRunner, held)))
     following = asyncio.create_task(follow_liveness(compute, server.set_live))

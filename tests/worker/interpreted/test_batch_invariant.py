@@ -1,13 +1,33 @@
 """What is computed on CUDA with --batch-invariant: the same bits whatever is computed with it."""
 
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
+from triton.runtime import interpreter
 
 from benchmarks.gpu.attention_check import Case
 from benchmarks.gpu.invariance_check import InvarianceCheck, products_differ
 from services.worker.backends.cuda.fixed_tiles import FixedTilesLinear
 from services.worker.backends.device import CpuDevice
 from tests.worker.interpreted.interpreted_ops import AnywhereSplitK, WideCpu
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _rows_multiplied_alike() -> Iterator[None]:
+    """The interpreter multiplies tiles with numpy's BLAS, where the bits of a row depend, on some
+    processors, on its place in the tile. Here each element is summed in the same order.
+    """
+
+    def create_dot(_: object, a: Any, b: Any, d: Any, *_options: object) -> Any:
+        product = np.einsum("mk,kn->mn", a.data, b.data, dtype=d.data.dtype)
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+        yield
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -31,13 +51,13 @@ def test_products(bias: bool) -> None:
     ids=str,
 )
 def test_attention(case: Case) -> None:
-    check = InvarianceCheck(case, WideCpu(), [1, 37, 150], AnywhereSplitK)
-    assert check.differing([[(2, 0, 150)], [(1, 0, 37)], [(0, 0, 1)]]) == []
+    check = InvarianceCheck(case, WideCpu(), [1, 37, 80], AnywhereSplitK)
+    assert check.differing([[(2, 0, 80)], [(1, 0, 37)], [(0, 0, 1)]]) == []
     cuts = [
         [(1, 0, 20), (2, 0, 7)],
         [(1, 20, 21), (2, 7, 8)],
-        [(0, 0, 1), (1, 21, 37), (2, 8, 149)],
-        [(2, 149, 150)],
+        [(0, 0, 1), (1, 21, 37), (2, 8, 79)],
+        [(2, 79, 80)],
     ]
     assert check.differing(cuts) == []
 

@@ -61,8 +61,8 @@ def save_capped(directory: Path) -> None:
 
 
 def save_experts(directory: Path) -> None:
-    """Two of four experts for each token, all in one multiplication."""
-    save_tiny_model(directory, "qwen3_moe")
+    """One layer with three of six experts for each token, all in one multiplication."""
+    save_tiny_model(directory, "qwen3_moe", num_hidden_layers=1, mlp_only_layers=[])
 
 
 def runner_as_on_cuda(directory: Path, *, batch_invariant: bool = False) -> ModelRunner:

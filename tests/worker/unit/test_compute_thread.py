@@ -8,7 +8,7 @@ import pytest
 
 from services.worker.adapters.compute import ComputeThread, follow_liveness
 
-SECONDS = 10
+SECONDS = 60.0
 
 
 @pytest.fixture

@@ -91,7 +91,7 @@ def test_different_tokens_end_the_group(every: int, found_at: int) -> None:
             try:
                 own.run(step(1, number), answering(6 if differs else 5))
             except GroupBroken:
-                return number, str(thread.broken.result(5))
+                return number, str(thread.broken.result(60))
         raise AssertionError("no rank noticed")
 
     for number, why in on_ranks(2, work):
@@ -111,7 +111,7 @@ def test_memory_that_differs_ends_the_group_though_tokens_are_the_same(tmp_path:
             runner._model._weights.embedding[9:] += 1e-3
         with pytest.raises(GroupBroken):
             driver.run([request])
-        return str(thread.broken.result(5))
+        return str(thread.broken.result(60))
 
     for why in on_ranks(2, work):
         assert "different results" in why
@@ -128,7 +128,7 @@ def test_a_rank_that_fails_says_why_to_all() -> None:
                 own.run(step(1, 0), fail)
         else:
             own.run(step(1, 0), answering(5))
-        return str(thread.broken.result(5))
+        return str(thread.broken.result(60))
 
     first, second = on_ranks(2, work)
     assert second == "step 0 failed on rank 1: out of memory"
@@ -143,13 +143,13 @@ def test_a_rank_that_leaves_is_noticed_while_nothing_runs() -> None:
             thread.group.close()
             left.set()
             return RankLost, 0
-        assert left.wait(5)
+        assert left.wait(60)
         began = time.monotonic()
-        return type(thread.broken.result(5)), time.monotonic() - began
+        return type(thread.broken.result(60)), time.monotonic() - began
 
     for kind, seconds in on_ranks(3, work):
         assert kind is RankLost
-        assert seconds < 2
+        assert seconds < 20
 
 
 def test_a_rank_that_does_not_come_to_a_step_is_not_waited_for_without_end() -> None:
@@ -172,7 +172,7 @@ def test_a_digest_is_of_input_and_output() -> None:
             own.run(StepInput(1, number, ints(row), ints(1), ints(number)), answering(5))
         with pytest.raises(GroupBroken):
             own.run(StepInput(1, 2, ints(row), ints(1), ints(2)), answering(5))
-        return str(thread.broken.result(5))
+        return str(thread.broken.result(60))
 
     assert all("different results in step 0" in why for why in on_ranks(2, work))
 

@@ -15,16 +15,11 @@ import pytest
 
 WORKER_TESTS = Path(__file__).parents[1]
 INTERPRETED, COMPILED = {"TRITON_INTERPRET": "1"}, {"TRITON_INTERPRET": "0"}
-FILES = {
-    "interpreted/test_cuda_path.py": INTERPRETED,
-    "interpreted/test_batch_invariant.py": INTERPRETED,
-    "interpreted/test_paged_kernel.py": INTERPRETED,
-    "compiled/test_kernels_compile.py": COMPILED,
-}
-"""The files, those that take longest first."""
-SECONDS = 300
-"""For a whole file, and so for each of its tests: the interpreter takes half a minute,
-several on a busy machine."""
+RUNS = {"interpreted": INTERPRETED, "compiled": COMPILED}
+"""The directories of tests, each with what it is run with; the one that takes longest first."""
+SECONDS = 600
+"""For a directory, and so for each of its tests: the interpreter takes less than a minute, several
+on a busy machine."""
 
 Done = subprocess.CompletedProcess[str]
 
@@ -33,27 +28,29 @@ Done = subprocess.CompletedProcess[str]
 def runs(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Future[Done]]]:
-    """The runs of those files whose tests were selected."""
+    """The runs of those directories whose tests were selected."""
     pytest.importorskip("xformers", reason="xFormers has wheels for Linux on x86-64 alone")
     here = [item for item in request.session.items if item.path == request.path]
-    selected = [item.callspec.params["file"] for item in here if isinstance(item, pytest.Function)]
+    selected = [
+        item.callspec.params["directory"] for item in here if isinstance(item, pytest.Function)
+    ]
     cache = tmp_path_factory.mktemp("triton")
     processors = (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     with ThreadPoolExecutor(max(1, processors)) as pool:
-        yield {file: pool.submit(run_apart, file, cache) for file in FILES if file in selected}
+        yield {name: pool.submit(run_apart, name, cache) for name in RUNS if name in selected}
         pool.shutdown(cancel_futures=True)
 
 
-def run_apart(file: str, cache: Path) -> Done:
-    """Runs the tests of a file."""
+def run_apart(directory: str, cache: Path) -> Done:
+    """Runs the tests of a directory."""
     return subprocess.run(
         [
             *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
-            *("--timeout", str(SECONDS), WORKER_TESTS / file),
+            *("--timeout", str(SECONDS), WORKER_TESTS / directory),
         ],
         env=os.environ
         | {"XFORMERS_ENABLE_TRITON": "1", "TRITON_CACHE_DIR": str(cache)}
-        | FILES[file],
+        | RUNS[directory],
         capture_output=True,
         text=True,
         timeout=SECONDS,
@@ -63,7 +60,7 @@ def run_apart(file: str, cache: Path) -> Done:
 
 @pytest.mark.slow
 @pytest.mark.timeout(2 * SECONDS)
-@pytest.mark.parametrize("file", FILES)
-def test_kernels_pass_their_own_tests(file: str, runs: dict[str, Future[Done]]) -> None:
-    done = runs[file].result()
+@pytest.mark.parametrize("directory", RUNS)
+def test_kernels_pass_their_own_tests(directory: str, runs: dict[str, Future[Done]]) -> None:
+    done = runs[directory].result()
     assert done.returncode == 0, done.stdout + done.stderr

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from services.common.redis_url import NEEDS_REDIS
 from services.common.settings import SettingError
@@ -11,6 +11,9 @@ from services.gateway.adapters.directory.pool_watchers import PoolAddress, PoolW
 from services.gateway.adapters.directory.sweeper import sweep
 from services.gateway.core.prefix_index import PrefixIndex
 from services.gateway.core.replica import Replica, ReplicaDescription
+
+if TYPE_CHECKING:
+    from services.common.tls import Tls
 
 Replicas = Callable[[], Iterable[Replica]]
 
@@ -32,13 +35,15 @@ class Follower(Protocol):
         ...
 
 
-def make_follower(index: PrefixIndex, redis_url: str | None, replicas: Replicas) -> Follower:
-    """What follows the pools of `replicas`, as they are at any time.
+def make_follower(
+    index: PrefixIndex, redis_url: str | None, replicas: Replicas, tls: "Tls | None" = None
+) -> Follower:
+    """What follows the pools of `replicas`, as they are at any time; without Redis with `tls`.
 
     Raises SettingError where the package for Redis is missing.
     """
     if redis_url is None:
-        return PoolFollower(index, replicas)
+        return PoolFollower(index, replicas, tls)
     return RedisFollower(index, redis_url, replicas)
 
 
@@ -79,10 +84,10 @@ class PoolFollower:
     made by what it caches, and each of its steps would send a message.
     """
 
-    def __init__(self, index: PrefixIndex, replicas: Replicas) -> None:
+    def __init__(self, index: PrefixIndex, replicas: Replicas, tls: "Tls | None") -> None:
         self._index = index
         self._replicas = replicas
-        self._watchers = PoolWatchers(index)
+        self._watchers = PoolWatchers(index, tls)
 
     @property
     def counts(self) -> ReaderCounts:

@@ -9,6 +9,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import grpc
 from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
@@ -17,10 +18,14 @@ from services.common.channel import open_channel
 from services.common.kv_cache_groups import KVCacheGroup
 from services.common.kv_cache_groups_proto import kv_cache_group_from_proto
 from services.common.kv_directory import KeyBatch, block_keys
+from services.common.status import from_peer
 from services.gateway.adapters.directory.counts import ReaderCounts
 from services.gateway.core.directory_state import DirectoryState
 from services.gateway.core.node_view import Applied
 from services.gateway.core.prefix_index import PrefixIndex
+
+if TYPE_CHECKING:
+    from services.common.tls import Tls
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +48,10 @@ class PoolAddress:
 class PoolWatchers:
     """Keeps the index as the pools of the known replicas say."""
 
-    def __init__(self, index: PrefixIndex) -> None:
+    def __init__(self, index: PrefixIndex, tls: "Tls | None" = None) -> None:
         self.counts = ReaderCounts()
         self._index = index
+        self._tls = tls
         self._epochs = itertools.count(1)
 
     async def run(self, pools: Callable[[], Iterable[PoolAddress]]) -> None:
@@ -73,7 +79,7 @@ class PoolWatchers:
 
     async def _follow(self, pool: PoolAddress) -> None:
         backoff = _FIRST_BACKOFF_SECONDS
-        async with open_channel(pool.address) as channel:
+        async with open_channel(pool.address, self._tls) as channel:
             stub = kvpool_pb2_grpc.KVPoolStub(channel)
             while True:
                 reader = PoolReader(pool.node, self._index, self._epochs, self.counts)
@@ -84,7 +90,8 @@ class PoolWatchers:
                         backoff = _FIRST_BACKOFF_SECONDS
                 except grpc.aio.AioRpcError as error:
                     if error.code() is not grpc.StatusCode.NOT_FOUND:
-                        logger.info("pool %s is not followed: %s", pool.node, error.details())
+                        why = from_peer("it", error)
+                        logger.info("pool %s is not followed: %s", pool.node, why)
                     self.counts.failures += 1
                 finally:
                     self._index.remove(pool.node)

@@ -1,11 +1,9 @@
-"""The HTTP application of the gateway: its routes, and what is checked before them."""
+"""The HTTP applications of the gateway: their routes, and what is checked before them."""
 
-from collections.abc import Awaitable, Callable, Sequence
-from functools import cache
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -13,102 +11,99 @@ from starlette.types import ASGIApp
 
 from services.common.errors import InternalError, StepwellError
 from services.gateway.adapters.auth import ApiKeys
-from services.gateway.adapters.http.bodies import (
-    ChatCompletionBody,
-    CompletionBody,
-    DetokenizeBody,
-    TokenizeBody,
-)
-from services.gateway.adapters.http.errors import error_response, plain_error_response
-from services.gateway.adapters.http.generation_routes import (
-    CHAT_COMPLETIONS,
-    COMPLETIONS,
-    GenerationRoutes,
+from services.gateway.adapters.http.errors import (
+    HINT_HEADERS,
+    error_response,
+    plain_error_response,
 )
 from services.gateway.adapters.http.hosts import HostCheck
-from services.gateway.adapters.http.request_ids import HEADER as REQUEST_ID_HEADER
-from services.gateway.adapters.http.request_ids import RequestIds
-from services.gateway.adapters.http.server_routes import ServerRoutes
-from services.gateway.adapters.http.tokenizer_routes import TokenizerRoutes
+from services.gateway.adapters.http.openapi.document import openapi_document
+from services.gateway.adapters.http.request_records import RequestRecords
+from services.gateway.adapters.http.route import Route
+from services.gateway.adapters.rate_limit_headers import RATE_LIMIT_HEADERS
+from services.gateway.adapters.request_record import REQUEST_ID, TRACE_ID
+from services.gateway.adapters.request_recorder import RequestRecorder
+
+Check = Callable[[Request], Awaitable[None]]
+"""Raises HTTPException or StepwellError for a request that is refused before its route."""
 
 
 def make_app(
-    generation: GenerationRoutes, tokenizer: TokenizerRoutes, server: ServerRoutes, keys: ApiKeys
+    title: str,
+    description: str,
+    routes: Sequence[Route],
+    keys: ApiKeys,
+    *,
+    asks_for_keys: bool,
+    checks: Sequence[Check] = (),
 ) -> FastAPI:
-    """All routes. Health and metrics need no key."""
-    app = FastAPI(
-        title="Stepwell",
-        description="OpenAI's API with vLLM's common extras.",
+    """An application of these routes. Each request passes `checks`, and shows one of the keys where
+    its route needs one.
+    """
+    # Made now, since it takes longer than a request may.
+    document = openapi_document(title, description, routes, asks_for_keys=asks_for_keys)
+    app = _Application(
+        document,
+        title=title,
         # Requests have their own span.
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
 
     async def authenticate(request: Request) -> None:
         # A coroutine, since the framework would run a function in a thread of its own.
-        keys.check(request.headers.get("authorization", ""))
+        if not hasattr(request.state, "tenant"):
+            authorization = request.headers.get("authorization", "")
+            request.state.tenant = await keys.authenticate(authorization)
 
-    locked = [Depends(authenticate)]
-    with_body = [*locked, Depends(_check_content)]
-    for path, handler, body in (
-        (COMPLETIONS, generation.completions, CompletionBody),
-        (CHAT_COMPLETIONS, generation.chat_completions, ChatCompletionBody),
-        ("/tokenize", tokenizer.tokenize, TokenizeBody),
-        ("/detokenize", tokenizer.detokenize, DetokenizeBody),
-    ):
-        extra = _describe_body(body)
+    for route in routes:
+        needed = [*checks]
+        if route.needs_key:
+            needed.append(authenticate)
+        if route.body is not None:
+            needed.append(_check_content)
         app.add_api_route(
-            path, handler, methods=["POST"], openapi_extra=extra, dependencies=with_body
-        )
-    reads: tuple[tuple[str, Callable[..., Awaitable[Response]], list[Any]], ...] = (
-        ("/v1/models", server.models, locked),
-        ("/v1/models/{name:path}", server.model, locked),
-        ("/status", server.status, locked),
-        ("/health", server.health, []),
-        ("/metrics", server.metrics, []),
-    )
-    for path, read, dependencies in reads:
-        app.add_api_route(path, read, methods=["GET"], dependencies=dependencies)
-        app.add_api_route(
-            path, read, methods=["HEAD"], dependencies=dependencies, include_in_schema=False
+            route.path,
+            route.handler,
+            methods=list(route.methods),
+            dependencies=[Depends(check) for check in needed],
+            include_in_schema=False,
         )
     app.add_exception_handler(StepwellError, _stepwell_error)
     app.add_exception_handler(HTTPException, _http_exception)
     app.add_exception_handler(Exception, _defect)
-    app.openapi()  # made now, since it takes longer than a request may
     return app
 
 
-def guarded(app: ASGIApp, names: Sequence[str], allowed_origins: Sequence[str]) -> ASGIApp:
-    """The application behind the checks of where a request comes from, with names for requests."""
+class _Application(FastAPI):
+    """Serves a document that was made of the routes, in place of one made of their signatures."""
+
+    def __init__(self, document: dict[str, Any], **settings: Any) -> None:
+        super().__init__(**settings)
+        self._document = document
+
+    def openapi(self) -> dict[str, Any]:
+        return self._document
+
+
+def guarded(
+    app: ASGIApp,
+    names: Sequence[str],
+    allowed_origins: Sequence[str],
+    recorder: RequestRecorder,
+    operations: Mapping[str, str],
+) -> ASGIApp:
+    """The application behind the checks of where a request comes from, with records of requests.
+    `operations` has the GenAI operation of each path that generates.
+    """
     if allowed_origins:
         app = CORSMiddleware(
             app,
             allow_origins=allowed_origins,
             allow_methods=("GET", "POST"),
             allow_headers=("*",),
-            expose_headers=(REQUEST_ID_HEADER, "Retry-After"),
+            expose_headers=(REQUEST_ID, TRACE_ID, *HINT_HEADERS, *RATE_LIMIT_HEADERS),
         )
-    return RequestIds(HostCheck(app, names))
-
-
-@cache
-def _describe_body(model: type[BaseModel]) -> dict[str, Any]:
-    """OpenAPI's `requestBody` for a body class, which is parsed by hand to name what is wrong."""
-    schema = model.model_json_schema()
-    definitions = schema.pop("$defs", {})
-    content = {"application/json": {"schema": _inlined(schema, definitions)}}
-    return {"requestBody": {"required": True, "content": content}}
-
-
-def _inlined(node: Any, definitions: dict[str, Any]) -> Any:
-    """The schema with every reference replaced by what it refers to; no body is recursive."""
-    if isinstance(node, list):
-        return [_inlined(item, definitions) for item in node]
-    if not isinstance(node, dict):
-        return node
-    if "$ref" in node:
-        return _inlined(definitions[node["$ref"].rpartition("/")[2]], definitions)
-    return {key: _inlined(value, definitions) for key, value in node.items()}
+    return RequestRecords(HostCheck(app, names), recorder, operations)
 
 
 async def _check_content(request: Request) -> None:

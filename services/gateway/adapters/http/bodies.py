@@ -3,24 +3,26 @@
 import re
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from services.common.errors import StepwellError
 from services.gateway.adapters.http.fields import (
     Body,
     Ignored,
     Int,
+    Only,
     Prompts,
     TextOrParts,
     TextOrTexts,
     Texts,
     TokenIds,
-    only,
+    given,
 )
 from services.gateway.core.request import ChatRole
 
 _NO_TOOLS = "tools are not supported"
 _NO_FORMAT = "constrained output is not supported"
+_NO_CACHE = "prompts are cached in memory, and those used least recently are dropped first"
 _NO_PREFIX = "an answer is continued with continue_final_message"
 
 
@@ -29,6 +31,7 @@ class StreamOptions(Body):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: Annotated[Any, Only(False, why="events are not padded")] = None
 
 
 class RepetitionDetectionBody(Body):
@@ -64,7 +67,7 @@ class SamplingBody(Body):
     stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: Annotated[Any, only(True, why="it cannot be turned off")] = None
+    spaces_between_special_tokens: Annotated[Any, Only(True, why="it cannot be turned off")] = None
     add_special_tokens: bool | None = None
     priority: Int | None = None
     cache_salt: str | None = None
@@ -78,8 +81,8 @@ class SamplingBody(Body):
     # What changes nothing here.
     user: str | None = None
     metadata: dict[str, str] | None = None
-    store: Annotated[Any, only(False, why="nothing is stored")] = None
-    service_tier: Annotated[Any, only("auto", "default", why="there is one service tier")] = None
+    store: Annotated[Any, Only(False, why="nothing is stored")] = None
+    service_tier: Annotated[Any, Only("auto", "default", why="there is one service tier")] = None
     safety_identifier: str | None = None
 
     def in_client_words(self, error: StepwellError) -> StepwellError:
@@ -90,14 +93,18 @@ class SamplingBody(Body):
 class CompletionBody(SamplingBody):
     """POST /v1/completions."""
 
+    model_config = ConfigDict(
+        json_schema_extra={"anyOf": [given("prompt"), given("prompt_embeds")]}
+    )
+
     prompt: Prompts | None = None
     # vLLM's, here each a safetensors file.
     prompt_embeds: TextOrTexts | None = None
     echo: bool | None = None
     logprobs: Int | None = None
     best_of: Int | None = None
-    suffix: Annotated[Any, only("", why="text cannot be inserted before a suffix")] = None
-    response_format: Annotated[Any, only({"type": "text"}, why=_NO_FORMAT)] = None
+    suffix: Annotated[Any, Only("", why="text cannot be inserted before a suffix")] = None
+    response_format: Annotated[Any, Only({"type": "text"}, why=_NO_FORMAT)] = None
 
 
 class ChatMessage(Body):
@@ -108,14 +115,14 @@ class ChatMessage(Body):
     name: str | None = None
     # A turn of the assistant may be sent back as it came: here, or from a server or through a
     # proxy that adds to it.
-    refusal: Annotated[Any, only(why="refusals are not supported")] = None
-    audio: Annotated[Any, only(why="audio is not supported")] = None
-    function_call: Annotated[Any, only(why=_NO_TOOLS)] = None
-    tool_calls: Annotated[Any, only([], why=_NO_TOOLS)] = None
-    tool_call_id: Annotated[Any, only(why=_NO_TOOLS)] = None
-    images: Annotated[Any, only([], why="images are not supported")] = None
-    prefix: Annotated[Any, only(False, why=_NO_PREFIX)] = None
-    partial: Annotated[Any, only(False, why=_NO_PREFIX)] = None
+    refusal: Annotated[Any, Only(why="refusals are not supported")] = None
+    audio: Annotated[Any, Only(why="audio is not supported")] = None
+    function_call: Annotated[Any, Only(why=_NO_TOOLS)] = None
+    tool_calls: Annotated[Any, Only([], why=_NO_TOOLS)] = None
+    tool_call_id: Annotated[Any, Only(why=_NO_TOOLS)] = None
+    images: Annotated[Any, Only([], why="images are not supported")] = None
+    prefix: Annotated[Any, Only(False, why=_NO_PREFIX)] = None
+    partial: Annotated[Any, Only(False, why=_NO_PREFIX)] = None
     # What the assistant thought, by its names at vLLM, DeepSeek, OpenRouter and Ollama. Whether
     # the model reads it again depends on its chat template.
     reasoning_content: str | None = None
@@ -162,18 +169,21 @@ class ChatCompletionBody(SamplingBody, ChatTemplateBody):
     logprobs: bool | None = None
     top_logprobs: Int | None = None
     max_completion_tokens: Int | None = None
-    response_format: Annotated[Any, only({"type": "text"}, why=_NO_FORMAT)] = None
-    tools: Annotated[Any, only([], why=_NO_TOOLS)] = None
-    tool_choice: Annotated[Any, only("none", why=_NO_TOOLS)] = None
-    parallel_tool_calls: Annotated[Any, only(True, False, why=_NO_TOOLS)] = None
-    functions: Annotated[Any, only([], why=_NO_TOOLS)] = None
-    function_call: Annotated[Any, only("none", why=_NO_TOOLS)] = None
-    modalities: Annotated[Any, only(["text"], why="only text is generated")] = None
-    audio: Annotated[Any, only(why="only text is generated")] = None
-    prediction: Annotated[Any, only(why="predicted outputs are not supported")] = None
-    reasoning_effort: Annotated[Any, only("none", why="reasoning effort is not supported")] = None
-    verbosity: Annotated[Any, only("medium", why="verbosity is not supported")] = None
-    web_search_options: Annotated[Any, only(why=_NO_TOOLS)] = None
+    response_format: Annotated[Any, Only({"type": "text"}, why=_NO_FORMAT)] = None
+    tools: Annotated[Any, Only([], why=_NO_TOOLS)] = None
+    tool_choice: Annotated[Any, Only("none", why=_NO_TOOLS)] = None
+    parallel_tool_calls: Annotated[Any, Only(True, False, why=_NO_TOOLS)] = None
+    functions: Annotated[Any, Only([], why=_NO_TOOLS)] = None
+    function_call: Annotated[Any, Only("none", why=_NO_TOOLS)] = None
+    modalities: Annotated[Any, Only(["text"], why="only text is generated")] = None
+    audio: Annotated[Any, Only(why="only text is generated")] = None
+    prediction: Annotated[Any, Only(why="predicted outputs are not supported")] = None
+    reasoning_effort: Annotated[Any, Only("none", why="reasoning effort is not supported")] = None
+    verbosity: Annotated[Any, Only("medium", why="verbosity is not supported")] = None
+    web_search_options: Annotated[Any, Only(why=_NO_TOOLS)] = None
+    moderation: Annotated[Any, Only(why="nothing is moderated")] = None
+    prompt_cache_options: Annotated[Any, Only({}, {"mode": "implicit"}, why=_NO_CACHE)] = None
+    prompt_cache_retention: Annotated[Any, Only("in_memory", why=_NO_CACHE)] = None
 
     def in_client_words(self, error: StepwellError) -> StepwellError:
         names = {"prompt": "messages", "logprobs": "top_logprobs"}
@@ -192,6 +202,8 @@ class ChatCompletionBody(SamplingBody, ChatTemplateBody):
 
 class TokenizeBody(ChatTemplateBody):
     """POST /tokenize: plain text in `prompt`, or a conversation in `messages`."""
+
+    model_config = ConfigDict(json_schema_extra={"oneOf": [given("prompt"), given("messages")]})
 
     model: str | None = None
     prompt: str | None = None

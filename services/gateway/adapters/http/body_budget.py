@@ -19,10 +19,14 @@ class BodyBudget:
         self._turn = asyncio.Lock()  # gives turns in the order in which they are asked for
         self._freed = asyncio.Event()
 
+    def is_counted(self, num_bytes: int) -> bool:
+        """Whether a body of that size may have to wait."""
+        return num_bytes > _SMALL_BYTES
+
     @asynccontextmanager
     async def hold(self, num_bytes: int) -> AsyncIterator[None]:
         """Holds that many bytes. Raises ResourceExhausted when they are not free in time."""
-        taken = 0 if num_bytes <= _SMALL_BYTES else min(num_bytes, self._max_bytes)
+        taken = min(num_bytes, self._max_bytes) if self.is_counted(num_bytes) else 0
         if taken:
             await self._take(taken)
         try:

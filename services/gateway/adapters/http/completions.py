@@ -32,11 +32,10 @@ async def completion_request(
 ) -> ClientRequest:
     """The request that a body asks for. Raises InvalidArgument for contradictions."""
     check_stream_options(body)
-    if body.best_of is not None and body.best_of != (body.n or 1):
+    if body.stream and body.best_of is not None and body.best_of > (body.n or 1):
         raise InvalidArgument(
-            "best_of is not supported beyond n: every answer is returned",
+            "best_of beyond n cannot be streamed: the best answers are known at the end",
             field="best_of",
-            reason="UNSUPPORTED_PARAMETER",
         )
     prompt_only = bool(body.echo) and body.max_tokens == 0
     prompts = await _prompts(body, inference)
@@ -48,7 +47,12 @@ async def completion_request(
         prompt_logprobs=_num_prompt_logprobs(body),
     )
     request = client_request(body, request_id, prompts, sampling)
-    return replace(request, default_max_tokens=DEFAULT_MAX_TOKENS, prompt_only=prompt_only)
+    return replace(
+        request,
+        default_max_tokens=DEFAULT_MAX_TOKENS,
+        prompt_only=prompt_only,
+        best_of=body.best_of,
+    )
 
 
 def _num_prompt_logprobs(body: CompletionBody) -> int | None:
@@ -69,7 +73,7 @@ async def _prompts(body: CompletionBody, inference: Inference) -> tuple[Prompt, 
     if body.prompt is None:
         raise InvalidArgument("prompt is missing", field="prompt", reason="MISSING_PARAMETER")
     prompts = [body.prompt] if _is_single(body.prompt) else body.prompt
-    inference.check_num_choices(len(prompts), body.n or 1)
+    inference.check_num_choices(len(prompts), body.n or 1, body.best_of)
     if isinstance(prompts[0] if prompts else [], str):
         return await _text_prompts(cast(list[str], prompts), body, inference)
     return await _token_prompts(cast(list[list[int]], prompts), body, inference)
@@ -85,7 +89,7 @@ async def _embedded_prompts(
     if body.echo:
         raise InvalidArgument("echo: an embedded prompt has no text", field="echo")
     files = [given] if isinstance(given, str) else given
-    inference.check_num_choices(len(files), body.n or 1)
+    inference.check_num_choices(len(files), body.n or 1, body.best_of)
     embedded = [await asyncio.to_thread(read_prompt_embeds, file) for file in files]
     return tuple(Prompt(embeds.placeholders, embeds=embeds) for embeds in embedded)
 

@@ -6,6 +6,7 @@ request of a client that stops sending.
 
 import asyncio
 import enum
+import time
 from functools import partial
 from typing import Any
 
@@ -28,13 +29,16 @@ SEND_BODY = "send_body"
 """Key of the request's state: sends parts of a body past what wraps `send`, which is each token's
 path. Middlewares change the start of an answer and nothing else.
 """
+ARRIVED = "arrived"
+"""Key of the request's state: when it was to be served, in nanoseconds of `time.perf_counter_ns`.
+"""
 MAX_PIPELINED = 8
 # How long a client may take to read a refusal, and how much it may send meanwhile.
 _REFUSAL_READ_SECONDS, _REFUSAL_UNREAD_BYTES = 1.0, 2**20
 # How much of a body is discarded that was answered before it was whole.
 _IGNORED_BYTES = 64 * 2**20
 # How long a client may take to read the end of the last answer on a connection.
-_CLOSING_SECONDS = 30.0
+CLOSING_SECONDS = 30.0
 
 
 class _Stage(enum.Enum):
@@ -50,8 +54,8 @@ class _Stage(enum.Enum):
 class GuardedConnection(SlicedProtocol):
     """Ends connections that send too much, too slowly or nothing.
 
-    A client may stop sending and still get its answer; a ClientProbe finds out whether it is still
-    there.
+    A client may stop sending and still get its answer, but not over TLS; a ClientProbe finds out
+    whether it is still there.
     """
 
     def __init__(self, *, connections: Connections, **uvicorn: Any) -> None:
@@ -102,6 +106,9 @@ class GuardedConnection(SlicedProtocol):
         self._reader_timeout.stop()
 
     def eof_received(self) -> bool:  # type: ignore[override]
+        if self.scheme == "https":  # Python's TLS cannot go on writing after the client's end
+            self._disconnect_application()
+            return False
         if self._stage is not _Stage.NOTHING or self.cycle.response_complete:
             return False
         self.cycle.keep_alive = False
@@ -163,6 +170,7 @@ class GuardedConnection(SlicedProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answered = cycle
+        cycle.scope["state"][ARRIVED] = time.perf_counter_ns()
         if cycle.scope["http_version"] == "1.0":
             app = partial(answer_without_chunks, cycle, app)
         else:
@@ -172,19 +180,21 @@ class GuardedConnection(SlicedProtocol):
             if not cycle.disconnected:
                 HttpToolsProtocol._start_asgi_task(self, cycle, app)
 
-        self._connections.start_request(start)
+        headers = cycle.scope["headers"]
+        key = next((value for name, value in headers if name == b"authorization"), b"")
+        self._connections.starts.add(key, start)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.transport.is_closing():
-            self._time(_CLOSING_SECONDS, self.end)
+            self._time(CLOSING_SECONDS, self.end)
         elif self.cycle.response_complete and self._stage is _Stage.NOTHING:
             self._connections.became_idle(self)
 
     def timeout_keep_alive_handler(self) -> None:
         self._stage = _Stage.END
         super().timeout_keep_alive_handler()
-        self._time(_CLOSING_SECONDS, self.end)
+        self._time(CLOSING_SECONDS, self.end)
 
     # Bounds.
 
@@ -266,5 +276,6 @@ class GuardedConnection(SlicedProtocol):
         self.transport.write(raw_refusal(status, message))
         # Closing at once, with something unread, would reset the connection before the client has
         # read the answer.
-        self.transport.write_eof()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
         self._time(_REFUSAL_READ_SECONDS, self.end)

@@ -1,17 +1,16 @@
-"""All connections of an HTTP server: how many there may be, and how fast requests start."""
+"""All connections of an HTTP server: how many there may be."""
 
 import asyncio
 import logging
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
 
+from services.gateway.adapters.http.starts import Starts
 from services.gateway.settings import GatewaySettings
 
 logger = logging.getLogger(__name__)
 
-# So many requests start in one turn of the event loop; those that run have their turns between.
-_REQUESTS_A_TURN = 8
 _SECONDS_BETWEEN_LINES = 10.0
 
 
@@ -20,7 +19,7 @@ class Connection(Protocol):
 
 
 class Connections:
-    """Admits connections up to the limit, and starts their requests a few at a time."""
+    """Admits connections up to the limit; what they share."""
 
     def __init__(
         self,
@@ -35,10 +34,10 @@ class Connections:
         self._max_connections = max_connections
         self._on_reader_timeout = on_reader_timeout
         self.refusals = RefusalLog()
+        self.starts = Starts()
         self._connections: set[Connection] = set()
         # Connections without a request, the one that has been so for longest first.
         self._idle: dict[Connection, None] = {}
-        self._starts: deque[Callable[[], None]] = deque()
 
     def __len__(self) -> int:
         return len(self._connections)
@@ -72,18 +71,6 @@ class Connections:
 
     def became_busy(self, connection: Connection) -> None:
         self._idle.pop(connection, None)
-
-    def start_request(self, start: Callable[[], None]) -> None:
-        """Calls `start` soon, after those that came before."""
-        self._starts.append(start)
-        if len(self._starts) == 1:
-            asyncio.get_running_loop().call_soon(self._start_some)
-
-    def _start_some(self) -> None:
-        for _ in range(min(_REQUESTS_A_TURN, len(self._starts))):
-            self._starts.popleft()()
-        if self._starts:
-            asyncio.get_running_loop().call_soon(self._start_some)
 
 
 class RefusalLog:

@@ -43,22 +43,60 @@ async def until(deadline: float | None) -> AsyncIterator[None]:
     except TimeoutError as error:
         if not alarm.expired():
             raise
-        raise DeadlineExceeded(
-            f"the time that {HEADER} allows passed before the answer was complete"
-        ) from error
+        raise _exceeded() from error
 
 
-async def each_until(
-    deadline: float | None, items: AsyncGenerator[T, None]
-) -> AsyncGenerator[T, None]:
-    """The items, each of which must come before the deadline. What is done with one between them
-    is not cut off: an event that is being written is written whole.
+async def each_until(deadline: float, items: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+    """The items, each of which must come before the deadline; raises DeadlineExceeded then. What is
+    done with one between them is not cut off: an event that is being written is written whole.
+
+    One timer serves all items, since this is each token's path.
     """
-    async with aclosing(items):
-        while True:
-            async with until(deadline):
+    alarm = _Alarm(deadline)
+    try:
+        async with aclosing(items):
+            while not alarm.has_rung:
                 try:
-                    item = await anext(items)
+                    yield await alarm.unless_it_rings(items)
                 except StopAsyncIteration:
                     return
-            yield item
+            raise _exceeded()
+    finally:
+        alarm.stop()
+
+
+class _Alarm:
+    """Cancels the wait of the present task for an item at a given time."""
+
+    def __init__(self, when: float) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self.has_rung = False
+        self._task = task
+        self._num_cancels_before = task.cancelling()
+        self._is_waiting = False
+        self._timer = asyncio.get_running_loop().call_at(when, self._ring)
+
+    async def unless_it_rings(self, items: AsyncGenerator[T, None]) -> T:
+        """The next item. Raises StopAsyncIteration at the end, DeadlineExceeded at the time."""
+        self._is_waiting = True
+        try:
+            return await anext(items)
+        except asyncio.CancelledError as error:
+            if self.has_rung and self._task.uncancel() <= self._num_cancels_before:
+                raise _exceeded() from error
+            raise
+        finally:
+            self._is_waiting = False
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+    def _ring(self) -> None:
+        self.has_rung = True
+        if self._is_waiting:
+            self._task.cancel()
+
+
+def _exceeded() -> DeadlineExceeded:
+    return DeadlineExceeded(f"the time that {HEADER} allows passed before the answer was complete")

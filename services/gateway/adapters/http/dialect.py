@@ -1,6 +1,5 @@
 """What completions and chat completions have in common on the way out."""
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -31,9 +30,14 @@ class Dialect(ABC):
     chunk_object: str
 
     def __init__(
-        self, body: SamplingBody, request: ClientRequest, model_name: str, tokenizer: Tokenizer
+        self,
+        body: SamplingBody,
+        request: ClientRequest,
+        created: int,
+        model_name: str,
+        tokenizer: Tokenizer,
     ) -> None:
-        """`request` is what `body` asks for."""
+        """`request` is what `body` asks for. It arrived at `created`, in seconds since 1970."""
         self.request = request
         self.tokenizer = tokenizer
         self.return_token_ids = bool(body.return_token_ids)
@@ -41,7 +45,7 @@ class Dialect(ABC):
         options = body.stream_options or StreamOptions()
         self._include_usage = bool(options.include_usage)
         self._usage_in_every_chunk = bool(options.continuous_usage_stats)
-        self._origin = {"created": int(time.time()), "model": model_name}
+        self._origin = {"created": created, "model": model_name}
         head = to_json(self._head(self.chunk_object)).encode()
         tail = b'],"usage":null}\n\n' if self._include_usage else b"]}\n\n"
         self._frame_without_usage = b"data: " + head[:-1] + b',"choices":[', tail

@@ -5,36 +5,39 @@ from collections.abc import Collection
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from services.common.errors import InvalidArgument, StepwellError, Unauthenticated
-from services.gateway.adapters.auth import ApiKeys
+from services.common.errors import InvalidArgument, StepwellError
 from services.gateway.adapters.http.deadline import deadline_of
 from services.gateway.adapters.http.errors import error_response
 from services.gateway.adapters.observation import Observer
 from services.gateway.core.gate import Gate
+from services.gateway.core.idempotency.key import FIELD, idempotency_key
+from services.gateway.core.idempotency.keyed_requests import KeyedRequests
 from services.gateway.core.inference import Inference
+from services.gateway.core.tenant import ANYONE
 
 
 class EarlyRefusals:
     """Answers POST requests to `paths` while there is no room for them: their bodies are not read,
     and the application does not see them. Under overload most requests end here.
 
-    A request that the application refuses for another reason, such as a wrong key, is passed on.
+    A request that the application refuses for another reason is passed on, and so is one whose
+    answer is there: it takes no room.
     """
 
     def __init__(
         self,
         app: ASGIApp,
         paths: Collection[str],
-        keys: ApiKeys,
         gate: Gate,
         inference: Inference,
+        keyed_requests: KeyedRequests,
         observer: Observer,
     ) -> None:
         self._app = app
         self._paths = frozenset(paths)
-        self._keys = keys
         self._gate = gate
         self._inference = inference
+        self._keyed_requests = keyed_requests
         self._observer = observer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -46,16 +49,19 @@ class EarlyRefusals:
         await self._app(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> StepwellError | None:
-        headers = Headers(scope=scope)
+        state = scope["state"]
+        tenant = state.get("tenant", ANYONE)
         try:
-            self._keys.check(headers.get("authorization", ""))
+            headers = Headers(scope=scope)
             deadline = deadline_of(headers)
-        except (Unauthenticated, InvalidArgument):
+            key = idempotency_key(headers.get(FIELD), tenant)
+        except InvalidArgument:
             return None
         try:
-            with self._observer.counting_refusals():
+            with self._observer.counting_refusals(state["record"], tenant):
                 self._gate.check()
-                self._inference.check_room(deadline)
+                if key is None or not self._keyed_requests.knows(key):
+                    self._inference.check_room(tenant, deadline)
         except StepwellError as error:
             return error
         return None

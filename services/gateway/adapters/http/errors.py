@@ -7,16 +7,21 @@ from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from services.common import errors
+from services.common.retry_hint import retry_hint_seconds
+from services.gateway.core.idempotency.key import KeyReused
 
 # Kinds by status and OpenAI's type; the nearest class in an error's ancestry counts.
 KINDS: dict[type[errors.StepwellError], tuple[int, str]] = {
     errors.InvalidArgument: (400, "invalid_request_error"),
+    KeyReused: (422, "invalid_request_error"),
     errors.OutOfRange: (400, "invalid_request_error"),
     errors.Unauthenticated: (401, "authentication_error"),
+    errors.PermissionDenied: (403, "permission_error"),
     errors.NotFound: (404, "not_found_error"),
     errors.FailedPrecondition: (409, "conflict_error"),
     errors.PayloadTooLarge: (413, "invalid_request_error"),
-    errors.ResourceExhausted: (429, "rate_limit_error"),
+    errors.QuotaExceeded: (429, "rate_limit_error"),
+    errors.ResourceExhausted: (503, "service_unavailable_error"),
     errors.InternalError: (500, "server_error"),
     errors.DeadlineExceeded: (504, "timeout_error"),
     errors.Aborted: (503, "service_unavailable_error"),
@@ -24,11 +29,16 @@ KINDS: dict[type[errors.StepwellError], tuple[int, str]] = {
 }
 
 
-def error_body(error: errors.StepwellError) -> dict[str, object]:
+HINT_HEADERS = ("Retry-After", "Retry-After-Ms", "X-Should-Retry")
+"""Headers of refusals that say whether and when to try again."""
+
+
+def error_body(error: errors.StepwellError, message: str | None = None) -> dict[str, object]:
+    """The body of an error; `message` takes the place of the error's own."""
     return {
         "error": {
-            "message": error.message,
-            "type": _kind(error)[1],
+            "message": error.message if message is None else message,
+            "type": _type(error),
             "param": error.field,
             "code": error.error_reason.lower(),
         }
@@ -36,18 +46,35 @@ def error_body(error: errors.StepwellError) -> dict[str, object]:
 
 
 def error_response(error: errors.StepwellError) -> Response:
-    """The whole answer, with a Retry-After in whole seconds where trying again helps."""
+    """The whole answer, with when to try again, in whole seconds and in milliseconds, or that it
+    would not help. Both are what OpenAI's clients read.
+    """
     headers = {}
-    if error.retry_after_seconds is not None:
-        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_seconds)))
+    if (seconds := retry_hint_seconds(error)) is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(seconds)))
+        headers["Retry-After-Ms"] = str(math.ceil(1000 * seconds))
+    if error.may_retry is not None:
+        headers["X-Should-Retry"] = "true" if error.may_retry else "false"
     if isinstance(error, errors.Unauthenticated):
         headers["WWW-Authenticate"] = "Bearer"
     return Response(
         json.dumps(error_body(error)),
-        status_code=_kind(error)[0],
+        status_code=status_of(error),
         headers=headers,
         media_type="application/json",
     )
+
+
+def status_of(error: errors.StepwellError) -> int:
+    """The HTTP status of an error."""
+    return _kind(error)[0]
+
+
+def _type(error: errors.StepwellError) -> str:
+    """OpenAI's type: where a limit of the tenant refuses, what that limits."""
+    if isinstance(error, errors.QuotaExceeded) and error.quota:
+        return error.quota
+    return _kind(error)[1]
 
 
 def _kind(error: errors.StepwellError) -> tuple[int, str]:

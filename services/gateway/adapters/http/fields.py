@@ -3,8 +3,16 @@
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetCoreSchemaHandler,
+    Tag,
+)
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 # Numbers beyond this cannot be meant; without a bound an integer of a million digits is parsed.
 _INT64 = 2**63
@@ -57,15 +65,33 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 
-def only(*values: Any, why: str) -> AfterValidator:
-    """For a field that is accepted when null or one of `values`, since it then changes nothing."""
+def given(name: str) -> dict[str, Any]:
+    """JSON Schema of an object that has a field, and not null for it."""
+    return {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
 
-    def check(value: Any) -> None:
-        if value is None or any(type(value) is type(v) and value == v for v in values):
+
+class Only:
+    """For a field that is accepted when null or one of `values`, since it then changes nothing.
+
+    `why` says what is not served: the error of any other value.
+    """
+
+    def __init__(self, *values: Any, why: str) -> None:
+        self._values = values
+        self._why = why
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, _schema: CoreSchema, _handler: object) -> dict[str, Any]:
+        return {"enum": [None, *self._values], "description": f"Other values: {self._why}."}
+
+    def _check(self, value: Any) -> None:
+        if value is None or any(type(value) is type(v) and value == v for v in self._values):
             return
-        raise PydanticCustomError("not_supported", "{why}", {"why": why})
-
-    return AfterValidator(check)
+        raise PydanticCustomError("not_supported", "{why}", {"why": self._why})
 
 
 Ignored = Annotated[Any, AfterValidator(lambda _: None)]
@@ -77,7 +103,9 @@ class TextPart(Body):
 
     type: Literal["text"]
     text: str
-    # Anthropic's mark of what to cache, which LiteLLM and OpenRouter pass on.
+    # OpenAI's and Anthropic's marks of what to cache: here all of it is. LiteLLM and OpenRouter
+    # pass the second one on.
+    prompt_cache_breakpoint: Ignored = None
     cache_control: Ignored = None
 
 

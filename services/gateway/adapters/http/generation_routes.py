@@ -1,6 +1,8 @@
 """The routes that generate: completions and chat completions."""
 
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import TypeVar
 
 from fastapi import Request
@@ -15,20 +17,35 @@ from services.gateway.adapters.http.parse import BodyReader
 from services.gateway.adapters.http.reply import Exchange, GenerationReply
 from services.gateway.adapters.observation import Observer
 from services.gateway.core.gate import Gate
+from services.gateway.core.idempotency.key import FIELD, idempotency_key
+from services.gateway.core.idempotency.keyed_requests import KeyedRequests
 from services.gateway.core.inference import Inference
+from services.gateway.core.limits.tenant_limits import NO_LIMITS
 from services.gateway.core.request import ClientRequest, check_request_id
+from services.gateway.core.tenant import Tenant
 
 B = TypeVar("B", bound=SamplingBody)
 
 COMPLETIONS = "/v1/completions"
 CHAT_COMPLETIONS = "/v1/chat/completions"
+OPERATIONS = {
+    COMPLETIONS: CompletionDialect.operation,
+    CHAT_COMPLETIONS: ChatDialect.operation,
+}
+"""The GenAI operation of each."""
 
 
 class GenerationRoutes:
     def __init__(
-        self, inference: Inference, gate: Gate, observer: Observer, bodies: BodyReader
+        self,
+        inference: Inference,
+        keyed_requests: KeyedRequests,
+        gate: Gate,
+        observer: Observer,
+        bodies: BodyReader,
     ) -> None:
         self._inference = inference
+        self._keyed_requests = keyed_requests
         self._gate = gate
         self._observer = observer
         self._bodies = bodies
@@ -48,25 +65,41 @@ class GenerationRoutes:
         to_request: Callable[[B, Inference, str], Awaitable[ClientRequest]],
         dialect: type[Dialect],
     ) -> Response:
-        async def read() -> Exchange:
+        async def read(entered: ExitStack) -> Exchange:
+            tenant: Tenant = request.state.tenant
             deadline = deadline_of(request.headers)
+            key = idempotency_key(request.headers.get(FIELD), tenant)
+            needs_room = key is None or not self._keyed_requests.knows(key)
+            arriving = self._inference.arriving(tenant, deadline, needs_room=needs_room)
+            arrival = entered.enter_context(arriving)
             body = await self._bodies.read(request, body_type)
-            self._inference.check_model(body.model)
+            self._inference.check_model(body.model, request.state.tenant)
             name = _request_id(dialect.id_prefix, body, request)
+
+            async def client_request() -> ClientRequest:
+                asked = await to_request(body, self._inference, name)
+                return replace(asked, tenant=tenant)
+
             return Exchange(
                 body=body,
                 dialect=dialect,
-                traceparent=request.headers.get("traceparent", ""),
+                tenant=request.state.tenant,
+                allowance=getattr(request.state, "allowance", NO_LIMITS),
+                record=request.state.record,
                 deadline=deadline,
-                to_request=lambda: to_request(body, self._inference, name),
+                arrival=arrival,
+                key=key,
+                to_request=client_request,
             )
 
-        return GenerationReply(read, self._inference, self._gate, self._observer)
+        return GenerationReply(
+            read, self._inference, self._keyed_requests, self._gate, self._observer
+        )
 
 
 def _request_id(prefix: str, body: SamplingBody, request: Request) -> str:
     """The client's name for its request, from body or header, or a new one."""
     if body.request_id is not None:
         check_request_id(body.request_id)
-        request.state.request_id = body.request_id
-    return f"{prefix}-{request.state.request_id}"
+        request.state.record.rename(body.request_id)
+    return f"{prefix}-{request.state.record.request_id}"

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from services.common.addresses import is_on_this_machine
 from services.gateway.adapters.http.errors import plain_error_response
 
 ANY = "*"
@@ -19,9 +20,7 @@ def hosts_for(listen: str, allowed: Sequence[str]) -> tuple[str, ...]:
     """The names to answer to: those allowed; without any, localhost on loopback, else all."""
     if allowed:
         return tuple(name.lower() for name in allowed)
-    host = listen.rpartition(":")[0].strip("[]")
-    address = _address(host)
-    is_loopback = host == "localhost" or (address is not None and address.is_loopback)
+    is_loopback = is_on_this_machine(listen) and not listen.startswith("unix:")
     return ("localhost",) if is_loopback else (ANY,)
 
 

@@ -9,6 +9,8 @@ from starlette.requests import ClientDisconnect, Request
 from services.common.errors import InvalidArgument, PayloadTooLarge
 from services.gateway.adapters.http.body_budget import BodyBudget
 from services.gateway.adapters.http.json_meter import JsonMeter
+from services.gateway.adapters.request_record import RequestRecord
+from services.gateway.core.timeline import Part
 
 B = TypeVar("B", bound=BaseModel)
 
@@ -28,8 +30,15 @@ class BodyReader:
 
     async def read(self, request: Request, model: type[B]) -> B:
         """Reads and checks a body. One that is too large is refused before it is buffered."""
-        async with self._budget.hold(_declared_bytes(request, self._max_bytes)):
-            body = _parse(await self._read(request), model)
+        record: RequestRecord = request.state.record
+        num_bytes = _declared_bytes(request, self._max_bytes)
+        if self._budget.is_counted(num_bytes):
+            record.wait("body_budget")
+        async with self._budget.hold(num_bytes):
+            record.enter(Part.READ)
+            raw = await self._read(request)
+            record.enter(Part.PARSE)
+            body = _parse(raw, model)
             await asyncio.sleep(0)  # what is done with it is another piece of work
             return body
 
@@ -53,7 +62,7 @@ def _parse(raw: bytes, model: type[B]) -> B:
     try:
         return model.model_validate_json(raw)
     except ValidationError as error:
-        raise _refusal(error) from error
+        raise refusal(error, "the body") from error
 
 
 def _declared_bytes(request: Request, max_bytes: int) -> int:
@@ -80,17 +89,18 @@ _SENTENCES = {
 }
 
 
-def _refusal(error: ValidationError) -> InvalidArgument:
+def refusal(error: ValidationError, whole: str) -> InvalidArgument:
+    """The error of a body or a query, which `whole` says: it names the first field at fault."""
     if error.error_count() > _MAX_PROBLEMS:
-        return InvalidArgument(f"the body has {error.error_count()} wrong or unknown fields")
+        return InvalidArgument(f"{whole} has {error.error_count()} wrong or unknown fields")
     problem = error.errors(include_url=False, include_input=False)[0]
     kind, where, what = problem["type"], _path(problem["loc"]), problem["msg"]
     if kind == "json_invalid":
-        return InvalidArgument(f"the body is not JSON: {problem['ctx']['error']}")
+        return InvalidArgument(f"{whole} is not JSON: {problem['ctx']['error']}")
     sentence, reason = _SENTENCES.get(kind, ("{where}: {what}", None))
     if kind not in _SENTENCES:
         what = what[:1].lower() + what[1:]
-    message = sentence.format(where=where or "the body", what=what)
+    message = sentence.format(where=where or whole, what=what)
     return InvalidArgument(message, field=where or None, reason=reason)
 
 

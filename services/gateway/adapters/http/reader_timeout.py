@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 # What a client must read within the timeout, if more than that is to be sent.
-_LEAST_BYTES = 16 * 1024
+LEAST_BYTES = 16 * 1024
 
 
 class ReaderTimeout:
@@ -18,7 +18,7 @@ class ReaderTimeout:
         self, transport: asyncio.Transport, timeout_seconds: float, on_timeout: Callable[[], None]
     ) -> None:
         # Less than that in the buffer, a few events, is not reported; more is, until all is sent.
-        transport.set_write_buffer_limits(high=_LEAST_BYTES, low=0)
+        transport.set_write_buffer_limits(high=LEAST_BYTES, low=0)
         self._transport = transport
         self._timeout = timeout_seconds
         self._on_timeout = on_timeout
@@ -39,7 +39,7 @@ class ReaderTimeout:
 
     def _check(self) -> None:
         before = self._num_unsent
-        if self._transport.get_write_buffer_size() <= before - _LEAST_BYTES:
+        if self._transport.get_write_buffer_size() <= before - LEAST_BYTES:
             self.start()
         else:
             self._on_timeout()

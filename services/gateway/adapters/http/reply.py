@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
@@ -19,11 +20,19 @@ from services.gateway.adapters.http.dialect import Dialect, event
 from services.gateway.adapters.http.errors import error_body, error_response
 from services.gateway.adapters.http.json_pieces import send_json
 from services.gateway.adapters.observation import Observation, Observer
+from services.gateway.adapters.request_record import RequestRecord
+from services.gateway.core.admission.arrivals import Arrival
+from services.gateway.core.best_of import best_answers
 from services.gateway.core.choice import Piece
 from services.gateway.core.gate import Gate
 from services.gateway.core.generation import Answer, Generation
+from services.gateway.core.idempotency.key import IdempotencyKey
+from services.gateway.core.idempotency.keyed_requests import KeyedRequests
 from services.gateway.core.inference import Inference
+from services.gateway.core.limits.tenant_limits import NO_LIMITS, Allowance
 from services.gateway.core.request import ClientRequest
+from services.gateway.core.tenant import Tenant
+from services.gateway.core.timeline import Part
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +50,12 @@ class Exchange:
 
     body: SamplingBody
     dialect: type[Dialect]
-    traceparent: str
+    tenant: Tenant
+    allowance: Allowance
+    record: RequestRecord
     deadline: float | None
+    arrival: Arrival
+    key: IdempotencyKey | None
     to_request: Callable[[], Awaitable[ClientRequest]]
 
 
@@ -51,20 +64,23 @@ class GenerationReply(Response):
 
     The status is sent with the first item from the engine, so that a refusal by the scheduler has
     its own status also where a stream was asked for. When the client disconnects
-    the work is cancelled and its sequences are aborted.
+    the work is cancelled and its sequences are aborted, unless an idempotency key says that the
+    client may come back.
     """
 
     def __init__(
         self,
-        read: Callable[[], Awaitable[Exchange]],
+        read: Callable[[ExitStack], Awaitable[Exchange]],
         inference: Inference,
+        keyed_requests: KeyedRequests,
         gate: Gate,
         observer: Observer,
     ) -> None:
-        """`read` reads the body; it is called once the gate is entered."""
+        """`read` reads the body, once the gate is entered; what it enters is left in the end."""
         super().__init__()
         self._read = read
         self._inference = inference
+        self._keyed_requests = keyed_requests
         self._gate = gate
         self._observer = observer
         self._started = False
@@ -72,9 +88,10 @@ class GenerationReply(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with ExitStack() as entered:
-                with self._observer.counting_refusals():
+                state = scope["state"]
+                with self._observer.counting_refusals(state["record"], state["tenant"]):
                     entered.enter_context(self._gate.enter())
-                    exchange = await self._read()
+                    exchange = await self._read(entered)
                 await self._answer(exchange, scope, receive, send)
         except StepwellError as error:
             await error_response(error)(scope, receive, send)
@@ -98,7 +115,7 @@ class GenerationReply(Response):
     async def _work(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with self._observer.observing(
-                exchange.dialect.operation, exchange.traceparent
+                exchange.dialect.operation, exchange.record, exchange.tenant
             ) as observation:
                 await self._generate(exchange, observation, scope["state"], send)
         except StepwellError as error:
@@ -110,24 +127,38 @@ class GenerationReply(Response):
     async def _generate(
         self, exchange: Exchange, observation: Observation, state: dict[str, Any], send: Send
     ) -> None:
+        inference, is_stream = self._inference, bool(exchange.body.stream)
+        record = exchange.record
         async with until(exchange.deadline):
+            record.enter(Part.TOKENIZE)
             request = await exchange.to_request()
-            generation = await self._inference.prepare(
-                request, observation.traceparent, exchange.deadline
-            )
-        is_stream = bool(exchange.body.stream)
-        if not is_stream:
-            self._inference.check_num_logprobs(generation)
-        inference = self._inference
+            record.enter(Part.PREPARE)
+            generation = await inference.prepare(request, record.trace_headers, exchange.deadline)
+            if not is_stream:
+                inference.check_num_logprobs(generation)
+            if exchange.allowance is not NO_LIMITS:
+                record.wait("limits")
+            await exchange.allowance.reserve(generation)
+            if exchange.key is not None:
+                record.wait("idempotency_key")
+                generation = await self._keyed_requests.attach(
+                    generation, exchange.key, exchange.dialect.id_prefix, inference.again
+                )
+        record.enter(Part.PREPARE)
         dialect = exchange.dialect(
-            exchange.body, request, inference.model_name, inference.tokenizer
+            exchange.body,
+            generation.request,
+            generation.identity.created,
+            inference.model_name,
+            inference.tokenizer,
         )
         pieces = observation.watch(generation, inference.run(generation), stream=is_stream)
         if exchange.deadline is not None:
             pieces = each_until(exchange.deadline, pieces)
+        exchange.arrival.end()
         async with aclosing(pieces) as source:
             if is_stream:
-                await _stream(source, generation, dialect, state, send)
+                await _stream(source, generation, dialect, state, send, record)
             else:
                 await _whole(source, generation, dialect, send)
 
@@ -147,6 +178,7 @@ async def _stream(
     dialect: Dialect,
     state: dict[str, Any],
     send: Send,
+    record: RequestRecord,
 ) -> None:
     send_body = state.get(SEND_BODY, send)
     opened = False
@@ -163,7 +195,9 @@ async def _stream(
             for number, events in enumerate(dialect.encode_chunks(choices, generation.usage)):
                 if number:
                     await asyncio.sleep(0)
+                began = time.perf_counter_ns()
                 await send_body({"type": "http.response.body", "body": events, "more_body": True})
+                record.write_nanos += time.perf_counter_ns() - began
             state[BETWEEN_EVENTS] = True
     last = dialect.closing(generation.usage())
     await send({"type": "http.response.body", "body": last})
@@ -176,7 +210,8 @@ async def _whole(
     async for added in pieces:
         for piece in added:
             answers[piece.index].add(piece)
-    await send_json(dialect.whole(answers, generation.usage()), send)
+    returned = best_answers(answers, generation.request)
+    await send_json(dialect.whole(returned, generation.usage()), send)
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -3,9 +3,10 @@
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -13,6 +14,10 @@ from starlette.types import ASGIApp
 from services.common.errors import Unavailable
 from services.gateway.adapters.http.connection import GuardedConnection
 from services.gateway.adapters.http.connections import Connections
+from services.gateway.adapters.http.unix_socket import UNIX, bind_unix_socket
+
+if TYPE_CHECKING:
+    from services.common.tls import Tls
 
 _SEND_BUFFER_BYTES = 128 * 1024
 _BACKLOG = 2048
@@ -62,7 +67,8 @@ class _Server(uvicorn.Server):
 
 
 class HttpServer:
-    def __init__(self, app: ASGIApp, connections: Connections) -> None:
+    def __init__(self, app: ASGIApp, connections: Connections, tls: "Tls | None" = None) -> None:
+        """Raises SettingError for a certificate that cannot be used."""
         self.connections = connections
         config = uvicorn.Config(
             app,
@@ -72,18 +78,32 @@ class HttpServer:
             log_level="warning",
             server_header=False,
             proxy_headers=False,
-            http=cast(Any, partial(GuardedConnection, connections=self.connections)),
+            http=cast(Any, _protocol(connections, tls)),
             ws="none",
         )
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None
+        self._unix_path: Path | None = None
 
     async def start(self, address: str) -> str:
-        """Binds and serves; returns host:port. Raises Unavailable when it cannot be bound."""
-        listener = _bind(address)
-        host, port = address.rpartition(":")[0], listener.getsockname()[1]
+        """Binds and serves; returns host:port, or unix:PATH. Raises Unavailable when it cannot be
+        bound.
+        """
+        if address.startswith(UNIX):
+            listener, bound = bind_unix_socket(address), address
+            self._unix_path = Path(address.removeprefix(UNIX))
+        else:
+            listener = _bind(address)
+            bound = f"{address.rpartition(':')[0]}:{listener.getsockname()[1]}"
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
-        return f"{host}:{port}"
+        return bound
+
+    def end_idle(self) -> None:
+        """Ends each connection that has no request, and any other one with its answer, so that
+        clients connect elsewhere if they can. New ones are still taken.
+        """
+        for connection in list(self._server.server_state.connections):
+            connection.shutdown()
 
     async def stop(self, grace_seconds: float) -> None:
         """Takes no new connections, gives running exchanges the grace, then cuts them off."""
@@ -98,6 +118,25 @@ class HttpServer:
             await asyncio.wait(state.tasks, timeout=grace_seconds)
         self._server.force_exit = True
         await self._task
+        if self._unix_path is not None:
+            self._unix_path.unlink(missing_ok=True)
+
+
+def _protocol(connections: Connections, tls: "Tls | None") -> Callable[..., asyncio.Protocol]:
+    """What uvicorn makes for each connection, with arguments of its own."""
+    plain = partial(GuardedConnection, connections=connections)
+    if tls is None:
+        return plain
+    from services.gateway.adapters.http.tls_context import TlsContext  # noqa: PLC0415 - an extra
+    from services.gateway.adapters.http.tls_handshake import TlsHandshake  # noqa: PLC0415
+
+    context = TlsContext(tls)
+
+    def secured(**uvicorn: Any) -> TlsHandshake:
+        state = uvicorn["server_state"]
+        return TlsHandshake(partial(plain, **uvicorn), connections, context, state)
+
+    return secured
 
 
 def _bind(address: str) -> socket.socket:

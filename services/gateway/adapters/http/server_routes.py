@@ -1,22 +1,25 @@
-"""The routes about the server itself: models, status, health, metrics."""
+"""The routes about the server itself: models, version, load, status, health, metrics."""
 
 import asyncio
 import time
-from collections.abc import Mapping
+from importlib.metadata import version
 from typing import Any
 
 import grpc
-from google.protobuf.json_format import MessageToDict
+from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
-from services.common import metrics
-from services.gateway.adapters.metrics import Metrics
+from services.common.exposition import CONTENT_TYPE
+from services.gateway.adapters.activity.document import stats_document
+from services.gateway.adapters.fleet_metrics import FleetMetrics
 from services.gateway.adapters.scheduler_link import SchedulerLink
+from services.gateway.adapters.scheduler_links import SchedulerLinks
 from services.gateway.core.fleet import Fleet
 from services.gateway.core.gate import Gate
 from services.gateway.core.inference import Inference
 from services.gateway.core.replica import Replica
 
+MODELS = "/v1/models"
 _STATS_TIMEOUT_SECONDS = 1.0
 
 
@@ -25,9 +28,9 @@ class ServerRoutes:
         self,
         inference: Inference,
         fleet: Fleet,
-        links: Mapping[str, SchedulerLink],
+        links: SchedulerLinks,
         gate: Gate,
-        metrics: Metrics,
+        metrics: FleetMetrics,
     ) -> None:
         self._inference = inference
         self._fleet = fleet
@@ -36,34 +39,41 @@ class ServerRoutes:
         self._gate = gate
         self._metrics = metrics
         self._created = int(time.time())
+        self._version = version("stepwell")
 
-    async def models(self) -> Response:
-        """The models served here."""
-        return JSONResponse({"object": "list", "data": [self._model_card()]})
+    async def models(self, request: Request) -> Response:
+        """The models served here that the key may use."""
+        may_use = request.state.tenant.may_use(self._inference.model_name)
+        data = [self._model_card()] if may_use else []
+        return JSONResponse({"object": "list", "data": data})
 
-    async def model(self, name: str) -> Response:
+    async def model(self, request: Request) -> Response:
         """One model; without a name, all of them."""
+        # The framework leaves out a line feed at the end of the path.
+        name = str(request.scope["path"]).removeprefix(f"{MODELS}/")
         if not name:
-            return await self.models()
-        self._inference.check_model(name)
+            return await self.models(request)
+        self._inference.check_model(name, request.state.tenant)
         return JSONResponse(self._model_card())
 
     async def status(self) -> Response:
         """Replicas, their queues and pools, as seen from here."""
-        return JSONResponse(
-            {
-                "model": self._inference.model_name,
-                "draining": not self._gate.is_open,
-                "requests_in_flight": self._gate.inside,
-                "sequences_without_replica": self._fleet.num_waiting,
-                "replicas": await asyncio.gather(
-                    *(
-                        _status(replica, self._links[replica.address])
-                        for replica in self._membership.replicas
-                    )
-                ),
-            }
-        )
+        return JSONResponse(await self.describe())
+
+    async def describe(self) -> dict[str, Any]:
+        """The body of /status."""
+        return {
+            "model": self._inference.model_name,
+            "draining": not self._gate.is_open,
+            "requests_in_flight": self._gate.inside,
+            "sequences_without_replica": self._fleet.num_waiting,
+            "replicas": await asyncio.gather(
+                *(
+                    _status(replica, self._links[replica.address])
+                    for replica in self._membership.replicas
+                )
+            ),
+        }
 
     async def health(self) -> Response:
         """200 when a replica can serve requests, with those that cannot; else 503 and why not."""
@@ -72,10 +82,21 @@ class ServerRoutes:
             return JSONResponse({"status": "unavailable", "reason": reason}, status_code=503)
         return JSONResponse({"status": "ok", "not_ready": self._membership.not_ready()})
 
+    async def ping(self) -> Response:
+        """The same as /health, by the name that SageMaker asks for."""
+        return await self.health()
+
+    async def version(self) -> Response:
+        """The version of this server."""
+        return JSONResponse({"version": self._version})
+
+    async def load(self) -> Response:
+        """How many requests are being served here."""
+        return JSONResponse({"server_load": self._gate.inside})
+
     async def metrics(self) -> Response:
-        """Prometheus metrics."""
-        self._metrics.replicas_ready.set(self._membership.num_ready)
-        return Response(self._metrics.render(), media_type=metrics.CONTENT_TYPE)
+        """Prometheus metrics, of this gateway and of every replica."""
+        return Response(await self._metrics.collect(), media_type=CONTENT_TYPE)
 
     def _model_card(self) -> dict[str, Any]:
         name = self._inference.model_name
@@ -100,13 +121,5 @@ async def _status(replica: Replica, link: SchedulerLink) -> dict[str, Any]:
     except grpc.aio.AioRpcError as error:
         status["reason"] = status["reason"] or f"{error.code().name}: {error.details()}"
         return status
-    numbers = MessageToDict(
-        stats, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-    )
-    # JSON mapping of protobuf writes 64-bit numbers as strings.
-    status["stats"] = {
-        name: int(value) if isinstance(value, str) and value.isdigit() else value
-        for name, value in numbers.items()
-        if name != "incarnation"
-    } | {"incarnation": stats.incarnation}
+    status["stats"] = stats_document(stats)
     return status

@@ -26,7 +26,7 @@ class TokenizerRoutes:
         """Text or a conversation to token ids."""
         with self._gate.enter():
             body = await self._bodies.read(request, TokenizeBody)
-            self._inference.check_model(body.model)
+            self._inference.check_model(body.model, request.state.tenant)
             return await self._tokenize(body)
 
     async def _tokenize(self, body: TokenizeBody) -> Response:
@@ -54,6 +54,6 @@ class TokenizerRoutes:
         """Token ids to text."""
         with self._gate.enter():
             body = await self._bodies.read(request, DetokenizeBody)
-            self._inference.check_model(body.model)
+            self._inference.check_model(body.model, request.state.tenant)
             text = await self._inference.detokenize(body.tokens)
         return JSONResponse({"prompt": text})

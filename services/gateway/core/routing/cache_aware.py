@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from services.gateway.core.inflight import Inflight
 from services.gateway.core.load_tracker import DEFAULT_SPEEDS, Speeds, mean_speeds
@@ -18,10 +19,15 @@ AFFINITY = 0.9
 MIN_TRUST = 0.5
 """Where less of what was predicted was really cached, predictions of the replica are not used."""
 SPREAD_LOAD_RATIO = 2
-SPREAD_MIN_REQUESTS = 8
-"""A replica with at least so many requests, and twice as many as the least loaded one, gets no
-further ones for what it has cached: the least loaded one computes it, and has it cached from then
-on, too (Preble's rule for hot prefixes).
+SPREAD_MIN_SHARING = 8
+"""Where so many requests share what is cached of the next one, and the replica has twice as many as
+the least loaded one, the prefix is hot: the least loaded one computes it, and has it cached from
+then on, too (Preble's rule). What fewer requests share, such as the turns of a conversation, stays
+where it is cached as long as that is cheapest.
+"""
+FEW_TOKENS = 8192
+"""Added to the tokens that were computed at each replica lately, before they are compared: where
+there are few, they evict little.
 """
 
 
@@ -30,6 +36,10 @@ class _Offer:
     """What a sequence would find, and cost, at a replica. Not frozen, since that takes longer."""
 
     replica: Replica
+    known_depth: int
+    """Blocks of the sequence that the directory knows to be cached there."""
+    depth: int
+    """Blocks of the sequence that are expected to be cached there."""
     num_cached_tokens: int
     is_cached: bool
     """Whether the expectation that some tokens are cached counts."""
@@ -42,8 +52,9 @@ class CacheAware:
     1. Replicas with `max_load_delta` more requests than the least loaded one get none, whatever
        they have cached: a hot prefix would else make a queue that takes longer than computing.
     2. The cost at each one is the time to compute the tokens that wait there and those of the
-       sequence that are not cached, and the time by which the requests there and the sequence slow
-       one another down while it decodes (see `LoadTracker`).
+       sequence that are not cached, which count several times, the more of them the replica has
+       computed lately, and the time by which the requests there and the sequence slow one another
+       down while it decodes (see `LoadTracker`).
     3. What is cached is the deeper of what the directory says and what was sent there lately, so
        that a burst of requests with one new prefix meets at one replica and computes it once.
     4. A replica whose predictions proved wrong is judged by its load alone.
@@ -68,8 +79,9 @@ class CacheAware:
         session_id = inflight.request.session_id
         least = min(replica.load.num_requests for replica in candidates)
         offers = self._offers(inflight, candidates, keys, least + self._max_load_delta, now)
-        chosen, reason = self._choose(offers, least, self._sessions.replica_of(session_id))
-        chosen.replica.recent_prefixes.add(keys, now)
+        address_before = self._sessions.replica_of(session_id)
+        chosen, reason = self._choose(offers, keys, least, address_before)
+        chosen.replica.recent_prefixes.add(keys, now, chosen.known_depth)
         self._sessions.remember(session_id, chosen.replica.address)
         return Route(
             chosen.replica.address,
@@ -77,17 +89,17 @@ class CacheAware:
             len(candidates),
             chosen.num_cached_tokens,
             chosen.cost_seconds,
+            _cached_key(chosen, keys),
         )
 
     def _choose(
-        self, offers: Sequence[_Offer], least: int, address_before: str | None
+        self, offers: Sequence[_Offer], keys: Sequence[int], least: int, address_before: str | None
     ) -> tuple[_Offer, RoutingReason]:
         """The best offer. `least` is the number of requests at the least loaded replica, and
         `address_before` that of the replica that served the session last.
         """
         best = min(offers, key=lambda offer: offer.cost_seconds)
-        num_requests = best.replica.load.num_requests
-        if best.is_cached and num_requests >= max(SPREAD_MIN_REQUESTS, SPREAD_LOAD_RATIO * least):
+        if best.is_cached and _is_hot(best, keys, least):
             idle = [offer for offer in offers if offer.replica.load.num_requests == least]
             return min(idle, key=lambda offer: offer.cost_seconds), RoutingReason.SPREAD
         before = next((o for o in offers if o.replica.address == address_before), best)
@@ -123,22 +135,42 @@ class CacheAware:
         num_tokens = len(request.prompt_token_ids) + len(inflight.output_token_ids)
         depths = self._directory.match(keys)
         default_speeds = _default_speeds(candidates)
+        mean_recent = fmean([replica.load.recent_tokens for replica in candidates])
         offers = []
         for replica in candidates:
             load, served = replica.load, replica.description
             if load.num_requests > most:
                 continue
             load.look(now)
-            num_cached = 0
+            num_cached = known_depth = depth = 0
             if keys and served is not None:
                 known_depth = depths.get(served.cache_node, 0)
                 depth = replica.recent_prefixes.depth(keys, now, known_depth)
                 num_cached = min(depth * served.block_size, num_tokens - 1)
             is_trusted = load.trust >= MIN_TRUST
             num_to_compute = num_tokens - num_cached if is_trusted else num_tokens
-            cost = load.cost_seconds(num_to_compute, max_output_tokens, default_speeds)
-            offers.append(_Offer(replica, num_cached, is_trusted and num_cached > 0, cost))
+            pressure = (load.recent_tokens + FEW_TOKENS) / (mean_recent + FEW_TOKENS)
+            cost = load.cost_seconds(num_to_compute, max_output_tokens, default_speeds, pressure)
+            is_cached = is_trusted and num_cached > 0
+            offers.append(_Offer(replica, known_depth, depth, num_cached, is_cached, cost))
         return offers
+
+
+def _cached_key(offer: _Offer, keys: Sequence[int]) -> int | None:
+    """The key of the last block that is expected to be cached."""
+    return keys[offer.depth - 1] if offer.depth else None
+
+
+def _is_hot(offer: _Offer, keys: Sequence[int], least: int) -> bool:
+    """Whether what is cached of the sequence is shared by many at a replica that has twice the load
+    of the least loaded one.
+    """
+    load, key = offer.replica.load, _cached_key(offer, keys)
+    return (
+        key is not None
+        and load.num_requests >= SPREAD_LOAD_RATIO * least
+        and load.num_sharing(key) >= SPREAD_MIN_SHARING
+    )
 
 
 def _default_speeds(candidates: Sequence[Replica]) -> Speeds:

@@ -1,4 +1,4 @@
-"""The compiled kernels: built for this processor when first needed, and cached.
+"""The compiled kernels: built ahead, or else for this processor when first needed, and cached.
 
 The cache is indexed by a hash of the sources, the flags, the processor's features, the compiler and
 torch's version, so that different machines may share a directory. Of processes that start together
@@ -25,15 +25,11 @@ from pathlib import Path
 import torch
 
 from services.worker.backends.native.cached_library import CachedLibrary
+from services.worker.backends.native.prebuilt import FLAGS, NAME, SOURCES, X86, load_prebuilt
 
 logger = logging.getLogger(__name__)
 
-NAME = "stepwell_kernels"
-_SOURCES = Path(__file__).parent / "cpp"
-_FLAGS = (
-    *("-O3", "-march=native", "-std=gnu++20", "-fopenmp", "-fno-math-errno", "-w"),
-    "-ffp-contract=off",  # see cpp/vector.h
-)
+_FLAGS = ("-march=native", *FLAGS)
 _NEEDED_FEATURES = frozenset({"avx2", "fma"})
 _POLL_SECONDS = 0.2
 _LOG_INTERVAL_SECONDS = 5.0
@@ -50,13 +46,16 @@ def default_cache_directory() -> Path:
 
 
 def load_compiled(cache: Path, checkpoint_reached: Callable[[], None]) -> ctypes.CDLL:
-    """The library from the cache, or else compiled now. Raises NotCompiled.
+    """The library that was built ahead, else from the cache, else compiled now. Raises NotCompiled.
 
     `checkpoint_reached` is called several times a second meanwhile, and may raise to stop it.
     """
     features = processor_features()
     if not features >= _NEEDED_FEATURES:
         raise NotCompiled("the processor has no AVX2")
+    with suppress(OSError):
+        if (prebuilt := load_prebuilt(features)) is not None:
+            return prebuilt
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     directory = cache / f"kernels-{_key(features, compiler)}"
     cached = CachedLibrary(directory, NAME)
@@ -72,7 +71,7 @@ def load_compiled(cache: Path, checkpoint_reached: Callable[[], None]) -> ctypes
 
 def processor_features() -> frozenset[str]:
     """Instruction sets, by Linux's names; empty if they are unknown or not x86's."""
-    if platform.machine() not in ("x86_64", "AMD64"):
+    if platform.machine() not in X86:
         return frozenset()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -84,7 +83,7 @@ def processor_features() -> frozenset[str]:
 
 def _key(features: frozenset[str], compiler: str | None) -> str:
     digest = sha256()
-    for path in sorted(_SOURCES.iterdir()):
+    for path in sorted(SOURCES.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     digest.update(repr((_FLAGS, sorted(features), compiler, torch.__version__)).encode())
     return digest.hexdigest()[:16]
@@ -196,7 +195,7 @@ def _start_build(directory: Path) -> subprocess.Popen[str]:
         "sys.argv[4:], extra_cflags=sys.argv[3].split(), extra_ldflags=['-fopenmp'], "
         "build_directory=sys.argv[2], is_python_module=False)"
     )
-    sources = sorted(str(path) for path in _SOURCES.glob("*.cpp"))
+    sources = sorted(str(path) for path in SOURCES.glob("*.cpp"))
     return subprocess.Popen(
         [sys.executable, "-c", program, NAME, str(directory), " ".join(_FLAGS), *sources],
         env=os.environ | {"PATH": _search_path()},

@@ -1,0 +1,64 @@
+"""Further gateways in front of the replicas of a first one."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.processes import end, spawn, until_serving
+from services.cli.child import ChildSpec
+from services.cli.health import until_ready
+from services.cli.ports import claim_port
+from services.common.addresses import join_host_port
+from services.common.settings import as_text, env_prefix
+
+_HOST = "127.0.0.1"
+_START_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayProgram:
+    """How a gateway is started, and where it serves then, host:port."""
+
+    spec: ChildSpec
+    http: str
+    grpc: str
+
+    def another(self, name: str, settings: Mapping[str, Any] | None = None) -> "GatewayProgram":
+        """A gateway of the same replicas on ports of its own, with other values of some settings
+        of GatewaySettings.
+        """
+        http, grpc = (
+            join_host_port(_HOST, claim_port(_HOST, 0, flag))
+            for flag in ("--http-port", "--grpc-port")
+        )
+        assert self.spec.liveness_address is not None
+        health = f"{self.spec.liveness_address.rpartition('/')[0]}/{name}.sock"
+        addresses = {"http_address": http, "address": grpc, "health_address": health}
+        own = {**(settings or {}), **addresses}
+        prefix = env_prefix("gateway")
+        environ = {f"{prefix}{setting.upper()}": as_text(value) for setting, value in own.items()}
+        spec = replace(
+            self.spec,
+            name=name,
+            environ={**self.spec.environ, **environ},
+            until_ready=partial(until_ready, health),
+            liveness_address=health,
+        )
+        return GatewayProgram(spec, http, grpc)
+
+
+@asynccontextmanager
+async def running(gateway: GatewayProgram, log: Path) -> AsyncIterator[None]:
+    """Runs a gateway that nothing starts again; its output goes to `log`. Begins when it serves."""
+    process = spawn(gateway.spec.command, gateway.spec.environ, log)
+    try:
+        await until_serving(
+            {gateway.spec.name: process}, lambda _: log, gateway.spec.until_ready(), _START_SECONDS
+        )
+        yield
+    finally:
+        await asyncio.to_thread(end, [process])

@@ -1,0 +1,87 @@
+"""What can happen to Redis, done to a real server."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from benchmarks.common.redis_servers import RedisServer
+from services.common.redis_connection import RedisConnection
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What is done to Redis, and undone after a while."""
+
+    name: str
+    begin: Callable[[], Awaitable[object]]
+    end: Callable[[], Awaitable[object]]
+    is_held: bool = True
+    """Whether it lasts; otherwise it is over at once."""
+
+
+async def _nothing() -> None:
+    """What is over by itself."""
+
+
+NO_FAULT = Fault("none", _nothing, _nothing)
+
+
+def single_faults(server: RedisServer, redis: RedisConnection) -> list[Fault]:
+    """The faults of one server."""
+
+    async def stop() -> None:
+        server.stop()
+
+    async def go_on() -> None:
+        server.go_on()
+
+    async def restart() -> None:
+        await asyncio.to_thread(server.end)
+        await asyncio.to_thread(server.start)
+
+    async def limit(memory: str) -> None:
+        await redis.call(lambda client: client.config_set("maxmemory", memory))
+
+    return [
+        Fault(
+            "killed, then restarted empty",
+            lambda: asyncio.to_thread(server.kill),
+            lambda: asyncio.to_thread(server.start),
+        ),
+        Fault("stopped (SIGSTOP), then continued", stop, go_on),
+        Fault("FLUSHALL", lambda: redis.call(lambda client: client.flushall()), _nothing, False),
+        Fault("ended (SIGTERM) and restarted at once", restart, _nothing, is_held=False),
+        Fault("no memory left, then memory", lambda: limit("1"), lambda: limit("0")),
+        Fault(
+            "CLIENT PAUSE of 1.5 s",
+            lambda: redis.call(lambda client: client.execute_command("CLIENT", "PAUSE", 1500)),
+            _nothing,
+            is_held=False,
+        ),
+    ]
+
+
+def named(text: str, faults: Sequence[Fault]) -> list[Fault]:
+    """Those with a text in their names."""
+    return [fault for fault in faults if text in fault.name]
+
+
+def node_lost(find: Callable[[], RedisServer]) -> Fault:
+    """A node of a cluster is lost: the one that is found then."""
+    lost: list[RedisServer] = []
+
+    async def kill() -> None:
+        lost.append(await asyncio.to_thread(find))
+        await asyncio.to_thread(lost[-1].kill)
+
+    return Fault(
+        "a cluster's node killed, then restarted empty",
+        kill,
+        lambda: asyncio.to_thread(lost[-1].start),
+    )
+
+
+def owner_and_other(nodes: Sequence[RedisServer], log_key: str) -> tuple[RedisServer, RedisServer]:
+    """The node of a cluster that serves the log, and another one."""
+    owner = next(node for node in nodes if not node.ask("XLEN", log_key).startswith(b"-MOVED"))
+    return owner, next(node for node in nodes if node is not owner)

@@ -1,0 +1,76 @@
+"""Load generators in processes of their own, so that one does not disturb another's times."""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+
+from benchmarks.soak.load_generator import Sending, Sent
+
+_COMMAND = (sys.executable, "-m", "benchmarks.soak.load_generator")
+_LINE_BYTES = 64 * 2**20
+
+
+async def generate(sendings: Sequence[Sending]) -> list[Sent]:
+    """Sends all of them from one moment on, each in a process; returns what became of each."""
+    processes = [await _spawn() for _ in sendings]
+    try:
+        for process, sending in zip(processes, sendings, strict=True):
+            await _tell(process, json.dumps(asdict(sending)))
+        for process in processes:
+            await _line(process)
+        for process in processes:
+            await _tell(process, "go")
+        return [Sent(**json.loads(await _line(process))) for process in processes]
+    finally:
+        for process in processes:
+            await _end(process)
+
+
+@asynccontextmanager
+async def sink() -> AsyncIterator[str]:
+    """The address of a server that refuses everything for next to nothing."""
+    process = await _spawn("--sink")
+    try:
+        yield f"127.0.0.1:{int(await _line(process))}"
+    finally:
+        await _end(process)
+
+
+async def _spawn(*arguments: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *_COMMAND,
+        *arguments,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        limit=_LINE_BYTES,
+    )
+
+
+async def _tell(process: asyncio.subprocess.Process, line: str) -> None:
+    assert process.stdin is not None
+    process.stdin.write(line.encode() + b"\n")
+    await process.stdin.drain()
+
+
+async def _line(process: asyncio.subprocess.Process) -> bytes:
+    """Raises RuntimeError if the process ended instead."""
+    assert process.stdout is not None
+    line = await process.stdout.readline()
+    if not line:
+        raise RuntimeError(f"a load generator ended with {await process.wait()}")
+    return line
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            async with asyncio.timeout(5.0):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()

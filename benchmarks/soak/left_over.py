@@ -1,0 +1,44 @@
+"""What is left in the services once no client asks for anything."""
+
+import asyncio
+import time
+from typing import Any
+
+import httpx
+
+_ASK_AGAIN_SECONDS = 0.1
+
+
+async def settle(http: httpx.AsyncClient, gateway: str, seconds: float) -> str:
+    """Waits, so many seconds at most, until nothing runs and every block is free; returns what is
+    left then, or nothing. `gateway`: host:port of its HTTP API.
+    """
+    given_up = time.monotonic() + seconds
+    while left := left_over(await read_status(http, gateway)):
+        if time.monotonic() > given_up:
+            return left
+        await asyncio.sleep(_ASK_AGAIN_SECONDS)
+    return ""
+
+
+async def read_status(http: httpx.AsyncClient, gateway: str) -> dict[str, Any]:
+    """The gateway's status and that of its replicas."""
+    answer = await http.get(f"http://{gateway}/status")
+    found: dict[str, Any] = answer.raise_for_status().json()
+    return found
+
+
+def left_over(status: dict[str, Any]) -> str:
+    """Requests and blocks that are left, by a gateway's status; empty if none are."""
+    replicas = [replica["stats"] for replica in status["replicas"]]
+    if None in replicas:
+        return "a scheduler does not answer"
+    left = {
+        "requests in the gateway": status["requests_in_flight"],
+        "requests running": sum(stats["num_running"] for stats in replicas),
+        "requests waiting": sum(stats["num_waiting"] for stats in replicas),
+        "blocks not free": sum(
+            stats["num_usable_blocks"] - stats["num_free_blocks"] for stats in replicas
+        ),
+    }
+    return ", ".join(f"{count} {what}" for what, count in left.items() if count)

@@ -1,0 +1,79 @@
+"""Sends what the OpenAPI document allows, and what it does not, and compares the answers with it.
+
+    python -m benchmarks.soak openapi --minutes 5 [--model DIR] [--seed N]
+
+schemathesis makes requests from the gateway's document: each part of a schema at its edges and
+beyond them, then random ones until the time is over. The exit status is 1 if an answer is a server
+error or is not documented, with its status, headers, content type and schema; if what the document
+forbids is accepted; or if another method than those documented is not refused as such.
+
+Not compared is whether all that the document allows is accepted: what several fields together may
+be, and what depends on the model, is checked at run time (`positive_data_acceptance`).
+"""
+
+import argparse
+import asyncio
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.common.arguments import add_model, make_parser, positive
+from benchmarks.common.stack import Stack
+from services.cli.settings import UpSettings
+
+ROOT = Path(__file__).parents[2]
+HOOKS = "benchmarks.soak.openapi_hooks"
+NOT_COMPARED = "positive_data_acceptance"
+
+
+def command(url: str, seed: int, *options: str) -> tuple[str, ...]:
+    """schemathesis against the server at `url`, to be run with `environment`. It leaves files where
+    it is run.
+    """
+    return (
+        *(sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json"),
+        *("--seed", str(seed), "--exclude-checks", NOT_COMPARED),
+        *("--continue-on-failure", "--no-color", *options),
+    )
+
+
+def environment() -> dict[str, str]:
+    """This process's environment, with the hooks."""
+    return {**os.environ, "SCHEMATHESIS_HOOKS": HOOKS, "PYTHONPATH": str(ROOT)}
+
+
+def main(argv: Sequence[str]) -> int:
+    arguments = _parse(argv)
+    return asyncio.run(_run(arguments))
+
+
+async def _run(arguments: argparse.Namespace) -> int:
+    seconds = max(1, round(60 * arguments.minutes))
+    options = ("--max-time", str(seconds), "--workers", "2")
+    async with Stack(UpSettings(model=arguments.model)) as stack:
+        with tempfile.TemporaryDirectory() as directory:
+            process = await asyncio.create_subprocess_exec(
+                *command(f"http://{stack.http}", arguments.seed, *options),
+                env=environment(),
+                cwd=directory,
+            )
+            status = await process.wait()
+        defects = [
+            line
+            for log in stack.logs().values()
+            for line in log.splitlines()
+            if "defect" in line or "Traceback" in line
+        ]
+    for line in defects:
+        print(line)
+    return 1 if defects else status
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = make_parser("soak openapi", (__doc__ or "").partition("\n")[0])
+    parser.add_argument("--minutes", type=positive, default=5.0, help="for how long (default: 5)")
+    add_model(parser)
+    parser.add_argument("--seed", type=int, default=1, help="seed of the requests (default: 1)")
+    return parser.parse_args(argv)

@@ -1,0 +1,217 @@
+"""Traces every request, through pauses and kills; fails if a trace does not explain all its time.
+
+    python -m benchmarks.soak traces [--requests 200] [--kills 6] [--pauses 6] [--model DIR]
+                                     [--seed 1]
+
+A tenth of the requests come alone, the rest sixteen at a time, on a pool that is too small for
+them: requests wait and are preempted. Meanwhile the engine is paused, and pool, worker and
+scheduler are killed in turn; the supervisor of `stepwell up` starts them again. Then the spans of
+all services are checked (benchmarks/soak/trace_checks.py): parts add up to what they are in, each
+wait has a reason, each span has its parent and ends with it. The table counts what they hold.
+"""
+
+import asyncio
+import os
+import secrets
+import signal
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+import grpc
+import uvloop
+from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+
+from benchmarks.common.arguments import add_model, count, make_parser
+from benchmarks.common.clients import GrpcClient
+from benchmarks.common.console import log, messages
+from benchmarks.common.models import vocab_size
+from benchmarks.common.spans import SpanReceiver
+from benchmarks.soak.replicas import Replicas
+from benchmarks.soak.trace_checks import TraceReport, check_traces
+from services.cli.settings import UpSettings
+from services.cli.supervisor import RestartPolicy
+from services.common.channel import open_channel
+
+NUM_AT_ONCE = 16
+MAX_PROMPT_TOKENS, MAX_OUTPUT_TOKENS = 150, 60
+PAUSE_SECONDS, POLL_SECONDS = 0.2, 0.01
+REQUEST_SECONDS = 120.0
+RECOVERY_SECONDS = 60.0
+EXPORT_DELAY_MILLIS = "100"
+"""A killed service loses the spans of this time."""
+VICTIMS = ("kvpool", "worker", "scheduler")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What to run."""
+
+    model: Path
+    num_requests: int
+    num_kills: int
+    num_pauses: int
+    seed: int
+
+
+@dataclass(slots=True)
+class Requests:
+    """Random requests, each with a trace of its own."""
+
+    client: GrpcClient
+    draw: Random
+    vocab_size: int
+    sent: list[tuple[bytes, bytes]] = field(default_factory=list)
+    """Trace and client's span of each."""
+    num_done: int = 0
+    progressed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def send(self) -> None:
+        """Sends one and reads its answer. Raises if it fails."""
+        prompt = self.draw.choices(
+            range(3, self.vocab_size), k=self.draw.randint(1, MAX_PROMPT_TOKENS)
+        )
+        num_tokens = self.draw.randint(1, MAX_OUTPUT_TOKENS)
+        trace, span = secrets.token_bytes(16), secrets.token_bytes(8)
+        self.sent.append((trace, span))
+        async with asyncio.timeout(REQUEST_SECONDS):
+            answer = self.client.generate(prompt, num_tokens, f"00-{trace.hex()}-{span.hex()}-01")
+            async with aclosing(answer) as news:  # type: ignore[type-var]
+                received = sum([num_new async for num_new in news])
+        if received != num_tokens:
+            raise RuntimeError(f"{received} of {num_tokens} tokens came")
+        self.num_done += 1
+        self.progressed.set()
+
+    async def until_done(self, number: int) -> None:
+        """Waits until so many have been answered."""
+        while self.num_done < number:
+            self.progressed.clear()
+            await self.progressed.wait()
+
+
+async def run(options: Options, directory: Path) -> TraceReport:
+    """Runs everything. Raises RuntimeError if the services do not start or a request fails."""
+    os.environ["OTEL_BSP_SCHEDULE_DELAY"] = EXPORT_DELAY_MILLIS
+    async with SpanReceiver() as receiver:
+        receiver.keep()
+        settings = UpSettings(
+            model=options.model,
+            num_threads=1,
+            num_blocks=24,
+            max_num_seqs=8,
+            max_num_batched_tokens=64,
+            otlp_endpoint=receiver.endpoint,
+            trace_sample_ratio=1.0,
+        )
+        async with Replicas(settings, directory, RestartPolicy(steady_seconds=1.0)) as replicas:
+            client = GrpcClient(replicas.grpc)
+            requests = Requests(client, Random(options.seed), vocab_size(options.model))
+            kills = await _campaign(options, replicas, requests, directory)
+            await client.close()
+        # Services send what is left of their spans when they stop.
+        return check_traces(receiver.take(), requests.sent, kills)
+
+
+async def _campaign(
+    options: Options, replicas: Replicas, requests: Requests, directory: Path
+) -> list[int]:
+    """Sends all requests while the services are disturbed; returns when which were killed."""
+    num_alone = max(1, options.num_requests // 10)
+    for _ in range(num_alone):
+        await requests.send()
+    log(f"{num_alone} requests came alone")
+    left = iter(range(options.num_requests - num_alone))
+
+    async def client() -> None:
+        for _ in left:
+            await requests.send()
+
+    async with asyncio.TaskGroup() as tasks:
+        disturbing = tasks.create_task(_disturb(options, replicas, requests, directory))
+        for _ in range(NUM_AT_ONCE):
+            tasks.create_task(client())
+    log(f"{requests.num_done} requests were answered")
+    return disturbing.result()
+
+
+async def _disturb(
+    options: Options, replicas: Replicas, requests: Requests, directory: Path
+) -> list[int]:
+    """Pauses and kills, spread over the requests."""
+    events = ["kill"] * options.num_kills + ["pause"] * options.num_pauses
+    requests.draw.shuffle(events)
+    first = requests.num_done
+    kills: list[int] = []
+    each = (options.num_requests - first) / (len(events) + 1)
+    for number, event in enumerate(events, start=1):
+        await requests.until_done(first + int(number * each))
+        if event == "pause":
+            await _pause(requests, directory)
+        else:
+            name = VICTIMS[len(kills) % len(VICTIMS)]
+            log(f"{requests.num_done} answered: {name} is killed")
+            kills.append(time.time_ns())
+            await _kill(name, replicas)
+    return kills
+
+
+async def _pause(requests: Requests, directory: Path) -> None:
+    """Pauses the engine for a moment in which requests run."""
+    channel = open_channel(f"unix:{directory / 'scheduler'}.sock")
+    try:
+        scheduler = scheduler_pb2_grpc.SchedulerStub(channel)
+        async with asyncio.timeout(RECOVERY_SECONDS):
+            while not await _is_running(scheduler) and requests.num_done < len(requests.sent):  # noqa: ASYNC110
+                await asyncio.sleep(POLL_SECONDS)
+        admin = scheduler_pb2_grpc.SchedulerAdminStub(channel)
+        mode = scheduler_pb2.PAUSE_MODE_KEEP
+        await admin.Pause(scheduler_pb2.PauseRequest(mode=mode), timeout=RECOVERY_SECONDS)
+        await asyncio.sleep(PAUSE_SECONDS)
+        await admin.Resume(scheduler_pb2.ResumeRequest(), timeout=RECOVERY_SECONDS)
+    finally:
+        await channel.close()
+
+
+async def _is_running(scheduler: "scheduler_pb2_grpc.SchedulerAsyncStub") -> bool:
+    with suppress(grpc.aio.AioRpcError):  # it was killed, and is not back
+        stats = await scheduler.GetStats(scheduler_pb2.GetStatsRequest(), timeout=1)
+        return bool(stats.num_running)
+    return False
+
+
+async def _kill(name: str, replicas: Replicas) -> None:
+    """Kills a service, and waits until it is ready again."""
+    before = replicas.record.num_ready.get(name, 0)
+    with suppress(ProcessLookupError):
+        os.kill(replicas.pid(name), signal.SIGKILL)
+    async with asyncio.timeout(RECOVERY_SECONDS):
+        while replicas.record.num_ready.get(name, 0) == before:
+            replicas.record.changed.clear()
+            await replicas.record.changed.wait()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs, prints, judges."""
+    parser = make_parser("soak traces", (__doc__ or "").partition("\n")[0])
+    add_model(parser)
+    parser.add_argument("--requests", type=count, default=200, help="how many (default: 200)")
+    parser.add_argument("--kills", type=int, default=6, help="of services (default: 6)")
+    parser.add_argument("--pauses", type=int, default=6, help="of the engine (default: 6)")
+    parser.add_argument("--seed", type=int, default=0, help="which requests (default: 0)")
+    parsed = parser.parse_args(argv)
+    options = Options(parsed.model, parsed.requests, parsed.kills, parsed.pauses, parsed.seed)
+    with tempfile.TemporaryDirectory(prefix="stepwell-traces-") as directory:
+        report = None
+        try:
+            report = uvloop.run(run(options, Path(directory)))
+        except* (RuntimeError, TimeoutError) as failed:
+            log("\n".join(messages(failed)))
+    if report is None:
+        return 1
+    print(report.text())
+    return 0 if report.is_good else 1

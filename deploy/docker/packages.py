@@ -1,0 +1,66 @@
+"""Packages of an image: what pyproject.toml asks for, in the versions of requirements.lock.
+
+    python3 packages.py list NAME...            writes the requirements, one to a line
+    python3 packages.py download DIR NAME...    puts wheels of them, and of pip, into DIR
+    python3 packages.py install DIR NAME...     installs them into DIR, without byte code
+
+A NAME is an extra of the project, `services` for what every service needs, or `build` for what
+generates code from protos/ and builds the project's wheel. Run it beside pyproject.toml.
+
+If /wheelhouse holds wheels, packages come from there alone, and pip from its own wheel.
+"""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+WHEELHOUSE = Path("/wheelhouse")
+SERVICES, BUILD = "services", "build"
+_GENERATOR = "grpcio-tools"
+_DOWNLOADED = ("pip", "async-timeout")
+"""What a wheelhouse holds besides: redis needs the second on Python before 3.11.3, Debian's too."""
+
+
+def main(arguments: list[str]) -> int:
+    match arguments:
+        case ["list", *names]:
+            print("\n".join(requirements(names)))
+            return 0
+        case ["download", directory, *names]:
+            return _pip("download", "--only-binary", ":all:", "--dest", directory, names=names)
+        case ["install", directory, *names]:
+            return _pip("install", "--no-compile", "--target", directory, names=names)
+    print(__doc__, file=sys.stderr)
+    return 2
+
+
+def requirements(names: list[str], pyproject: Path = Path("pyproject.toml")) -> list[str]:
+    """Requirements of all names, as pyproject.toml writes them. Raises KeyError for one that is no
+    extra.
+    """
+    described = tomllib.loads(pyproject.read_text())
+    extras = described["project"]["optional-dependencies"]
+    needed = {
+        **extras,
+        SERVICES: described["project"]["dependencies"],
+        BUILD: [
+            *described["build-system"]["requires"],
+            *(line for line in extras["proto"] if line.startswith(_GENERATOR)),
+        ],
+    }
+    return [line for name in names for line in needed[name]]
+
+
+def _pip(command: str, *options: str, names: list[str]) -> int:
+    """Runs pip for the requirements; returns its exit status."""
+    wheels = sorted(WHEELHOUSE.glob("pip-*.whl"))
+    pip = [str(wheels[-1] / "pip")] if wheels else ["-m", "pip"]
+    source = ["--no-index", "--find-links", str(WHEELHOUSE)] if wheels else []
+    own = _DOWNLOADED if command == "download" else ()
+    wanted = ["--constraint", "requirements.lock", *own, *requirements(names)]
+    return subprocess.call([sys.executable, *pip, command, *source, *options, *wanted])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

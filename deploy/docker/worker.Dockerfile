@@ -1,0 +1,95 @@
+# The worker. Its targets are cpu and cuda:
+#
+#     docker build --file deploy/docker/worker.Dockerfile --target cpu --tag stepwell/worker .
+#
+# BASE is Debian with Python 3.11 to 3.13, apt, its TLS authorities and libstdc++6; pip is needed
+# unless deploy/docker/wheelhouse has its wheel, and Python's headers for cuda. docs/deploying.md says
+# how to build without the package index.
+ARG BASE=python:3.11.14-slim-bookworm@sha256:65a93d69fa75478d554f4ad27c85c1e69fa184956261b4301ebaf6dbb0a3543d
+
+# hadolint ignore=DL3006
+FROM ${BASE} AS python
+# Debian's interpreter without its full package has no name of its own.
+RUN command -v python3 || ln -s "$(ls /usr/bin/python3.[0-9]*)" /usr/bin/python3
+ENV PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
+
+# Kernels for each kind of processor, so that the image needs no compiler.
+FROM python AS kernels
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++=4:12.2.0-3 \
+    && rm -rf /var/lib/apt/lists/*
+WORKDIR /build
+COPY services/worker/backends/native/cpp services/worker/backends/native/cpp
+COPY services/worker/backends/native/cached_library.py services/worker/backends/native/prebuilt.py \
+     services/worker/backends/native/
+RUN python3 -m services.worker.backends.native.prebuilt /kernels
+
+FROM python AS packages
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+WORKDIR /build
+COPY pyproject.toml requirements.lock deploy/docker/packages.py ./
+
+FROM packages AS cpu-site
+# Where torch's build without CUDA is. The package index has it with CUDA, 4 GB larger.
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+RUN --mount=type=bind,source=deploy/docker/wheelhouse,target=/wheelhouse \
+    --mount=type=cache,target=/root/.cache/pip \
+    PIP_EXTRA_INDEX_URL=${TORCH_INDEX} python3 packages.py install /site services worker tls \
+    && rm -rf /site/torch/include /site/torch/share /site/torch/lib/*.a \
+    && python3 -m compileall -q -x /torch/testing/ --invalidation-mode unchecked-hash /site
+
+FROM packages AS cuda-site
+RUN --mount=type=bind,source=deploy/docker/wheelhouse,target=/wheelhouse \
+    --mount=type=cache,target=/root/.cache/pip \
+    python3 packages.py install /site services worker gpu tls \
+    && python3 -m compileall -q -x /torch/testing/ --invalidation-mode unchecked-hash /site
+
+# The project's own wheel, with the code that is generated from protos/.
+FROM packages AS code
+RUN --mount=type=bind,source=deploy/docker/wheelhouse,target=/wheelhouse \
+    --mount=type=cache,target=/root/.cache/pip \
+    python3 packages.py install /tools build
+ENV PYTHONPATH=/tools
+COPY protos protos
+RUN mkdir gen \
+    && find protos -name '*.proto' -exec python3 -m grpc_tools.protoc \
+       -I protos --python_out=gen --grpc_python_out=gen {} +
+COPY README.md LICENSE ./
+COPY services services
+RUN python3 -m hatchling build --target wheel \
+    && python3 -m zipfile -e dist/*.whl /code \
+    && python3 -m compileall -q --invalidation-mode unchecked-hash /code
+COPY --from=kernels /kernels /code/services/worker/backends/native/prebuilt
+
+FROM python AS service
+LABEL org.opencontainers.image.title="Stepwell worker" \
+      org.opencontainers.image.description="Runs a model for Stepwell" \
+      org.opencontainers.image.licenses="Apache-2.0"
+ENV PYTHONPATH=/site HOME=/tmp STEPWELL_WORKER_ADDRESS=0.0.0.0:9003
+WORKDIR /
+EXPOSE 9003
+# Loading a large model takes minutes, during which a failing probe does not count.
+HEALTHCHECK --interval=5s --timeout=10s --start-period=600s --retries=3 \
+    CMD ["python3", "-m", "services.common.probe", "worker"]
+ENTRYPOINT ["python3", "-m", "services.worker"]
+
+FROM service AS cuda
+# Triton compiles what calls its kernels with a C compiler.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends gcc=4:12.2.0-3 libc6-dev \
+    && rm -rf /var/lib/apt/lists/*
+COPY --from=cuda-site /site /site
+COPY --from=code /code /site
+# What the NVIDIA Container Toolkit gives the container. Compiled kernels stay in a volume there.
+ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility \
+    STEPWELL_WORKER_DEVICE=cuda TRITON_CACHE_DIR=/cache/triton
+RUN mkdir /cache && chown 10001:10001 /cache
+VOLUME /cache
+USER 10001:10001
+
+FROM service AS cpu
+COPY --from=cpu-site /site /site
+COPY --from=code /code /site
+ENV STEPWELL_WORKER_DEVICE=cpu
+USER 10001:10001

@@ -1,0 +1,126 @@
+{{- /* Names, labels, ports and images. */ -}}
+
+{{- /* The release's prefix of names: short enough for "-replica-12-3" and a revision behind it. */ -}}
+{{- define "stepwell.fullname" -}}
+{{- $name := default .Chart.Name .Values.nameOverride -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 36 | trimSuffix "-" -}}
+{{- else if contains $name .Release.Name -}}
+{{- .Release.Name | trunc 36 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name $name | trunc 36 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* What a component's labels must be to be selected: list of the root and its name. */ -}}
+{{- define "stepwell.selector" -}}
+{{- $root := index . 0 -}}
+app.kubernetes.io/name: {{ default $root.Chart.Name $root.Values.nameOverride | trunc 63 | trimSuffix "-" }}
+app.kubernetes.io/instance: {{ $root.Release.Name }}
+app.kubernetes.io/component: {{ index . 1 }}
+{{- end -}}
+
+{{- define "stepwell.labels" -}}
+{{- $root := index . 0 -}}
+{{ include "stepwell.selector" . }}
+app.kubernetes.io/version: {{ $root.Chart.AppVersion | quote }}
+app.kubernetes.io/part-of: stepwell
+app.kubernetes.io/managed-by: {{ $root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" }}
+{{- end -}}
+
+{{- /* metadata of an object: list of the root, the component, and what follows the prefix. */ -}}
+{{- define "stepwell.metadata" -}}
+{{- $root := index . 0 -}}
+name: {{ include "stepwell.fullname" $root }}{{ index . 2 }}
+namespace: {{ $root.Release.Namespace }}
+labels:
+  {{- include "stepwell.labels" (list $root (index . 1)) | nindent 2 }}
+{{- end -}}
+
+{{- /* Ports of containers. Those of a replica's pod differ, since it has one network. */ -}}
+{{- define "stepwell.ports" -}}
+http: 8000
+grpc: 9000
+scheduler: 9001
+worker: 9003
+gatewayHealth: 9010
+schedulerHealth: 9011
+kvpoolHealth: 9012
+workerHealth: 9013
+vllmGrpc: 9100
+schedulerMetrics: 9101
+redis: 6379
+# Where rank 0 of a model waits for the others.
+master: 29500
+{{- end -}}
+
+{{- /* A reference: list of the root and the image's values. A digest stands for itself. */ -}}
+{{- define "stepwell.image" -}}
+{{- $root := index . 0 -}}
+{{- $image := index . 1 -}}
+{{- $registry := $image.registry | default $root.Values.image.registry -}}
+{{- $repository := empty $registry | ternary $image.repository (printf "%s/%s" (trimSuffix "/" $registry) $image.repository) -}}
+{{- if $image.digest -}}
+{{- printf "%s@%s" $repository $image.digest -}}
+{{- else -}}
+{{- printf "%s:%s" $repository (coalesce $image.tag $root.Values.image.tag $root.Chart.AppVersion) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "stepwell.serviceAccountName" -}}
+{{- if .Values.serviceAccount.create -}}
+{{- default (include "stepwell.fullname" .) .Values.serviceAccount.name -}}
+{{- else -}}
+{{- default "default" .Values.serviceAccount.name -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* host:port where a service listens at every address of its pod: list of the root and the port. */ -}}
+{{- define "stepwell.listen" -}}
+{{- $root := index . 0 -}}
+{{- printf "%s:%v" (eq $root.Values.ipFamily "IPv6" | ternary "[::]" "0.0.0.0") (index . 1) -}}
+{{- end -}}
+
+{{- /* host:port of the pod itself, for a variable that comes after POD_IP: list of the root and the port. */ -}}
+{{- define "stepwell.podAddress" -}}
+{{- $root := index . 0 -}}
+{{- printf (eq $root.Values.ipFamily "IPv6" | ternary "[$(POD_IP)]:%v" "$(POD_IP):%v") (index . 1) -}}
+{{- end -}}
+
+{{- /* The directory of the model in each container. */ -}}
+{{- define "stepwell.modelDirectory" -}}
+{{- empty .Values.model.path | ternary "/models" (printf "/models/%s" (trimAll "/" .Values.model.path)) -}}
+{{- end -}}
+
+{{- define "stepwell.hasRedis" -}}
+{{- if or .Values.redis.existingSecret .Values.redis.internal.enabled -}}true{{- end -}}
+{{- end -}}
+
+{{- /* Whether groups of pods are a LeaderWorkerSet. */ -}}
+{{- define "stepwell.hasLeaderWorkerSet" -}}
+{{- $wanted := .Values.tensorParallel.leaderWorkerSet -}}
+{{- if eq $wanted "always" -}}true
+{{- else if and (eq $wanted "auto") (.Capabilities.APIVersions.Has "leaderworkerset.x-k8s.io/v1") -}}true
+{{- end -}}
+{{- end -}}
+
+{{- /* Names in the certificates between services: list of the root and gateway or replica. */ -}}
+{{- define "stepwell.tlsName" -}}
+{{- $root := index . 0 -}}
+{{- $of := index . 1 -}}
+{{- get $root.Values.tls.internal.names $of | default (printf "%s-%s.%s.svc" (include "stepwell.fullname" $root) $of $root.Release.Namespace) -}}
+{{- end -}}
+
+{{- /* The secret with the certificate between services: list of the root and gateway or replica. */ -}}
+{{- define "stepwell.internalTlsSecret" -}}
+{{- $root := index . 0 -}}
+{{- $of := index . 1 -}}
+{{- $made := printf "%s-%s-internal-tls" (include "stepwell.fullname" $root) $of -}}
+{{- $root.Values.tls.internal.certManager.enabled | ternary $made (get $root.Values.tls.internal.existingSecrets $of) -}}
+{{- end -}}
+
+{{- define "stepwell.publicTlsSecret" -}}
+{{- $made := printf "%s-gateway-public-tls" (include "stepwell.fullname" .) -}}
+{{- .Values.tls.public.certManager.enabled | ternary $made .Values.tls.public.existingSecret -}}
+{{- end -}}

@@ -1,0 +1,229 @@
+{{- /* Parts of pods that several components have. */ -}}
+
+{{- /* A value as a service reads it from a variable. YAML's large numbers are floats to a template. */ -}}
+{{- define "stepwell.text" -}}
+{{- if kindIs "slice" . -}}
+{{- $texts := list -}}
+{{- range . }}{{ $texts = append $texts (include "stepwell.text" .) }}{{ end -}}
+{{- join "," $texts -}}
+{{- else if and (kindIs "float64" .) (eq . (floor .)) -}}
+{{- printf "%.0f" . -}}
+{{- else -}}
+{{- . -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* Variables of the settings in the values: list of the service and the settings. */ -}}
+{{- define "stepwell.settings" -}}
+{{- $service := index . 0 -}}
+{{- range $name, $value := index . 1 }}
+- name: STEPWELL_{{ upper $service }}_{{ upper $name }}
+  value: {{ include "stepwell.text" $value | quote }}
+{{- end }}
+{{- end -}}
+
+{{- /* Variables that every service has: list of the root, the service, its health port and seconds. */ -}}
+{{- define "stepwell.commonEnv" -}}
+{{- $root := index . 0 -}}
+{{- $prefix := printf "STEPWELL_%s" (upper (index . 1)) -}}
+{{- $seen := $root.Values.observability -}}
+- name: HOME
+  value: /tmp
+- name: {{ $prefix }}_HEALTH_ADDRESS
+  value: {{ include "stepwell.listen" (list $root (index . 2)) | quote }}
+- name: {{ $prefix }}_DRAIN_SECONDS
+  value: {{ include "stepwell.text" (index . 3) | quote }}
+- name: {{ $prefix }}_LOG_LEVEL
+  value: {{ $seen.logLevel }}
+- name: {{ $prefix }}_LOG_FORMAT
+  value: {{ $seen.logFormat }}
+{{- if $seen.otlpEndpoint }}
+- name: {{ $prefix }}_OTLP_ENDPOINT
+  value: {{ $seen.otlpEndpoint | quote }}
+- name: {{ $prefix }}_TRACE_SAMPLE_RATIO
+  value: {{ include "stepwell.text" $seen.traceSampleRatio | quote }}
+{{- end }}
+{{- end -}}
+
+{{- /* The URL of Redis: list of the root and the service. The password is no text of the manifest. */ -}}
+{{- define "stepwell.redisEnv" -}}
+{{- $root := index . 0 -}}
+{{- $redis := $root.Values.redis -}}
+{{- $name := printf "STEPWELL_%s_REDIS_URL" (upper (index . 1)) -}}
+{{- $host := printf "%s-redis.%s.svc:%v" (include "stepwell.fullname" $root) $root.Release.Namespace (include "stepwell.ports" $root | fromYaml).redis -}}
+{{- if $redis.existingSecret }}
+- name: {{ $name }}
+  valueFrom:
+    secretKeyRef: {name: {{ $redis.existingSecret }}, key: {{ $redis.urlKey }}}
+{{- else if and $redis.internal.enabled $redis.internal.passwordSecret }}
+- name: REDIS_PASSWORD
+  valueFrom:
+    secretKeyRef: {name: {{ $redis.internal.passwordSecret }}, key: {{ $redis.internal.passwordKey }}}
+- name: {{ $name }}
+  value: redis://:$(REDIS_PASSWORD)@{{ $host }}
+{{- else if $redis.internal.enabled }}
+- name: {{ $name }}
+  value: redis://{{ $host }}
+{{- end }}
+{{- end -}}
+
+{{- /* Files of the certificate between services: list of the root and the service. */ -}}
+{{- define "stepwell.internalTlsEnv" -}}
+{{- $root := index . 0 -}}
+{{- $prefix := printf "STEPWELL_%s_INTERNAL_TLS" (upper (index . 1)) -}}
+{{- if $root.Values.tls.internal.enabled }}
+- name: {{ $prefix }}_CERT_FILE
+  value: /etc/stepwell/internal-tls/tls.crt
+- name: {{ $prefix }}_KEY_FILE
+  value: /etc/stepwell/internal-tls/tls.key
+- name: {{ $prefix }}_CA_FILE
+  value: /etc/stepwell/internal-tls/ca.crt
+{{- end }}
+{{- end -}}
+
+{{- define "stepwell.podNameAndAddress" -}}
+- name: POD_NAME
+  valueFrom: {fieldRef: {fieldPath: metadata.name}}
+- name: POD_IP
+  valueFrom: {fieldRef: {fieldPath: status.podIP}}
+{{- end -}}
+
+{{- /* Probes over grpc.health.v1, without TLS: dict of port; startFor, the name asked for at the start, and
+startSeconds; unreadySeconds, for which a pod may be unready before it is taken out; liveFailures in a row
+after which it is restarted. One that is not live drains nothing, so it gets little time. */ -}}
+{{- define "stepwell.probes" -}}
+startupProbe:
+  grpc: {port: {{ .port }}, service: {{ .startFor | quote }}}
+  periodSeconds: 2
+  timeoutSeconds: 5
+  failureThreshold: {{ div (add .startSeconds 1) 2 }}
+readinessProbe:
+  grpc: {port: {{ .port }}, service: ready}
+  periodSeconds: 2
+  timeoutSeconds: 5
+  failureThreshold: {{ div (add .unreadySeconds 1) 2 | max 1 }}
+livenessProbe:
+  grpc: {port: {{ .port }}, service: ""}
+  periodSeconds: 5
+  timeoutSeconds: 10
+  failureThreshold: {{ .liveFailures }}
+  terminationGracePeriodSeconds: 5
+{{- end -}}
+
+{{- /* What every pod says of itself: list of the root and the values of its component. */ -}}
+{{- define "stepwell.podSpec" -}}
+{{- $root := index . 0 -}}
+{{- $of := index . 1 -}}
+serviceAccountName: {{ include "stepwell.serviceAccountName" $root }}
+automountServiceAccountToken: false
+# Kubernetes would set STEPWELL_GATEWAY_PORT and the like for services, which are no settings.
+enableServiceLinks: false
+securityContext:
+  {{- toYaml $root.Values.podSecurityContext | nindent 2 }}
+{{- with $root.Values.image.pullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . }}
+  {{- end }}
+{{- end }}
+{{- with $of.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with $of.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+{{- with $of.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $of.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $of.affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{- /* Spreads a component's pods over nodes: list of the root, the component and its values. */ -}}
+{{- define "stepwell.spread" -}}
+{{- $root := index . 0 -}}
+topologySpreadConstraints:
+{{- with (index . 2).topologySpreadConstraints }}
+  {{- toYaml . | nindent 2 }}
+{{- else }}
+  - maxSkew: 1
+    topologyKey: kubernetes.io/hostname
+    whenUnsatisfiable: ScheduleAnyway
+    labelSelector:
+      matchLabels:
+        {{- include "stepwell.selector" (list $root (index . 1)) | nindent 8 }}
+{{- end }}
+{{- end -}}
+
+{{- /* metadata of a pod template: list of the root, the component, its values, and for a replica whose pods
+are several StatefulSets its number. */ -}}
+{{- define "stepwell.podMetadata" -}}
+{{- $of := index . 2 -}}
+labels:
+  {{- include "stepwell.selector" (list (index . 0) (index . 1)) | nindent 2 }}
+  {{- if and (gt (len .) 3) (kindIs "int" (index . 3)) }}
+  stepwell-replica: {{ index . 3 | quote }}
+  {{- end }}
+  {{- with $of.podLabels }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- with $of.podAnnotations }}
+annotations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{- /* What every container has: list of the root and the values of its service. */ -}}
+{{- define "stepwell.container" -}}
+{{- $root := index . 0 -}}
+{{- $of := index . 1 -}}
+image: {{ include "stepwell.image" (list $root $of.image) }}
+imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+securityContext:
+  {{- toYaml $root.Values.containerSecurityContext | nindent 2 }}
+resources:
+  {{- toYaml $of.resources | nindent 2 }}
+{{- end -}}
+
+{{- /* Volumes that pods of services share: list of the root and gateway or replica. */ -}}
+{{- define "stepwell.volumes" -}}
+{{- $root := index . 0 -}}
+- name: model
+  {{- toYaml $root.Values.model.volume | nindent 2 }}
+- name: run
+  emptyDir: {medium: Memory, sizeLimit: 16Mi}
+- name: tmp
+  emptyDir: {sizeLimit: 1Gi}
+{{- if $root.Values.tls.internal.enabled }}
+- name: internal-tls
+  secret: {secretName: {{ include "stepwell.internalTlsSecret" . }}, defaultMode: 0440}
+{{- end }}
+{{- with $root.Values.redis.tlsSecret }}
+- name: redis-tls
+  secret: {secretName: {{ . }}, defaultMode: 0440}
+{{- end }}
+{{- end -}}
+
+{{- define "stepwell.runMounts" -}}
+- {name: run, mountPath: /run/stepwell}
+- {name: tmp, mountPath: /tmp}
+{{- end -}}
+
+{{- define "stepwell.internalTlsMount" -}}
+{{- if .Values.tls.internal.enabled }}
+- {name: internal-tls, mountPath: /etc/stepwell/internal-tls, readOnly: true}
+{{- end }}
+{{- end -}}
+
+{{- define "stepwell.redisTlsMount" -}}
+{{- if .Values.redis.tlsSecret }}
+- {name: redis-tls, mountPath: /etc/stepwell/redis, readOnly: true}
+{{- end }}
+{{- end -}}

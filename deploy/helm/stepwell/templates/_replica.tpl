@@ -1,0 +1,209 @@
+{{- /* The pods of a replica. */ -}}
+
+{{- /* Who may call services of a replica: list of the root and the service. */ -}}
+{{- define "stepwell.callersEnv" -}}
+{{- $root := index . 0 -}}
+{{- $service := index . 1 -}}
+{{- if $root.Values.tls.internal.enabled }}
+{{- $names := list (include "stepwell.tlsName" (list $root "replica")) -}}
+{{- if eq $service "scheduler" -}}
+{{- $names = concat (list (include "stepwell.tlsName" (list $root "gateway"))) $root.Values.tls.internal.clients -}}
+{{- end }}
+- name: STEPWELL_{{ upper $service }}_INTERNAL_TLS_ALLOWED_NAMES
+  value: {{ join "," $names | quote }}
+{{- end }}
+{{- end -}}
+
+{{- /* The pool of a replica. Only its scheduler reaches it, by a socket. */ -}}
+{{- define "stepwell.kvpoolContainer" -}}
+{{- $ports := include "stepwell.ports" . | fromYaml -}}
+{{- $kvpool := .Values.kvpool -}}
+name: kvpool
+restartPolicy: Always
+{{ include "stepwell.container" (list . $kvpool) }}
+ports:
+  - {name: kvpool-health, containerPort: {{ $ports.kvpoolHealth }}}
+env:
+  {{- include "stepwell.commonEnv" (list . "kvpool" $ports.kvpoolHealth 1) | nindent 2 }}
+  - name: STEPWELL_KVPOOL_ADDRESS
+    value: unix:/run/stepwell/kvpool.sock
+  {{- include "stepwell.redisEnv" (list . "kvpool") | nindent 2 }}
+  {{- include "stepwell.settings" (list "kvpool" $kvpool.settings) | nindent 2 }}
+  {{- with $kvpool.extraEnv }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{ include "stepwell.probes" (dict "port" $ports.kvpoolHealth "startFor" "ready" "startSeconds" 60 "unreadySeconds" 2 "liveFailures" 2) }}
+volumeMounts:
+  {{- include "stepwell.runMounts" . | nindent 2 }}
+  {{- include "stepwell.redisTlsMount" . | nindent 2 }}
+{{- end -}}
+
+{{- /* A worker: dict of root; address, where it listens; rank, empty for the number at the end of the pod's
+name; master, the host of rank 0. */ -}}
+{{- define "stepwell.workerContainer" -}}
+{{- $root := .root -}}
+{{- $ports := include "stepwell.ports" $root | fromYaml -}}
+{{- $worker := $root.Values.worker -}}
+{{- $size := int $root.Values.tensorParallel.size -}}
+{{- include "stepwell.container" (list $root $worker) }}
+ports:
+  - {name: worker-health, containerPort: {{ $ports.workerHealth }}}
+  {{- if not (hasPrefix "unix:" .address) }}
+  - {name: worker, containerPort: {{ $ports.worker }}}
+  {{- end }}
+  {{- if and (gt $size 1) (eq (toString .rank) "0") }}
+  - {name: master, containerPort: {{ $ports.master }}}
+  {{- end }}
+env:
+  {{- include "stepwell.commonEnv" (list $root "worker" $ports.workerHealth 1) | nindent 2 }}
+  - name: XDG_CACHE_HOME
+    value: /cache
+  - name: TRITON_CACHE_DIR
+    value: /cache/triton
+  - name: STEPWELL_WORKER_MODEL
+    value: {{ include "stepwell.modelDirectory" $root }}
+  - name: STEPWELL_WORKER_SERVED_MODEL_NAME
+    value: {{ $root.Values.model.name | quote }}
+  - name: STEPWELL_WORKER_ADDRESS
+    value: {{ .address | quote }}
+  {{- if gt $size 1 }}
+  {{- include "stepwell.podNameAndAddress" $root | nindent 2 }}
+  - name: STEPWELL_WORKER_TENSOR_PARALLEL_SIZE
+    value: {{ $size | quote }}
+  {{- if ne (toString .rank) "" }}
+  - name: STEPWELL_WORKER_RANK
+    value: {{ .rank | quote }}
+  {{- end }}
+  - name: STEPWELL_WORKER_MASTER_ADDR
+    value: {{ .master | quote }}
+  - name: STEPWELL_WORKER_MASTER_PORT
+    value: {{ $ports.master | quote }}
+  - name: STEPWELL_WORKER_JOIN_TIMEOUT_SECONDS
+    value: {{ include "stepwell.text" $root.Values.replicas.startupSeconds | quote }}
+  {{- include "stepwell.internalTlsEnv" (list $root "worker") | nindent 2 }}
+  {{- include "stepwell.callersEnv" (list $root "worker") | nindent 2 }}
+  {{- end }}
+  {{- include "stepwell.settings" (list "worker" $worker.settings) | nindent 2 }}
+  {{- with $worker.extraEnv }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{ include "stepwell.probes" (dict "port" $ports.workerHealth "startFor" "ready" "startSeconds" $root.Values.replicas.startupSeconds "unreadySeconds" 2 "liveFailures" 2) }}
+volumeMounts:
+  - {name: model, mountPath: /models, readOnly: true}
+  - {name: cache, mountPath: /cache}
+  {{- include "stepwell.runMounts" $root | nindent 2 }}
+  {{- if gt $size 1 }}
+  {{- include "stepwell.internalTlsMount" $root | nindent 2 }}
+  {{- end }}
+{{- end -}}
+
+{{- /* The scheduler: dict of root and workers, the addresses of all ranks in their order. */ -}}
+{{- define "stepwell.schedulerContainer" -}}
+{{- $root := .root -}}
+{{- $ports := include "stepwell.ports" $root | fromYaml -}}
+{{- $scheduler := $root.Values.scheduler -}}
+{{- $replicas := $root.Values.replicas -}}
+name: scheduler
+{{ include "stepwell.container" (list $root $scheduler) }}
+ports:
+  - {name: scheduler, containerPort: {{ $ports.scheduler }}}
+  - {name: health, containerPort: {{ $ports.schedulerHealth }}}
+  - {name: metrics, containerPort: {{ $ports.schedulerMetrics }}}
+  {{- if $scheduler.vllmGrpc }}
+  - {name: vllm-grpc, containerPort: {{ $ports.vllmGrpc }}}
+  {{- end }}
+env:
+  {{- include "stepwell.podNameAndAddress" $root | nindent 2 }}
+  {{- include "stepwell.commonEnv" (list $root "scheduler" $ports.schedulerHealth $replicas.drainSeconds) | nindent 2 }}
+  - name: STEPWELL_SCHEDULER_REPLICA
+    value: $(POD_NAME)
+  - name: STEPWELL_SCHEDULER_ADDRESS
+    value: {{ include "stepwell.listen" (list $root $ports.scheduler) | quote }}
+  - name: STEPWELL_SCHEDULER_KVPOOL
+    value: unix:/run/stepwell/kvpool.sock
+  - name: STEPWELL_SCHEDULER_WORKERS
+    value: {{ join "," .workers | quote }}
+  - name: STEPWELL_SCHEDULER_METRICS_ADDRESS
+    value: {{ include "stepwell.listen" (list $root $ports.schedulerMetrics) | quote }}
+  {{- if include "stepwell.hasRedis" $root }}
+  # The address, and not a name: a name may lead to the pod's predecessor for as long as DNS is cached.
+  - name: STEPWELL_SCHEDULER_ADVERTISE_ADDRESS
+    value: {{ include "stepwell.podAddress" (list $root $ports.scheduler) | quote }}
+  {{- include "stepwell.redisEnv" (list $root "scheduler") | nindent 2 }}
+  {{- end }}
+  {{- if $scheduler.vllmGrpc }}
+  - name: STEPWELL_SCHEDULER_VLLM_GRPC_ADDRESS
+    value: {{ include "stepwell.listen" (list $root $ports.vllmGrpc) | quote }}
+  - name: STEPWELL_SCHEDULER_MODEL
+    value: {{ include "stepwell.modelDirectory" $root }}
+  {{- end }}
+  {{- include "stepwell.internalTlsEnv" (list $root "scheduler") | nindent 2 }}
+  {{- include "stepwell.callersEnv" (list $root "scheduler") | nindent 2 }}
+  {{- if $root.Values.tls.internal.enabled }}
+  - name: STEPWELL_SCHEDULER_INTERNAL_TLS_SERVER_NAME
+    value: {{ include "stepwell.tlsName" (list $root "replica") | quote }}
+  {{- end }}
+  {{- include "stepwell.settings" (list "scheduler" $scheduler.settings) | nindent 2 }}
+  {{- with $scheduler.extraEnv }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- /* It listens once its workers are loaded, so a start of it may take as long as one of theirs. */}}
+{{ include "stepwell.probes" (dict "port" $ports.schedulerHealth "startFor" "" "startSeconds" $replicas.startupSeconds "unreadySeconds" 2 "liveFailures" 2) }}
+{{- if $replicas.preStopSeconds }}
+lifecycle:
+  preStop:
+    sleep: {seconds: {{ $replicas.preStopSeconds }}}
+{{- end }}
+volumeMounts:
+  {{- if $scheduler.vllmGrpc }}
+  - {name: model, mountPath: /models, readOnly: true}
+  {{- end }}
+  {{- include "stepwell.runMounts" $root | nindent 2 }}
+  {{- include "stepwell.internalTlsMount" $root | nindent 2 }}
+  {{- include "stepwell.redisTlsMount" $root | nindent 2 }}
+{{- end -}}
+
+{{- define "stepwell.replicaVolumes" -}}
+volumes:
+  {{- include "stepwell.volumes" (list . "replica") | nindent 2 }}
+  - name: cache
+    emptyDir: {sizeLimit: {{ .Values.worker.cacheSize }}}
+{{- end -}}
+
+{{- /* The pod with the scheduler, its pool and rank 0: dict of root; others, the addresses of the further
+ranks; index, the replica's number where a label has to tell it. Pool and worker are started before the scheduler and stopped after it, so that it can drain. */ -}}
+{{- define "stepwell.replicaPod" -}}
+{{- $root := .root -}}
+{{- $replicas := $root.Values.replicas -}}
+{{- $own := "unix:/run/stepwell/worker.sock" -}}
+metadata:
+  {{- include "stepwell.podMetadata" (list $root "replica" $replicas .index) | nindent 2 }}
+spec:
+  {{- include "stepwell.podSpec" (list $root $replicas) | nindent 2 }}
+  {{- include "stepwell.spread" (list $root "replica" $replicas) | nindent 2 }}
+  terminationGracePeriodSeconds: {{ add $replicas.preStopSeconds $replicas.drainSeconds 15 }}
+  initContainers:
+    - {{- include "stepwell.kvpoolContainer" $root | nindent 6 }}
+    - name: worker
+      restartPolicy: Always
+      {{- include "stepwell.workerContainer" (dict "root" $root "address" $own "rank" 0 "master" "$(POD_IP)") | nindent 6 }}
+  containers:
+    - {{- include "stepwell.schedulerContainer" (dict "root" $root "workers" (prepend .others $own)) | nindent 6 }}
+  {{- include "stepwell.replicaVolumes" $root | nindent 2 }}
+{{- end -}}
+
+{{- /* The pod of a further rank: dict of root, rank, master, and index as above. */ -}}
+{{- define "stepwell.rankPod" -}}
+{{- $root := .root -}}
+{{- $ports := include "stepwell.ports" $root | fromYaml -}}
+metadata:
+  {{- include "stepwell.podMetadata" (list $root "rank" $root.Values.replicas .index) | nindent 2 }}
+spec:
+  {{- include "stepwell.podSpec" (list $root $root.Values.replicas) | nindent 2 }}
+  {{- include "stepwell.spread" (list $root "rank" $root.Values.replicas) | nindent 2 }}
+  terminationGracePeriodSeconds: 15
+  containers:
+    - name: worker
+      {{- include "stepwell.workerContainer" (dict "root" $root "address" (include "stepwell.listen" (list $root $ports.worker)) "rank" .rank "master" .master) | nindent 6 }}
+  {{- include "stepwell.replicaVolumes" $root | nindent 2 }}
+{{- end -}}

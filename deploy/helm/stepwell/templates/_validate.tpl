@@ -1,0 +1,59 @@
+{{- /* What the schema cannot say. Each failure is one sentence that names the value. */ -}}
+{{- define "stepwell.validate" -}}
+{{- $values := .Values -}}
+{{- $redis := include "stepwell.hasRedis" . -}}
+{{- $scales := ne $values.replicas.autoscaling.kind "none" -}}
+{{- if empty $values.model.volume -}}
+{{- fail "model.volume must be given: the volume that holds the model's files, such as {persistentVolumeClaim: {claimName: models}}" -}}
+{{- end -}}
+{{- if and $values.redis.existingSecret $values.redis.internal.enabled -}}
+{{- fail "redis.existingSecret and redis.internal.enabled exclude each other" -}}
+{{- end -}}
+{{- if and (or (gt (int $values.replicas.count) 1) $scales) (not $redis) -}}
+{{- fail "replicas.count above 1, and replicas.autoscaling, need redis.existingSecret or redis.internal.enabled: through Redis gateways find replicas and learn what each has cached" -}}
+{{- end -}}
+{{- if and $values.gateway.apiKeys.inRedis (not $redis) -}}
+{{- fail "gateway.apiKeys.inRedis needs redis.existingSecret or redis.internal.enabled" -}}
+{{- end -}}
+{{- if ne (empty $values.gateway.apiKeys.existingSecret) (and (empty $values.gateway.apiKeys.key) (empty $values.gateway.apiKeys.fileKey)) -}}
+{{- fail "gateway.apiKeys.existingSecret needs gateway.apiKeys.key or gateway.apiKeys.fileKey, and they need it" -}}
+{{- end -}}
+{{- if and (eq $values.replicas.autoscaling.kind "keda") (empty $values.replicas.autoscaling.prometheusAddress) -}}
+{{- fail "replicas.autoscaling.kind keda needs replicas.autoscaling.prometheusAddress" -}}
+{{- end -}}
+{{- if and $scales (gt (int $values.tensorParallel.size) 1) (not (include "stepwell.hasLeaderWorkerSet" .)) -}}
+{{- fail "replicas.autoscaling with tensorParallel.size above 1 needs LeaderWorkerSets (tensorParallel.leaderWorkerSet)" -}}
+{{- end -}}
+{{- range $bounds := list $values.replicas.autoscaling $values.gateway.autoscaling -}}
+{{- if gt (int $bounds.minReplicas) (int $bounds.maxReplicas) -}}
+{{- fail "autoscaling.minReplicas must not be above autoscaling.maxReplicas" -}}
+{{- end -}}
+{{- end -}}
+{{- if $values.tls.internal.enabled -}}
+{{- $given := $values.tls.internal.existingSecrets -}}
+{{- if and (not $values.tls.internal.certManager.enabled) (or (empty $given.gateway) (empty $given.replica)) -}}
+{{- fail "tls.internal.enabled needs tls.internal.certManager.enabled, or tls.internal.existingSecrets.gateway and .replica" -}}
+{{- end -}}
+{{- end -}}
+{{- if $values.tls.public.enabled -}}
+{{- $issued := $values.tls.public.certManager -}}
+{{- if not (or $issued.enabled $values.tls.public.existingSecret) -}}
+{{- fail "tls.public.enabled needs tls.public.certManager.enabled or tls.public.existingSecret" -}}
+{{- end -}}
+{{- if and $issued.enabled (empty $issued.issuerRef) -}}
+{{- fail "tls.public.certManager.issuerRef must name an issuer that clients trust" -}}
+{{- end -}}
+{{- end -}}
+{{- if $values.inferencePool.enabled -}}
+{{- if empty $values.inferencePool.endpointPicker.name -}}
+{{- fail "inferencePool.endpointPicker.name must name the service of an endpoint picker" -}}
+{{- end -}}
+{{- $ofReplicas := eq $values.inferencePool.target "replicas" -}}
+{{- if and $ofReplicas (not $values.scheduler.vllmGrpc) -}}
+{{- fail "inferencePool.target replicas needs scheduler.vllmGrpc" -}}
+{{- end -}}
+{{- if $ofReplicas | ternary $values.tls.internal.enabled $values.tls.public.enabled -}}
+{{- fail "inferencePool.enabled excludes TLS of its target: an InferencePool has HTTP without TLS only" -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}

@@ -1,0 +1,64 @@
+"""`stepwell admin`: operators' calls to the replicas of a gateway."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from services.cli.client import Client
+from services.cli.errors import CommandParser
+from services.cli.tls_files import TlsFiles
+
+DEFAULT_URL = "http://127.0.0.1:8001"
+CALLS = ("pause", "resume", "reset-prefix-cache", "drain", "undrain")
+_MODES = ("abort", "wait", "keep")
+
+
+def main(argv: Sequence[str]) -> int:
+    arguments = vars(_parser().parse_args(argv))
+    url, key, call = (arguments.pop(name) for name in ("url", "admin_key", "call"))
+    tls = TlsFiles.taken_from(arguments)
+    query = {name: value for name, value in arguments.items() if value not in (None, False)}
+    with Client(url, key, tls) as client:
+        answer = client.post(f"/{call.replace('-', '_')}", query)
+    for replica in answer["replicas"]:
+        print(f"{replica['address']}: {_said(replica, answer['status'])}")
+    return 0
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        "admin",
+        description="Pauses, resumes, resets and drains the replicas of a gateway.",
+        epilog="STEPWELL_ADMIN_URL and STEPWELL_ADMIN_KEY stand in for --url and --admin-key.",
+    )
+    parser.add_argument("call", choices=CALLS, metavar="CALL", help=", ".join(CALLS))
+    parser.add_argument(
+        "--url",
+        default=os.environ.get("STEPWELL_ADMIN_URL", DEFAULT_URL),
+        help=f"the gateway's --admin-address, as a URL or unix:PATH (default: {DEFAULT_URL})",
+    )
+    parser.add_argument(
+        "--admin-key", default=os.environ.get("STEPWELL_ADMIN_KEY"), help="key of that address"
+    )
+    TlsFiles.add_flags(parser)
+    parser.add_argument(
+        "--replica",
+        action="append",
+        metavar="ADDRESS",
+        help="a replica, as `stepwell status` names it; may be given several times (default: all, "
+        "except of drain and undrain)",
+    )
+    parser.add_argument(
+        "--mode", choices=_MODES, help="what becomes of requests in a pause (default: abort)"
+    )
+    parser.add_argument(
+        "--reset-running-requests",
+        action="store_true",
+        help="preempt requests that keep the cache from being reset",
+    )
+    return parser
+
+
+def _said(replica: dict[str, Any], status: str) -> str:
+    left = replica.get("num_unfinished")
+    return status if left is None else f"{status}, {left} requests left"

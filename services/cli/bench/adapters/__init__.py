@@ -1,0 +1,1 @@
+"""What the load generator meets: HTTP, the clock, tokenizers, the terminal, files."""

@@ -1,0 +1,121 @@
+"""One connection to an HTTP server, for one exchange at a time.
+
+A stream of tokens is many small chunks, and what a client does for each of them decides how many
+tokens a second one process can measure. httptools is a thin binding of llhttp, the parser of
+Node.js, which uvicorn and this project's gateway use too; on an asyncio protocol it needs no task,
+queue or timer for a chunk. docs/bench.md has what httpx, aiohttp and this take.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Protocol, cast
+
+import httptools
+
+from services.cli.bench.core.record import Failure
+
+
+class Reply(Protocol):
+    """Takes in the response of one exchange."""
+
+    def headers(self, status: int) -> None:
+        """The status came."""
+        ...
+
+    def body(self, data: bytes, now: float) -> None:
+        """A piece of the body came, at that time."""
+        ...
+
+
+class Connection(asyncio.Protocol):
+    """`clock` is read when bytes arrive, before anything is parsed."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._transport: asyncio.Transport | None = None
+        self._parser: Any = httptools.HttpResponseParser(self)
+        self._reply: Reply | None = None
+        self._ended: asyncio.Future[Failure | None] | None = None
+        self._lost = asyncio.Event()
+        self._now = 0.0
+        self._length_is_known = False
+        self._has_status = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether another exchange can be made on it."""
+        transport = self._transport
+        return transport is not None and not transport.is_closing() and self._ended is None
+
+    async def exchange(self, request: bytes, reply: Reply) -> Failure | None:
+        """Writes a whole request and returns when the response has ended, or why it did not.
+
+        When cancelled, the connection is closed, which aborts the request at the server.
+        """
+        if self._transport is None or self._ended is not None:
+            raise RuntimeError("the connection is not idle")
+        self._reply = reply
+        self._length_is_known = self._has_status = False
+        self._ended = asyncio.get_running_loop().create_future()
+        self._transport.write(request)
+        try:
+            return await self._ended
+        except asyncio.CancelledError:
+            self.close()
+            raise
+        finally:
+            self._reply = self._ended = None
+
+    def close(self) -> None:
+        """Begins to close it; the server sees the request aborted, if there is one."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def aclose(self) -> None:
+        """Closes it, and returns when it is closed."""
+        self.close()
+        await self._lost.wait()
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._now = self._clock()
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._end(Failure("malformed", f"the response is not HTTP: {error}"))
+            self.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._lost.set()
+        ends_response = self._has_status and not self._length_is_known and exc is None
+        reason = "the connection ended before the answer"
+        self._end(None if ends_response else Failure("broken", str(exc or reason)))
+
+    # httptools
+
+    def on_header(self, name: bytes, _value: bytes) -> None:
+        if name.lower() in (b"content-length", b"transfer-encoding"):
+            self._length_is_known = True
+
+    def on_headers_complete(self) -> None:
+        self._has_status = True
+        if self._reply is not None:
+            self._reply.headers(self._parser.get_status_code())
+
+    def on_body(self, body: bytes) -> None:
+        if self._reply is not None:
+            self._reply.body(body, self._now)
+
+    def on_message_complete(self) -> None:
+        if not self._parser.should_keep_alive():
+            self.close()
+        self._end(None)
+
+    def _end(self, failure: Failure | None) -> None:
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(failure)

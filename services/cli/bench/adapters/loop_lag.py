@@ -1,0 +1,70 @@
+"""Whether the generator itself keeps up: its processor time, and the lag of its event loop."""
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+from services.cli.bench.core.percentiles import Distribution, distribution
+
+_EVERY_SECONDS = 0.01
+MAX_LAG_MS = 10.0
+MAX_PROCESSOR_SHARE = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorUsage:
+    """Of one run: the share of one processor that this process used, and by how much later than
+    asked timers of its event loop fired, in milliseconds.
+    """
+
+    processor_share: float
+    loop_lag_ms: Distribution | None
+
+    @property
+    def warning(self) -> str | None:
+        """Says that the generator may be what was measured; None if it kept up."""
+        lag = self.loop_lag_ms.percentiles[99] if self.loop_lag_ms else 0.0
+        if self.processor_share > MAX_PROCESSOR_SHARE:
+            share = f"{100 * self.processor_share:.0f} % of a processor"
+            return f"the generator used {share}, all that one process can: it was the bottleneck"
+        if lag > MAX_LAG_MS:
+            return (
+                f"the generator's event loop lagged by {lag:.0f} ms (p99): it, or what it shares "
+                "the machine with, delayed what was measured"
+            )
+        return None
+
+
+class LoopLag:
+    """Measures the run inside of `async with`."""
+
+    def __init__(self) -> None:
+        self._lags_ms: list[float] = []
+        self._task: asyncio.Task[None] | None = None
+        self._processor_seconds = 0.0
+        self._seconds = 0.0
+
+    async def __aenter__(self) -> "LoopLag":
+        self._processor_seconds = -time.process_time()
+        self._seconds = -time.perf_counter()
+        self._task = asyncio.create_task(self._watch())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._processor_seconds += time.process_time()
+        self._seconds += time.perf_counter()
+        if self._task is not None:
+            self._task.cancel()
+
+    def usage(self) -> GeneratorUsage:
+        """What was measured; after the end."""
+        return GeneratorUsage(
+            processor_share=self._processor_seconds / max(self._seconds, 1e-9),
+            loop_lag_ms=distribution(self._lags_ms),
+        )
+
+    async def _watch(self) -> None:
+        while True:
+            due = time.perf_counter() + _EVERY_SECONDS
+            await asyncio.sleep(_EVERY_SECONDS)
+            self._lags_ms.append(max(time.perf_counter() - due, 0.0) * 1000)

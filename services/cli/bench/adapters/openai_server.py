@@ -1,0 +1,133 @@
+"""The server under load: OpenAI's API over HTTP/1.1, a connection for each request at once."""
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from services.cli.bench.adapters.address import Address
+from services.cli.bench.adapters.connection import Connection
+from services.cli.bench.adapters.reply import AnswerReply, StreamReply, WholeReply
+from services.cli.bench.core.record import Failure, RequestRecord
+
+COMPLETIONS, CHAT = "completions", "chat"
+APIS = (COMPLETIONS, CHAT)
+_PATHS = {COMPLETIONS: "/v1/completions", CHAT: "/v1/chat/completions"}
+_CONNECT_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestForm:
+    """What all requests have in common.
+
+    `ignore_eos` and `min_tokens` ask that an answer ends at its length and not before; both are
+    vLLM's fields, which most servers know and OpenAI's own refuses.
+    """
+
+    api: str
+    model: str
+    stream: bool
+    ignore_eos: bool
+    min_tokens: bool
+    stream_usage: bool
+    extra_body: Mapping[str, Any]
+
+    def body(self, fields: Mapping[str, Any], output_len: int) -> dict[str, Any]:
+        """The body of a request; fields of `extra_body` come last, so that they win."""
+        body: dict[str, Any] = {"model": self.model, **fields, "max_tokens": output_len}
+        if self.stream:
+            body["stream"] = True
+        if self.stream and self.stream_usage:
+            body["stream_options"] = {"include_usage": True}
+        if self.ignore_eos:
+            body["ignore_eos"] = True
+        if self.min_tokens:
+            body["min_tokens"] = output_len
+        return {**body, **self.extra_body}
+
+
+class OpenAIServer:
+    """A `Server` of the load's core. Idle connections are reused, the last one first."""
+
+    def __init__(
+        self,
+        address: Address,
+        form: RequestForm,
+        headers: Mapping[str, str],
+        clock: Callable[[], float],
+        timeout_seconds: float,
+    ) -> None:
+        self.form = form
+        self._address = address
+        self._headers = headers
+        self._clock = clock
+        self._timeout_seconds = timeout_seconds
+        self._ssl = address.ssl_context()
+        self._idle: list[Connection] = []
+        self._head = self._make_head()
+
+    def reform(self, **changes: Any) -> None:
+        """Changes what requests have in common."""
+        self.form = replace(self.form, **changes)
+
+    def encode(self, fields: dict[str, Any], output_len: int) -> bytes:
+        body = json.dumps(self.form.body(fields, output_len), separators=(",", ":")).encode()
+        return b"%b%d\r\n\r\n%b" % (self._head, len(body), body)
+
+    async def send(self, request: bytes, record: RequestRecord, *, keep_answer: bool) -> str | None:
+        reply: AnswerReply
+        if self.form.stream:
+            reply = StreamReply(record, keep_answer=keep_answer)
+        else:
+            reply = WholeReply(record)
+        record.sent = self._clock()
+        try:
+            async with asyncio.timeout(self._timeout_seconds):
+                failure = await self._exchange(request, reply)
+        except TimeoutError:
+            failure = Failure("timeout", f"no whole answer within {self._timeout_seconds:g} s")
+        return reply.finish(failure)
+
+    async def aclose(self) -> None:
+        """Closes the idle connections."""
+        while self._idle:
+            await self._idle.pop().aclose()
+
+    async def _exchange(self, request: bytes, reply: AnswerReply) -> Failure | None:
+        connection = self._take_idle()
+        if connection is None:
+            try:
+                connection = await self._connect()
+            except (OSError, TimeoutError) as error:
+                return Failure("connect", str(error) or "no connection in time")
+        failure = await connection.exchange(request, reply)
+        if connection.is_idle:
+            self._idle.append(connection)
+        return failure
+
+    def _take_idle(self) -> Connection | None:
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_idle:
+                return connection
+        return None
+
+    async def _connect(self) -> Connection:
+        loop = asyncio.get_running_loop()
+        connecting = loop.create_connection(
+            lambda: Connection(self._clock), self._address.host, self._address.port, ssl=self._ssl
+        )
+        _, connection = await asyncio.wait_for(connecting, _CONNECT_SECONDS)
+        return connection
+
+    def _make_head(self) -> bytes:
+        headers = {
+            "Host": self._address.authority,
+            "Content-Type": "application/json",
+            "Accept": "text/event-stream" if self.form.stream else "application/json",
+            **self._headers,
+        }
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        path = self._address.path + _PATHS[self.form.api]
+        return f"POST {path} HTTP/1.1\r\n{lines}Content-Length: ".encode()

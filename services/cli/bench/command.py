@@ -1,0 +1,87 @@
+"""The command: from its flags to a run, and to what is written of it."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from services.cli.bench.adapters.address import Address
+from services.cli.bench.adapters.report import report
+from services.cli.bench.adapters.tokenizers import local_counter, server_counter
+from services.cli.bench.arguments import parse
+from services.cli.bench.core.summary import summarize
+from services.cli.bench.core.vocabulary import Vocabulary, counted_vocabulary
+from services.cli.bench.document import document
+from services.cli.bench.run import BenchRun, Outcome
+from services.cli.bench.settings import BenchSettings
+from services.cli.client import Client
+from services.cli.errors import CommandError
+from services.cli.plotting import require_matplotlib
+
+_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str]) -> int:
+    settings, output = parse(argv)
+    if output.plot is not None:
+        require_matplotlib()
+    for path in (output.json, output.plot):
+        _require_directory(path)
+    outcome = _measure(settings)
+    summary = summarize(outcome.records, settings.goodput)
+    print(outcome.headline)
+    text = report(summary, outcome.usage, outcome.lengths_text, is_open=settings.is_open)
+    print(text, flush=True)
+    if outcome.usage.warning is not None:
+        _warn(outcome.usage.warning)
+    if output.json is not None:
+        _write_json(document(outcome, summary), output.json)
+    if output.plot is not None and summary.completed:
+        from services.cli.bench.adapters.plot import draw  # noqa: PLC0415 - needs an extra
+
+        draw(outcome.records, summary, outcome.headline, output.plot)
+    if outcome.is_interrupted:
+        return _INTERRUPTED
+    return int(not summary.completed or (summary.failed > 0 and not output.allow_failures))
+
+
+def _measure(settings: BenchSettings) -> Outcome:
+    address = Address.parse(settings.url)
+    with Client(address.url, settings.api_key) as client:
+        model = settings.model or client.default_model()
+        vocabulary = _vocabulary(settings, client, model)
+    return uvloop.run(BenchRun(settings, address, model, vocabulary, _warn).run())
+
+
+def _vocabulary(settings: BenchSettings, client: Client, model: str) -> Vocabulary | None:
+    """The words of prompts, counted by a tokenizer; None if none is needed or none is there."""
+    if settings.dataset is not None:
+        return None
+    if settings.tokenizer is not None:
+        count, source = local_counter(settings.tokenizer), str(settings.tokenizer)
+    else:
+        found = server_counter(client, model)
+        if found is None:
+            return None
+        count, source = found, "the server's /tokenize"
+    return counted_vocabulary(count, source)
+
+
+def _require_directory(path: Path | None) -> None:
+    """Refuses before the load what could not be written after it."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise CommandError(f"cannot write {path}: its directory does not exist", exit_status=2)
+
+
+def _write_json(value: dict[str, Any], path: Path) -> None:
+    try:
+        path.write_text(json.dumps(value, allow_nan=False) + "\n")
+    except OSError as error:
+        raise CommandError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _warn(sentence: str) -> None:
+    print(f"stepwell bench: {sentence}", file=sys.stderr, flush=True)

@@ -1,0 +1,1 @@
+"""The load generator without a network: loads, loops, figures. What it needs is handed in."""

@@ -1,0 +1,29 @@
+"""How many requests a load sends: a number, a time, or both."""
+
+import math
+
+
+class Budget:
+    """Numbers the requests; the first `num_warmups` are the warm-up, which does not count.
+
+    `num_requests` are counted after the warm-up, `seconds` from its end. None is no limit.
+    """
+
+    def __init__(self, num_requests: int | None, seconds: float | None, num_warmups: int) -> None:
+        self._num_warmups = num_warmups
+        self._limit = math.inf if num_requests is None else num_warmups + num_requests
+        self._seconds = math.inf if seconds is None else seconds
+        self._end = math.inf
+        self._num_taken = 0
+
+    def take(self, intended: float) -> int | None:
+        """The number of a request that is to be sent at that time; None if there is no more."""
+        if self._num_taken == self._num_warmups:
+            self._end = intended + self._seconds
+        if self._num_taken >= self._limit or intended >= self._end:
+            return None
+        self._num_taken += 1
+        return self._num_taken - 1
+
+    def is_warmup(self, number: int) -> bool:
+        return number < self._num_warmups

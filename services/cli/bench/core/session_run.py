@@ -1,0 +1,88 @@
+"""The turns of one session, one after the other."""
+
+import asyncio
+from contextlib import nullcontext
+
+from services.cli.bench.core.budget import Budget
+from services.cli.bench.core.ports import Clock, Observer, Server
+from services.cli.bench.core.record import INTERRUPTED, RequestRecord
+from services.cli.bench.core.session import Conversation, Session
+
+
+class SessionRun:
+    """One session under way. Its first request is encoded ahead of the time when it is sent, the
+    following ones while their user thinks.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        server: Server,
+        clock: Clock,
+        budget: Budget,
+        observer: Observer,
+        limit: asyncio.Semaphore | None,
+        records: list[RequestRecord],
+        *,
+        is_chat: bool,
+    ) -> None:
+        self._session = session
+        self._server = server
+        self._clock = clock
+        self._budget = budget
+        self._observer = observer
+        self._limit = limit
+        self._records = records
+        self._conversation = Conversation(is_chat=is_chat)
+        self._request = self._encode(0)
+
+    async def run(self, number: int, intended: float) -> bool:
+        """Sends the first request, which has that number, now, and the others in turn.
+
+        Returns whether all had answers.
+        """
+        for index, turn in enumerate(self._session.turns):
+            if index:
+                intended += turn.think_seconds
+                taken = self._budget.take(intended)
+                if taken is None:
+                    return True
+                number = taken
+                self._request = self._encode(index)
+                await self._clock.sleep_until(intended)
+            record = self._record(number, index, intended)
+            answer = await self._send(record)
+            if answer is None or record.ended is None:
+                return False
+            self._conversation.answered(answer)
+            intended = record.ended
+        return True
+
+    def _encode(self, index: int) -> bytes:
+        turn = self._session.turns[index]
+        return self._server.encode(self._conversation.ask(turn), turn.output_len)
+
+    def _record(self, number: int, index: int, intended: float) -> RequestRecord:
+        record = RequestRecord(
+            number=number,
+            session=self._session.number,
+            turn=index,
+            is_warmup=self._budget.is_warmup(number),
+            intended=intended,
+            output_len=self._session.turns[index].output_len,
+        )
+        self._records.append(record)
+        return record
+
+    async def _send(self, record: RequestRecord) -> str | None:
+        is_last = record.turn == len(self._session.turns) - 1
+        try:
+            async with self._limit or nullcontext():
+                self._observer.began(record)
+                try:
+                    return await self._server.send(self._request, record, keep_answer=not is_last)
+                finally:
+                    self._observer.ended(record)
+        except asyncio.CancelledError:
+            record.failure = INTERRUPTED
+            raise

@@ -1,0 +1,118 @@
+"""The figures of a run.
+
+Each is that of `vllm bench serve`, but latencies count from the intended time of a request, and
+only an event that carries output is a token's (as in guidellm: an empty first event, which some
+servers send before they have computed anything, is none).
+
+* TTFT: from the intended time to the first event with output.
+* TPOT: from the first event with output to the end, divided by the output tokens after the first;
+  of requests with two tokens or more (guidellm calls it the inter-token latency).
+* ITL: between two following events with output, over all of all requests; tokens that share an
+  event share its gap.
+* E2EL: from the intended time to the last event of the answer.
+* Throughput: over the time from the first measured request's intended time to the last answer's
+  end, of requests that succeeded.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from services.cli.bench.core.goodput import is_good
+from services.cli.bench.core.percentiles import Distribution, distribution
+from services.cli.bench.core.record import RequestRecord
+
+_MILLIS = 1000.0
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Throughput by the second, distributions in milliseconds, None where nothing was measured.
+
+    Requests of the warm-up are left out of everything.
+    """
+
+    completed: int
+    failed: int
+    failures: dict[str, int]
+    """By kind."""
+    duration_seconds: float
+    total_input_tokens: int
+    total_output_tokens: int
+    total_output_len: int
+    """Output tokens that the completed requests asked for."""
+    total_cached_tokens: int | None
+    """None if the server reports none."""
+    request_throughput: float
+    output_throughput: float
+    total_token_throughput: float
+    request_goodput: float | None
+    """None without objectives."""
+    max_concurrent_requests: int
+    output_tokens_by_usage: bool
+    """Whether tokens are those of the server's `usage`; events are counted otherwise."""
+    ttft_ms: Distribution | None
+    tpot_ms: Distribution | None
+    itl_ms: Distribution | None
+    e2el_ms: Distribution | None
+    schedule_lag_ms: Distribution | None
+
+
+def summarize(records: Iterable[RequestRecord], objectives: Mapping[str, float]) -> Summary:
+    """The figures of the requests that are not of the warm-up."""
+    measured = [record for record in records if not record.is_warmup]
+    done = [record for record in measured if record.is_ok]
+    failures = Counter(record.failure.kind for record in measured if record.failure is not None)
+    seconds = _duration(measured, done)
+    num_input = sum(record.num_input_tokens or 0 for record in done)
+    num_output = sum(record.output_tokens for record in done)
+    cached = [r.num_cached_tokens for r in done if r.num_cached_tokens is not None]
+    num_good = sum(is_good(record, objectives) for record in done)
+
+    def per_second(count: int) -> float:
+        return count / seconds if seconds > 0 else 0.0
+
+    return Summary(
+        completed=len(done),
+        failed=len(measured) - len(done),
+        failures=dict(failures.most_common()),
+        duration_seconds=seconds,
+        total_input_tokens=num_input,
+        total_output_tokens=num_output,
+        total_output_len=sum(record.output_len for record in done),
+        total_cached_tokens=sum(cached) if cached else None,
+        request_throughput=per_second(len(done)),
+        output_throughput=per_second(num_output),
+        total_token_throughput=per_second(num_input + num_output),
+        request_goodput=per_second(num_good) if objectives else None,
+        max_concurrent_requests=_most_at_once(done),
+        output_tokens_by_usage=all(record.num_output_tokens is not None for record in done),
+        ttft_ms=_of(done, lambda record: record.ttft),
+        tpot_ms=_of(done, lambda record: record.tpot),
+        itl_ms=distribution([gap * _MILLIS for record in done for gap in record.itls]),
+        e2el_ms=_of(done, lambda record: record.e2el),
+        schedule_lag_ms=_of(measured, lambda record: record.schedule_lag),
+    )
+
+
+def _of(
+    records: Sequence[RequestRecord], figure: Callable[[RequestRecord], float | None]
+) -> Distribution | None:
+    values = (figure(record) for record in records)
+    return distribution([value * _MILLIS for value in values if value is not None])
+
+
+def _duration(measured: Sequence[RequestRecord], done: Sequence[RequestRecord]) -> float:
+    ends = [record.ended for record in done if record.ended is not None]
+    return max(ends) - min(record.intended for record in measured) if ends else 0.0
+
+
+def _most_at_once(done: Sequence[RequestRecord]) -> int:
+    """The most requests between sending and end at one moment."""
+    changes = [(record.sent or record.intended, 1) for record in done]
+    changes += [(record.ended, -1) for record in done if record.ended is not None]
+    now = most = 0
+    for _, change in sorted(changes):
+        now += change
+        most = max(most, now)
+    return most

@@ -1,0 +1,53 @@
+"""A synthetic load: random prompts, prefixes that several sessions share, several turns."""
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from services.cli.bench.core.lengths import Range
+from services.cli.bench.core.session import Message, Session, Turn
+from services.cli.bench.core.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class SyntheticLoad:
+    """Sessions without end. Equal settings and an equal seed give equal sessions, each a function
+    of its number alone. Lengths are in tokens.
+
+    `num_prefixes` prefixes of `prefix_len` exist, and each session begins with one of them, drawn
+    at random; in the chat API it is the system message. Each turn of `turns` adds `input_len`.
+    """
+
+    vocabulary: Vocabulary
+    input_len: Range
+    output_len: Range
+    prefix_len: int
+    num_prefixes: int
+    turns: Range
+    think_seconds: Range
+    seed: int
+
+    def __iter__(self) -> Iterator[Session]:
+        return map(self.session, itertools.count())
+
+    def session(self, number: int) -> Session:
+        draw = random.Random(f"{self.seed}/session/{number}")
+        prefix = self._prefix(draw)
+        turns = [self._turn(draw, index, prefix) for index in range(self.turns.whole(draw))]
+        return Session(number, turns)
+
+    def _turn(self, draw: random.Random, index: int, prefix: tuple[Message, ...]) -> Turn:
+        text = self.vocabulary.text(draw, self.input_len.whole(draw))
+        return Turn(
+            messages=(*(prefix if index == 0 else ()), Message("user", text)),
+            output_len=self.output_len.whole(draw),
+            think_seconds=self.think_seconds.number(draw) if index else 0.0,
+        )
+
+    def _prefix(self, draw: random.Random) -> tuple[Message, ...]:
+        if not self.prefix_len:
+            return ()
+        chosen = draw.randrange(self.num_prefixes)
+        own = random.Random(f"{self.seed}/prefix/{chosen}")
+        return (Message("system", self.vocabulary.text(own, self.prefix_len)),)

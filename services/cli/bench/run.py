@@ -1,0 +1,175 @@
+"""One run: what it needs is built, the load is sent, and what was measured is handed back."""
+
+import asyncio
+import gc
+import signal
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from services.cli.bench.adapters.address import Address
+from services.cli.bench.adapters.clock import RunClock
+from services.cli.bench.adapters.loop_lag import GeneratorUsage, LoopLag
+from services.cli.bench.adapters.openai_server import CHAT, OpenAIServer, RequestForm
+from services.cli.bench.adapters.preflight import fit_form, vocabulary_by_usage
+from services.cli.bench.adapters.progress import Progress
+from services.cli.bench.core.budget import Budget
+from services.cli.bench.core.load_run import LoadRun
+from services.cli.bench.core.record import RequestRecord
+from services.cli.bench.core.session import Session
+from services.cli.bench.core.vocabulary import Vocabulary
+from services.cli.bench.loads import arrivals, dataset_load, synthetic_load, trace_lines, trace_load
+from services.cli.bench.settings import BenchSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run came to. `left_out` names optional fields of requests that the server refused,
+    `vocabulary` is None for a dataset.
+    """
+
+    settings: BenchSettings
+    url: str
+    model: str
+    started_at: datetime
+    left_out: list[str]
+    vocabulary: Vocabulary | None
+    records: list[RequestRecord]
+    usage: GeneratorUsage
+    is_interrupted: bool
+
+    @property
+    def headline(self) -> str:
+        """Model, server and load, in a line."""
+        return f"{self.model} at {self.url}: {self.settings.load_text}"
+
+    @property
+    def lengths_text(self) -> str:
+        """How long prompts are, and how that is known."""
+        if self.vocabulary is None:
+            return "as in the dataset"
+        exactly = "exact" if self.vocabulary.is_exact else "about right"
+        return f"{exactly}, by {self.vocabulary.source}"
+
+
+class BenchRun:
+    """Sends the load of `settings` to the server. `vocabulary` is None where the server's usage
+    must show how long words are.
+    """
+
+    def __init__(
+        self,
+        settings: BenchSettings,
+        address: Address,
+        model: str,
+        vocabulary: Vocabulary | None,
+        warn: Callable[[str], None],
+    ) -> None:
+        self._settings = settings
+        self._address = address
+        self._vocabulary = vocabulary
+        self._warn = warn
+        self._clock = RunClock()
+        self._model = model
+
+    async def run(self) -> Outcome:
+        """Raises CommandError if the load cannot begin."""
+        async with aclosing(self._server()) as server:
+            return await self._run(server)
+
+    async def _run(self, server: OpenAIServer) -> Outcome:
+        settings = self._settings
+        left_out = await fit_form(server)
+        if left_out:
+            self._warn(f"the server refuses {', '.join(left_out)}: requests go without")
+        if self._vocabulary is None and settings.dataset is None:
+            self._vocabulary = await vocabulary_by_usage(server)
+        budget = Budget(settings.num_requests, settings.duration_seconds, settings.num_warmups)
+        progress = Progress(settings.num_expected)
+        load = LoadRun(server, self._clock, budget, progress, is_chat=settings.api == CHAT)
+        sending = self._sending(load)
+        with _collected():
+            async with progress, LoopLag() as lag:
+                started_at = datetime.now(UTC)
+                self._clock.start()
+                is_interrupted = await _until_interrupted(sending)
+        return Outcome(
+            settings=settings,
+            url=self._address.url,
+            model=self._model,
+            started_at=started_at,
+            left_out=left_out,
+            vocabulary=self._vocabulary,
+            records=load.records,
+            usage=lag.usage(),
+            is_interrupted=is_interrupted,
+        )
+
+    def _server(self) -> OpenAIServer:
+        settings = self._settings
+        form = RequestForm(
+            api=settings.api,
+            model=self._model,
+            stream=settings.stream,
+            ignore_eos=settings.ignore_eos,
+            min_tokens=settings.ignore_eos,
+            stream_usage=settings.stream,
+            extra_body=settings.extra_body,
+        )
+        key = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
+        return OpenAIServer(
+            self._address,
+            form,
+            {**key, **settings.headers},
+            self._clock.now,
+            settings.timeout_seconds,
+        )
+
+    def _sending(self, load: LoadRun) -> Coroutine[Any, Any, None]:
+        """The whole load, which begins when this is awaited."""
+        settings, rate = self._settings, self._settings.rate
+        sessions = self._sessions()
+        if not settings.is_open:
+            return load.closed_loop(sessions, settings.max_concurrency or 1)
+        timed = arrivals(sessions, rate, settings.burstiness, settings.seed)
+        return load.open_loop(timed, settings.max_concurrency)
+
+    def _sessions(self) -> Iterable[Session]:
+        settings = self._settings
+        if settings.dataset is not None:
+            return dataset_load(settings, settings.dataset)
+        assert self._vocabulary is not None
+        if settings.trace is not None:
+            return trace_load(settings, trace_lines(settings.trace), self._vocabulary)
+        return synthetic_load(settings, self._vocabulary)
+
+
+@contextmanager
+def _collected() -> Iterator[None]:
+    """Garbage is collected before; objects of the start are not looked at again meanwhile."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+async def _until_interrupted(sending: Coroutine[Any, Any, None]) -> bool:
+    """Runs to the end, or until SIGINT or SIGTERM; whether one of those came."""
+    loop = asyncio.get_running_loop()
+    task = asyncio.create_task(sending)
+    signals = (signal.SIGINT, signal.SIGTERM)
+    for signum in signals:
+        loop.add_signal_handler(signum, task.cancel)
+    try:
+        await asyncio.wait([task])
+    finally:
+        for signum in signals:
+            loop.remove_signal_handler(signum)
+    if task.cancelled():
+        return True
+    task.result()
+    return False

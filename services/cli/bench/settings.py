@@ -1,0 +1,113 @@
+"""What a load is: settings of `stepwell bench`, checked, as they stand in its output."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from services.cli.bench.core.lengths import Range
+from services.cli.bench.core.rate import RequestRate
+from services.cli.errors import CommandError
+
+DEFAULT_REQUESTS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class BenchSettings:
+    """One run. Lengths are in tokens. None stands for what no flag said."""
+
+    url: str
+    model: str | None
+    api: str
+    stream: bool
+    ignore_eos: bool
+    headers: dict[str, str]
+    extra_body: dict[str, Any]
+    timeout_seconds: float
+    request_rate: str | None
+    burstiness: float
+    max_concurrency: int | None
+    num_requests: int | None
+    duration_seconds: float | None
+    num_warmups: int
+    seed: int
+    input_len: Range
+    output_len: Range
+    prefix_len: int
+    num_prefixes: int
+    turns: Range
+    think_seconds: Range
+    tokenizer: Path | None
+    dataset: Path | None
+    trace: Path | None
+    time_scale: float
+    token_scale: float
+    goodput: dict[str, float]
+    api_key: str | None = field(repr=False)
+
+    @property
+    def rate(self) -> RequestRate | None:
+        """Of an open loop; None for a closed one, and for a trace."""
+        return RequestRate.parse(self.request_rate) if self.request_rate else None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests arrive at times of their own."""
+        return self.request_rate is not None or self.trace is not None
+
+    @property
+    def num_expected(self) -> int | None:
+        """Requests to be sent, the warm-up included, where their number is limited."""
+        return None if self.num_requests is None else self.num_warmups + self.num_requests
+
+    @property
+    def load_text(self) -> str:
+        """The load in a few words."""
+        if not self.is_open:
+            clients = self.max_concurrency or 1
+            return f"closed loop, {clients} client{'s' * (clients > 1)}"
+        at_most = f", at most {self.max_concurrency} at once" if self.max_concurrency else ""
+        if self.trace is not None:
+            return f"open loop, arrivals of {self.trace.name}{at_most}"
+        return f"open loop, {self.request_rate} arrivals/s, burstiness {self.burstiness:g}{at_most}"
+
+    def public(self) -> dict[str, Any]:
+        """Everything but the API key and headers' values, which may be secrets, as JSON has it."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        del values["api_key"]
+        values["headers"] = sorted(self.headers)
+        return {name: _plain(value) for name, value in values.items()}
+
+
+def check(settings: BenchSettings, given: set[str]) -> None:
+    """Refuses contradictions between the flags that were given. Raises CommandError."""
+    only_synthetic = {"input_len", "prefix_len", "num_prefixes"}
+    for source, others in (
+        ("trace", {"dataset", "request_rate", "burstiness", "turns", "think_time", "output_len"}),
+        ("trace", only_synthetic),
+        ("dataset", only_synthetic),
+    ):
+        if getattr(settings, source) is not None and (also := sorted(others & given)):
+            raise CommandError(f"--{source} and {_flag(also[0])} contradict", exit_status=2)
+    for name, needs in (
+        ("time_scale", "trace"),
+        ("token_scale", "trace"),
+        ("burstiness", "request_rate"),
+        ("num_prefixes", "prefix_len"),
+    ):
+        if name in given and needs not in given:
+            raise CommandError(f"{_flag(name)} needs {_flag(needs)}", exit_status=2)
+    for name in ("input_len", "output_len", "turns"):
+        value: Range = getattr(settings, name)
+        if not (value.is_whole and value.low >= 1):
+            raise CommandError(f"{_flag(name)} must be at least 1, and whole", exit_status=2)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Range | Path):
+        return str(value)
+    return value if value != float("inf") else "inf"

@@ -1,0 +1,147 @@
+"""The check of a deployment: streams go on, with the same text, while its containers are broken.
+
+For each fault and each role of a container:
+
+1. Streams begin, the same ones as in the undisturbed run before all faults.
+2. A container of that role is broken, in the replica where most of them run.
+3. A fault that lasts is undone after a while.
+4. The streams end, each with the text of the undisturbed run.
+5. All containers are healthy, and as many replicas are ready as before.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from services.cli.client import ServerAway
+from services.cli.deploy.ports import Answer, Container, Deployment, Fault, Fleet
+from services.cli.errors import CommandError
+
+_POLL_SECONDS = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """`hold_seconds`: how long a fault lasts that is undone; `heal_seconds`: how long containers
+    may take to be healthy.
+    """
+
+    hold_seconds: float
+    heal_seconds: float
+
+
+class Check:
+    """One check. `say` gets a line for each thing that was seen."""
+
+    def __init__(
+        self, deployment: Deployment, fleet: Fleet, times: Times, say: Callable[[str], None]
+    ) -> None:
+        self._deployment, self._fleet = deployment, fleet
+        self._times, self._say = times, say
+        self._expected: list[str] = []
+        self._num_replicas = 0
+
+    def run(self, faults: Sequence[Fault], roles: Sequence[str]) -> int:
+        """Breaks a container of each role in each way; returns how many times something was wrong.
+        Raises CommandError if the deployment does not serve before all faults.
+        """
+        self._undisturbed()
+        wrong = [self._break(fault, role) for fault in faults for role in roles]
+        return sum(wrong)
+
+    def _undisturbed(self) -> None:
+        streams = self._fleet.streams()
+        begun = time.monotonic()
+        streams.begin()
+        answers = streams.answers()
+        if failed := [answer.error for answer in answers if answer.error]:
+            raise CommandError(f"a stream failed before anything was broken: {failed[0]}")
+        self._expected = [answer.text for answer in answers]
+        self._num_replicas = len(self._fleet.running())
+        self._say(
+            f"undisturbed: {len(answers)} streams in {time.monotonic() - begun:.1f} s, "
+            f"{self._num_replicas} ready replicas"
+        )
+
+    def _break(self, fault: Fault, role: str) -> bool:
+        """Whether something was wrong."""
+        streams = self._fleet.streams()
+        streams.begin()
+        running = self._fleet.running()
+        victim = _victim(self._deployment.containers(), role, running)
+        num_running = streams.num_running
+        broken_at = time.monotonic()
+        with self._deployment.broken(victim, fault):
+            if fault is not Fault.KILL:
+                time.sleep(self._times.hold_seconds)
+        answers = streams.answers()
+        problem = self._until_healed(victim if fault is Fault.KILL else None)
+        seconds = time.monotonic() - broken_at
+        wrong = [*self._wrong(answers, num_running), *([problem] if problem else [])]
+        gap = max(answer.longest_gap_seconds for answer in answers)
+        loads = ", ".join(f"{number} at {host}" for host, number in sorted(running.items()))
+        self._say(
+            f"{fault.value} {victim.name}: {num_running} streams ran ({loads}); longest gap "
+            f"{gap:.1f} s; "
+            + (f"WRONG: {'; '.join(wrong)}" if wrong else f"same texts, healed in {seconds:.1f} s")
+        )
+        return bool(wrong)
+
+    def _wrong(self, answers: Sequence[Answer], num_running: int) -> list[str]:
+        failed = [answer.error for answer in answers if answer.error]
+        changed = sum(
+            answer.text != expected and not answer.error
+            for answer, expected in zip(answers, self._expected, strict=True)
+        )
+        wrong = [f"{len(failed)} streams failed, one with: {failed[0]}"] if failed else []
+        if changed:
+            wrong.append(f"{changed} streams gave another text")
+        if not num_running:
+            wrong.append("the streams had ended before, so --max-tokens must be more")
+        return wrong
+
+    def _until_healed(self, killed: Container | None) -> str:
+        """Waits; returns what is not healthy after the time for that, or nothing."""
+        deadline = time.monotonic() + self._times.heal_seconds
+        while problem := self._problem(killed):
+            if time.monotonic() > deadline:
+                return f"after {self._times.heal_seconds:.0f} s {problem}"
+            time.sleep(_POLL_SECONDS)
+        return ""
+
+    def _problem(self, killed: Container | None) -> str:
+        for container in self._deployment.containers():
+            if container.problem:
+                return f"{container.name} is {container.problem}"
+            if killed and container.id == killed.id and container.started_at == killed.started_at:
+                return f"{container.name} was not started again"
+        try:
+            num_ready = len(self._fleet.running())
+        except ServerAway as error:
+            return error.sentence
+        if num_ready < self._num_replicas:
+            return f"{num_ready} of {self._num_replicas} replicas are ready"
+        return ""
+
+
+def until_healthy(deployment: Deployment, seconds: float) -> Sequence[Container]:
+    """Waits for all containers; returns them. Raises CommandError after the time."""
+    deadline = time.monotonic() + seconds
+    while True:
+        containers = deployment.containers()
+        ill = [f"{one.name} is {one.problem}" for one in containers if one.problem]
+        if containers and not ill:
+            return containers
+        if time.monotonic() > deadline:
+            raise CommandError(f"after {seconds:.0f} s {', '.join(ill) or 'no container runs'}")
+        time.sleep(_POLL_SECONDS)
+
+
+def _victim(containers: Sequence[Container], role: str, running: dict[str, int]) -> Container:
+    """A container of the role: in the replica where most requests run, if it belongs to one."""
+    candidates = [container for container in containers if container.role == role]
+    if not candidates:
+        raise CommandError(f"the deployment has no {role}", exit_status=2)
+    busiest = max(running, key=lambda host: running[host], default="")
+    replicas = {one.replica for one in containers if busiest in one.hosts and one.replica}
+    return next((one for one in candidates if one.replica in replicas), candidates[0])

@@ -1,0 +1,121 @@
+"""`stepwell deploy check`: its arguments, and its way from the compose file to the verdict."""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from services.cli.bench.argument_types import above_zero, count
+from services.cli.deploy.check import Check, Times, until_healthy
+from services.cli.deploy.compose import Compose
+from services.cli.deploy.engine import ComposeProject
+from services.cli.deploy.fleet import GatewayFleet
+from services.cli.deploy.ports import Fault
+from services.cli.errors import CommandError, CommandParser
+
+DEFAULT_FILE = Path("deploy/compose/compose.yaml")
+DEFAULT_ROLES = ("worker", "kvpool", "scheduler")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns 0 if all streams went on and all containers healed, else 1."""
+    arguments = _parser().parse_args(argv)
+    faults = [_fault(name) for name in arguments.faults.split(",")]
+    project = ComposeProject(arguments.project_name)
+    compose = Compose(arguments.file or [DEFAULT_FILE], arguments.project_name)
+    say = _clock()
+    say(f"Docker engine {project.engine_version}, project {arguments.project_name}")
+    try:
+        compose.up(build=arguments.build)
+        containers = until_healthy(project, arguments.start_seconds)
+        url = project.url()
+        say(f"{len(containers)} containers are healthy; the gateway is at {url}")
+        fleet = GatewayFleet(
+            url,
+            arguments.api_key,
+            num_streams=arguments.streams,
+            max_tokens=arguments.max_tokens,
+            stream_seconds=arguments.stream_seconds,
+        )
+        check = Check(project, fleet, Times(arguments.hold_seconds, arguments.heal_seconds), say)
+        num_wrong = check.run(faults, arguments.roles.split(","))
+    finally:
+        if not arguments.keep:
+            compose.down()
+    say("healed every time, and no stream failed" if not num_wrong else f"{num_wrong} times wrong")
+    return 1 if num_wrong else 0
+
+
+def _fault(name: str) -> Fault:
+    try:
+        return Fault(name)
+    except ValueError:
+        names = ", ".join(fault.value for fault in Fault)
+        raise CommandError(f"--faults are of {names}, not {name!r}", exit_status=2) from None
+
+
+def _clock() -> Callable[[str], None]:
+    """Prints lines with the seconds since now."""
+    begun = time.monotonic()
+
+    def say(line: str) -> None:
+        print(f"{time.monotonic() - begun:7.1f} s  {line}", flush=True)
+
+    return say
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        "deploy",
+        description="Brings a compose file up, breaks its containers while streams run, and "
+        "watches them heal.",
+    )
+    parser.add_argument("what", choices=("check",), metavar="check", help="the check")
+    parser.add_argument(
+        "--file",
+        action="append",
+        type=Path,
+        metavar="PATH",
+        help=f"compose file; may be given several times (default: {DEFAULT_FILE})",
+    )
+    parser.add_argument(
+        "--project-name",
+        default="stepwell-check",
+        metavar="TEXT",
+        help="compose project (default: stepwell-check)",
+    )
+    parser.add_argument("--build", action="store_true", help="build the images before")
+    parser.add_argument(
+        "--keep", action="store_true", help="leave the containers running at the end"
+    )
+    parser.add_argument(
+        "--faults",
+        default=",".join(fault.value for fault in Fault),
+        metavar="A,B",
+        help="how containers are broken (default: kill,pause,disconnect)",
+    )
+    parser.add_argument(
+        "--roles",
+        default=",".join(DEFAULT_ROLES),
+        metavar="A,B",
+        help="which are broken: worker, kvpool, scheduler, redis (default: the first three)",
+    )
+    parser.add_argument(
+        "--api-key", default=os.environ.get("STEPWELL_API_KEY"), help="key to the gateway"
+    )
+    for name, kind, default, text in (
+        ("streams", count, 4, "streams at once"),
+        ("max-tokens", count, 800, "tokens of a stream, as far as the model lets"),
+        ("hold-seconds", above_zero, 6.0, "how long a container stays paused or disconnected"),
+        ("stream-seconds", above_zero, 300.0, "time for a stream, which has failed after that"),
+        ("start-seconds", above_zero, 300.0, "time for all containers to be healthy at first"),
+        ("heal-seconds", above_zero, 120.0, "time for all containers to be healthy after a fault"),
+    ):
+        parser.add_argument(
+            f"--{name}",
+            type=kind,
+            default=default,
+            metavar="N" if kind is count else "X",
+            help=f"{text} (default: {default:g})",
+        )
+    return parser

@@ -1,0 +1,122 @@
+"""The containers of a compose project, through Docker's SDK."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+from services.cli.deploy.ports import Container, Fault
+from services.cli.errors import CommandError
+
+ROLE_LABEL, REPLICA_LABEL = "stepwell.role", "stepwell.replica"
+_PROJECT_LABEL = "com.docker.compose.project"
+_SERVICE_LABEL = "com.docker.compose.service"
+_HTTP_PORT = "8000/tcp"
+_ANY_HOST = ("0.0.0.0", "::", "")
+# An engine does not restart what its own `kill` has ended, so a process in the container does it.
+# The first process, which cannot be killed from inside, is the init program; its child the service.
+_KILL = "kill -9 $(cat /proc/1/task/1/children)"
+
+
+class ComposeProject:
+    """The containers of one project. What the engine refuses is raised as CommandError."""
+
+    def __init__(self, name: str) -> None:
+        """Raises CommandError where no engine answers."""
+        try:
+            import docker  # noqa: PLC0415 - an extra
+        except ImportError as error:
+            raise CommandError(
+                "the package docker is missing: pip install 'stepwell[deploy]'"
+            ) from error
+        self._errors = docker.errors.DockerException
+        try:
+            self._client = docker.from_env()
+            self.engine_version = str(self._client.version()["Version"])
+        except self._errors as error:
+            raise CommandError(
+                f"no Docker engine answers: {_reason(error)}; start one, or name it in DOCKER_HOST"
+            ) from error
+        self._name = name
+
+    def containers(self) -> Sequence[Container]:
+        """All of them, in the order of their names."""
+        return sorted(map(_container, self._list()), key=lambda container: container.name)
+
+    def url(self) -> str:
+        """Where the gateway's HTTP is published. Raises CommandError if it is not."""
+        for found in self._list(f"{ROLE_LABEL}=gateway"):
+            for binding in found.ports.get(_HTTP_PORT) or ():
+                host = binding["HostIp"]
+                return f"http://{'127.0.0.1' if host in _ANY_HOST else host}:{binding['HostPort']}"
+        raise CommandError(f"project {self._name} publishes no gateway")
+
+    @contextmanager
+    def broken(self, container: Container, fault: Fault) -> Iterator[None]:
+        """Breaks a container; the end of the context undoes a fault that lasts."""
+        with ExitStack() as scope:
+            try:
+                victim = self._client.containers.get(container.id)
+                scope.callback(_apply(victim, fault, self._client.networks))
+            except self._errors as error:
+                raise CommandError(f"{fault.value} {container.name}: {_reason(error)}") from error
+            yield
+
+    def _list(self, *labels: str) -> list[Any]:
+        wanted = [f"{_PROJECT_LABEL}={self._name}", *labels]
+        try:
+            listed: list[Any] = self._client.containers.list(
+                all=True, filters={"label": wanted}, ignore_removed=True
+            )
+        except self._errors as error:
+            raise CommandError(f"the Docker engine fails: {_reason(error)}") from error
+        return listed
+
+
+def _apply(victim: Any, fault: Fault, networks: Any) -> Any:
+    """Breaks a container of the SDK; returns what undoes it."""
+    if fault is Fault.KILL:
+        result = victim.exec_run(["sh", "-c", _KILL])
+        # The killer may end together with its container.
+        if result.exit_code not in (0, 137, None):
+            raise CommandError(
+                f"{victim.name} could not be killed from inside, which takes `init: true` in the "
+                f"compose file: {result.output.decode(errors='replace').strip()}"
+            )
+        return lambda: None
+    if fault is Fault.PAUSE:
+        victim.pause()
+        return victim.unpause
+    attached = victim.attrs["NetworkSettings"]["Networks"]
+    with ExitStack() as undo:
+        for name, endpoint in attached.items():
+            network = networks.get(endpoint["NetworkID"] or name)
+            network.disconnect(victim)
+            undo.callback(partial(network.connect, victim, aliases=_aliases(victim, endpoint)))
+        return undo.pop_all().close
+
+
+def _container(found: Any) -> Container:
+    state = found.attrs["State"]
+    health = state.get("Health", {}).get("Status", "healthy")
+    problem = state["Status"] if state["Status"] != "running" else health
+    endpoints = found.attrs["NetworkSettings"]["Networks"].values()
+    return Container(
+        id=found.id,
+        name=found.labels.get(_SERVICE_LABEL, found.name),
+        role=found.labels.get(ROLE_LABEL, ""),
+        replica=found.labels.get(REPLICA_LABEL, ""),
+        problem="" if problem == "healthy" else problem,
+        started_at=state["StartedAt"],
+        hosts=frozenset(name for endpoint in endpoints for name in _aliases(found, endpoint)),
+    )
+
+
+def _aliases(found: Any, endpoint: dict[str, Any]) -> list[str]:
+    """The names that were given; the engine adds the container's id to them."""
+    return [name for name in endpoint.get("Aliases") or () if not found.id.startswith(name)]
+
+
+def _reason(error: Exception) -> str:
+    explanation = getattr(error, "explanation", None)
+    return str(explanation or error).strip().splitlines()[0]

@@ -1,0 +1,118 @@
+"""Streams of a gateway that are read at once, and the load of its replicas."""
+
+import time
+from collections.abc import Sequence
+from threading import Event, Thread
+
+from services.cli.client import Client
+from services.cli.deploy.ports import Answer
+from services.cli.errors import CommandError
+
+_STARTS = ("def parse(", "class Queue:", "import os\n", "# The tests of the scheduler.\n")
+_BEGUN_EVENTS = 8
+_PROMPT_TOKENS = 64
+"""More than any of the prompts takes."""
+
+
+class GatewayFleet:
+    """The gateway at a URL."""
+
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None = None,
+        *,
+        num_streams: int = 1,
+        max_tokens: int = 1,
+        stream_seconds: float = 60.0,
+    ) -> None:
+        """`stream_seconds`: a stream that takes longer has failed."""
+        self._url, self._api_key = url, api_key
+        self._num_streams, self._max_tokens = num_streams, max_tokens
+        self._stream_seconds = stream_seconds
+
+    def streams(self) -> "GatewayStreams":
+        """New streams, of the same prompts each time. Raises CommandError if nothing answers."""
+        with self._client() as client:
+            (card, *_) = client.get("/v1/models")["data"]
+        # A stream that lasts: the end of the text does not end it, and it fits the model.
+        body = {
+            "model": card["id"],
+            "max_tokens": min(self._max_tokens, card["max_model_len"] - _PROMPT_TOKENS),
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        prompts = [
+            f"# {number}\n{_STARTS[number % len(_STARTS)]}" for number in range(self._num_streams)
+        ]
+        streams = [_Stream(self._client(), {**body, "prompt": prompt}) for prompt in prompts]
+        return GatewayStreams(streams, self._stream_seconds)
+
+    def running(self) -> dict[str, int]:
+        """Requests that run at each ready replica, by the host of its scheduler."""
+        with self._client() as client:
+            replicas = client.get("/status")["replicas"]
+        return {
+            replica["address"].rpartition(":")[0]: (replica["stats"] or {}).get("num_running", 0)
+            for replica in replicas
+            if replica["ready"]
+        }
+
+    def _client(self) -> Client:
+        return Client(self._url, self._api_key)
+
+
+class GatewayStreams:
+    """See Streams."""
+
+    def __init__(self, streams: Sequence["_Stream"], seconds: float) -> None:
+        self._streams, self._seconds = streams, seconds
+        self._deadline = 0.0
+
+    def begin(self) -> None:
+        self._deadline = time.monotonic() + self._seconds
+        for stream in self._streams:
+            stream.start()
+        for stream in self._streams:
+            stream.begun.wait(max(0.0, self._deadline - time.monotonic()))
+
+    @property
+    def num_running(self) -> int:
+        return sum(stream.answer is None for stream in self._streams)
+
+    def answers(self) -> Sequence[Answer]:
+        late = Answer("", f"it did not end within {self._seconds:.0f} s", self._seconds)
+        for stream in self._streams:
+            stream.join(max(0.0, self._deadline - time.monotonic()))
+        return [stream.answer or late for stream in self._streams]
+
+
+class _Stream(Thread):
+    """One request. `begun` is set when some text has come, or the stream has ended; `answer` is
+    None until then.
+    """
+
+    def __init__(self, client: Client, body: dict[str, object]) -> None:
+        super().__init__(daemon=True)
+        self._client, self._body = client, body
+        self.begun = Event()
+        self.answer: Answer | None = None
+
+    def run(self) -> None:
+        parts: list[str] = []
+        longest, error = 0.0, ""
+        before = time.monotonic()
+        try:
+            with self._client:
+                for event in self._client.stream("/v1/completions", self._body):
+                    parts += [choice["text"] for choice in event["choices"]]
+                    now = time.monotonic()
+                    longest, before = max(longest, now - before), now
+                    if len(parts) >= _BEGUN_EVENTS:
+                        self.begun.set()
+        except CommandError as failure:
+            error = failure.sentence
+        finally:
+            self.answer = Answer("".join(parts), error, longest)
+            self.begun.set()

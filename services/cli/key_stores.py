@@ -1,0 +1,138 @@
+"""The places where `stepwell keys` reads and writes records."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, Protocol, Self, TypeVar
+
+from services.cli.errors import CommandError
+from services.common.api_keys import DamagedRecord, KeyRecord, TenantRecord
+from services.common.key_book import KeyBook
+from services.common.key_file import change_book, read_book
+from services.common.redis_url import NEEDS_REDIS, is_redis_url
+
+T = TypeVar("T")
+
+
+class Store(Protocol):
+    """Raises CommandError, in one sentence, where it cannot be read or written."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def read(self) -> KeyBook:
+        """All records."""
+        ...
+
+    def write(
+        self,
+        before: KeyRecord | None,
+        after: KeyRecord,
+        tenant: TenantRecord | None,
+        version: str,
+    ) -> None:
+        """Replaces a key's record, None for a new key, and where given its tenant's. `version` is
+        a text that was not used before.
+        """
+        ...
+
+
+class FileStore:
+    """A file, which is made with the first key."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def read(self) -> KeyBook:
+        try:
+            return read_book(self._path)
+        except FileNotFoundError:
+            return KeyBook()
+        except (OSError, DamagedRecord) as error:
+            raise self._failure(error) from error
+
+    def write(
+        self,
+        before: KeyRecord | None,
+        after: KeyRecord,
+        tenant: TenantRecord | None,
+        version: str,  # noqa: ARG002 - files have their own
+    ) -> None:
+        def change(book: KeyBook) -> KeyBook:
+            if book.keys.get(after.key_id) != before:
+                raise _changed_meanwhile(after)
+            return book.with_key(after, tenant)
+
+        try:
+            change_book(self._path, change)
+        except (OSError, DamagedRecord) as error:
+            raise self._failure(error) from error
+
+    def _failure(self, error: OSError | DamagedRecord) -> CommandError:
+        why = error.strerror if isinstance(error, OSError) else None
+        return CommandError(f"--file {self._path}: {why or error}")
+
+
+class RedisStore:
+    """Redis, one server or a cluster."""
+
+    def __init__(self, url: str) -> None:
+        if (complaint := is_redis_url(url)) is not None:
+            raise CommandError(f"--redis {complaint}", exit_status=2)
+        try:
+            from services.common import key_redis, redis_connection  # noqa: PLC0415 - an extra
+        except ModuleNotFoundError as error:
+            raise CommandError(NEEDS_REDIS.replace("--redis-url", "--redis")) from error
+        self._records = key_redis
+        self._redis = redis_connection
+        self._url = url
+        self._runner = asyncio.Runner()
+        self._connection = redis_connection.RedisConnection(url)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._runner.run(self._connection.close())
+        self._runner.close()
+
+    def read(self) -> KeyBook:
+        return self._do(self._records.read_book)
+
+    def write(
+        self,
+        before: KeyRecord | None,
+        after: KeyRecord,
+        tenant: TenantRecord | None,
+        version: str,
+    ) -> None:
+        try:
+            self._do(
+                lambda connection: self._records.change_key(
+                    connection, before, after, tenant, version
+                )
+            )
+        except self._records.ChangedMeanwhile as error:
+            raise _changed_meanwhile(after) from error
+
+    def _do(self, use: Callable[[Any], Awaitable[T]]) -> T:
+        async def run() -> T:
+            return await use(self._connection)
+
+        try:
+            return self._runner.run(run())
+        except self._redis.RedisUnavailable as error:
+            why = self._redis.why_unusable(error) or "nothing answers there"
+            raise CommandError(f"--redis {self._connection.name}: {why}") from error
+        except DamagedRecord as error:
+            raise CommandError(f"--redis {self._connection.name}: {error}") from error
+
+
+def _changed_meanwhile(key: KeyRecord) -> CommandError:
+    return CommandError(f"the key {key.key_id} was changed meanwhile; try again")

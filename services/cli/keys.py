@@ -1,0 +1,174 @@
+"""`stepwell keys`: makes, lists and revokes API keys, in a file or in Redis."""
+
+import argparse
+import json
+import os
+import secrets
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from services.cli.errors import CommandError, CommandParser
+from services.cli.key_stores import FileStore, RedisStore, Store
+from services.cli.key_table import as_json, key_rows, show
+from services.common.api_keys import (
+    KeyRecord,
+    TenantRecord,
+    is_tenant_id,
+    key_id_of,
+    new_key,
+    why_wrong,
+)
+
+_SECONDS_PER_DAY = 86_400
+_LIMITS = {
+    "requests_per_minute": "requests per minute; 0 for no limit",
+    "tokens_per_minute": "uncached prompt tokens and generated ones per minute; 0 for no limit",
+    "max_concurrent_requests": "requests at once; 0 for no limit",
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    arguments = _parser().parse_intermixed_args(argv)
+    with _store(arguments) as store:
+        run = {"create": _create, "list": _list, "revoke": _revoke}[arguments.action]
+        run(store, arguments)
+    return 0
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        "keys",
+        description="Makes, lists and revokes API keys.",
+        epilog="STEPWELL_GATEWAY_API_KEY_FILE and STEPWELL_GATEWAY_REDIS_URL stand in for --file "
+        "and --redis.",
+    )
+    parser.add_argument("action", choices=("create", "list", "revoke"))
+    parser.add_argument("key", nargs="?", metavar="ID", help="which key to revoke: its id")
+    parser.add_argument("--file", type=Path, help="file of keys, as --api-key-file of the gateway")
+    parser.add_argument("--redis", metavar="URL", help="Redis that holds the keys")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--tenant", help="whose key to create")
+    parser.add_argument(
+        "--expires-in-days", type=float, metavar="X", help="(default: the key does not expire)"
+    )
+    parser.add_argument("--models", metavar="A,B", help="models that the key allows (default: all)")
+    limits = parser.add_argument_group(
+        "limits of the tenant", "They hold for all its keys; what is not given stays as it is."
+    )
+    for name, text in _LIMITS.items():
+        limits.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=text)
+    limits.add_argument(
+        "--weight", type=float, metavar="X", help="share where tenants compete (default: 1)"
+    )
+    limits.add_argument(
+        "--priority-ceiling",
+        type=int,
+        metavar="N",
+        help="no request gets a smaller priority, which would run earlier",
+    )
+    return parser
+
+
+def _store(arguments: argparse.Namespace) -> Store:
+    file, url = arguments.file, arguments.redis
+    if file is None and url is None:
+        file = os.environ.get("STEPWELL_GATEWAY_API_KEY_FILE")
+        url = None if file else os.environ.get("STEPWELL_GATEWAY_REDIS_URL")
+    if (file is None) == (url is None):
+        raise CommandError("give either --file PATH or --redis URL", exit_status=2)
+    return RedisStore(url) if file is None else FileStore(Path(file))
+
+
+def _create(store: Store, arguments: argparse.Namespace) -> None:
+    if arguments.key is not None:
+        raise CommandError("create takes no ID: it makes a new one", exit_status=2)
+    if arguments.tenant is None or not is_tenant_id(arguments.tenant):
+        raise CommandError(
+            "--tenant must be given: 1 to 64 letters, digits, and ._@-", exit_status=2
+        )
+    book = store.read()
+    tenant = _changed(
+        book.tenants.get(arguments.tenant) or TenantRecord(arguments.tenant), arguments
+    )
+    key, key_id, sha256 = new_key()
+    now = int(time.time())
+    record = KeyRecord(
+        key_id, sha256, tenant.tenant_id, now, _expiry(arguments, now), models=_models(arguments)
+    )
+    store.write(None, record, tenant, secrets.token_hex(8))
+    if arguments.json:
+        print(json.dumps({"key": key, **as_json(record, tenant, now)}))
+        return
+    print(key)
+    print(
+        f"id {key_id}, tenant {tenant.tenant_id}; it is not shown again: only its hash is kept",
+        file=sys.stderr,
+    )
+
+
+def _changed(tenant: TenantRecord, arguments: argparse.Namespace) -> TenantRecord:
+    """The tenant with the limits that were given."""
+    given: dict[str, Any] = {
+        name: getattr(arguments, name)
+        for name in (*_LIMITS, "weight", "priority_ceiling")
+        if getattr(arguments, name) is not None
+    }
+    for name in _LIMITS:
+        if given.get(name) == 0:
+            given[name] = None
+    changed = replace(tenant, **given)
+    if (complaint := why_wrong(changed)) is not None:
+        raise CommandError(f"--{complaint.replace('_', '-')}", exit_status=2)
+    return changed
+
+
+def _expiry(arguments: argparse.Namespace, now: int) -> int | None:
+    days: float | None = arguments.expires_in_days
+    if days is None:
+        return None
+    if not 0 < days <= 36_500:
+        raise CommandError(
+            "--expires-in-days must be above 0, and a century at most", exit_status=2
+        )
+    return now + max(1, round(days * _SECONDS_PER_DAY))
+
+
+def _models(arguments: argparse.Namespace) -> tuple[str, ...] | None:
+    if arguments.models is None:
+        return None
+    names = tuple(name.strip() for name in arguments.models.split(",") if name.strip())
+    if not names:
+        raise CommandError("--models must name at least one", exit_status=2)
+    return names
+
+
+def _list(store: Store, arguments: argparse.Namespace) -> None:
+    book, now = store.read(), time.time()
+    keys = sorted(book.keys.values(), key=lambda key: (key.tenant_id, key.created, key.key_id))
+    if arguments.json:
+        print(json.dumps([as_json(key, book.tenant_of(key), now) for key in keys], indent=2))
+    elif keys:
+        show(key_rows(book, keys, now))
+    else:
+        print("there are no keys", file=sys.stderr)
+
+
+def _revoke(store: Store, arguments: argparse.Namespace) -> None:
+    if arguments.key is None:
+        raise CommandError("which key? `stepwell keys list` shows the ids", exit_status=2)
+    key_id = key_id_of(arguments.key) or arguments.key
+    record = store.read().keys.get(key_id)
+    if record is None:
+        raise CommandError(f"there is no key with the id {key_id[:40]!r}")
+    now = int(time.time())
+    if record.revoked is None:
+        record, before = replace(record, revoked=now), record
+        store.write(before, record, None, secrets.token_hex(8))
+    if arguments.json:
+        print(json.dumps(as_json(record, store.read().tenant_of(record), now)))
+    else:
+        print(f"{key_id} of {record.tenant_id} is revoked", file=sys.stderr)

@@ -1,0 +1,79 @@
+"""Certificates of the client commands: their flags, and what goes wrong with them."""
+
+import argparse
+import os
+import ssl
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from services.cli.errors import CommandError
+
+_FLAGS = {
+    "ca_file": "authorities (CA, PEM) that the server's certificate may come from "
+    "(default: those of the system); or STEPWELL_CA_FILE",
+    "cert_file": "certificate (PEM) for a server that asks for one; or STEPWELL_CERT_FILE",
+    "key_file": "key of that certificate (PEM); or STEPWELL_KEY_FILE",
+}
+
+_TLS_ERRORS = (
+    ("Hostname mismatch", "the server's certificate is for another name"),
+    ("IP address mismatch", "the server's certificate is for another address"),
+    ("certificate has expired", "the server's certificate has expired"),
+    (
+        "CERTIFICATE_VERIFY_FAILED",
+        "the server's certificate is not trusted; --ca-file names its CA",
+    ),
+    ("WRONG_VERSION_NUMBER", "the server does not speak TLS there; is it http://?"),
+    ("CERTIFICATE_REQUIRED", "the server asks for a certificate; --cert-file names it"),
+    ("UNKNOWN_CA", "the server does not trust the certificate of --cert-file"),
+)
+"""Parts of OpenSSL's messages, and what they mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """PEM files for https: the authorities to trust, and a certificate with its key."""
+
+    ca_file: str | None = None
+    cert_file: str | None = None
+    key_file: str | None = None
+
+    @staticmethod
+    def add_flags(parser: argparse.ArgumentParser) -> None:
+        for name, text in _FLAGS.items():
+            variable = f"STEPWELL_{name.upper()}"
+            flag = f"--{name.replace('_', '-')}"
+            parser.add_argument(flag, default=os.environ.get(variable), metavar="PATH", help=text)
+
+    @classmethod
+    def taken_from(cls, arguments: MutableMapping[str, Any]) -> Self:
+        """Those that the flags name, which are removed from `arguments`."""
+        return cls(**{name: arguments.pop(name) for name in _FLAGS})
+
+    def context(self) -> ssl.SSLContext:
+        """Raises CommandError where a file cannot be used."""
+        if (self.cert_file is None) != (self.key_file is None):
+            raise CommandError("--cert-file and --key-file need each other", exit_status=2)
+        try:
+            context = ssl.create_default_context(cafile=self.ca_file)
+        except OSError as error:
+            raise CommandError(f"--ca-file {self.ca_file}: {_why(error)}", exit_status=2) from error
+        if self.cert_file is not None:
+            try:
+                context.load_cert_chain(self.cert_file, self.key_file)
+            except OSError as error:
+                sentence = f"--cert-file {self.cert_file}, --key-file {self.key_file}"
+                raise CommandError(f"{sentence}: {_why(error)}", exit_status=2) from error
+        return context
+
+
+def _why(error: OSError) -> str:
+    reason = getattr(error, "reason", None) or error.strerror or str(error)
+    return str(reason).replace("_", " ").lower()
+
+
+def why_no_tls(error: str) -> str:
+    """What the text of an error means that OpenSSL has reported."""
+    meanings = (meaning for words, meaning in _TLS_ERRORS if words in error)
+    return next(meanings, error)

@@ -1,0 +1,112 @@
+"""`stepwell trace`: where the time of a request went, from the traces that the gateway keeps."""
+
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import quote
+
+from rich.console import Console
+from rich.text import Text
+
+from services.cli.amounts import seconds_text
+from services.cli.arguments import ClientParser, client_of
+from services.cli.errors import CommandError
+from services.cli.waterfall import in_ascii, waterfall
+
+_PIPE_WIDTH = 120
+_NOT_KEPT = "the gateway keeps no traces: they go to its collector, or tracing is off"
+
+
+def main(argv: Sequence[str]) -> int:
+    arguments = _parser().parse_args(argv)
+    if arguments.limit < 1 or (arguments.width is not None and arguments.width < 1):
+        raise CommandError("--limit and --width must be at least 1", exit_status=2)
+    with client_of(arguments) as client:
+        if arguments.name is not None:
+            trace = client.get(f"/traces/{quote(arguments.name, safe='')}")
+            lines = waterfall(
+                trace,
+                arguments.width or _width(),
+                every_attribute=arguments.attributes,
+            )
+        else:
+            listed = client.get(f"/traces?order={arguments.order}&limit={arguments.limit}")
+            if not listed["are_kept"]:
+                raise CommandError(_NOT_KEPT)
+            lines = list(map(Text, listing(listed["traces"], arguments.order, time.time())))
+    console = Console(width=max(map(len, lines), default=1) + 1, soft_wrap=True, highlight=False)
+    for line in lines if writes_utf8() else map(in_ascii, lines):
+        console.print(line)
+    return 0
+
+
+def listing(traces: Sequence[dict[str, Any]], order: str, now: float) -> list[str]:
+    """A table of requests; `now` is in Unix seconds."""
+    if not traces:
+        which = "that failed " if order == "failed" else ""
+        return [f"no request {which}has been traced; a few of each minute are, unless told more"]
+    rows = [("AGE", "TOOK", "FIRST", "TOKENS", "REQUEST", "STATUS")]
+    for trace in traces:
+        attributes = trace["attributes"]
+        first = attributes.get("gen_ai.response.time_to_first_chunk")
+        tokens = [
+            attributes.get(f"gen_ai.usage.{kind}_tokens", "-") for kind in ("input", "output")
+        ]
+        rows.append(
+            (
+                seconds_text(max(0.0, now - trace["started_unix_seconds"])),
+                seconds_text(trace["seconds"]),
+                "-" if first is None else seconds_text(first),
+                f"{tokens[0]} + {tokens[1]}",
+                trace["request_id"] or trace["trace_id"],
+                trace["error"] or "ok",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            text.rjust(width) if index < 4 else text.ljust(width)
+            for index, (text, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _parser() -> ClientParser:
+    parser = ClientParser(
+        "trace", "Shows where the time of a request went, or lists requests that were traced."
+    )
+    parser.add_argument(
+        "name", nargs="?", metavar="ID", help="id of a request, or of its trace (default: a list)"
+    )
+    order = parser.add_mutually_exclusive_group()
+    for name in ("slowest", "failed"):
+        order.add_argument(
+            f"--{name}",
+            dest="order",
+            action="store_const",
+            const=name,
+            default="newest",
+            help=f"list the {'slowest first' if name == 'slowest' else 'failed ones only'}",
+        )
+    parser.add_argument(
+        "--limit", type=int, default=20, metavar="N", help="most requests to list (default: 20)"
+    )
+    parser.add_argument(
+        "--attributes", action="store_true", help="show every attribute, with its whole name"
+    )
+    parser.add_argument(
+        "--width", type=int, metavar="N", help="characters of a line (default: the terminal's)"
+    )
+    return parser
+
+
+def _width() -> int:
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else _PIPE_WIDTH
+
+
+def writes_utf8() -> bool:
+    """Whether what is written here may be any character."""
+    return (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"

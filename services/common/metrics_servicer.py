@@ -1,0 +1,61 @@
+"""The metrics of a process over gRPC, and those of other processes put together."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import grpc
+from stepwell.common.v1 import metrics_pb2, metrics_pb2_grpc
+
+from services.common.server import GrpcServer
+
+COLLECT_TIMEOUT_SECONDS = 1.0
+"""A process that takes longer is left out: a scrape must not wait for one that hangs."""
+
+Collect = Callable[[Mapping[str, str]], Awaitable[bytes]]
+"""The metrics as text, with these labels added to each series."""
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class MetricsServicer(metrics_pb2_grpc.MetricsServicer):
+    """Converts: message, metrics, message."""
+
+    def __init__(self, collect: Collect) -> None:
+        self._collect = collect
+
+    async def Collect(
+        self, request: metrics_pb2.CollectRequest, context: _Context
+    ) -> metrics_pb2.CollectResponse:
+        """See the contract."""
+        return metrics_pb2.CollectResponse(text=await self._collect(dict(request.labels)))
+
+
+def serve_collect(server: GrpcServer, collect: Collect) -> None:
+    """Adds the contract to a server."""
+    server.add(
+        metrics_pb2_grpc.add_MetricsServicer_to_server,
+        MetricsServicer(collect),
+        metrics_pb2.DESCRIPTOR.services_by_name["Metrics"].full_name,
+    )
+
+
+async def collect_from(
+    channel: grpc.aio.Channel, labels: Mapping[str, str] | None = None
+) -> bytes | None:
+    """The metrics of the process behind a channel, with these labels added to each series; None if
+    it does not send them in time.
+    """
+    stub = metrics_pb2_grpc.MetricsStub(channel)
+    try:
+        response = await stub.Collect(
+            metrics_pb2.CollectRequest(labels=labels or {}), timeout=COLLECT_TIMEOUT_SECONDS
+        )
+    except grpc.aio.AioRpcError:
+        return None
+    return bytes(response.text)
+
+
+def collect_in_thread(render: Callable[[Mapping[str, str]], bytes]) -> Collect:
+    """Renders in a thread, so that the event loop goes on."""
+    return lambda labels: asyncio.to_thread(render, labels)

@@ -1,0 +1,144 @@
+"""Sends spans to a collector from a thread of its own, and counts those that do not arrive.
+
+A collector that is down, slow or full costs its own spans and nothing else: the queue is bounded,
+and what does not fit is dropped at once.
+"""
+
+import contextlib
+import logging
+import os
+import threading
+from collections import Counter, deque
+from enum import Enum
+
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+from services.common.settings import SettingError
+
+LAST_EXPORT_SECONDS = 0.5
+
+logger = logging.getLogger(__name__)
+
+
+class DropReason(Enum):
+    """Why a span was not sent."""
+
+    QUEUE_FULL = "queue_full"
+    """Spans ended faster than the collector took them."""
+    NOT_TAKEN = "not_taken"
+    """The collector could not be reached, or refused them, or did not answer in time."""
+    SHUTDOWN = "shutdown"
+    """The service ended before the collector had taken them."""
+
+
+class SpanSender(SpanProcessor):
+    """Queues spans that ended, and exports them in batches.
+
+    How many wait, how many are sent at once and how often is set as everywhere: by
+    OTEL_BSP_MAX_QUEUE_SIZE, OTEL_BSP_MAX_EXPORT_BATCH_SIZE and OTEL_BSP_SCHEDULE_DELAY in
+    milliseconds.
+    """
+
+    def __init__(self, exporter: SpanExporter) -> None:
+        """Raises SettingError for a variable that is no whole number above 0."""
+        self.num_sent = 0
+        self.num_dropped: Counter[DropReason] = Counter()
+        self._exporter = exporter
+        self._max_queue = _from_environment("OTEL_BSP_MAX_QUEUE_SIZE", 2048)
+        self._max_batch = _from_environment("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", 512)
+        self._delay_seconds = _from_environment("OTEL_BSP_SCHEDULE_DELAY", 1000) / 1000
+        self._queue: deque[ReadableSpan] = deque()
+        self._wake = threading.Event()
+        self._exporting = threading.Lock()
+        self._counting = threading.Lock()
+        self._is_stopped = False
+        self._is_given_up = False
+        self._is_failing = False
+        self._thread = threading.Thread(target=self._run, name="spans", daemon=True)
+        self._thread.start()
+
+    def on_end(self, span: ReadableSpan) -> None:
+        """Queues a sampled span, or drops it. Never waits."""
+        if span.context is None or not span.context.trace_flags.sampled:
+            return
+        num_waiting = len(self._queue)
+        if self._is_stopped or num_waiting >= self._max_queue:
+            self._drop(1, DropReason.SHUTDOWN if self._is_stopped else DropReason.QUEUE_FULL)
+            return
+        self._queue.append(span)
+        if num_waiting + 1 >= self._max_batch and not self._wake.is_set():
+            self._wake.set()
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:  # noqa: ARG002
+        """Sends what waits; the exporter bounds the time."""
+        self._send(1)
+        return not self._queue
+
+    def shutdown(self) -> None:
+        """Sends what waits, within LAST_EXPORT_SECONDS; the rest is dropped."""
+        if self._is_stopped:
+            return
+        self._is_stopped = True
+        self._wake.set()
+        self._thread.join(LAST_EXPORT_SECONDS)
+        if self._thread.is_alive():
+            self._is_given_up = True
+            while rest := self._take():
+                self._drop(len(rest), DropReason.SHUTDOWN)
+            logger.warning(
+                "the collector did not take the last spans within %g s", LAST_EXPORT_SECONDS
+            )
+        # It may wait for a call that is going on.
+        threading.Thread(target=self._exporter.shutdown, name="last export", daemon=True).start()
+
+    def _run(self) -> None:
+        while not self._is_stopped:
+            is_full = self._wake.wait(self._delay_seconds)
+            self._wake.clear()
+            self._send(self._max_batch if is_full and not self._is_stopped else 1)
+        self._send(1)
+
+    def _send(self, at_least: int) -> None:
+        """Exports while so many spans wait."""
+        with self._exporting:
+            while len(self._queue) >= at_least and not self._is_given_up:
+                self._export(self._take())
+
+    def _take(self) -> list[ReadableSpan]:
+        """The spans that wait, a batch at most."""
+        batch: list[ReadableSpan] = []
+        with contextlib.suppress(IndexError):  # what ends with the service takes from it, too
+            while len(batch) < self._max_batch:
+                batch.append(self._queue.popleft())
+        return batch
+
+    def _export(self, batch: list[ReadableSpan]) -> None:
+        try:
+            was_taken = self._exporter.export(batch) is SpanExportResult.SUCCESS
+        except Exception:
+            logger.exception("defect while spans were exported")
+            was_taken = False
+        if was_taken:
+            self.num_sent += len(batch)
+        else:
+            reason = DropReason.SHUTDOWN if self._is_stopped else DropReason.NOT_TAKEN
+            self._drop(len(batch), reason)
+        if was_taken == self._is_failing and not self._is_stopped:
+            self._is_failing = not was_taken
+            logger.warning(
+                "the collector takes spans again"
+                if was_taken
+                else "the collector takes no spans: they are dropped until it does"
+            )
+
+    def _drop(self, num_spans: int, reason: DropReason) -> None:
+        with self._counting:
+            self.num_dropped[reason] += num_spans
+
+
+def _from_environment(name: str, default: int) -> int:
+    text = os.environ.get(name, "").strip() or str(default)
+    if not text.isdecimal() or not int(text):
+        raise SettingError(f"{name} must be a whole number above 0, not {text!r}")
+    return int(text)

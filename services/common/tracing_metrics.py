@@ -1,0 +1,30 @@
+"""Prometheus metrics of the spans that a service sends to its collector."""
+
+from collections.abc import Iterator
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from services.common import names
+from services.common.metric_specs import value_family
+from services.common.span_sender import DropReason
+from services.common.telemetry import Tracing
+
+
+class TracingCollector(Collector):
+    """Spans that were sent, and those that were dropped, by reason; 0 without a collector."""
+
+    def __init__(self, tracing: Tracing) -> None:
+        self._sender = tracing.sender
+
+    def collect(self) -> Iterator[Metric]:
+        """One family for each metric."""
+        sender = self._sender
+        sent = value_family(names.METRIC_SPANS_SENT)
+        dropped = value_family(names.METRIC_SPANS_DROPPED)
+        sent.add_metric([], 0 if sender is None else sender.num_sent)
+        for reason in DropReason:
+            count = 0 if sender is None else sender.num_dropped[reason]
+            dropped.add_metric([reason.value], count)
+        yield sent
+        yield dropped

@@ -1,0 +1,88 @@
+"""Activity of a replica as JSON, with names of enums in lower case and times in seconds."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+from stepwell.common.v1 import common_pb2
+from stepwell.scheduler.v1 import scheduler_pb2
+
+Document = dict[str, Any]
+
+_REQUEST_STATE = "REQUEST_STATE_"
+_WAIT_REASON = "WAIT_REASON_"
+_UNSPECIFIED = "unspecified"
+
+
+def stats_document(stats: scheduler_pb2.GetStatsResponse) -> Document:
+    """A scheduler's numbers, by their names in the contract."""
+    numbers = MessageToDict(
+        stats, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    # JSON mapping of protobuf writes 64-bit numbers as strings.
+    return {
+        name: int(value) if isinstance(value, str) and value.isdigit() else value
+        for name, value in numbers.items()
+        if name != "incarnation"
+    } | {"incarnation": stats.incarnation}
+
+
+def request_document(request: scheduler_pb2.RequestActivity, unix_nanos: int) -> Document:
+    """A request that runs or waits; `unix_nanos` is now."""
+    state = scheduler_pb2.RequestState.Name(request.state).removeprefix(_REQUEST_STATE).lower()
+    return {
+        "key": request.key,
+        "request_id": request.request_id,
+        "trace_id": request.trace_id,
+        "state": state,
+        "wait_reason": _reason(request.wait_reason),
+        "seconds": max(0, unix_nanos - request.queued_unix_nanos) / 1e9,
+        "num_prompt_tokens": request.num_prompt_tokens,
+        "num_output_tokens": request.num_output_tokens,
+        "num_computed_tokens": request.num_computed_tokens,
+        "num_cached_tokens": request.num_cached_tokens,
+        "num_preemptions": request.num_preemptions,
+    }
+
+
+def step_documents(
+    steps: Iterable[scheduler_pb2.StepActivity], done_before_nanos: int
+) -> Iterable[Document]:
+    """Steps in order. The time of each begins when the one before it was done."""
+    for step in steps:
+        began = max(step.begun_unix_nanos, done_before_nanos)
+        done_before_nanos = step.done_unix_nanos
+        yield {
+            "step": step.step,
+            "began_unix_seconds": began / 1e9,
+            "seconds": max(0, step.done_unix_nanos - began) / 1e9,
+            "num_requests": step.num_requests,
+            "num_prefill_tokens": step.num_prefill_tokens,
+            "num_decode_tokens": step.num_decode_tokens,
+            "num_preemptions": step.num_preemptions,
+            "wait_reason": _reason(step.wait_reason),
+            "keys": list(step.keys),
+            "num_tokens": list(step.num_tokens),
+        }
+
+
+def blocks_document(blocks: common_pb2.BlockMap) -> Document:
+    """A map of blocks; the states are one digit each, as numbered in the contract."""
+    return {
+        "blocks_per_cell": blocks.blocks_per_cell,
+        "states": "".join(map(str, blocks.states)),
+        "owners": list(blocks.owners),
+        "num_blank": blocks.num_blank,
+        "num_cached": blocks.num_cached,
+        "num_held": blocks.num_held,
+        "num_shared": blocks.num_shared,
+    }
+
+
+def _reason(number: int) -> str | None:
+    """The name of a reason to wait; None for none."""
+    if number not in scheduler_pb2.WaitReason.values():
+        return None
+    name = scheduler_pb2.WaitReason.Name(scheduler_pb2.WaitReason.ValueType(number))
+    reason = name.removeprefix(_WAIT_REASON).lower()
+    return None if reason == _UNSPECIFIED else reason

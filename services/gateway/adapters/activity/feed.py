@@ -1,0 +1,146 @@
+"""Samples of what the replicas do, taken while clients ask for them. However many do, each
+scheduler is asked a few times a second at most.
+"""
+
+import asyncio
+import time
+from collections import deque
+from dataclasses import dataclass, field, replace
+
+import grpc
+from stepwell.scheduler.v1 import scheduler_pb2
+
+from services.gateway.adapters.activity.document import (
+    Document,
+    blocks_document,
+    request_document,
+    stats_document,
+    step_documents,
+)
+from services.gateway.adapters.scheduler_links import SchedulerLinks
+from services.gateway.core.membership import Membership
+from services.gateway.core.prefix_index import PrefixIndex
+from services.gateway.core.replica import Replica
+
+SAMPLE_SECONDS = 0.2
+"""Least time between two samples."""
+LARGE_POOL_SECONDS = 1.0
+"""Least time between two maps of a pool with more blocks than `MAX_CELLS`."""
+MAX_CELLS = 4096
+MAX_STEPS = 256
+_TIMEOUT_SECONDS = 1.0
+
+
+@dataclass(slots=True)
+class ReplicaSample:
+    """What is known of a replica; without `stats`, its scheduler did not answer."""
+
+    address: str
+    model: str = ""
+    is_ready: bool = False
+    reason: str = ""
+    num_unfinished_here: int = 0
+    cached_tokens: int | None = None
+    """Tokens of prompts that its pool has cached, by the directory; where that does not know of it,
+    those of free blocks.
+    """
+    directory: str = ""
+    """How well the directory knows; empty if it does not."""
+    stats: Document | None = None
+    requests: list[Document] = field(default_factory=list)
+    steps: deque[Document] = field(default_factory=lambda: deque(maxlen=MAX_STEPS))
+    blocks: Document | None = None
+
+
+@dataclass(slots=True)
+class _Cursor:
+    """How far the steps of a scheduler's process were read, and when its blocks were."""
+
+    incarnation: str = ""
+    step: int = 0
+    done_unix_nanos: int = 0
+    blocks_at: float = 0.0
+
+
+class ActivityFeed:
+    """The newest sample of each replica."""
+
+    def __init__(self, membership: Membership, links: SchedulerLinks, index: PrefixIndex) -> None:
+        self._membership = membership
+        self._links = links
+        self._index = index
+        self._samples: dict[str, ReplicaSample] = {}
+        self._cursors: dict[str, _Cursor] = {}
+        self._lock = asyncio.Lock()
+        self._sampled_at = 0.0
+
+    async def samples(self) -> list[ReplicaSample]:
+        """Of all replicas, no older than `SAMPLE_SECONDS`."""
+        async with self._lock:
+            if time.monotonic() >= self._sampled_at + SAMPLE_SECONDS:
+                replicas = self._membership.replicas
+                samples = await asyncio.gather(*map(self._sample, replicas))
+                self._samples = {sample.address: sample for sample in samples}
+                self._cursors = {
+                    address: cursor
+                    for address, cursor in self._cursors.items()
+                    if address in self._samples
+                }
+                self._sampled_at = time.monotonic()
+        return list(self._samples.values())
+
+    async def _sample(self, replica: Replica) -> ReplicaSample:
+        before = self._samples.get(replica.address, ReplicaSample(replica.address))
+        sample = replace(
+            before,
+            model=replica.description.model_name if replica.description is not None else "",
+            is_ready=replica.is_ready,
+            reason=replica.reason,
+            num_unfinished_here=replica.num_unfinished,
+            stats=None,
+            requests=[],
+        )
+        cursor = self._cursors.setdefault(replica.address, _Cursor())
+        try:
+            await self._ask(sample, cursor)
+        except grpc.aio.AioRpcError as error:
+            sample.reason = sample.reason or f"{error.code().name}: {error.details()}"
+            sample.blocks = None
+        self._look_up(replica, sample)
+        return sample
+
+    def _look_up(self, replica: Replica, sample: ReplicaSample) -> None:
+        """Notes how much a replica's pool has cached."""
+        served = replica.description
+        view = None if served is None else self._index.view(served.cache_node)
+        if served is not None and view is not None:
+            sample.cached_tokens = view.count * served.block_size
+            sample.directory = self._index.node_state(served.cache_node).value
+        else:
+            sample.cached_tokens, sample.directory = None, ""
+            if sample.blocks is not None and served is not None:
+                sample.cached_tokens = sample.blocks["num_cached"] * served.block_size
+
+    async def _ask(self, sample: ReplicaSample, cursor: _Cursor) -> None:
+        """Takes a sample of a scheduler. Raises AioRpcError."""
+        now = time.monotonic()
+        is_large = sample.blocks is not None and sample.blocks["blocks_per_cell"] > 1
+        wants_blocks = now >= cursor.blocks_at + (LARGE_POOL_SECONDS if is_large else 0)
+        request = scheduler_pb2.GetActivityRequest(
+            after_step=cursor.step, max_cells=MAX_CELLS if wants_blocks else 0
+        )
+        answer = await self._links[sample.address].activity(request, _TIMEOUT_SECONDS)
+        if answer.stats.incarnation != cursor.incarnation:
+            cursor.incarnation, cursor.done_unix_nanos = answer.stats.incarnation, 0
+            sample.steps = deque(maxlen=MAX_STEPS)
+        if wants_blocks:
+            cursor.blocks_at = now
+            found = answer.HasField("blocks")
+            sample.blocks = blocks_document(answer.blocks) if found else None
+        if answer.steps:
+            sample.steps.extend(step_documents(answer.steps, cursor.done_unix_nanos))
+            cursor.step = answer.steps[-1].step
+            cursor.done_unix_nanos = answer.steps[-1].done_unix_nanos
+        unix_nanos = time.time_ns()
+        sample.stats = stats_document(answer.stats)
+        sample.requests = [request_document(one, unix_nanos) for one in answer.requests]

@@ -1,0 +1,90 @@
+"""Puts together all that tells a gateway where schedulers are."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from services.common import names
+from services.common.addresses import DNS
+from services.common.metric_specs import value_family
+from services.common.redis_url import NEEDS_REDIS
+from services.common.settings import SettingError
+from services.gateway.adapters.discovery import dns
+from services.gateway.adapters.discovery.watcher import SetAddresses, Watcher
+
+SETTINGS, REDIS = "settings", "redis"
+"""Names of sources in logs and metrics; the one in DNS has the name that is resolved."""
+
+LOOK_SECONDS = 1.0
+"""Between two looks into the registry."""
+
+
+class Discovery(Collector):
+    """The addresses in the settings, names in DNS, and the registry in Redis."""
+
+    def __init__(
+        self,
+        schedulers: Sequence[str],
+        redis_url: str | None,
+        model_name: str,
+        set_addresses: SetAddresses,
+    ) -> None:
+        """Addresses that need no look are set at once. Raises SettingError where the package for
+        Redis is missing.
+        """
+        in_dns = [address for address in schedulers if address.startswith(DNS)]
+        set_addresses(SETTINGS, [address for address in schedulers if address not in in_dns])
+        self._watchers = [
+            Watcher(name, partial(dns.resolve, name), set_addresses, dns.LOOK_SECONDS)
+            for name in in_dns
+        ]
+        self._registry = None if redis_url is None else _Registry(redis_url, model_name)
+        if self._registry is not None:
+            look = self._registry.addresses
+            self._watchers.append(Watcher(REDIS, look, set_addresses, LOOK_SECONDS))
+
+    async def run(self) -> None:
+        """Looks until cancelled."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for watcher in self._watchers:
+                    tasks.create_task(watcher.run())
+                await asyncio.get_running_loop().create_future()
+        finally:
+            if self._registry is not None:
+                await self._registry.close()
+
+    def collect(self) -> Iterator[Metric]:
+        """One family for each metric, with the source as a label."""
+        up = value_family(names.METRIC_DISCOVERY_UP)
+        addresses = value_family(names.METRIC_DISCOVERY_ADDRESSES)
+        failures = value_family(names.METRIC_DISCOVERY_FAILURES)
+        for watcher in self._watchers:
+            up.add_metric([watcher.source], watcher.is_up)
+            addresses.add_metric([watcher.source], watcher.num_addresses)
+            failures.add_metric([watcher.source], watcher.num_failures)
+        yield from (up, addresses, failures)
+
+
+class _Registry:
+    """The registry of the fleet that serves a model, over a connection of its own."""
+
+    def __init__(self, redis_url: str, model_name: str) -> None:
+        try:
+            from services.common.fleet_registry import FleetRegistry  # noqa: PLC0415 - an extra
+            from services.common.redis_connection import RedisConnection  # noqa: PLC0415
+        except ModuleNotFoundError as error:
+            raise SettingError(NEEDS_REDIS) from error
+        self._redis = RedisConnection(redis_url)
+        self._registry = FleetRegistry(self._redis, model_name)
+
+    async def addresses(self) -> set[str]:
+        """Those of the replicas that are registered now. Raises Unavailable."""
+        return {replica.address for replica in await self._registry.replicas()}
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        await self._redis.close()

@@ -1,0 +1,22 @@
+"""Schedulers by a name in DNS, such as that of a headless service of Kubernetes."""
+
+import asyncio
+import socket
+
+from services.common.addresses import DNS, join_host_port, split_host_port
+from services.common.errors import Unavailable
+
+LOOK_SECONDS = 3.0
+
+
+async def resolve(value: str) -> set[str]:
+    """All addresses of dns:NAME:PORT, with the port. Raises Unavailable.
+
+    The system's resolver bounds the time that it takes, mostly to some seconds.
+    """
+    name, port = split_host_port(value.removeprefix(DNS))
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise Unavailable(f"{name} cannot be resolved: {error}") from error
+    return {join_host_port(str(address[0]), port) for *_, address in found}

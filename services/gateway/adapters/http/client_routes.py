@@ -1,0 +1,114 @@
+"""The routes that clients use."""
+
+from collections.abc import Sequence
+
+from services.common.exposition import CONTENT_TYPE
+from services.gateway.adapters.http.bodies import (
+    ChatCompletionBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+)
+from services.gateway.adapters.http.deadline import HEADER as TIMEOUT_HEADER
+from services.gateway.adapters.http.deadline import MAX_SECONDS
+from services.gateway.adapters.http.generation_routes import (
+    CHAT_COMPLETIONS,
+    COMPLETIONS,
+    GenerationRoutes,
+)
+from services.gateway.adapters.http.openapi import answers
+from services.gateway.adapters.http.route import READ, RequestHeader, Route
+from services.gateway.adapters.http.server_routes import MODELS, ServerRoutes
+from services.gateway.adapters.http.tokenizer_routes import TokenizerRoutes
+from services.gateway.core.idempotency.key import FIELD, MAX_LENGTH
+
+_GENERATION_HEADERS = (
+    RequestHeader(
+        TIMEOUT_HEADER,
+        "Seconds after which the client gives up.",
+        {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_SECONDS},
+    ),
+    RequestHeader(
+        FIELD,
+        "A name for this request, by which it can be sent again: it is computed once.",
+        {"type": "string", "minLength": 1, "maxLength": MAX_LENGTH},
+    ),
+    RequestHeader("traceparent", "W3C trace context.", {"type": "string"}),
+    RequestHeader("tracestate", "W3C trace context.", {"type": "string"}),
+    RequestHeader("baggage", "W3C baggage, which the spans show.", {"type": "string"}),
+)
+
+
+def client_routes(
+    generation: GenerationRoutes,
+    tokenizer: TokenizerRoutes,
+    server: ServerRoutes,
+    views: Sequence[Route],
+) -> Sequence[Route]:
+    """All of them. What probes, monitors and routers ask needs no key."""
+    return (
+        Route(
+            COMPLETIONS,
+            generation.completions,
+            answers.Completion,
+            ("POST",),
+            tag="openai",
+            body=CompletionBody,
+            events=answers.CompletionChunk,
+            errors=(404, 422, 504),
+            headers=_GENERATION_HEADERS,
+        ),
+        Route(
+            CHAT_COMPLETIONS,
+            generation.chat_completions,
+            answers.ChatCompletion,
+            ("POST",),
+            tag="openai",
+            body=ChatCompletionBody,
+            events=answers.ChatCompletionChunk,
+            errors=(404, 422, 504),
+            headers=_GENERATION_HEADERS,
+        ),
+        Route(MODELS, server.models, answers.ModelList, tag="openai"),
+        Route(
+            f"{MODELS}/{{name:path}}", server.model, answers.ModelCard, tag="openai", errors=(404,)
+        ),
+        Route(
+            "/tokenize",
+            tokenizer.tokenize,
+            answers.Tokens,
+            ("POST",),
+            tag="tokenizer",
+            body=TokenizeBody,
+            errors=(404,),
+        ),
+        Route(
+            "/detokenize",
+            tokenizer.detokenize,
+            answers.Text,
+            ("POST",),
+            tag="tokenizer",
+            body=DetokenizeBody,
+            errors=(404,),
+        ),
+        Route("/status", server.status, answers.Status),
+        Route(
+            "/health",
+            server.health,
+            answers.Healthy,
+            needs_key=False,
+            other_answers={503: answers.Unhealthy},
+        ),
+        Route(
+            "/ping",
+            server.ping,
+            answers.Healthy,
+            (*READ, "POST"),
+            needs_key=False,
+            other_answers={503: answers.Unhealthy},
+        ),
+        Route("/version", server.version, answers.Version, needs_key=False),
+        Route("/load", server.load, answers.Load, needs_key=False),
+        Route("/metrics", server.metrics, CONTENT_TYPE, needs_key=False),
+        *views,
+    )

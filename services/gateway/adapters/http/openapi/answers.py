@@ -1,0 +1,267 @@
+"""The bodies of answers, for OpenAPI documents; routes write them by hand.
+
+A field with a default may be left out of an answer, and one that may be null says so.
+"""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+FinishReason = Literal["stop", "length", "abort", "repetition"]
+
+
+class Answer(BaseModel):
+    """What an answer holds. It is only described: no validator is built for it."""
+
+    model_config = ConfigDict(defer_build=True)
+
+
+class ErrorDetail(Answer):
+    """What is wrong: a sentence, a type as OpenAI's, the field at fault, a code for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(Answer):
+    """Every error, also the last event of a stream that broke off."""
+
+    error: ErrorDetail
+
+
+class PromptTokensDetails(Answer):
+    """Of the prompts' tokens, those found in the prefix cache."""
+
+    cached_tokens: int
+
+
+class Usage(Answer):
+    """Token counts: each prompt once, every answer, also those of best_of that are not returned."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class PromptLogprob(Answer):
+    """One token that a position of the prompt could have had."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""By token id; the first position has none."""
+
+
+class CompletionLogprobs(Answer):
+    """Four parallel lists, one entry for each token; the first token of an echoed prompt has no
+    log-probability.
+    """
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(Answer):
+    """An answer, or a piece of one."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class Completion(Answer):
+    """A whole answer of /v1/completions."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class CompletionChunk(Answer):
+    """One event of a streamed answer of /v1/completions."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice] = Field(max_length=1)
+    usage: Usage | None = None
+
+
+class TokenLogprob(Answer):
+    """A token and its log-probability."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(TokenLogprob):
+    """A token of an answer, and the most probable ones in its place."""
+
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(Answer):
+    """One entry for each token."""
+
+    content: list[ChatTokenLogprob]
+    refusal: None
+
+
+class AssistantMessage(Answer):
+    """What the model says."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(Answer):
+    """An answer."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletion(Answer):
+    """A whole answer of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class Delta(Answer):
+    """What an event adds to a message: its role in the first one, then text."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(Answer):
+    """A piece of an answer."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class ChatCompletionChunk(Answer):
+    """One event of a streamed answer of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice] = Field(max_length=1)
+    usage: Usage | None = None
+
+
+class Tokens(Answer):
+    """An answer of /tokenize."""
+
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Text(Answer):
+    """An answer of /detokenize."""
+
+    prompt: str
+
+
+class ModelCard(Answer):
+    """A model; its context is null while no replica is ready."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int | None
+
+
+class ModelList(Answer):
+    """The models served here."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class ReplicaStatus(Answer):
+    """A replica as this gateway sees it; `stats` are its scheduler's own numbers."""
+
+    address: str
+    model: str
+    fingerprint: str
+    ready: bool
+    reason: str
+    unfinished_here: int
+    stats: dict[str, Any] | None
+
+
+class Status(Answer):
+    """An answer of /status."""
+
+    model: str
+    draining: bool
+    requests_in_flight: int
+    sequences_without_replica: int
+    replicas: list[ReplicaStatus]
+
+
+class Healthy(Answer):
+    """Requests can be served; `not_ready` says why some replicas take none, by address."""
+
+    status: Literal["ok"]
+    not_ready: dict[str, str]
+
+
+class Unhealthy(Answer):
+    """No request can be served now."""
+
+    status: Literal["unavailable"]
+    reason: str
+
+
+class Version(Answer):
+    """An answer of /version."""
+
+    version: str
+
+
+class Load(Answer):
+    """An answer of /load: how many requests are being served."""
+
+    server_load: int

@@ -1,0 +1,44 @@
+"""Ranges of numbers in bodies, which the core checks, for the schemas of bodies."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from services.common.sampling import RANGES
+from services.common.sampling_limits import MAX_LOGPROBS
+from services.gateway.adapters.http.bodies import SamplingBody
+from services.gateway.core.request import MAX_STOP_STRINGS
+
+_OTHER_THAN_CLIENTS = {"seed", "top_k"}
+"""Parameters for which clients may send what the engine does not get: negative numbers."""
+
+_LOGPROBS = {"minimum": 0, "maximum": MAX_LOGPROBS}
+
+_LIMITS: dict[str, Mapping[str, float]] = {
+    **{
+        name: {"minimum": low, "maximum": high}
+        for name, (low, high) in RANGES.items()
+        if name not in _OTHER_THAN_CLIENTS
+    },
+    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+    "top_k": {"minimum": -1, "maximum": RANGES["top_k"][1]},
+    "n": {"minimum": 1},
+    "best_of": {"minimum": 1},
+    "max_tokens": {"minimum": 0},
+    "max_completion_tokens": {"minimum": 1},
+    "logprobs": _LOGPROBS,
+    "top_logprobs": _LOGPROBS,
+    "prompt_logprobs": _LOGPROBS,
+    "stop": {"maxItems": MAX_STOP_STRINGS},
+}
+"""Keywords that apply to values of one type: null has none, nor has a flag."""
+
+
+def add_ranges(schema: dict[str, Any]) -> None:
+    """Adds what the fields of a request that generates may be."""
+    for name, limits in _LIMITS.items():
+        if name in schema["properties"]:
+            schema["properties"][name].update(limits)
+
+
+def generates(model: type) -> bool:
+    return issubclass(model, SamplingBody)

@@ -1,0 +1,192 @@
+"""An application's OpenAPI document, from its routes."""
+
+import inspect
+import re
+from collections.abc import Iterable, Sequence
+from importlib.metadata import version
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from services.gateway.adapters.http.openapi.answers import Error
+from services.gateway.adapters.http.openapi.body_ranges import add_ranges, generates
+from services.gateway.adapters.http.openapi.errors import ERRORS, EVERYWHERE, HEADERS
+from services.gateway.adapters.http.route import RequestHeader, Route
+from services.gateway.adapters.rate_limit_headers import RATE_LIMIT_HEADERS
+
+_SCHEMAS = "#/components/schemas/"
+_KEY = "apiKey"
+_JSON = "application/json"
+_EVENT_STREAM = "text/event-stream"
+
+
+def openapi_document(
+    title: str, description: str, routes: Sequence[Route], *, asks_for_keys: bool
+) -> dict[str, Any]:
+    """The document. Routes that need a key say so where the server asks for keys."""
+    paths: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        item = paths.setdefault(re.sub(r":\w+}", "}", route.path), {})
+        for method in route.methods:
+            item[method.lower()] = _operation(route, method, route.needs_key and asks_for_keys)
+    document: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": title, "description": description, "version": version("stepwell")},
+        "paths": paths,
+        "components": {
+            "schemas": _schemas(routes),
+            "responses": {error.name: _error(status) for status, error in ERRORS.items()},
+            "headers": HEADERS,
+        },
+    }
+    if asks_for_keys:
+        document["components"]["securitySchemes"] = {_KEY: {"type": "http", "scheme": "bearer"}}
+    return document
+
+
+def _operation(route: Route, method: str, needs_key: bool) -> dict[str, Any]:
+    """HEAD is answered as GET is, without a body."""
+    is_head = method == "HEAD"
+    statuses = _error_statuses(route, needs_key)
+    responses = {"200": _answer(route, needs_key)}
+    responses |= {
+        str(status): {"$ref": f"#/components/responses/{ERRORS[status].name}"}
+        for status in statuses
+    }
+    for status, model in route.other_answers.items():
+        responses[str(status)] = _other_answer(status, model)
+    if is_head:
+        responses = {
+            status: _without_body(ERRORS[int(status)].headers if int(status) in ERRORS else ())
+            for status in responses
+        }
+    description = inspect.getdoc(route.handler) or ""
+    operation: dict[str, Any] = {
+        "operationId": route.handler.__name__
+        + ("" if method == route.methods[0] else f"_{method}"),
+        "tags": [route.tag],
+        "summary": description.partition("\n")[0],
+        "responses": dict(sorted(responses.items())),
+    }
+    if parameters := [*_path_parameters(route), *_query(route), *map(_header, route.headers)]:
+        operation["parameters"] = parameters
+    if route.body is not None:
+        content = {_JSON: {"schema": _reference(route.body)}}
+        operation["requestBody"] = {"required": True, "content": content}
+    if needs_key:
+        operation["security"] = [{_KEY: []}]
+    return operation
+
+
+def _error_statuses(route: Route, needs_key: bool) -> list[int]:
+    statuses = {*EVERYWHERE, *route.errors}
+    if needs_key:
+        statuses |= {401, 403}
+    if route.body is not None:
+        statuses |= {413, 415}
+    return sorted(statuses)
+
+
+def _answer(route: Route, needs_key: bool) -> dict[str, Any]:
+    """Answers of requests that count towards limits say what is left of them."""
+    headers = RATE_LIMIT_HEADERS if needs_key and route.events is not None else ()
+    content: dict[str, Any]
+    if isinstance(route.answer, str):
+        content = {route.answer: {"schema": {"type": "string"}}}
+    else:
+        content = {_JSON: {"schema": _reference(route.answer)}}
+    if route.events is not None:
+        content[_EVENT_STREAM] = {"itemSchema": _event(route.events)}
+    return {"description": "Success.", "headers": _headers(headers), "content": content}
+
+
+def _event(model: type[BaseModel]) -> dict[str, Any]:
+    """A server-sent event, described as by OpenAPI 3.2 and, in documents of 3.1, by FastAPI."""
+    return {
+        "type": "object",
+        "properties": {
+            "data": {
+                "type": "string",
+                "anyOf": [
+                    {
+                        "contentMediaType": _JSON,
+                        "contentSchema": {"anyOf": [_reference(model), _reference(Error)]},
+                    },
+                    {"const": "[DONE]"},
+                ],
+            }
+        },
+        "required": ["data"],
+    }
+
+
+def _error(status: int) -> dict[str, Any]:
+    error = ERRORS[status]
+    return {
+        "description": error.description,
+        "headers": _headers(error.headers),
+        "content": {_JSON: {"schema": _reference(Error)}},
+    }
+
+
+def _other_answer(status: int, model: type[BaseModel]) -> dict[str, Any]:
+    """An answer of the route's own, besides the error that any route may answer with."""
+    answer = _error(status)
+    schema = {"anyOf": [_reference(model), _reference(Error)]}
+    return {**answer, "content": {_JSON: {"schema": schema}}}
+
+
+def _without_body(headers: Iterable[str]) -> dict[str, Any]:
+    return {"description": "As for GET, without a body.", "headers": _headers(headers)}
+
+
+def _headers(names: Iterable[str]) -> dict[str, Any]:
+    everywhere = ("X-Request-Id", "X-Trace-Id")
+    return {name: {"$ref": f"#/components/headers/{name}"} for name in (*everywhere, *names)}
+
+
+def _path_parameters(route: Route) -> list[dict[str, Any]]:
+    return [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in re.findall(r"{(\w+)", route.path)
+    ]
+
+
+def _query(route: Route) -> list[dict[str, Any]]:
+    if route.query is None:
+        return []
+    schema = route.query.model_json_schema()
+    required = schema.get("required", ())
+    return [
+        {"name": name, "in": "query", "required": name in required, "schema": value}
+        for name, value in schema["properties"].items()
+    ]
+
+
+def _header(header: RequestHeader) -> dict[str, Any]:
+    return {
+        "name": header.name,
+        "in": "header",
+        "required": False,
+        "description": header.description,
+        "schema": dict(header.schema),
+    }
+
+
+def _reference(model: type[BaseModel]) -> dict[str, str]:
+    return {"$ref": _SCHEMAS + model.__name__}
+
+
+def _schemas(routes: Sequence[Route]) -> dict[str, Any]:
+    models: dict[type[BaseModel], None] = {Error: None}
+    for route in routes:
+        used = (route.answer, route.events, route.body, *route.other_answers.values())
+        models |= dict.fromkeys(model for model in used if isinstance(model, type))
+    _, schemas = models_json_schema(
+        [(model, "validation") for model in models], ref_template=_SCHEMAS + "{model}"
+    )
+    definitions: dict[str, Any] = schemas["$defs"]
+    for model in filter(generates, models):
+        add_ranges(definitions[model.__name__])
+    return definitions

@@ -1,0 +1,91 @@
+"""Errors by status, as every route may answer them, and the headers of answers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from services.gateway.adapters.http.errors import HINT_HEADERS
+from services.gateway.adapters.rate_limit_headers import RATE_LIMIT_HEADERS
+
+_TEXT = {"type": "string"}
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorAnswer:
+    """Why there is such an answer, and the headers that it may have beside X-Request-Id and
+    X-Trace-Id.
+    """
+
+    name: str
+    description: str
+    headers: tuple[str, ...] = ()
+
+
+ERRORS: Mapping[int, ErrorAnswer] = {
+    400: ErrorAnswer("BadRequest", "The request is wrong; `param` names the field at fault."),
+    401: ErrorAnswer(
+        "Unauthenticated", "No API key, or one that is not known.", ("WWW-Authenticate",)
+    ),
+    403: ErrorAnswer("Forbidden", "The key, or the page that sends the request, may not do this."),
+    404: ErrorAnswer("NotFound", "What the request names is not there, such as its model."),
+    405: ErrorAnswer("MethodNotAllowed", "The path does not take this method.", ("Allow",)),
+    408: ErrorAnswer("RequestTimeout", "The request did not arrive in time."),
+    409: ErrorAnswer("Conflict", "The state does not allow it."),
+    413: ErrorAnswer("BodyTooLarge", "The body is larger than what is read."),
+    415: ErrorAnswer("NotJson", "The body is not uncompressed JSON.", ("Accept-Encoding",)),
+    421: ErrorAnswer("Misdirected", "The server does not answer to this Host."),
+    422: ErrorAnswer("KeyReused", "The idempotency key was given before with another request."),
+    429: ErrorAnswer(
+        "TooManyRequests",
+        "The tenant is over a limit of its own.",
+        (*HINT_HEADERS, *RATE_LIMIT_HEADERS),
+    ),
+    431: ErrorAnswer("HeadersTooLarge", "There are too many headers, or too large ones."),
+    500: ErrorAnswer(
+        "InternalError", "A defect here, or a request that breaks its steps.", HINT_HEADERS
+    ),
+    503: ErrorAnswer("Unavailable", "The load is too high, or no replica ready.", HINT_HEADERS),
+    504: ErrorAnswer(
+        "DeadlineExceeded", "The request's time passed before its answer was made.", HINT_HEADERS
+    ),
+}
+
+EVERYWHERE = (400, 405, 408, 421, 429, 431, 500, 503)
+"""Statuses of any route: what a connection, its headers and the server's state may cause."""
+
+HEADERS: Mapping[str, dict[str, Any]] = {
+    "X-Request-Id": {
+        "description": "The request's name in logs and traces, unless it was refused before its "
+        "headers were read.",
+        "schema": {"type": "string"},
+    },
+    "X-Trace-Id": {
+        "description": "The id of its trace, as 32 hexadecimal digits, on the same answers.",
+        "schema": {"type": "string"},
+    },
+    "Retry-After": {
+        "description": "Seconds after which trying again may help.",
+        "schema": {"type": "integer", "minimum": 1},
+    },
+    "Retry-After-Ms": {
+        "description": "The same in milliseconds.",
+        "schema": {"type": "integer", "minimum": 1},
+    },
+    "X-Should-Retry": {
+        "description": "false where the same request would end the same again.",
+        "schema": {"type": "string", "enum": ["true", "false"]},
+    },
+    **{
+        name: {"description": "Of the tenant's limits, as OpenAI says it.", "schema": _TEXT}
+        for name in RATE_LIMIT_HEADERS
+    },
+    "WWW-Authenticate": {
+        "description": "Bearer.",
+        "schema": {"type": "string"},
+    },
+    "Allow": {"description": "The methods that the path takes.", "schema": {"type": "string"}},
+    "Accept-Encoding": {
+        "description": "identity, where the body was compressed.",
+        "schema": {"type": "string"},
+    },
+}

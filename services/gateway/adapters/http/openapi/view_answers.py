@@ -1,0 +1,140 @@
+"""The bodies of answers for people who look at the server: traces, and what replicas do."""
+
+from typing import Any
+
+from services.gateway.adapters.http.openapi.answers import Answer
+
+
+class TraceSummary(Answer):
+    """A request that has ended; `error` is null if nothing went wrong."""
+
+    trace_id: str
+    request_id: str
+    name: str
+    started_unix_seconds: float
+    seconds: float
+    error: str | None
+    num_spans: int
+    attributes: dict[str, Any]
+
+
+class Traces(Answer):
+    """An answer of /traces: requests, and how many there are."""
+
+    are_kept: bool
+    num_kept: int
+    traces: list[TraceSummary]
+
+
+class SpanEvent(Answer):
+    """Something that happened in a span, so many seconds after the trace began."""
+
+    name: str
+    at: float
+    attributes: dict[str, Any]
+
+
+class TraceSpan(Answer):
+    """A span; `start` is in seconds after the trace began."""
+
+    span_id: str
+    parent_id: str
+    depth: int
+    name: str
+    service: str
+    start: float
+    seconds: float
+    error: str | None
+    attributes: dict[str, Any]
+    events: list[SpanEvent]
+    num_links: int
+
+
+class Trace(Answer):
+    """An answer of /traces/{name}: spans, each before its children."""
+
+    trace_id: str
+    request_id: str
+    is_complete: bool
+    started_unix_seconds: float
+    spans: list[TraceSpan]
+
+
+class QueuedSequence(Answer):
+    """A sequence that waits at the gateway, and why; its id is empty if it is another tenant's."""
+
+    request_id: str
+    wait_reason: str
+    seconds: float | None
+
+
+class ReplicaRequest(Answer):
+    """A sequence that runs or waits at a replica; ids are empty if it is another tenant's."""
+
+    key: int
+    request_id: str
+    trace_id: str
+    state: str
+    wait_reason: str | None
+    seconds: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_computed_tokens: int
+    num_cached_tokens: int
+    num_preemptions: int
+
+
+class ReplicaStep(Answer):
+    """A step that is done: its tokens, and those of its first requests, by their keys."""
+
+    step: int
+    began_unix_seconds: float
+    seconds: float
+    num_requests: int
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    num_preemptions: int
+    wait_reason: str | None
+    keys: list[int]
+    num_tokens: list[int]
+
+
+class ReplicaBlocks(Answer):
+    """The pool's blocks as cells: a digit for the state (1 blank, 2 cached, 3 held, 4 shared), and
+    the key of a holder, or 0.
+    """
+
+    blocks_per_cell: int
+    states: str
+    owners: list[int]
+    num_blank: int
+    num_cached: int
+    num_held: int
+    num_shared: int
+
+
+class ReplicaActivity(Answer):
+    """A replica; `stats` is null where its scheduler does not answer."""
+
+    address: str
+    model: str
+    ready: bool
+    reason: str
+    unfinished_here: int
+    cached_tokens: int | None
+    directory: str
+    stats: dict[str, Any] | None
+    requests: list[ReplicaRequest]
+    steps: list[ReplicaStep]
+    blocks: ReplicaBlocks | None
+
+
+class Activity(Answer):
+    """An answer of /activity."""
+
+    model: str
+    unix_seconds: float
+    draining: bool
+    requests_in_flight: int
+    queued: list[QueuedSequence]
+    replicas: list[ReplicaActivity]

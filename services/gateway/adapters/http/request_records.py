@@ -1,0 +1,57 @@
+"""The record of each HTTP request, and the headers that name it on its answer."""
+
+from collections.abc import Mapping
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from services.gateway.adapters.http.connection import ARRIVED
+from services.gateway.adapters.request_record import CANCELLED, REQUEST_ID, TRACE_ID, Call
+from services.gateway.adapters.request_recorder import RequestRecorder
+
+CLIENT_CLOSED_REQUEST = "499"
+"""The status, in logs and traces, of a request whose client left before its answer began."""
+_MAX_PATH = 256
+
+
+class RequestRecords:
+    """Begins the record of a request, which the application finds in `request.state.record`, and
+    ends it with the answer. Every answer carries the request's name and the id of its trace.
+    """
+
+    def __init__(
+        self, app: ASGIApp, recorder: RequestRecorder, operations: Mapping[str, str]
+    ) -> None:
+        """`operations` has the GenAI operation of each path that generates."""
+        self._app = app
+        self._operations = operations
+        self._recorder = recorder
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        state = scope.setdefault("state", {})
+        record = self._recorder.begin(_call(scope), Headers(scope=scope), state.get(ARRIVED))
+        if scope["method"] == "POST":
+            record.operation = self._operations.get(scope["path"], "")
+        state["record"] = record
+
+        async def send_with_names(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = str(message["status"])
+                headers = MutableHeaders(scope=message)
+                headers[REQUEST_ID], headers[TRACE_ID] = record.request_id, record.trace_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_names)
+        finally:
+            if not record.status:
+                record.status = CLIENT_CLOSED_REQUEST
+                record.failed(CANCELLED, "the client went away", is_failure=False)
+            self._recorder.end(record)
+
+
+def _call(scope: Scope) -> Call:
+    # As it was sent, without the query: decoded, it may hold the end of a line.
+    path = scope.get("raw_path", b"").decode("ascii", errors="backslashreplace")[:_MAX_PATH]
+    client = scope.get("client")
+    return Call("http", scope["method"], path, f"{client[0]}:{client[1]}" if client else "")

@@ -1,0 +1,45 @@
+"""A route of an HTTP application: its path, its handler, and all that it takes and answers."""
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel
+from starlette.responses import Response
+
+Handler = Callable[..., Awaitable[Response]]
+
+READ = ("GET", "HEAD")
+
+
+@dataclass(frozen=True, slots=True)
+class RequestHeader:
+    """A header that a route reads, and the JSON Schema of its value."""
+
+    name: str
+    description: str
+    schema: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What is served at a path, and what its OpenAPI document says. The handler's docstring is the
+    description, its name the operation's.
+    """
+
+    path: str
+    handler: Handler
+    answer: type[BaseModel] | str
+    """The JSON of a 200, or the media type of one that is text."""
+    methods: tuple[str, ...] = READ
+    tag: str = "server"
+    needs_key: bool = True
+    body: type[BaseModel] | None = None
+    query: type[BaseModel] | None = None
+    events: type[BaseModel] | None = None
+    """The JSON of each event, where the answer may be streamed."""
+    errors: tuple[int, ...] = ()
+    """Statuses besides those that any route, a key or a body may cause."""
+    other_answers: Mapping[int, type[BaseModel]] = field(default_factory=dict)
+    """JSON of other statuses that is no OpenAI error."""
+    headers: tuple[RequestHeader, ...] = ()

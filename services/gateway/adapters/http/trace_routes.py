@@ -1,0 +1,79 @@
+"""The routes of stored traces: a list of requests, and one of them with all spans."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Literal
+
+from fastapi import Request
+from pydantic import Field
+from starlette.responses import JSONResponse, Response
+
+from services.common.errors import NotFound
+from services.gateway.adapters.http.openapi import view_answers as answers
+from services.gateway.adapters.http.query import Query, read_query
+from services.gateway.adapters.http.route import Route
+from services.gateway.adapters.traces.document import Document, document, summary
+from services.gateway.core.trace_store import StoredTrace, TraceStore
+
+TRACES = "/traces"
+_MAX_LISTED = 200
+
+
+class TracesQuery(Query):
+    """Which requests are listed first, and how many."""
+
+    order: Literal["newest", "slowest", "failed"] = "newest"
+    limit: int = Field(default=20, ge=1, le=_MAX_LISTED)
+
+
+_CHOICES: dict[str, Callable[[list[Document]], list[Document]]] = {
+    "newest": list,
+    "slowest": lambda traces: sorted(traces, key=lambda trace: -trace["seconds"]),
+    "failed": lambda traces: [trace for trace in traces if trace["error"] is not None],
+}
+
+
+class TraceRoutes:
+    """Reads the store. A tenant sees the traces of its own requests; `sees_all` lifts that."""
+
+    def __init__(self, store: TraceStore | None, *, sees_all: bool) -> None:
+        """Without a store, no trace is found."""
+        self._store = store
+        self._sees_all = sees_all
+
+    def routes(self) -> Sequence[Route]:
+        return (
+            Route(TRACES, self.traces, answers.Traces, query=TracesQuery, errors=(400,)),
+            Route(f"{TRACES}/{{name}}", self.trace, answers.Trace, errors=(404,)),
+        )
+
+    async def traces(self, request: Request) -> Response:
+        """Requests that have ended and were traced, as far as they are kept here."""
+        query = read_query(request, TracesQuery)
+        kept = [] if self._store is None else list(self._store.requests())
+        mine = [trace for trace in kept if self._may_see(trace, request)]
+        listed = await asyncio.to_thread(lambda: _CHOICES[query.order](list(map(summary, mine))))
+        return JSONResponse(
+            {
+                "are_kept": self._store is not None,
+                "num_kept": len(mine),
+                "traces": list(islice(listed, query.limit)),
+            }
+        )
+
+    async def trace(self, name: str, request: Request) -> Response:
+        """A trace, by its id or by the id of its request."""
+        found = None if self._store is None else self._store.find(name)
+        if found is None or not self._may_see(found, request):
+            raise NotFound(self._why_not(name), field="name", reason="TRACE_NOT_FOUND")
+        return JSONResponse(await asyncio.to_thread(document, found))
+
+    def _may_see(self, trace: StoredTrace, request: Request) -> bool:
+        tenant_id: str = request.state.tenant.tenant_id
+        return self._sees_all or not tenant_id or trace.tenant_id == tenant_id
+
+    def _why_not(self, name: str) -> str:
+        if self._store is None:
+            return "this gateway keeps no traces: see --trace-address, or the collector"
+        return f"no trace of {name[:200]!r} is kept: it was not sampled, goes on, or was dropped"

@@ -1,0 +1,127 @@
+// A box to talk to the model. Its requests are always traced.
+
+import { call } from "./api.js";
+import { byId, element, seconds } from "./text.js";
+
+export class Chat {
+  constructor(traces) {
+    this.traces = traces;
+    this.model = "";
+    this.messages = [];
+    this.stopping = null;
+    byId("chat-form").addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.#send();
+    });
+    byId("chat-text").addEventListener("keydown", (event) => {
+      if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+        event.preventDefault();
+        this.#send();
+      }
+    });
+    byId("chat-stop").addEventListener("click", () => this.stopping?.abort());
+  }
+
+  async #send() {
+    const content = byId("chat-text").value.trim();
+    if (!content || this.stopping) return;
+    byId("chat-text").value = "";
+    this.messages.push({ role: "user", content });
+    say("user", content);
+    const answer = say("assistant", "…");
+    const traceId = random(16);
+    this.#busy(new AbortController());
+    const began = performance.now();
+    try {
+      const usage = await this.#stream(traceId, (text) => write(answer, text));
+      this.messages.push({ role: "assistant", content: answer.textContent });
+      this.#after(usage, (performance.now() - began) / 1000, traceId);
+    } catch (error) {
+      answer.classList.add("failed");
+      const why = error.name === "AbortError" ? "stopped" : error.message;
+      answer.textContent = answer.textContent === "…" ? why : `${answer.textContent} [${why}]`;
+      this.messages.push({ role: "assistant", content: answer.textContent });
+    } finally {
+      this.#busy(null);
+    }
+  }
+
+  /** Streams an answer; `show` gets its text so far. Returns the counts of tokens. */
+  async #stream(traceId, show) {
+    const body = {
+      model: this.model,
+      messages: this.messages,
+      max_tokens: 256,
+      stream: true,
+      stream_options: { include_usage: true },
+    };
+    const answer = await call("v1/chat/completions", {
+      method: "POST",
+      body: JSON.stringify(body),
+      headers: { "Content-Type": "application/json", traceparent: `00-${traceId}-${random(8)}-01` },
+      signal: this.stopping.signal,
+    });
+    let [text, usage] = ["", null];
+    for await (const event of events(answer.body)) {
+      if (event.error) throw new Error(event.error.message);
+      text += event.choices[0]?.delta.content ?? "";
+      usage = event.usage ?? usage;
+      show(text);
+    }
+    return usage;
+  }
+
+  #after(usage, took, traceId) {
+    const cached = usage?.prompt_tokens_details?.cached_tokens ?? 0;
+    const text = usage
+      ? `${usage.prompt_tokens} + ${usage.completion_tokens} tokens, ${cached} cached, ${seconds(took)}. `
+      : `${seconds(took)}. `;
+    const link = element("button", { class: "link", type: "button", textContent: "Where the time went" });
+    link.addEventListener("click", () => this.traces.openSoon(traceId));
+    byId("messages").append(element("div", { class: "after" }, text, link));
+    toEnd();
+  }
+
+  #busy(stopping) {
+    this.stopping = stopping;
+    byId("chat-send").hidden = stopping !== null;
+    byId("chat-stop").hidden = stopping === null;
+  }
+}
+
+function say(role, content) {
+  const made = element("p", { class: role, textContent: content });
+  byId("messages").append(made);
+  toEnd();
+  return made;
+}
+
+function write(answer, text) {
+  answer.textContent = text || "…";
+  toEnd();
+}
+
+function toEnd() {
+  byId("messages").scrollTop = byId("messages").scrollHeight;
+}
+
+/** The JSON of each server-sent event until [DONE]. */
+async function* events(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) throw new Error("the answer broke off before its end");
+    const parts = (rest + value).split("\n\n");
+    rest = parts.pop();
+    for (const part of parts) {
+      const data = part.replace(/^data: ?/, "");
+      if (data === "[DONE]") return;
+      yield JSON.parse(data);
+    }
+  }
+}
+
+function random(bytes) {
+  return [...crypto.getRandomValues(new Uint8Array(bytes))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
+}

@@ -1,0 +1,140 @@
+// The page: asks for what the replicas do, a few times a second while it is seen, and draws it.
+
+import { get, setKey } from "./api.js";
+import { Chat } from "./chat.js";
+import { Pool } from "./pool.js";
+import { showReplicas, showTabs } from "./replicas.js";
+import { nameOf, showNumbers, showRequests } from "./requests.js";
+import { byId } from "./text.js";
+import { Timeline } from "./timeline.js";
+import { Traces } from "./traces.js";
+
+const PERIOD = 400;
+const PERIOD_AFTER_ERROR = 2000;
+const TRACES_PERIOD = 3000;
+const RATE_SECONDS = 1;
+const PROBLEM_SHOWN = 8000;
+
+const isOperator = document.body.dataset.role === "operator";
+const timeline = new Timeline();
+const pool = new Pool();
+const traces = new Traces(problem);
+const chat = new Chat(traces);
+const names = new Map();
+let chosen = null;
+let looks = [];
+let tracesListed = 0;
+let showsProblem = "";
+let hiding = 0;
+
+byId("chat").hidden = isOperator;
+byId("key-button").addEventListener("click", askForKey);
+byId("key-form").addEventListener("submit", () => setKey(byId("key-text").value.trim()));
+window.addEventListener("resize", draw);
+document.addEventListener("visibilitychange", () => document.hidden || wake());
+
+let wake = () => {};
+run();
+
+async function run() {
+  for (;;) {
+    let wait = PERIOD;
+    if (!document.hidden) {
+      try {
+        await look();
+      } catch (error) {
+        wait = failed(error);
+      }
+    }
+    await new Promise((done) => {
+      wake = done;
+      setTimeout(done, wait);
+    });
+  }
+}
+
+async function look() {
+  const activity = await get(`activity${query()}`);
+  setState("live", activity.draining ? "draining" : "live");
+  if (showsProblem === "look") problem("");
+  chat.model = activity.model;
+  byId("model").textContent = activity.model;
+  looks.push({ activity, at: activity.unix_seconds });
+  looks = looks.filter((one) => one.at >= activity.unix_seconds - 2 * RATE_SECONDS);
+  show(activity);
+  if (performance.now() >= tracesListed + TRACES_PERIOD || !tracesListed) {
+    tracesListed = performance.now();
+    await traces.list();
+  }
+}
+
+/** Of the chosen replica everything, but of its steps only those that are not here. */
+function query() {
+  if (!chosen) return "";
+  const address = encodeURIComponent(chosen);
+  const last = timeline.steps.at(-1);
+  return `?replica=${address}${last ? `&after=${last.step}@${address}` : ""}`;
+}
+
+function show(activity) {
+  const replicas = activity.replicas;
+  if (!replicas.some((replica) => replica.address === chosen)) choose(replicas[0]?.address ?? null);
+  showTabs(replicas, chosen, choose);
+  showReplicas(replicas, problem);
+  const replica = replicas.find((one) => one.address === chosen);
+  if (!replica) return;
+  const before = looks.find((one) => one.at >= activity.unix_seconds - RATE_SECONDS - PERIOD / 1000);
+  const old = before?.activity.replicas.find((one) => one.address === chosen);
+  showNumbers(replica, old, activity.unix_seconds - (before?.at ?? 0));
+  for (const request of replica.requests) names.set(request.key, nameOf(request));
+  while (names.size > 2000) names.delete(names.keys().next().value);
+  showRequests(activity.queued, replica, open);
+  const called = (key) => names.get(key) ?? `request ${key}`;
+  timeline.add(replica.steps, replica.stats?.max_num_batched_tokens ?? timeline.budget, called);
+  pool.set(replica.blocks, replica.stats?.block_size ?? pool.blockSize, called);
+  draw();
+}
+
+function draw() {
+  timeline.draw();
+  pool.draw();
+}
+
+function choose(address) {
+  if (address === chosen) return;
+  chosen = address;
+  timeline.clear();
+  names.clear();
+  wake();
+}
+
+function open(request) {
+  if (request.trace_id) traces.openSoon(request.trace_id);
+  else problem(`${nameOf(request)} is not traced: a few requests of each minute are`);
+}
+
+function failed(error) {
+  setState("away", error.status ? "refused" : "away");
+  if (error.status === 401 || error.status === 403) askForKey();
+  problem(error.status ? error.message : "the server does not answer; asking again");
+  showsProblem = "look";
+  return PERIOD_AFTER_ERROR;
+}
+
+function setState(kind, text) {
+  byId("state").className = kind;
+  byId("state").textContent = text;
+}
+
+/** Shows a sentence until there is another one, or for some seconds. */
+function problem(text) {
+  showsProblem = "";
+  clearTimeout(hiding);
+  hiding = setTimeout(() => (byId("problem").hidden = true), PROBLEM_SHOWN);
+  byId("problem").textContent = text;
+  byId("problem").hidden = !text;
+}
+
+function askForKey() {
+  if (!byId("key-dialog").open) byId("key-dialog").showModal();
+}

@@ -1,0 +1,87 @@
+// Elements and amounts, as people read them.
+
+export const byId = (id) => document.getElementById(id);
+
+/** An element with properties and children; texts are never read as HTML. */
+export function element(name, properties = {}, ...children) {
+  const made = document.createElement(name);
+  for (const [key, value] of Object.entries(properties)) {
+    if (key === "class") made.className = value;
+    else if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
+    else made[key] = value;
+  }
+  made.append(...children);
+  return made;
+}
+
+const digits = (value) => value.toFixed(value >= 100 ? 0 : value >= 10 ? 1 : 2);
+
+export function seconds(value) {
+  if (value < 5e-10) return "0 s";
+  if (value >= 60) return `${Math.floor(value / 60)} min ${Math.round(value % 60)} s`;
+  if (value >= 1) return `${digits(value)} s`;
+  if (value >= 1e-3) return `${digits(value * 1e3)} ms`;
+  return `${digits(value * 1e6)} µs`;
+}
+
+export function count(value) {
+  if (value >= 1e6) return `${digits(value / 1e6)}M`;
+  if (value >= 1e4) return `${digits(value / 1e3)}k`;
+  return String(Math.round(value));
+}
+
+export const percent = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(1)} %` : "–");
+
+const REASONS = {
+  budget: "tokens of a step",
+  max_seqs: "max_num_seqs",
+  no_blocks: "blocks",
+  paused: "the end of a pause",
+  held_back: "a search for a request that breaks its steps",
+  recovery: "pool and workers",
+  no_place: "a place at a replica",
+  share: "its tenant's share",
+  turn: "others of its tenant",
+  preempted: "another place, since it gave back its own",
+  no_replica: "a replica that is ready",
+};
+
+export const waitsFor = (reason) => REASONS[reason] ?? reason.replaceAll("_", " ");
+
+const dark = matchMedia("(prefers-color-scheme: dark)");
+let colours = new Map();
+let themes = new Map();
+dark.addEventListener("change", () => {
+  colours = new Map();
+  themes = new Map();
+});
+
+/** A colour of the style sheet, such as --line. */
+export function themed(name) {
+  if (!themes.has(name)) {
+    themes.set(name, getComputedStyle(document.documentElement).getPropertyValue(name).trim());
+  }
+  return themes.get(name);
+}
+
+/** A request's colour, the same in all drawings: neighbouring keys have distant hues. */
+export function colour(key) {
+  if (colours.size > 5000) colours = new Map();
+  if (!colours.has(key)) {
+    const hue = ((key * 137.508) % 360).toFixed(1);
+    colours.set(key, `hsl(${hue} ${themed("--request-saturation")} ${themed("--request-lightness")})`);
+  }
+  return colours.get(key);
+}
+
+/** A canvas's context, scaled to the pixels of the screen, and its size in CSS pixels. */
+export function context(canvas) {
+  const { width, height } = canvas.getBoundingClientRect();
+  const scale = window.devicePixelRatio || 1;
+  const [wide, high] = [Math.round(width * scale), Math.round(height * scale)];
+  if (canvas.width !== wide || canvas.height !== high) [canvas.width, canvas.height] = [wide, high];
+  const drawing = canvas.getContext("2d");
+  drawing.setTransform(scale, 0, 0, scale, 0, 0);
+  drawing.clearRect(0, 0, width, height);
+  return { drawing, width, height };
+}

@@ -1,0 +1,161 @@
+// Requests that were traced, and where the time of one of them went.
+
+import { get } from "./api.js";
+import { byId, element, seconds } from "./text.js";
+
+const FEW_ATTEMPTS = 12;
+const BETWEEN_ATTEMPTS = 500;
+const REQUEST_ID = "stepwell.request.id";
+const OURS = /^(stepwell\.|gen_ai\.usage\.|gen_ai\.latency\.|error\.)/;
+
+export class Traces {
+  constructor(problem) {
+    this.problem = problem;
+    byId("trace-order").addEventListener("change", () => this.list());
+    byId("waterfall-close").addEventListener("click", () => byId("waterfall").close());
+  }
+
+  /** Lists what is kept. */
+  async list() {
+    const order = byId("trace-order").value;
+    const { are_kept, num_kept, traces } = await get(`traces?limit=30&order=${order}`);
+    byId("traces-say").textContent = are_kept
+      ? `${num_kept} kept; a few of each minute are traced`
+      : "not kept here: they go to a collector, or tracing is off";
+    byId("trace-rows").replaceChildren(...traces.map((trace) => this.#row(trace)));
+  }
+
+  /** Shows a trace; one that has just ended is asked for again until its spans are there. */
+  async open(name, attempts = 1) {
+    try {
+      let trace = await this.#find(name, attempts);
+      show(trace);
+      for (let left = attempts; left > 1 && byId("waterfall").open; left--) {
+        await pause(BETWEEN_ATTEMPTS);
+        const again = await get(`traces/${encodeURIComponent(name)}`);
+        if (again.spans.length !== trace.spans.length) show((trace = again));
+      }
+    } catch (error) {
+      this.problem(error.message);
+    }
+  }
+
+  openSoon(name) {
+    return this.open(name, FEW_ATTEMPTS);
+  }
+
+  async #find(name, attempts) {
+    for (;;) {
+      try {
+        return await get(`traces/${encodeURIComponent(name)}`);
+      } catch (error) {
+        attempts -= 1;
+        if (error.status !== 404 || attempts <= 0) throw error;
+        await pause(BETWEEN_ATTEMPTS);
+      }
+    }
+  }
+
+  #row(trace) {
+    const tokens = ["input", "output"].map((kind) => trace.attributes[`gen_ai.usage.${kind}_tokens`] ?? "–");
+    const button = element(
+      "button",
+      { type: "button", title: trace.trace_id },
+      element("span", { class: "took", textContent: seconds(trace.seconds) }),
+      element("span", { class: "name", textContent: trace.request_id || trace.trace_id }),
+      element("span", { class: trace.error ? "failed" : "", textContent: trace.error ? "failed" : tokens.join(" + ") }),
+    );
+    button.addEventListener("click", () => this.open(trace.trace_id));
+    return element("li", {}, button);
+  }
+}
+
+const pause = (milliseconds) => new Promise((done) => setTimeout(done, milliseconds));
+
+function show(trace) {
+  const total = Math.max(1e-6, ...trace.spans.map((span) => span.start + span.seconds));
+  const opened = new Set([...document.querySelectorAll(".span dl")].map((list) => list.dataset.span));
+  byId("waterfall-title").textContent = trace.request_id || "Request";
+  byId("waterfall-says").replaceChildren(
+    `${seconds(total)}, trace ${trace.trace_id}${trace.is_complete ? "" : "; it goes on, or spans are still to come"}`,
+    ...legend(trace.spans),
+  );
+  const rows = trace.spans.map((span) => row(span, total));
+  byId("waterfall-rows").replaceChildren(...rows);
+  trace.spans.forEach((span, index) => opened.has(span.span_id) && toggle(rows[index], span));
+  if (!byId("waterfall").open) byId("waterfall").showModal();
+}
+
+function legend(spans) {
+  const services = [...new Set(spans.map((span) => span.service))];
+  const entries = services.map((service) => [service, service.replace("stepwell-", "")]);
+  if (spans.some(isWait)) entries.push(["wait", "waits"]);
+  return entries.map(([kind, name]) => {
+    const track = element("span", { class: "track" }, element("i", { class: kind }));
+    return element("span", { class: "service" }, track, name);
+  });
+}
+
+/** Whether a request waited while the span lasted: it says for what. */
+const isWait = (span) => Object.keys(span.attributes).some((name) => name.endsWith(".wait_reason"));
+
+function row(span, total) {
+  const bar = element("i", { class: [span.error ? "error" : span.service, isWait(span) ? "wait" : ""].join(" ") });
+  bar.style.left = `${(100 * span.start) / total}%`;
+  bar.style.width = `${(100 * span.seconds) / total}%`;
+  const track = element("div", { class: "track" }, bar);
+  for (const event of span.events) {
+    const mark = element("b", { title: event.name });
+    mark.style.left = `${(100 * event.at) / total}%`;
+    track.append(mark);
+  }
+  const name = element("span", { class: "name", textContent: span.name, title: span.name });
+  name.style.paddingLeft = `${span.depth}em`;
+  const head = element(
+    "button",
+    { class: "head", type: "button" },
+    name,
+    track,
+    element("span", { class: "took", textContent: seconds(span.seconds) }),
+  );
+  const made = element("div", { class: "span" }, head);
+  const why = said(span);
+  if (why) {
+    const note = element("div", { class: span.error ? "why failed" : "why", textContent: why });
+    note.style.paddingLeft = `${span.depth + 0.4}em`;
+    made.append(note);
+  }
+  head.addEventListener("click", () => toggle(made, span));
+  return made;
+}
+
+/** What a span says of itself in a line: its error, and attributes of ours that are not empty. */
+function said(span) {
+  const parts = Object.entries(span.attributes)
+    .filter(([name, value]) => OURS.test(name) && name !== REQUEST_ID && ![0, "", null].includes(value))
+    .filter(([, value]) => !span.name.endsWith(`.${value}`))
+    .map(([name, value]) => `${name.replace(OURS, "")} ${shown(value)}`);
+  const events = span.events.map((event) => {
+    const why = Object.values(event.attributes).map(shown).join(" ");
+    return `${event.name} ${why} at ${seconds(event.at)}`;
+  });
+  return [...(span.error ? [span.error] : []), ...parts, ...events].join(" · ");
+}
+
+const shown = (value) => (typeof value === "number" && !Number.isInteger(value) ? value.toPrecision(4) : String(value));
+
+/** Shows or hides all attributes of a span. */
+function toggle(made, span) {
+  const list = made.querySelector("dl");
+  if (list) {
+    list.remove();
+    return;
+  }
+  const attributes = element("dl");
+  attributes.dataset.span = span.span_id;
+  const rows = { service: span.service, start: seconds(span.start), links: span.num_links, ...span.attributes };
+  for (const [name, value] of Object.entries(rows)) {
+    attributes.append(element("dt", { textContent: name }), element("dd", { textContent: shown(value) }));
+  }
+  made.append(attributes);
+}

@@ -1,0 +1,91 @@
+"""The page /ui and its files, held in memory. They hold nothing of requests: what the page shows,
+it asks the server for, with a key where that needs one.
+"""
+
+import enum
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from starlette.datastructures import Headers
+from starlette.responses import RedirectResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+UI = "/ui"
+_FOLDER = Path(__file__).parent / "ui"
+_PAGE = "index.html"
+_ROLE = "$ROLE"
+_MEDIA_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+
+_HEADERS = {
+    # Nothing is loaded from elsewhere, no script stands in the page, and no other page frames it.
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    # It is asked for again each time, and answered with 304 while it is the same.
+    "Cache-Control": "no-cache",
+}
+
+
+class UiRole(enum.Enum):
+    """For whom the page is: on the operators' address it offers their calls, and no chat."""
+
+    CLIENT = "client"
+    OPERATOR = "operator"
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    content: bytes
+    media_type: str
+    etag: str
+
+
+class UiPages:
+    """Answers GET and HEAD of the page and its files, and passes everything else on."""
+
+    def __init__(self, app: ASGIApp, role: UiRole) -> None:
+        self._app = app
+        self._files = {
+            _path_of(path): _read(path, role)
+            for path in sorted(_FOLDER.iterdir())
+            if path.suffix in _MEDIA_TYPES
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] not in ("GET", "HEAD"):
+            await self._app(scope, receive, send)
+        elif scope["path"] == f"{UI}/":
+            # From there the page's relative links would lead elsewhere.
+            await RedirectResponse(f"..{UI}", status_code=308)(scope, receive, send)
+        elif (file := self._files.get(scope["path"])) is not None:
+            await _response(file, Headers(scope=scope))(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+
+def _path_of(path: Path) -> str:
+    return UI if path.name == _PAGE else f"{UI}/{path.name}"
+
+
+def _read(path: Path, role: UiRole) -> _File:
+    content = path.read_bytes()
+    if path.name == _PAGE:
+        content = content.replace(_ROLE.encode(), role.value.encode())
+    etag = f'"{hashlib.sha256(content).hexdigest()[:20]}"'
+    return _File(content, _MEDIA_TYPES[path.suffix], etag)
+
+
+def _response(file: _File, headers: Headers) -> Response:
+    known = {one.strip().removeprefix("W/") for one in headers.get("if-none-match", "").split(",")}
+    given = {**_HEADERS, "ETag": file.etag}
+    if file.etag in known:
+        return Response(status_code=304, headers=given)
+    return Response(file.content, headers=given, media_type=file.media_type)

@@ -1,0 +1,43 @@
+"""A Unix socket that only the user of this process can connect to."""
+
+import errno
+import socket
+from contextlib import suppress
+from pathlib import Path
+
+from services.common.errors import Unavailable
+
+UNIX = "unix:"
+_OWNER_ONLY = 0o600
+_BACKLOG = 128
+
+
+def bind_unix_socket(address: str) -> socket.socket:
+    """Listens at unix:PATH, in place of a socket that nothing listens at any more. Raises
+    Unavailable.
+    """
+    path = Path(address.removeprefix(UNIX))
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        _remove_abandoned(path)
+        listener.bind(str(path))
+        path.chmod(_OWNER_ONLY)  # before it listens, so that no other user ever connects
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise Unavailable(f"cannot listen on {address} for HTTP: {error}") from error
+    listener.setblocking(False)
+    return listener
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Removes the socket of a process that has ended."""
+    if not path.is_socket():
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError as error:
+            if error.errno == errno.ECONNREFUSED:
+                with suppress(FileNotFoundError):
+                    path.unlink()

@@ -1,0 +1,1 @@
+"""Where several gateways share the answers of requests with an idempotency key."""

@@ -1,0 +1,1 @@
+"""Where API keys are kept: nowhere, in a file, or in Redis."""

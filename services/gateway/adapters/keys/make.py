@@ -1,0 +1,30 @@
+"""The place where the settings say that keys are kept."""
+
+from services.common.redis_url import NEEDS_REDIS
+from services.common.settings import SettingError
+from services.gateway.adapters.keys.file_keys import FileKeys
+from services.gateway.adapters.keys.store import KeyStore
+from services.gateway.settings import GatewaySettings
+
+
+def make_key_store(settings: GatewaySettings) -> KeyStore | None:
+    """None where the settings name none. Raises SettingError where they contradict one another."""
+    share_cache = settings.share_cache_between_tenants
+    if settings.api_key_file is not None:
+        if settings.api_keys_in_redis:
+            raise SettingError("--api-key-file and --api-keys-in-redis exclude each other")
+        return FileKeys(settings.api_key_file, share_cache=share_cache)
+    if not settings.api_keys_in_redis:
+        return None
+    if settings.redis_url is None:
+        raise SettingError("--api-keys-in-redis needs --redis-url")
+    try:
+        from services.common.redis_connection import RedisConnection  # noqa: PLC0415 - an extra
+        from services.gateway.adapters.keys.redis_keys import RedisKeys  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        raise SettingError(NEEDS_REDIS) from error
+    return RedisKeys(
+        RedisConnection(settings.redis_url),
+        cache_seconds=settings.api_key_cache_seconds,
+        share_cache=share_cache,
+    )

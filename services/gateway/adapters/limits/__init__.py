@@ -1,0 +1,1 @@
+"""Limits of tenants that several gateways count together."""

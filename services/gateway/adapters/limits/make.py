@@ -1,0 +1,21 @@
+"""Where limits are counted: in Redis where gateways share it, else in this process."""
+
+import time
+
+from services.common.redis_url import NEEDS_REDIS
+from services.common.settings import SettingError
+from services.gateway.core.limits.memory_limits import MemoryLimits
+from services.gateway.core.limits.store import LimitStore
+
+
+def make_limit_store(redis_url: str | None, process_name: str) -> LimitStore:
+    """Counts in Redis where a URL is given. Raises SettingError where its package is missing."""
+    local = MemoryLimits(lambda: time.monotonic_ns() // 1_000_000)
+    if redis_url is None:
+        return local
+    try:
+        from services.common.redis_connection import RedisConnection  # noqa: PLC0415 - an extra
+        from services.gateway.adapters.limits.redis_limits import RedisLimits  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        raise SettingError(NEEDS_REDIS) from error
+    return RedisLimits(RedisConnection(redis_url), process_name, local)

@@ -1,0 +1,143 @@
+"""One call of a client while it is served: its names, its times, and what becomes of it."""
+
+import enum
+import time
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from services.common import names
+from services.common.errors import (
+    Aborted,
+    InternalError,
+    ResourceExhausted,
+    StepwellError,
+    Unavailable,
+)
+from services.common.logs import REQUEST_FIELDS
+from services.common.telemetry import TraceOrigin, new_span_id, traceparent_text
+from services.common.trace_headers import TraceHeaders
+from services.gateway.core.generation import Generation
+from services.gateway.core.tenant import ANYONE, Tenant
+from services.gateway.core.timeline import Part, Timeline
+
+REQUEST_ID, TRACE_ID = "X-Request-Id", "X-Trace-Id"
+"""Headers of every answer; in lower case, gRPC's trailing metadata."""
+CANCELLED = "cancelled"
+"""The error of a request whose client went away."""
+_FAILURES = (InternalError, Aborted, Unavailable)
+_QUEUE_TIMEOUT = "QUEUE_TIMEOUT"
+
+CALL_RECORD: ContextVar["RequestRecord"] = ContextVar("call_record")
+"""Of the gRPC call that the present task serves. Over HTTP it is `request.state.record`."""
+
+
+class KeptFor(enum.Enum):
+    """Why the spans of a request are made."""
+
+    SAMPLED = "sampled"
+    FAILED = "failed"
+    SLOW = "slow"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a client called, as it stands in the access log."""
+
+    protocol: str
+    method: str
+    path: str
+    client: str
+    """Its address; empty over a Unix socket."""
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """Times are nanoseconds of `time.perf_counter_ns`; `timeline` begins with the arrival.
+
+    `operation` is the GenAI operation, empty for calls that generate nothing: they have no spans.
+    """
+
+    call: Call
+    request_id: str
+    origin: TraceOrigin
+    timeline: Timeline
+    baggage: str = ""
+    operation: str = ""
+    tenant: Tenant = ANYONE
+    status: str = ""
+    """HTTP's status code, or gRPC's name of it."""
+    error_type: str = ""
+    error_message: str = ""
+    is_failure: bool = False
+    """Whether it ended with an error that is not the client's, and is no refusal of a full server.
+    """
+    generation: Generation | None = None
+    is_stream: bool = False
+    directory_state: str = ""
+    first_token: int | None = None
+    write_nanos: int = 0
+    """What the client's reading took of the time, as far as that held up what is sent to it."""
+    unix_offset: int = field(default_factory=lambda: time.time_ns() - time.perf_counter_ns())
+    """To be added to times, for nanoseconds since 1970."""
+    root_span_id: int = field(default_factory=new_span_id)
+    generate_span_id: int = field(default_factory=new_span_id)
+
+    log_fields: dict[str, str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.log_fields = {
+            "request_id": self.request_id,
+            "trace_id": f"{self.origin.trace_id:032x}",
+        }
+        REQUEST_FIELDS.set(self.log_fields)
+
+    @property
+    def trace_id(self) -> str:
+        return self.log_fields["trace_id"]
+
+    @property
+    def trace_headers(self) -> TraceHeaders:
+        """What goes along with the sequences."""
+        if not self.origin.is_sampled:
+            return TraceHeaders(baggage=self.baggage)
+        traceparent = traceparent_text(self.origin.trace_id, self.generate_span_id)
+        return TraceHeaders(traceparent, self.origin.tracestate, self.baggage)
+
+    @property
+    def seconds(self) -> float:
+        """From its arrival to its end or, before it, to now."""
+        return ((self.timeline.ended or self.timeline.now()) - self.timeline.began) / 1e9
+
+    def rename(self, request_id: str) -> None:
+        """The client named it in its body."""
+        self.request_id = self.log_fields["request_id"] = request_id
+
+    def enter(self, part: Part) -> None:
+        self.timeline.enter(part)
+
+    def wait(self, reason: str) -> None:
+        """It waits here for what the reason names."""
+        self.timeline.enter(Part.WAIT, {names.ATTR_WAIT_REASON: reason})
+
+    def failed(self, error_type: str, message: str, *, is_failure: bool) -> None:
+        """It ends with an error; the first one counts."""
+        if not self.error_type:
+            self.error_type, self.error_message = error_type, message
+            self.is_failure = is_failure
+
+
+def new_record(
+    call: Call, request_id: str, origin: TraceOrigin, baggage: str, arrived: int
+) -> RequestRecord:
+    """The record of a call that arrived at that time."""
+    timeline = Timeline(time.perf_counter_ns, Part.ADMIT, arrived)
+    return RequestRecord(call, request_id, origin, timeline, baggage)
+
+
+def is_failure(error: StepwellError) -> bool:
+    """Whether an error is the server's: not the client's own, and not a refusal of a full server,
+    unless the request had waited for its turn before.
+    """
+    if isinstance(error, ResourceExhausted):
+        return error.error_reason == _QUEUE_TIMEOUT
+    return isinstance(error, _FAILURES)

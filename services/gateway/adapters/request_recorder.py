@@ -1,0 +1,93 @@
+"""Begins and ends the records of calls: their spans, their lines in the access log."""
+
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from services.common.telemetry import Tracing, numbered_span_id, traceparent_text
+from services.common.trace_headers import TraceHeaders, passed_on
+from services.gateway.adapters.access_log import log_access
+from services.gateway.adapters.metrics import Metrics
+from services.gateway.adapters.request_record import (
+    REQUEST_ID,
+    Call,
+    KeptFor,
+    RequestRecord,
+    new_record,
+)
+from services.gateway.adapters.request_spans import RequestSpans, traces_of
+from services.gateway.core.request import is_request_id
+
+KeepTrace = Callable[[str, str, TraceHeaders], None]
+"""Asks the scheduler at an address for the spans of a sequence, by its id, below the span
+that the headers name.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class RecorderSettings:
+    model_name: str
+    slow_seconds: float
+    """From here on a request is kept whether it was sampled or not; 0: none is for its time."""
+    access_log: bool
+
+
+class RequestRecorder:
+    """Decides at the end of each request whether it is traced: if it was sampled at its beginning,
+    if it failed, or if it took long. Until then only numbers are kept of it.
+    """
+
+    def __init__(
+        self, settings: RecorderSettings, tracing: Tracing, metrics: Metrics, keep: KeepTrace
+    ) -> None:
+        self._settings = settings
+        self._tracing = tracing
+        self._metrics = metrics
+        self._keep = keep
+
+    def begin(
+        self, call: Call, headers: Mapping[str, str], arrived: int | None = None
+    ) -> RequestRecord:
+        """The record of a call with these headers, by their lower-case names. The request has the
+        name that the client gave it, if that can be used, and a new one else.
+        """
+        given = headers.get(REQUEST_ID.lower(), "")
+        origin = self._tracing.origin(headers.get("traceparent", ""), headers.get("tracestate", ""))
+        request_id = given if is_request_id(given) else secrets.token_hex(12)
+        baggage = passed_on(headers.get("baggage", ""))
+        if arrived is None:
+            arrived = time.perf_counter_ns()
+        return new_record(call, request_id, origin, baggage, arrived)
+
+    def end(self, record: RequestRecord) -> None:
+        """The call is over."""
+        record.timeline.end()
+        if record.operation and self._tracing.enabled and (reason := self._kept_for(record)):
+            self._metrics.trace_kept(reason)
+            self._trace(record, reason)
+        if self._settings.access_log:
+            log_access(record)
+
+    def _kept_for(self, record: RequestRecord) -> KeptFor | None:
+        """Why the request is traced; None if it is not."""
+        if record.origin.is_sampled:
+            return KeptFor.SAMPLED
+        if record.is_failure:
+            return KeptFor.FAILED
+        slow = self._settings.slow_seconds
+        return KeptFor.SLOW if slow and record.seconds >= slow else None
+
+    def _trace(self, record: RequestRecord, reason: KeptFor) -> None:
+        spans = RequestSpans(record, self._tracing, self._settings.model_name)
+        spans.make(reason)
+        if spans.num_dropped:
+            self._metrics.trace_cut(spans.num_dropped)
+        if record.origin.is_sampled:
+            return
+        for trace in traces_of(record.generation):
+            for address, number in trace.stays.items():
+                span_id = numbered_span_id(record.generate_span_id, number)
+                traceparent = traceparent_text(record.origin.trace_id, span_id)
+                headers = TraceHeaders(traceparent, record.origin.tracestate)
+                self._keep(address, trace.request_id, headers)

@@ -1,0 +1,234 @@
+"""The spans of a request at the gateway, made of its record when it is over.
+
+    chat tiny                                    the call, from its arrival to the end of its answer
+      gateway.admit, read, parse, tokenize, prepare, generate, write      its parts, one by one
+        gateway.wait, route, engine, resubmit    in generate: each sequence's
+          scheduler.queue and so on              in engine: what the scheduler and the worker make
+
+Parts follow each other without a gap, so that their durations add up to the call's.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode
+
+from services.common import names
+from services.common.telemetry import Attributes, Tracing, new_span_id, numbered_span_id
+from services.common.trace_headers import baggage_attributes
+from services.gateway.adapters.request_record import KeptFor, RequestRecord
+from services.gateway.core.generation import Generation
+from services.gateway.core.sequence_trace import EngineTimes, SequenceTrace, engine_span_number
+from services.gateway.core.timeline import Part, Stretch, Timeline
+
+MAX_SPANS = 256
+"""Of one request: those of further sequences are left out."""
+_MAX_STOPS, _MAX_CHARACTERS = 16, 256
+"""Of what a client sent, so much is shown."""
+
+Values = dict[str, str | int | float | bool | Sequence[str]]
+
+
+class RequestSpans:
+    """Makes the spans of one request."""
+
+    def __init__(self, record: RequestRecord, tracing: Tracing, model_name: str) -> None:
+        self._record = record
+        self._tracing = tracing
+        self._model_name = model_name
+        self._root = record.origin.context(record.root_span_id)
+        self._num_spans = 0
+        self.num_dropped = record.timeline.num_dropped
+        """Spans that were left out."""
+
+    def make(self, kept_for: KeptFor) -> None:
+        """Passes all spans on; `kept_for` is why they are wanted."""
+        record = self._record
+        for stretch, end in stretches_of(record.timeline):
+            is_generate = stretch.part is Part.GENERATE
+            span_id = record.generate_span_id if is_generate else new_span_id()
+            context = record.origin.context(span_id)
+            details: Values = dict(stretch.details or {})
+            if is_generate:
+                self._make_sequences(context, stretch.began, end)
+            elif stretch.part is Part.WRITE and record.write_nanos:
+                details[names.ATTR_WRITE_SECONDS] = record.write_nanos / 1e9
+            self._make(stretch.part.value, context, self._root, stretch.began, end, details)
+        self._make_root(kept_for.value)
+
+    def _make_sequences(self, parent: SpanContext, began: int, ended: int) -> None:
+        for trace in traces_of(self._record.generation):
+            num_sent = 0
+            for stretch, end in stretches_of(trace.timeline):
+                is_engine = stretch.part is Part.ENGINE
+                num_sent += is_engine
+                if self._num_spans >= MAX_SPANS:
+                    self.num_dropped += 1
+                    continue
+                span_id = (
+                    numbered_span_id(parent.span_id, engine_span_number(trace.index, num_sent))
+                    if is_engine
+                    else new_span_id()
+                )
+                self._make(
+                    stretch.part.value,
+                    self._record.origin.context(span_id),
+                    parent,
+                    max(began, stretch.began),
+                    min(ended, end),
+                    _sequence_details(trace, stretch),
+                    SpanKind.CLIENT if is_engine else SpanKind.INTERNAL,
+                )
+            self.num_dropped += trace.timeline.num_dropped
+
+    def _make(
+        self,
+        name: str,
+        context: SpanContext,
+        parent: SpanContext,
+        began: int,
+        ended: int,
+        attributes: Attributes,
+        kind: SpanKind = SpanKind.INTERNAL,
+    ) -> None:
+        offset = self._record.unix_offset
+        self._num_spans += 1
+        self._tracing.record(
+            name,
+            context,
+            parent,
+            began + offset,
+            max(began, ended) + offset,
+            attributes=attributes,
+            kind=kind,
+        )
+
+    def _make_root(self, kept_for: str) -> None:
+        record = self._record
+        status = Status(StatusCode.UNSET)
+        if record.error_type:
+            status = Status(StatusCode.ERROR, record.error_message[:_MAX_CHARACTERS])
+        self._tracing.record(
+            f"{record.operation} {self._model_name}",
+            self._root,
+            record.origin.parent,
+            record.timeline.began + record.unix_offset,
+            (record.timeline.ended or record.timeline.now()) + record.unix_offset,
+            attributes=self._root_attributes(kept_for),
+            kind=SpanKind.SERVER,
+            status=status,
+        )
+
+    def _root_attributes(self, kept_for: str) -> Values:
+        record = self._record
+        attributes: Values = {
+            names.GENAI_OPERATION_NAME: record.operation,
+            names.GENAI_PROVIDER_NAME: names.GENAI_PROVIDER,
+            names.GENAI_REQUEST_MODEL: self._model_name,
+            names.GENAI_RESPONSE_MODEL: self._model_name,
+            names.GENAI_LATENCY_E2E: record.seconds,
+            names.ATTR_REQUEST_ID: record.request_id,
+            names.ATTR_STATUS: record.status,
+            names.ATTR_KEPT_FOR: kept_for,
+        }
+        if record.directory_state:
+            attributes[names.ATTR_DIRECTORY_STATE] = record.directory_state
+        if record.tenant.tenant_id:
+            attributes[names.ATTR_TENANT] = record.tenant.tenant_id
+        if record.error_type:
+            attributes[names.GENAI_ERROR_TYPE] = record.error_type
+        if self.num_dropped:
+            attributes[names.ATTR_NUM_DROPPED_SPANS] = self.num_dropped
+        attributes |= baggage_attributes(record.baggage)
+        if record.generation is not None:
+            attributes |= _asked(record.generation, record.is_stream)
+            attributes |= _answered(record, record.generation)
+        return attributes
+
+
+def stretches_of(timeline: Timeline) -> Iterator[tuple[Stretch, int]]:
+    """Each part, and when it ended."""
+    yield from ((one, following.began) for one, following in pairwise(timeline.stretches))
+    yield timeline.stretches[-1], timeline.ended or timeline.now()
+
+
+def traces_of(generation: Generation | None) -> Sequence[SequenceTrace]:
+    """Where the sequences of a request were on its behalf: a replay has none."""
+    if generation is None or generation.mailbox is None or generation.is_replay:
+        return ()
+    return generation.mailbox.traces
+
+
+def _sequence_details(trace: SequenceTrace, stretch: Stretch) -> Values:
+    details: Values = dict(stretch.details or {})
+    details[names.ATTR_SEQUENCE] = trace.index
+    if stretch.outcome:
+        details[names.ATTR_OUTCOME] = stretch.outcome
+    return details
+
+
+def _asked(generation: Generation, is_stream: bool) -> Values:
+    request, sampling = generation.request, generation.sequences[0].sampling
+    attributes: Values = {
+        names.GENAI_RESPONSE_ID: request.request_id,
+        names.GENAI_REQUEST_TEMPERATURE: sampling.temperature,
+        names.GENAI_REQUEST_TOP_P: sampling.top_p,
+        names.GENAI_REQUEST_TOP_K: sampling.top_k,
+        names.GENAI_REQUEST_FREQUENCY_PENALTY: sampling.frequency_penalty,
+        names.GENAI_REQUEST_PRESENCE_PENALTY: sampling.presence_penalty,
+        names.GENAI_REQUEST_CHOICE_COUNT: request.n,
+        names.GENAI_REQUEST_STREAM: is_stream,
+    }
+    if generation.is_replay:
+        attributes[names.ATTR_IS_REPLAY] = True
+    if sampling.max_tokens is not None:
+        attributes[names.GENAI_REQUEST_MAX_TOKENS] = sampling.max_tokens
+    if request.sampling.seed is not None:
+        attributes[names.GENAI_REQUEST_SEED] = request.sampling.seed
+    if request.stop:
+        stops = [text[:_MAX_CHARACTERS] for text in request.stop[:_MAX_STOPS]]
+        attributes[names.GENAI_REQUEST_STOP_SEQUENCES] = stops
+    return attributes
+
+
+def _answered(record: RequestRecord, generation: Generation) -> Values:
+    """Of a request that an engine has taken: the route of its answer, its tokens, its times."""
+    mailbox = generation.mailbox
+    attributes: Values = {}
+    if mailbox is None or generation.is_replay:
+        return attributes
+    if mailbox.routes:
+        attributes |= mailbox.routes[-1].details()
+        attributes[names.ATTR_ROUTING_NUM_SENT] = len(mailbox.routes)
+    if not generation.was_taken:
+        return attributes
+    usage = generation.usage()
+    attributes |= {
+        names.GENAI_RESPONSE_FINISH_REASONS: generation.finish_reasons(),
+        names.GENAI_USAGE_INPUT_TOKENS: usage.num_prompt_tokens,
+        names.GENAI_USAGE_OUTPUT_TOKENS: usage.num_generated_tokens,
+        names.GENAI_USAGE_CACHE_READ_INPUT_TOKENS: usage.num_cached_tokens,
+    }
+    if record.first_token is not None:
+        first = (record.first_token - record.timeline.began) / 1e9
+        attributes[names.GENAI_RESPONSE_TIME_TO_FIRST_CHUNK] = first
+        attributes[names.GENAI_LATENCY_TIME_TO_FIRST_TOKEN] = first
+    attributes[names.ATTR_WAIT_SECONDS] = max(
+        (trace.timeline.nanos_of(Part.WAIT, Part.RESUBMIT) / 1e9 for trace in mailbox.traces),
+        default=0.0,
+    )
+    times = engine_times(mailbox.traces)
+    if times is not None:
+        attributes |= {
+            names.GENAI_LATENCY_QUEUE: times.queue,
+            names.GENAI_LATENCY_PREFILL: times.prefill,
+            names.GENAI_LATENCY_DECODE: times.decode,
+            names.GENAI_LATENCY_INFERENCE: times.inference,
+        }
+    return attributes
+
+
+def engine_times(traces: Sequence[SequenceTrace]) -> EngineTimes | None:
+    """Those of the sequence that took longest at its last replica; None if none is known."""
+    known = [trace.times for trace in traces if trace.times is not None]
+    return max(known, key=lambda times: times.queue + times.inference, default=None)

@@ -1,0 +1,116 @@
+"""Stored traces as JSON."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from opentelemetry.proto.common.v1 import common_pb2
+from opentelemetry.proto.trace.v1 import trace_pb2
+
+from services.common import names
+from services.gateway.core.trace_store import StoredTrace
+
+_WITH_CLIENTS_TEXT = {names.GENAI_REQUEST_STOP_SEQUENCES}
+"""Attributes that hold what clients wrote."""
+
+Document = dict[str, Any]
+
+
+def summary(trace: StoredTrace) -> Document:
+    """A request that has ended, in a line."""
+    assert trace.root is not None
+    root = trace_pb2.Span.FromString(trace.root.encoded)
+    return {
+        "trace_id": trace.trace_id,
+        "request_id": trace.request_id,
+        "name": root.name,
+        "started_unix_seconds": root.start_time_unix_nano / 1e9,
+        "seconds": _seconds(root.start_time_unix_nano, root.end_time_unix_nano),
+        "error": _error(root),
+        "num_spans": len(trace.spans),
+        "attributes": _attributes(root.attributes),
+    }
+
+
+def document(trace: StoredTrace) -> Document:
+    """A trace with all spans that came: each before its children, which are in order of time.
+    Times are in seconds from the beginning of the first one.
+    """
+    spans = [(one.service, trace_pb2.Span.FromString(one.encoded)) for one in trace.spans]
+    start = min((span.start_time_unix_nano for _, span in spans), default=0)
+    return {
+        "trace_id": trace.trace_id,
+        "request_id": trace.request_id,
+        "is_complete": trace.root is not None,
+        "started_unix_seconds": start / 1e9,
+        "spans": [_span(service, span, depth, start) for service, span, depth in in_tree(spans)],
+    }
+
+
+def in_tree(
+    spans: Iterable[tuple[str, trace_pb2.Span]],
+) -> Iterator[tuple[str, trace_pb2.Span, int]]:
+    """Each span before its children, with its depth. One whose parent is not there has depth 0."""
+    by_start = sorted(spans, key=lambda one: one[1].start_time_unix_nano)
+    known = {span.span_id for _, span in by_start}
+    children: dict[bytes, list[tuple[str, trace_pb2.Span]]] = {}
+    for service, span in by_start:
+        parent = span.parent_span_id if span.parent_span_id in known else b""
+        children.setdefault(parent, []).append((service, span))
+    stack = [(*one, 0) for one in reversed(children.pop(b"", []))]
+    while stack:
+        service, span, depth = stack.pop()
+        yield service, span, depth
+        below = children.pop(span.span_id, [])
+        stack += [(*one, depth + 1) for one in reversed(below)]
+
+
+def _span(service: str, span: trace_pb2.Span, depth: int, start: int) -> Document:
+    return {
+        "span_id": span.span_id.hex(),
+        "parent_id": span.parent_span_id.hex(),
+        "depth": depth,
+        "name": span.name,
+        "service": service,
+        "start": _seconds(start, span.start_time_unix_nano),
+        "seconds": _seconds(span.start_time_unix_nano, span.end_time_unix_nano),
+        "error": _error(span),
+        "attributes": _attributes(span.attributes),
+        "events": [
+            {
+                "name": event.name,
+                "at": _seconds(start, event.time_unix_nano),
+                "attributes": _attributes(event.attributes),
+            }
+            for event in span.events
+        ],
+        "num_links": len(span.links),
+    }
+
+
+def _seconds(start: int, end: int) -> float:
+    return (end - start) / 1e9
+
+
+def _error(span: trace_pb2.Span) -> str | None:
+    """What went wrong; None if nothing did."""
+    if span.status.code != trace_pb2.Status.STATUS_CODE_ERROR:
+        return None
+    return span.status.message or "failed"
+
+
+def _attributes(pairs: Iterable[common_pb2.KeyValue]) -> Mapping[str, Any]:
+    return {pair.key: _value(pair.value) for pair in pairs if pair.key not in _WITH_CLIENTS_TEXT}
+
+
+def _value(value: common_pb2.AnyValue) -> Any:
+    match value.WhichOneof("value"):
+        case None:
+            return None
+        case "array_value":
+            return [_value(one) for one in value.array_value.values]
+        case "kvlist_value":
+            return _attributes(value.kvlist_value.values)
+        case "bytes_value":
+            return value.bytes_value.hex()
+        case kind:
+            return getattr(value, kind)

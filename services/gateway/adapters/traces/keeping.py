@@ -1,0 +1,71 @@
+"""Puts spans into the store: those of other services by OTLP, and the gateway's own."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import grpc
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.proto.common.v1 import common_pb2
+from opentelemetry.proto.trace.v1 import trace_pb2
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+from services.common import names
+from services.gateway.core.trace_store import SpanRole, StoredSpan, TraceStore
+
+_SERVICE_NAME = "service.name"
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class TraceServicer(trace_service_pb2_grpc.TraceServiceServicer):
+    """OTLP's contract over the store."""
+
+    def __init__(self, store: TraceStore) -> None:
+        self._store = store
+
+    async def Export(  # noqa: N802 - the contract's name
+        self, request: trace_service_pb2.ExportTraceServiceRequest, _context: _Context
+    ) -> trace_service_pb2.ExportTraceServiceResponse:
+        """Keeps the spans of other services."""
+        keep(self._store, request.resource_spans, is_own=False)
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+
+class StoreExporter(SpanExporter):
+    """Keeps the gateway's own spans, each as it ends."""
+
+    def __init__(self, store: TraceStore) -> None:
+        self._store = store
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        keep(self._store, encode_spans(spans).resource_spans, is_own=True)
+        return SpanExportResult.SUCCESS
+
+
+def keep(
+    store: TraceStore, resource_spans: Iterable[trace_pb2.ResourceSpans], *, is_own: bool
+) -> None:
+    """Puts spans into the store; `is_own` are those of this gateway."""
+    for group in resource_spans:
+        service = text_of(group.resource.attributes, _SERVICE_NAME)
+        for scope in group.scope_spans:
+            for span in scope.spans:
+                store.add(span.trace_id.hex(), _stored(service, span, is_own=is_own))
+
+
+def _stored(service: str, span: trace_pb2.Span, *, is_own: bool) -> StoredSpan:
+    """A request is a span by which this gateway served a client."""
+    encoded = span.SerializeToString()
+    if is_own and span.kind == trace_pb2.Span.SPAN_KIND_SERVER:
+        request_id = text_of(span.attributes, names.GENAI_RESPONSE_ID)
+        tenant_id = text_of(span.attributes, names.ATTR_TENANT)
+        return StoredSpan(service, encoded, SpanRole.REQUEST, request_id, tenant_id)
+    is_root = not is_own and not span.parent_span_id
+    return StoredSpan(service, encoded, SpanRole.STEP if is_root else SpanRole.PART)
+
+
+def text_of(attributes: Iterable[common_pb2.KeyValue], key: str) -> str:
+    """The text of an attribute; empty without it."""
+    return next((pair.value.string_value for pair in attributes if pair.key == key), "")

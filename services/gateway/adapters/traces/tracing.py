@@ -1,0 +1,97 @@
+"""The gateway's tracing: to a collector as in every service, or to its own store."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from opentelemetry.context import Context
+from opentelemetry.sdk.trace.sampling import Decision, Sampler, SamplingResult, TraceIdRatioBased
+from opentelemetry.trace import Link, SpanKind, TraceState
+from opentelemetry.util.types import Attributes
+
+from services.common.settings import SettingError
+from services.common.telemetry import Tracing, configure_tracing, service_tracing
+from services.gateway.adapters.traces.keeping import StoreExporter
+from services.gateway.core.trace_store import TraceStore
+from services.gateway.settings import GatewaySettings
+
+
+def make_trace_store(settings: GatewaySettings) -> TraceStore | None:
+    """The store; None where the settings want none. Raises SettingError where they want both a
+    collector and a store.
+    """
+    if settings.trace_address is None:
+        return None
+    if settings.otlp_endpoint:
+        raise SettingError(
+            "--trace-address keeps the traces that no collector gets: "
+            "leave it out, or --otlp-endpoint"
+        )
+    return TraceStore(settings.trace_store_max_traces, settings.trace_store_max_bytes)
+
+
+@contextmanager
+def gateway_tracing(
+    service: str, settings: GatewaySettings, store: TraceStore | None
+) -> Iterator[Tracing]:
+    """Tracing as the settings ask for it. At the end, what is left is sent."""
+    if store is None:
+        with service_tracing(service, settings) as tracing:
+            yield tracing
+        return
+    sampler = AtMostPerMinute(
+        TraceIdRatioBased(settings.trace_sample_ratio), settings.trace_store_max_per_minute
+    )
+    exporter = StoreExporter(store)
+    tracing = configure_tracing(
+        service, "", settings.trace_sample_ratio, exporter=exporter, root_sampler=sampler
+    )
+    try:
+        yield tracing
+    finally:
+        tracing.shutdown()
+
+
+class AtMostPerMinute(Sampler):
+    """Samples what another sampler does, but no more than so many traces a minute; as many at once
+    after a quiet minute. 0: no limit.
+    """
+
+    def __init__(
+        self, sampler: Sampler, limit: int, monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._sampler = sampler
+        self._limit = limit
+        self._monotonic = monotonic
+        self._left = float(limit)
+        self._counted_at = monotonic()
+
+    def should_sample(
+        self,
+        parent_context: Context | None,
+        trace_id: int,
+        name: str,
+        kind: SpanKind | None = None,
+        attributes: Attributes = None,
+        links: Sequence[Link] | None = None,
+        trace_state: TraceState | None = None,
+    ) -> SamplingResult:
+        """The other sampler's decision, unless the limit is reached."""
+        result = self._sampler.should_sample(
+            parent_context, trace_id, name, kind, attributes, links, trace_state
+        )
+        if not self._limit or result.decision is Decision.DROP or self._take():
+            return result
+        return SamplingResult(Decision.DROP, trace_state=trace_state)
+
+    def get_description(self) -> str:
+        return f"AtMostPerMinute({self._sampler.get_description()}, {self._limit})"
+
+    def _take(self) -> bool:
+        now = self._monotonic()
+        earned = (now - self._counted_at) * self._limit / 60
+        self._left, self._counted_at = min(self._left + earned, float(self._limit)), now
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True

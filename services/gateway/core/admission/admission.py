@@ -1,0 +1,312 @@
+"""Lets sequences through to the replicas, those of each tenant as its share allows."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from services.common import names
+from services.common.errors import DeadlineExceeded, ResourceExhausted, StepwellError
+from services.common.queue_state import RETRY_AFTER_SECONDS
+from services.gateway.core.admission.arrivals import Arrivals
+from services.gateway.core.admission.capacity import Capacity
+from services.gateway.core.admission.fair_queue import FairQueue, Order
+from services.gateway.core.admission.places import Division, Places, Use
+from services.gateway.core.admission.queue_bounds import (
+    QueueBounds,
+    TenantQueueFull,
+    expected_wait,
+)
+from services.gateway.core.admission.service_charge import ServiceCharge, charge_for
+from services.gateway.core.admission.wait import Wait, WaitReason
+from services.gateway.core.inflight import Inflight
+from services.gateway.core.ports import Clock
+from services.gateway.core.route import Route
+from services.gateway.core.sequence_trace import ResubmitCause
+from services.gateway.core.tenant import Tenant
+from services.gateway.core.timeline import Part
+
+_SHARE_OF_NEWEST = 0.1
+"""In the mean length of a tenant's answers."""
+_SWEEP_SECONDS = 0.1
+"""How often sequences are looked for that have waited too long."""
+
+
+@dataclass(slots=True)
+class _Waiter:
+    inflight: Inflight
+    reason: WaitReason
+    num_ahead: int
+    began: float
+    was_sent: bool = False
+    """It has had a place, and gave it back: nothing but its end keeps it from getting one again."""
+    has_to_wait: bool = False
+
+
+class Admission:
+    """While the replicas have no place for them, sequences wait here, each tenant's in a queue of
+    its own that is bounded in number and time; the replicas' own queues stay short.
+
+    1. `add` queues a sequence. `admit` sends those that may go, and is called whenever a place may
+       have become free: a sequence left its replica, or a replica reported.
+    2. Places says which tenants may take one, FairQueue which of these is next. A tenant's own
+       sequences go by priority, then in order of arrival.
+    3. Where a tenant below its share would have to wait for a place, a sequence of one above its
+       share is taken back from its replica: it waits here, and goes on with its tokens so far.
+    4. A tenant has few sequences at once whose prompts are not computed yet, so that others' do not
+       wait for all that it asks.
+    5. What a sequence will cost is estimated when it is sent, and settled when it has left.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        bounds: QueueBounds,
+        *,
+        capacity: Callable[[], Capacity | None],
+        send: Callable[[Inflight], object],
+    ) -> None:
+        """`capacity` is what the ready replicas can take now; while it is not known, everything
+        goes through. `send` sends a sequence to one of them.
+        """
+        self.arrivals = Arrivals()
+        self.places = Places(clock.time)
+        self._clock = clock
+        self._bounds = bounds
+        self._capacity = capacity
+        self._send = send
+        self._queue: FairQueue[_Waiter] = FairQueue()
+        self._waiters: dict[Inflight, _Waiter] = {}
+        self._charges: dict[Inflight, ServiceCharge] = {}
+        self._starting: set[Inflight] = set()
+        """Sequences that were sent, and of which it is not known yet that they were scheduled."""
+        self._is_sweeping = False
+
+    def __len__(self) -> int:
+        return len(self._waiters)
+
+    def __iter__(self) -> Iterator[Inflight]:
+        """The sequences that wait; a copy."""
+        return iter(list(self._waiters))
+
+    def waits(self) -> list[tuple[Inflight, WaitReason, float]]:
+        """The sequences that wait, why, and for how many seconds so far."""
+        now = self._clock.time()
+        waiters = self._waiters.values()
+        return [(waiter.inflight, waiter.reason, now - waiter.began) for waiter in waiters]
+
+    # Requests and sequences that come.
+
+    def check_room(self, tenant: Tenant, deadline: float | None) -> None:
+        """Raises TenantQueueFull if the tenant's queue takes no further request, DeadlineExceeded
+        if one with this deadline would not be done in time.
+        """
+        num_waiting, num_arriving = self.places.num_waiting(tenant), self.arrivals.num(tenant)
+        share, capacity = self.places.share(tenant), self._capacity()
+        if capacity is None:
+            self._bounds.check_number(tenant, num_waiting, share)
+            return
+        num_ahead = num_waiting + num_arriving
+        num_to_wait = num_ahead - min(num_arriving, max(0, capacity.num_free))
+        self._bounds.check_number(tenant, num_to_wait, share)
+        wait = expected_wait(tenant, num_ahead, self.places.others(tenant), capacity)
+        timeout = None if deadline is None else deadline - self._clock.time()
+        self._bounds.check_time(tenant, timeout, wait, capacity.service_seconds)
+
+    def add(self, inflight: Inflight) -> None:
+        """Queues a new sequence, and sends it if it may go at once."""
+        tenant = inflight.request.tenant
+        for idle in self.places.drop_idle():
+            self._queue.forget(idle)
+        num_ahead = self.places.num_waiting(tenant)
+        try:
+            self._bounds.check_number(tenant, num_ahead, self.places.share(tenant))
+        except TenantQueueFull as error:
+            inflight.failed(error)
+            return
+        use, capacity, now = self.places.of(tenant), self._capacity(), self._clock.time()
+        use.asked_at = now
+        waiter = _Waiter(inflight, _reason(num_ahead, capacity), num_ahead, now)
+        self._enqueue(waiter, self._credit(use, capacity))
+        self.admit()
+        waiter.has_to_wait = inflight in self._waiters
+        if waiter.has_to_wait:
+            wait = {names.ATTR_WAIT_REASON: waiter.reason.value, names.ATTR_NUM_AHEAD: num_ahead}
+            inflight.trace.timeline.enter(Part.WAIT, wait)
+        self._sweep_later()
+
+    def discard(self, inflight: Inflight) -> None:
+        """The sequence waits no more, if it did."""
+        waiter = self._waiters.get(inflight)
+        if waiter is not None:
+            self._queue.remove(inflight.request.tenant, _order(inflight))
+            self._remove(waiter)
+
+    # Places that are taken and become free.
+
+    def admit(self) -> None:
+        """Sends the sequences that may go now."""
+        while self._waiters:
+            waiter = self._queue.take(self._may_go(self._divided()))
+            if waiter is None:
+                return
+            self._remove(waiter)
+            if self._is_too_late(waiter, self._service_seconds()):
+                waiter.inflight.failed(_too_late(waiter.inflight))
+            else:
+                self._let_through(waiter)
+
+    def sent(self, inflight: Inflight, route: Route) -> None:
+        """A sequence was sent to a replica: it has a place there, and its tenant is charged."""
+        tenant = inflight.request.tenant
+        use = self.places.of(tenant)
+        use.num_running += 1
+        use.num_starting += 1
+        self._starting.add(inflight)
+        charge = charge_for(inflight, route, use.mean_output_tokens)
+        self._charges[inflight] = charge
+        self._queue.charge(tenant, charge.num_tokens)
+
+    def started(self, inflight: Inflight) -> None:
+        """A sequence was scheduled by its replica."""
+        if self._has_started(inflight):
+            self.admit()
+
+    def left(self, inflight: Inflight) -> None:
+        """A sequence has left its replica, whatever way."""
+        if self._settle(inflight):
+            use = self.places.of(inflight.request.tenant)
+            num_output = len(inflight.output_token_ids)
+            use.mean_output_tokens += _SHARE_OF_NEWEST * (num_output - use.mean_output_tokens)
+            self.admit()
+
+    def _has_started(self, inflight: Inflight) -> bool:
+        """It starts no more, if it did; returns whether it did."""
+        if inflight not in self._starting:
+            return False
+        self._starting.discard(inflight)
+        self.places.of(inflight.request.tenant).num_starting -= 1
+        return True
+
+    def _settle(self, inflight: Inflight) -> bool:
+        """The tenant gets its place back, and its charge is corrected. False if it has none."""
+        charge = self._charges.pop(inflight, None)
+        if charge is None:
+            return False
+        self._has_started(inflight)
+        tenant = inflight.request.tenant
+        self.places.of(tenant).num_running -= 1
+        num_output = len(inflight.output_token_ids) - charge.num_output_tokens_before
+        self._queue.charge(tenant, charge.difference(num_output))
+        return True
+
+    def _may_go(self, division: Division | None) -> Callable[[Tenant], bool]:
+        if division is None:
+            return lambda _: True
+        return lambda tenant: division.may_take(self.places.of(tenant))
+
+    def _divided(self) -> Division | None:
+        """How places are divided now, after those that are to be given back were; None while that
+        is not known.
+        """
+        while (capacity := self._capacity()) is not None:
+            lags = self._queue.lags()
+            division = self.places.divided(capacity.num_free, capacity.num_places, lags)
+            use = division.gives_back()
+            if use is None:
+                return division
+            self._take_back(self._latest(use.tenant))
+        return None
+
+    def _latest(self, tenant: Tenant) -> Inflight:
+        """Of the sequences of a tenant that have places and run latest by their priority, the one
+        that came last of those that were taken back least often. What has to be computed again of
+        it is the end of its last block.
+        """
+        running = (one for one in self._charges if one.request.tenant.tenant_id == tenant.tenant_id)
+        return max(
+            running, key=lambda one: (one.request.priority, -one.num_times_taken_back, one.number)
+        )
+
+    def _take_back(self, inflight: Inflight) -> None:
+        """A sequence waits here again, before those of its tenant that came later."""
+        self._settle(inflight)
+        inflight.taken_back(ResubmitCause.PREEMPTED)
+        now = self._clock.time()
+        waiter = _Waiter(inflight, WaitReason.PREEMPTED, 0, now, was_sent=True, has_to_wait=True)
+        self._enqueue(waiter, 0.0)
+
+    def _enqueue(self, waiter: _Waiter, credit_tokens: float) -> None:
+        inflight = waiter.inflight
+        self._waiters[inflight] = waiter
+        self.places.of(inflight.request.tenant).num_waiting += 1
+        self._queue.add(inflight.request.tenant, _order(inflight), waiter, credit_tokens)
+
+    def _remove(self, waiter: _Waiter) -> None:
+        """It was taken from the queue."""
+        del self._waiters[waiter.inflight]
+        self.places.of(waiter.inflight.request.tenant).num_waiting -= 1
+
+    def _let_through(self, waiter: _Waiter) -> None:
+        inflight = waiter.inflight
+        if waiter.has_to_wait:
+            ended = self._clock.time()
+            wait = Wait(waiter.reason, waiter.began, ended, waiter.num_ahead)
+            inflight.mailbox.waits.append(wait)
+        self._send(inflight)
+
+    def _credit(self, use: Use, capacity: Capacity | None) -> float:
+        """The tokens of as many answers as the tenant's share of all places holds."""
+        if capacity is None:
+            return 0.0
+        return use.tokens_of(capacity.num_places * self.places.share(use.tenant))
+
+    # What waits too long.
+
+    def _sweep_later(self) -> None:
+        if self._waiters and not self._is_sweeping:
+            self._is_sweeping = True
+            self._clock.call_at(self._clock.time() + _SWEEP_SECONDS, self._sweep)
+
+    def _sweep(self) -> None:
+        """Ends the sequences that can no longer start in time."""
+        self._is_sweeping = False
+        service_seconds = self._service_seconds()
+        for waiter in list(self._waiters.values()):
+            if self._is_too_late(waiter, service_seconds):
+                self.discard(waiter.inflight)
+                waiter.inflight.failed(_too_late(waiter.inflight))
+        self.admit()
+        self._sweep_later()
+
+    def _is_too_late(self, waiter: _Waiter, service_seconds: float) -> bool:
+        """Whether a sequence has waited for longer than it may, where one takes so long to run."""
+        if waiter.was_sent:
+            return False
+        deadline = waiter.inflight.request.deadline
+        latest = self._bounds.latest_start(waiter.began, deadline, service_seconds)
+        return latest is not None and latest <= self._clock.time()
+
+    def _service_seconds(self) -> float:
+        """By what is known now."""
+        capacity = self._capacity()
+        return 0.0 if capacity is None else capacity.service_seconds
+
+
+def _order(inflight: Inflight) -> Order:
+    return inflight.request.priority, inflight.number
+
+
+def _reason(num_ahead: int, capacity: Capacity | None) -> WaitReason:
+    if num_ahead:
+        return WaitReason.TURN
+    if capacity is not None and capacity.num_free > 0:
+        return WaitReason.SHARE
+    return WaitReason.NO_PLACE
+
+
+def _too_late(inflight: Inflight) -> StepwellError:
+    message = "the request was not sent to a replica within the time that it may wait"
+    if inflight.request.deadline is not None:
+        return DeadlineExceeded(message, reason="QUEUE_TIMEOUT")
+    return ResourceExhausted(
+        message, reason="QUEUE_TIMEOUT", retry_after_seconds=RETRY_AFTER_SECONDS
+    )

@@ -1,0 +1,46 @@
+"""Requests that were let in and have no sequences yet: they are read, tokenized and checked."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from services.gateway.core.tenant import Tenant
+
+
+class Arrival:
+    """One of them, until `end`."""
+
+    def __init__(self, counts: Counter[str], tenant: Tenant) -> None:
+        self._counts = counts
+        self._tenant_id: str | None = tenant.tenant_id
+        counts[tenant.tenant_id] += 1
+
+    def end(self) -> None:
+        """Its sequences are counted from here on, or it was given up. Idempotent."""
+        if self._tenant_id is None:
+            return
+        self._counts[self._tenant_id] -= 1
+        if not self._counts[self._tenant_id]:
+            del self._counts[self._tenant_id]
+        self._tenant_id = None
+
+
+class Arrivals:
+    """Counts the requests that will soon wait in a queue, so that a burst does not pass a check of
+    the queue's length before its first request stands there.
+    """
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def num(self, tenant: Tenant) -> int:
+        return self._counts[tenant.tenant_id]
+
+    @contextmanager
+    def counted(self, tenant: Tenant) -> Iterator[Arrival]:
+        """Counts a request while it is inside, until its `end`."""
+        arrival = Arrival(self._counts, tenant)
+        try:
+            yield arrival
+        finally:
+            arrival.end()

@@ -1,0 +1,91 @@
+"""How much of one tenant may wait at the gateway, and for how long."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from services.common.errors import DeadlineExceeded, QuotaExceeded
+from services.common.queue_state import RETRY_AFTER_SECONDS, longest_wait
+from services.gateway.core.admission.capacity import Capacity
+from services.gateway.core.admission.places import Use
+from services.gateway.core.tenant import Tenant
+
+
+class TenantQueueFull(QuotaExceeded):
+    """As many requests of the tenant wait as may, or a further one would wait for too long."""
+
+    reason = "TENANT_QUEUE_FULL"
+
+
+@dataclass(frozen=True, slots=True)
+class QueueBounds:
+    """The bounds of every tenant's queue. Each tenant has its share of `max_total_waiting`, and at
+    most `max_num_waiting`; 0 seconds are no limit.
+    """
+
+    max_num_waiting: int
+    max_total_waiting: int
+    max_queue_seconds: float
+
+    def check_number(self, tenant: Tenant, num_waiting: int, share: float) -> None:
+        """Raises TenantQueueFull if no more than `num_waiting` may wait."""
+        most = min(self.max_num_waiting, max(1, int(self.max_total_waiting * share)))
+        if num_waiting >= most:
+            raise _queue_full(tenant, f"{num_waiting} of its requests wait already", 0.0)
+
+    def check_time(
+        self, tenant: Tenant, timeout_seconds: float | None, wait: float, service_seconds: float
+    ) -> None:
+        """Raises TenantQueueFull for a request that would wait for too long, DeadlineExceeded for
+        one that would not be done in `timeout_seconds`.
+        """
+        if self.max_queue_seconds and wait > self.max_queue_seconds:
+            excess = wait - self.max_queue_seconds
+            raise _queue_full(tenant, f"one more would wait for about {wait:.1f} s", excess)
+        if timeout_seconds is None:
+            return
+        longest = longest_wait(timeout_seconds, service_seconds)
+        if wait > longest:
+            raise DeadlineExceeded(
+                f"the request would wait for about {wait:.1f} s, and may for {longest:.1f} s",
+                reason="DEADLINE_TOO_SHORT",
+            )
+
+    def latest_start(
+        self, now: float, deadline: float | None, service_seconds: float
+    ) -> float | None:
+        """When a request that comes now must have been sent; None: no limit."""
+        bounds = []
+        if self.max_queue_seconds:
+            bounds.append(now + self.max_queue_seconds)
+        if deadline is not None:
+            bounds.append(now + longest_wait(deadline - now, service_seconds))
+        return min(bounds, default=None)
+
+
+def expected_wait(
+    tenant: Tenant, num_ahead: int, others: Iterable[Use], capacity: Capacity
+) -> float:
+    """Seconds until a sequence is sent that has `num_ahead` of its tenant before it.
+
+    Meanwhile each other tenant that waits has as many sent, by the weights, as it has; those that
+    do not wait keep the places that they have.
+    """
+    num_before, num_kept = float(num_ahead), 0
+    for use in others:
+        if use.num_waiting:
+            turns = (num_ahead + 1) * use.tenant.weight / tenant.weight
+            num_before += min(use.num_waiting, turns)
+        else:
+            num_kept += use.num_running
+    num_before -= max(0, capacity.num_free)
+    share = capacity.num_places / max(1, capacity.num_places - num_kept)
+    return max(0.0, num_before) * capacity.seconds_per_request * share
+
+
+def _queue_full(tenant: Tenant, why: str, excess_seconds: float) -> TenantQueueFull:
+    return TenantQueueFull(
+        f"tenant {tenant.tenant_id} asks for more than its share: {why}",
+        tenant_id=tenant.tenant_id,
+        quota="queue",
+        retry_after_seconds=max(RETRY_AFTER_SECONDS, excess_seconds),
+    )

@@ -1,0 +1,79 @@
+"""Makes the answer of a request with a key, whether a client reads it or not."""
+
+from collections.abc import Sequence
+
+from services.common.errors import StepwellError
+from services.common.finish_reason import FinishReason
+from services.gateway.core.delta import Delta, Finish
+from services.gateway.core.generation import Generation
+from services.gateway.core.idempotency.keyed_request import KeyedRequest
+from services.gateway.core.idempotency.reader import Reader
+from services.gateway.core.ports import DeltaSource, ResumingEngine
+from services.gateway.core.request import EngineRequest
+
+
+async def make(engine: ResumingEngine, request: KeyedRequest, generation: Generation) -> None:
+    """Runs the sequences of a generation until all have ended, from where the recording is, and
+    records what comes.
+
+    Where the request has stop strings, its text is made here too, so that they end a sequence while
+    no client reads it. The generation is not used for anything else.
+    """
+    recording = request.recording
+    tap = Tap(engine, request)
+    if generation.request.stop:
+        try:
+            async for _ in generation.pieces(tap):
+                pass
+        except StepwellError as error:
+            recording.fail(error)
+        return
+    tap.start(generation.sequences)
+    try:
+        while not recording.is_over:
+            await tap.pump()
+    finally:
+        tap.close()
+
+
+class Tap:
+    """Records what an engine delivers. It is a Source of the whole recording."""
+
+    def __init__(self, engine: ResumingEngine, request: KeyedRequest) -> None:
+        self.routes, self.waits, self.traces = request.routes, request.waits, request.traces
+        self._engine = engine
+        self._recording = request.recording
+        self._reader = Reader(
+            request.recording, self.routes, self.waits, self.traces, lambda _: None
+        )
+        self._source: DeltaSource | None = None
+
+    def start(self, requests: Sequence[EngineRequest]) -> "Tap":
+        source = self._source = self._engine.start(requests, self._recording.progress())
+        self.routes += source.routes
+        self.waits += source.waits
+        source.routes, source.waits = self.routes, self.waits
+        self.traces[:] = source.traces
+        return self
+
+    async def pump(self) -> None:
+        """Waits for deltas of the engine, and records them."""
+        assert self._source is not None
+        self._recording.add(await self._source.receive())
+
+    async def receive(self) -> list[tuple[int, Delta]]:
+        """What was recorded from the beginning on, first what had come before."""
+        while not (deltas := self._reader.take()):
+            await self.pump()
+        return deltas
+
+    def abort(self, index: int) -> None:
+        """A stop string ended a sequence."""
+        assert self._source is not None
+        self._source.abort(index)
+        self._recording.add([(index, Delta(finish=Finish(FinishReason.STOP)))])
+
+    def close(self) -> None:
+        self._reader.close()
+        if self._source is not None:
+            self._source.close()

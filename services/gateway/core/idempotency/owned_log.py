@@ -1,0 +1,96 @@
+"""The log of an answer that this gateway makes: what is to be written next."""
+
+from collections.abc import Callable
+
+from services.gateway.core.idempotency.entries import Begin, Bring, Fail, entry_to_bytes
+from services.gateway.core.idempotency.journal import Append, Position
+from services.gateway.core.idempotency.keyed_request import KeyedRequest
+from services.gateway.core.idempotency.recording import Cursor
+
+
+class OwnedLog:
+    """Writes a recording to its log, in entries with all that came since the one before.
+
+    An entry that may or may not have been written is kept, and written again word for word.
+    """
+
+    def __init__(
+        self,
+        request: KeyedRequest,
+        written: Position,
+        on_news: Callable[[], None],
+        heartbeat_seconds: float,
+        *,
+        begins: bool,
+        has_recording: bool,
+    ) -> None:
+        """`written` is the position of the last entry in the log, or fence 0 if there is none.
+        `begins`: a Begin follows it, with the next fence. `has_recording`: what the recording has
+        now is in the log.
+        """
+        self.request = request
+        self._written = written
+        self._on_news = on_news
+        self._heartbeat_seconds = heartbeat_seconds
+        self._begins = begins
+        self._cursor = Cursor(request.recording, on_news, at_end=has_recording)
+        self._pending: Append | None = None
+        self._is_leaving = False
+        self._heartbeat_at = 0.0
+        self._has_lease = True
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all is written, and the lease was given back."""
+        is_over = self._is_leaving or self.request.recording.is_over
+        return is_over and self._pending is None and not self._has_lease
+
+    def leave(self) -> None:
+        """This gateway makes the answer no further: the lease is given back, after a last entry."""
+        self._is_leaving = True
+        self._on_news()
+
+    def stay(self) -> None:
+        """This gateway goes on."""
+        self._is_leaving = False
+        self._heartbeat_at = 0.0
+        self._on_news()
+
+    def restart(self) -> None:
+        """The log is gone: it is begun anew, with a fence that is above all of the old one."""
+        self._cursor.close()
+        self._cursor = Cursor(self.request.recording, self._on_news)
+        self._begins, self._pending = True, None
+
+    def next(self, now: float) -> Append | None:
+        """What to write; None if there is nothing to say and the lease need not be renewed yet."""
+        if self._pending is None:
+            self._pending = self._make(now)
+        return self._pending
+
+    def done(self, now: float) -> None:
+        """The last `next` was written."""
+        assert self._pending is not None
+        self._has_lease = self._pending.keeps_lease
+        self._written = self._pending.position
+        self._heartbeat_at = now + self._heartbeat_seconds
+        self._begins, self._pending = False, None
+
+    def close(self) -> None:
+        """Hears no more. Idempotent."""
+        self._cursor.close()
+
+    def _make(self, now: float) -> Append | None:
+        request = self.request
+        recording = request.recording
+        if self._begins:
+            entry = Begin(request.fingerprint, len(recording.sequences), request.identity)
+            position = self._written.next_fence
+            return Append(request.scope, position, entry_to_bytes(entry), begins=True)
+        position, is_last = self._written.next, self._is_leaving or recording.is_over
+        parts = self._cursor.take()
+        if not parts and not is_last and now < self._heartbeat_at:
+            return None
+        error = recording.error
+        value = entry_to_bytes(Bring(parts) if error is None else Fail(error))
+        return Append(request.scope, position, value, keeps_lease=not is_last)

@@ -1,0 +1,80 @@
+"""One client's way through a recording."""
+
+import asyncio
+from collections.abc import Callable
+
+from services.common.errors import StepwellError
+from services.gateway.core.admission.wait import Wait
+from services.gateway.core.delta import Delta
+from services.gateway.core.idempotency.recording import Cursor, Recording
+from services.gateway.core.route import Route
+from services.gateway.core.sequence_trace import SequenceTrace
+
+
+class Reader:
+    """The deltas of a recording from its beginning on: what came so far at once, the rest as it
+    comes. To a generation it is what an engine's mailbox is.
+    """
+
+    def __init__(
+        self,
+        recording: Recording,
+        routes: list[Route],
+        waits: list[Wait],
+        traces: list[SequenceTrace],
+        on_close: Callable[["Reader"], None],
+    ) -> None:
+        self.routes = routes
+        self.waits = waits
+        self.traces = traces
+        self._recording = recording
+        self._cursor = Cursor(recording, self._wake)
+        self._on_close = on_close
+        self._aborted: set[int] = set()
+        self._cut_by: StepwellError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._is_closed = False
+
+    async def receive(self) -> list[tuple[int, Delta]]:
+        """Waits for deltas: (index of the sequence, its delta), each index at most once."""
+        while not (deltas := self.take()):
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return deltas
+
+    def abort(self, index: int) -> None:
+        """This reader wants no more of a sequence."""
+        self._aborted.add(index)
+
+    def cut(self, error: StepwellError) -> None:
+        """Ends the reader with an error; the recording stays as it is."""
+        self._cut_by = error
+        self._wake()
+
+    def close(self) -> None:
+        """Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._cursor.close()
+            self._on_close(self)
+
+    def take(self) -> list[tuple[int, Delta]]:
+        """The deltas that are there; an error follows those that came before it."""
+        news = [
+            (index, delta) for index, _, delta in self._cursor.take() if index not in self._aborted
+        ]
+        error = self._recording.error or self._cut_by
+        if news or error is None:
+            return news
+        return [
+            (index, Delta(error=error))
+            for index, sequence in enumerate(self._recording.sequences)
+            if sequence.finish is None and index not in self._aborted
+        ]
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

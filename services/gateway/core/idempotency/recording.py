@@ -1,0 +1,172 @@
+"""What an engine delivered for the sequences of one request, for any number of readers."""
+
+from array import array
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+from services.common.errors import StepwellError
+from services.gateway.core.delta import Delta, Finish
+from services.gateway.core.logprobs import LogprobRows, joined
+from services.gateway.core.progress import Progress
+
+_SEQUENCE_BYTES = 1024
+"""What a sequence takes besides its tokens, about."""
+
+
+@dataclass(slots=True)
+class Seen:
+    """How much of a sequence one reader has."""
+
+    num_tokens: int = 0
+    num_prompt_rows: int = 0
+    num_cached_tokens: int | None = None
+    finish: Finish | None = None
+
+
+@dataclass(slots=True)
+class SequenceRecord:
+    """All that came of one sequence. `logprobs` has a row for each token, where asked for."""
+
+    token_ids: "array[int]" = field(default_factory=lambda: array("i"))
+    logprobs: LogprobRows | None = None
+    prompt_logprobs: LogprobRows | None = None
+    num_cached_tokens: int | None = None
+    finish: Finish | None = None
+
+    def add(self, delta: Delta) -> None:
+        self.token_ids.extend(delta.token_ids)
+        self.logprobs = joined(self.logprobs, _copied(delta.logprobs))
+        self.prompt_logprobs = joined(self.prompt_logprobs, _copied(delta.prompt_logprobs))
+        if delta.num_cached_tokens is not None:
+            self.num_cached_tokens = delta.num_cached_tokens
+        if self.finish is None:
+            self.finish = delta.finish
+
+    def since(self, seen: Seen) -> Delta:
+        """What a reader does not have yet; it has it from here on."""
+        delta = Delta(self.token_ids[seen.num_tokens :].tolist())
+        if delta.token_ids and self.logprobs is not None:
+            delta.logprobs = self.logprobs.part(seen.num_tokens)
+        if self.num_prompt_rows > seen.num_prompt_rows and self.prompt_logprobs is not None:
+            delta.prompt_logprobs = self.prompt_logprobs.part(seen.num_prompt_rows)
+        if self.num_cached_tokens != seen.num_cached_tokens:
+            delta.num_cached_tokens = self.num_cached_tokens
+        if self.finish != seen.finish:
+            delta.finish = self.finish
+        seen.num_tokens = len(self.token_ids)
+        seen.num_prompt_rows = self.num_prompt_rows
+        seen.num_cached_tokens, seen.finish = self.num_cached_tokens, self.finish
+        return delta
+
+    @property
+    def num_prompt_rows(self) -> int:
+        """Log-probabilities of the prompt that came."""
+        return len(self.prompt_logprobs or ())
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that it takes, about."""
+        rows = [rows for rows in (self.logprobs, self.prompt_logprobs) if rows is not None]
+        cells = len(self.token_ids) + sum(2 * len(one.token_ids) + len(one) for one in rows)
+        return _SEQUENCE_BYTES + 4 * cells
+
+
+class Cursor:
+    """A place in a recording, at first its beginning. `on_news` is called when there is more."""
+
+    def __init__(
+        self, recording: "Recording", on_news: Callable[[], None], *, at_end: bool = False
+    ) -> None:
+        """`at_end`: what came so far is no news."""
+        self._recording = recording
+        self._seen = [Seen() for _ in recording.sequences]
+        self._changed = set(range(len(self._seen)))
+        self._on_news = on_news
+        recording.cursors.add(self)
+        if at_end:
+            self.take()
+
+    def note(self, index: int) -> None:
+        """There is more of a sequence."""
+        self._changed.add(index)
+        self._on_news()
+
+    def wake(self) -> None:
+        """Something else has happened: the recording failed."""
+        self._on_news()
+
+    def take(self) -> list[tuple[int, Seen, Delta]]:
+        """What is new: index, what was there before, and what came; none is empty."""
+        changed, self._changed = sorted(self._changed), set()
+        news = []
+        for index in changed:
+            seen = self._seen[index]
+            before = replace(seen)
+            delta = self._recording.sequences[index].since(seen)
+            if seen != before:
+                news.append((index, before, delta))
+        return news
+
+    def close(self) -> None:
+        """Hears no more. Idempotent."""
+        self._recording.cursors.discard(self)
+
+
+class Recording:
+    """The sequences of one request, as far as they came.
+
+    Its content does not depend on how it came: any grouping of deltas gives the same. It ends when
+    every sequence has a finish, or with an error.
+    """
+
+    def __init__(self, num_sequences: int) -> None:
+        self.sequences = [SequenceRecord() for _ in range(num_sequences)]
+        self.error: StepwellError | None = None
+        self.cursors: set[Cursor] = set()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every sequence has ended well."""
+        return all(sequence.finish is not None for sequence in self.sequences)
+
+    @property
+    def is_over(self) -> bool:
+        return self.error is not None or self.is_complete
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(sequence.token_ids) for sequence in self.sequences)
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that it takes, about."""
+        return sum(sequence.num_bytes for sequence in self.sequences)
+
+    def add(self, deltas: Iterable[tuple[int, Delta]]) -> None:
+        """Appends what came; an error ends the recording."""
+        for index, delta in deltas:
+            if delta.error is not None:
+                self.fail(delta.error)
+                return
+            self.sequences[index].add(delta)
+            for cursor in self.cursors:
+                cursor.note(index)
+
+    def fail(self, error: StepwellError) -> None:
+        """Ends it with an error, unless it has ended."""
+        if not self.is_over:
+            self.error = error
+            for cursor in self.cursors:
+                cursor.wake()
+
+    def progress(self) -> list[Progress]:
+        """From where an engine goes on with each sequence."""
+        return [
+            Progress(one.token_ids.tolist(), one.num_prompt_rows, one.finish is not None)
+            for one in self.sequences
+        ]
+
+
+def _copied(rows: LogprobRows | None) -> LogprobRows | None:
+    """Others may keep the rows of a delta, while those of a recording grow."""
+    return None if rows is None else rows.part(0)

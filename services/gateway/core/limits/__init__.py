@@ -1,0 +1,1 @@
+"""Limits of tenants: requests and tokens per minute, and requests at once."""

@@ -1,0 +1,33 @@
+"""How much of a prompt is expected to be cached, whichever replica gets it."""
+
+from collections.abc import Callable, Iterable
+
+from services.gateway.core.ports import PrefixDirectory
+from services.gateway.core.replica import Replica
+from services.gateway.core.request import EngineRequest
+from services.gateway.core.routing.chain_keys import ChainKeys
+
+_MAX_SEGMENTS = 1024
+
+
+class CachedEstimate:
+    """Asks the directory of what the pools have cached for the deepest match."""
+
+    def __init__(
+        self, directory: PrefixDirectory, replicas: Callable[[], Iterable[Replica]]
+    ) -> None:
+        self._directory = directory
+        self._replicas = replicas
+        self._chain_keys = ChainKeys(_MAX_SEGMENTS)
+
+    def num_cached_tokens(self, request: EngineRequest) -> int:
+        """Tokens of the prompt, less than all of it; 0 where nothing is known."""
+        served = next((one.description for one in self._replicas() if one.is_ready), None)
+        if served is None or request.prompt_embeds is not None:
+            return 0
+        tokens = request.prompt_token_ids
+        keys = self._chain_keys.of(
+            served.fingerprint, tokens, served.block_size, request.cache_salt
+        )
+        depth = max(self._directory.match(keys).values(), default=0)
+        return min(depth * served.block_size, len(tokens) - 1)

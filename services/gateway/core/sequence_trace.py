@@ -1,0 +1,92 @@
+"""Where a sequence was, from its start at the fleet to its end."""
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from services.common import names
+from services.common.errors import StepwellError
+from services.gateway.core.route import Route
+from services.gateway.core.timeline import Part, Timeline
+
+_SPANS = 64
+"""Of the times that a sequence is sent, so many have span ids of their own."""
+
+
+class ResubmitCause(enum.Enum):
+    """Why a sequence leaves a replica without its end. Other causes are the reasons of refusals."""
+
+    SCHEDULER_LOST = "scheduler_lost"
+    """The session ended: the scheduler died, or hangs."""
+    SCHEDULER_DRAINED = "scheduler_drained"
+    """The session of a scheduler that drains ended before the sequence did."""
+    CANNOT_RUN_STEPS = "cannot_run_steps"
+    """Its pool or its workers were away for too long."""
+    PREEMPTED = "preempted"
+    """Its place went to another tenant, which had fewer than its share."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTimes:
+    """Where the time of a sequence at its last replica went, in seconds."""
+
+    queue: float
+    prefill: float
+    decode: float
+    interrupted: float
+    """Of the last two, the time in which it did not run."""
+
+    @property
+    def inference(self) -> float:
+        return self.prefill + self.decode
+
+
+@dataclass(slots=True)
+class SequenceTrace:
+    """Its timeline, and what the last replica said of the time there."""
+
+    index: int
+    request_id: str
+    nanos: Callable[[], int]
+    num_sent: int = 0
+    """To how many replicas it was sent."""
+    times: EngineTimes | None = None
+    stays: dict[str, int] = field(default_factory=dict)
+    """The addresses of those replicas, and the number of the span of its last stay there."""
+    timeline: Timeline = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.timeline = Timeline(self.nanos, Part.ROUTE)
+
+    @property
+    def span_number(self) -> int:
+        """Tells the span of its last stay at a replica from its request's others; from 1 on."""
+        return engine_span_number(self.index, self.num_sent)
+
+    def sent(self, route: Route) -> None:
+        self.num_sent += 1
+        if self.num_sent <= _SPANS:
+            self.stays[route.address] = self.span_number
+        self.timeline.explain(route.details())
+        self.timeline.enter(Part.ENGINE, {names.ATTR_ROUTING_REPLICA: route.address})
+
+    def left(self, cause: ResubmitCause) -> None:
+        """It is at no replica, and goes on at the next one."""
+        self._resubmitted(cause.value, cause.value)
+
+    def refused(self, error: StepwellError) -> None:
+        """A replica refused it, and another one, or the same one later, may take it."""
+        self._resubmitted(error.error_reason.lower(), "refused")
+
+    def found_no_replica(self) -> None:
+        """It waits for one."""
+        if self.timeline.part is not Part.RESUBMIT:
+            self.timeline.enter(Part.WAIT, {names.ATTR_WAIT_REASON: "no_replica"})
+
+    def _resubmitted(self, cause: str, outcome: str) -> None:
+        self.timeline.enter(Part.RESUBMIT, {names.ATTR_RESUBMIT_CAUSE: cause}, outcome)
+
+
+def engine_span_number(index: int, num_sent: int) -> int:
+    """The number of the span of a sequence at the last of so many replicas; from 1 on."""
+    return 1 + index * _SPANS + min(num_sent, _SPANS) - 1

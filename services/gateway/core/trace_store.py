@@ -1,0 +1,124 @@
+"""Traces that are kept in memory where no collector is set: the newest ones, within bounds."""
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+
+class SpanRole(enum.Enum):
+    """What a span says of its trace."""
+
+    REQUEST = "request"
+    """It is the whole of a client's request here: the trace can be listed."""
+    STEP = "step"
+    """It has no parent and is no client's request: the trace is that of an engine step."""
+    PART = "part"
+    """It says nothing more."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSpan:
+    """A span as it came, in OTLP's bytes, with the service that made it and, of a request, its id
+    and its tenant's; both are empty elsewhere.
+    """
+
+    service: str
+    encoded: bytes
+    role: SpanRole = SpanRole.PART
+    request_id: str = ""
+    tenant_id: str = ""
+
+
+@dataclass(slots=True)
+class StoredTrace:
+    """The spans of a trace that came so far."""
+
+    trace_id: str
+    spans: list[StoredSpan] = field(default_factory=list)
+    num_bytes: int = 0
+    root: StoredSpan | None = None
+    """The span of the client's request, once that has ended."""
+
+    @property
+    def request_id(self) -> str:
+        return "" if self.root is None else self.root.request_id
+
+    @property
+    def tenant_id(self) -> str:
+        return "" if self.root is None else self.root.tenant_id
+
+
+class TraceStore:
+    """At most `max_traces` traces and `max_bytes` bytes of spans; the oldest are dropped for new
+    ones. Half of either is for requests that have ended: engine steps cannot displace them. Of the
+    rest, steps are dropped before requests that go on. A trace alone takes an eighth of the bytes
+    at most; its further spans are dropped.
+    """
+
+    def __init__(self, max_traces: int, max_bytes: int) -> None:
+        self._max_traces = max_traces
+        self._max_bytes = max_bytes
+        self._ended: dict[str, StoredTrace] = {}
+        """Traces of requests that have ended."""
+        self._others: dict[str, StoredTrace] = {}
+        self._steps: dict[str, None] = {}
+        """Of the others, those of engine steps."""
+        self.num_bytes = 0
+        self.num_dropped_spans = 0
+        """Spans that came, and were dropped since."""
+
+    def __len__(self) -> int:
+        return len(self._ended) + len(self._others)
+
+    def add(self, trace_id: str, span: StoredSpan) -> None:
+        """Adds a span to its trace, which may be new. Trace ids are 32 hexadecimal digits."""
+        trace = self._ended.get(trace_id) or self._others.get(trace_id) or StoredTrace(trace_id)
+        size = len(span.encoded)
+        if trace.num_bytes + size > self._max_bytes // 8:
+            self.num_dropped_spans += 1
+            return
+        trace.spans.append(span)
+        trace.num_bytes += size
+        self.num_bytes += size
+        if span.role is SpanRole.REQUEST:
+            trace.root = span
+            self._others.pop(trace_id, None)
+            self._steps.pop(trace_id, None)
+        if trace.root is not None:
+            self._ended[trace_id] = trace
+        else:
+            self._others[trace_id] = trace
+            if span.role is SpanRole.STEP:
+                self._steps[trace_id] = None
+        while len(self) > self._max_traces or self.num_bytes > self._max_bytes:
+            self._drop_one()
+
+    def find(self, name: str) -> StoredTrace | None:
+        """The trace of that id, or the newest one of the request of that id. A client's own id, and
+        the id of one sequence of a request, are found too: the request's ends with the one, and
+        begins the other.
+        """
+        trace_id = name.lower()
+        if (found := self._ended.get(trace_id) or self._others.get(trace_id)) is not None:
+            return found
+        return next((one for one in self.requests() if _is_called(one.request_id, name)), None)
+
+    def requests(self) -> Iterator[StoredTrace]:
+        """Traces of requests that have ended, the last one first."""
+        return reversed(self._ended.values())
+
+    def _drop_one(self) -> None:
+        ended_bytes = sum(trace.num_bytes for trace in self._ended.values())
+        if len(self._ended) > self._max_traces // 2 or ended_bytes > self._max_bytes // 2:
+            trace = self._ended.pop(next(iter(self._ended)))
+        else:
+            trace = self._others.pop(next(iter(self._steps), None) or next(iter(self._others)))
+            self._steps.pop(trace.trace_id, None)
+        self.num_bytes -= trace.num_bytes
+        self.num_dropped_spans += len(trace.spans)
+
+
+def _is_called(request_id: str, name: str) -> bool:
+    if not request_id:
+        return False
+    return request_id == name or request_id.endswith(f"-{name}") or name.startswith(request_id)

@@ -1,0 +1,165 @@
+"""What the servers of a gateway have in common, built from its settings."""
+
+import asyncio
+import random
+import secrets
+import socket
+import time
+from typing import TYPE_CHECKING
+
+from opentelemetry.metrics import Meter, NoOpMeter
+
+from services.common.exposition import Exposition
+from services.common.telemetry import Tracing
+from services.common.tls_metrics import TlsCollector
+from services.common.tokenizer_files import tokenizer_fingerprint
+from services.common.tracing_metrics import TracingCollector
+from services.gateway.adapters.activity.feed import ActivityFeed
+from services.gateway.adapters.auth import ApiKeys
+from services.gateway.adapters.directory.follower import make_follower
+from services.gateway.adapters.directory.metrics import IndexCollector
+from services.gateway.adapters.discovery.discovery import Discovery
+from services.gateway.adapters.fleet_metrics import FleetCollector, FleetMetrics
+from services.gateway.adapters.genai_metrics import GenAiMetrics
+from services.gateway.adapters.generation_config import read_sampling_defaults
+from services.gateway.adapters.hf_tokenizer import HfTokenizer
+from services.gateway.adapters.http.server_routes import ServerRoutes
+from services.gateway.adapters.idempotency.metrics import KeyedCollector
+from services.gateway.adapters.idempotency.shared_answers import make_sharing
+from services.gateway.adapters.keys.make import make_key_store
+from services.gateway.adapters.limits.make import make_limit_store
+from services.gateway.adapters.metrics import Metrics
+from services.gateway.adapters.observation import Observer
+from services.gateway.adapters.request_recorder import RecorderSettings, RequestRecorder
+from services.gateway.adapters.scheduler_links import SchedulerLinks
+from services.gateway.adapters.tenant_queue_metrics import TenantQueueCollector
+from services.gateway.core.admission.queue_bounds import QueueBounds
+from services.gateway.core.fleet import Fleet
+from services.gateway.core.gate import Gate
+from services.gateway.core.idempotency.keyed_requests import KeyedRequests
+from services.gateway.core.inference import Inference
+from services.gateway.core.limits.cached_estimate import CachedEstimate
+from services.gateway.core.limits.tenant_limits import TenantLimits
+from services.gateway.core.prefix_index import PrefixIndex
+from services.gateway.core.replica import Replica
+from services.gateway.core.routing import make_policy
+from services.gateway.core.routing.policy import RoutingParts
+from services.gateway.core.trace_store import TraceStore
+from services.gateway.settings import GatewaySettings
+
+if TYPE_CHECKING:
+    from services.common.tls import Tls
+
+
+class Parts:
+    """The core of a gateway with what it reaches through adapters; see Gateway for its life."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        tokenizer: HfTokenizer,
+        tracing: Tracing,
+        tls: "Tls | None" = None,
+        internal_tls: "Tls | None" = None,
+        meter: Meter | None = None,
+        traces: TraceStore | None = None,
+    ) -> None:
+        """`tls` is for clients and operators. Raises FailedPrecondition for a wrong
+        generation_config.json, SettingError for a certificate, for settings that do not fit
+        together, and where the package for Redis is missing.
+        """
+        self.settings = settings
+        self.tls = tls
+        self.internal_tls = internal_tls
+        self.traces = traces
+        gateway_id = f"{socket.gethostname()}-{secrets.token_hex(4)}"
+        loop = asyncio.get_running_loop()
+        self.links = SchedulerLinks(gateway_id, settings.session_timeout_seconds, internal_tls)
+        self.prefix_index = PrefixIndex()
+        self.fleet = _make_fleet(settings, self.links, self.prefix_index)
+        self.membership = self.fleet.membership
+        self.discovery = Discovery(
+            settings.known_schedulers,
+            settings.redis_url,
+            settings.model_name,
+            self.fleet.set_addresses,
+        )
+        self.inference = _make_inference(settings, tokenizer, self.fleet)
+        retention = settings.idempotency_retention_seconds
+        sharing = make_sharing(settings.redis_url, gateway_id, loop, retention)
+        self.keyed_requests = KeyedRequests(self.fleet, loop, settings.key_limits, sharing)
+        self.gate = Gate(settings.max_concurrent_requests)
+        self.activity = ActivityFeed(self.membership, self.links, self.prefix_index)
+        self.follower = make_follower(
+            self.prefix_index, settings.redis_url, self._replicas, internal_tls
+        )
+        self.metrics = Metrics(settings.model_name)
+        fleet_collector = FleetCollector(self.fleet, settings.model_name)
+        own = Exposition(
+            "gateway",
+            (
+                self.metrics.registry,
+                fleet_collector,
+                IndexCollector(self.prefix_index, self.follower.counts),
+                self.discovery,
+                TenantQueueCollector(self.fleet.admission),
+                KeyedCollector(self.keyed_requests),
+            ),
+            [TlsCollector(tls, internal_tls), TracingCollector(tracing)],
+        )
+        fleet_metrics = FleetMetrics(own, fleet_collector, self.links)
+        genai = GenAiMetrics(meter or NoOpMeter("stepwell"), settings.model_name)
+        self.observer = Observer(self.metrics, genai, self.prefix_index)
+        recording = RecorderSettings(
+            settings.model_name, settings.trace_slow_seconds, settings.access_log
+        )
+        self.recorder = RequestRecorder(recording, tracing, self.metrics, self.links.keep_trace)
+        self.key_store = make_key_store(settings)
+        self.keys = ApiKeys(
+            settings.api_keys, self.key_store, share_cache=settings.share_cache_between_tenants
+        )
+        keys_share_redis = settings.redis_url if self.key_store is not None else None
+        self.limit_store = make_limit_store(keys_share_redis, gateway_id)
+        estimate = CachedEstimate(self.prefix_index, self._replicas)
+        self.limits = TenantLimits(self.limit_store, gateway_id, estimate.num_cached_tokens)
+        self.server_routes = ServerRoutes(
+            self.inference, self.fleet, self.links, self.gate, fleet_metrics
+        )
+
+    def _replicas(self) -> list[Replica]:
+        return self.membership.replicas
+
+
+def _make_fleet(
+    settings: GatewaySettings, links: SchedulerLinks, prefix_index: PrefixIndex
+) -> Fleet:
+    loop, rng = asyncio.get_running_loop(), random.Random(secrets.randbits(64))
+    routing = RoutingParts(rng, loop, prefix_index, settings.routing_max_load_delta)
+    return Fleet(
+        links,
+        loop,
+        make_policy(settings.routing_policy, routing),
+        resubmit_timeout_seconds=settings.resubmit_timeout_seconds,
+        migrate_after_seconds=settings.migrate_after_seconds,
+        tokenizer_fingerprint=tokenizer_fingerprint(settings.model),
+        queue_bounds=QueueBounds(
+            settings.max_num_waiting_per_tenant,
+            settings.max_concurrent_requests // 2,
+            settings.max_queue_seconds_per_tenant,
+        ),
+        nanos=time.perf_counter_ns,
+    )
+
+
+def _make_inference(settings: GatewaySettings, tokenizer: HfTokenizer, fleet: Fleet) -> Inference:
+    return Inference(
+        settings.model_name,
+        tokenizer,
+        fleet,
+        defaults=read_sampling_defaults(settings.generation_config, settings.model),
+        max_choices=settings.max_choices_per_request,
+        max_items=settings.max_items_per_request,
+        max_logprobs=settings.max_logprobs_per_request,
+        draw_seed=lambda: secrets.randbits(64),
+        unix_nanos=time.time_ns,
+    )

@@ -1,0 +1,165 @@
+"""The servers of a gateway: HTTP and gRPC for clients, and HTTP for operators."""
+
+from collections.abc import Sequence
+
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
+from stepwell.gateway.v1 import gateway_pb2_grpc
+
+from services.common import names
+from services.common.addresses import is_on_this_machine
+from services.common.server import GrpcServer
+from services.gateway.adapters.auth import ApiKeys
+from services.gateway.adapters.http.activity_routes import ActivityRoutes
+from services.gateway.adapters.http.admin_routes import AdminRoutes, refuse_web_pages
+from services.gateway.adapters.http.app import guarded, make_app
+from services.gateway.adapters.http.body_budget import BodyBudget
+from services.gateway.adapters.http.client_routes import client_routes
+from services.gateway.adapters.http.connections import Connections
+from services.gateway.adapters.http.early_refusals import EarlyRefusals
+from services.gateway.adapters.http.generation_routes import OPERATIONS, GenerationRoutes
+from services.gateway.adapters.http.hosts import hosts_for
+from services.gateway.adapters.http.http_counts import HttpCounts
+from services.gateway.adapters.http.parse import BodyReader
+from services.gateway.adapters.http.route import Route
+from services.gateway.adapters.http.server import HttpServer
+from services.gateway.adapters.http.tenant_checks import TenantChecks
+from services.gateway.adapters.http.tokenizer_routes import TokenizerRoutes
+from services.gateway.adapters.http.trace_routes import TraceRoutes
+from services.gateway.adapters.http.ui_pages import UiPages, UiRole
+from services.gateway.adapters.inference_servicer import GENERATE, REQUEST_TYPES, InferenceServicer
+from services.gateway.adapters.request_interceptor import RequestInterceptor
+from services.gateway.adapters.traces.keeping import TraceServicer
+from services.gateway.core.administration import Administration
+from services.gateway.parts import Parts
+
+SERVICE_NAME = "stepwell.gateway.v1.Inference"
+OTLP_SERVICE_NAME = "opentelemetry.proto.collector.trace.v1.TraceService"
+_ADMIN_CONNECTIONS = 64
+_MAX_EXPORTS = 64
+"""Exports of spans that are served at once."""
+# Calls besides those that generate, such as health checks.
+_OTHER_RPCS = 256
+# A gRPC connection without a call is closed after this time.
+_GRPC_IDLE_MILLISECONDS = 300_000
+
+
+def http_server(parts: Parts, max_connections: int) -> HttpServer:
+    """The server of the clients' API over HTTP, for so many connections."""
+    settings = parts.settings
+    inference, gate = parts.inference, parts.gate
+    budget = BodyBudget(settings.max_buffered_body_bytes, settings.body_timeout_seconds)
+    bodies = BodyReader(settings.max_body_bytes, settings.max_items_per_request, budget)
+    routes = client_routes(
+        GenerationRoutes(inference, parts.keyed_requests, gate, parts.observer, bodies),
+        TokenizerRoutes(inference, parts.membership, gate, bodies),
+        parts.server_routes,
+        _view_routes(parts, sees_all=False) if settings.ui else (),
+    )
+    app = make_app(
+        "Stepwell",
+        "OpenAI's API with vLLM's common extras.",
+        routes,
+        parts.keys,
+        asks_for_keys=parts.keys.are_needed,
+    )
+    generating = tuple(OPERATIONS)
+    early = EarlyRefusals(app, generating, gate, inference, parts.keyed_requests, parts.observer)
+    checked = TenantChecks(
+        early, generating, parts.keys, parts.limits, parts.observer, settings.max_body_bytes
+    )
+    pages = UiPages(checked, UiRole.CLIENT) if settings.ui else checked
+    hosts = hosts_for(settings.http_address, settings.allowed_hosts)
+    outer = guarded(pages, hosts, settings.allowed_origins, parts.recorder, OPERATIONS)
+    counted = HttpCounts(outer, routes, parts.metrics)
+    return HttpServer(counted, _connections(parts, max_connections), parts.tls)
+
+
+def admin_server(parts: Parts) -> HttpServer | None:
+    """The server of operators' calls, which clients do not reach; None without an address."""
+    settings = parts.settings
+    if settings.admin_address is None:
+        return None
+    administration = Administration(
+        lambda: [parts.links[replica.address].admin for replica in parts.membership.replicas]
+    )
+    app = make_app(
+        "Stepwell's operators' calls",
+        "What changes the replicas for all clients. It is served apart from the clients' API.",
+        (
+            *AdminRoutes(administration, parts.server_routes, settings).routes(),
+            *_view_routes(parts, sees_all=True),
+        ),
+        ApiKeys((settings.admin_key,) if settings.admin_key else ()),
+        asks_for_keys=bool(settings.admin_key),
+        checks=(refuse_web_pages,),
+    )
+    pages = UiPages(app, UiRole.OPERATOR)
+    outer = guarded(pages, hosts_for(settings.admin_address, ()), (), parts.recorder, {})
+    tls = None if is_on_this_machine(settings.admin_address) else parts.tls
+    return HttpServer(outer, _connections(parts, _ADMIN_CONNECTIONS), tls)
+
+
+def _view_routes(parts: Parts, *, sees_all: bool) -> Sequence[Route]:
+    """The routes for people who look at the server; see their classes for `sees_all`."""
+    activity = ActivityRoutes(
+        parts.activity, parts.inference, parts.fleet, parts.gate, sees_all=sees_all
+    )
+    return (*activity.routes(), *TraceRoutes(parts.traces, sees_all=sees_all).routes())
+
+
+def grpc_server(parts: Parts, max_connections: int) -> GrpcServer:
+    """The server of the clients' API over gRPC, for so many connections."""
+    settings = parts.settings
+    servicer = InferenceServicer(
+        parts.inference,
+        parts.keyed_requests,
+        parts.membership,
+        parts.gate,
+        parts.observer,
+        parts.metrics,
+        parts.limits,
+        reader_timeout_seconds=settings.reader_timeout_seconds,
+    )
+    interceptor = RequestInterceptor(
+        parts.keys,
+        REQUEST_TYPES,
+        admissions={GENERATE: servicer.admit},
+        arriving={GENERATE: servicer.arriving},
+        operations={GENERATE: names.GENAI_OPERATION_TEXT_COMPLETION},
+        recorder=parts.recorder,
+        max_items=settings.max_items_per_request,
+        message_timeout_seconds=settings.receive_timeout_seconds,
+    )
+    server = GrpcServer(
+        max_concurrent_rpcs=settings.max_concurrent_requests + _OTHER_RPCS,
+        options={
+            "grpc.max_receive_message_length": settings.max_message_bytes,
+            "grpc.max_allowed_incoming_connections": max_connections,
+            # A connection needs no more streams than there may be requests.
+            "grpc.max_concurrent_streams": settings.max_concurrent_requests,
+            "grpc.max_connection_idle_ms": _GRPC_IDLE_MILLISECONDS,
+            # From connecting to the first frame, and to the settings in it.
+            "grpc.server_handshake_timeout_ms": int(1000 * settings.receive_timeout_seconds),
+            "grpc.http2.settings_timeout": int(1000 * settings.receive_timeout_seconds),
+        },
+        interceptors=(interceptor,),
+        tls=parts.tls,
+    )
+    server.add(gateway_pb2_grpc.add_InferenceServicer_to_server, servicer, SERVICE_NAME)
+    return server
+
+
+def trace_server(parts: Parts) -> GrpcServer | None:
+    """The server of OTLP, to which the other services send spans; None without a store."""
+    if parts.traces is None:
+        return None
+    server = GrpcServer(max_concurrent_rpcs=_MAX_EXPORTS, tls=parts.internal_tls)
+    register = trace_service_pb2_grpc.add_TraceServiceServicer_to_server
+    server.add(register, TraceServicer(parts.traces), OTLP_SERVICE_NAME)
+    return server
+
+
+def _connections(parts: Parts, max_connections: int) -> Connections:
+    return Connections(
+        parts.settings, max_connections, lambda: parts.metrics.reader_timed_out("http")
+    )

@@ -1,0 +1,213 @@
+"""What a replica does at present, for people who look: RPC GetActivity.
+
+Steps are noted only while clients ask for them, and for `WATCHED_SECONDS` after.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, islice
+
+import grpc
+from stepwell.common.v1 import common_pb2
+from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
+from stepwell.scheduler.v1 import scheduler_pb2
+
+from services.common.telemetry import parse_traceparent
+from services.scheduler.adapters.statistics import WAIT_REASONS, Statistics, StepCounts
+from services.scheduler.core.engine_core import EngineCore
+from services.scheduler.core.output import (
+    EngineCoreOutputs,
+    PreemptionCause,
+    SchedulerOutput,
+    WaitReason,
+)
+from services.scheduler.core.ports import PoolLost, StepObserver, WorkersLost
+from services.scheduler.core.request import Request, RequestStatus
+
+WATCHED_SECONDS = 5.0
+"""How long steps are noted after they were asked for."""
+MAX_STEPS = 256
+MAX_REQUESTS = 256
+"""Of those that run, and of those that wait."""
+MAX_REQUESTS_OF_STEP = 64
+
+MAX_CELLS = 65_536
+"""Of a map of blocks, as the pool has it."""
+_BLOCKS_TIMEOUT_SECONDS = 1.0
+
+_STATES = {
+    RequestStatus.WAITING: scheduler_pb2.REQUEST_STATE_WAITING,
+    RequestStatus.RUNNING: scheduler_pb2.REQUEST_STATE_RUNNING,
+    RequestStatus.PREEMPTED: scheduler_pb2.REQUEST_STATE_PREEMPTED,
+}
+
+
+class WatchedSteps:
+    """A `StepObserver` that passes everything on to another one, and notes steps while they are
+    watched.
+    """
+
+    def __init__(
+        self, observer: StepObserver, monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._observer = observer
+        self._monotonic = monotonic
+        self._watched_until = 0.0
+        self._begun_nanos = 0
+        self._open: dict[int, scheduler_pb2.StepActivity] = {}
+        self._done: deque[scheduler_pb2.StepActivity] = deque(maxlen=MAX_STEPS)
+
+    def after(self, step: int) -> list[scheduler_pb2.StepActivity]:
+        """The steps that were done after this one; 0: all. Further ones are noted for some time."""
+        self._watched_until = self._monotonic() + WATCHED_SECONDS
+        if not self._done or self._done[-1].step < step:
+            step = 0  # of another process
+        return [done for done in self._done if done.step > step or not step]
+
+    def arrived(self, requests: Sequence[Request]) -> None:
+        self._observer.arrived(requests)
+
+    def begin(self) -> str:
+        if self._watched_until:
+            self._begin()
+        return self._observer.begin()
+
+    def planned(self, plan: SchedulerOutput) -> None:
+        self._observer.planned(plan)
+        if self._watched_until and plan.requests:
+            self._open[plan.step] = step_to_proto(plan, self._begun_nanos)
+
+    def done(self, plan: SchedulerOutput, update: EngineCoreOutputs) -> None:
+        self._observer.done(plan, update)
+        if self._open and (step := self._open.pop(plan.step, None)) is not None:
+            step.done_unix_nanos = time.time_ns()
+            self._done.append(step)
+
+    def ended(self, requests: Sequence[Request]) -> None:
+        self._observer.ended(requests)
+
+    def paused(self) -> None:
+        self._observer.paused()
+
+    def resumed(self) -> None:
+        self._observer.resumed()
+
+    def preempted(self, requests: Sequence[Request], cause: PreemptionCause) -> None:
+        self._observer.preempted(requests, cause)
+
+    def lost(self, preempted: Sequence[Request], lost: PoolLost | WorkersLost) -> None:
+        self._open.clear()
+        self._observer.lost(preempted, lost)
+
+    def recovered(self) -> None:
+        self._observer.recovered()
+
+    def stopped(self) -> None:
+        self._observer.stopped()
+
+    def _begin(self) -> None:
+        if self._monotonic() <= self._watched_until:
+            self._begun_nanos = time.time_ns()
+        else:
+            self._watched_until = 0.0
+            self._done.clear()
+
+
+class Activity:
+    """Answers GetActivity, with the map of blocks that the pool gives."""
+
+    def __init__(
+        self,
+        engine: EngineCore,
+        statistics: Statistics,
+        counts: StepCounts,
+        steps: WatchedSteps,
+        pool_channel: grpc.aio.Channel,
+        pool_id: str,
+    ) -> None:
+        self._engine = engine
+        self._statistics = statistics
+        self._counts = counts
+        self._steps = steps
+        self._pool = kvpool_pb2_grpc.KVPoolStub(pool_channel)
+        self._pool_id = pool_id
+
+    async def message(
+        self, request: scheduler_pb2.GetActivityRequest
+    ) -> scheduler_pb2.GetActivityResponse:
+        """What the replica does now."""
+        blocks = await self._blocks(request.max_cells) if request.max_cells else None
+        reason = self._counts.wait_reasons.current
+        return scheduler_pb2.GetActivityResponse(
+            stats=self._statistics.message(),
+            requests=requests_to_proto(self._engine, reason),
+            steps=self._steps.after(request.after_step),
+            blocks=blocks,
+        )
+
+    async def _blocks(self, max_cells: int) -> common_pb2.BlockMap | None:
+        """None while the pool does not answer, or knows no such pool."""
+        request = kvpool_pb2.GetBlocksRequest(pool_id=self._pool_id, max_cells=max_cells)
+        try:
+            answer = await self._pool.GetBlocks(request, timeout=_BLOCKS_TIMEOUT_SECONDS)
+        except grpc.aio.AioRpcError:
+            return None
+        return answer.blocks
+
+
+def step_to_proto(plan: SchedulerOutput, begun_unix_nanos: int) -> scheduler_pb2.StepActivity:
+    """A planned step. A request with one token besides its drafts decodes."""
+    num_decode = sum(
+        tokens
+        for request, tokens in zip(plan.requests, plan.num_scheduled_tokens, strict=True)
+        if tokens - len(plan.draft_token_ids.get(request, ())) == 1
+    )
+    reason = plan.wait_reason
+    return scheduler_pb2.StepActivity(
+        step=plan.step,
+        begun_unix_nanos=begun_unix_nanos,
+        num_requests=len(plan.requests),
+        num_prefill_tokens=plan.num_tokens - num_decode,
+        num_decode_tokens=num_decode,
+        keys=[request.key for request in plan.requests[:MAX_REQUESTS_OF_STEP]],
+        num_tokens=plan.num_scheduled_tokens[:MAX_REQUESTS_OF_STEP],
+        num_preemptions=len(plan.preemptions),
+        wait_reason=scheduler_pb2.WAIT_REASON_UNSPECIFIED
+        if reason is None
+        else WAIT_REASONS.to_proto(reason),
+    )
+
+
+def requests_to_proto(
+    engine: EngineCore, reason: WaitReason | None
+) -> Iterator[scheduler_pb2.RequestActivity]:
+    """The first requests that run, and that wait for `reason`."""
+    scheduler = engine.scheduler
+    for request in islice(scheduler.running, MAX_REQUESTS):
+        yield _request_to_proto(request, None)
+    waiting = chain(
+        ((request, reason) for request in scheduler.waiting),
+        ((request, WaitReason.HELD_BACK) for request in scheduler.held_back),
+    )
+    for request, why in islice(waiting, MAX_REQUESTS):
+        yield _request_to_proto(request, why)
+
+
+def _request_to_proto(request: Request, reason: WaitReason | None) -> scheduler_pb2.RequestActivity:
+    parent = parse_traceparent(request.traceparent)
+    return scheduler_pb2.RequestActivity(
+        key=request.key,
+        request_id=request.request_id,
+        state=_STATES.get(request.status, scheduler_pb2.REQUEST_STATE_UNSPECIFIED),
+        wait_reason=scheduler_pb2.WAIT_REASON_UNSPECIFIED
+        if reason is None
+        else WAIT_REASONS.to_proto(reason),
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_output_tokens=request.num_output_tokens,
+        num_computed_tokens=min(request.num_computed_tokens, request.num_tokens),
+        num_cached_tokens=request.num_cached_tokens or 0,
+        num_preemptions=request.num_preemptions,
+        queued_unix_nanos=request.queued_unix_nanos,
+        trace_id="" if parent is None else f"{parent.trace_id:032x}",
+    )

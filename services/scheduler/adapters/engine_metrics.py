@@ -1,0 +1,96 @@
+"""Prometheus metrics of an engine, read from its counts at each scrape."""
+
+from collections.abc import Iterator
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from services.common import names
+from services.common.metric_specs import histogram_family, single, value_family
+from services.scheduler.adapters.queue_watch import QueueWatch
+from services.scheduler.adapters.sessions import Sessions
+from services.scheduler.adapters.statistics import StepCounts
+from services.scheduler.core.engine_core import EngineCore, EngineState
+from services.scheduler.core.output import WaitReason
+
+_DEFERRED = frozenset({WaitReason.HELD_BACK, WaitReason.PAUSED, WaitReason.RECOVERY})
+"""vLLM's word for waits that more capacity would not end."""
+
+
+class EngineCollector(Collector):
+    """An engine's queues, steps and losses."""
+
+    def __init__(
+        self,
+        engine: EngineCore,
+        sessions: Sessions,
+        counts: StepCounts,
+        watch: QueueWatch,
+        cache_dtype: str,
+    ) -> None:
+        self._engine = engine
+        self._sessions = sessions
+        self._counts = counts
+        self._watch = watch
+        self._cache_dtype = cache_dtype
+
+    def collect(self) -> Iterator[Metric]:
+        """One family for each metric."""
+        engine, scheduler, counts = self._engine, self._engine.scheduler, self._counts
+        num_usable = scheduler.config.num_blocks - 1
+        for name, value in (
+            (names.METRIC_NUM_REQUESTS_RUNNING, len(scheduler.running)),
+            (names.METRIC_NUM_REQUESTS_WAITING, engine.num_waiting),
+            (names.METRIC_KV_CACHE_USAGE, 1 - scheduler.num_free_blocks / num_usable),
+            (names.METRIC_NUM_PREEMPTIONS, scheduler.num_preemptions),
+            (names.METRIC_LOST_TOKENS, counts.num_lost_tokens),
+            (names.METRIC_CORRUPTED_REQUESTS, self._sessions.num_corrupted),
+            (names.METRIC_QUEUE_ESTIMATE, self._watch.estimated_wait_seconds),
+            (names.METRIC_SESSIONS, len(self._sessions)),
+        ):
+            yield single(name, value)
+        steps = histogram_family(names.METRIC_STEP_SECONDS)
+        counts.step_seconds.add_to(steps)
+        yield steps
+        yield self._state()
+        yield self._recoveries()
+        yield self._cache_config()
+        yield from self._wait_reasons(engine.num_waiting)
+
+    def _state(self) -> Metric:
+        states = value_family(names.METRIC_ENGINE_STATE)
+        for state in EngineState:
+            states.add_metric([state.value], self._engine.state is state)
+        return states
+
+    def _recoveries(self) -> Metric:
+        recoveries, losses = value_family(names.METRIC_RECOVERIES), self._engine.losses
+        recoveries.add_metric(["pool"], losses.num_of_pool)
+        recoveries.add_metric(["workers"], losses.num_of_workers)
+        return recoveries
+
+    def _cache_config(self) -> Metric:
+        config, shape = self._engine.scheduler.config, value_family(names.METRIC_CACHE_CONFIG)
+        values = (
+            config.block_size,
+            config.num_blocks,
+            self._cache_dtype,
+            config.enable_prefix_caching,
+        )
+        shape.add_metric([str(value) for value in values], 1)
+        return shape
+
+    def _wait_reasons(self, num_waiting: int) -> Iterator[Metric]:
+        reasons = self._counts.wait_reasons
+        ours, steps = (
+            value_family(names.METRIC_WAITING_BY_REASON),
+            value_family(names.METRIC_WAIT_STEPS),
+        )
+        for reason in WaitReason:
+            ours.add_metric([reason.value], num_waiting if reason is reasons.current else 0)
+            steps.add_metric([reason.value], reasons.num_steps[reason])
+        theirs = value_family(names.METRIC_NUM_REQUESTS_WAITING_BY_REASON)
+        num_deferred = num_waiting if reasons.current in _DEFERRED else 0
+        theirs.add_metric(["capacity"], num_waiting - num_deferred)
+        theirs.add_metric(["deferred"], num_deferred)
+        yield from (ours, steps, theirs)

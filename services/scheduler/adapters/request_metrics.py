@@ -1,0 +1,203 @@
+"""What becomes of requests, in vLLM's histograms and counters, from the calls of the engine.
+
+In most steps every request decodes, as in the step before: then all of them have the same time
+since their last token, and it is counted once for all.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from services.common import names
+from services.common.finish_reason import FinishReason
+from services.common.histogram import Histogram
+from services.common.metric_specs import histogram_family, single, value_family
+from services.scheduler.core.output import EngineCoreOutputs, SchedulerOutput
+from services.scheduler.core.request import Request
+
+_HISTOGRAMS = (
+    names.METRIC_TIME_TO_FIRST_TOKEN,
+    names.METRIC_INTER_TOKEN_LATENCY,
+    names.METRIC_REQUEST_TIME_PER_OUTPUT_TOKEN,
+    names.METRIC_E2E_REQUEST_LATENCY,
+    names.METRIC_REQUEST_QUEUE_TIME,
+    names.METRIC_REQUEST_PREFILL_TIME,
+    names.METRIC_REQUEST_DECODE_TIME,
+    names.METRIC_REQUEST_INFERENCE_TIME,
+    names.METRIC_REQUEST_PROMPT_TOKENS,
+    names.METRIC_REQUEST_GENERATION_TOKENS,
+    names.METRIC_REQUEST_MAX_NUM_GENERATION_TOKENS,
+    names.METRIC_REQUEST_PREFILL_KV_COMPUTED_TOKENS,
+    names.METRIC_REQUEST_PARAMS_N,
+    names.METRIC_REQUEST_PARAMS_MAX_TOKENS,
+    names.METRIC_ITERATION_TOKENS,
+)
+ERROR = "error"
+_FINISHED_REASONS = (
+    FinishReason.STOP.value,
+    FinishReason.LENGTH.value,
+    FinishReason.ABORT.value,
+    FinishReason.REPETITION.value,
+    ERROR,
+)
+"""vLLM's; other reasons of ours are errors to it, and one whose time in the queue was over was
+refused.
+"""
+
+
+@dataclass(slots=True)
+class _Times:
+    """What is noted of a request, with times of the monotonic clock in seconds."""
+
+    arrived: float
+    """At the gateway, as far as its clock and this machine's agree."""
+    queued: float
+    num_output_before: int
+    """Tokens with which it came from another replica."""
+    scheduled: float | None = None
+    first_token: float | None = None
+    last_token: float = 0.0
+
+
+class RequestMetrics(Collector):
+    """Observes requests; read at each scrape."""
+
+    def __init__(
+        self,
+        monotonic: Callable[[], float] = time.monotonic,
+        unix_seconds: Callable[[], float] = time.time,
+    ) -> None:
+        self._monotonic = monotonic
+        self._unix_seconds = unix_seconds
+        self._requests: dict[Request, _Times] = {}
+        self._steady: Sequence[Request] = ()
+        """The requests of the last step, if each of them got a token in it."""
+        self._steady_at = 0.0
+        self._histograms = {name: Histogram(name) for name in _HISTOGRAMS}
+        self._num_finished: Counter[str] = Counter(dict.fromkeys(_FINISHED_REASONS, 0))
+        self._num_prompt_tokens = 0
+        self._num_cached_tokens = 0
+        self._num_generation_tokens = 0
+
+    def arrived(self, requests: Sequence[Request]) -> None:
+        """Requests were queued."""
+        now, unix = self._monotonic(), self._unix_seconds()
+        for request in requests:
+            since_queued = max(0.0, unix - request.queued_unix_nanos / 1e9)
+            since_arrival = max(since_queued, unix - request.arrival_time)
+            self._requests[request] = _Times(
+                now - since_arrival, now - since_queued, request.num_output_tokens
+            )
+
+    def planned(self, plan: SchedulerOutput) -> None:
+        """A step was decided."""
+        if plan.requests:
+            self._observe(names.METRIC_ITERATION_TOKENS, plan.num_tokens)
+        for request in plan.new:
+            times = self._requests.get(request)
+            if times is not None and times.scheduled is None:
+                times.scheduled = self._monotonic()
+                if request.num_choices:
+                    self._observe(names.METRIC_REQUEST_PARAMS_N, request.num_choices)
+
+    def done(self, plan: SchedulerOutput, update: EngineCoreOutputs) -> None:
+        """A step's tokens have arrived."""
+        now = self._monotonic()
+        num_tokens = sum(map(len, filter(None, update.token_ids)))
+        self._num_generation_tokens += num_tokens
+        each_got_one = num_tokens == len(plan.requests) and all(update.token_ids)
+        if each_got_one and not update.ended and plan.requests == self._steady:
+            latency = self._histograms[names.METRIC_INTER_TOKEN_LATENCY]
+            latency.observe(now - self._steady_at, num_tokens)
+            self._steady_at = now
+            return
+        self._leave_steady()
+        for request, tokens in zip(plan.requests, update.token_ids, strict=True):
+            if tokens and (times := self._requests.get(request)) is not None:
+                self._got(request, times, len(tokens), now)
+        self.ended(update.ended)
+        if each_got_one and not update.ended:
+            self._steady, self._steady_at = plan.requests, now
+
+    def ended(self, requests: Iterable[Request]) -> None:
+        """Requests ended."""
+        if self._steady:
+            self._leave_steady()
+        for request in requests:
+            times = self._requests.pop(request, None)
+            if times is not None and request.finish_reason is not FinishReason.QUEUE_TIMEOUT:
+                self._ended(request, times)
+
+    def collect(self) -> Iterator[Metric]:
+        """One family for each metric."""
+        for name, histogram in self._histograms.items():
+            family = histogram_family(name)
+            histogram.add_to(family)
+            yield family
+        finished = value_family(names.METRIC_REQUEST_SUCCESS)
+        for reason in _FINISHED_REASONS:
+            finished.add_metric([reason], self._num_finished[reason])
+        yield finished
+        num_prompt, num_cached = self._num_prompt_tokens, self._num_cached_tokens
+        yield single(names.METRIC_PROMPT_TOKENS, num_prompt)
+        yield single(names.METRIC_PROMPT_TOKENS_CACHED, num_cached)
+        yield single(names.METRIC_GENERATION_TOKENS, self._num_generation_tokens)
+        sources = value_family(names.METRIC_PROMPT_TOKENS_BY_SOURCE)
+        sources.add_metric(["local_compute"], num_prompt - num_cached)
+        sources.add_metric(["local_cache_hit"], num_cached)
+        yield sources
+
+    def _observe(self, name: str, value: float) -> None:
+        self._histograms[name].observe(value)
+
+    def _leave_steady(self) -> None:
+        for request in self._steady:
+            if (times := self._requests.get(request)) is not None:
+                times.last_token = self._steady_at
+        self._steady = ()
+
+    def _got(self, request: Request, times: _Times, num_tokens: int, now: float) -> None:
+        if times.first_token is not None:
+            latency = self._histograms[names.METRIC_INTER_TOKEN_LATENCY]
+            latency.observe((now - times.last_token) / num_tokens, num_tokens)
+        else:
+            times.first_token = now
+            if not times.num_output_before:  # otherwise the replica before has counted them
+                self._observe(names.METRIC_TIME_TO_FIRST_TOKEN, now - times.arrived)
+                self._num_prompt_tokens += request.num_prompt_tokens
+                self._num_cached_tokens += _num_cached(request)
+        times.last_token = now
+
+    def _ended(self, request: Request, times: _Times) -> None:
+        reason = ERROR if request.finish_reason is None else request.finish_reason.value
+        self._num_finished[reason if reason in _FINISHED_REASONS else ERROR] += 1
+        if times.scheduled is None:
+            return
+        scheduled, first, last = times.scheduled, times.first_token, times.last_token
+        self._observe(names.METRIC_E2E_REQUEST_LATENCY, self._monotonic() - times.arrived)
+        self._observe(names.METRIC_REQUEST_QUEUE_TIME, scheduled - times.queued)
+        num_generated = request.num_output_tokens - times.num_output_before
+        if first is not None:
+            self._observe(names.METRIC_REQUEST_PREFILL_TIME, first - scheduled)
+            self._observe(names.METRIC_REQUEST_DECODE_TIME, last - first)
+            self._observe(names.METRIC_REQUEST_INFERENCE_TIME, last - scheduled)
+            if num_generated > 1:
+                mean = (last - first) / (num_generated - 1)
+                self._observe(names.METRIC_REQUEST_TIME_PER_OUTPUT_TOKEN, mean)
+        num_prompt = request.num_prompt_tokens
+        self._observe(names.METRIC_REQUEST_PROMPT_TOKENS, num_prompt)
+        computed = num_prompt - _num_cached(request)
+        self._observe(names.METRIC_REQUEST_PREFILL_KV_COMPUTED_TOKENS, computed)
+        self._observe(names.METRIC_REQUEST_GENERATION_TOKENS, num_generated)
+        self._observe(names.METRIC_REQUEST_MAX_NUM_GENERATION_TOKENS, num_generated)
+        if request.sampling.max_tokens is not None:
+            self._observe(names.METRIC_REQUEST_PARAMS_MAX_TOKENS, request.sampling.max_tokens)
+
+
+def _num_cached(request: Request) -> int:
+    """Tokens of the prompt that were cached; it may have come with output that was, too."""
+    return min(request.num_cached_tokens or 0, request.num_prompt_tokens)

@@ -1,0 +1,277 @@
+"""Keeps the timeline of every request, from the calls of the engine to its observer.
+
+A step costs what changes in it: chunks of prompts, admissions, ends. Requests that decode are not
+looked at; they take differences of sums over steps when their phase ends.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from services.common import names
+from services.scheduler.adapters.step_sums import StepSums
+from services.scheduler.adapters.wait_reasons import ReasonChange, WaitReasons, WaitStart
+from services.scheduler.core.output import (
+    EngineCoreOutputs,
+    Preemption,
+    PreemptionCause,
+    SchedulerOutput,
+)
+from services.scheduler.core.request import Request
+from services.scheduler.core.timeline import (
+    Chunk,
+    Interruption,
+    Phase,
+    PhaseKind,
+    StepTotals,
+    Timeline,
+)
+
+_LOSSES = (PreemptionCause.POOL_LOST, PreemptionCause.WORKERS_LOST)
+
+
+@dataclass(slots=True, eq=False)
+class Tracked:
+    """A request and its timeline."""
+
+    request: Request
+    timeline: Timeline
+    waiting: WaitStart | None
+    """While it waits: since when."""
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """A step from its planning to its tokens."""
+
+    begun: int
+    chunks: list[tuple[int, Tracked, Phase, int]] = field(default_factory=list)
+    """Of requests in their prefill: index in the plan, request, phase, tokens."""
+    num_tokens: int = 0
+    passed_over: list[Phase] = field(default_factory=list)
+    """Decoding phases of requests that the step left out."""
+
+
+class RequestTimelines:
+    """Timelines of requests that have not ended."""
+
+    def __init__(self, reasons: WaitReasons) -> None:
+        self.sums = StepSums()
+        self._reasons = reasons
+        self._live: dict[Request, Tracked] = {}
+        self._running: dict[Request, Tracked] = {}
+        self._prefilling: dict[Request, Tracked] = {}
+        self._paused_at: int | None = None
+
+    @property
+    def requests(self) -> list[Request]:
+        """Those whose timelines are open."""
+        return list(self._live)
+
+    def arrived(self, request: Request, now: int) -> Tracked:
+        """Begins the timeline of a request that was queued."""
+        tracked = Tracked(
+            request, Timeline(request.queued_unix_nanos or now), self._reasons.begin(now)
+        )
+        tracked.timeline.current.num_output_tokens = request.num_output_tokens
+        if request.hashed_unix_nanos:
+            since = [(tracked.timeline.queued, names.WAIT_HASHING)]
+            tracked.timeline.wait(since, request.hashed_unix_nanos)
+        self._live[request] = tracked
+        return tracked
+
+    def planned(self, plan: SchedulerOutput, step: StepRecord, now: int) -> None:
+        """Notes who is admitted, preempted, passed over, and gets a chunk. The reason for which
+        requests still wait is noted after it.
+        """
+        for request in (*plan.new, *plan.resumed):
+            self._admit(request, plan.step, now)
+        for preemption in plan.preemptions:
+            self._preempted_for(preemption, plan.step, now)
+        step.num_tokens = plan.num_tokens
+        if self._prefilling:
+            self._note_chunks(plan, step)
+        if len(plan.requests) < len(self._running):
+            self._note_passed_over(plan, step)
+
+    def done(
+        self, plan: SchedulerOutput, step: StepRecord, update: EngineCoreOutputs, now: int
+    ) -> list[Tracked]:
+        """Notes a step's tokens; returns the requests that ended by it."""
+        last_done = self.sums.last_done_nanos
+        nanos = max(0, now - max(last_done, step.begun))
+        compute = min(update.execute_nanos, nanos)
+        # Others may have got tokens since, or have been interrupted.
+        in_prefill = [chunk for chunk in step.chunks if chunk[1].timeline.current is chunk[2]]
+        num_prompt_tokens = sum(num_tokens for *_, num_tokens in in_prefill)
+        prompt_nanos = compute * num_prompt_tokens // max(1, step.num_tokens)
+        totals = StepTotals(1, nanos, compute, prompt_nanos, len(plan.requests))
+        self.sums.add(plan.step, totals, now)
+        for phase in step.passed_over:
+            if not phase.end:
+                phase.behind = phase.behind.plus(totals)
+        for _, tracked, _, num_tokens in in_prefill:
+            chunk = Chunk(
+                last_done,
+                now,
+                plan.step,
+                plan.step,
+                1,
+                num_tokens,
+                step.num_tokens,
+                len(plan.requests),
+                compute,
+            )
+            tracked.timeline.add_chunk(chunk, names.WAIT_STEP_AHEAD)
+        for index, tracked, phase, _ in step.chunks:
+            if update.token_ids[index]:
+                self._got_tokens(tracked, phase, now)
+        return [ended for request in update.ended if (ended := self.end(request, now)) is not None]
+
+    def end(self, request: Request, now: int) -> Tracked | None:
+        """Ends the timeline of a request, and notes its times."""
+        tracked = self._live.pop(request, None)
+        if tracked is None:
+            return None
+        self._leave_phase(tracked, now)
+        self._running.pop(request, None)
+        tracked.timeline.finish(now)
+        request.times = tracked.timeline.times()
+        return tracked
+
+    def paused(self, now: int) -> None:
+        """No step is planned from here on."""
+        if self._paused_at is None:
+            self._paused_at = now
+
+    def resumed(self, now: int, *, stood_still: bool) -> None:
+        """Steps are planned again: requests that hold blocks go on. If steps are still in flight,
+        these were not held up.
+        """
+        running = self._running.values() if self._paused_at is not None and stood_still else ()
+        for tracked in running:
+            kind = tracked.timeline.current.kind
+            self._leave_phase(tracked, now)
+            if tracked.timeline.current.kind is PhaseKind.PAUSE:
+                self._enter_running(tracked, kind, now)
+        self._paused_at = None
+
+    def preempted(
+        self, requests: Iterable[Request], cause: PreemptionCause, now: int, message: str = ""
+    ) -> None:
+        """Requests that ran wait again, for a reason that is no other request."""
+        kind = PhaseKind.RECOVERY if cause in _LOSSES else PhaseKind.PREEMPTED
+        for request in requests:
+            self._interrupt(request, Interruption(kind, cause.value, message=message), now)
+
+    def _admit(self, request: Request, step: int, now: int) -> None:
+        tracked = self._live.get(request)
+        if tracked is None:
+            return
+        self._leave_phase(tracked, now)
+        tracked.timeline.admit(step, now)
+        self._running[request] = self._prefilling[request] = tracked
+
+    def _preempted_for(self, preemption: Preemption, step: int, now: int) -> None:
+        interruption = Interruption(
+            PhaseKind.PREEMPTED,
+            PreemptionCause.NO_BLOCKS.value,
+            step,
+            preemption.cause.request_id,
+            preemption.num_lost_tokens,
+        )
+        self._interrupt(preemption.victim, interruption, now)
+
+    def _interrupt(self, request: Request, interruption: Interruption, now: int) -> None:
+        tracked = self._running.get(request)
+        if tracked is None:
+            return
+        timeline, end = tracked.timeline, now
+        if interruption.kind is PhaseKind.RECOVERY:
+            # What a lost step computed is lost with it: the phase ends with the tokens before.
+            end = min(now, max(timeline.covered_until, self.sums.last_done_nanos))
+        self._leave_phase(tracked, now if self._paused_at is not None else end)
+        if timeline.current.kind is PhaseKind.PAUSE:
+            end = now
+        timeline.enter(interruption.kind, end).interruption = interruption
+        if end < now:
+            timeline.wait([(end, names.WAIT_LOST_STEP)], now)
+        tracked.waiting = self._reasons.begin(now)
+        del self._running[request]
+
+    def _note_chunks(self, plan: SchedulerOutput, step: StepRecord) -> None:
+        for index, (request, num_tokens) in enumerate(
+            zip(plan.requests, plan.num_scheduled_tokens, strict=True)
+        ):
+            tracked = self._prefilling.get(request)
+            if tracked is not None:
+                step.chunks.append((index, tracked, tracked.timeline.current, num_tokens))
+
+    def _note_passed_over(self, plan: SchedulerOutput, step: StepRecord) -> None:
+        for request in self._running.keys() - set(plan.requests):
+            phase = self._running[request].timeline.current
+            if phase.kind is PhaseKind.DECODE:
+                step.passed_over.append(phase)
+
+    def _got_tokens(self, tracked: Tracked, phase: Phase, now: int) -> None:
+        """The first tokens of a prefill: it decodes from here on, unless it was preempted."""
+        if tracked.timeline.first_token is None:
+            tracked.timeline.first_token = now
+        if tracked.timeline.current is phase:
+            self._leave_phase(tracked, now)
+            self._enter_running(tracked, PhaseKind.DECODE, now)
+
+    def _enter_running(self, tracked: Tracked, kind: PhaseKind, now: int) -> None:
+        phase = tracked.timeline.enter(kind, now)
+        phase.first_step = self.sums.last_step + 1
+        if kind is PhaseKind.DECODE:
+            phase.totals = self.sums.totals
+            phase.num_output_tokens = tracked.request.num_output_tokens
+        else:
+            self._prefilling[tracked.request] = tracked
+
+    def _leave_phase(self, tracked: Tracked, now: int) -> None:
+        """Fills in what is known at the end of a phase, and adds the pause that it was in."""
+        timeline = tracked.timeline
+        paused = self._paused_at if tracked.request in self._running else None
+        end = now if paused is None else min(now, max(paused, self.sums.last_done_nanos))
+        match timeline.current.kind:
+            case PhaseKind.DECODE:
+                self._close_decode(tracked)
+            case PhaseKind.PREFILL:
+                self._close_prefill(tracked, end)
+            case _ if tracked.waiting is not None:
+                timeline.wait(_reason_starts(self._reasons, tracked.waiting), now)
+                tracked.waiting = None
+        if end < now:
+            timeline.enter(PhaseKind.PAUSE, end)
+
+    def _close_decode(self, tracked: Tracked) -> None:
+        phase, sums = tracked.timeline.current, self.sums
+        phase.totals = sums.totals.minus(phase.totals)
+        phase.last_step = sums.last_step
+        phase.max_requests = sums.max_requests_since(phase.first_step)
+        phase.num_output_tokens = tracked.request.num_output_tokens - phase.num_output_tokens
+
+    def _close_prefill(self, tracked: Tracked, end: int) -> None:
+        """The chunk in flight, if there is one, is cut short."""
+        self._prefilling.pop(tracked.request, None)
+        timeline, last_step = tracked.timeline, self.sums.last_step
+        timeline.current.last_step = last_step
+        if end > timeline.covered_until:
+            start = min(self.sums.last_done_nanos, end)
+            cut = Chunk(start, end, last_step + 1, last_step + 1, 0, 0, 0, 0, 0)
+            timeline.add_chunk(cut, names.WAIT_STEP_AHEAD)
+
+
+def _reason_starts(reasons: WaitReasons, waiting: WaitStart) -> Sequence[tuple[int, str]]:
+    """Why a request waited, each reason with its beginning. Until a step was planned in which it
+    was not admitted, it waits for the next step.
+    """
+    changes: list[ReasonChange] = reasons.changes_since(waiting)
+    starts = [(change.unix_nanos, change.reason.value) for change in changes]
+    if changes and changes[0].unix_nanos == waiting.unix_nanos:
+        return starts
+    first, steps = names.WAIT_NEXT_STEP, reasons.steps_since(waiting)
+    if steps and reasons.has_forgotten(waiting):
+        first = max(steps, key=steps.__getitem__).value
+    return [(waiting.unix_nanos, first), *starts]

@@ -1,0 +1,295 @@
+"""Where the time of a request goes at a replica: phases that follow each other without a gap.
+
+A timeline is a few numbers for each phase. It is kept for every request, and becomes spans only if
+the request is traced. Its times are nanoseconds since the epoch, which callers pass in.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import pairwise
+from operator import add, sub
+from typing import NamedTuple
+
+MAX_PHASES = 64
+"""Of more, the oldest after the queue become one."""
+MAX_WAITS = 16
+"""Of more in one phase, those next to each other become one."""
+MAX_CHUNKS = 32
+"""Of twice as many in one phase, those next to each other become one."""
+
+
+class PhaseKind(Enum):
+    """What a request does."""
+
+    QUEUE = "queue"
+    """It waits for its first admission."""
+    PREFILL = "prefill"
+    """Chunks of its tokens are computed until one can be sampled; again after an interruption."""
+    DECODE = "decode"
+    """It gets tokens."""
+    PREEMPTED = "preempted"
+    """Its blocks were taken away; it waits to be admitted again."""
+    RECOVERY = "recovery"
+    """Pool or workers were lost; it waits for others, and to be admitted again."""
+    PAUSE = "pause"
+    """It keeps its blocks while the engine is paused."""
+    SEVERAL = "several"
+    """What was merged, since there were too many phases."""
+
+
+class StepTotals(NamedTuple):
+    """Sums over steps. What a request had of them is a difference of two."""
+
+    num_steps: int = 0
+    nanos: int = 0
+    """From the end of the step before, or from the planning if that was later, to the tokens."""
+    compute_nanos: int = 0
+    """Of that, the workers computed."""
+    prompt_nanos: int = 0
+    """Of that, the share of tokens of requests in their prefill."""
+    num_requests: int = 0
+    """Sizes of the batches."""
+
+    def plus(self, other: "StepTotals") -> "StepTotals":
+        """The sums of both."""
+        return StepTotals(*map(add, self, other))
+
+    def minus(self, other: "StepTotals") -> "StepTotals":
+        """What is in this one and not in the other, earlier one."""
+        return StepTotals(*map(sub, self, other))
+
+
+NO_STEPS = StepTotals()
+
+
+@dataclass(slots=True)
+class Wait:
+    """A part of a phase in which a request waits."""
+
+    start: int
+    end: int
+    reasons: dict[str, int]
+    """Nanoseconds by reason; several after merging."""
+
+    @property
+    def reason(self) -> str:
+        """The reason of most of it."""
+        return max(self.reasons, key=self.reasons.__getitem__)
+
+    def merge(self, later: "Wait") -> None:
+        """Adds a wait that follows this one."""
+        self.end = later.end
+        for reason, nanos in later.reasons.items():
+            self.reasons[reason] = self.reasons.get(reason, 0) + nanos
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Tokens of a request in its prefill that a step computed, or several steps after merging."""
+
+    start: int
+    end: int
+    first_step: int
+    last_step: int
+    num_steps: int
+    num_tokens: int
+    num_step_tokens: int
+    """Tokens of all requests of the step."""
+    num_requests: int
+    """Requests in the step."""
+    compute_nanos: int
+    """For which the workers computed, all requests of the step together."""
+    wait_nanos: int = 0
+    """Of waits that were merged into it."""
+
+    def merge(self, later: "Chunk | Wait") -> None:
+        """Adds a part that follows this one."""
+        if isinstance(later, Wait):
+            self.wait_nanos += later.end - later.start
+        else:
+            self.last_step = later.last_step
+            self.num_steps += later.num_steps
+            self.num_tokens += later.num_tokens
+            self.num_step_tokens += later.num_step_tokens
+            self.num_requests = max(self.num_requests, later.num_requests)
+            self.compute_nanos += later.compute_nanos
+            self.wait_nanos += later.wait_nanos
+        self.end = later.end
+
+
+@dataclass(frozen=True, slots=True)
+class Interruption:
+    """Why a request stopped to run though it had not ended."""
+
+    kind: PhaseKind
+    cause: str
+    step: int | None = None
+    preempted_for: str = ""
+    """Id of the request that needed the blocks."""
+    num_lost_tokens: int = 0
+    message: str = ""
+
+
+@dataclass(slots=True)
+class Phase:
+    """A part of a request's time."""
+
+    kind: PhaseKind
+    start: int
+    end: int = 0
+    parts: list[Wait | Chunk] = field(default_factory=list)
+    """Of a wait its reasons, of a prefill its chunks and what it waited for; without a gap."""
+    interruption: Interruption | None = None
+    first_step: int = 0
+    last_step: int = 0
+    num_output_tokens: int = 0
+    """Known at the beginning; after the end, those that came in it."""
+    totals: StepTotals = NO_STEPS
+    """At the beginning; after the end, of the steps in it."""
+    behind: StepTotals = NO_STEPS
+    """Of these, the steps in which it had no part."""
+    max_requests: int = 0
+    """Largest batch."""
+    merged: dict[PhaseKind, int] = field(default_factory=dict)
+    """Nanoseconds by kind of the phases that were merged into it."""
+
+    @property
+    def nanos(self) -> int:
+        """How long it took."""
+        return self.end - self.start
+
+
+class RequestTimes(NamedTuple):
+    """Where the time of a request went; the first three add up to all of it. vLLM's meaning."""
+
+    queue_nanos: int
+    prefill_nanos: int
+    decode_nanos: int
+    interrupted_nanos: int
+    """Of prefill and decode, the time in which it did not run."""
+
+
+@dataclass(slots=True)
+class Timeline:
+    """The phases of one request; the last one is open until `finish`."""
+
+    queued: int
+    phases: list[Phase] = field(init=False)
+    admitted: int | None = None
+    first_token: int | None = None
+    interrupted_nanos: int = 0
+
+    def __post_init__(self) -> None:
+        self.phases = [Phase(PhaseKind.QUEUE, self.queued)]
+
+    @property
+    def current(self) -> Phase:
+        """The open phase; after `finish` the last one."""
+        return self.phases[-1]
+
+    @property
+    def covered_until(self) -> int:
+        """The end of the last part of the open phase."""
+        phase = self.current
+        return phase.parts[-1].end if phase.parts else phase.start
+
+    def enter(self, kind: PhaseKind, now: int) -> Phase:
+        """Ends the open phase and begins another one."""
+        now = self._end_phase(now)
+        if len(self.phases) >= MAX_PHASES:
+            self._merge_oldest()
+        self.phases.append(Phase(kind, now))
+        return self.current
+
+    def admit(self, step: int, now: int) -> None:
+        """It leaves a queue; its tokens are computed from `step` on."""
+        if self.admitted is None:
+            self.admitted = now
+        self.enter(PhaseKind.PREFILL, now).first_step = step
+
+    def wait(self, changes: Sequence[tuple[int, str]], now: int) -> None:
+        """Explains the open phase up to now by the reasons since its last part, each with its
+        beginning.
+        """
+        if not changes:
+            return
+        starts = [max(self.covered_until, min(start, now)) for start, _ in changes]
+        starts[0] = self.covered_until
+        waits = [
+            Wait(start, end, {reason: end - start})
+            for (start, end), (_, reason) in zip(pairwise([*starts, now]), changes, strict=True)
+            if end > start
+        ]
+        self.current.parts += _merged_waits(waits)
+
+    def add_chunk(self, chunk: Chunk, wait_reason: str) -> None:
+        """Adds a chunk to the prefill; the time before it is a wait."""
+        parts, covered = self.current.parts, self.covered_until
+        chunk.end = max(covered, chunk.end)
+        chunk.start = min(max(covered, chunk.start), chunk.end)
+        if chunk.start > covered:
+            parts.append(Wait(covered, chunk.start, {wait_reason: chunk.start - covered}))
+        parts.append(chunk)
+        if len(parts) >= 2 * MAX_CHUNKS:
+            parts[:] = _merged_chunks(parts)
+
+    def finish(self, now: int) -> None:
+        """The request has ended."""
+        self._end_phase(now)
+
+    def times(self) -> RequestTimes:
+        """Where the time went, once it has ended."""
+        end = self.current.end
+        admitted = end if self.admitted is None else self.admitted
+        first_token = end if self.first_token is None else self.first_token
+        return RequestTimes(
+            admitted - self.queued,
+            first_token - admitted,
+            end - first_token,
+            self.interrupted_nanos,
+        )
+
+    def _end_phase(self, now: int) -> int:
+        phase = self.current
+        phase.end = now = max(now, self.covered_until)
+        if phase.kind in (PhaseKind.PREEMPTED, PhaseKind.RECOVERY, PhaseKind.PAUSE):
+            self.interrupted_nanos += phase.nanos
+        return now
+
+    def _merge_oldest(self) -> None:
+        """Merges the first two phases after the queue."""
+        merged, later = self.phases[1:3]
+        if merged.kind is not PhaseKind.SEVERAL:
+            merged = Phase(PhaseKind.SEVERAL, merged.start, merged={merged.kind: merged.nanos})
+        merged.end = later.end
+        merged.merged[later.kind] = merged.merged.get(later.kind, 0) + later.nanos
+        self.phases[1:3] = [merged]
+
+
+def _merged_waits(waits: list[Wait]) -> list[Wait]:
+    """MAX_WAITS at most: each of those given is merged into the first one of its group."""
+    size = max(1, -(-len(waits) // MAX_WAITS))
+    for begin in range(0, len(waits), size):
+        for later in waits[begin + 1 : begin + size]:
+            waits[begin].merge(later)
+    return waits[::size]
+
+
+def _merged_chunks(parts: Sequence[Wait | Chunk]) -> list[Wait | Chunk]:
+    """Half as many chunks; the waits between two that become one are part of it."""
+    merged: list[Wait | Chunk] = []
+    pending: list[Wait | Chunk] = []
+    is_open = False
+    for part in parts:
+        if isinstance(part, Wait):
+            pending.append(part)
+        elif is_open and isinstance(merged[-1], Chunk):
+            for waited in pending:
+                merged[-1].merge(waited)
+            merged[-1].merge(part)
+            pending, is_open = [], False
+        else:
+            merged += [*pending, part]
+            pending, is_open = [], True
+    return merged + pending

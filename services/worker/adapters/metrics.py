@@ -1,0 +1,53 @@
+"""Prometheus metrics of a worker, read from its counts at each scrape."""
+
+from collections.abc import Iterator
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from services.common import names
+from services.common.histogram import Histogram
+from services.common.metric_specs import histogram_family, single, summary_family
+from services.worker.core.worker import WorkerDescription
+
+
+class WorkerMetrics(Collector):
+    """Counts of steps. Without a model there is only that no stream was opened."""
+
+    def __init__(self) -> None:
+        self._description: WorkerDescription | None = None
+        self._num_streams = 0
+        self._num_tokens = 0
+        self._execute = Histogram(names.METRIC_WORKER_STEP_SECONDS)
+        self._num_waits = 0
+        self._wait_nanos = 0
+
+    def loaded(self, description: WorkerDescription) -> None:
+        """The model is loaded."""
+        self._description = description
+
+    def stream_opened(self) -> None:
+        """A scheduler opened a stream of steps."""
+        self._num_streams += 1
+
+    def stepped(self, num_tokens: int, queue_nanos: int, execute_nanos: int) -> None:
+        """A step was run that computed so many tokens."""
+        self._num_tokens += num_tokens
+        self._num_waits += 1
+        self._wait_nanos += queue_nanos
+        self._execute.observe(execute_nanos / 1e9)
+
+    def collect(self) -> Iterator[Metric]:
+        """One family for each metric."""
+        yield single(names.METRIC_WORKER_STREAMS, self._num_streams)
+        if self._description is None:
+            return
+        size = self._description.num_blocks * self._description.bytes_per_block
+        yield single(names.METRIC_WORKER_KV_CACHE_BYTES, size)
+        yield single(names.METRIC_WORKER_TOKENS, self._num_tokens)
+        steps = histogram_family(names.METRIC_WORKER_STEP_SECONDS)
+        self._execute.add_to(steps)
+        yield steps
+        waits = summary_family(names.METRIC_WORKER_STEP_WAIT_SECONDS)
+        waits.add_metric((), self._num_waits, self._wait_nanos / 1e9)
+        yield waits

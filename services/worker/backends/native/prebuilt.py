@@ -1,0 +1,94 @@
+"""Kernels that were compiled ahead for kinds of processors, as the images of the worker hold them.
+
+    python -m services.worker.backends.native.prebuilt DIRECTORY
+
+compiles them, with a C++ compiler and without torch. Each kind has a directory of its own, with the
+OpenMP library that the kernels need.
+"""
+
+import ctypes
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.worker.backends.native.cached_library import CachedLibrary
+
+NAME = "stepwell_kernels"
+SOURCES = Path(__file__).parent / "cpp"
+DIRECTORY = Path(__file__).parent / "prebuilt"
+"""Where they are looked for. A source tree has none."""
+FLAGS = (
+    *("-O3", "-std=gnu++20", "-fopenmp", "-fno-math-errno", "-w"),
+    "-ffp-contract=off",  # see cpp/vector.h
+)
+"""Flags of the compiler, for any processor."""
+X86 = ("x86_64", "AMD64")
+"""Names of the machines that there are kernels for."""
+_OPENMP = "libgomp.so.1"
+_V3 = frozenset({"avx", "avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"})
+_V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of processor: the compiler's flags for it, and the features that it has, by Linux's
+    names.
+    """
+
+    name: str
+    flags: tuple[str, ...]
+    features: frozenset[str]
+
+
+KINDS = (
+    Kind("avx512-bf16", ("-march=x86-64-v4", "-mavx512bf16"), _V4 | {"avx512_bf16"}),
+    Kind("avx512", ("-march=x86-64-v4",), _V4),
+    Kind("avx2", ("-march=x86-64-v3",), _V3),
+)
+"""The best one first."""
+
+
+def load_prebuilt(features: Collection[str], directory: Path = DIRECTORY) -> ctypes.CDLL | None:
+    """The best library for a processor with these features; None if there is none, or it is not
+    complete. Raises OSError if it cannot be loaded.
+    """
+    for kind in KINDS:
+        if kind.features <= frozenset(features):
+            library = CachedLibrary(directory / kind.name, NAME).load()
+            if library is not None:
+                return library
+    return None
+
+
+def build(directory: Path, kinds: Collection[Kind] = KINDS) -> None:
+    """Compiles the kernels of each kind. Raises CalledProcessError."""
+    compiler = os.environ.get("CXX", "c++")
+    sources = sorted(str(path) for path in SOURCES.glob("*.cpp"))
+    asked = subprocess.run(
+        [compiler, f"-print-file-name={_OPENMP}"], check=True, capture_output=True, text=True
+    )
+    for kind in kinds:
+        with tempfile.TemporaryDirectory() as temporary:
+            compiled = Path(temporary) / f"{NAME}.so"
+            flags = (*FLAGS, *kind.flags, "-shared", "-fPIC", "-Wl,-rpath,$ORIGIN")
+            subprocess.run([compiler, *flags, *sources, "-o", str(compiled)], check=True)
+            CachedLibrary(directory / kind.name, NAME).put(compiled)
+        shutil.copyfile(asked.stdout.strip(), directory / kind.name / _OPENMP)
+
+
+def main() -> None:
+    """Compiles what this machine's architecture has kernels for: on others than x86 nothing."""
+    directory = Path(sys.argv[1])
+    directory.mkdir(parents=True, exist_ok=True)
+    if platform.machine() in X86:
+        build(directory)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""Authorities and certificates, made for a test."""
+
+import datetime
+import ipaddress
+import os
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cryptography")
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
+
+from services.common.certificate_watch import CertificateWatch
+from services.common.certificates import CertificateFiles, PemFile
+from services.common.tls import Tls
+
+ONE_DAY = 86_400.0
+LOOPBACK = ("127.0.0.1", "localhost")
+
+
+@dataclass(frozen=True)
+class Issued:
+    """A certificate and its key, PEM."""
+
+    chain: bytes
+    key: bytes
+
+
+class Authority:
+    """Issues certificates, valid from an hour ago on."""
+
+    def __init__(self, name: str = "an authority") -> None:
+        self._key = ec.generate_private_key(ec.SECP256R1())
+        self._name = _name(name)
+        certificate = (
+            _builder(self._name, self._name, self._key, 30 * ONE_DAY)
+            .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+            .sign(self._key, hashes.SHA256())
+        )
+        self.pem = certificate.public_bytes(Encoding.PEM)
+
+    def issue(self, *names: str, seconds: float = ONE_DAY) -> Issued:
+        """For DNS names, addresses and URIs, valid for so many seconds from now."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        subject_names = x509.SubjectAlternativeName([_subject_name(name) for name in names])
+        certificate = (
+            _builder(_name(names[0] if names else "nobody"), self._name, key, seconds)
+            .add_extension(subject_names, critical=False)
+            .sign(self._key, hashes.SHA256())
+        )
+        pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        return Issued(certificate.public_bytes(Encoding.PEM), pem)
+
+
+@dataclass(frozen=True)
+class Files:
+    """A certificate's files in a directory, which exist once they were written."""
+
+    directory: Path
+
+    @property
+    def cert(self) -> Path:
+        return self.directory / "tls.crt"
+
+    @property
+    def key(self) -> Path:
+        return self.directory / "tls.key"
+
+    @property
+    def ca(self) -> Path:
+        return self.directory / "ca.crt"
+
+    def write(self, issued: Issued, *trusted: Authority) -> "Files":
+        """Replaces each file at once; without authorities the file of authorities stays."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        contents = {self.cert: issued.chain, self.key: issued.key}
+        if trusted:
+            contents[self.ca] = b"".join(authority.pem for authority in trusted)
+        for path, pem in contents.items():
+            new = path.with_suffix(".new")
+            new.write_bytes(pem)
+            new.replace(path)
+        return self
+
+    def files(self, *, mutual: bool = True) -> CertificateFiles:
+        return CertificateFiles(
+            PemFile("internal_tls_cert_file", self.cert),
+            PemFile("internal_tls_key_file", self.key),
+            PemFile("internal_tls_ca_file", self.ca) if mutual else None,
+        )
+
+    def tls(self, *allowed: str, server_name: str | None = None, mutual: bool = True) -> Tls:
+        """TLS with them; nothing looks at the files again but `watch.look()`."""
+        watch = CertificateWatch("internal", self.files(mutual=mutual))
+        return Tls(watch, frozenset(allowed), server_name)
+
+    def settings(self, prefix: str = "internal_tls", ca: str = "ca") -> dict[str, Path]:
+        """The settings of a service that name the files."""
+        return {
+            f"{prefix}_cert_file": self.cert,
+            f"{prefix}_key_file": self.key,
+            f"{prefix}_{ca}_file": self.ca,
+        }
+
+    def client_context(self) -> ssl.SSLContext:
+        """What a client of Python's ssl uses to show the certificate, and to trust."""
+        context = ssl.create_default_context(cafile=self.ca)
+        context.load_cert_chain(self.cert, self.key)
+        return context
+
+
+class SwappedDirectory:
+    """A directory as Kubernetes mounts a secret: each file is a link into `..data`, a link to
+    a directory, and swapped as a whole.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.files = Files(directory)
+        self._number = 0
+        directory.mkdir(parents=True)
+        for path in (self.files.cert, self.files.key, self.files.ca):
+            path.symlink_to(Path("..data") / path.name)
+
+    def swap(self, issued: Issued, *trusted: Authority) -> Files:
+        """Replaces all files at once."""
+        self._number += 1
+        version = Path(f"..version-{self._number}")
+        Files(self.files.directory / version).write(issued, *trusted)
+        link = self.files.directory / "..data_tmp"
+        link.symlink_to(version)
+        os.replace(link, self.files.directory / "..data")  # noqa: PTH105 - it is about the link
+        return self.files
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, seconds: float
+) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(hours=1))
+        .not_valid_after(now + datetime.timedelta(seconds=seconds))
+    )
+
+
+def _name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[:64])])
+
+
+def _subject_name(name: str) -> x509.GeneralName:
+    if "://" in name:
+        return x509.UniformResourceIdentifier(name)
+    try:
+        return x509.IPAddress(ipaddress.ip_address(name))
+    except ValueError:
+        return x509.DNSName(name)

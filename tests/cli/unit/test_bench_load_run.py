@@ -1,0 +1,154 @@
+"""The loops of a load, in virtual time, against a server that takes as long as it is told."""
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from services.cli.bench.core.budget import Budget
+from services.cli.bench.core.load_run import LoadRun
+from services.cli.bench.core.record import Failure, RequestRecord
+from services.cli.bench.core.session import Message, Session, Turn
+from tests.cli.virtual_time import LoopClock, run
+
+
+class FakeServer:
+    """Answers after the seconds that `latency` gives for the number of the request; one at a time
+    if `serial`. `bodies` has what it was asked, in order.
+    """
+
+    def __init__(self, latency: Callable[[int], float], *, serial: bool = False) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self._latency = latency
+        self._turn = asyncio.Semaphore(1 if serial else 10**6)
+
+    def encode(self, fields: dict[str, Any], output_len: int) -> bytes:
+        return json.dumps({**fields, "max_tokens": output_len}).encode()
+
+    async def send(self, request: bytes, record: RequestRecord, *, keep_answer: bool) -> str | None:
+        now = asyncio.get_running_loop().time
+        record.sent = now()
+        self.bodies.append(json.loads(request))
+        async with self._turn:
+            latency = self._latency(record.number)
+            await asyncio.sleep(abs(latency))
+        if latency < 0:
+            record.failure = Failure("http 500")
+            return None
+        record.token_times.append(now())
+        record.ended = now()
+        return f" answer {record.number}" if keep_answer else ""
+
+
+class Nobody:
+    def began(self, record: RequestRecord) -> None:
+        """Does nothing."""
+
+    def ended(self, record: RequestRecord) -> None:
+        """Does nothing."""
+
+
+def session(number: int, num_turns: int = 1, think_seconds: float = 0.0) -> Session:
+    turns = [
+        Turn((Message("user", f"ask {number}.{turn}"),), 4, think_seconds if turn else 0.0)
+        for turn in range(num_turns)
+    ]
+    return Session(number, turns)
+
+
+def load_run(server: FakeServer, **limits: Any) -> LoadRun:
+    budget = Budget(limits.get("num_requests"), limits.get("seconds"), limits.get("num_warmups", 0))
+    return LoadRun(server, LoopClock(), budget, Nobody(), is_chat=False)
+
+
+def closed(server: FakeServer, sessions: Sequence[Session], clients: int, **limits: Any) -> LoadRun:
+    load = load_run(server, **limits)
+    run(load.closed_loop(sessions, clients))
+    return load
+
+
+def opened(
+    server: FakeServer,
+    arrivals: Sequence[tuple[float, Session]],
+    at_most: int | None = None,
+    **limits: Any,
+) -> LoadRun:
+    load = load_run(server, **limits)
+    run(load.open_loop(arrivals, at_most))
+    return load
+
+
+def sent(load: LoadRun) -> list[float]:
+    return [round(record.sent or 0.0, 6) for record in load.records]
+
+
+def test_a_closed_loop_sends_the_next_when_an_answer_has_come() -> None:
+    load = closed(FakeServer(lambda _: 1.0), [session(n) for n in range(5)], 2, num_requests=5)
+    assert sent(load) == [0, 0, 1, 1, 2]
+
+
+def test_an_open_loop_does_not_wait_for_answers() -> None:
+    load = opened(FakeServer(lambda _: 10.0), [(n / 2, session(n)) for n in range(4)])
+    assert sent(load) == [0, 0.5, 1, 1.5]
+    assert [record.e2el for record in load.records] == pytest.approx([10] * 4)
+
+
+def test_waiting_for_a_place_counts_from_the_intended_time() -> None:
+    """Coordinated omission: a stall of one request delays those that were to be sent meanwhile."""
+    latencies = [3.0, 0.1, 0.1, 0.1]
+    server = FakeServer(latencies.__getitem__)
+    load = opened(server, [(float(n), session(n)) for n in range(4)], at_most=1)
+    assert sent(load) == [0, 3, 3.1, 3.2]
+    assert [record.e2el for record in load.records] == pytest.approx([3.0, 2.1, 1.2, 0.3])
+    assert [record.schedule_lag for record in load.records] == pytest.approx([0, 2, 1.1, 0.2])
+
+
+def test_a_conversation_waits_for_its_answer_and_its_user() -> None:
+    server = FakeServer(lambda _: 1.0)
+    load = opened(server, [(2.0, session(0, num_turns=3, think_seconds=5.0))])
+    assert sent(load) == [2, 8, 14]
+    assert [record.intended for record in load.records] == pytest.approx([2, 8, 14])
+    assert [record.ttft for record in load.records] == pytest.approx([1, 1, 1])
+    assert server.bodies[-1]["prompt"] == "ask 0.0 answer 0 ask 0.1 answer 1 ask 0.2"
+
+
+def test_a_closed_client_thinks_before_the_next_turn() -> None:
+    sessions = [session(0, 2, 5.0), session(1)]
+    load = closed(FakeServer(lambda _: 1.0), sessions, 1, num_requests=3)
+    assert sent(load) == [0, 6, 7]
+
+
+def test_a_session_ends_with_its_failure_and_a_closed_client_waits_a_little() -> None:
+    server = FakeServer(lambda number: -0.5 if number == 0 else 0.5)
+    load = closed(server, [session(0, 3), session(1)], 1, num_requests=9)
+    assert [(record.session, record.turn) for record in load.records] == [(0, 0), (1, 0)]
+    assert sent(load) == [0, 0.6]
+
+
+def test_the_warm_up_comes_first_and_is_not_counted_among_the_requests() -> None:
+    sessions = [session(n) for n in range(10)]
+    load = closed(FakeServer(lambda _: 1.0), sessions, 1, num_requests=3, num_warmups=2)
+    assert [record.is_warmup for record in load.records] == [True, True, False, False, False]
+
+
+def test_a_duration_begins_after_the_warm_up() -> None:
+    sessions = [session(n) for n in range(20)]
+    load = closed(FakeServer(lambda _: 1.0), sessions, 1, seconds=3.0, num_warmups=4)
+    assert sent(load) == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_a_run_that_is_ended_keeps_what_it_has() -> None:
+    load = load_run(FakeServer(lambda _: 1.0), num_requests=100)
+
+    async def interrupted() -> None:
+        sessions = [session(n) for n in range(100)]
+        task = asyncio.create_task(load.closed_loop(sessions, 2))
+        await asyncio.sleep(2.5)
+        task.cancel()
+        await asyncio.wait([task])
+
+    run(interrupted())
+    assert [record.is_ok for record in load.records] == [True] * 4 + [False] * 2
+    assert {r.failure.kind for r in load.records if r.failure} == {"interrupted"}

@@ -1,0 +1,100 @@
+"""What `stepwell trace` makes of a trace, and of a list of requests."""
+
+from typing import Any
+
+import pytest
+
+from services.cli.trace import listing
+from services.cli.waterfall import in_ascii, waterfall
+
+TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+
+
+def span(name: str, depth: int, start: float, seconds: float, **given: Any) -> dict[str, Any]:
+    fields = {"service": "stepwell-scheduler", "error": None, "attributes": {}, "events": []}
+    return {"name": name, "depth": depth, "start": start, "seconds": seconds} | fields | given
+
+
+def trace(*spans: dict[str, Any], is_complete: bool = True) -> dict[str, Any]:
+    return {
+        "trace_id": TRACE_ID,
+        "request_id": "cmpl-1",
+        "is_complete": is_complete,
+        "spans": list(spans),
+    }
+
+
+WHOLE = trace(
+    span("chat demo", 0, 0.0, 2.0, service="stepwell-gateway", attributes={"gen_ai.x": 1}),
+    span("wait", 1, 0.0, 0.5, attributes={"stepwell.wait_reason": "no_blocks", "stepwell.n": 0}),
+    span("decode", 1, 0.5, 1.5, events=[{"name": "preempted", "at": 1.0, "attributes": {"n": 3}}]),
+    span("instant", 2, 1.0, 0.0, service="stepwell-worker", error="it failed"),
+)
+
+
+def test_bars_lie_where_the_spans_do() -> None:
+    lines = [line.plain for line in waterfall(WHOLE, 60)]
+    assert lines == [
+        f"cmpl-1  2.00 s  trace {TRACE_ID}",
+        "chat demo   ██████████████████████████████████████    2.00 s",
+        "  wait      ░░░░░░░░░░                                500 ms",
+        "    wait_reason no_blocks",
+        "  decode             █████████████████████████████    1.50 s",
+        "    ◆ preempted at 1.00 s  n 3",
+        "    instant                    ▏                         0 s",
+        "      it failed",
+        "█ gateway  █ scheduler  █ worker  ░ waits",
+    ]
+
+
+@pytest.mark.parametrize("width", [1, 40, 61, 100, 300])
+def test_no_line_is_wider_than_the_screen(width: int) -> None:
+    lines = waterfall(WHOLE, width)
+    assert max(len(line) for line in lines) <= max(width, 40)
+    bars = [line.plain for line in lines if "█" in line.plain or "░" in line.plain][:-1]
+    assert len({len(bar) for bar in bars}) == 1
+
+
+def test_every_attribute_has_a_line_of_its_own_where_all_are_wanted() -> None:
+    lines = [line.plain.strip() for line in waterfall(WHOLE, 80, every_attribute=True)]
+    assert {"gen_ai.x 1", "stepwell.wait_reason no_blocks", "stepwell.n 0"} <= set(lines)
+
+
+def test_what_the_name_says_is_not_said_again() -> None:
+    wait = span("wait.no_blocks", 0, 0.0, 1.0, attributes={"stepwell.wait_reason": "no_blocks"})
+    assert len(waterfall(trace(wait), 60)) == 3
+
+
+def test_a_trace_that_goes_on_says_so() -> None:
+    (first, *_) = waterfall(trace(span("queue", 0, 0.0, 0.1), is_complete=False), 120)
+    assert "not complete" in first.plain
+    assert waterfall(trace(), 80)[0].plain.startswith("cmpl-1  0 s")
+
+
+def test_a_terminal_without_utf8_gets_ascii() -> None:
+    lines = [in_ascii(line).plain for line in waterfall(WHOLE, 60)]
+    assert all(line.isascii() for line in lines)
+    assert lines[1].count("#") == 38
+
+
+def test_requests_in_a_table() -> None:
+    attributes = {
+        "gen_ai.usage.input_tokens": 12,
+        "gen_ai.usage.output_tokens": 34,
+        "gen_ai.response.time_to_first_chunk": 0.02,
+    }
+    fine = {
+        "trace_id": TRACE_ID,
+        "request_id": "cmpl-1",
+        "started_unix_seconds": 100.0,
+        "seconds": 1.5,
+        "error": None,
+        "attributes": attributes,
+    }
+    failed = fine | {"request_id": "", "error": "the queue is full", "attributes": {}}
+    assert listing([fine, failed], "newest", 103.0) == [
+        "   AGE    TOOK    FIRST   TOKENS  REQUEST                           STATUS",
+        "3.00 s  1.50 s  20.0 ms  12 + 34  cmpl-1                            ok",
+        f"3.00 s  1.50 s        -    - + -  {TRACE_ID}  the queue is full",
+    ]
+    assert "no request that failed" in listing([], "failed", 0.0)[0]

@@ -1,0 +1,48 @@
+"""An event loop whose time passes at once: sleeping costs nothing and takes exactly as long."""
+
+import asyncio
+import selectors
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class _Selector(selectors.DefaultSelector):
+    """Instead of waiting, moves the loop's time forward."""
+
+    loop: "VirtualLoop"
+
+    def select(self, timeout: float | None = None) -> Any:
+        assert timeout is not None, "nothing will ever happen"
+        self.loop.passed += timeout
+        return super().select(0)
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    passed = 0.0
+
+    def __init__(self) -> None:
+        selector = _Selector()
+        selector.loop = self
+        super().__init__(selector)
+
+    def time(self) -> float:
+        return self.passed
+
+
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Runs to the end, in virtual time."""
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(coroutine)
+
+
+class LoopClock:
+    """A `Clock` of the load generator's core, by the time of the loop."""
+
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    async def sleep_until(self, seconds: float) -> None:
+        if (left := seconds - self.now()) > 0:
+            await asyncio.sleep(left)

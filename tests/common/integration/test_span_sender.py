@@ -1,0 +1,215 @@
+"""Spans on their way to a collector that is down, slow, full or stopped: they cost nothing else."""
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+
+from services.common.exposition import Exposition
+from services.common.settings import SettingError
+from services.common.span_sender import DropReason, SpanSender
+from services.common.telemetry import Tracing, configure_tracing
+from services.common.tracing_metrics import TracingCollector
+
+QUEUE, BATCH = 40, 10
+DEADLINE_SECONDS = 60.0
+
+
+class Collector(trace_service_pb2_grpc.TraceServiceServicer):
+    """Takes spans while `takes` is set, and refuses them else; while `goes_on` is not set, it hangs
+    with what it was sent.
+    """
+
+    def __init__(self) -> None:
+        self.num_taken = 0
+        self.takes = True
+        self.goes_on = threading.Event()
+        self.goes_on.set()
+        self.is_asked = threading.Event()
+        self._server = grpc.server(ThreadPoolExecutor(2))
+        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)
+        self.endpoint = f"http://127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self._server.start()
+
+    def Export(  # noqa: N802
+        self,
+        request: trace_service_pb2.ExportTraceServiceRequest,
+        context: grpc.ServicerContext,
+    ) -> trace_service_pb2.ExportTraceServiceResponse:
+        self.is_asked.set()
+        self.goes_on.wait(DEADLINE_SECONDS)
+        if not self.takes:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "full")
+        for group in request.resource_spans:
+            self.num_taken += sum(len(scope.spans) for scope in group.scope_spans)
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+    def close(self) -> None:
+        self.goes_on.set()
+        self._server.stop(None).wait()
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    collector = Collector()
+    yield collector
+    collector.close()
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short queue, small batches, and a collector that has much time to answer."""
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", str(QUEUE))
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", str(BATCH))
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", str(DEADLINE_SECONDS))
+
+
+def sender_of(tracing: Tracing) -> SpanSender:
+    assert tracing.sender is not None
+    return tracing.sender
+
+
+def make_spans(tracing: Tracing, count: int) -> None:
+    for _ in range(count):
+        tracing.start("span").end()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def num_accounted(sender: SpanSender) -> int:
+    return sender.num_sent + sum(sender.num_dropped.values())
+
+
+def test_spans_arrive(collector: Collector) -> None:
+    tracing = configure_tracing("gateway", collector.endpoint, 1.0)
+    make_spans(tracing, 25)
+    until(lambda: collector.num_taken == 25)
+    until(lambda: sender_of(tracing).num_sent == 25)
+    make_spans(tracing, 3)
+    tracing.shutdown()
+    assert collector.num_taken == 28, "the last ones are sent at the end"
+    make_spans(tracing, 2)
+    assert sender_of(tracing).num_dropped == {DropReason.SHUTDOWN: 2}
+
+
+def test_while_the_collector_hangs_only_its_spans_are_lost(collector: Collector) -> None:
+    collector.goes_on.clear()
+    tracing = configure_tracing("gateway", collector.endpoint, 1.0)
+    sender = sender_of(tracing)
+    make_spans(tracing, 1)
+    assert collector.is_asked.wait(DEADLINE_SECONDS)
+    make_spans(tracing, QUEUE + 60)
+    assert sender.num_dropped[DropReason.QUEUE_FULL] == 60
+    collector.goes_on.set()
+    until(lambda: collector.num_taken == 1 + QUEUE)
+    make_spans(tracing, 5)
+    until(lambda: collector.num_taken == 1 + QUEUE + 5)
+    until(lambda: num_accounted(sender) == 1 + QUEUE + 60 + 5)
+    tracing.shutdown()
+
+
+def test_a_collector_that_hangs_does_not_delay_the_end(collector: Collector) -> None:
+    collector.goes_on.clear()
+    tracing = configure_tracing("gateway", collector.endpoint, 1.0)
+    make_spans(tracing, 1)
+    assert collector.is_asked.wait(DEADLINE_SECONDS)
+    make_spans(tracing, 7)
+    began = time.monotonic()
+    tracing.shutdown()
+    assert time.monotonic() - began < 10  # half a second, on a machine that has time
+    until(lambda: sender_of(tracing).num_dropped[DropReason.SHUTDOWN] == 8)
+
+
+@pytest.mark.parametrize("kind", ["down", "full"])
+def test_what_a_collector_does_not_take_is_counted(
+    kind: str,
+    collector: Collector,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    endpoint = collector.endpoint
+    if kind == "full":
+        collector.takes = False
+    else:
+        with socket.create_server(("127.0.0.1", 0)) as unused:
+            endpoint = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        # So long it is tried again.
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.2")
+    tracing = configure_tracing("gateway", endpoint, 1.0)
+    sender = sender_of(tracing)
+    make_spans(tracing, 12)
+    until(lambda: sender.num_dropped[DropReason.NOT_TAKEN] == 12)
+    make_spans(tracing, 12)
+    until(lambda: sender.num_dropped[DropReason.NOT_TAKEN] == 24)
+    said = [record for record in caplog.records if "takes no spans" in record.getMessage()]
+    assert len(said) == len(caplog.records) == 1, "it is said once"
+    if kind == "full":
+        collector.takes = True
+        make_spans(tracing, 4)
+        until(lambda: sender.num_sent == 4)
+        assert "takes spans again" in caplog.records[-1].getMessage()
+    tracing.shutdown()
+
+
+STOPPABLE = """
+import sys, time
+from tests.common.integration.test_span_sender import Collector
+print(Collector().endpoint, flush=True)
+time.sleep(120)
+"""
+
+
+def test_a_collector_that_is_stopped_costs_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel takes connections, and what is sent, and nothing answers."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.2")
+    arguments = [sys.executable, "-c", STOPPABLE]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            endpoint = process.stdout.readline().strip()
+            process.send_signal(signal.SIGSTOP)
+            tracing = configure_tracing("gateway", endpoint, 1.0)
+            sender = sender_of(tracing)
+            make_spans(tracing, 3)
+            until(lambda: sender.num_dropped[DropReason.NOT_TAKEN] == 3)
+            make_spans(tracing, 1000)
+            began = time.monotonic()
+            tracing.shutdown()
+            assert time.monotonic() - began < 10  # half a second, on a machine that has time
+            until(lambda: num_accounted(sender) == 1003)
+        finally:
+            process.kill()
+
+
+def test_metrics_count_spans_by_service(collector: Collector) -> None:
+    tracing = configure_tracing("kvpool", collector.endpoint, 1.0)
+    collector.takes = False
+    make_spans(tracing, 2)
+    until(lambda: num_accounted(sender_of(tracing)) == 2)
+    text = Exposition("kvpool", (), [TracingCollector(tracing)]).render().decode()
+    assert 'stepwell_trace_spans_sent_total{service="kvpool"} 0.0' in text
+    found = re.findall(r"^stepwell_trace_spans_dropped_total(.*)$", text, re.M)
+    assert '{reason="not_taken",service="kvpool"} 2.0' in found
+    tracing.shutdown()
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "many", "1.5"])
+def test_a_bound_that_is_none_ends_the_start(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", text)
+    with pytest.raises(SettingError, match="OTEL_BSP_MAX_QUEUE_SIZE must be a whole number"):
+        configure_tracing("gateway", "http://127.0.0.1:1", 1.0)

@@ -1,0 +1,64 @@
+"""The chart, rendered once for all tests."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.deploy.rendered import Rendered
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "deploy" / "helm" / "stepwell"
+EXAMPLES = ROOT / "deploy" / "helm" / "examples"
+NAMES = ("small", "fleet", "tls-cert-manager", "tls-secrets", "tensor-parallel-gpu", "everything")
+
+Values = dict[str, Any]
+
+
+def example(name: str, **changes: Any) -> Values:
+    """The values of an example, with top-level values in place of its own."""
+    values: Values = yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text())
+    return values | changes
+
+
+def groups_without_leader_worker_set() -> Values:
+    """Groups of three ranks, which speak TLS with their scheduler."""
+    return example(
+        "tensor-parallel-gpu",
+        tensorParallel={"size": 3, "leaderWorkerSet": "never"},
+        tls={"internal": {"enabled": True, "certManager": {"enabled": True}}},
+    )
+
+
+def render_chart(sets: Mapping[str, Values]) -> dict[str, Rendered]:
+    """Renders the chart for values by name, in one process for all of them. Skips the test where
+    that is not possible.
+    """
+    if find_spec("helm_python") is None:
+        pytest.skip("helm-python-sdk, which renders the chart, is not installed here")
+    ran = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("render_chart.py")), str(CHART)],
+        input=json.dumps(sets),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return {name: Rendered(name, r, sets[name]) for name, r in json.loads(ran.stdout).items()}
+
+
+@pytest.fixture(scope="session")
+def releases() -> dict[str, Rendered]:
+    """The chart with the values of each example, and of groups that are no LeaderWorkerSet."""
+    sets = {name: example(name) for name in NAMES}
+    return render_chart({**sets, "groups": groups_without_leader_worker_set()})
+
+
+@pytest.fixture(params=[*NAMES, "groups"])
+def release(request: pytest.FixtureRequest, releases: dict[str, Rendered]) -> Rendered:
+    return releases[request.param]

@@ -1,0 +1,173 @@
+"""The images and the compose files on a real Docker engine, which takes minutes:
+
+make test ARGS="tests/deploy -m engine"
+"""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import openai
+import pytest
+
+from services.cli.deploy.fleet import GatewayFleet
+from tests.deploy.compose_files import DIRECTORY, ROOT, services_of
+from tests.deploy.engine.conftest import Up, docker_client
+from tests.plain_http import http_get
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
+
+MEGABYTE = 1_000_000
+LIMITS = {"gateway": 450, "scheduler": 200, "kvpool": 200, "worker": 1300}
+"""Megabytes that an image may have."""
+PROMPT = "class Point:"
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 60) -> None:
+    """Waits for a condition."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+@contextmanager
+def client_of(up: Up) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{up.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def num_ready(up: Up) -> int:
+    return len(GatewayFleet(up.url).running())
+
+
+@pytest.mark.usefixtures("images")
+@pytest.mark.parametrize("service", LIMITS)
+def test_an_image_is_small(service: str) -> None:
+    image = docker_client().images.get(services_of("services.yaml")[service]["image"])
+    assert image.attrs["Size"] <= LIMITS[service] * MEGABYTE
+
+
+@pytest.mark.usefixtures("images")
+@pytest.mark.parametrize("service", ["gateway", "scheduler", "kvpool"])
+def test_there_is_no_torch_where_no_tensor_is(service: str) -> None:
+    image = services_of("services.yaml")[service]["image"]
+    found = docker_client().containers.run(
+        image,
+        ["-c", "import importlib.util as u; print(u.find_spec('torch'))"],
+        entrypoint="python3",
+        remove=True,
+    )
+    assert found == b"None\n"
+
+
+def test_the_openai_sdk_is_served(fleet: Up) -> None:
+    with client_of(fleet) as client:
+        asked = {"model": "demo", "prompt": PROMPT, "max_tokens": 41, "temperature": 0}
+        whole = client.completions.create(**asked)  # type: ignore[call-overload]
+        parts = client.completions.create(**asked, stream=True)  # type: ignore[call-overload]
+        assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
+        assert whole.usage.completion_tokens == 41
+        assert [model.id for model in client.models.list()] == ["demo"]
+
+
+def test_both_replicas_have_registered_under_their_names(fleet: Up) -> None:
+    assert GatewayFleet(fleet.url).running().keys() == {"scheduler-0", "scheduler-1"}
+
+
+def test_services_run_confined(fleet: Up) -> None:
+    for container in fleet.containers():
+        if container.labels["stepwell.role"] not in LIMITS:
+            continue
+        identity = container.exec_run(
+            ["sh", "-c", "id -u; touch /written 2>&1; grep CapEff /proc/1/status"]
+        )
+        user, refusal, capabilities = identity.output.decode().splitlines()
+        assert user == "10001"
+        assert "Read-only file system" in refusal
+        assert int(capabilities.split()[1], 16) == 0
+
+
+def test_workers_compute_with_kernels_that_the_image_brought(fleet: Up) -> None:
+    for container in fleet.containers():
+        if container.labels["stepwell.role"] == "worker":
+            logs = container.logs().decode()
+            assert "kernels: native" in logs
+            assert "compiling kernels" not in logs
+
+
+def test_prometheus_has_the_metrics_of_every_service(fleet: Up) -> None:
+    prometheus = fleet.url_of("prometheus", 9090)
+
+    def values(query: str) -> dict[str, str]:
+        answer = http_get(f"{prometheus}/api/v1/query?query={query}").json()
+        return {
+            one["metric"].get("instance", ""): one["value"][1] for one in answer["data"]["result"]
+        }
+
+    eventually(lambda: list(values("up").values()) == ["1"] * 4)
+    for job, number in (("stepwell-gateway", 1), ("stepwell-replica", 2), ("otel-collector", 1)):
+        assert len(values(f"up{{job='{job}'}}")) == number
+    # One series of each replica, though the gateway has them too.
+    eventually(lambda: len(values("vllm:num_requests_running")) == 2)
+
+
+def test_spans_reach_the_collector(fleet: Up) -> None:
+    """A stand-in says how many; else Jaeger is asked for them."""
+    with client_of(fleet) as client:
+        client.completions.create(model="demo", prompt=PROMPT, max_tokens=4)
+    prometheus, query = fleet.url_of("prometheus", 9090), "standin_received_spans_total"
+
+    def received() -> bool:
+        answer = http_get(f"{prometheus}/api/v1/query?query={query}").json()
+        return any(float(one["value"][1]) > 0 for one in answer["data"]["result"])
+
+    if os.environ.get("COLLECTOR_IMAGE", "").startswith("stepwell/standin"):
+        eventually(received)
+    else:
+        jaeger = fleet.url_of("jaeger", 16686)
+        eventually(lambda: "gateway" in http_get(f"{jaeger}/api/services").json()["data"])
+
+
+def test_a_further_replica_joins_and_leaves(fleet: Up, up: Callable[..., Up]) -> None:
+    replica = up("stepwell-test-2", "replica.yaml", REPLICA="2", FLEET="stepwell-test_default")
+    eventually(lambda: num_ready(fleet) == 3)
+    assert "scheduler-2" in GatewayFleet(fleet.url).running()
+    for container in replica.containers():
+        container.stop()
+    eventually(lambda: num_ready(fleet) == 2)
+
+
+@pytest.mark.usefixtures("fleet")
+def test_broken_containers_heal_without_a_failed_stream() -> None:
+    """Killed, paused and disconnected: workers, pools and schedulers, and Redis killed."""
+    checked = subprocess.run(
+        [
+            *(sys.executable, "-m", "services.cli", "deploy", "check", "--keep"),
+            *("--project-name", "stepwell-test", "--file", str(DIRECTORY / "compose.yaml")),
+            *("--roles", "worker,kvpool,scheduler,redis"),
+        ],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    print(checked.stdout)
+    assert checked.returncode == 0
+    assert len(re.findall(r"same texts, healed in", checked.stdout)) == 12
+    assert "healed every time, and no stream failed" in checked.stdout
+
+
+def test_the_small_variant_serves(up: Callable[..., Up]) -> None:
+    small = up("stepwell-test-small", "small.yaml")
+    with client_of(small) as client:
+        answer = client.chat.completions.create(
+            model="demo", messages=[{"role": "user", "content": PROMPT}], max_tokens=8
+        )
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens <= 8
+    assert num_ready(small) == 1

@@ -1,0 +1,45 @@
+"""Which connections between pods network policies let through, by the rules of Kubernetes."""
+
+from typing import Any
+
+from tests.deploy.rendered import Object, Rendered, selects
+
+STRANGER = {"app": "stranger"}
+"""Labels of a pod of another release."""
+
+
+class Policies:
+    """The policies of a release, in whose namespace all pods are."""
+
+    def __init__(self, release: Rendered) -> None:
+        self._policies = release.of("NetworkPolicy")
+
+    def let_through(self, source: dict[str, str], target: dict[str, str], port: int) -> bool:
+        """Whether a TCP connection passes both the policies of its source and of its target."""
+        return self._lets("Egress", source, target, port) and self._lets(
+            "Ingress", target, source, port
+        )
+
+    def _lets(self, kind: str, pod: dict[str, str], peer: dict[str, str], port: int) -> bool:
+        applying = [
+            policy["spec"]
+            for policy in self._policies
+            if kind in policy["spec"]["policyTypes"] and selects(policy["spec"]["podSelector"], pod)
+        ]
+        rules = (rule for spec in applying for rule in spec.get(kind.lower(), ()))
+        side = "from" if kind == "Ingress" else "to"
+        passing = (_has_port(rule, port) and _has_peer(rule.get(side), peer) for rule in rules)
+        return not applying or any(passing)
+
+
+def _has_port(rule: Object, port: int) -> bool:
+    ports: list[Any] = rule.get("ports", [])
+    return not ports or any(one["port"] == port and one["protocol"] == "TCP" for one in ports)
+
+
+def _has_peer(peers: list[Object] | None, labels: dict[str, str]) -> bool:
+    """Whether one of the peers is a pod of the same namespace with these labels."""
+    if peers is None:
+        return True
+    own = (peer["podSelector"] for peer in peers if "podSelector" in peer)
+    return any(selects(selector, labels) for selector in own)

@@ -1,0 +1,141 @@
+"""For each alert, series with which it fires, and series beside them with which it does not.
+
+Values are in promtool's notation: `a+bxn` is a value that grows by b at each of n further minutes.
+"""
+
+from dataclasses import dataclass, field
+
+MODEL = 'model_name="m"'
+OF_REPLICA = 'instance="r:9101",model_name="m",engine="e"'
+
+
+def buckets(name: str, bounds: dict[str, int]) -> dict[str, str]:
+    """Series of a histogram to which so many observations up to each bound come in a minute."""
+    return {
+        f'{name}_bucket{{{OF_REPLICA},le="{bound}"}}': f"0+{count}x30"
+        for bound, count in bounds.items()
+    }
+
+
+@dataclass(frozen=True)
+class AlertStory:
+    """`fires` are labels of the alert that fires at `minute`; `calm` are the series of a system in
+    order.
+    """
+
+    broken: dict[str, str]
+    calm: dict[str, str]
+    fires: dict[str, str] = field(default_factory=lambda: {"model_name": "m"})
+    severity: str = "warning"
+    minute: int = 20
+
+
+def _requests(*, errors: int) -> dict[str, str]:
+    name = "vllm:request_success_total"
+    return {
+        f'{name}{{{OF_REPLICA},finished_reason="stop"}}': f"0+{100 - errors}x30",
+        f'{name}{{{OF_REPLICA},finished_reason="error"}}': f"0+{errors}x30",
+    }
+
+
+def _refusals(count: int, reason: str = "queue_full") -> dict[str, str]:
+    return {
+        f'stepwell_gateway_answers_total{{{MODEL},finished_reason="stop"}}': "0+90x30",
+        f'vllm:admission_rejections_total{{{MODEL},reason="{reason}"}}': f"0+{count}x30",
+    }
+
+
+def _stalled(steps: int, *, paused: int = 0) -> dict[str, str]:
+    return {
+        f"vllm:num_requests_running{{{OF_REPLICA}}}": "0x30",
+        f"vllm:num_requests_waiting{{{OF_REPLICA}}}": "2x30",
+        f"stepwell_step_seconds_count{{{OF_REPLICA}}}": f"7+{steps}x30",
+        f'stepwell_engine_state{{{OF_REPLICA},state="paused"}}': f"{paused}x30",
+    }
+
+
+def _replicas(ready: int) -> dict[str, str]:
+    return {
+        f'stepwell_gateway_replicas_ready{{instance="g",{MODEL}}}': f"{ready}x30",
+        f'stepwell_gateway_replicas{{instance="g",{MODEL}}}': "2x30",
+    }
+
+
+def _lost_tokens(count: int) -> dict[str, str]:
+    return {
+        f"stepwell_preempted_tokens_total{{{OF_REPLICA}}}": f"0+{count}x30",
+        f"vllm:iteration_tokens_total_sum{{{OF_REPLICA}}}": "0+1000x30",
+    }
+
+
+_ENGINE = {"model_name": "m", "engine": "e"}
+_REPLICA = _ENGINE | {"instance": "r:9101"}
+_RECOVERIES = f'stepwell_recoveries_total{{{OF_REPLICA},lost="workers"}}'
+_CERTIFICATE = (
+    'stepwell_tls_certificate_seconds_left{job="stepwell",instance="g",service="gateway",'
+    'certificate="public"}'
+)
+
+STORIES = {
+    "StepwellTargetDown": AlertStory(
+        {'up{job="stepwell-replica",instance="r:9101"}': "1x5 0x30"},
+        {'up{job="stepwell-replica",instance="r:9101"}': "1x30", 'up{job="other"}': "0x30"},
+        {"job": "stepwell-replica", "instance": "r:9101"},
+        "critical",
+    ),
+    "StepwellNoReplicaReady": AlertStory(_replicas(0), _replicas(1), severity="critical"),
+    "StepwellReplicaNotReady": AlertStory(_replicas(1), _replicas(2)),
+    "StepwellEngineStalled": AlertStory(_stalled(0), _stalled(0, paused=1), _REPLICA, "critical"),
+    "StepwellRecoveries": AlertStory(
+        {_RECOVERIES: "0x5 1 2 3x30"}, {_RECOVERIES: "0x5 1 2x30"}, _ENGINE | {"lost": "workers"}
+    ),
+    "StepwellQueueTimeHigh": AlertStory(
+        buckets("vllm:request_queue_time_seconds", {"10.0": 90, "15.0": 100, "+Inf": 100}),
+        buckets("vllm:request_queue_time_seconds", {"10.0": 100, "15.0": 100, "+Inf": 100}),
+    ),
+    "StepwellTimeToFirstTokenHigh": AlertStory(
+        buckets("vllm:time_to_first_token_seconds", {"20.0": 90, "40.0": 100, "+Inf": 100}),
+        buckets("vllm:time_to_first_token_seconds", {"20.0": 100, "40.0": 100, "+Inf": 100}),
+    ),
+    "StepwellRequestsRefused": AlertStory(_refusals(10), _refusals(10, "invalid_argument")),
+    "StepwellRequestsFail": AlertStory(
+        _requests(errors=2), _requests(errors=1), severity="critical"
+    ),
+    "StepwellCorruptedRequests": AlertStory(
+        {f"vllm:corrupted_requests_total{{{OF_REPLICA}}}": "0x15 1x30"},
+        {f"vllm:corrupted_requests_total{{{OF_REPLICA}}}": "1x30"},
+        _ENGINE,
+        "critical",
+    ),
+    "StepwellPreemptionsCostly": AlertStory(_lost_tokens(200), _lost_tokens(50)),
+    "StepwellPaused": AlertStory(
+        {f'stepwell_engine_state{{{OF_REPLICA},state="paused"}}': "1x30"},
+        {
+            f'stepwell_engine_state{{{OF_REPLICA},state="paused"}}': "0x30",
+            f'stepwell_engine_state{{{OF_REPLICA},state="idle"}}': "1x30",
+        },
+        _REPLICA | {"state": "paused"},
+    ),
+    "StepwellPrefixIndexNotExact": AlertStory(
+        {'stepwell_prefix_index_state{instance="g",state="exact"}': "0x30"},
+        {
+            'stepwell_prefix_index_state{instance="g",state="exact"}': "1x30",
+            'stepwell_prefix_index_state{instance="g",state="fallback"}': "0x30",
+        },
+        {"instance": "g", "state": "exact"},
+    ),
+    "StepwellRedisUnreachable": AlertStory(
+        {'stepwell_discovery_up{instance="g",source="redis"}': "1x5 0x30"},
+        {
+            'stepwell_discovery_up{instance="g",source="redis"}': "1x30",
+            'stepwell_discovery_up{instance="g",source="dns:a:1"}': "0x30",
+            'stepwell_registration_up{instance="r:9101"}': "1x30",
+        },
+        {"instance": "g", "source": "redis"},
+    ),
+    "StepwellCertificateExpires": AlertStory(
+        {_CERTIFICATE: "604000x30"},
+        {_CERTIFICATE: "605000x30"},
+        {"job": "stepwell", "instance": "g", "service": "gateway", "certificate": "public"},
+    ),
+}

@@ -1,0 +1,157 @@
+"""Alerts and recorded series: their logic by promtool, their metrics, their runbook."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from services.common.metric_specs import SPECS
+from services.common.metric_specs.spec import Kind
+from tests.deploy.prometheus.rule_stories import STORIES, AlertStory
+
+ROOT = Path(__file__).parents[3]
+RULES = ROOT / "deploy" / "prometheus" / "rules"
+DASHBOARDS = sorted((ROOT / "deploy" / "grafana" / "dashboards").glob("*.json"))
+RUNBOOK = ROOT / "docs" / "runbook.md"
+PROMTOOL = shutil.which("promtool")
+needs_promtool = pytest.mark.skipif(
+    PROMTOOL is None, reason="promtool is not installed (Debian's package prometheus has it)"
+)
+_SUFFIXES = {Kind.HISTOGRAM: ("_bucket", "_sum", "_count"), Kind.SUMMARY: ("_sum", "_count")}
+_SERIES = {
+    spec.served_name + suffix
+    for spec in SPECS.values()
+    for suffix in _SUFFIXES.get(spec.kind, ("",))
+} | {"up"}
+
+
+def rules() -> list[dict[str, Any]]:
+    """All rules, of all files."""
+    return [
+        rule
+        for path in sorted(RULES.glob("*.yml"))
+        for group in yaml.safe_load(path.read_text())["groups"]
+        for rule in group["rules"]
+    ]
+
+
+ALERTS = {rule["alert"]: rule for rule in rules() if "alert" in rule}
+RECORDED = {rule["record"] for rule in rules() if "record" in rule}
+
+
+def series_in(query: str) -> set[str]:
+    """Names of metrics in a query."""
+    named = re.findall(r"\b((?:vllm:|stepwell[_:]|process_|http_)[\w:]+)|\b(up)\b", query)
+    return {name or up for name, up in named}
+
+
+def promtool(*arguments: str, cwd: Path = ROOT) -> None:
+    assert PROMTOOL is not None
+    done = subprocess.run(
+        [PROMTOOL, *arguments], cwd=cwd, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_promtool
+def test_promtool_accepts_rules_and_configuration() -> None:
+    promtool("check", "rules", *(str(path) for path in sorted(RULES.glob("*.yml"))))
+    promtool("check", "config", str(ROOT / "deploy" / "prometheus" / "prometheus.yml"))
+
+
+def test_every_alert_has_a_story_and_a_section_of_the_runbook() -> None:
+    sections = dict(
+        re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", RUNBOOK.read_text(), re.MULTILINE | re.DOTALL)
+    )
+    assert set(ALERTS) == set(STORIES) == set(sections)
+    for name, alert in ALERTS.items():
+        assert set(alert["labels"]) == {"severity"}
+        assert alert["labels"]["severity"] in ("warning", "critical")
+        annotations = alert["annotations"]
+        assert set(annotations) == {"summary", "description", "runbook_url"}
+        assert annotations["runbook_url"] == f"docs/runbook.md#{name.lower()}"
+        for part in ("**Means.**", "**Look at.**", "**Do.**"):
+            assert sections[name].count(part) == 1, (name, part)
+
+
+def test_the_runbook_names_metrics_that_there_are() -> None:
+    named = set(re.findall(r"`((?:vllm:|stepwell_)\w+)", RUNBOOK.read_text()))
+    assert named
+    assert named - _SERIES - {spec.served_name for spec in SPECS.values()} == set()
+
+
+@pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule.get("alert") or rule["record"])
+def test_rules_read_metrics_that_there_are(rule: dict[str, Any]) -> None:
+    assert series_in(rule["expr"])
+    assert series_in(rule["expr"]) <= _SERIES | RECORDED
+
+
+@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
+def test_dashboards_are_well_formed_and_read_metrics_that_there_are(path: Path) -> None:
+    dashboard = json.loads(path.read_text())
+    assert dashboard["uid"] == path.stem
+    assert "__inputs" not in dashboard
+    places = [tuple(panel["gridPos"].values()) for panel in dashboard["panels"]]
+    for x, y, width, height in places:
+        assert x + width <= 24
+        assert not any(
+            (x, y) != (a, b) and x < a + w and a < x + width and y < b + h and b < y + height
+            for a, b, w, h in places
+        ), "panels overlap"
+    for panel in dashboard["panels"]:
+        assert panel["datasource"] == {"type": "prometheus", "uid": "prometheus"}
+        for target in panel["targets"]:
+            assert series_in(target["expr"]), panel["title"]
+            assert series_in(target["expr"]) <= _SERIES, panel["title"]
+
+
+def rule_test(name: str, story: AlertStory, rule_files: list[str]) -> dict[str, Any]:
+    """The story in promtool's form: once with the broken system, once with one in order."""
+
+    def run(series: dict[str, str], *, fires: bool) -> dict[str, Any]:
+        alert = {"exp_labels": story.fires | {"severity": story.severity}}
+        return {
+            "interval": "1m",
+            "input_series": [{"series": key, "values": value} for key, value in series.items()],
+            "alert_rule_test": [
+                {
+                    "eval_time": f"{story.minute}m",
+                    "alertname": name,
+                    "exp_alerts": [alert] if fires else [],
+                }
+            ],
+        }
+
+    return {
+        "rule_files": rule_files,
+        "evaluation_interval": "1m",
+        "tests": [run(story.broken, fires=True), run(story.calm, fires=False)],
+    }
+
+
+@pytest.fixture(scope="module")
+def bare_rules(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The rules without annotations, whose texts hold values."""
+    directory = tmp_path_factory.mktemp("rules")
+    for path in sorted(RULES.glob("*.yml")):
+        written = yaml.safe_load(path.read_text())
+        for group in written["groups"]:
+            for rule in group["rules"]:
+                rule.pop("annotations", None)
+        (directory / path.name).write_text(yaml.safe_dump(written))
+    return [str(path) for path in sorted(directory.glob("*.yml"))]
+
+
+@needs_promtool
+@pytest.mark.parametrize("name", STORIES)
+def test_an_alert_fires_for_what_it_watches_and_for_nothing_else(
+    name: str, bare_rules: list[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "story.yml"
+    path.write_text(yaml.safe_dump(rule_test(name, STORIES[name], bare_rules)))
+    promtool("test", "rules", str(path))

@@ -1,0 +1,40 @@
+"""Renders a Helm chart for several sets of values. It is a program of its own, so that the library,
+which is written in Go, is not loaded into the process of the tests.
+
+    python render_chart.py CHART < SETS > RESULTS
+
+SETS is JSON, values by name. RESULTS has for each name the messages of `helm lint --strict` above
+information, and either the rendered text of each template or the sentence that refuses the values.
+"""
+
+import json
+import sys
+from typing import Any
+
+import helm_python
+
+RELEASE, NAMESPACE = "demo", "llm"
+KUBERNETES = "v1.37.0"
+_WARNING = 2
+
+
+def main() -> None:
+    path, sets = sys.argv[1], json.load(sys.stdin)
+    with helm_python.Chart.load(path) as chart:
+        json.dump({name: _result(path, chart, values) for name, values in sets.items()}, sys.stdout)
+
+
+def _result(path: str, chart: helm_python.Chart, values: dict[str, Any]) -> dict[str, Any]:
+    linted = helm_python.lint(
+        path, values, strict=True, kube_version=KUBERNETES, namespace=NAMESPACE
+    )
+    lint = [m["error"] for m in linted["messages"] if m["severity"] >= _WARNING]
+    try:
+        texts = chart.render(values, name=RELEASE, namespace=NAMESPACE)
+    except helm_python.HelmError as error:
+        return {"lint": lint, "refused": str(error)}
+    return {"lint": lint, "texts": texts}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""What a chart renders to, as Kubernetes would read it: objects, pods, containers, variables."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+Object = dict[str, Any]
+
+SERVICES = ("gateway", "scheduler", "kvpool", "worker")
+
+_VARIABLE = re.compile(r"\$\((\w+)\)")
+_SECRETS = {"REDIS_URL": "redis://user:secret@redis.example.org:6379", "KEYS": "sk-a,sk-b"}
+_LEADER_WORKER_SET = {"LWS_LEADER_ADDRESS": "leader.llm", "LWS_GROUP_SIZE": "2"}
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """A container, or an init container that runs as long as its pod."""
+
+    pod: "Pod"
+    spec: Object
+
+    @property
+    def name(self) -> str:
+        return f"{self.pod.owner['metadata']['name']}/{self.spec['name']}"
+
+    @property
+    def service(self) -> str | None:
+        """Of ours, which runs here by the image's own command; None for anything else."""
+        image = re.fullmatch(r".*stepwell/([a-z]+)(-cuda)?[:@].*", self.spec["image"])
+        service = "" if image is None else image[1]
+        return service if service in SERVICES and "command" not in self.spec else None
+
+    def environment(self) -> dict[str, str]:
+        """The container's variables. `$(NAME)` stands for the value of one that comes before."""
+        values = self.pod.given_variables()
+        for variable in self.spec.get("env", ()):
+            values[variable["name"]] = self._value(variable, values)
+        return values
+
+    def ports(self) -> dict[str, int]:
+        return {port["name"]: port["containerPort"] for port in self.spec.get("ports", ())}
+
+    def mounts(self) -> dict[str, Object]:
+        """The volume at each path."""
+        volumes = {volume["name"]: volume for volume in self.pod.spec.get("volumes", ())}
+        return {mount["mountPath"]: volumes[mount["name"]] for mount in self.spec["volumeMounts"]}
+
+    def _value(self, variable: Object, before: Mapping[str, str]) -> str:
+        source = variable.get("valueFrom", {})
+        if "fieldRef" in source:
+            return self.pod.field(source["fieldRef"]["fieldPath"])
+        if "secretKeyRef" in source:
+            matches = (text for end, text in _SECRETS.items() if variable["name"].endswith(end))
+            return next(matches, "secret")
+        return _VARIABLE.sub(lambda m: before.get(m[1], m[0]), variable["value"])
+
+
+@dataclass(frozen=True, slots=True)
+class Pod:
+    """A pod, or the template of one."""
+
+    owner: Object
+    labels: Mapping[str, str]
+    spec: Object
+
+    @property
+    def component(self) -> str:
+        return self.labels["app.kubernetes.io/component"]
+
+    def containers(self) -> list[Container]:
+        specs = [*self.spec.get("initContainers", ()), *self.spec["containers"]]
+        return [Container(self, spec) for spec in specs]
+
+    def field(self, path: str) -> str:
+        """A field of the first pod of its owner."""
+        is_ipv6 = any("[::]" in str(c.spec.get("env")) for c in self.containers())
+        address = "fd00::7" if is_ipv6 else "10.0.0.7"
+        name = f"{self.owner['metadata']['name']}-0"
+        return {"metadata.name": name, "status.podIP": address}[path]
+
+    def given_variables(self) -> dict[str, str]:
+        """Variables that the container has besides those of its own."""
+        if self.owner["kind"] == "LeaderWorkerSet":
+            rank = "1" if self.component == "rank" else "0"
+            return {**_LEADER_WORKER_SET, "LWS_WORKER_INDEX": rank}
+        first = self.owner["spec"].get("ordinals", {}).get("start", 0)
+        return {"HOSTNAME": f"{self.owner['metadata']['name']}-{first}"}
+
+
+class Rendered:
+    """The objects of a release."""
+
+    def __init__(self, name: str, result: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+        self.name = name
+        self.values = values
+        self.lint: list[str] = result["lint"]
+        self.refused: str | None = result.get("refused")
+        self.texts: dict[str, str] = result.get("texts", {})
+        self.notes = next((t for name, t in self.texts.items() if name.endswith("NOTES.txt")), "")
+        self.objects: list[Object] = [
+            document
+            for name, text in self.texts.items()
+            if name.endswith(".yaml")
+            for document in yaml.safe_load_all(text)
+            if document is not None
+        ]
+
+    def of(self, kind: str) -> list[Object]:
+        return [one for one in self.objects if one["kind"] == kind]
+
+    def kinds(self) -> set[str]:
+        return {one["kind"] for one in self.objects}
+
+    def pods(self) -> list[Pod]:
+        return [pod for one in self.objects for pod in _pods(one)]
+
+    def pod(self, component: str) -> Pod:
+        """The first pod of a component."""
+        return next(pod for pod in self.pods() if pod.component == component)
+
+    def containers(self) -> list[Container]:
+        return [container for pod in self.pods() for container in pod.containers()]
+
+
+def _pods(one: Object) -> Iterator[Pod]:
+    if one["kind"] == "Pod":
+        yield Pod(one, one["metadata"]["labels"], one["spec"])
+    if one["kind"] in ("Deployment", "StatefulSet"):
+        yield _templated(one, one["spec"]["template"])
+    if one["kind"] == "LeaderWorkerSet":
+        templates = one["spec"]["leaderWorkerTemplate"]
+        yield _templated(one, templates["leaderTemplate"])
+        yield _templated(one, templates["workerTemplate"])
+
+
+def _templated(owner: Object, template: Object) -> Pod:
+    return Pod(owner, template["metadata"]["labels"], template["spec"])
+
+
+def selects(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
+    """Whether a label selector of Kubernetes matches labels. An empty one matches everything."""
+    if any(labels.get(key) != value for key, value in selector.get("matchLabels", {}).items()):
+        return False
+    for wanted in selector.get("matchExpressions", ()):
+        assert wanted["operator"] == "In", wanted
+        if labels.get(wanted["key"]) not in wanted["values"]:
+            return False
+    return True

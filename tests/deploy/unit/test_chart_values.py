@@ -1,0 +1,162 @@
+"""Which objects the chart renders, and which values it refuses."""
+
+import json
+import re
+import tomllib
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.deploy.conftest import CHART, EXAMPLES, NAMES, ROOT, example, render_chart
+from tests.deploy.rendered import Rendered
+
+EVERY_RELEASE = {
+    *("Deployment", "Service", "ServiceAccount", "PodDisruptionBudget", "NetworkPolicy"),
+}
+FURTHER = {
+    "small": {"StatefulSet", "Pod"},
+    "fleet": {"StatefulSet", "Pod", "ScaledObject"},
+    "tls-cert-manager": {"StatefulSet", "Pod", "Certificate", "Issuer"},
+    "tls-secrets": {"StatefulSet"},
+    "tensor-parallel-gpu": {"LeaderWorkerSet", "Pod"},
+    "everything": {
+        *("StatefulSet", "Pod", "HorizontalPodAutoscaler", "InferencePool"),
+        *("ServiceMonitor", "PrometheusRule"),
+    },
+    "groups": {"StatefulSet", "Pod", "Certificate", "Issuer"},
+}
+
+REFUSED = {
+    "no model": ({"model": {"volume": None}}, "model.volume must be given"),
+    "replicas without Redis": ({"replicas": {"count": 2}}, "need redis.existingSecret"),
+    "scaling without Redis": (
+        {"replicas": {"autoscaling": {"kind": "hpa"}}},
+        "need redis.existingSecret",
+    ),
+    "two Redis": (
+        {"redis": {"existingSecret": "a", "internal": {"enabled": True}}},
+        "exclude each other",
+    ),
+    "keys in no Redis": ({"gateway": {"apiKeys": {"inRedis": True}}}, "gateway.apiKeys.inRedis"),
+    "a key of no secret": ({"gateway": {"apiKeys": {"key": "plain"}}}, "existingSecret needs"),
+    "KEDA without Prometheus": (
+        {"replicas": {"autoscaling": {"kind": "keda"}}, "redis": {"existingSecret": "a"}},
+        "prometheusAddress",
+    ),
+    "scaled groups": (
+        {
+            "replicas": {"autoscaling": {"kind": "hpa"}},
+            "redis": {"existingSecret": "a"},
+            "tensorParallel": {"size": 2, "leaderWorkerSet": "never"},
+        },
+        "needs LeaderWorkerSets",
+    ),
+    "fewer at most than at least": (
+        {"gateway": {"autoscaling": {"minReplicas": 9}}},
+        "minReplicas must not be above",
+    ),
+    "no certificate between services": ({"tls": {"internal": {"enabled": True}}}, "certManager"),
+    "no certificate for clients": ({"tls": {"public": {"enabled": True}}}, "tls.public.enabled"),
+    "no issuer for clients": (
+        {"tls": {"public": {"enabled": True, "certManager": {"enabled": True}}}},
+        "issuerRef must name",
+    ),
+    "no picker": ({"inferencePool": {"enabled": True}}, "endpointPicker.name"),
+    "a pool of nothing": (
+        {
+            "inferencePool": {
+                "enabled": True,
+                "target": "replicas",
+                "endpointPicker": {"name": "epp"},
+            }
+        },
+        "needs scheduler.vllmGrpc",
+    ),
+    "an unknown value": ({"replica": {"count": 1}}, "replica"),
+    "an unknown value inside": ({"gateway": {"replica": 1}}, "replica"),
+    "an unknown setting": ({"worker": {"settings": {"max_num_sequences": 1}}}, "max_num_sequences"),
+    "a setting that is no number": ({"worker": {"settings": {"max_num_seqs": "many"}}}, "integer"),
+    "a setting that the chart sets": (
+        {"gateway": {"settings": {"redis_url": "redis://a"}}},
+        "redis_url",
+    ),
+    "a setting as a variable": (
+        {"gateway": {"extraEnv": [{"name": "STEPWELL_GATEWAY_ADMIN_KEY", "value": "a"}]}},
+        "extraEnv",
+    ),
+    "two volumes": ({"model": {"volume": {"nfs": {}, "hostPath": {}}}}, "volume"),
+}
+
+
+def test_every_example_is_rendered(releases: dict[str, Rendered]) -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.yaml")} == set(NAMES)
+    for name, release in releases.items():
+        assert release.refused is None, (name, release.refused)
+        assert release.lint == [], name
+        assert release.kinds() == EVERY_RELEASE | FURTHER[name], name
+
+
+def test_values_that_cannot_work_are_refused_with_the_reason() -> None:
+    small = example("small")
+    sets = {name: _merged(small, changes) for name, (changes, _) in REFUSED.items()}
+    for name, release in render_chart(sets).items():
+        assert release.refused is not None, name
+        assert REFUSED[name][1] in release.refused, (name, release.refused)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_notes_name_objects_that_exist(releases: dict[str, Rendered], name: str) -> None:
+    release = releases[name]
+    named = re.findall(r"(deployment|service)/([\w-]+)", release.notes)
+    existing = {(one["kind"].lower(), one["metadata"]["name"]) for one in release.objects}
+    assert named
+    assert set(named) <= existing
+    assert ("helm test demo" in release.notes) == ("Pod" in release.kinds())
+
+
+def test_the_versions_are_those_of_the_project() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert chart["appVersion"] == chart["version"] == project["version"]
+
+
+def test_the_schema_has_every_value_and_closes_every_map_of_the_chart() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    missing = set(_missing(values, schema, schema, ""))
+    assert missing == set()
+
+
+def test_the_rules_of_the_chart_are_those_of_prometheus(releases: dict[str, Rendered]) -> None:
+    (rules,) = releases["everything"].of("PrometheusRule")
+    files = sorted((ROOT / "deploy" / "prometheus" / "rules").glob("*.yml"))
+    groups = [group for file in files for group in yaml.safe_load(file.read_text())["groups"]]
+    assert groups
+    assert rules["spec"]["groups"] == groups
+
+
+def _missing(values: Any, schema: Any, root: Any, path: str) -> list[str]:
+    """Paths of values that the schema does not know, and of maps to which it lets keys be added."""
+    if "$ref" in schema:
+        schema = root["definitions"][schema["$ref"].rpartition("/")[2]]
+    if not isinstance(values, dict) or "properties" not in schema:
+        return []
+    found = [] if schema.get("additionalProperties") is False else [path + " is open"]
+    for key, value in values.items():
+        known = schema["properties"].get(key)
+        inside = (
+            [f"{path}.{key}"] if known is None else _missing(value, known, root, f"{path}.{key}")
+        )
+        found += inside
+    return found
+
+
+def _merged(values: Any, changes: Any) -> Any:
+    """Values with changes laid over them, as Helm does it: null takes a value away."""
+    if not isinstance(changes, dict) or not isinstance(values, dict):
+        return changes
+    merged = {**values}
+    for key, change in changes.items():
+        merged[key] = _merged(values.get(key), change)
+    return merged

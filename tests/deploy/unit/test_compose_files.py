@@ -1,0 +1,238 @@
+"""The compose files fit the services' settings, the images and one another."""
+
+import re
+from typing import Any
+
+import pytest
+import yaml
+
+from services.common.addresses import split_host_port
+from services.common.settings import env_prefix, parse_settings
+from services.gateway.settings import GatewaySettings
+from services.kvpool.settings import KVPoolSettings
+from services.scheduler.settings import SchedulerSettings
+from services.worker.settings import WorkerSettings
+from tests.deploy.compose_files import DIRECTORY, ROOT, services_of
+from tests.deploy.dockerfiles import environment_of
+
+SETTINGS = {
+    "gateway": GatewaySettings,
+    "scheduler": SchedulerSettings,
+    "kvpool": KVPoolSettings,
+    "worker": WorkerSettings,
+}
+VARIANTS = {
+    "compose": ("compose.yaml",),
+    "small": ("small.yaml",),
+    "replica": ("replica.yaml",),
+    "gpu": ("compose.yaml", "gpu.yaml"),
+    "small on a GPU": ("small.yaml", "gpu-small.yaml"),
+    "replica on a GPU": ("replica.yaml", "gpu-small.yaml"),
+}
+OWN = [
+    pytest.param(variant, name, id=f"{variant}: {name}")
+    for variant, files in VARIANTS.items()
+    for name, service in services_of(*files, REPLICA="2").items()
+    if service["labels"]["stepwell.role"] in SETTINGS
+]
+
+
+def service_of(variant: str, name: str) -> dict[str, Any]:
+    return services_of(*VARIANTS[variant], REPLICA="2")[name]
+
+
+def role_of(service: dict[str, Any]) -> str:
+    role: str = service["labels"]["stepwell.role"]
+    return role
+
+
+def image_of(service: dict[str, Any]) -> str:
+    image: str = service["image"].partition("/")[2].partition(":")[0]
+    return image
+
+
+def settings_of(service: dict[str, Any]) -> Any:
+    """What the service reads from the variables of its image and of the file."""
+    role = role_of(service)
+    environ = environment_of(image_of(service)) | {
+        name: str(value) for name, value in service["environment"].items() if value is not None
+    }
+    model = f"{env_prefix(role)}MODEL"
+    if model in environ:
+        (mounted,) = [text for text in service["volumes"] if f":{environ[model]}:ro" in text]
+        environ[model] = str((DIRECTORY / mounted.partition(":")[0]).resolve())
+    return parse_settings(SETTINGS[role], role, [], environ)
+
+
+@pytest.mark.parametrize(("variant", "name"), OWN)
+def test_every_variable_is_a_setting_of_its_service(variant: str, name: str) -> None:
+    service = service_of(variant, name)
+    prefix = env_prefix(role_of(service))
+    assert all(variable.startswith(prefix) for variable in service["environment"])
+    settings_of(service)  # raises for one that is unknown or cannot be used
+
+
+@pytest.mark.parametrize(("variant", "name"), OWN)
+def test_a_service_has_longer_to_stop_than_it_drains(variant: str, name: str) -> None:
+    service = service_of(variant, name)
+    assert (
+        int(service["stop_grace_period"].removesuffix("s"))
+        >= 2 + settings_of(service).drain_seconds
+    )
+
+
+@pytest.mark.parametrize(
+    ("variant", "name"),
+    [
+        pytest.param(variant, name, id=f"{variant}: {name}")
+        for variant, files in VARIANTS.items()
+        for name in services_of(*files, REPLICA="2")
+    ],
+)
+def test_every_container_is_confined(variant: str, name: str) -> None:
+    service = service_of(variant, name)
+    assert service["read_only"]
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert service["restart"] == "unless-stopped"
+    assert service["mem_limit"]
+    assert service["pids_limit"]
+    assert service["logging"]["options"].keys() == {"max-size", "max-file"}
+    for port in service.get("ports", ()):
+        assert port.startswith("127.0.0.1:")
+    assert re.fullmatch(r"[\w./-]+:v?\d[\w.-]*", service["image"]), "no version"
+    # Where the engine restarts what was killed, there must be something to kill it from inside.
+    if role_of(service) in (*SETTINGS, "redis"):
+        assert service["init"]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_mounted_files_exist(variant: str) -> None:
+    for service in services_of(*VARIANTS[variant], REPLICA="2").values():
+        for volume in service.get("volumes", ()):
+            source = volume.partition(":")[0]
+            if source.startswith("."):
+                assert (DIRECTORY / source).exists(), source
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_addresses_lead_to_services_of_the_same_network(variant: str) -> None:
+    services = services_of(*VARIANTS[variant], REPLICA="2")
+    names = set(services) | aliases(services)
+    if variant.startswith("replica"):
+        names |= {"redis", "otel-collector"}  # of compose.yaml, in the fleet's network
+    ports = {"redis": 6379, "otel-collector": 4317}
+    for service in services.values():
+        for variable, value in service.get("environment", {}).items():
+            for host, port in re.findall(r"(?:^|[/:,])([a-z][\w-]*):(\d+)", str(value)):
+                assert host in names, (variable, value)
+                role = re.sub(r"^own-|-\d+$", "", host)
+                if role in SETTINGS:
+                    address = environment_of(role)[f"{env_prefix(role)}ADDRESS"]
+                    assert int(port) == split_host_port(address)[1]
+                else:
+                    assert int(port) == ports[role]
+
+
+def aliases(services: dict[str, dict[str, Any]]) -> set[str]:
+    return {
+        alias
+        for service in services.values()
+        for network in service.get("networks", {}).values()
+        for alias in network.get("aliases", ())
+    }
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_published_ports_are_those_that_the_gateway_listens_on(variant: str) -> None:
+    services = services_of(*VARIANTS[variant], REPLICA="2")
+    for service in services.values():
+        if role_of(service) == "gateway":
+            settings = settings_of(service)
+            inside = {int(port.rpartition(":")[2]) for port in service["ports"]}
+            addresses = (settings.address, settings.http_address)
+            assert inside == {split_host_port(address)[1] for address in addresses}
+        elif role_of(service) in SETTINGS:
+            assert "ports" not in service
+
+
+def test_each_replica_has_a_name_and_parts_of_its_own() -> None:
+    """A name of a part leads to one container, in a network that no other replica is in."""
+    services = services_of("compose.yaml")
+    schedulers = {name: one for name, one in services.items() if role_of(one) == "scheduler"}
+    assert len(schedulers) == 2
+    for name, scheduler in schedulers.items():
+        settings = settings_of(scheduler)
+        replica = scheduler["labels"]["stepwell.replica"]
+        assert settings.replica == f"replica-{replica}"
+        assert settings.advertise_address == f"{name}:9001"
+        (own,) = set(scheduler["networks"]) - {"default"}
+        members = {n: one for n, one in services.items() if own in one.get("networks", {})}
+        assert set(members) == {f"{role}-{replica}" for role in ("scheduler", "kvpool", "worker")}
+        assert {one["labels"]["stepwell.replica"] for one in members.values()} == {replica}
+        for address in (settings.kvpool, *settings.workers):
+            alias = split_host_port(address)[0]
+            (part,) = [n for n, one in members.items() if alias in aliases({n: one})]
+            assert services[part]["networks"][own]["aliases"] == [alias]
+            assert alias == f"own-{role_of(services[part])}"
+
+
+def test_prometheus_asks_where_metrics_are_served() -> None:
+    config = yaml.safe_load((DIRECTORY / "prometheus.yaml").read_text())
+    services = services_of("compose.yaml")
+    jobs = {job["job_name"]: job for job in config["scrape_configs"]}
+    (found,) = jobs["stepwell-replica"]["dns_sd_configs"]
+    served = environment_of("scheduler")["STEPWELL_SCHEDULER_METRICS_ADDRESS"]
+    assert found["port"] == split_host_port(served)[1]
+    schedulers = {name for name, one in services.items() if role_of(one) == "scheduler"}
+    named = {n for n, one in services.items() if {*found["names"]} & aliases({n: one})}
+    assert named == schedulers
+    assert jobs["stepwell-gateway"]["static_configs"] == [{"targets": ["gateway:8000"]}]
+    exporter = yaml.safe_load((ROOT / "deploy/otel/collector.yaml").read_text())["exporters"]
+    port = split_host_port(exporter["prometheus"]["endpoint"])[1]
+    assert jobs["otel-collector"]["static_configs"] == [{"targets": [f"otel-collector:{port}"]}]
+
+
+def test_the_collector_uses_what_it_configures() -> None:
+    config = yaml.safe_load((ROOT / "deploy/otel/collector.yaml").read_text())
+    for kind in ("receivers", "processors", "exporters"):
+        used = {name for pipe in config["service"]["pipelines"].values() for name in pipe[kind]}
+        assert used == set(config[kind])
+    for pipe in config["service"]["pipelines"].values():
+        assert (pipe["processors"][0], pipe["processors"][-1]) == ("memory_limiter", "batch")
+
+
+def test_grafana_finds_its_dashboards_and_data() -> None:
+    mounts = dict(
+        volume.split(":")[:2][::-1] for volume in services_of("compose.yaml")["grafana"]["volumes"]
+    )
+    (provider,) = yaml.safe_load((DIRECTORY / "grafana/dashboards/stepwell.yaml").read_text())[
+        "providers"
+    ]
+    assert mounts[provider["options"]["path"]] == "../grafana/dashboards"
+    sources = yaml.safe_load((DIRECTORY / "grafana/datasources/stepwell.yaml").read_text())
+    services = services_of("compose.yaml")
+    for source in sources["datasources"]:
+        assert source["url"].removeprefix("http://").partition(":")[0] in services
+
+
+def test_images_are_tagged_with_the_version_of_the_project() -> None:
+    (version,) = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)
+    for service in services_of("compose.yaml").values():
+        if role_of(service) in SETTINGS:
+            assert service["image"] == f"stepwell/{role_of(service)}:{version}"
+
+
+def test_the_page_names_every_variable_of_the_files() -> None:
+    page = (ROOT / "docs" / "deploying.md").read_text()
+    used = {
+        name
+        for path in DIRECTORY.glob("*.yaml")
+        for name in re.findall(r"\$\{(\w+)", path.read_text())
+    }
+    assert {name for name in used if f"`{name}`" not in page} == set()
+
+
+def test_the_page_names_every_file() -> None:
+    page = (ROOT / "docs" / "deploying.md").read_text()
+    assert [path.name for path in DIRECTORY.glob("*.yaml") if path.name not in page] == []

@@ -1,0 +1,110 @@
+"""A real Prometheus that scrapes every half second, with the rules of deploy/ in quick time."""
+
+import json
+import math
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import httpx
+import pytest
+
+from tests.e2e.stack import ROOT, wait_for
+from tests.plain_http import http_get
+from tests.redis_servers import free_port
+
+PROGRAM = shutil.which("prometheus")
+needs_prometheus = pytest.mark.skipif(
+    PROGRAM is None, reason="prometheus is not installed (Debian's package prometheus)"
+)
+SCRAPE_SECONDS = 0.5
+RULES = ROOT / "deploy" / "prometheus" / "rules"
+_WINDOWS = {"1m": "6s", "5m": "6s", "10m": "6s", "15m": "3m"}
+"""What ranges of the rules become. The longest stays longer than a test: it counts losses."""
+_THRESHOLDS = {"> 10": "> 0.3", "> 20": "> 0.3"}
+"""Seconds in the queue and to the first token that a test can wait for."""
+
+
+class Prometheus:
+    """Answers queries over its API."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def query(self, expr: str) -> list[dict[str, Any]]:
+        """The series of an instant query, those left out that are not a number."""
+        answer = http_get(f"{self._url}/api/v1/query?{urlencode({'query': expr})}").json()
+        assert answer["status"] == "success", (expr, answer)
+        series: list[dict[str, Any]] = answer["data"]["result"]
+        return [one for one in series if math.isfinite(float(one["value"][1]))]
+
+    def firing(self) -> set[str]:
+        """Names of the alerts that fire."""
+        alerts = http_get(f"{self._url}/api/v1/alerts").json()["data"]["alerts"]
+        return {alert["labels"]["alertname"] for alert in alerts if alert["state"] == "firing"}
+
+    def until_firing(self, *names: str, seconds: float = 60) -> None:
+        """Waits until these alerts fire, all at once."""
+        wait_for(lambda: set(names) <= self.firing(), seconds)
+
+    def until_calm(self, *names: str, seconds: float = 60) -> None:
+        """Waits until none of these alerts fires."""
+        wait_for(lambda: not set(names) & self.firing(), seconds)
+
+    def is_ready(self) -> bool:
+        """Whether it answers queries."""
+        try:
+            return http_get(f"{self._url}/-/ready").status_code == httpx.codes.OK
+        except httpx.TransportError:
+            return False
+
+
+def quick_rules(directory: Path) -> None:
+    """Writes the rules with short durations."""
+    for path in RULES.glob("*.yml"):
+        text = re.sub(r"(?m)^(\s+for: ).*$", r"\g<1>1s", path.read_text())
+        text = re.sub(r"\[(\w+)\]", lambda found: f"[{_WINDOWS[found[1]]}]", text)
+        for threshold, lower in _THRESHOLDS.items():
+            text = re.sub(rf"(?m)(^ +expr: .*){threshold}$", rf"\g<1>{lower}", text)
+        (directory / path.name).write_text(text)
+
+
+@contextmanager
+def prometheus(directory: Path, targets: Mapping[str, str]) -> Iterator[Prometheus]:
+    """Scrapes `targets`, host:port by the name of a job, until the end of the block."""
+    assert PROGRAM is not None
+    quick_rules(directory)
+    configuration = {
+        "global": {"scrape_interval": "500ms", "evaluation_interval": "500ms"},
+        "rule_files": [str(path) for path in sorted(directory.glob("*.yml"))],
+        "scrape_configs": [
+            {"job_name": job, "static_configs": [{"targets": [target]}]}
+            for job, target in targets.items()
+        ],
+    }
+    path = directory / "prometheus.json"  # JSON is YAML
+    path.write_text(json.dumps(configuration))
+    port = free_port()
+    with (directory / "log").open("w") as log:
+        process = subprocess.Popen(
+            [
+                PROGRAM,
+                f"--config.file={path}",
+                f"--storage.tsdb.path={directory / 'data'}",
+                f"--web.listen-address=127.0.0.1:{port}",
+            ],
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        running = Prometheus(f"http://127.0.0.1:{port}")
+        wait_for(running.is_ready, 30)
+        yield running
+    finally:
+        process.terminate()
+        process.wait(20)

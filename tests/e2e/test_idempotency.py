@@ -1,0 +1,71 @@
+"""A gateway of a whole stack is killed in mid-stream: the client's retry gets its answer."""
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.conftest import TinyModel
+from tests.e2e.stack import Stack, wait_for
+from tests.plain_http import http_post
+from tests.redis_servers import needs_redis, redis_server
+
+BODY = {"prompt": [7, 8, 9, 10], "temperature": 1.0, "ignore_eos": True, "max_tokens": 400}
+KEY = {"Idempotency-Key": "mine"}
+
+
+def ask(stack: Stack, *, key: bool, seed: int | None = None) -> dict[str, Any]:
+    answer = http_post(
+        f"{stack.url}/v1/completions",
+        json=BODY | {"model": stack.model, "return_token_ids": True, "seed": seed},
+        headers=KEY if key else {},
+        timeout=60,
+    )
+    assert answer.status_code == 200, answer.text
+    whole: dict[str, Any] = answer.json()
+    return whole
+
+
+def is_back(stack: Stack) -> bool:
+    try:
+        return stack.healthy()
+    except httpx.TransportError:
+        return False
+
+
+def stream_until_the_gateway_dies(stack: Stack) -> str:
+    """Kills the gateway while it streams; returns the name of the answer."""
+    body = BODY | {"model": stack.model, "stream": True, "seed": 21}
+    name = ""
+    with (
+        suppress(httpx.TransportError),
+        httpx.stream(
+            "POST", f"{stack.url}/v1/completions", json=body, headers=KEY, timeout=60
+        ) as stream,
+    ):
+        for number, line in enumerate(stream.iter_lines()):
+            name = name or line.partition('"id":')[2].partition(",")[0].strip(' "')
+            if number == 40:
+                stack.hit("gateway")
+        raise AssertionError("the stream came to its end")
+    return name
+
+
+@needs_redis
+@pytest.mark.slow
+def test_a_killed_gateways_stream_is_found_again(tiny_model: TinyModel, tmp_path: Path) -> None:
+    with redis_server(tmp_path / "redis") as server:
+        stack = Stack(tiny_model.directory, "--num-blocks", "200", "--redis", server.url)
+        try:
+            killed, name = stack.pids()["gateway"], stream_until_the_gateway_dies(stack)
+            wait_for(lambda: stack.pids().get("gateway", killed) != killed)
+            wait_for(lambda: is_back(stack))
+            again = ask(stack, key=True, seed=21)
+            undisturbed = ask(stack, key=False, seed=21)
+            assert again["choices"] == undisturbed["choices"]
+            assert again["id"] == name
+            assert again["usage"]["completion_tokens"] == 400
+        finally:
+            stack.close()

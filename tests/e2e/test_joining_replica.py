@@ -1,0 +1,97 @@
+"""A second replica joins a running `stepwell up --redis`, drains, joins again, and is killed."""
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import TinyModel
+from tests.e2e.inference import connect, generate, request
+from tests.e2e.other_replica import OtherReplica
+from tests.e2e.prompts import PROMPTS
+from tests.e2e.stack import Stack, wait_for
+from tests.plain_http import http_get
+from tests.redis_servers import RedisServer, needs_redis, redis_server
+
+NUM_STREAMS = 16
+NUM_TOKENS = 300
+
+pytestmark = [needs_redis, pytest.mark.slow]
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[RedisServer]:
+    with redis_server(tmp_path / "redis") as server:
+        yield server
+
+
+@pytest.fixture
+def stack(tiny_model: TinyModel, redis: RedisServer) -> Iterator[Stack]:
+    flags = ("--redis", redis.url, "--num-blocks", "200", "--routing-policy", "least-loaded")
+    stack = Stack(tiny_model.directory, *flags)
+    yield stack
+    stack.close()
+
+
+@pytest.fixture
+def other(tiny_model: TinyModel, redis: RedisServer, tmp_path: Path) -> Iterator[OtherReplica]:
+    replica = OtherReplica(tiny_model.directory, redis.url, tmp_path)
+    yield replica
+    replica.close()
+
+
+def replicas(stack: Stack) -> dict[str, dict[str, Any]]:
+    """What the gateway knows of each replica, by its address."""
+    found = http_get(f"{stack.url}/status").json()["replicas"]
+    return {replica["address"]: replica for replica in found}
+
+
+def is_ready(stack: Stack, address: str) -> bool:
+    return bool(replicas(stack).get(address, {}).get("ready"))
+
+
+async def ask_all(stack: Stack, when_half_done: Any = None) -> list[list[int]]:
+    """The tokens of all streams at once."""
+    halfway = asyncio.Event()
+
+    def on_tokens(num_tokens: int) -> None:
+        if num_tokens >= NUM_TOKENS // 4:
+            halfway.set()
+
+    async def act() -> None:
+        await halfway.wait()
+        if when_half_done is not None:
+            await asyncio.to_thread(when_half_done)
+
+    async with connect(stack.grpc) as stub, asyncio.TaskGroup() as tasks:
+        tasks.create_task(act())
+        asked = [
+            tasks.create_task(generate(stub, request(prompt, NUM_TOKENS), on_tokens))
+            for prompt in PROMPTS[:NUM_STREAMS]
+        ]
+    return [task.result().token_ids for task in asked]
+
+
+async def test_a_replica_joins_drains_under_streams_comes_back_and_dies(
+    stack: Stack, other: OtherReplica
+) -> None:
+    alone = await ask_all(stack)
+    await asyncio.to_thread(wait_for, lambda: is_ready(stack, other.address), 60)
+
+    def drain() -> None:
+        assert replicas(stack)[other.address]["unfinished_here"] == NUM_STREAMS // 2
+        other.signal("scheduler", signal.SIGTERM)
+
+    assert await ask_all(stack, drain) == alone
+    assert other.wait("scheduler") == 0
+    await asyncio.to_thread(wait_for, lambda: other.address not in replicas(stack), 5)
+
+    other.start("scheduler")
+    await asyncio.to_thread(wait_for, lambda: is_ready(stack, other.address), 30)
+    kill = signal.SIGKILL
+    assert await ask_all(stack, lambda: other.signal("scheduler", kill)) == alone
+    await asyncio.to_thread(wait_for, lambda: other.address not in replicas(stack), 10)
+    assert stack.healthy()

@@ -1,0 +1,66 @@
+"""schemathesis against all four services with the demo model: no server error, and no answer that
+the OpenAPI document lacks.
+
+    python -m benchmarks.soak openapi --minutes 5
+
+is the same for longer.
+"""
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import schemathesis
+
+from benchmarks.soak.openapi import command, environment
+from tests.e2e.stack import ROOT, Stack
+from tests.plain_http import http_get
+
+SECONDS = 12
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[Stack]:
+    stack = Stack(ROOT / "models" / "demo", "--max-num-seqs", "16")
+    yield stack
+    stack.close()
+
+
+def test_no_answer_is_a_server_error_or_undocumented(demo: Stack, tmp_path: Path) -> None:
+    options = ("--phases", "coverage,fuzzing", "--max-time", str(SECONDS))
+    done = subprocess.run(
+        command(demo.url, 1, *options),
+        env=environment(),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert "Operations:       27 selected / 27 total" in done.stdout
+    assert not [line for line in demo.output if "defect" in line or "Traceback" in line]
+    assert http_get(f"{demo.url}/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "def f(", "n": 2, "logprobs": 1}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_answers_pass_every_check_of_schemathesis(
+    demo: Stack, path: str, body: dict[str, object], stream: bool
+) -> None:
+    """Generated requests are seldom answered with text; these are."""
+    schema = schemathesis.openapi.from_url(f"{demo.url}/openapi.json")
+    case = schema[path]["POST"].Case(
+        body={**body, "max_tokens": 3, "stream": stream}, media_type="application/json"
+    )
+    response = case.call_and_validate()
+    assert response.status_code == 200
+    kind = "text/event-stream" if stream else "application/json"
+    assert response.headers["content-type"] == [kind + ("; charset=utf-8" if stream else "")]

@@ -1,0 +1,166 @@
+"""Dashboards and alerts against a real Prometheus and running services."""
+
+import json
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.conftest import TinyModel
+from tests.e2e.prometheus_server import Prometheus, needs_prometheus, prometheus
+from tests.e2e.stack import ROOT, Stack, wait_for
+from tests.plain_http import http_post
+from tests.redis_servers import RedisServer, free_port, needs_redis, redis_server
+
+DASHBOARDS = sorted((ROOT / "deploy" / "grafana" / "dashboards").glob("*.json"))
+SECONDS = 60.0
+
+
+def complete(stack: Stack, **changes: object) -> int:
+    """The status of a request of a few tokens; 0 if there was no answer."""
+    body = {"model": stack.model, "prompt": "one two three four", "max_tokens": 8, "seed": 1}
+    try:
+        answer = http_post(f"{stack.url}/v1/completions", json=body | changes, timeout=SECONDS)
+    except httpx.TransportError:
+        return 0
+    return answer.status_code
+
+
+@contextmanager
+def load(stack: Stack, clients: int, **changes: object) -> Iterator[None]:
+    """So many clients, each of which asks again and again."""
+    over = threading.Event()
+
+    def ask() -> None:
+        while not over.is_set():
+            complete(stack, **changes)
+
+    with ThreadPoolExecutor(clients) as pool:
+        asking = [pool.submit(ask) for _ in range(clients)]
+        try:
+            yield
+        finally:
+            over.set()
+        for one in asking:
+            one.result()
+
+
+def host_port(url: str) -> str:
+    return url.removeprefix("http://")
+
+
+def queries(path: Path) -> list[str]:
+    """The queries of a dashboard, for all models and replicas."""
+    filled = []
+    for panel in json.loads(path.read_text())["panels"]:
+        for target in panel["targets"]:
+            expr = target["expr"].replace("$__rate_interval", "1m")
+            filled.append(expr.replace("$model_name", ".*").replace("$engine", ".*"))
+    return filled
+
+
+@needs_prometheus
+def test_every_query_of_every_dashboard_returns_data(stack: Stack, tmp_path: Path) -> None:
+    wanted = [(path.stem, query) for path in DASHBOARDS for query in queries(path)]
+    assert len(wanted) > 60
+    with (
+        prometheus(tmp_path, {"stepwell": host_port(stack.url)}) as server,
+        load(stack, 2, n=2),
+        load(stack, 1, top_p=7),
+    ):
+        missing = wanted
+
+        def all_have_data() -> bool:
+            nonlocal missing
+            missing = [(name, query) for name, query in missing if not server.query(query)]
+            return not missing
+
+        try:
+            wait_for(all_have_data, SECONDS)
+        except AssertionError:
+            pytest.fail(f"no data: {missing}")
+
+
+@contextmanager
+def watched(stack: Stack, tmp_path: Path, **targets: str) -> Iterator[Prometheus]:
+    """A Prometheus that scrapes the stack's gateway and these, in whose eyes all is well."""
+    with prometheus(tmp_path, {"stepwell": host_port(stack.url)} | targets) as server:
+        wait_for(lambda: len(server.query("up == 1")) == 1 + len(targets), SECONDS)
+        assert server.firing() <= {"StepwellPrefixIndexNotExact"}
+        server.until_calm("StepwellPrefixIndexNotExact")
+        yield server
+
+
+@needs_prometheus
+@needs_redis
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_alerts_fire_when_what_they_watch_breaks(tiny_model: TinyModel, tmp_path: Path) -> None:
+    metrics = f"127.0.0.1:{free_port()}"
+    environ = {
+        "STEPWELL_SCHEDULER_METRICS_ADDRESS": metrics,
+        "STEPWELL_SCHEDULER_MAX_NUM_WAITING": "3",
+    }
+    flags = ("--num-blocks", "24", "--max-model-len", "256", "--admin-port", "0")
+    with redis_server(tmp_path / "redis") as redis:
+        stack = Stack(
+            tiny_model.directory,
+            *(*flags, "--redis", redis.url, "--liveness-timeout-seconds", "600"),
+            environ=environ,
+        )
+        directory = tmp_path / "prometheus"
+        directory.mkdir()
+        try:
+            with watched(stack, directory, **{"stepwell-replica": metrics}) as server:
+                _break_load(stack, server)
+                _break_redis(redis, server)
+                _break_processes(stack, server)
+        finally:
+            stack.close()
+
+
+def _break_load(stack: Stack, server: Prometheus) -> None:
+    """More than the pool and the queue hold, and a pause, during which requests wait."""
+    with load(stack, 12, max_tokens=150, ignore_eos=True):
+        server.until_firing("StepwellPreemptionsCostly", "StepwellRequestsRefused")
+        assert http_post(f"{stack.admin_url}/pause?mode=keep").is_success
+        server.until_firing("StepwellPaused")
+        assert "StepwellEngineStalled" not in server.firing()
+        assert http_post(f"{stack.admin_url}/resume").is_success
+        server.until_firing("StepwellQueueTimeHigh", "StepwellTimeToFirstTokenHigh")
+    server.until_calm("StepwellPaused", "StepwellRequestsRefused", "StepwellQueueTimeHigh")
+
+
+def _break_redis(redis: RedisServer, server: Prometheus) -> None:
+    redis.stop()
+    server.until_firing("StepwellPrefixIndexNotExact", "StepwellRedisUnreachable")
+    redis.go_on()
+    server.until_calm("StepwellPrefixIndexNotExact", "StepwellRedisUnreachable")
+
+
+def _break_processes(stack: Stack, server: Prometheus) -> None:
+    """The worker stops in a step, the pool dies three times, the scheduler stops."""
+    with load(stack, 1, max_tokens=200, ignore_eos=True):
+        wait_for(lambda: stack.status()["num_running"] > 0, SECONDS)
+        stack.hit("worker", signal.SIGSTOP)
+        server.until_firing("StepwellEngineStalled")
+        stack.hit("worker", signal.SIGCONT)
+    server.until_calm("StepwellEngineStalled")
+    for _ in range(3):
+        killed = stack.pids()["kvpool"]
+        stack.hit("kvpool")
+        stack.wait_until_back("kvpool", killed)
+        assert complete(stack) == httpx.codes.OK
+    server.until_firing("StepwellRecoveries")
+    stack.hit("scheduler", signal.SIGSTOP)
+    try:
+        server.until_firing(
+            "StepwellTargetDown", "StepwellNoReplicaReady", "StepwellReplicaNotReady"
+        )
+    finally:
+        stack.hit("scheduler", signal.SIGCONT)

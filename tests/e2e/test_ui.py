@@ -1,0 +1,128 @@
+"""The page /ui in headless Chromium, over all four services under load."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.browser import DEADLINE_MILLISECONDS, chromium, page_of
+from tests.e2e.conftest import TinyModel
+from tests.e2e.stack import Stack
+from tests.plain_http import async_http_client
+from tests.slowness import busy_slowness
+
+WIDE = {"viewport": {"width": 1360, "height": 900}}
+PHONE = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "color_scheme": "dark"}
+LOADED_WITHIN_MILLISECONDS = 1000
+STEP_OF_DETAIL = "document.querySelector('#steps-say').textContent"
+NUMBER_OF_TOKENS = "document.querySelectorAll('#numbers b')[4].textContent"
+
+
+@pytest.fixture(scope="module")
+def shown(tiny_model: TinyModel) -> Iterator[Stack]:
+    stack = Stack(
+        tiny_model.directory,
+        *("--max-num-seqs", "4", "--num-blocks", "200", "--admin-port", "0"),
+    )
+    yield stack
+    stack.close()
+
+
+async def until(page: Any, expression: str) -> None:
+    """Waits until an expression is true. The page's policy forbids the browser's own way, which
+    evaluates a text in the page.
+    """
+    async with asyncio.timeout(DEADLINE_MILLISECONDS / 1000):
+        while not await page.evaluate(expression):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def load(stack: Stack) -> AsyncIterator[None]:
+    """Six requests at a time, of which four may run."""
+
+    async def ask(number: int) -> None:
+        body = {"prompt": f"{number} " * 20, "max_tokens": 100, "ignore_eos": True}
+        async with async_http_client(timeout=120) as http:
+            while True:
+                answer = await http.post(f"{stack.url}/v1/completions", json=body)
+                assert answer.status_code == httpx.codes.OK, answer.text
+
+    tasks = [asyncio.create_task(ask(number)) for number in range(6)]
+    try:
+        yield
+        assert not any(task.done() for task in tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_the_page_shows_what_the_replica_does_as_it_does_it(shown: Stack) -> None:
+    async with chromium() as browser, page_of(browser, shown.url, **WIDE) as page:
+        await page.goto(f"{shown.url}/ui")  # the browser's first page takes longer
+        async with load(shown):
+            times = []
+            for _ in range(3):
+                await page.goto(f"{shown.url}/ui")
+                timing = "performance.getEntriesByType('navigation')[0].loadEventEnd"
+                await until(page, f"{timing} > 0")
+                times.append(await page.evaluate(timing))
+            assert min(times) < LOADED_WITHIN_MILLISECONDS * busy_slowness()
+            await page.wait_for_selector("#state.live")
+            await until(page, "document.querySelectorAll('#request-rows tr').length > 4")
+            await page.wait_for_selector("#request-rows .waits >> text=max_num_seqs")
+            await until(page, f"{STEP_OF_DETAIL}.startsWith('of the budget: prefill')")
+            await until(page, f"/[1-9].*\\/s/.test({NUMBER_OF_TOKENS})")
+            now = f"{STEP_OF_DETAIL} + {NUMBER_OF_TOKENS}"
+            before = await page.evaluate(now)
+            await until(page, f"{now} !== {json.dumps(before)}")
+            for canvas in ("#timeline", "#blocks"):
+                colours = await page.evaluate(COLOURS, canvas)
+                assert colours > 3, canvas
+            await page.hover("#blocks", position={"x": 5, "y": 5})
+            detail = "document.querySelector('#block-detail').textContent"
+            await until(page, f"{detail}.startsWith('block 1:')")
+
+
+COLOURS = """(name) => {
+  const canvas = document.querySelector(name);
+  const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+  return new Set(new Uint32Array(data.buffer)).size;
+}"""
+"""How many colours a canvas has."""
+
+
+async def test_a_conversation_and_where_its_time_went_on_a_phone(shown: Stack) -> None:
+    async with chromium() as browser, page_of(browser, shown.url, **PHONE) as page:
+        await page.goto(f"{shown.url}/ui")
+        await page.wait_for_selector("#state.live")
+        fits = "document.documentElement.scrollWidth <= window.innerWidth"
+        assert await page.evaluate(fits)
+        await page.fill("#chat-text", "say something")
+        await page.click("#chat-send")
+        await page.click("#messages .after .link")
+        await page.wait_for_selector("#waterfall[open] .span >> text=chat tiny")
+        await page.wait_for_selector("#waterfall .track i.stepwell-scheduler")
+        await page.click("#waterfall .span .head")
+        await page.wait_for_selector("#waterfall dt >> text=gen_ai.response.id")
+        assert await page.evaluate(fits)
+        await page.click("#waterfall-close")
+        await page.click("#trace-rows li:first-child button")
+        await page.wait_for_selector("#waterfall[open]")
+
+
+async def test_an_operator_pauses_and_resumes_from_the_page(shown: Stack) -> None:
+    async with chromium() as browser, page_of(browser, shown.admin_url, **WIDE) as page:
+        await page.goto(f"{shown.admin_url}/ui")
+        await page.click("#replicas button >> text=Pause")
+        await page.wait_for_selector("#replicas button >> text=Resume")
+        assert shown.status()["paused"]
+        await page.click("#replicas button >> text=Resume")
+        await page.wait_for_selector("#replicas button >> text=Pause")
+        assert not shown.status()["paused"]
+        assert await page.evaluate("document.querySelector('#chat').hidden")

@@ -1,0 +1,65 @@
+"""An OpenAPI document, and whether answers are as it says."""
+
+import json
+from typing import Any
+
+import httpx
+from jsonschema_rs import Draft202012Validator
+
+STANDARD_HEADERS = {
+    *("content-type", "content-length", "date", "transfer-encoding", "connection"),
+    *("cache-control", "x-accel-buffering"),
+}
+"""Headers of HTTP itself, which the document does not list."""
+
+
+class Documented:
+    """Compares with schemas that are closed: an answer has no field that is not documented."""
+
+    def __init__(self, document: dict[str, Any]) -> None:
+        self.document = document
+        self._components = _closed(document["components"])
+
+    def check(self, path: str, response: httpx.Response) -> None:
+        """Fails unless the answer to a request, read whole, is documented for its path."""
+        method = response.request.method.lower()
+        operation = self.document["paths"][path][method]
+        documented = operation["responses"].get(str(response.status_code))
+        what = f"{method} {path}: {response.status_code} {response.text[:300]}"
+        assert documented is not None, what
+        if "$ref" in documented:
+            documented = self._components["responses"][documented["$ref"].rpartition("/")[2]]
+        headers = {name.lower() for name in documented["headers"]}
+        assert set(response.headers) <= headers | STANDARD_HEADERS, what
+        if method == "head":
+            assert response.content == b"", what
+            return
+        kind = response.headers["content-type"]
+        content = documented["content"].get(kind) or documented["content"][kind.partition(";")[0]]
+        if "itemSchema" in content:
+            data = content["itemSchema"]["properties"]["data"]
+            self._check_events(data["anyOf"][0]["contentSchema"], response.text)
+        elif kind == "application/json":
+            self._validate(content["schema"], response.json())
+
+    def _check_events(self, schema: dict[str, Any], text: str) -> None:
+        *events, last = [event.removeprefix("data: ") for event in text.strip().split("\n\n")]
+        assert last == "[DONE]"
+        for event in events:
+            self._validate(schema, json.loads(event))
+
+    def _validate(self, schema: dict[str, Any], value: Any) -> None:
+        whole = {**_closed(schema), "components": self._components}
+        Draft202012Validator(whole).validate(value)
+
+
+def _closed(node: Any) -> Any:
+    """The schema with objects that have no other properties than those it names."""
+    if isinstance(node, list):
+        return [_closed(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    closed = {key: _closed(value) for key, value in node.items()}
+    if "properties" in node and isinstance(node["properties"], dict):
+        closed["additionalProperties"] = False
+    return closed

@@ -1,0 +1,151 @@
+"""/activity: what the schedulers say that they do, and who sees whose requests."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+from stepwell.common.v1 import common_pb2
+from stepwell.scheduler.v1 import scheduler_pb2
+
+from services.gateway.adapters.activity.feed import SAMPLE_SECONDS
+from tests.gateway.documented import Documented
+from tests.gateway.fake_scheduler import FakeScheduler
+from tests.gateway.keyring import bearer
+from tests.gateway.serving import serving, until
+from tests.plain_http import async_http_client
+
+BODY = {"prompt": "the", "max_tokens": 50}
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+SAMPLED = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}
+SECOND = 1_000_000_000
+
+
+def step(number: int, begun: int, done: int) -> scheduler_pb2.StepActivity:
+    return scheduler_pb2.StepActivity(
+        step=number,
+        begun_unix_nanos=begun,
+        done_unix_nanos=done,
+        num_requests=2,
+        num_prefill_tokens=30,
+        num_decode_tokens=1,
+        keys=[7, 8],
+        num_tokens=[30, 1],
+        wait_reason=scheduler_pb2.WAIT_REASON_NO_BLOCKS,
+    )
+
+
+async def activity(http: httpx.AsyncClient, query: str = "", key: str = "") -> dict[str, Any]:
+    answer = await http.get(f"/activity{query}", headers=bearer(key) if key else None)
+    assert answer.status_code == 200, answer.text
+    body: dict[str, Any] = answer.json()
+    return body
+
+
+async def test_steps_and_blocks_are_as_the_scheduler_says(model: Path) -> None:
+    blocks = common_pb2.BlockMap(
+        blocks_per_cell=1, states=[1, 2, 3, 4], owners=[0, 0, 7, 8], num_held=1
+    )
+    fake = FakeScheduler(steps=[step(1, SECOND, 3 * SECOND)], blocks=blocks)
+    async with serving(model, fake) as served:
+        document = Documented((await served.http.get("/openapi.json")).json())
+        answer = await served.http.get("/activity")
+        document.check("/activity", answer)
+        (replica,) = answer.json()["replicas"]
+        assert (replica["address"], replica["ready"]) == (fake.address, True)
+        assert replica["stats"]["num_steps"] == 7
+        assert replica["blocks"]["states"] == "1234"
+        assert replica["blocks"]["owners"] == [0, 0, 7, 8]
+        (one,) = replica["steps"]
+        assert (one["step"], one["seconds"], one["wait_reason"]) == (1, 2.0, "no_blocks")
+        assert (one["keys"], one["num_tokens"]) == ([7, 8], [30, 1])
+
+
+async def test_only_steps_that_are_new_to_the_caller_are_sent(model: Path) -> None:
+    """Steps that overlap begin when the one before is done."""
+    fake = FakeScheduler(steps=[step(1, SECOND, 3 * SECOND), step(2, 2 * SECOND, 4 * SECOND)])
+    async with serving(model, fake) as served:
+        (replica,) = (await activity(served.http, f"?after=1@{fake.address}"))["replicas"]
+        assert [(one["step"], one["seconds"]) for one in replica["steps"]] == [(2, 1.0)]
+        (replica,) = (await activity(served.http, f"?after=2@{fake.address}"))["replicas"]
+        assert replica["steps"] == []
+        # Of another process of the scheduler, which counted further.
+        (replica,) = (await activity(served.http, f"?after=99@{fake.address}"))["replicas"]
+        assert len(replica["steps"]) == 2
+
+
+async def test_however_many_look_a_scheduler_is_asked_a_few_times_a_second(model: Path) -> None:
+    fake = FakeScheduler()
+    async with serving(model, fake) as served:
+        loop = asyncio.get_running_loop()
+        assert fake.looks == []
+        began = loop.time()
+        await asyncio.gather(*(activity(served.http) for _ in range(30)))
+        assert 1 <= len(fake.looks) <= 1 + (loop.time() - began) / SAMPLE_SECONDS
+
+
+async def test_one_replica_is_given_in_full_where_it_is_named(model: Path) -> None:
+    one, other = FakeScheduler(steps=[step(1, 1, 2)]), FakeScheduler(steps=[step(1, 1, 2)])
+    async with serving(model, one, other) as served:
+        replicas = (await activity(served.http, f"?replica={other.address}"))["replicas"]
+        assert [len(replica["steps"]) for replica in replicas] == [0, 1]
+        assert all(replica["stats"] is not None for replica in replicas)
+
+
+async def test_a_scheduler_that_hangs_is_reported(model: Path) -> None:
+    fine, away = FakeScheduler(), FakeScheduler()
+    async with serving(model, fine, away) as served:
+        await away.die()
+        replicas = (await activity(served.http))["replicas"]
+        assert [replica["stats"] is None for replica in replicas] == [False, True]
+        assert replicas[1]["reason"]
+
+
+async def test_a_tenant_sees_ids_of_its_own_requests_only(model: Path) -> None:
+    fake = FakeScheduler(permits=0)
+    keys = {"api_keys": ("one", "two"), "admin_address": "127.0.0.1:0", "admin_key": "operator"}
+    async with serving(model, fake, **keys) as served:
+        posts = [
+            asyncio.create_task(
+                served.http.post(
+                    "/v1/completions",
+                    json=BODY | {"request_id": f"of-{key}"},
+                    headers=bearer(key) | SAMPLED,
+                )
+            )
+            for key in ("one", "two")
+        ]
+        await until(lambda: fake.num_running == 2)
+        assert (await served.http.get("/activity")).status_code == 401
+
+        def ids(body: dict[str, Any]) -> list[str]:
+            (replica,) = body["replicas"]
+            return sorted(request["request_id"][:11] for request in replica["requests"])
+
+        assert ids(await activity(served.http, key="one")) == ["", "cmpl-of-one"]
+        assert ids(await activity(served.http, key="two")) == ["", "cmpl-of-two"]
+        async with async_http_client(base_url=f"http://{served.admin_address}") as admin:
+            assert ids(await activity(admin, key="operator")) == ["cmpl-of-one", "cmpl-of-two"]
+            assert (await admin.get("/activity", headers=bearer("one"))).status_code == 401
+        fake.run_freely()
+        assert [answer.status_code for answer in await asyncio.gather(*posts)] == [200, 200]
+
+
+async def test_what_waits_at_the_gateway_is_shown_with_its_reason(model: Path) -> None:
+    fake = FakeScheduler(permits=0, max_num_seqs=1)
+    async with serving(model, fake, api_keys=("one",)) as served:
+        posts = [
+            asyncio.create_task(
+                served.http.post(
+                    "/v1/completions", json=BODY | {"request_id": name}, headers=bearer("one")
+                )
+            )
+            for name in ("first", "second", "third")
+        ]
+        await until(lambda: served.gateway.fleet.num_waiting == 1)
+        (queued,) = (await activity(served.http, key="one"))["queued"]
+        assert queued["wait_reason"] == "no_place"
+        assert queued["seconds"] >= 0
+        assert queued["request_id"].startswith("cmpl-")
+        fake.run_freely()
+        assert [answer.status_code for answer in await asyncio.gather(*posts)] == [200] * 3

@@ -1,0 +1,228 @@
+"""The OpenAPI document is true: every kind of answer is documented, with its status and shape."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from tests.gateway.documented import Documented
+from tests.gateway.fake_scheduler import FULL, FakeScheduler
+from tests.gateway.serving import Serving, serving, until
+from tests.plain_http import async_http_client
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "hi"}]
+JSON = {"Content-Type": "application/json"}
+
+ASKED: tuple[dict[str, Any], ...] = (
+    {},
+    {"n": 2},
+    {"return_token_ids": True},
+    {"stream": True, "return_token_ids": True},
+    {"stream": True, "stream_options": {"include_usage": True}},
+    {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+    {"prompt_logprobs": 2},
+    {"stop": "e"},
+    {"repetition_detection": {"max_pattern_size": 1, "min_pattern_size": 1, "min_count": 2}},
+)
+OF_COMPLETIONS: tuple[dict[str, Any], ...] = (
+    {"logprobs": 2},
+    {"logprobs": 0, "stream": True},
+    {"echo": True, "logprobs": 1},
+    {"echo": True, "max_tokens": 0},
+    {"prompt": ["a", [5, 6]][:1], "best_of": 2},
+)
+OF_CHAT: tuple[dict[str, Any], ...] = (
+    {"logprobs": True, "top_logprobs": 2},
+    {"logprobs": True, "stream": True},
+)
+
+
+async def documented(served: Serving) -> Documented:
+    return Documented((await served.http.get("/openapi.json")).json())
+
+
+async def test_every_generated_answer_is_as_documented(served: Serving) -> None:
+    document = await documented(served)
+    for path, base, special in (
+        (COMPLETIONS, {"prompt": "the"}, OF_COMPLETIONS),
+        (CHAT, {"messages": MESSAGES}, OF_CHAT),
+    ):
+        for more in (*ASKED, *special):
+            body = {"max_tokens": 8, "seed": 1, **base, **more}
+            response = await served.http.post(path, json=body)
+            assert response.status_code == 200, (more, response.text)
+            document.check(path, response)
+
+
+async def test_every_other_answer_is_as_documented(served: Serving) -> None:
+    document = await documented(served)
+    assert len(document.document["paths"]) == 15
+    for path, operations in document.document["paths"].items():
+        for method in {"get", "head"} & operations.keys():
+            response = await served.http.request(method, path.replace("{name}", "tiny"))
+            assert response.status_code == (404 if path == "/traces/{name}" else 200), path
+            document.check(path, response)
+    for path, body in (
+        ("/tokenize", {"prompt": "the", "return_token_strs": True}),
+        ("/tokenize", {"messages": MESSAGES}),
+        ("/detokenize", {"tokens": [5, 6]}),
+        ("/ping", None),
+    ):
+        response = await served.http.post(path, json=body)
+        assert response.status_code == 200, path
+        document.check(path, response)
+
+
+async def test_errors_are_as_documented(served: Serving) -> None:
+    document = await documented(served)
+    too_large = b'{"prompt": "' + b"x" * 5_000_000 + b'"}'
+    asked: tuple[tuple[int, str, str, dict[str, Any]], ...] = (
+        (400, "POST", COMPLETIONS, {"json": {"prompt": "a", "top_p": 2}}),
+        (400, "POST", CHAT, {"content": b"{", "headers": JSON}),
+        (
+            400,
+            "POST",
+            COMPLETIONS,
+            {"json": {"prompt": "a"}, "headers": {"X-Request-Timeout": "x"}},
+        ),
+        (404, "POST", CHAT, {"json": {"messages": MESSAGES, "model": "another"}}),
+        (404, "POST", "/tokenize", {"json": {"prompt": "a", "model": "another"}}),
+        (404, "POST", "/detokenize", {"json": {"tokens": [5], "model": "another"}}),
+        (404, "GET", "/v1/models/{name}", {}),
+        (413, "POST", "/detokenize", {"content": too_large, "headers": JSON}),
+        (415, "POST", COMPLETIONS, {"content": b"{}"}),
+        (415, "POST", CHAT, {"content": b"{}", "headers": {**JSON, "Content-Encoding": "gzip"}}),
+        (421, "GET", "/status", {"headers": {"Host": "example.com"}}),
+        (431, "GET", "/health", {"headers": {f"X-{n}": "a" for n in range(200)}}),
+        (
+            504,
+            "POST",
+            CHAT,
+            {"json": {"messages": MESSAGES}, "headers": {"X-Request-Timeout": "1e-9"}},
+        ),
+    )
+    for status, method, path, request in asked:
+        response = await served.http.request(method, path, **request)
+        assert response.status_code == status, (path, response.text)
+        document.check(path, response)
+
+
+async def test_answers_of_a_server_that_is_full_are_as_documented(model: Path) -> None:
+    fake = FakeScheduler(permits=0)
+    async with serving(model, fake, max_concurrent_requests=1) as served:
+        document = await documented(served)
+        body = {"prompt": "the", "max_tokens": 2}
+        first = asyncio.create_task(served.http.post(COMPLETIONS, json=body))
+        await until(lambda: fake.num_running == 1)
+        for path in (COMPLETIONS, "/tokenize"):
+            response = await served.http.post(path, json=body)
+            assert response.status_code == 503
+            document.check(path, response)
+        fake.run_freely()
+        assert (await first).status_code == 200
+        fake.rejection = FULL
+        response = await served.http.post(COMPLETIONS, json=body)
+        assert (response.status_code, response.headers["retry-after"]) == (503, "2")
+        document.check(COMPLETIONS, response)
+
+
+async def test_answers_without_a_replica_are_as_documented(model: Path) -> None:
+    fake = FakeScheduler()
+    settings = {"resubmit_timeout_seconds": 0.1}
+    async with serving(model, fake, **settings) as served:
+        document = await documented(served)
+        fake.set_state(ready=False, reason="no worker")
+        await until(lambda: served.gateway.membership.num_ready == 0)
+        for path in (COMPLETIONS, "/health", "/ping"):
+            post = path == COMPLETIONS
+            body = {"prompt": "a"} if post else None
+            response = await served.http.request("POST" if post else "GET", path, json=body)
+            assert response.status_code == 503, response.text
+            document.check(path, response)
+        response = await served.http.head("/health")
+        assert response.status_code == 503
+        document.check("/health", response)
+
+
+async def test_an_error_in_a_stream_is_as_documented(served: Serving) -> None:
+    document = await documented(served)
+    served.scheduler.permits = 2
+    body = {"prompt": "the", "max_tokens": 50, "stream": True}
+    asked = asyncio.create_task(served.http.post(COMPLETIONS, json=body))
+    await until(lambda: served.scheduler.permits == 0)
+    served.scheduler.engine_error = "nothing but NaN"
+    served.scheduler.run_freely()
+    response = await asked
+    assert (response.status_code, '"error"' in response.text) == (200, True)
+    document.check(COMPLETIONS, response)
+    whole = await served.http.post(COMPLETIONS, json={**body, "stream": False})
+    assert whole.status_code == 500
+    document.check(COMPLETIONS, whole)
+
+
+async def test_keys_are_documented_where_there_are_some(model: Path, served: Serving) -> None:
+    plain = (await documented(served)).document
+    assert "securitySchemes" not in plain["components"]
+    async with serving(model, api_keys=("secret",)) as locked:
+        document = await documented(locked)
+        for path, operations in document.document["paths"].items():
+            for method, operation in operations.items():
+                response = await locked.http.request(method, path, content=b"")
+                assert (response.status_code == 401) == ("security" in operation), path
+                document.check(path, response)
+        assert "security" not in document.document["paths"]["/health"]["get"]
+
+
+async def test_another_method_is_refused_with_those_that_there_are(served: Serving) -> None:
+    document = (await documented(served)).document
+    for path, operations in document["paths"].items():
+        allowed = {method.upper() for method in operations}
+        for method in ("GET", "POST", "PUT", "DELETE", "PATCH", "TRACE", "OPTIONS"):
+            response = await served.http.request(method, path)
+            assert (response.status_code == 405) == (method not in allowed), (method, path)
+            if response.status_code == 405:
+                assert set(response.headers["allow"].split(", ")) == allowed
+                assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+async def test_bodies_say_what_is_accepted_without_effect(served: Serving) -> None:
+    schemas = (await documented(served)).document["components"]["schemas"]
+    chat = schemas["ChatCompletionBody"]
+    assert chat["properties"]["store"]["enum"] == [None, False]
+    assert chat["properties"]["temperature"]["minimum"] == 0
+    assert chat["additionalProperties"] is False
+    assert chat["required"] == ["messages"]
+    assert schemas["CompletionBody"]["properties"]["n"]["minimum"] == 1
+
+
+async def test_operators_calls_have_a_document_of_their_own(model: Path) -> None:
+    one, other = FakeScheduler(blocks_in_use=True), FakeScheduler()
+    settings: dict[str, Any] = {"admin_address": "127.0.0.1:0"}
+    async with serving(model, one, other, **settings) as served:
+        assert not {"/pause", "/drain"} & (await documented(served)).document["paths"].keys()
+        async with async_http_client(base_url=f"http://{served.admin_address}") as admin:
+            document = Documented((await admin.get("/openapi.json")).json())
+            page = {"headers": {"Origin": "https://example.com"}}
+            asked: tuple[tuple[int, str, str, dict[str, Any]], ...] = (
+                (200, "POST", "/pause", {"params": {"mode": "keep"}}),
+                (400, "POST", "/pause", {"params": {"mode": "stop"}}),
+                (403, "POST", "/resume", page),
+                (200, "POST", "/resume", {}),
+                (200, "GET", "/is_paused", {}),
+                (200, "HEAD", "/is_paused", {}),
+                (409, "POST", "/reset_prefix_cache", {}),
+                (400, "POST", "/drain", {}),
+                (404, "POST", "/drain", {"params": {"replica": "nowhere"}}),
+                (200, "POST", "/drain", {"params": {"replica": one.address}}),
+                (200, "POST", "/undrain", {"params": {"replica": one.address}}),
+                (200, "GET", "/server_info", {}),
+            )
+            for status, method, path, request in asked:
+                response = await admin.request(method, path, **request)
+                assert response.status_code == status, (path, response.text)
+                document.check(path, response)
+            parameters = document.document["paths"]["/pause"]["post"]["parameters"]
+            assert [each["name"] for each in parameters] == [
+                *("replica", "mode", "wait_for_inflight_requests", "clear_cache"),
+                "timeout_seconds",
+            ]

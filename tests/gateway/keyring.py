@@ -1,0 +1,73 @@
+"""Keys that tests make, in a file or in Redis, by the same functions as `stepwell keys`."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from services.common.api_keys import KeyRecord, TenantRecord, key_id_of, new_key
+from services.common.key_file import change_book, read_book
+from services.common.key_redis import change_key
+from services.common.key_redis import read_book as read_redis_book
+from services.common.redis_connection import RedisConnection
+
+
+class Keyring(Protocol):
+    """A place where keys are kept."""
+
+    async def add(self, tenant: TenantRecord, **fields: Any) -> str:
+        """A new key of a tenant."""
+        ...
+
+    async def revoke(self, key: str) -> None: ...
+
+
+class FileKeyring:
+    """Keys in a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    async def add(self, tenant: TenantRecord, **fields: Any) -> str:
+        key, record = make_key(tenant, **fields)
+        change_book(self.path, lambda book: book.with_key(record, tenant))
+        return key
+
+    async def revoke(self, key: str) -> None:
+        record = read_book(self.path).keys[str(key_id_of(key))]
+        revoked = replace(record, revoked=int(time.time()))
+        change_book(self.path, lambda book: book.with_key(revoked))
+
+
+class RedisKeyring:
+    """Keys in Redis."""
+
+    def __init__(self, url: str) -> None:
+        self.redis = RedisConnection(url)
+        self._num_changes = 0
+
+    async def add(self, tenant: TenantRecord, **fields: Any) -> str:
+        key, record = make_key(tenant, **fields)
+        await change_key(self.redis, None, record, tenant, self._version())
+        return key
+
+    async def revoke(self, key: str) -> None:
+        record = (await read_redis_book(self.redis)).keys[str(key_id_of(key))]
+        revoked = replace(record, revoked=int(time.time()))
+        await change_key(self.redis, record, revoked, None, self._version())
+
+    def _version(self) -> str:
+        self._num_changes += 1
+        return f"{id(self)}-{self._num_changes}"
+
+
+def make_key(tenant: TenantRecord, **fields: Any) -> tuple[str, KeyRecord]:
+    """A key, and its record; `fields` are fields of the record."""
+    key, key_id, sha256 = new_key()
+    record = KeyRecord(key_id, sha256, tenant.tenant_id, int(time.time()))
+    return key, replace(record, **fields)
+
+
+def bearer(key: str) -> dict[str, str]:
+    """The header that shows a key."""
+    return {"Authorization": f"Bearer {key}"}

@@ -1,0 +1,56 @@
+"""Fake schedulers that register themselves as real ones do."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from services.scheduler.adapters.registration import Registration
+from services.scheduler.settings import SchedulerSettings
+from tests.gateway.fake_scheduler import FakeScheduler
+
+
+class Registered:
+    """A fake scheduler and its registration."""
+
+    def __init__(self, scheduler: FakeScheduler, redis_url: str, model_name: str) -> None:
+        self.scheduler = scheduler
+        settings = SchedulerSettings(
+            kvpool="127.0.0.1:1",
+            workers=("127.0.0.1:2",),
+            redis_url=redis_url,
+            address=scheduler.address,
+        )
+        self.registration = Registration(settings)
+        node = f"node-of-{scheduler.address}"
+        running = self.registration.run(scheduler.address, model_name, node)
+        self._task = asyncio.create_task(running)
+
+    async def leave(self) -> None:
+        """Drains as a scheduler does: it is removed, then takes no new requests."""
+        await self._cancel()
+        await self.registration.leave()
+        self.scheduler.set_state(ready=False, reason="the scheduler is draining", draining=True)
+
+    async def die(self) -> None:
+        """Ends everything at once, as a killed process does."""
+        await self._cancel()
+        await self.scheduler.die()
+
+    async def _cancel(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        await self.registration.close()
+
+
+@asynccontextmanager
+async def registered(
+    redis_url: str, scheduler: FakeScheduler | None = None, *, model_name: str = "tiny"
+) -> AsyncIterator[Registered]:
+    """A scheduler that serves and is registered, until it leaves or dies."""
+    scheduler = scheduler or FakeScheduler()
+    await scheduler.start()
+    running = Registered(scheduler, redis_url, model_name)
+    try:
+        yield running
+    finally:
+        await running.die()

@@ -1,0 +1,90 @@
+"""What a gateway makes of one request: its server span, and the spans below it."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from services.common.telemetry import Tracing, configure_tracing
+from tests.gateway.serving import until
+
+
+@dataclass
+class Trace:
+    """The spans of one request, each list in the order of their beginnings."""
+
+    root: ReadableSpan
+    spans: list[ReadableSpan]
+
+    def below(self, parent: ReadableSpan) -> list[ReadableSpan]:
+        """The children of a span."""
+        children = [
+            one for one in self.spans if one.parent and one.parent.span_id == span_id(parent)
+        ]
+        return sorted(children, key=lambda one: (one.start_time, one.end_time))
+
+    def named(self, name: str) -> list[ReadableSpan]:
+        found = [one for one in self.spans if one.name == name]
+        return sorted(found, key=lambda one: one.start_time)
+
+    def only(self, name: str) -> ReadableSpan:
+        (span,) = self.named(name)
+        return span
+
+
+class Tracer:
+    """The tracing of a gateway, and what came of it."""
+
+    def __init__(self, ratio: float = 1.0) -> None:
+        self.exporter = InMemorySpanExporter()
+        self.tracing: Tracing = configure_tracing("gateway", "", ratio, exporter=self.exporter)
+
+    @property
+    def spans(self) -> tuple[ReadableSpan, ...]:
+        return self.exporter.get_finished_spans()
+
+    async def trace(self, number: int = 0) -> Trace:
+        """The trace of a request that ended, in the order of their ends."""
+        await until(lambda: len(self._roots()) > number)
+        root = self._roots()[number]
+        assert root.context is not None
+        trace_id = root.context.trace_id
+        spans = [one for one in self.spans if one.context and one.context.trace_id == trace_id]
+        return Trace(root, spans)
+
+    def _roots(self) -> list[ReadableSpan]:
+        return [one for one in self.spans if one.kind.name == "SERVER"]
+
+
+def span_id(span: ReadableSpan) -> int:
+    assert span.context is not None
+    return span.context.span_id
+
+
+def assert_adds_up(trace: Trace) -> None:
+    """The parts of the request follow one another without a gap, and so do those of each of its
+    sequences: there is no time without a reason.
+    """
+    assert_follow(trace.root, trace.below(trace.root))
+    for generate in trace.named("gateway.generate"):
+        by_sequence: dict[object, list[ReadableSpan]] = {}
+        for one in trace.below(generate):
+            by_sequence.setdefault(one.attributes["stepwell.sequence"], []).append(one)
+        for stretches in by_sequence.values():
+            first, last = stretches[0], stretches[-1]
+            assert first.start_time - generate.start_time < 5_000_000
+            assert last.end_time <= generate.end_time
+            for one, following in pairwise(stretches):
+                assert one.end_time == following.start_time
+    ids = {span_id(one) for one in trace.spans}
+    for one in trace.spans:
+        assert one is trace.root or one.parent.span_id in ids
+
+
+def assert_follow(parent: ReadableSpan, children: list[ReadableSpan]) -> None:
+    """The children take all of the parent's time, one after the other."""
+    assert children[0].start_time == parent.start_time
+    assert children[-1].end_time == parent.end_time
+    for one, following in pairwise(children):
+        assert one.end_time == following.start_time, (one.name, following.name)

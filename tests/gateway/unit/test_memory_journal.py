@@ -1,0 +1,15 @@
+"""The journal in memory is a Journal."""
+
+import time
+
+import pytest
+
+from tests.gateway.journal_conformance import LEASE_SECONDS, JournalConformance, Journals
+from tests.gateway.memory_journal import MemoryJournal, SharedLogs
+
+
+class TestMemoryJournal(JournalConformance):
+    @pytest.fixture
+    def journals(self) -> Journals:
+        shared = SharedLogs(time.monotonic, LEASE_SECONDS)
+        return MemoryJournal(shared), MemoryJournal(shared)

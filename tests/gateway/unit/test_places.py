@@ -1,0 +1,256 @@
+"""Which tenant may take a place that is free."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.gateway.core.admission.places import ACTIVE_SECONDS, Places
+from services.gateway.core.tenant import Tenant
+
+A, B, HEAVY = Tenant("a"), Tenant("b"), Tenant("heavy", weight=3.0)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def running(counts: dict[Tenant, int], clock: Clock | None = None) -> Places:
+    """Places of which each tenant has so many, and all have asked just now."""
+    places = Places(clock or Clock())
+    for tenant, count in counts.items():
+        places.of(tenant).num_running = count
+    return places
+
+
+def may_take(places: Places, tenant: Tenant, num_free: int, num_places: int = 32) -> bool:
+    return places.divided(num_free, num_places).may_take(places.of(tenant))
+
+
+def gives_back(places: Places, num_free: int = 0, num_places: int = 32) -> Tenant | None:
+    use = places.divided(num_free, num_places).gives_back()
+    return None if use is None else use.tenant
+
+
+def test_a_tenant_alone_may_have_all_places_and_a_few_ahead() -> None:
+    places = running({A: 32})
+    assert [may_take(places, A, num_free) for num_free in (1, 0, -1, -2)] == [
+        True,
+        True,
+        True,
+        False,
+    ]
+
+
+def test_a_place_is_kept_free_for_a_tenant_below_its_share() -> None:
+    places = running({A: 23, B: 8})
+    assert may_take(places, B, 1)
+    assert not may_take(places, A, 1)
+    assert may_take(places, A, 2)
+
+
+def test_what_a_tenant_below_its_share_waits_for_is_not_for_one_above() -> None:
+    """It waits for 3, and has a share of 16: one more is kept free."""
+    places = running({A: 20, B: 8})
+    places.of(B).num_waiting = 3
+    assert [may_take(places, A, num_free) for num_free in (4, 5)] == [False, True]
+    places.of(B).num_waiting = 30
+    assert [may_take(places, A, num_free) for num_free in (8, 9)] == [False, True]
+
+
+def test_no_place_is_kept_for_a_tenant_that_has_its_share() -> None:
+    places = running({A: 15, B: 16})
+    assert may_take(places, A, 1)
+    assert not may_take(places, B, 1), "the other one is below its share"
+
+
+def test_shares_go_by_weight() -> None:
+    places = running({A: 8, HEAVY: 23})
+    assert (places.share(A), places.share(HEAVY)) == (0.25, 0.75)
+    assert may_take(places, HEAVY, 1), "it has less than its 24"
+    assert not may_take(places, A, 1), "it has its 8, and the last is kept for the other"
+
+
+def test_at_most_one_in_16_places_is_kept_free() -> None:
+    many = {Tenant(f"t{number}"): 0 for number in range(20)}
+    places = running({A: 30, **many})
+    assert may_take(places, A, 3)
+    assert not may_take(places, A, 2)
+
+
+def test_of_few_places_none_is_kept_free() -> None:
+    places = running({A: 3, B: 0})
+    assert may_take(places, A, 1, 4)
+
+
+def test_the_tenant_with_most_above_its_share_gives_back_what_one_below_waits_for() -> None:
+    places = running({A: 20, B: 0, HEAVY: 12})
+    assert gives_back(places) is None, "no other waits"
+    places.of(B).num_waiting = 1
+    assert gives_back(places) is A
+    assert gives_back(places, num_free=1) is None
+    places.of(B).num_running = 6
+    assert gives_back(places) is None, "it has its share"
+
+
+def test_no_tenant_gives_back_what_is_its_share() -> None:
+    places = running({A: 16, B: 15})
+    places.of(B).num_waiting = 1
+    assert gives_back(places) is None
+
+
+def test_a_tenant_that_lacks_service_may_take_a_little_more_than_its_share() -> None:
+    """It lacks 4 answers of 128 tokens, each of which counts twice."""
+    places = running({A: 16, B: 16})
+    places.of(B).lag = 4 * 2 * 128.0
+    assert may_take(places, B, 1)
+    assert not may_take(places, A, 1), "it is kept for the other one"
+    places.of(B).num_waiting = 1
+    assert gives_back(places) is None, "but none is given back for it"
+    places.of(B).lag -= 1.0
+    assert may_take(places, A, 1)
+
+
+def test_what_a_tenant_has_beyond_its_share_stays_its_own_while_it_lacks_service() -> None:
+    places = running({A: 12, B: 20})
+    places.of(A).num_waiting = 1
+    places.of(B).lag = 1.0
+    assert gives_back(places) is None
+    places.of(B).num_running += 1
+    assert gives_back(places) is B, "it is more than the square root of its share"
+    places.of(B).num_running -= 1
+    places.of(B).lag = 0.0
+    assert gives_back(places) is B
+
+
+def test_few_sequences_of_a_tenant_start_at_once() -> None:
+    """Half of its share of 16; two where that is less."""
+    places = running({A: 8, B: 3})
+    places.of(A).num_starting = 7
+    assert may_take(places, A, 21)
+    places.of(A).num_starting = 8
+    assert not may_take(places, A, 21)
+    assert may_take(places, B, 21)
+    places.of(B).num_starting = 1
+    assert may_take(places, B, 3, 5)
+    places.of(B).num_starting = 2
+    assert not may_take(places, B, 3, 5)
+
+
+def test_nothing_is_given_back_for_what_may_not_start_yet() -> None:
+    places = running({A: 22, B: 10})
+    places.of(B).num_waiting = 1
+    places.of(B).num_starting = 8
+    assert gives_back(places) is None
+    places.of(B).num_starting = 7
+    assert gives_back(places) is A
+
+
+def test_a_tenant_alone_starts_as_many_as_there_are_places() -> None:
+    places = running({A: 20})
+    places.of(A).num_starting = 20
+    assert may_take(places, A, 12)
+
+
+def test_every_tenant_may_have_one_place() -> None:
+    """Of four places, to which eight tenants have equal rights."""
+    many = [Tenant(f"t{number}") for number in range(7)]
+    places = running({A: 2, **dict.fromkeys(many[:2], 1), **dict.fromkeys(many[2:], 0)})
+    places.of(many[2]).num_waiting = 1
+    assert gives_back(places, num_places=4) is A
+    places.of(A).num_running = 1
+    assert gives_back(places, num_places=4) is None
+
+
+def test_a_tenant_that_asks_no_more_has_no_share() -> None:
+    clock = Clock()
+    places = running({A: 31, B: 0}, clock)
+    clock.now += ACTIVE_SECONDS + 1
+    assert not may_take(places, A, 1)
+    assert places.drop_idle() == [B]
+    assert may_take(places, A, 1)
+    assert places.share(A) == 1.0
+
+
+COUNTS = st.lists(
+    st.tuples(st.integers(0, 40), st.sampled_from([0.5, 1.0, 4.0])), min_size=1, max_size=6
+)
+
+
+@given(COUNTS, st.integers(1, 64))
+def test_places_are_never_left_idle_while_only_one_asks_or_one_is_below_its_share(
+    counts: list[tuple[int, float]], num_places: int
+) -> None:
+    """But for the few places that are kept, a free one may be taken by a tenant that waits."""
+    tenants = [Tenant(str(number), weight) for number, (_, weight) in enumerate(counts)]
+    places = running({tenant: count for tenant, (count, _) in zip(tenants, counts, strict=True)})
+    num_free = num_places - sum(count for count, _ in counts)
+    below = [
+        tenant
+        for tenant, (count, _) in zip(tenants, counts, strict=True)
+        if count < int(num_places * places.share(tenant))
+    ]
+    for tenant in below if num_free > 0 else []:
+        assert may_take(places, tenant, num_free, num_places)
+    if num_free > num_places // 16:
+        assert all(may_take(places, tenant, num_free, num_places) for tenant in tenants)
+    if len(tenants) > 1 and num_free <= 0:
+        assert not any(may_take(places, tenant, num_free, num_places) for tenant in tenants)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 40), st.integers(0, 9), st.sampled_from([0.5, 1.0, 4.0])),
+        min_size=2,
+        max_size=6,
+    ),
+    st.integers(1, 64),
+)
+def test_giving_back_ends_with_a_free_place_or_with_no_tenant_above_its_share(
+    counts: list[tuple[int, int, float]], num_places: int
+) -> None:
+    tenants = [Tenant(str(number), weight) for number, (*_, weight) in enumerate(counts)]
+    places = running({})
+    for tenant, (num_running, num_waiting, _) in zip(tenants, counts, strict=True):
+        use = places.of(tenant)
+        use.num_running, use.num_waiting = num_running, num_waiting
+
+    def num_free() -> int:
+        return num_places - sum(use.num_running for use in places)
+
+    def at_least(tenant: Tenant) -> int:
+        return min(places.of(tenant).num_running, int(num_places * places.share(tenant)))
+
+    before = {tenant: at_least(tenant) for tenant in tenants}
+    while (giver := gives_back(places, num_free(), num_places)) is not None:
+        assert num_free() <= 0
+        places.of(giver).num_running -= 1
+        places.of(giver).num_waiting += 1
+    assert all(places.of(tenant).num_running >= count for tenant, count in before.items())
+
+
+@pytest.mark.parametrize("num_places", [8, 32, 100])
+def test_a_tenant_has_its_share_at_once_while_another_one_floods(num_places: int) -> None:
+    """One takes whatever it may, and gives back as much as is the other one's."""
+    places = running({A: 0, B: 0})
+
+    def num_free() -> int:
+        return num_places - sum(use.num_running for use in places)
+
+    def take_all(tenant: Tenant) -> None:
+        while True:
+            places.of(tenant).num_waiting = 100
+            while gives_back(places, num_free(), num_places) not in (None, tenant):
+                places.of(A if tenant is B else B).num_running -= 1
+            if not may_take(places, tenant, num_free(), num_places):
+                return
+            places.of(tenant).num_running += 1
+
+    take_all(A)
+    assert places.of(A).num_running == num_places - (num_places >= 16)
+    take_all(B)
+    take_all(A)
+    assert {use.num_running for use in places} == {num_places // 2}

@@ -1,0 +1,64 @@
+"""The pool's client while no pool can be reached."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from services.common.channel import open_channel
+from services.scheduler.adapters.pool_client import RETRY_SECONDS, PoolClient
+from services.scheduler.core.ports import PoolLost
+
+
+@pytest.fixture
+def silent_address() -> Iterator[str]:
+    """The system accepts connections there; nothing is ever sent on them."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.fixture
+def closed_address() -> str:
+    """Connections are refused there."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.fixture
+async def client(silent_address: str) -> AsyncIterator[PoolClient]:
+    async with open_channel(silent_address) as channel:
+        client = PoolClient(channel, "pool", timeout_seconds=0.2)
+        yield client
+        client.close()
+
+
+async def test_a_transaction_ends_in_time_while_the_connection_begins(client: PoolClient) -> None:
+    async with asyncio.timeout(60):
+        with pytest.raises(PoolLost, match=r"did not answer within 0\.2 s"):
+            await client.transact(())
+
+
+async def test_a_transaction_can_be_cancelled_while_the_connection_begins(
+    client: PoolClient,
+) -> None:
+    transaction = asyncio.create_task(client.transact(()))
+    await asyncio.sleep(0)
+    transaction.cancel()
+    _, pending = await asyncio.wait({transaction}, timeout=60)
+    assert not pending
+    assert transaction.cancelled()
+
+
+async def test_a_transaction_ends_in_time_whose_stream_was_just_begun(closed_address: str) -> None:
+    """Its time is over just after the first retry has begun a stream, in some of these cases before
+    its headers are sent.
+    """
+    async with asyncio.timeout(60):
+        for tenth in range(30):
+            async with open_channel(closed_address) as channel:
+                seconds = RETRY_SECONDS + 0.0001 * tenth
+                client = PoolClient(channel, "pool", timeout_seconds=seconds)
+                with pytest.raises(PoolLost, match="did not answer within"):
+                    await client.transact(())
+                client.close()

@@ -1,0 +1,128 @@
+"""GetActivity: what a scheduler says of its requests, its steps and its pool's blocks."""
+
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+from stepwell.common.v1 import common_pb2
+from stepwell.scheduler.v1 import scheduler_pb2
+
+from tests.scheduler.fake_worker import BLOCK_SIZE, FakeWorker
+from tests.scheduler.serving_replica import (
+    Gateway,
+    Replica,
+    gateway_of,
+    sampling,
+    serving_replica,
+)
+from tests.scheduler.story import prompt
+
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+RUNNING = scheduler_pb2.REQUEST_STATE_RUNNING
+WAITING = scheduler_pb2.REQUEST_STATE_WAITING
+BUDGET = 64
+
+
+@pytest.fixture
+async def replica() -> AsyncIterator[Replica]:
+    """One that runs two requests at a time, with 63 blocks to give out."""
+    worker = FakeWorker(max_num_seqs=2, num_blocks=64, max_num_batched_tokens=BUDGET)
+    async with serving_replica(worker) as replica:
+        yield replica
+
+
+@pytest.fixture
+async def gateway(replica: Replica) -> AsyncIterator[Gateway]:
+    async with gateway_of(replica) as gateway:
+        yield gateway
+
+
+async def look(
+    replica: Replica, after_step: int = 0, max_cells: int = 1000
+) -> scheduler_pb2.GetActivityResponse:
+    request = scheduler_pb2.GetActivityRequest(after_step=after_step, max_cells=max_cells)
+    answer: scheduler_pb2.GetActivityResponse = await replica.stub.GetActivity(request)
+    return answer
+
+
+async def test_requests_and_the_blocks_that_they_hold(replica: Replica, gateway: Gateway) -> None:
+    replica.worker.going.clear()
+    for handle in range(3):
+        await gateway.add(
+            handle, prompt(9, 100 * handle), traceparent=f"00-{TRACE}-b7ad6b7169203331-01"
+        )
+    await replica.until(lambda stats: (stats.num_running, stats.num_waiting) == (2, 1))
+    activity = await look(replica)
+    assert [(one.request_id, one.state) for one in activity.requests] == [
+        ("request-0", RUNNING),
+        ("request-1", RUNNING),
+        ("request-2", WAITING),
+    ]
+    assert [one.num_prompt_tokens for one in activity.requests] == [9, 9, 9]
+    assert {one.trace_id for one in activity.requests} == {TRACE}
+    assert activity.stats.num_running == 2
+    states, owners = list(activity.blocks.states), list(activity.blocks.owners)
+    assert len(states) == len(owners) == 63
+    first, second, _ = (one.key for one in activity.requests)
+    assert {owners.count(first), owners.count(second)} == {-(-9 // BLOCK_SIZE)}
+    held = activity.blocks.num_held + activity.blocks.num_shared
+    assert held == 63 - activity.stats.num_free_blocks
+    replica.worker.going.set()
+    await gateway.finish(0, 1, 2)
+    await replica.until_idle()
+    blocks = (await look(replica)).blocks
+    assert blocks.num_held + blocks.num_shared == 0
+    assert common_pb2.BLOCK_STATE_CACHED in blocks.states
+
+
+async def test_a_request_that_waits_says_why(replica: Replica, gateway: Gateway) -> None:
+    replica.worker.going.clear()
+    for handle in range(2):
+        await gateway.add(handle, prompt(5, 100 * handle), sampling=sampling(60))
+    await replica.until(lambda stats: stats.num_running == 2)
+    await gateway.add(2, prompt(5, 200))
+    replica.worker.going.set()
+    await gateway.until_tokens(0, 4)
+    reasons = [one.wait_reason for one in (await look(replica)).requests if one.state == WAITING]
+    assert reasons in ([scheduler_pb2.WAIT_REASON_MAX_SEQS], [])
+    await gateway.finish(0, 1, 2)
+
+
+async def test_steps_are_noted_from_the_first_look_on(replica: Replica, gateway: Gateway) -> None:
+    await gateway.add(0, prompt(9))
+    await gateway.finish(0)
+    assert list((await look(replica)).steps) == []  # none was asked for before
+    before = (await replica.stats()).num_steps
+    await gateway.add(1, prompt(20, 50), sampling=sampling(6))
+    await gateway.finish(1)
+    await replica.until_idle()
+    steps = list((await look(replica)).steps)
+    assert [step.step for step in steps] == sorted({step.step for step in steps})
+    assert steps[0].step >= before
+    assert (steps[0].num_prefill_tokens, steps[0].num_decode_tokens) == (20, 0)
+    assert sum(step.num_prefill_tokens for step in steps) == 20
+    assert {step.num_decode_tokens for step in steps[1:]} == {1}
+    for step in steps:
+        assert step.begun_unix_nanos < step.done_unix_nanos
+        assert sum(step.num_tokens) == step.num_prefill_tokens + step.num_decode_tokens
+        assert len(step.keys) == len(step.num_tokens) == step.num_requests
+    newest = steps[-1].step
+    assert list((await look(replica, after_step=newest)).steps) == []
+    later = (await look(replica, after_step=newest - 1)).steps
+    assert [step.step for step in later] == [newest]
+    # Of another process, which counted further.
+    assert len((await look(replica, after_step=10**6)).steps) == len(steps)
+
+
+async def test_without_cells_there_is_no_map(replica: Replica) -> None:
+    assert not (await look(replica, max_cells=0)).HasField("blocks")
+    assert len((await look(replica, max_cells=10)).blocks.states) <= 10
+    with pytest.raises(grpc.aio.AioRpcError, match="max_cells"):
+        await look(replica, max_cells=10**6)
+
+
+async def test_while_the_pool_is_away_there_is_no_map(replica: Replica) -> None:
+    await replica.pool.stop()
+    activity = await look(replica)
+    assert not activity.HasField("blocks")
+    assert activity.stats.num_usable_blocks == 63

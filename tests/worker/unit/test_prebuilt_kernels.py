@@ -1,0 +1,105 @@
+"""Kernels that were compiled ahead: how they are built, and which one a processor takes."""
+
+import itertools
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from services.worker.backends.native import compiled
+from services.worker.backends.native.prebuilt import KINDS, NAME, Kind, build, load_prebuilt
+
+AVX2 = KINDS[2].features
+AVX512 = KINDS[1].features
+BF16 = KINDS[0].features
+
+
+@pytest.fixture
+def quick_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler that sees one function, which tells the kind by its macros, in place of all
+    sources.
+    """
+    found = shutil.which("c++")
+    if found is None:
+        pytest.skip("there is no C++ compiler")
+    (tmp_path / "kind.cpp").write_text(
+        "#if defined(__AVX512BF16__)\n#define KIND 2\n"
+        "#elif defined(__AVX512F__)\n#define KIND 1\n"
+        '#else\n#define KIND 0\n#endif\nextern "C" int kind() { return KIND; }\n'
+    )
+    compiler = tmp_path / "quick-compiler"
+    compiler.write_text(
+        "#!/bin/sh\n"
+        'for argument in "$@"; do\n'
+        "  shift\n"
+        '  case "$argument" in\n'
+        f'    */float32.cpp) set -- "$@" "{tmp_path}/kind.cpp";;\n'
+        "    *.cpp) ;;\n"
+        '    *) set -- "$@" "$argument";;\n'
+        "  esac\n"
+        "done\n"
+        f'exec {found} "$@"\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+
+
+@pytest.mark.usefixtures("quick_compiler")
+def test_a_processor_takes_the_best_kernels_that_it_can_run(tmp_path: Path) -> None:
+    build(tmp_path / "built")
+
+    def taken(features: frozenset[str]) -> int | None:
+        library = load_prebuilt(features, tmp_path / "built")
+        return None if library is None else library.kind()
+
+    assert taken(BF16 | {"amx_tile"}) == 2
+    assert taken(AVX512) == 1
+    assert taken(AVX512 - {"avx512vl"}) == 0
+    assert taken(AVX2) == 0
+    assert taken(AVX2 - {"fma"}) is None
+
+
+@pytest.mark.usefixtures("quick_compiler")
+def test_kernels_find_the_openmp_library_beside_them(tmp_path: Path) -> None:
+    build(tmp_path, KINDS[2:])
+    built = tmp_path / KINDS[2].name
+    assert sorted(path.name for path in built.iterdir()) == [
+        "libgomp.so.1",
+        f"{NAME}.sha256",
+        f"{NAME}.so",
+    ]
+    listed = subprocess.run(
+        ["readelf", "--dynamic", str(built / f"{NAME}.so")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "$ORIGIN" in listed.stdout
+
+
+def test_each_kind_needs_what_the_next_one_needs() -> None:
+    for better, worse in itertools.pairwise(KINDS):
+        assert better.features > worse.features
+
+
+@pytest.mark.usefixtures("quick_compiler")
+def test_damaged_kernels_are_passed_over(tmp_path: Path) -> None:
+    build(tmp_path)
+    (tmp_path / KINDS[1].name / f"{NAME}.so").write_bytes(b"")
+    library = load_prebuilt(AVX512, tmp_path)
+    assert library is not None
+    assert library.kind() == 0
+
+
+@pytest.mark.usefixtures("quick_compiler")
+def test_a_worker_takes_them_before_it_compiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build(tmp_path, [Kind("avx2", (), AVX2)])
+    monkeypatch.setattr(
+        compiled, "load_prebuilt", lambda features: load_prebuilt(features, tmp_path)
+    )
+    monkeypatch.setattr(compiled, "processor_features", lambda: AVX2)
+    assert compiled.load_compiled(tmp_path / "cache", lambda: None).kind() == 0
+    assert not (tmp_path / "cache").exists()
