@@ -29,13 +29,17 @@ from tests.conformance.differences import FIELDS, differences
 Record = dict[str, Any]
 
 
-def load_recordings() -> list[Record]:
-    """Scenario and record of each recording."""
-    packed = Path(__file__).with_name("recordings.jsonl.xz").read_bytes()
+NUM_RECORDINGS = {"basic": 53}
+"""Recordings by family."""
+
+
+def load_recordings(family: str) -> list[Record]:
+    """Scenario and record of each recording of a family."""
+    packed = (Path(__file__).parent / "recordings" / f"{family}.jsonl.xz").read_bytes()
     return [json.loads(line) for line in lzma.decompress(packed).splitlines()]
 
 
-RECORDINGS = load_recordings()
+RECORDINGS = [recording for family in NUM_RECORDINGS for recording in load_recordings(family)]
 
 
 async def replay_in_process(scenario: Record) -> Record:
@@ -73,8 +77,9 @@ async def replay_over_grpc(scenario: Record) -> Record:
 
 
 def test_all_recordings_are_there() -> None:
-    assert len(RECORDINGS) == 53
-    assert sum(len(recording["recorded"]["requests"]) for recording in RECORDINGS) == 1351
+    assert {family: len(load_recordings(family)) for family in NUM_RECORDINGS} == NUM_RECORDINGS
+    files = (Path(__file__).parent / "recordings").iterdir()
+    assert {file.name.removesuffix(".jsonl.xz") for file in files} == NUM_RECORDINGS.keys()
 
 
 @pytest.mark.parametrize("replay", [replay_in_process, replay_over_grpc])

@@ -11,8 +11,9 @@ from typing import Any
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.cli.replay.scenario import Abort, Scenario
 from services.cli.replay.scheduler_run import as_added
+from services.cli.replay.stand_in_model import StandInModel
 from services.kvpool.core.kv_pool import KVPool
-from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
+from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.request import Request, RequestStatus
 from services.scheduler.core.scheduler import Scheduler
 
@@ -41,7 +42,7 @@ class ScenarioRun:
         self._finish_steps: dict[Request, int] = {}
         self._finished_since_plan: list[str] = []
         self._in_flight: deque[tuple[int, SchedulerOutput]] = deque()
-        self._worker_tokens: dict[Request, list[int]] = {}
+        self._model = StandInModel(scenario.config.num_speculative_tokens)
         self._depth = 2 if scenario.config.async_scheduling else 1
 
     async def run(self) -> Record:
@@ -158,7 +159,7 @@ class ScenarioRun:
         scheduler = self.scheduler
         planned_in, plan = self._in_flight.popleft()
         outputs: list[list[Any]] = []
-        answer = self._answer(plan)
+        answer = self._model.execute(plan)
         record["accepted"] = {
             request.request_id: len(answer.token_ids[index]) - 1
             for index, request in enumerate(plan.requests)
@@ -172,35 +173,6 @@ class ScenarioRun:
             if request.is_finished:
                 self._note_end(request, step)
         record["update_of"], record["outputs"] = planned_in, outputs
-
-    def _answer(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """The output of a worker that has run all steps before this one."""
-        tokens, drafts = [], []
-        count = self._scenario.config.num_speculative_tokens
-        for index, request in enumerate(plan.requests):
-            if request in plan.block_tables:
-                self._worker_tokens[request] = list(request.token_ids)
-            held = self._worker_tokens[request]
-            sampled = self._sampled(plan, index, held)
-            held += sampled
-            tokens.append(sampled)
-            drafts.append(proposals(held, count) if count and sampled else [])
-        return ModelRunnerOutput(tokens, draft_token_ids=drafts if count else ())
-
-    def _sampled(self, plan: SchedulerOutput, index: int, held: list[int]) -> list[int]:
-        """Accepted drafts and one token more; none when the prompt is not computed to its end."""
-        request = plan.requests[index]
-        drafts = plan.draft_token_ids.get(request, [])
-        end = plan.num_computed_tokens[index] + plan.num_scheduled_tokens[index] - len(drafts)
-        if end < len(held):
-            return []
-        truth = continuation(held, len(drafts) + 1)
-        if -1 in drafts and request not in plan.block_tables:
-            drafts = proposals(held, len(drafts))
-        accepted = 0
-        while accepted < len(drafts) and drafts[accepted] == truth[accepted]:
-            accepted += 1
-        return truth[: accepted + 1]
 
     def _record_plan(self, plan: SchedulerOutput, record: Record, step: int) -> None:
         ids = _ids(plan.requests)
@@ -244,23 +216,3 @@ def _ids(requests: Iterable[Request]) -> list[str]:
 
 def _without_empty(record: Record) -> Record:
     return {name: value for name, value in record.items() if value not in ([], {}, None)}
-
-
-def next_token(tokens: list[int]) -> int:
-    """The token after `tokens`, in place of a model: a function of the tokens so far."""
-    return (sum(tokens[-4:]) * 31 + len(tokens) * 7) % 997 + 3
-
-
-def continuation(tokens: list[int], count: int) -> list[int]:
-    longer = list(tokens)
-    for _ in range(count):
-        longer.append(next_token(longer))
-    return longer[len(tokens) :]
-
-
-def proposals(tokens: list[int], count: int) -> list[int]:
-    """Drafts made when a request holds `tokens`: about seven in ten right, the others one off."""
-    return [
-        token if (len(tokens) * 7 + index * 13) % 10 < 7 else token + 1
-        for index, token in enumerate(continuation(tokens, count))
-    ]

@@ -1,0 +1,64 @@
+"""What a scenario runs in place of a model: tokens and drafts that are functions of the tokens so
+far, as in the recorded decisions.
+"""
+
+from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
+from services.scheduler.core.request import Request
+
+
+class StandInModel:
+    """The workers of one run: it holds the tokens of each request that was sent to them."""
+
+    def __init__(self, num_drafts: int) -> None:
+        self._num_drafts = num_drafts
+        """Drafts that are made of each request in a step that samples."""
+        self._tokens: dict[Request, list[int]] = {}
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """The output of a worker that has run all steps before this one."""
+        tokens, drafts = [], []
+        count = self._num_drafts
+        for index, request in enumerate(plan.requests):
+            if request in plan.block_tables:
+                self._tokens[request] = list(request.token_ids)
+            held = self._tokens[request]
+            sampled = self._sampled(plan, index, held)
+            held += sampled
+            tokens.append(sampled)
+            drafts.append(proposals(held, count) if count and sampled else [])
+        return ModelRunnerOutput(tokens, draft_token_ids=drafts if count else ())
+
+    def _sampled(self, plan: SchedulerOutput, index: int, held: list[int]) -> list[int]:
+        """Accepted drafts and one token more; none when the prompt is not computed to its end."""
+        request = plan.requests[index]
+        drafts = plan.draft_token_ids.get(request, [])
+        end = plan.num_computed_tokens[index] + plan.num_scheduled_tokens[index] - len(drafts)
+        if end < len(held):
+            return []
+        truth = continuation(held, len(drafts) + 1)
+        if -1 in drafts and request not in plan.block_tables:
+            drafts = proposals(held, len(drafts))
+        accepted = 0
+        while accepted < len(drafts) and drafts[accepted] == truth[accepted]:
+            accepted += 1
+        return truth[: accepted + 1]
+
+
+def next_token(tokens: list[int]) -> int:
+    """The token after `tokens`, in place of a model: a function of the tokens so far."""
+    return (sum(tokens[-4:]) * 31 + len(tokens) * 7) % 997 + 3
+
+
+def continuation(tokens: list[int], count: int) -> list[int]:
+    longer = list(tokens)
+    for _ in range(count):
+        longer.append(next_token(longer))
+    return longer[len(tokens) :]
+
+
+def proposals(tokens: list[int], count: int) -> list[int]:
+    """Drafts made when a request holds `tokens`: about seven in ten right, the others one off."""
+    return [
+        token if (len(tokens) * 7 + index * 13) % 10 < 7 else token + 1
+        for index, token in enumerate(continuation(tokens, count))
+    ]
