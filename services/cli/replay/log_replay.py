@@ -122,17 +122,20 @@ class LogReplay(SchedulerRun):
         key, tokens = RequestKey(entry["key"].integer(1)), entry["tokens"]
         if key in self.requests:
             raise entry["key"].wrong("must be new")
-        token_ids, max_model_len = tokens.integers(), self.scheduler.config.max_model_len
-        if not 0 < len(token_ids) < max_model_len:
-            raise tokens.wrong(f"must hold 1 to {max_model_len - 1} tokens")
+        token_ids, config = tokens.integers(), self.scheduler.config
+        if not 0 < len(token_ids) <= config.max_prompt_len:
+            raise tokens.wrong(f"must hold 1 to {config.max_prompt_len} tokens")
         num_prompt_tokens = entry["num_prompt_tokens"].integer(1, len(token_ids))
+        max_tokens = None
+        if not config.pooling:
+            max_tokens = entry["max_tokens"].integer(len(token_ids) - num_prompt_tokens + 1)
         return Request(
             request_id=entry["id"].text(),
             key=key,
             token_ids=token_ids,
             num_prompt_tokens=num_prompt_tokens,
             sampling=SamplingParams(
-                max_tokens=entry["max_tokens"].integer(len(token_ids) - num_prompt_tokens + 1),
+                max_tokens=max_tokens,
                 eos_token_ids=tuple(entry["eos_token_ids"].integers()),
                 stop_token_ids=tuple(entry["stop_token_ids"].integers()),
                 repetition_detection=_read_repetition(entry["repetition_detection"]),
@@ -168,8 +171,12 @@ def _read_output(entry: Field, num_requests: int) -> ModelRunnerOutput:
     if len(draft_token_ids) not in (0, num_requests):
         raise drafts.wrong(f"must list drafts of {num_requests} requests, or nothing")
     nan = entry["nan_requests"].integers(0, num_requests - 1)
+    pooled = entry.get("pooled", []).integers(0, num_requests - 1)
     return ModelRunnerOutput(
-        token_ids, draft_token_ids=draft_token_ids, nan_requests=frozenset(nan)
+        token_ids,
+        draft_token_ids=draft_token_ids,
+        nan_requests=frozenset(nan),
+        pooled=dict.fromkeys(pooled),
     )
 
 

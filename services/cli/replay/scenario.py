@@ -31,6 +31,7 @@ DEFAULTS: dict[str, Any] = {
     "num_lookahead_tokens": None,
     "prefix_caching_hash_algo": "sha256",
     "eos_token_id": 2,
+    "pooling": False,
 }
 _OTHER_SETTINGS = ("num_gpu_blocks", "prefix_caching_hash_algo", "eos_token_id")
 _MAX_STEPS = 20_000
@@ -75,7 +76,9 @@ def read_scenario(document: Any) -> Scenario:
         step = event["step"].integer(0, _MOST_STEPS)
         if "add" in event.members():
             event.only(("step", "add"))
-            request = _request(event["add"], RequestKey(len(known) + 1), step, eos)
+            request = _request(
+                event["add"], RequestKey(len(known) + 1), step, eos, pooling=config.pooling
+            )
             if request.request_id in known:
                 raise event["add"]["request_id"].wrong("must be new")
             known.add(request.request_id)
@@ -103,14 +106,16 @@ def _config(field: Field) -> SchedulerConfig:
         raise FieldError(wrong, complaint) from None
 
 
-def _request(add: Field, key: RequestKey, step: int, eos: int) -> Request:
+def _request(add: Field, key: RequestKey, step: int, eos: int, *, pooling: bool) -> Request:
     add.only(
         (
             *("request_id", "prompt_token_ids", "max_tokens", "priority", "arrival_time"),
             *("ignore_eos", "stop_token_ids", "min_tokens", "cache_salt"),
+            "skip_reading_prefix_cache",
         )
     )
     add.get("min_tokens", 0).integer()  # checked, and not used: it concerns the sampler
+    max_tokens = add["max_tokens"].integer(1)
     salt, prompt = add.get("cache_salt", ""), add["prompt_token_ids"].integers()
     return Request(
         request_id=add["request_id"].text(),
@@ -118,13 +123,14 @@ def _request(add: Field, key: RequestKey, step: int, eos: int) -> Request:
         token_ids=prompt,
         num_prompt_tokens=len(prompt),
         sampling=SamplingParams(
-            max_tokens=add["max_tokens"].integer(1),
+            max_tokens=None if pooling else max_tokens,
             eos_token_ids=() if add.get("ignore_eos", False).boolean() else (eos,),
             stop_token_ids=tuple(set(add.get("stop_token_ids", []).integers())),
         ),
         priority=add.get("priority", 0).integer(-(2**31)),
         arrival_time=add.get("arrival_time", float(step)).number(-1e18, 1e18),
         cache_salt="" if salt.value is None else salt.text(),
+        reads_prefix_cache=not add.get("skip_reading_prefix_cache", False).boolean(),
     )
 
 

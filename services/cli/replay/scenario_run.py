@@ -42,7 +42,9 @@ class ScenarioRun:
         self._finish_steps: dict[Request, int] = {}
         self._finished_since_plan: list[str] = []
         self._in_flight: deque[tuple[int, SchedulerOutput]] = deque()
-        self._model = StandInModel(scenario.config.num_speculative_tokens)
+        self._model = StandInModel(
+            scenario.config.num_speculative_tokens, pooling=scenario.config.pooling
+        )
         self._depth = 2 if scenario.config.async_scheduling else 1
 
     async def run(self) -> Record:
@@ -112,7 +114,7 @@ class ScenarioRun:
         request_id = request.request_id
         record.setdefault("added", []).append(request_id)
         self._requests[request_id] = request
-        if 0 < request.num_tokens < self._scenario.config.max_model_len:
+        if 0 < request.num_tokens <= self._scenario.config.max_prompt_len:
             self.scheduler.add(request)
         else:
             record.setdefault("rejected", []).append(request_id)

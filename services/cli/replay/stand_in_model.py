@@ -7,15 +7,21 @@ from services.scheduler.core.request import Request
 
 
 class StandInModel:
-    """The workers of one run: it holds the tokens of each request that was sent to them."""
+    """The workers of one run: it holds the tokens of each request that was sent to them.
 
-    def __init__(self, num_drafts: int) -> None:
+    `num_drafts` are made of each request in a step that samples. With `pooling` prompts are pooled
+    instead.
+    """
+
+    def __init__(self, num_drafts: int, *, pooling: bool = False) -> None:
         self._num_drafts = num_drafts
-        """Drafts that are made of each request in a step that samples."""
+        self._pooling = pooling
         self._tokens: dict[Request, list[int]] = {}
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """The output of a worker that has run all steps before this one."""
+        if self._pooling:
+            return pooled_output(plan)
         tokens, drafts = [], []
         count = self._num_drafts
         for index, request in enumerate(plan.requests):
@@ -42,6 +48,18 @@ class StandInModel:
         while accepted < len(drafts) and drafts[accepted] == truth[accepted]:
             accepted += 1
         return truth[: accepted + 1]
+
+
+def pooled_output(plan: SchedulerOutput) -> ModelRunnerOutput:
+    """The output of a step of a pooling model: no tokens, and no numbers in place of vectors."""
+    starts, counts = plan.num_computed_tokens, plan.num_scheduled_tokens
+    ends = (start + count for start, count in zip(starts, counts, strict=True))
+    pooled = [
+        index
+        for index, (request, end) in enumerate(zip(plan.requests, ends, strict=True))
+        if end >= request.num_tokens
+    ]
+    return ModelRunnerOutput([()] * len(plan.requests), pooled=dict.fromkeys(pooled))
 
 
 def next_token(tokens: list[int]) -> int:

@@ -14,6 +14,7 @@ from services.cli.errors import CommandError
 from services.cli.replay.history import Event, History
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.cli.replay.scheduler_run import SchedulerRun
+from services.cli.replay.stand_in_model import pooled_output
 from services.cli.replay.statistics import RunStatistics
 from services.common.errors import StepwellError
 from services.common.finish_reason import FinishReason
@@ -92,13 +93,17 @@ class WhatIf(SchedulerRun):
 
     async def apply(self, event: Event, now: int) -> None:
         """Makes the call of an event; refuses requests that are too long for the configuration."""
-        if isinstance(event, Request) and event.num_tokens >= self.scheduler.config.max_model_len:
+        if isinstance(event, Request) and event.num_tokens > self.scheduler.config.max_prompt_len:
             self.statistics.num_refused += 1
         else:
             await super().apply(event, now)
 
     def _update(self, plan: SchedulerOutput) -> None:
-        drafts = [-1] * self.scheduler.config.num_speculative_tokens
+        config = self.scheduler.config
+        if config.pooling:
+            self.statistics.updated(self.scheduler.update_from_output(plan, pooled_output(plan)))
+            return
+        drafts = [-1] * config.num_speculative_tokens
         tokens = [self._tokens(plan, index) for index in range(len(plan.requests))]
         output = ModelRunnerOutput(
             tokens,

@@ -45,6 +45,10 @@ class SchedulerConfig:
     """Whether the pool leaves the last block of a prefix hit out, for a draft head (EAGLE). Set by
     the description of a worker; none sets it before a worker has such a head.
     """
+    pooling: bool = False
+    """Whether the workers answer each prompt with a vector instead of tokens (vLLM's runner type
+    "pooling"): a request ends with the step that computes the last token of its prompt.
+    """
     watermark: float = 0.0
     """Share of the pool that stays free when a request joins running ones."""
     groups: tuple[KVCacheGroup, ...] = ()
@@ -54,6 +58,11 @@ class SchedulerConfig:
     def token_budget(self) -> int:
         """Tokens that a step hands out."""
         return self.max_num_scheduled_tokens or self.max_num_batched_tokens
+
+    @property
+    def max_prompt_len(self) -> int:
+        """Tokens of the longest prompt: one that is to be continued must leave room for a token."""
+        return self.max_model_len if self.pooling else self.max_model_len - 1
 
     @property
     def max_running(self) -> int:

@@ -105,6 +105,10 @@ class ModelRunnerOutput:
     """By index of the request; carried through."""
     nan_requests: frozenset[int] = frozenset()
     """Indexes of requests whose logits held NaN."""
+    pooled: Mapping[int, object] = field(default_factory=dict)
+    """Vectors of prompts that the step computed to their end, by index of the request; carried
+    through.
+    """
     execute_nanos: int = 0
     """For how long the workers computed; 0 where that is not measured."""
 
@@ -129,6 +133,8 @@ class EngineCoreOutputs:
     """Requests that ended by the step."""
     execute_nanos: int = 0
     """For how long the workers computed; 0 where that is not measured."""
+    pooled: Mapping[int, object] = field(default_factory=dict)
+    """Vectors of prompts, by index of the request, also of requests that had ended before."""
 
     def __iter__(self) -> Iterator[EngineCoreOutput]:
         ended = set(self.ended)

@@ -18,7 +18,8 @@ order, can be replayed.
                          removed_rows; then num_running, num_waiting and num_free_blocks
     update_from_output   step, and parallel to its keys token_ids and draft_token_ids; nan_requests
                          and not_taken (what was appended instead; null: nothing) by index; ended
-                         (key, reason, stop token)
+                         (key, reason, stop token); pooled, if there are any: indexes of the
+                         requests whose prompt was pooled
     preempt_all          preempted
     forget_pool          preempted
     admit_only           keys: all other requests are held back; null: none
@@ -165,6 +166,7 @@ class RecordingScheduler(Scheduler):
                 },
                 "ended": [_end(request) for request in update.ended],
             }
+            | ({"pooled": sorted(output.pooled)} if output.pooled else {})
         )
         return update
 

@@ -21,6 +21,7 @@ class RunningPlanner:
         self._running = running
         self._kv_cache_manager = kv_cache_manager
         self._caches_states = config.caches_states
+        self._max_prompt_len = config.max_prompt_len
 
     def plan(
         self, builder: StepBuilder, begin: int = 0, num_decided: int | None = None
@@ -107,7 +108,7 @@ class RunningPlanner:
             num_new = 1
         if request.draft_token_ids:
             num_new += len(request.draft_token_ids)
-        longest = self._config.max_model_len - 1 - num_computed
+        longest = self._max_prompt_len - num_computed
         return min(builder.cap(num_new), longest) if num_new > 1 or longest < 1 else 1
 
     def _placeholder_drafts(self, request: Request) -> list[int]:

@@ -85,7 +85,9 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queues a request that arrived."""
         request.max_num_tokens = self.config.max_model_len
-        if request.sampling.max_tokens is not None:
+        if self.config.pooling:
+            request.max_num_tokens = request.num_prompt_tokens
+        elif request.sampling.max_tokens is not None:
             longest = request.num_prompt_tokens + request.sampling.max_tokens
             request.max_num_tokens = min(longest, request.max_num_tokens)
         if self.admitted_only is None:
@@ -156,7 +158,7 @@ class Scheduler:
         self, plan: SchedulerOutput, output: ModelRunnerOutput
     ) -> EngineCoreOutputs:
         """Appends the sampled tokens of a step, also to requests that were preempted while it ran,
-        and ends requests that are done. Requests that ended while it ran are passed over.
+        and ends requests that are done, as those are whose prompt was pooled. Requests that ended while it ran are passed over.
         """
         for index in output.nan_requests:
             self.running.leave_fast_path(plan.requests[index])
@@ -176,8 +178,13 @@ class Scheduler:
                 taken[index] = self._update_request_with_output(plan, output, index)
                 if request.finish_reason is not None:
                     ended.append(request)
+            elif index in output.pooled:
+                request.finish(FinishReason.STOP)
+                ended.append(request)
         self._remove(ended)
-        return EngineCoreOutputs(plan, taken, output.logprobs, ended, output.execute_nanos)
+        return EngineCoreOutputs(
+            plan, taken, output.logprobs, ended, output.execute_nanos, output.pooled
+        )
 
     def preempt_all(self) -> list[Request]:
         """Preempts every running request, in an order that keeps theirs in the queue."""

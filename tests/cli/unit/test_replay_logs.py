@@ -24,7 +24,7 @@ from services.cli.replay.fields import Field
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.cli.replay.log_file import Header
 from services.cli.replay.log_replay import LogReplay
-from services.cli.replay.scenario_run import next_token
+from services.cli.replay.stand_in_model import next_token
 from services.cli.replay.statistics import RunStatistics
 from services.cli.replay.what_if import WhatIf, changed_config
 from services.common.repetition import RepetitionDetection
