@@ -158,7 +158,8 @@ class Scheduler:
         self, plan: SchedulerOutput, output: ModelRunnerOutput
     ) -> EngineCoreOutputs:
         """Appends the sampled tokens of a step, also to requests that were preempted while it ran,
-        and ends requests that are done, as those are whose prompt was pooled. Requests that ended while it ran are passed over.
+        and ends requests that are done, as those are whose prompt was pooled. Requests that ended
+        while it ran are passed over.
         """
         for index in output.nan_requests:
             self.running.leave_fast_path(plan.requests[index])
