@@ -76,6 +76,11 @@ class Admission:
     `num_slots`, and the blocks wholly below `num_commit_tokens` are published. A `resumed` request
     is left out of the hit statistics. `traceparent` is the request's trace context, "" if it is
     not sampled.
+
+    `num_external_tokens` after the hit are loaded from elsewhere: they need blocks and count as
+    computed. `num_blocks_kept_free` must stay free besides the blocks that are taken now, not
+    besides those reserved. A request that `holds_blocks`, because it waited for such a load, keeps
+    its table: nothing is looked up, and `num_hit_tokens` of it are computed.
     """
 
     request: RequestKey
@@ -88,6 +93,14 @@ class Admission:
     new_hashes: Sequence[BlockHash] = ()
     traceparent: str = ""
     resumed: bool = False
+    num_external_tokens: int = 0
+    num_blocks_kept_free: int = 0
+    holds_blocks: bool = False
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens that need not be computed: the hit, and what is loaded from elsewhere."""
+        return self.num_hit_tokens + self.num_external_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +115,16 @@ class ResetPrefixCache:
     """Removes every hash, if no block is in use. Always fits."""
 
 
-Operation = Release | Grow | Commit | Lookup | Admit | ResetPrefixCache
+@dataclass(frozen=True, slots=True)
+class EvictBlocks:
+    """Removes the hashes of these blocks, which requests hold: what is stored in them is not what
+    their hash says. Blocks that are free, or have no hash, are passed over. Always fits.
+    """
+
+    block_ids: Sequence[BlockId]
+
+
+Operation = Release | Grow | Commit | Lookup | Admit | ResetPrefixCache | EvictBlocks
 
 
 @dataclass(frozen=True, slots=True)

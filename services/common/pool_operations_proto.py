@@ -14,7 +14,9 @@ from services.common.proto_enum import ProtoEnum
 _STOP_REASONS = ProtoEnum(ops.StopReason, kvpool_pb2.StopReason, "STOP_REASON_")
 
 
-def operation_to_proto(operation: ops.Operation) -> kvpool_pb2.Operation:
+def operation_to_proto(  # noqa: PLR0911 - one for each kind
+    operation: ops.Operation,
+) -> kvpool_pb2.Operation:
     match operation:
         case ops.Release(requests):
             return kvpool_pb2.Operation(release=kvpool_pb2.Release(requests=requests))
@@ -48,6 +50,8 @@ def operation_to_proto(operation: ops.Operation) -> kvpool_pb2.Operation:
             )
         case ops.ResetPrefixCache():
             return kvpool_pb2.Operation(reset_prefix_cache=kvpool_pb2.ResetPrefixCache())
+        case ops.EvictBlocks(block_ids):
+            return kvpool_pb2.Operation(evict_blocks=kvpool_pb2.EvictBlocks(block_ids=block_ids))
 
 
 def operations_from_proto(messages: Iterable[kvpool_pb2.Operation]) -> list[ops.Operation]:
@@ -92,7 +96,9 @@ def block_hashes_from_proto(packed: bytes, field: str) -> list[BlockHash]:
     ]
 
 
-def _operation_from_proto(message: kvpool_pb2.Operation, where: str) -> ops.Operation:
+def _operation_from_proto(  # noqa: PLR0911 - one for each kind
+    message: kvpool_pb2.Operation, where: str
+) -> ops.Operation:
     match message.WhichOneof("operation"):
         case "release":
             return ops.Release(_requests(message.release.requests))
@@ -118,6 +124,8 @@ def _operation_from_proto(message: kvpool_pb2.Operation, where: str) -> ops.Oper
             )
         case "reset_prefix_cache":
             return ops.ResetPrefixCache()
+        case "evict_blocks":
+            return ops.EvictBlocks(cast("list[BlockId]", list(message.evict_blocks.block_ids)))
         case _:
             raise ops.MalformedTransaction(
                 "the operation is not set, or not known here", field=where
@@ -136,6 +144,9 @@ def _admission_to_proto(admission: ops.Admission) -> kvpool_pb2.Admission:
         new_hashes=b"".join(admission.new_hashes),
         traceparent=admission.traceparent,
         resumed=admission.resumed,
+        num_external_tokens=admission.num_external_tokens,
+        num_blocks_kept_free=admission.num_blocks_kept_free,
+        holds_blocks=admission.holds_blocks,
     )
 
 
@@ -151,6 +162,9 @@ def _admission_from_proto(message: kvpool_pb2.Admission, where: str) -> ops.Admi
         new_hashes=block_hashes_from_proto(message.new_hashes, f"{where}.new_hashes"),
         traceparent=message.traceparent,
         resumed=message.resumed,
+        num_external_tokens=message.num_external_tokens,
+        num_blocks_kept_free=message.num_blocks_kept_free,
+        holds_blocks=message.holds_blocks,
     )
 
 

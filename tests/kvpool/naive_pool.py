@@ -6,12 +6,14 @@ Which blocks a request needs is read off the tokens that its next query sees.
 """
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 from services.common.kv_cache_groups import AttentionType, KVCacheGroup
 from services.common.pool_operations import (
     Admission,
     Admit,
     Commit,
+    EvictBlocks,
     Grow,
     Lookup,
     Operation,
@@ -40,6 +42,8 @@ class NaivePool:
         self.tables: dict[int, list[list[int]]] = {}
         self.chains: dict[int, list[bytes]] = {}
         self.num_evictions = 0
+        # Held blocks whose hash was taken away: they are not published again.
+        self.barred: set[int] = set()
         # Tokens that the state in each held block of a state-space group stands for.
         self.states: dict[int, int] = {}
         self._specs = groups
@@ -88,6 +92,9 @@ class NaivePool:
                     answers.append(not self._held())
                     if not self._held():
                         self.published = []
+                case EvictBlocks(blocks):
+                    self._evict(set(blocks) & set(self._held()))
+                    answers.append(None)
         return answers, None
 
     def found(self) -> set[tuple[int, bytes]]:
@@ -128,6 +135,12 @@ class NaivePool:
         block = range(position * self._block_size, (position + 1) * self._block_size)
         return any(token in seen for token in block)
 
+    def _num_unseen(self, group: int, num_tokens: int) -> int:
+        """Leading blocks that the query at `num_tokens` does not see."""
+        positions = range(num_tokens // self._block_size)
+        unseen = takewhile(lambda i: not self.needs(group, i, num_tokens), positions)
+        return sum(1 for _ in unseen)
+
     def _is_stateful(self, group: int) -> bool:
         return self._specs[group].attention_type is AttentionType.STATE_SPACE
 
@@ -145,6 +158,10 @@ class NaivePool:
         for table in self.tables.get(request, []):
             self._give_back(table, range(len(table)))
         self.tables.pop(request, None)
+
+    def _evict(self, blocks: set[int]) -> None:
+        self.barred |= {block for block in blocks if self._has_hash(block)}
+        self.published = [entry for entry in self.published if entry[2] not in blocks]
 
     def _give_back(self, table: list[int], positions: Sequence[int]) -> None:
         blocks = [table[position] for position in reversed(positions) if table[position] != NULL]
@@ -205,26 +222,46 @@ class NaivePool:
             self._lacking(group, len(hits), admission.num_reserve_slots), max(0, most - live)
         )
 
+    def _continue(self, admission: Admission) -> tuple[StopReason, int] | None:
+        """Admits a request that holds blocks."""
+        request, spare = admission.request, admission.num_watermark_blocks
+        held = [len(table) for table in self.tables[request]]
+        later = [self._lacking(g, n, admission.num_reserve_slots) for g, n in enumerate(held)]
+        if sum(later) + spare > len(self.free):
+            return StopReason.NO_BLOCKS, 0
+        self._settle(request, admission.num_hit_tokens)
+        now = [self._lacking(g, n, admission.num_slots) for g, n in enumerate(held)]
+        if sum(now) + spare + admission.num_blocks_kept_free > len(self.free):
+            return StopReason.NO_BLOCKS, 0
+        self._grow(request, admission.num_slots)
+        self.chains[request] += admission.new_hashes
+        self._publish(request, admission.num_commit_tokens)
+        return None
+
     def _admit(self, admission: Admission) -> tuple[StopReason, int] | None:
+        if admission.holds_blocks:
+            return self._continue(admission)
         chain = self.chains.get(admission.request, []) + list(admission.new_hashes)
         depth = self._depth(chain, admission.max_hit_tokens)
         if depth * self._block_size != admission.num_hit_tokens:
             return StopReason.HIT_CHANGED, depth * self._block_size
+        end = admission.num_hit_tokens + admission.num_external_tokens
         hits = [
             [
-                self._find(g, chain[i]) if self.needs(g, i, depth * self._block_size) else NULL
-                for i in range(depth)
+                self._find(g, chain[i]) if i < depth and self.needs(g, i, end) else NULL
+                for i in range(max(depth, self._num_unseen(g, end)))
             ]
             for g in self._groups
         ]
-        now = [self._lacking(g, depth, admission.num_slots) for g in self._groups]
+        now = [self._lacking(g, len(hits[g]), admission.num_slots) for g in self._groups]
         later = [self._reserved(g, hits[g], admission) for g in self._groups]
-        needed = max(sum(now), sum(later))
+        needed = max(sum(now) + admission.num_blocks_kept_free, sum(later))
         needed += sum(block in self.free for table in hits for block in table)
         if needed + admission.num_watermark_blocks > len(self.free):
             return StopReason.NO_BLOCKS, 0
         self.free = [block for block in self.free if not any(block in table for table in hits)]
         self.tables[admission.request] = hits
+        self._grow(admission.request, end)
         self._grow(admission.request, admission.num_slots)
         self.chains[admission.request] = chain
         self._publish(admission.request, admission.num_commit_tokens)
@@ -243,7 +280,7 @@ class NaivePool:
             known = position < len(self.chains[request])
             if self._is_stateful(group) and block != NULL:
                 full = full and self.states[block] == (position + 1) * self._block_size
-            if full and known and block != NULL and not self._has_hash(block):
+            if full and known and block not in {NULL, *self.barred} and not self._has_hash(block):
                 self.published.append((group, self.chains[request][position], block))
 
     def _depth(self, chain: list[bytes], limit: int) -> int:
@@ -273,6 +310,7 @@ class NaivePool:
 
     def _take(self) -> int:
         block = self.free.pop(0)
+        self.barred.discard(block)
         if self._has_hash(block):
             self.num_evictions += 1
             self.published = [entry for entry in self.published if entry[2] != block]

@@ -78,13 +78,28 @@ class BlockPool:
         if self._shared and not self._shared.keys().isdisjoint(published):
             published = [block for block in published if self._drop_holder(block)]
         self._free.push_cached(published, self.ages.now)
-        self._free.push_blank(blocks[num_published:])
+        blank = blocks[num_published:]
+        if self._shared and not self._shared.keys().isdisjoint(blank):
+            blank = [block for block in blank if self._drop_holder(block)]
+        self._free.push_blank(blank)
 
     def publish(self, group: int, hashes: Sequence[BlockHash], blocks: Sequence[BlockId]) -> None:
         """Lets held blocks without a hash be found, each under the hash beside it."""
         new = self.indexes[group].insert(hashes, blocks)
         self.ages.published(blocks)
         self._events.add(BlocksStored, group, new)
+
+    def evict(self, blocks: Sequence[BlockId]) -> set[BlockId]:
+        """Takes their hash from held blocks; returns those that had one. Free ones keep theirs:
+        what a load failed to fill is held by the request that waits for it.
+        """
+        evicted: set[BlockId] = set()
+        held = [block for block in dict.fromkeys(blocks) if not self._free.is_cached(block)]
+        for group, index in enumerate(self.indexes):
+            found = [block for block in held if index.hash_of(block) is not None]
+            evicted.update(found)
+            self._events.add(BlocksRemoved, group, index.remove(found))
+        return evicted
 
     def reset(self) -> bool:
         """Forgets every hash, unless a block is held; returns whether it was done.
@@ -126,11 +141,14 @@ class BlockPool:
         """Blocks that several tables hold."""
         return list(self._shared)
 
-    def check(self, tables: Iterable[tuple[int, Sequence[BlockId], Sequence[BlockHash]]]) -> None:
+    def check(
+        self, tables: Iterable[tuple[int, Sequence[BlockId], Sequence[BlockHash | None]]]
+    ) -> None:
         """Every block is accounted for by the queue or by the block tables of the requests.
 
         A table is its group, its blocks, and the hashes of the leading ones that are published
-        where they are not null. Raises AssertionError. Tests call it after each step.
+        where they are not null, None for one that is not. Raises AssertionError. Tests call it
+        after each step.
         """
         holders: Counter[BlockId] = Counter()
         for group, blocks, hashes in tables:

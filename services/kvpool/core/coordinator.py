@@ -70,12 +70,22 @@ class Coordinator:
         for group, table in zip(self.groups, tables, strict=True):
             group.remove_skipped_blocks(table, hashes, num_computed_tokens)
 
-    def admit(self, hits: list[list[BlockId]], num_slots: int) -> Tables:
-        """Tables that hold the hits and then new blocks for so many slots, which must be free.
+    def admit(self, hits: list[list[BlockId]], num_computed_tokens: int, num_slots: int) -> Tables:
+        """Tables that hold the hits and then new blocks for so many slots, which must be free. What
+        is computed beyond the hits is loaded from elsewhere.
 
-        Every hit is taken out of the free queue before new blocks are, so that none is evicted.
+        Every hit is taken out of the free queue before new blocks are, so that none is evicted;
+        then all groups take the blocks to load into, then those to compute.
         """
-        tables = tuple(group.admit(blocks) for group, blocks in zip(self.groups, hits, strict=True))
+        tables = tuple(
+            group.admit(blocks, num_computed_tokens)
+            for group, blocks in zip(self.groups, hits, strict=True)
+        )
+        self.extend(tables, num_computed_tokens)
+        self.extend(tables, num_slots)
+        return tables
+
+    def extend(self, tables: Tables, num_slots: int) -> None:
+        """Adds what tables lack to hold so many slots, group after group; it must be free."""
         for group, table in zip(self.groups, tables, strict=True):
             group.extend(table, num_slots)
-        return tables

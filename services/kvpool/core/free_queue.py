@@ -58,6 +58,10 @@ class FreeQueue:
         """How many of these are free and have a hash."""
         return sum(map(self._cached.__contains__, blocks))
 
+    def is_cached(self, block: BlockId) -> bool:
+        """Whether a block is free and has a hash."""
+        return block in self._cached
+
     def remove_cached(self, blocks: Sequence[BlockId]) -> tuple[Sequence[BlockId], list[int]]:
         """Takes from the middle those of `blocks` that are cached and free.
 

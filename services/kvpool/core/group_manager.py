@@ -25,16 +25,26 @@ class BlockTable:
     """The blocks of one request in one group, in the order of its tokens.
 
     The first `num_null` entries are the null block. Of the first `num_published`, those that are
-    not null are in the index; later ones are not. Where blocks hold states, `num_stored_tokens` is
-    the number of tokens whose state is stored, and `unaligned` are the entries that are never
-    published: the request went on to another block before the end of theirs.
+    not null nor in `unpublished` are in the index; later ones are not. Entries in `unpublished` are
+    never published again: their hash was evicted, or they hold a state and the request went on to
+    another block before the end of theirs. Where blocks hold states, `num_stored_tokens` is the
+    number of tokens whose state is stored.
     """
 
     blocks: list[BlockId] = field(default_factory=list)
     num_published: int = 0
     num_null: int = 0
     num_stored_tokens: int = 0
-    unaligned: frozenset[int] = frozenset()
+    unpublished: frozenset[int] = frozenset()
+
+    def published(self, hashes: Sequence[BlockHash]) -> list[BlockHash | None]:
+        """The hashes of the leading entries that were published, of those of all full blocks; None
+        for one that is not in the index.
+        """
+        return [
+            None if position in self.unpublished else block_hash
+            for position, block_hash in enumerate(hashes[: self.num_published])
+        ]
 
 
 Filling = tuple[BlockTable, Sequence[BlockHash], int]
@@ -97,9 +107,17 @@ class GroupManager:
                 return [NULL_BLOCK] * begin + seen[: end - begin]
         return []
 
-    def admit(self, hits: list[BlockId]) -> BlockTable:
-        """A table that holds the hits; takes the list over."""
-        num_null = self._spec.first_seen_block(len(hits) * self._block_size)
+    def first_seen_block(self, num_tokens: int) -> int:
+        """The first block that a query from position `num_tokens` on can see."""
+        return self._spec.first_seen_block(num_tokens)
+
+    def admit(self, hits: list[BlockId], num_computed_tokens: int) -> BlockTable:
+        """A table that holds those of the hits that a query behind the computed tokens sees; takes
+        the list over.
+        """
+        num_null = self._spec.first_seen_block(num_computed_tokens)
+        if num_null:
+            hits = [NULL_BLOCK] * num_null + hits[num_null:]
         self._pool.touch(hits[num_null:] if num_null else hits)
         return BlockTable(hits, len(hits), num_null)
 
@@ -146,9 +164,19 @@ class GroupManager:
         return 0
 
     def _free_entries(self, table: BlockTable, begin: int, end: int) -> None:
-        self._pool.free(
-            table.blocks[begin:end], min(max(0, table.num_published - begin), end - begin)
-        )
+        if table.unpublished:
+            self._free_one_by_one(table.blocks[begin:end])
+        else:
+            self._pool.free(
+                table.blocks[begin:end], min(max(0, table.num_published - begin), end - begin)
+            )
+
+    def _free_one_by_one(self, blocks: Sequence[BlockId]) -> None:
+        """Frees blocks some of which are published, in any order, and some null."""
+        held = [block for block in blocks if block]
+        published = [block for block in held if self._index.hash_of(block) is not None]
+        others = [block for block in held if self._index.hash_of(block) is None]
+        self._pool.free(published + others, len(published))
 
 
 class FullAttentionManager(GroupManager):

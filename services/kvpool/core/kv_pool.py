@@ -12,6 +12,7 @@ from services.common.pool_operations import (
     Admit,
     AdmitResult,
     Commit,
+    EvictBlocks,
     GroupBlocks,
     Grow,
     GrowResult,
@@ -65,7 +66,7 @@ class KVPool:
         does not fit frees the blocks that the request no longer sees. Raises MalformedTransaction,
         RequestNotAdmitted or RequestAlreadyAdmitted, and then nothing is changed.
         """
-        TransactionValidator(self._tables.keys()).validate(operations)
+        TransactionValidator(self._tables.keys(), self.config.num_blocks).validate(operations)
         self._blocks.ages.now += 1
         results: list[OperationResult | None] = []
         stop = None
@@ -161,7 +162,7 @@ class KVPool:
         Costs as much as the pool has blocks. Raises AssertionError.
         """
         self._blocks.check(
-            (group, table.blocks, self._chains[request][: table.num_published])
+            (group, table.blocks, table.published(self._chains[request]))
             for request, tables in self._tables.items()
             for group, table in enumerate(tables)
         )
@@ -172,18 +173,19 @@ class KVPool:
         match operation:
             case Release():
                 self._release(operation)
-                return None, None
             case Grow():
                 return self._grow(index, operation)
             case Commit():
                 self._publish(operation.requests, operation.num_tokens, operation.new_hashes)
-                return None, None
             case Lookup():
                 return self._lookup(operation), None
             case Admit():
                 return self._admit(index, operation)
             case ResetPrefixCache():
                 return ResetPrefixCacheResult(self._blocks.reset()), None
+            case EvictBlocks():
+                self._evict(operation)
+        return None, None
 
     def _release(self, release: Release) -> None:
         for request in release.requests:
@@ -240,11 +242,7 @@ class KVPool:
             self._coordinator.remove_skipped_blocks(
                 tables, self._chains[request], num_computed_tokens
             )
-            num_missing = sum(
-                group.num_missing(len(table.blocks), num_slots)
-                for group, table in zip(self._groups, tables, strict=True)
-            )
-            if num_missing > self._blocks.num_free_blocks:
+            if self._num_missing(tables, num_slots) > self._blocks.num_free_blocks:
                 return result, Stop(index, item, StopReason.NO_BLOCKS)
             for group, table, granted in zip(self._groups, tables, result.groups, strict=True):
                 _append(granted, group.extend(table, num_slots))
@@ -265,6 +263,13 @@ class KVPool:
     def _admit(self, index: int, admit: Admit) -> tuple[AdmitResult, Stop | None]:
         result = AdmitResult(self._no_blocks())
         for item, admission in enumerate(admit.admissions):
+            if admission.holds_blocks:
+                tables = self._continue(admission)
+                if tables is None:
+                    return result, Stop(index, item, StopReason.NO_BLOCKS)
+                for granted, table in zip(result.groups, tables, strict=True):
+                    _append(granted, table.blocks)
+                continue
             chain = [*self._chains.get(admission.request, ()), *admission.new_hashes]
             hits = self._find_longest_cache_hit(chain, admission.max_hit_tokens)
             num_hit_tokens = len(hits[0]) * self._block_size
@@ -284,19 +289,57 @@ class KVPool:
         num_step_tokens = admission.num_slots - admission.num_hit_tokens
         now = reserved = admission.num_watermark_blocks
         for group, blocks in zip(self._groups, hits, strict=True):
-            now += group.num_missing(len(blocks), admission.num_slots)
+            num_entries = max(len(blocks), group.first_seen_block(admission.num_computed_tokens))
+            now += group.num_missing(num_entries, admission.num_slots)
             reserved += group.num_reserved(blocks, admission.num_reserve_slots, num_step_tokens)
-        left = self._blocks.num_free_blocks - max(now, reserved)
+        left = self._blocks.num_free_blocks - max(now + admission.num_blocks_kept_free, reserved)
         return left >= sum(map(len, hits)) or left >= sum(map(self._blocks.count_free, hits))
 
     def _admit_one(self, admission: Admission, hits: list[list[BlockId]]) -> Tables:
-        tables = self._coordinator.admit(hits, admission.num_slots)
+        tables = self._coordinator.admit(hits, admission.num_computed_tokens, admission.num_slots)
         self._tables[admission.request] = tables
         self._publish([admission.request], [admission.num_commit_tokens], [admission.new_hashes])
         if self.config.enable_prefix_caching and not admission.resumed:
             self._num_query_tokens += admission.max_hit_tokens
             self._num_hit_tokens += admission.num_hit_tokens
         return tables
+
+    def _continue(self, admission: Admission) -> Tables | None:
+        """Extends the tables of a request that waited while it held blocks, and publishes them.
+        None if that does not fit; blocks that it no longer sees may be freed even then.
+        """
+        tables = self._tables[admission.request]
+        num_left = self._blocks.num_free_blocks - admission.num_watermark_blocks
+        if self._num_missing(tables, admission.num_reserve_slots) > num_left:
+            return None
+        self._coordinator.remove_skipped_blocks(
+            tables, self._chains[admission.request], admission.num_hit_tokens
+        )
+        num_left = self._blocks.num_free_blocks - admission.num_watermark_blocks
+        num_missing = self._num_missing(tables, admission.num_slots)
+        if num_missing + admission.num_blocks_kept_free > num_left:
+            return None
+        self._coordinator.extend(tables, admission.num_slots)
+        self._publish([admission.request], [admission.num_commit_tokens], [admission.new_hashes])
+        return tables
+
+    def _num_missing(self, tables: Tables, num_slots: int) -> int:
+        """Blocks that tables lack to hold so many slots."""
+        return sum(
+            group.num_missing(len(table.blocks), num_slots)
+            for group, table in zip(self._groups, tables, strict=True)
+        )
+
+    def _evict(self, evict: EvictBlocks) -> None:
+        evicted = self._blocks.evict(evict.block_ids)
+        for tables in self._tables.values() if evicted else ():
+            for table in tables:
+                unpublished = [
+                    position
+                    for position, block in enumerate(table.blocks[: table.num_published])
+                    if block in evicted
+                ]
+                table.unpublished = table.unpublished.union(unpublished)
 
     def _publish(
         self,

@@ -30,10 +30,10 @@ class StateSpaceManager(GroupManager):
         """One if the slots reach beyond the table, however far."""
         return int(-(-num_slots // self._block_size) > num_entries)
 
-    def admit(self, hits: list[BlockId]) -> BlockTable:
+    def admit(self, hits: list[BlockId], num_computed_tokens: int) -> BlockTable:
         """A table that holds the hit: the state at the end of its last block."""
-        table = super().admit(hits)
-        table.num_stored_tokens = len(hits) * self._block_size
+        table = super().admit(hits, num_computed_tokens)
+        table.num_stored_tokens = num_computed_tokens
         return table
 
     def extend(self, table: BlockTable, num_slots: int) -> list[BlockId]:
@@ -42,7 +42,7 @@ class StateSpaceManager(GroupManager):
         if num_passed < 0:
             return []
         if table.num_stored_tokens != len(table.blocks) * self._block_size:
-            table.unaligned |= {len(table.blocks) - 1}
+            table.unpublished |= {len(table.blocks) - 1}
         entries = [NULL_BLOCK] * num_passed + self._pool.get_new_blocks(1)
         table.blocks += entries
         return entries
@@ -56,12 +56,12 @@ class StateSpaceManager(GroupManager):
         """Publishes the states that are stored, and frees those that were read."""
         table.num_stored_tokens = num_computed_tokens
         end = min(num_computed_tokens // self._block_size, len(hashes), len(table.blocks))
-        if end - 1 in table.unaligned:
+        if end - 1 in table.unpublished:
             end -= 1
         stored = [
             position
             for position in range(table.num_published, end)
-            if table.blocks[position] and position not in table.unaligned
+            if table.blocks[position] and position not in table.unpublished
         ]
         self._pool.publish(
             self._group,
@@ -72,7 +72,4 @@ class StateSpaceManager(GroupManager):
         super().remove_skipped_blocks(table, hashes, num_computed_tokens)
 
     def _free_entries(self, table: BlockTable, begin: int, end: int) -> None:
-        states = [block for block in table.blocks[begin:end] if block]
-        published = [block for block in states if self._index.hash_of(block) is not None]
-        others = [block for block in states if block not in published]
-        self._pool.free(published + others, len(published))
+        self._free_one_by_one(table.blocks[begin:end])

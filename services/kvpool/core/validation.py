@@ -8,6 +8,7 @@ from services.common.pool_operations import (
     Admission,
     Admit,
     Commit,
+    EvictBlocks,
     Grow,
     Lookup,
     MalformedTransaction,
@@ -24,8 +25,9 @@ class TransactionValidator:
     The pool is only read.
     """
 
-    def __init__(self, admitted: AbstractSet[RequestKey]) -> None:
+    def __init__(self, admitted: AbstractSet[RequestKey], num_blocks: int) -> None:
         self._admitted = admitted
+        self._num_blocks = num_blocks
         self._arrived: set[RequestKey] = set()
         self._departed: set[RequestKey] = set()
 
@@ -46,6 +48,8 @@ class TransactionValidator:
                     for item, admission in enumerate(operation.admissions):
                         where = f"operations[{index}].admit.admissions[{item}]"
                         self._admission(admission, where)
+                case EvictBlocks():
+                    self._evict(operation, f"operations[{index}].evict_blocks")
 
     def _grow(self, grow: Grow, where: str) -> None:
         _require_parallel(grow.requests, grow.num_slots, where, "num_slots")
@@ -64,20 +68,35 @@ class TransactionValidator:
             self._require_waiting(request, f"{where}.requests[{item}]")
 
     def _admission(self, admission: Admission, where: str) -> None:
-        self._require_waiting(admission.request, f"{where}.request")
+        if admission.holds_blocks:
+            self._require_admitted([admission.request], where)
+        else:
+            self._require_waiting(admission.request, f"{where}.request")
         if admission.num_hit_tokens > admission.max_hit_tokens:
             raise MalformedTransaction(
                 f"a hit of {admission.num_hit_tokens} tokens is planned, "
                 f"of at most {admission.max_hit_tokens}",
                 field=f"{where}.num_hit_tokens",
             )
-        if admission.num_slots < admission.num_hit_tokens:
+        if admission.num_slots < admission.num_computed_tokens:
             raise MalformedTransaction(
-                f"{admission.num_slots} slots do not hold "
-                f"the hit of {admission.num_hit_tokens} tokens",
+                f"{admission.num_slots} slots do not hold the hit of {admission.num_hit_tokens} "
+                f"tokens and the {admission.num_external_tokens} loaded after it",
                 field=f"{where}.num_slots",
             )
+        if admission.holds_blocks and admission.num_external_tokens:
+            raise MalformedTransaction(
+                "a request that holds blocks loads nothing", field=f"{where}.num_external_tokens"
+            )
         self._arrived.add(admission.request)
+
+    def _evict(self, evict: EvictBlocks, where: str) -> None:
+        for item, block in enumerate(evict.block_ids):
+            if not 0 < block < self._num_blocks:
+                raise MalformedTransaction(
+                    f"there is no block {block}: they are 1 to {self._num_blocks - 1}",
+                    field=f"{where}.block_ids[{item}]",
+                )
 
     def _require_admitted(self, requests: Sequence[RequestKey], where: str) -> None:
         admitted, arrived, departed = self._admitted, self._arrived, self._departed

@@ -37,6 +37,7 @@ MESSAGES = [
     (ops.Admission, kvpool_pb2.Admission),
     (ops.Admit, kvpool_pb2.Admit),
     (ops.ResetPrefixCache, kvpool_pb2.ResetPrefixCache),
+    (ops.EvictBlocks, kvpool_pb2.EvictBlocks),
     (ops.Stop, kvpool_pb2.Stop),
     (ops.GroupBlocks, kvpool_pb2.GroupBlocks),
     (ops.GrowResult, kvpool_pb2.GrowResult),
@@ -61,7 +62,10 @@ OPERATIONS = [
     ops.Commit([1, 2], [7, 8], [HASHES[:2], ()]),
     ops.Lookup([1, 2], [7, 8], [(), HASHES[1:]]),
     ops.Admit([ops.Admission(1, 2, 3, 4, 5, 6, 7, HASHES, "00-a-b-01", resumed=True)]),
+    ops.Admit([ops.Admission(1, 2, 2, 9, 9, 9, 0, [], "", False, 0, 4, holds_blocks=True)]),
+    ops.Admit([ops.Admission(1, 2, 2, 9, 9, 9, 0, HASHES, num_external_tokens=5)]),
     ops.ResetPrefixCache(),
+    ops.EvictBlocks([3, 5]),
 ]
 OUTCOME = ops.Outcome(
     num_free_blocks=9,

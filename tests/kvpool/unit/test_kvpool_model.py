@@ -21,6 +21,7 @@ from services.common.pool_operations import (
     Admit,
     AdmitResult,
     Commit,
+    EvictBlocks,
     GroupBlocks,
     Grow,
     GrowResult,
@@ -113,7 +114,8 @@ class PoolMachine(RuleBasedStateMachine):
         drop_last = drop_last and "c" not in kinds
         self.pool = KVPool(PoolConfig(num_blocks, groups, caching, b"", drop_last))
         self.naive = NaivePool(num_blocks, groups, caching, drop_last)
-        self.block_size = block_size
+        self.block_size, self.num_blocks = block_size, num_blocks
+        self.is_full = set(kinds) == {"f"}
         self.told: set[tuple[int, bytes]] = set()
         self.paths: dict[int, str] = {}
         self.num_held_slots: dict[int, int] = {}
@@ -179,7 +181,9 @@ class PoolMachine(RuleBasedStateMachine):
     def _choose(self, choices: Choices) -> Operation:
         """An operation that makes sense after those chosen before it, if all of them fit."""
         kinds = [self._release]
-        kinds += [self._grow, self._grow, self._commit, self._commit] if self.admitted else []
+        if self.admitted:
+            kinds += [self._grow, self._grow, self._commit, self._commit, self._evict]
+        kinds += [self._continue] if self.admitted and self.is_full else []
         kinds += [self._lookup, self._admit, self._admit, self._admit] if self._waiting() else []
         return choices.one_of([*kinds, self._reset])(choices)
 
@@ -225,21 +229,46 @@ class PoolMachine(RuleBasedStateMachine):
         self.admitted |= set(requests)
         return Admit([self._admission(choices, request) for request in requests])
 
+    def _evict(self, choices: Choices) -> EvictBlocks:
+        return EvictBlocks([1 + choices.upto(self.num_blocks - 2) for _ in range(3)])
+
+    def _continue(self, choices: Choices) -> Admit:
+        request = choices.one_of(sorted(self.admitted))
+        slots = choices.upto(8 * self.block_size)
+        computed = choices.upto(min(self.num_held_slots.get(request, 0), slots))
+        terms = Admission(
+            request=request,
+            max_hit_tokens=computed,
+            num_hit_tokens=computed,
+            num_slots=slots,
+            num_commit_tokens=choices.upto(slots),
+            num_reserve_slots=choices.upto(8 * self.block_size),
+            num_blocks_kept_free=choices.one_of([0, 0, 2]),
+            new_hashes=self._new_hashes(choices, request),
+            holds_blocks=True,
+        )
+        return Admit([terms])
+
     def _admission(self, choices: Choices, request: int) -> Admission:
         num_tokens = 1 + choices.upto(6 * self.block_size)
         new = self._new_hashes(choices, request)
         hit = self.naive.depth(request, new, num_tokens - 1) * self.block_size
         if choices.upto(9) == 9:
             hit = 0
+        external = 0
+        if self.is_full and choices.upto(4) == 4:
+            external = choices.upto(num_tokens - 1 - hit)
         return Admission(
             request=request,
             max_hit_tokens=num_tokens - 1,
             num_hit_tokens=hit,
-            num_slots=num_tokens - choices.upto(num_tokens - hit),
+            num_slots=num_tokens - choices.upto(num_tokens - hit - external),
             num_commit_tokens=num_tokens - choices.upto(num_tokens),
             num_reserve_slots=num_tokens + choices.upto(6 * self.block_size),
             num_watermark_blocks=choices.one_of([0, 0, 0, 1]),
             new_hashes=new,
+            num_external_tokens=external,
+            num_blocks_kept_free=choices.one_of([0, 0, 0, 2]),
         )
 
 

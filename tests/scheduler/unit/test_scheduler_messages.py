@@ -95,7 +95,20 @@ def test_one_story_of_a_pool_told_in_messages() -> None:
 
 
 def test_an_admission_travels_whole() -> None:
-    item = Admission(1, 2, 3, 4, 5, 6, 7, traceparent="00-a-b-01", resumed=True)
+    item = Admission(
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+        7,
+        traceparent="00-a-b-01",
+        resumed=True,
+        num_external_tokens=8,
+        num_blocks_kept_free=9,
+        holds_blocks=True,
+    )
     assert operation_to_proto(Admit([item])).admit.admissions[0] == kvpool_pb2.Admission(
         request=1,
         max_hit_tokens=2,
@@ -106,6 +119,9 @@ def test_an_admission_travels_whole() -> None:
         num_watermark_blocks=7,
         traceparent="00-a-b-01",
         resumed=True,
+        num_external_tokens=8,
+        num_blocks_kept_free=9,
+        holds_blocks=True,
     )
 
 
