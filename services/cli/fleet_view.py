@@ -11,6 +11,7 @@ _WAITS_FOR = {
     "NO_BLOCKS": "blocks",
     "PAUSED": "the end of a pause",
     "HELD_BACK": "a search for a request that breaks its steps",
+    "ADAPTERS": "a place for its adapter",
     "RECOVERY": "pool and workers",
     "NO_PLACE": "a place at a replica",
     "SHARE": "its tenant's share",

@@ -3,10 +3,10 @@
     hash(block) = SHA-256( parent digest | token ids, int32 little-endian | extra keys )
 
 The chain starts at the model's fingerprint, so that equal tokens of two models have different
-hashes. Extra keys are what changes the keys and values besides the tokens: today the cache salt,
-which goes into the first block only, since every later one inherits it through its parent. Chained
-block hashes are vLLM's automatic prefix caching; a canonical encoding in place of pickle makes them
-portable.
+hashes. Extra keys are what changes the keys and values besides the tokens: the cache salt and the
+content of an adapter, which go into the first block only, since every later one inherits them
+through its parent. Chained block hashes are vLLM's automatic prefix caching; a canonical encoding
+in place of pickle makes them portable.
 """
 
 import struct
@@ -36,12 +36,15 @@ def unpack_token_ids(packed: bytes) -> list[int]:
     return list(struct.unpack(f"<{num_tokens}i", packed))
 
 
-def encode_extra_keys(cache_salt: str) -> bytes:
-    """Extra keys of a first block: nothing without a salt, else a tag, its length and the salt."""
-    if not cache_salt:
-        return b""
-    salt = cache_salt.encode()
-    return b"cache_salt\0" + len(salt).to_bytes(4, "little") + salt
+def encode_extra_keys(cache_salt: str, adapter_digest: bytes = b"") -> bytes:
+    """Extra keys of a first block: of a salt a tag, its length and the salt, then of an adapter a
+    tag and the digest of its files, 32 bytes. Nothing of what a request does not have.
+    """
+    extra_keys = b""
+    if cache_salt:
+        salt = cache_salt.encode()
+        extra_keys = b"cache_salt\0" + len(salt).to_bytes(4, "little") + salt
+    return extra_keys + b"adapter\0" + adapter_digest if adapter_digest else extra_keys
 
 
 def hash_full_blocks(
@@ -50,13 +53,14 @@ def hash_full_blocks(
     block_size: int,
     *,
     cache_salt: str = "",
+    adapter_digest: bytes = b"",
     known: Sequence[BlockHash] = (),
 ) -> list[BlockHash]:
     """Hashes of the full blocks of `token_ids` after those already `known`, in order. `root` is the
     model's fingerprint.
     """
     parent: bytes = known[-1] if known else root
-    extra_keys = b"" if known else encode_extra_keys(cache_salt)
+    extra_keys = b"" if known else encode_extra_keys(cache_salt, adapter_digest)
     end = len(token_ids) // block_size * block_size
     packed = pack_token_ids(token_ids[len(known) * block_size : end])
     return hash_packed_blocks(parent, packed, block_size, extra_keys)

@@ -145,7 +145,16 @@ class LogReplay(SchedulerRun):
             arrival_time=entry["arrival_time"].number(-1e18, 1e18),
             cache_salt=entry["cache_salt"].text(),
             reads_prefix_cache=entry["reads_prefix_cache"].boolean(),
+            adapter_digest=_read_digest(entry.get("adapter", "")),
         )
+
+
+def _read_digest(entry: Field) -> bytes:
+    with suppress(ValueError):
+        digest = bytes.fromhex(entry.text())
+        if len(digest) in (0, 32):
+            return digest
+    raise entry.wrong("must be a SHA-256 in hexadecimal")
 
 
 def _read_repetition(entry: Field) -> RepetitionDetection | None:

@@ -1,5 +1,6 @@
 """A scenario: a configuration in vLLM's names, and what happens at each step."""
 
+import hashlib
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,7 @@ DEFAULTS: dict[str, Any] = {
     "prefix_caching_hash_algo": "sha256",
     "eos_token_id": 2,
     "pooling": False,
+    "max_loras": None,
 }
 _OTHER_SETTINGS = ("num_gpu_blocks", "prefix_caching_hash_algo", "eos_token_id")
 _MAX_STEPS = 20_000
@@ -112,6 +114,7 @@ def _request(add: Field, key: RequestKey, step: int, eos: int, *, pooling: bool)
             *("request_id", "prompt_token_ids", "max_tokens", "priority", "arrival_time"),
             *("ignore_eos", "stop_token_ids", "min_tokens", "cache_salt"),
             "skip_reading_prefix_cache",
+            "lora",
         )
     )
     add.get("min_tokens", 0).integer()  # checked, and not used: it concerns the sampler
@@ -131,7 +134,15 @@ def _request(add: Field, key: RequestKey, step: int, eos: int, *, pooling: bool)
         arrival_time=add.get("arrival_time", float(step)).number(-1e18, 1e18),
         cache_salt="" if salt.value is None else salt.text(),
         reads_prefix_cache=not add.get("skip_reading_prefix_cache", False).boolean(),
+        adapter_digest=_adapter_digest(add),
     )
+
+
+def _adapter_digest(add: Field) -> bytes:
+    """What stands for the content of an adapter, which a scenario does not have: its name."""
+    if "lora" not in add.members():
+        return b""
+    return hashlib.sha256(f"lora{add['lora'].integer(1)}".encode()).digest()
 
 
 def _aborts(event: Field) -> list[Abort]:

@@ -156,6 +156,7 @@ class ScenarioRun:
         self._record_pool(record, "")
         record["running_after"] = _ids(scheduler.running)
         record["waiting_after"] = _ids(scheduler.waiting)
+        record["deferred_after"] = sorted(_ids(scheduler.passed_over))
 
     def _update(self, step: int, record: Record) -> None:
         scheduler = self.scheduler

@@ -22,6 +22,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "long_prefill_token_threshold": (0, 10**9),
     "max_num_scheduled_tokens": (1, 10**9),
     "max_num_active_seqs": (1, _MAX_SEQS),
+    "max_loras": (1, _MAX_SEQS),
     "num_speculative_tokens": (0, 1000),
     "num_lookahead_tokens": (0, 1000),
     "watermark": (0, 1),

@@ -182,12 +182,12 @@ def step_to_proto(plan: SchedulerOutput, begun_unix_nanos: int) -> scheduler_pb2
 def requests_to_proto(
     engine: EngineCore, reason: WaitReason | None
 ) -> Iterator[scheduler_pb2.RequestActivity]:
-    """The first requests that run, and that wait for `reason`."""
+    """The first requests that run, and that wait for `reason` or one of their own."""
     scheduler = engine.scheduler
     for request in islice(scheduler.running, MAX_REQUESTS):
         yield _request_to_proto(request, None)
     waiting = chain(
-        ((request, reason) for request in scheduler.waiting),
+        ((request, scheduler.passed_over.get(request, reason)) for request in scheduler.waiting),
         ((request, WaitReason.HELD_BACK) for request in scheduler.held_back),
     )
     for request, why in islice(waiting, MAX_REQUESTS):

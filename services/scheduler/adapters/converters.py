@@ -86,6 +86,7 @@ def _new_request(
         block_tables=[worker_pb2.BlockTable(block_ids=pack_token_ids(ids)) for ids in tables],
         prompt_embeds=prompt_embeds_to_proto(embeds and embeds.rest(num_computed_tokens)),
         num_placeholders=embeds.num_tokens if embeds is not None else 0,
+        adapter_digest=request.adapter_digest,
     )
 
 

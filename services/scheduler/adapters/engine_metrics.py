@@ -86,11 +86,15 @@ class EngineCollector(Collector):
             value_family(names.METRIC_WAITING_BY_REASON),
             value_family(names.METRIC_WAIT_STEPS),
         )
+        passed_over = reasons.passed_over
+        num_passed_over = min(passed_over.total(), num_waiting)
+        num_others = num_waiting - num_passed_over
         for reason in WaitReason:
-            ours.add_metric([reason.value], num_waiting if reason is reasons.current else 0)
+            num_ours = passed_over[reason] + (num_others if reason is reasons.current else 0)
+            ours.add_metric([reason.value], min(num_ours, num_waiting))
             steps.add_metric([reason.value], reasons.num_steps[reason])
         theirs = value_family(names.METRIC_NUM_REQUESTS_WAITING_BY_REASON)
-        num_deferred = num_waiting if reasons.current in _DEFERRED else 0
+        num_deferred = num_waiting if reasons.current in _DEFERRED else num_passed_over
         theirs.add_metric(["capacity"], num_waiting - num_deferred)
         theirs.add_metric(["deferred"], num_deferred)
         yield from (ours, steps, theirs)

@@ -1,5 +1,6 @@
 """Checks requests that arrive: one that could never run is refused before it is queued."""
 
+import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,6 +53,7 @@ class RequestIntake:
                 "priority is not 0, but this replica does not schedule by priority",
                 field="priority",
             )
+        self._check_adapter(message.adapter_digest)
         return Request(
             request_id=message.request_id,
             key=RequestKey(self.next_key()),
@@ -63,6 +65,7 @@ class RequestIntake:
             latest_start=latest_start,
             cache_salt=message.cache_salt if embeds is None else embeds.salted(message.cache_salt),
             prompt_embeds=embeds,
+            adapter_digest=message.adapter_digest,
             traceparent=message.traceparent,
             tracestate=message.tracestate,
             baggage=message.baggage,
@@ -70,6 +73,16 @@ class RequestIntake:
             num_choices=message.num_choices,
             reads_prefix_cache=sampling.prompt_logprobs is None,
         )
+
+    def _check_adapter(self, digest: bytes) -> None:
+        if digest and self.config.max_loras is None:
+            raise InvalidArgument(
+                "adapter_digest is set, but this replica serves no adapters", field="adapter_digest"
+            )
+        if digest and len(digest) != hashlib.sha256().digest_size:
+            raise InvalidArgument(
+                f"adapter_digest has {len(digest)} bytes; a SHA-256 has 32", field="adapter_digest"
+            )
 
     def _latest_start(self, message: scheduler_pb2.AddRequest) -> float | None:
         """When the request must have been scheduled; None: no limit. Raises ResourceExhausted if

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from services.common import names
+from services.scheduler.adapters.own_waits import OwnWaits, overlay
 from services.scheduler.adapters.step_sums import StepSums
 from services.scheduler.adapters.wait_reasons import ReasonChange, WaitReasons, WaitStart
 from services.scheduler.core.output import (
@@ -47,7 +48,7 @@ class StepRecord:
     chunks: list[tuple[int, Tracked, Phase, int]] = field(default_factory=list)
     """Of requests in their prefill: index in the plan, request, phase, tokens."""
     num_tokens: int = 0
-    passed_over: list[Phase] = field(default_factory=list)
+    left_out: list[Phase] = field(default_factory=list)
     """Decoding phases of requests that the step left out."""
 
 
@@ -61,6 +62,7 @@ class RequestTimelines:
         self._running: dict[Request, Tracked] = {}
         self._prefilling: dict[Request, Tracked] = {}
         self._paused_at: int | None = None
+        self._own_waits = OwnWaits()
 
     @property
     def requests(self) -> list[Request]:
@@ -80,8 +82,8 @@ class RequestTimelines:
         return tracked
 
     def planned(self, plan: SchedulerOutput, step: StepRecord, now: int) -> None:
-        """Notes who is admitted, preempted, passed over, and gets a chunk. The reason for which
-        requests still wait is noted after it.
+        """Notes who is admitted, preempted, left out, passed over in the queue, and gets a chunk.
+        The reason for which requests still wait is noted after it.
         """
         for request in (*plan.new, *plan.resumed):
             self._admit(request, plan.step, now)
@@ -91,7 +93,8 @@ class RequestTimelines:
         if self._prefilling:
             self._note_chunks(plan, step)
         if len(plan.requests) < len(self._running):
-            self._note_passed_over(plan, step)
+            self._note_left_out(plan, step)
+        self._own_waits.planned(plan.passed_over, now)
 
     def done(
         self, plan: SchedulerOutput, step: StepRecord, update: EngineCoreOutputs, now: int
@@ -106,7 +109,7 @@ class RequestTimelines:
         prompt_nanos = compute * num_prompt_tokens // max(1, step.num_tokens)
         totals = StepTotals(1, nanos, compute, prompt_nanos, len(plan.requests))
         self.sums.add(plan.step, totals, now)
-        for phase in step.passed_over:
+        for phase in step.left_out:
             if not phase.end:
                 phase.behind = phase.behind.plus(totals)
         for _, tracked, _, num_tokens in in_prefill:
@@ -140,6 +143,7 @@ class RequestTimelines:
 
     def paused(self, now: int) -> None:
         """No step is planned from here on."""
+        self._own_waits.interrupted(now)
         if self._paused_at is None:
             self._paused_at = now
 
@@ -160,6 +164,8 @@ class RequestTimelines:
     ) -> None:
         """Requests that ran wait again, for a reason that is no other request."""
         kind = PhaseKind.RECOVERY if cause in _LOSSES else PhaseKind.PREEMPTED
+        if kind is PhaseKind.RECOVERY:
+            self._own_waits.interrupted(now)
         for request in requests:
             self._interrupt(request, Interruption(kind, cause.value, message=message), now)
 
@@ -206,11 +212,11 @@ class RequestTimelines:
             if tracked is not None:
                 step.chunks.append((index, tracked, tracked.timeline.current, num_tokens))
 
-    def _note_passed_over(self, plan: SchedulerOutput, step: StepRecord) -> None:
+    def _note_left_out(self, plan: SchedulerOutput, step: StepRecord) -> None:
         for request in self._running.keys() - set(plan.requests):
             phase = self._running[request].timeline.current
             if phase.kind is PhaseKind.DECODE:
-                step.passed_over.append(phase)
+                step.left_out.append(phase)
 
     def _got_tokens(self, tracked: Tracked, phase: Phase, now: int) -> None:
         """The first tokens of a prefill: it decodes from here on, unless it was preempted."""
@@ -240,7 +246,9 @@ class RequestTimelines:
             case PhaseKind.PREFILL:
                 self._close_prefill(tracked, end)
             case _ if tracked.waiting is not None:
-                timeline.wait(_reason_starts(self._reasons, tracked.waiting), now)
+                starts = _reason_starts(self._reasons, tracked.waiting)
+                own = self._own_waits.forget(tracked.request, now)
+                timeline.wait(overlay(starts, own), now)
                 tracked.waiting = None
         if end < now:
             timeline.enter(PhaseKind.PAUSE, end)

@@ -6,6 +6,7 @@ about to be admitted, and otherwise by the ratio.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from services.common.telemetry import Tracing, sampled_parent, traceparent_text
@@ -149,6 +150,8 @@ class StepTracer:
         counts.num_steps += 1
         counts.num_scheduled_tokens += num_tokens
         counts.wait_reasons.planned(plan.step, plan.wait_reason, now)
+        if plan.passed_over or counts.wait_reasons.passed_over:
+            counts.wait_reasons.passed_over = Counter(plan.passed_over.values())
         for preemption in plan.preemptions:
             counts.num_lost_tokens += preemption.num_lost_tokens
         for request in plan.new:

@@ -1,8 +1,9 @@
 """Why requests waited, noted once for all of them.
 
-No request is admitted before the head of the queue, so a step notes one reason for all. For a
-request that leaves the queue the reasons are read that were noted while it was in it: a difference
-of two counts, and the changes in between. Times are nanoseconds since the epoch.
+A step notes one reason for all: that of the first request that waits and is not passed over. Those
+that are have reasons of their own, which `OwnWaits` keeps. For a request that leaves the queue the
+reasons are read that were noted while it was in it: a difference of two counts, and the changes in
+between. Times are nanoseconds since the epoch.
 """
 
 from collections import Counter, deque
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from services.scheduler.core.output import WaitReason
+from services.scheduler.core.output import OWN_REASONS, WaitReason
 
 MAX_CHANGES = 256
 """Changes of the reason that are remembered, the newest ones."""
@@ -44,6 +45,8 @@ class WaitReasons:
         """After the last step, in a pause or in a recovery; None if no request waited then."""
         self.num_steps: Counter[WaitReason] = Counter()
         """Steps after which requests still waited, by reason. Pause and recovery have no steps."""
+        self.passed_over: Counter[WaitReason] = Counter()
+        """How many requests the last step passed over, by reason."""
         self._is_paused = False
         self._is_recovering = False
         self._next_step = 0
@@ -121,6 +124,8 @@ class WaitReasons:
         """Whether the reason at the time when a request began to wait applied to it too."""
         if reason in (WaitReason.PAUSED, WaitReason.RECOVERY):
             return True
+        if reason in OWN_REASONS:
+            return False
         if self.has_forgotten(waiting):
             return False
         changed_at_once = bool(changes) and changes[0].step == waiting.next_step

@@ -1,7 +1,7 @@
 """On what terms waiting requests can be admitted: arithmetic on tokens, no transaction."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.common.block_hash import BlockHash
 from services.common.pool_operations import Admission
@@ -16,6 +16,7 @@ from services.scheduler.core.step_builder import StepBuilder
 class PlannedAdmission:
     """One admission of a step: the terms for the pool, and what it takes of the step's budget."""
 
+    request: Request
     terms: Admission
     num_new_tokens: int
     """Tokens that its first step computes, drafts left out. Those up to `num_commit_tokens` can be
@@ -23,6 +24,30 @@ class PlannedAdmission:
     """
     num_drafts: int
     """Empty drafts that pad its first step; the slots of the terms include them."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassedOver:
+    """A request that is passed over, provided that the first `num_admissions` come about."""
+
+    request: Request
+    reason: WaitReason
+    num_admissions: int
+
+
+@dataclass(slots=True)
+class AdmissionPlan:
+    """What is planned of some waiting requests, in the order of the queue."""
+
+    admissions: list[PlannedAdmission] = field(default_factory=list)
+    passed_over: list[PassedOver] = field(default_factory=list)
+    wait_reason: WaitReason | None = None
+    """Why the first that is in neither list is not; None if all are."""
+
+    def stop(self, reason: WaitReason) -> "AdmissionPlan":
+        """The plan, as it ends before a request that waits for this reason."""
+        self.wait_reason = reason
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +63,8 @@ class AdmissionPlanner:
         *,
         num_running: int,
         num_free_blocks: int,
-    ) -> tuple[list[PlannedAdmission], WaitReason | None]:
-        """Admissions of the candidates, in order, as far as the budget seems to reach; and why the
-        first one that gets none does not.
+    ) -> AdmissionPlan:
+        """Admissions of the candidates, in order, as far as rows and budget seem to reach.
 
         A prefix hit is what the pool answered last, and beyond it what earlier admissions of the
         step publish. That holds for blocks of keys and values; states are published only when they
@@ -49,34 +73,49 @@ class AdmissionPlanner:
         """
         size, budget = self.config.block_size, builder.token_budget
         published = set(builder.published)
-        caches_states = self.config.caches_states
-        admissions: list[PlannedAdmission] = []
+        passing_over = builder.passing_over.copy()
+        plan = AdmissionPlan()
         for request in candidates:
-            if budget == 0:
-                return admissions, WaitReason.BUDGET
+            has_row = num_running + len(plan.admissions) < self.config.max_running
+            if budget == 0 or not has_row:
+                return plan.stop(WaitReason.BUDGET if has_row else WaitReason.MAX_SEQS)
+            reason = passing_over.reason(request)
+            if reason is not None:
+                plan.passed_over.append(PassedOver(request, reason, len(plan.admissions)))
+                continue
             hit = self._hit(request, builder.hits[request], published)
-            gap = builder.cap(request.num_tokens - hit)
-            if gap > budget and not self.config.enable_chunked_prefill:
-                return admissions, WaitReason.BUDGET
-            num_new = min(gap, budget)
-            if caches_states:
-                num_new = aligned_chunk(self.config, request, hit, num_new)
-                if num_new == 0:
-                    return admissions, WaitReason.BUDGET
-            end = hit + num_new
-            num_drafts = self._padding(builder, request, hit, end)
-            if end + num_drafts - hit > budget:
-                return admissions, WaitReason.BUDGET
-            budget -= end + num_drafts - hit
-            terms = self._terms(
-                request, hit, end, num_drafts, joins=bool(num_running or admissions)
-            )
-            if not admissions and self._blocks_needed(terms) > num_free_blocks:
-                return admissions, WaitReason.NO_BLOCKS
-            if not caches_states:
+            joins = bool(num_running or plan.admissions)
+            planned = self._admission(builder, request, hit, budget, joins=joins)
+            if planned is None:
+                return plan.stop(WaitReason.BUDGET)
+            if not plan.admissions and self._blocks_needed(planned.terms) > num_free_blocks:
+                return plan.stop(WaitReason.NO_BLOCKS)
+            if not self.config.caches_states:
+                end = hit + planned.num_new_tokens
                 published.update(request.block_hashes[hit // size : end // size])
-            admissions.append(PlannedAdmission(terms, end - hit, num_drafts))
-        return admissions, None
+            budget -= planned.num_new_tokens + planned.num_drafts
+            passing_over.admit(request)
+            plan.admissions.append(planned)
+        return plan
+
+    def _admission(
+        self, builder: StepBuilder, request: Request, hit: int, budget: int, *, joins: bool
+    ) -> PlannedAdmission | None:
+        """The admission of a request with `hit` cached tokens; None if the budget is too small."""
+        gap = builder.cap(request.num_tokens - hit)
+        if gap > budget and not self.config.enable_chunked_prefill:
+            return None
+        num_new = min(gap, budget)
+        if self.config.caches_states:
+            num_new = aligned_chunk(self.config, request, hit, num_new)
+            if num_new == 0:
+                return None
+        end = hit + num_new
+        num_drafts = self._padding(builder, request, hit, end)
+        if num_new + num_drafts > budget:
+            return None
+        terms = self._terms(request, hit, end, num_drafts, joins=joins)
+        return PlannedAdmission(request, terms, num_new, num_drafts)
 
     def _hit(self, request: Request, hit: int, published: set[BlockHash]) -> int:
         size = self.config.block_size

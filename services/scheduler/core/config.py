@@ -51,6 +51,8 @@ class SchedulerConfig:
     """
     watermark: float = 0.0
     """Share of the pool that stays free when a request joins running ones."""
+    max_loras: int | None = None
+    """Adapters that running requests may use at once; None: no request may have one."""
     groups: tuple[KVCacheGroup, ...] = ()
     """Groups of layers with a block table each; empty: one, of full attention."""
 

@@ -103,7 +103,8 @@ class KVCacheManager:
 
     async def admit(self, admissions: Sequence[Admission], traceparent: str) -> Outcome:
         """Allocates the blocks of waiting requests, up to the first that does not fit."""
-        return await self._transact([Admit(admissions)], traceparent)
+        operations = [Admit(admissions)] if admissions else []
+        return await self._transact(operations, traceparent)
 
     async def flush(self) -> None:
         """Sends the operations that are kept for the next transaction."""

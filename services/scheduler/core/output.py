@@ -10,7 +10,11 @@ from services.scheduler.core.request import Request
 
 
 class WaitReason(Enum):
-    """Why the head of the queue was not admitted in a step, and therefore no request behind it."""
+    """Why a waiting request was not admitted in a step.
+
+    Most reasons concern the first request that is ready, and therefore those behind it as well.
+    Those of `OWN_REASONS` concern single requests: they are passed over, and others overtake them.
+    """
 
     BUDGET = "budget"
     """The step's tokens were used up, or the whole prompt must fit and does not."""
@@ -26,6 +30,13 @@ class WaitReason(Enum):
     """
     RECOVERY = "recovery"
     """Pool or workers are away. No step has it, since none is planned."""
+    ADAPTERS = "adapters"
+    """Running requests use as many adapters as may be used at once, and its own is not among them.
+    """
+
+
+OWN_REASONS = frozenset({WaitReason.ADAPTERS})
+"""Reasons of single requests, which others overtake."""
 
 
 class PreemptionCause(Enum):
@@ -76,7 +87,11 @@ class SchedulerOutput:
     preemptions: list[Preemption] = field(default_factory=list)
     """In the order in which they happened."""
     wait_reason: WaitReason | None = None
-    """Why the requests that still wait were not admitted; None if no request waits."""
+    """Why the requests that still wait were not admitted; None if no request waits. If all of them
+    were passed over, the reason of the first.
+    """
+    passed_over: dict[Request, WaitReason] = field(default_factory=dict)
+    """Requests that others may overtake, each with a reason of its own."""
     removed_rows: list[int] = field(default_factory=list)
     """Rows of the workers' batch that were freed since the last plan."""
     block_ids_to_zero: list[BlockId] = field(default_factory=list)

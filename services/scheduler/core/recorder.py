@@ -7,7 +7,8 @@ order, can be replayed.
     add                  the request: key, id, tokens (prompt, earlier output), num_prompt_tokens,
                          max_tokens, eos_token_ids, stop_token_ids, repetition_detection (longest
                          and shortest pattern, count), min_tokens, priority, arrival_time,
-                         cache_salt, reads_prefix_cache
+                         cache_salt, reads_prefix_cache; adapter (SHA-256 of its files, in
+                         hexadecimal) if it has one
     pause                mode: keep or abort the requests; no step until resume
     resume
     abort                key, reason
@@ -15,6 +16,7 @@ order, can be replayed.
                          num_computed_tokens before the step, new, resumed, preemptions (victim,
                          cause, tokens lost), block_tables and appended_blocks and draft_token_ids
                          by key, wait_reason (why no waiting request was admitted),
+                         passed_over (reasons of single requests by key, if there are any),
                          removed_rows; then num_running, num_waiting and num_free_blocks
     update_from_output   step, and parallel to its keys token_ids and draft_token_ids; nan_requests
                          and not_taken (what was appended instead; null: nothing) by index; ended
@@ -33,7 +35,7 @@ aborts and the flush that the pause makes. A reset that preempts is preempt_all 
 reset_prefix_cache. VERSION grows with every change after which an older log cannot be read.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from enum import Enum
@@ -44,7 +46,12 @@ from services.common.pause_mode import PauseMode
 from services.common.pool_operations import BlockTables, Operation, Outcome
 from services.common.repetition import RepetitionDetection
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
+from services.scheduler.core.output import (
+    EngineCoreOutputs,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    WaitReason,
+)
 from services.scheduler.core.ports import KVPool, PoolLost
 from services.scheduler.core.request import Request
 from services.scheduler.core.scheduler import Scheduler
@@ -83,7 +90,8 @@ class RecordingScheduler(Scheduler):
     def add(self, request: Request) -> None:
         sampling = request.sampling
         self._record(
-            {
+            _given({"adapter": request.adapter_digest.hex()})
+            | {
                 "call": "add",
                 "key": request.key,
                 "id": request.request_id,
@@ -119,7 +127,8 @@ class RecordingScheduler(Scheduler):
         with self._noting_loss("schedule"):
             plan = await super().schedule(traceparent)
         self._record(
-            {
+            _given({"passed_over": _reasons(plan.passed_over)})
+            | {
                 "call": "schedule",
                 "step": plan.step,
                 "keys": _keys(plan.requests),
@@ -224,6 +233,15 @@ def _repetition(repetition: RepetitionDetection | None) -> list[int] | None:
     if repetition is None:
         return None
     return [repetition.max_pattern_size, repetition.min_pattern_size, repetition.min_count]
+
+
+def _given(entry: Entry) -> Entry:
+    """An entry without what is empty: fields that most requests and steps do not have."""
+    return {name: value for name, value in entry.items() if value}
+
+
+def _reasons(passed_over: Mapping[Request, WaitReason]) -> dict[str, str]:
+    return {str(request.key): reason.value for request, reason in passed_over.items()}
 
 
 def _keys(requests: Sequence[Request]) -> list[int]:

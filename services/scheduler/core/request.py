@@ -40,6 +40,10 @@ class Request(ComputedTokens):
     latest_start: float | None = None
     """When it must have been scheduled for the first time, in monotonic seconds; None: no limit."""
     cache_salt: str = ""
+    adapter_digest: bytes = b""
+    """SHA-256 of the files of its adapter; empty: it has none. With other content an adapter of the
+    same name is another one.
+    """
     traceparent: str = ""
     tracestate: str = ""
     """Of the caller; carried through, as is `baggage`."""
@@ -127,7 +131,12 @@ class Request(ComputedTokens):
         known = self.block_hashes
         if (len(known) + 1) * block_size <= len(self.token_ids):
             known += hash_full_blocks(
-                root, self.token_ids, block_size, cache_salt=self.cache_salt, known=known
+                root,
+                self.token_ids,
+                block_size,
+                cache_salt=self.cache_salt,
+                adapter_digest=self.adapter_digest,
+                known=known,
             )
 
     def forget_blocks(self) -> None:

@@ -16,6 +16,7 @@ from services.scheduler.core.output import (
     SchedulerOutput,
     WaitReason,
 )
+from services.scheduler.core.passing_over import PassingOver
 from services.scheduler.core.policies import find_policy
 from services.scheduler.core.ports import KVPool
 from services.scheduler.core.request import Request, RequestStatus
@@ -42,6 +43,9 @@ class Scheduler:
         """Requests that must not be admitted now, in the order in which they were held back."""
         self.admitted_only: Collection[Request] | None = None
         """The only requests that may be admitted; None if all may."""
+        self.passed_over: dict[Request, WaitReason] = {}
+        """Waiting requests that were passed over since they began to wait, and why the last time.
+        """
         self.running = RunningRequests()
         self.num_preemptions = 0
         self.pause_mode: PauseMode | None = None
@@ -80,7 +84,8 @@ class Scheduler:
     def next_candidates(self) -> Iterable[Request]:
         """Waiting requests whose admission the next step may try."""
         num_rows = self.config.max_running - len(self.running)
-        return islice(self.waiting, max(0, min(num_rows, LOOKUP_BATCH)))
+        ready = (request for request in self.waiting if request not in self.passed_over)
+        return islice(ready, max(0, min(num_rows, LOOKUP_BATCH)))
 
     def add(self, request: Request) -> None:
         """Queues a request that arrived."""
@@ -104,7 +109,7 @@ class Scheduler:
         elif request in self.held_back:
             del self.held_back[request]
         else:
-            self.waiting.remove(request)
+            self._remove_waiting(request)
         request.finish(reason)
         self._free(request)
 
@@ -118,6 +123,7 @@ class Scheduler:
         self.admitted_only = requests
         self.waiting = self._policy.create_request_queue()
         self.held_back.clear()
+        self.passed_over.clear()
         for request in queued:
             if requests is None or request in requests:
                 self.waiting.add(request)
@@ -145,7 +151,8 @@ class Scheduler:
            to preempt, and the rest is planned again.
         2. Then, if none was preempted, waiting requests from the head of the queue, each with
            the cached part of its prompt, until budget, rows or blocks are used up. If the head
-           cannot be admitted, those behind it are not either.
+           cannot be admitted, those behind it are not either, unless the reason is its own: then
+           it is passed over, and keeps its place.
         """
         builder = self._new_builder()
         await self._schedule_running(builder, traceparent)
@@ -214,7 +221,9 @@ class Scheduler:
         begin, num_decided = 0, None
         while True:
             growing = self._running_planner.plan(builder, begin, num_decided)
-            looked_up = [] if builder.plan.preemptions else self._candidates(builder)
+            looked_up = list[Request]()
+            if not builder.plan.preemptions:
+                looked_up = self._not_looked_up(builder, self._candidates(builder))
             leaving = self.running.leaving_fast_path()
             outcome = await self._kv_cache_manager.grow(
                 builder, growing, leaving, looked_up, traceparent
@@ -257,49 +266,82 @@ class Scheduler:
     async def _schedule_waiting(self, builder: StepBuilder, traceparent: str) -> WaitReason | None:
         """Admits from the head of the queue; returns why it stopped before the queue was empty."""
         while candidates := self._candidates(builder):
-            if unknown := [request for request in candidates if request not in builder.hits]:
+            if unknown := self._not_looked_up(builder, candidates):
                 await self._kv_cache_manager.look_up(builder, unknown, traceparent)
-            planned, wait_reason = self._admission_planner.plan(
+            planned = self._admission_planner.plan(
                 builder,
                 candidates,
                 num_running=len(self.running),
                 num_free_blocks=self.num_free_blocks,
             )
-            if not planned:
-                return wait_reason
-            terms = [admission.terms for admission in planned]
+            terms = [admission.terms for admission in planned.admissions]
             outcome = await self._kv_cache_manager.admit(terms, traceparent)
-            admitted = zip(candidates, planned, outcome.admitted, strict=False)
-            for request, admission, blocks in admitted:
-                self._admit(builder, request, admission, blocks)
+            for admission, blocks in zip(planned.admissions, outcome.admitted, strict=False):
+                self._admit(builder, admission, blocks)
+            for passed in planned.passed_over:
+                if passed.num_admissions <= len(outcome.admitted):
+                    self._pass_over(builder, passed.request, passed.reason)
             if outcome.stop is not None:
                 if outcome.stop.reason is StopReason.NO_BLOCKS:
                     return WaitReason.NO_BLOCKS
-                builder.hits[candidates[len(outcome.admitted)]] = outcome.stop.num_hit_tokens
+                changed = planned.admissions[len(outcome.admitted)].request
+                builder.hits[changed] = outcome.stop.num_hit_tokens
+            elif planned.wait_reason is not None and not planned.admissions:
+                return planned.wait_reason
+        return self._why_others_wait(builder)
+
+    def _why_others_wait(self, builder: StepBuilder) -> WaitReason | None:
+        """Why those wait that were no candidates for admission."""
         if not self.waiting:
             return WaitReason.HELD_BACK if self.held_back else None
         if self.pause_mode is PauseMode.WAIT:
             return WaitReason.PAUSED
-        return WaitReason.BUDGET if builder.token_budget == 0 else WaitReason.MAX_SEQS
+        if builder.token_budget == 0:
+            return WaitReason.BUDGET
+        if len(self.running) >= self.config.max_running:
+            return WaitReason.MAX_SEQS
+        return builder.plan.passed_over[next(iter(self.waiting))]
 
     def _candidates(self, builder: StepBuilder) -> list[Request]:
-        """The head of the queue, as far as rows and budget could reach."""
+        """The head of the queue, as far as rows and budget could reach, without those that were
+        passed over in this step. Those that will be take no row.
+        """
         if not self.waiting or self.pause_mode is PauseMode.WAIT:
             return []
         num_rows = self.config.max_running - len(self.running)
-        return list(islice(self.waiting, max(0, min(num_rows, builder.token_budget, LOOKUP_BATCH))))
+        num_ready = min(num_rows, builder.token_budget, LOOKUP_BATCH)
+        passed_over, candidates = builder.plan.passed_over, list[Request]()
+        for request in self.waiting:
+            if num_ready <= 0:
+                break
+            if request not in passed_over:
+                candidates.append(request)
+                num_ready -= builder.passing_over.reason(request) is None
+        return candidates
+
+    def _not_looked_up(self, builder: StepBuilder, candidates: Sequence[Request]) -> list[Request]:
+        """The candidates whose prefix must be looked up: those that may be admitted."""
+        return [
+            request
+            for request in candidates
+            if request not in builder.hits and builder.passing_over.reason(request) is None
+        ]
+
+    def _pass_over(self, builder: StepBuilder, request: Request, reason: WaitReason) -> None:
+        builder.plan.passed_over[request] = self.passed_over[request] = reason
+
+    def _remove_waiting(self, request: Request) -> None:
+        self.waiting.remove(request)
+        self.passed_over.pop(request, None)
 
     def _admit(
-        self,
-        builder: StepBuilder,
-        request: Request,
-        admission: PlannedAdmission,
-        blocks: BlockTables,
+        self, builder: StepBuilder, admission: PlannedAdmission, blocks: BlockTables
     ) -> None:
-        self.waiting.remove(request)
+        request, terms = admission.request, admission.terms
+        self._remove_waiting(request)
         self.running.append(request)
+        builder.passing_over.admit(request)
         size = self.config.block_size
-        terms = admission.terms
         hit, num_committed_blocks = terms.num_hit_tokens, terms.num_commit_tokens // size
         request.status = RequestStatus.RUNNING
         request.row = self._free_rows.pop()
@@ -325,8 +367,11 @@ class Scheduler:
             threshold = max(threshold, config.max_num_batched_tokens // num_requests)
         if threshold and self._caches_states:
             threshold = max(threshold, config.block_size)
+        if num_requests <= 1:
+            threshold = 0
+        passing_over = PassingOver(config.max_loras, self.running if self.waiting else ())
         plan = SchedulerOutput(self._num_steps)
-        return StepBuilder(plan, config.token_budget, threshold if num_requests > 1 else 0)
+        return StepBuilder(plan, config.token_budget, threshold, passing_over)
 
     def _finish_step(self, builder: StepBuilder, wait_reason: WaitReason | None) -> SchedulerOutput:
         """The planned step; from here on its tokens count as computed."""
@@ -361,8 +406,10 @@ class Scheduler:
         in flight when it was preempted.
         """
         for request in ended:
-            queue = self.waiting if request.row is None else self.running
-            queue.remove(request)
+            if request.row is None:
+                self._remove_waiting(request)
+            else:
+                self.running.remove(request)
             self._free(request)
 
     def _free(self, request: Request) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from services.common.block_hash import BlockHash
 from services.scheduler.core.computed_tokens import num_computed_tokens_of
 from services.scheduler.core.output import SchedulerOutput
+from services.scheduler.core.passing_over import PassingOver
 from services.scheduler.core.request import Request
 
 
@@ -18,6 +19,8 @@ class StepBuilder:
     """Tokens left."""
     long_prefill_token_threshold: int
     """Most tokens of one request in this step; 0: no such limit."""
+    passing_over: PassingOver
+    """Which waiting requests are passed over, as of the admissions so far."""
     off_fast_path: dict[Request, int] = field(default_factory=dict)
     """Scheduled tokens of the requests that are not on the fast path."""
     hits: dict[Request, int] = field(default_factory=dict)

@@ -83,6 +83,9 @@ def description_to_proto(description: WorkerDescription) -> worker_pb2.DescribeR
 
 
 def _new_request(message: worker_pb2.NewRequest) -> NewRequest:
+    if message.adapter_digest:
+        field = "new_requests.adapter_digest"
+        raise InvalidStep(f"{field}: this worker has no adapters", field=field)
     return NewRequest(
         row=message.row,
         token_ids=_array(message.token_ids, "new_requests.token_ids"),

@@ -20,13 +20,17 @@ ROOT = bytes(range(32))
 token_ids = st.integers(0, 2**31 - 1)
 
 
-def independent(root: bytes, tokens: list[int], size: int, salt: str = "") -> list[bytes]:
+def independent(
+    root: bytes, tokens: list[int], size: int, salt: str = "", adapter: bytes = b""
+) -> list[bytes]:
     hashes, parent = [], root
     for start in range(0, len(tokens) - size + 1, size):
         extra = b""
         if start == 0 and salt:
             raw = salt.encode("utf-8")
             extra = b"cache_salt\x00" + struct.pack("<I", len(raw)) + raw
+        if start == 0 and adapter:
+            extra += b"adapter\x00" + adapter
         packed = struct.pack(f"<{size}i", *tokens[start : start + size])
         parent = sha256(parent + packed + extra).digest()
         hashes.append(parent)
@@ -56,16 +60,18 @@ def test_a_hash_is_the_same_on_every_machine() -> None:
     tokens=st.lists(token_ids, max_size=40),
     size=st.integers(1, 9),
     salt=st.sampled_from(["", "a", "tenant-7"]),
+    adapter=st.sampled_from([b"", bytes(32), sha256(b"adapter").digest()]),
     data=st.data(),
 )
 def test_chains_continue_where_they_were_left(
-    tokens: list[int], size: int, salt: str, data: st.DataObject
+    tokens: list[int], size: int, salt: str, adapter: bytes, data: st.DataObject
 ) -> None:
-    expected = independent(ROOT, tokens, size, salt)
-    assert hash_full_blocks(ROOT, tokens, size, cache_salt=salt) == expected
-    known = data.draw(st.integers(0, len(expected)))
-    rest = hash_full_blocks(ROOT, tokens, size, cache_salt=salt, known=expected[:known])
-    assert rest == expected[known:]
+    expected = independent(ROOT, tokens, size, salt, adapter)
+    extra = {"cache_salt": salt, "adapter_digest": adapter}
+    assert hash_full_blocks(ROOT, tokens, size, **extra) == expected  # type: ignore[arg-type]
+    known = expected[: data.draw(st.integers(0, len(expected)))]
+    rest = hash_full_blocks(ROOT, tokens, size, **extra, known=known)  # type: ignore[arg-type]
+    assert rest == expected[len(known) :]
 
 
 def test_a_partial_block_has_no_hash() -> None:
@@ -78,6 +84,7 @@ def test_everything_before_a_block_is_in_its_hash() -> None:
     assert hash_full_blocks(ROOT, [9, 2, 3, 4], 2)[1] != plain[1]
     assert hash_full_blocks(b"other", [1, 2, 3, 4], 2)[1] != plain[1]
     assert hash_full_blocks(ROOT, [1, 2, 3, 4], 2, cache_salt="s")[1] != plain[1]
+    assert hash_full_blocks(ROOT, [1, 2, 3, 4], 2, adapter_digest=bytes(32))[1] != plain[1]
     assert hash_full_blocks(ROOT, [1, 2, 3, 9], 2)[0] == plain[0]
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -232,3 +233,16 @@ def test_a_full_queue_says_when_to_come_back() -> None:
         make_intake(num_waiting=3).accept(message())
     assert refused.value.error_reason == "QUEUE_FULL"
     assert refused.value.retry_after_seconds == 1.0
+
+
+def test_an_adapter_is_refused_by_name_where_none_are_served() -> None:
+    digest = bytes(range(32))
+    with pytest.raises(InvalidArgument, match="serves no adapters") as refused:
+        make_intake().accept(message(adapter_digest=digest))
+    assert refused.value.field == "adapter_digest"
+    serving = make_intake()
+    serving = replace(serving, config=replace(serving.config, max_loras=1))
+    assert serving.accept(message(adapter_digest=digest)).adapter_digest == digest
+    with pytest.raises(InvalidArgument, match="has 31 bytes") as refused:
+        serving.accept(message(adapter_digest=digest[1:]))
+    assert refused.value.field == "adapter_digest"

@@ -38,6 +38,7 @@ const REASONS = {
   no_blocks: "blocks",
   paused: "the end of a pause",
   held_back: "a search for a request that breaks its steps",
+  adapters: "a place for its adapter",
   recovery: "pool and workers",
   no_place: "a place at a replica",
   share: "its tenant's share",

@@ -1,0 +1,81 @@
+"""When single requests were passed over, and why. Times are nanoseconds since the epoch."""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from services.scheduler.core.output import WaitReason
+from services.scheduler.core.request import Request
+
+MAX_WAITS = 256
+"""Waits of one request that are remembered, the newest ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnWait:
+    """A request was passed over from `begin` on, up to `end`."""
+
+    begin: int
+    end: int
+    reason: WaitReason
+
+
+class OwnWaits:
+    """Notes after each step who was passed over in it. A step in which nobody was, nor in the one
+    before it, costs nothing.
+    """
+
+    def __init__(self) -> None:
+        self._last: Mapping[Request, WaitReason] = {}
+        """Who was passed over in the last step."""
+        self._begins: dict[Request, int] = {}
+        self._waits: dict[Request, deque[OwnWait]] = {}
+
+    def planned(self, passed_over: Mapping[Request, WaitReason], now: int) -> None:
+        """Notes who was passed over in a step. The others wait for what the queue waits for."""
+        if passed_over == self._last:
+            return
+        for request, reason in self._last.items():
+            if passed_over.get(request) is not reason:
+                self._close(request, reason, now)
+        for request, reason in passed_over.items():
+            if self._last.get(request) is not reason:
+                self._begins[request] = now
+        self._last = dict(passed_over)
+
+    def interrupted(self, now: int) -> None:
+        """No step is planned for a while: all wait for the same."""
+        self.planned({}, now)
+
+    def forget(self, request: Request, now: int) -> Sequence[OwnWait]:
+        """The waits of a request that waits no longer, in order."""
+        reason = self._last.get(request)
+        if reason is not None and request in self._begins:
+            self._close(request, reason, now)
+        return self._waits.pop(request, ())
+
+    def _close(self, request: Request, reason: WaitReason, now: int) -> None:
+        begin = self._begins.pop(request, None)
+        if begin is not None:
+            waits = self._waits.setdefault(request, deque(maxlen=MAX_WAITS))
+            waits.append(OwnWait(begin, now, reason))
+
+
+def overlay(starts: Sequence[tuple[int, str]], own: Sequence[OwnWait]) -> list[tuple[int, str]]:
+    """Why a request waited, each reason with its beginning: what the queue waited for (`starts`, in
+    order), and in its place its own reasons for as long as they lasted.
+    """
+    if not own:
+        return list(starts)
+    changes: list[tuple[int, int, str]] = [
+        (start, 0, reason)
+        for start, reason in starts
+        if not any(wait.begin <= start < wait.end for wait in own)
+    ]
+    for wait in own:
+        of_queue = [reason for start, reason in starts if start <= wait.end]
+        if of_queue:
+            changes.append((wait.end, 0, of_queue[-1]))
+        changes.append((wait.begin, 1, wait.reason.value))
+    changes.sort(key=lambda change: change[:2])
+    return [(start, reason) for start, _, reason in changes]
