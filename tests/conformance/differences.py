@@ -26,5 +26,5 @@ FIELDS = [
     *("spec", "accepted"),
     *("outputs", "free", "free_head", "free_sha", "num_cached_hashes", "free_sched"),
     *("free_head_sched", "free_sha_sched", "num_cached_hashes_sched", "running_after"),
-    *("waiting_after", "deferred_after"),
+    *("waiting_after", "kv_waiting", "kv_waiting_after", "deferred_after", "ignored"),
 ]

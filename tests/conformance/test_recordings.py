@@ -29,7 +29,7 @@ from tests.conformance.differences import FIELDS, differences
 Record = dict[str, Any]
 
 
-NUM_RECORDINGS = {"basic": 53, "pooling": 4, "lora": 12}
+NUM_RECORDINGS = {"basic": 53, "pooling": 4, "lora": 12, "session": 14}
 """Recordings by family."""
 
 

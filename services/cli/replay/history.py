@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from services.common.finish_reason import FinishReason
 from services.common.ids import RequestKey
 from services.scheduler.core.output import EngineCoreOutputs
-from services.scheduler.core.request import Request
+from services.scheduler.core.request import InputChunk, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,9 +17,17 @@ class Abort:
     reason: FinishReason
 
 
-Event = Request | Abort | str
-"""A request as it was added, an abort, or a scheduler's method that concerns no single request:
-forget_pool, preempt_all, reset_prefix_cache.
+@dataclass(frozen=True, slots=True)
+class NextChunk:
+    """Further input of a session; None ends it."""
+
+    key: RequestKey
+    chunk: InputChunk | None
+
+
+Event = Request | NextChunk | Abort | str
+"""A request as it was added, further input of a session, an abort, or a scheduler's method that
+concerns no single request: forget_pool, preempt_all, reset_prefix_cache.
 """
 
 
@@ -35,7 +43,11 @@ class History:
         self.requests: dict[RequestKey, Request] = {}
         """Their tokens are complete once the log has been read."""
         self.accepted: dict[RequestKey, dict[int, int]] = defaultdict(dict)
-        """Accepted drafts of a request, by how many tokens it had when they were verified."""
+        """Accepted drafts of a request, by how many tokens it had when they were verified; those of
+        a session by how many it had been given.
+        """
+        self.turns: dict[RequestKey, list[list[int]]] = {}
+        """Output of each turn of a session, its last token included."""
         self._follows_plan = False
 
     def add(self, event: Event) -> None:
@@ -51,8 +63,14 @@ class History:
     def add_update(self, update: EngineCoreOutputs) -> None:
         """The scheduler was updated with the tokens of a step."""
         self._follows_plan = False
-        if not update.plan.draft_token_ids:
-            return
         for news in update:
-            num_tokens = news.request.num_tokens - len(news.token_ids)
-            self.accepted[news.request.key][num_tokens] = max(0, len(news.token_ids) - 1)
+            request, tokens = news.request, news.token_ids
+            num_tokens = request.num_tokens - len(tokens)
+            if request.resumable:
+                turns = self.turns.setdefault(request.key, [[]])
+                num_tokens = sum(map(len, turns))
+                turns[-1] += tokens
+                if request in update.turns:
+                    turns.append([])
+            if update.plan.draft_token_ids:
+                self.accepted[request.key][num_tokens] = max(0, len(tokens) - 1)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.cli.replay.fields import Field
-from services.cli.replay.history import Abort, Event, History
+from services.cli.replay.history import Abort, Event, History, NextChunk
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.cli.replay.log_file import Header
 from services.cli.replay.scheduler_run import SchedulerRun
@@ -18,11 +18,20 @@ from services.common.sampling import SamplingParams
 from services.scheduler.core.output import ModelRunnerOutput
 from services.scheduler.core.ports import PoolLost
 from services.scheduler.core.recorder import Entry, RecordingScheduler
-from services.scheduler.core.request import Request
+from services.scheduler.core.request import InputChunk, Request
 
 _ABSENT = object()
 _CALLS = (
-    *("add", "abort", "pause", "resume", "schedule", "update_from_output", "preempt_all"),
+    *(
+        "add",
+        "add_chunk",
+        "abort",
+        "pause",
+        "resume",
+        "schedule",
+        "update_from_output",
+        "preempt_all",
+    ),
     *("forget_pool", "admit_only", "flush", "reset_prefix_cache", "end"),
 )
 
@@ -73,6 +82,9 @@ class LogReplay(SchedulerRun):
         match call:
             case "add":
                 await self._apply(self._read_request(entry))
+            case "add_chunk":
+                key = self._unfinished(entry["key"]).key
+                await self._apply(NextChunk(key, self._read_chunk(entry)))
             case "abort":
                 key = self._unfinished(entry["key"]).key
                 await self._apply(Abort(key, entry["reason"].member(FinishReason)))
@@ -134,19 +146,35 @@ class LogReplay(SchedulerRun):
             key=key,
             token_ids=token_ids,
             num_prompt_tokens=num_prompt_tokens,
-            sampling=SamplingParams(
-                max_tokens=max_tokens,
-                eos_token_ids=tuple(entry["eos_token_ids"].integers()),
-                stop_token_ids=tuple(entry["stop_token_ids"].integers()),
-                repetition_detection=_read_repetition(entry["repetition_detection"]),
-                min_tokens=entry["min_tokens"].integer(),
-            ),
+            sampling=_read_sampling(entry, max_tokens),
             priority=entry["priority"].integer(-(2**31)),
             arrival_time=entry["arrival_time"].number(-1e18, 1e18),
             cache_salt=entry["cache_salt"].text(),
             reads_prefix_cache=entry["reads_prefix_cache"].boolean(),
             adapter_digest=_read_digest(entry.get("adapter", "")),
+            resumable=entry.get("resumable", False).boolean(),
         )
+
+    def _read_chunk(self, entry: Field) -> InputChunk | None:
+        """The next input of a session; None ends it. Its length is bounded as it is planned."""
+        if "tokens" not in entry.members():
+            return None
+        token_ids = entry["tokens"].integers()
+        if not token_ids:
+            raise entry["tokens"].wrong("must hold tokens")
+        sampling = _read_sampling(entry, entry["max_tokens"].integer(1))
+        arrival_time = entry["arrival_time"].number(-1e18, 1e18)
+        return InputChunk(tuple(token_ids), sampling, arrival_time)
+
+
+def _read_sampling(entry: Field, max_tokens: int | None) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=max_tokens,
+        eos_token_ids=tuple(entry["eos_token_ids"].integers()),
+        stop_token_ids=tuple(entry["stop_token_ids"].integers()),
+        repetition_detection=_read_repetition(entry["repetition_detection"]),
+        min_tokens=entry["min_tokens"].integer(),
+    )
 
 
 def _read_digest(entry: Field) -> bytes:

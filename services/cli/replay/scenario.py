@@ -10,7 +10,7 @@ from services.cli.replay.settings import read_config
 from services.common.ids import RequestKey
 from services.common.sampling import SamplingParams
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.request import Request
+from services.scheduler.core.request import InputChunk, Request
 
 DEFAULTS: dict[str, Any] = {
     "policy": "fcfs",
@@ -49,6 +49,18 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
+class NextChunk:
+    """Further input of a session; None ends it."""
+
+    request_id: str
+    chunk: InputChunk | None
+
+
+Event = Request | NextChunk | Abort
+"""What happens before or within a step."""
+
+
+@dataclass(frozen=True, slots=True)
 class Scenario:
     """The input of a run. `num_blocks` of the configuration includes the null block."""
 
@@ -56,8 +68,8 @@ class Scenario:
     named_config: dict[str, Any]
     """The whole configuration, in the scenario's own names."""
     config: SchedulerConfig
-    events: dict[int, list[Request | Abort]]
-    """By step, in the order of the file: requests that arrive, and aborts."""
+    events: dict[int, list[Event]]
+    """By step, in the order of the file."""
     max_steps: int
 
 
@@ -72,19 +84,21 @@ def read_scenario(document: Any) -> Scenario:
     config = _config(whole)
     eos = whole["eos_token_id"].integer()
     whole["prefix_caching_hash_algo"].text()
-    events: dict[int, list[Request | Abort]] = defaultdict(list)
-    known: set[str] = set()
+    events: dict[int, list[Event]] = defaultdict(list)
+    is_session: dict[str, bool] = {}
     for event in top["events"].items():
         step = event["step"].integer(0, _MOST_STEPS)
         if "add" in event.members():
             event.only(("step", "add"))
-            request = _request(
-                event["add"], RequestKey(len(known) + 1), step, eos, pooling=config.pooling
-            )
-            if request.request_id in known:
+            key = RequestKey(len(is_session) + 1)
+            request = _request(event["add"], key, step, eos, pooling=config.pooling)
+            if is_session.get(request.request_id) is False:
                 raise event["add"]["request_id"].wrong("must be new")
-            known.add(request.request_id)
-            events[step].append(request)
+            if request.request_id in is_session:
+                events[step].append(_next_chunk(request))
+            else:
+                is_session[request.request_id] = request.resumable
+                events[step].append(request)
         else:
             event.only(("step", "abort", "phase"))
             events[step] += _aborts(event)
@@ -112,7 +126,7 @@ def _request(add: Field, key: RequestKey, step: int, eos: int, *, pooling: bool)
     add.only(
         (
             *("request_id", "prompt_token_ids", "max_tokens", "priority", "arrival_time"),
-            *("ignore_eos", "stop_token_ids", "min_tokens", "cache_salt"),
+            *("ignore_eos", "stop_token_ids", "min_tokens", "cache_salt", "resumable"),
             "skip_reading_prefix_cache",
             "lora",
         )
@@ -133,6 +147,7 @@ def _request(add: Field, key: RequestKey, step: int, eos: int, *, pooling: bool)
         priority=add.get("priority", 0).integer(-(2**31)),
         arrival_time=add.get("arrival_time", float(step)).number(-1e18, 1e18),
         cache_salt="" if salt.value is None else salt.text(),
+        resumable=add.get("resumable", False).boolean(),
         reads_prefix_cache=not add.get("skip_reading_prefix_cache", False).boolean(),
         adapter_digest=_adapter_digest(add),
     )
@@ -143,6 +158,14 @@ def _adapter_digest(add: Field) -> bytes:
     if "lora" not in add.members():
         return b""
     return hashlib.sha256(f"lora{add['lora'].integer(1)}".encode()).digest()
+
+
+def _next_chunk(added: Request) -> NextChunk:
+    """What a request is that was added with the id of a session."""
+    if not added.resumable:
+        return NextChunk(added.request_id, None)
+    chunk = InputChunk(tuple(added.token_ids), added.sampling, added.arrival_time)
+    return NextChunk(added.request_id, chunk)
 
 
 def _aborts(event: Field) -> list[Abort]:

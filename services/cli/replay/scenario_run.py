@@ -9,12 +9,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from services.cli.replay.inprocess_pool import InProcessPool
-from services.cli.replay.scenario import Abort, Scenario
+from services.cli.replay.scenario import Abort, NextChunk, Scenario
 from services.cli.replay.scheduler_run import as_added
 from services.cli.replay.stand_in_model import StandInModel
 from services.kvpool.core.kv_pool import KVPool
 from services.scheduler.core.output import SchedulerOutput
-from services.scheduler.core.request import Request, RequestStatus
+from services.scheduler.core.request import Request, RequestStatus, TurnEnd
 from services.scheduler.core.scheduler import Scheduler
 
 Record = dict[str, Any]
@@ -40,6 +40,11 @@ class ScenarioRun:
         self._requests: dict[str, Request] = {}
         self._first_steps: dict[Request, int] = {}
         self._finish_steps: dict[Request, int] = {}
+        self._delivered: dict[Request, list[int]] = {}
+        self._turns: dict[Request, TurnEnd] = {}
+        """How the last turn of each session ended."""
+        self._stop_reasons: dict[Request, int] = {}
+        """The last stop token of each request: vLLM repeats it in later turns of a session."""
         self._finished_since_plan: list[str] = []
         self._in_flight: deque[tuple[int, SchedulerOutput]] = deque()
         self._model = StandInModel(
@@ -63,7 +68,7 @@ class ScenarioRun:
             elif len(record) > 1:
                 steps.append(record | {"idle": True})
             elif step > last_event:
-                status = "done"
+                status = "left" if self.scheduler.requests else "done"
                 break
         return {
             "name": self._scenario.name,
@@ -81,31 +86,37 @@ class ScenarioRun:
         }
 
     def _request_record(self, request: Request) -> Record:
-        reason = request.finish_reason and request.finish_reason.value
+        turn = self._turns.get(request)
+        end = request.finish_reason or (turn and turn.finish_reason)
+        reason = end and end.value
         return {
-            "output_token_ids": request.token_ids[request.num_prompt_tokens :],
+            "output_token_ids": self._delivered[request],
             "num_preemptions": request.num_preemptions,
             "first_step": self._first_steps.get(request),
             "cached_tokens": request.num_cached_tokens,
             "finish_step": self._finish_steps.get(request),
             "finish_reason": reason or ("rejected" if request.is_finished else None),
-            "stop_reason": request.stop_token_id,
+            "stop_reason": self._stop_reasons.get(request),
         }
 
     @property
     def _has_requests(self) -> bool:
         scheduler = self.scheduler
-        return bool(scheduler.running or scheduler.waiting or self._finished_since_plan)
+        has_requests = scheduler.running or scheduler.queues.has_admissible
+        return bool(has_requests or self._finished_since_plan)
 
     def _is_stuck(self, record: Record) -> bool:
         """Whether requests wait and nothing is left that could change that."""
-        happens = self._in_flight or self._finished_since_plan or record.get("scheduled")
-        return bool(self.scheduler.waiting) and not happens
+        happens = any((self._in_flight, self._finished_since_plan))
+        changes = any(map(record.get, ("scheduled", "preempted")))
+        return self.scheduler.queues.has_admissible and not (happens or changes)
 
     async def _apply_events(self, step: int, record: Record) -> None:
         for event in self._scenario.events.get(step, ()):
             if isinstance(event, Request):
                 self._add(step, as_added(event), record)
+            elif isinstance(event, NextChunk):
+                self._add_chunk(event, step, record)
             elif not event.is_mid_step:
                 self._abort(step, event, record)
         await self.scheduler.flush()
@@ -114,12 +125,24 @@ class ScenarioRun:
         request_id = request.request_id
         record.setdefault("added", []).append(request_id)
         self._requests[request_id] = request
+        self._delivered[request] = []
         if 0 < request.num_tokens <= self._scenario.config.max_prompt_len:
             self.scheduler.add(request)
         else:
             record.setdefault("rejected", []).append(request_id)
             request.status = RequestStatus.FINISHED
             self._finish_steps[request] = step
+
+    def _add_chunk(self, event: NextChunk, step: int, record: Record) -> None:
+        """The front end drops input of a session that has ended."""
+        session = self._requests[event.request_id]
+        record.setdefault("added", []).append(event.request_id)
+        if session.is_finished:
+            record.setdefault("ignored", []).append(event.request_id)
+            return
+        self.scheduler.add_chunk(session, event.chunk)
+        if session.is_finished:
+            self._note_end(session, step)
 
     def _abort(self, step: int, abort: Abort, record: Record) -> None:
         request = self._requests.get(abort.request_id)
@@ -135,6 +158,7 @@ class ScenarioRun:
     async def _step(self, step: int, record: Record) -> None:
         scheduler = self.scheduler
         model_executed = False
+        record["kv_waiting"] = _ids(scheduler.kv_waiting)
         record["waiting"] = _ids(scheduler.waiting)
         record["running"] = _ids(scheduler.running)
         if self._has_requests:
@@ -155,6 +179,7 @@ class ScenarioRun:
         await scheduler.flush()
         self._record_pool(record, "")
         record["running_after"] = _ids(scheduler.running)
+        record["kv_waiting_after"] = _ids(scheduler.kv_waiting)
         record["waiting_after"] = _ids(scheduler.waiting)
         record["deferred_after"] = sorted(_ids(scheduler.passed_over))
 
@@ -168,11 +193,18 @@ class ScenarioRun:
             for index, request in enumerate(plan.requests)
             if request in plan.draft_token_ids
         }
-        for update in scheduler.update_from_output(plan, answer):
-            request = update.request
-            reason = request.finish_reason and request.finish_reason.value
-            tokens = list(update.token_ids)
-            outputs.append([request.request_id, tokens, reason, request.stop_token_id])
+        update = scheduler.update_from_output(plan, answer)
+        self._turns |= update.turns
+        self._finish_steps |= dict.fromkeys(update.turns, step)
+        for news in update:
+            request, tokens = news.request, list(news.token_ids)
+            end = update.turns.get(request, request)
+            reason = end.finish_reason and end.finish_reason.value
+            if end.stop_token_id is not None:
+                self._stop_reasons[request] = end.stop_token_id
+            stop_reason = self._stop_reasons.get(request)
+            outputs.append([request.request_id, tokens, reason, stop_reason])
+            self._delivered[request] += tokens
             if request.is_finished:
                 self._note_end(request, step)
         record["update_of"], record["outputs"] = planned_in, outputs
@@ -199,7 +231,7 @@ class ScenarioRun:
             for request, blocks in table.items()
         }
         for request in plan.new:
-            self._first_steps[request] = step
+            self._first_steps.setdefault(request, step)
         self._record_pool(record, "_sched")
 
     def _record_pool(self, record: Record, suffix: str) -> None:

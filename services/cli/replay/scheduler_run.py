@@ -1,8 +1,9 @@
 """A scheduler over a pool in this process, driven by the events of a log."""
 
+from collections import deque
 from dataclasses import replace
 
-from services.cli.replay.history import Abort, Event
+from services.cli.replay.history import Abort, Event, NextChunk
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.cli.replay.statistics import RunStatistics
 from services.common.ids import RequestKey
@@ -34,6 +35,8 @@ class SchedulerRun:
         elif isinstance(event, Abort):
             if event.key in self.requests:
                 self.scheduler.abort(self.requests[event.key], event.reason)
+        elif isinstance(event, NextChunk):
+            self.scheduler.add_chunk(self.requests[event.key], event.chunk)
         elif event == "reset_prefix_cache":
             await self.scheduler.reset_prefix_cache()
         elif event == "preempt_all":
@@ -48,4 +51,10 @@ class SchedulerRun:
 
 def as_added(request: Request) -> Request:
     """A copy, to be scheduled, of a request that never was."""
-    return replace(request, token_ids=list(request.token_ids), draft_token_ids=[], block_hashes=[])
+    return replace(
+        request,
+        token_ids=list(request.token_ids),
+        draft_token_ids=[],
+        block_hashes=[],
+        chunks=deque(),
+    )

@@ -97,9 +97,12 @@ class RunStatistics:
     def planned(self, plan: SchedulerOutput, now: int) -> None:
         self._made_at[plan.step] = now
         for request in plan.new:
-            self.accounts[request].queued_steps = now - self.accounts[request].arrived
-            self.num_hit_tokens += request.num_cached_tokens or 0
-            self.num_query_tokens += request.num_tokens
+            account = self.accounts[request]
+            account.num_initial_tokens = max(account.num_initial_tokens, request.num_prompt_tokens)
+            if account.queued_steps is None:
+                account.queued_steps = now - account.arrived
+                self.num_hit_tokens += request.num_cached_tokens or 0
+                self.num_query_tokens += request.num_tokens
         if plan.wait_reason is not None:
             self.wait_steps[plan.wait_reason] += len(self._scheduler.waiting)
         sample = StepSample(

@@ -6,6 +6,7 @@ accepted as were when it had as many tokens. A request that the log aborts gets 
 after the logged ones until then; one that does not end in the log is aborted at its last token.
 """
 
+from collections import Counter
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -18,10 +19,11 @@ from services.cli.replay.stand_in_model import pooled_output
 from services.cli.replay.statistics import RunStatistics
 from services.common.errors import StepwellError
 from services.common.finish_reason import FinishReason
+from services.common.ids import RequestKey
 from services.scheduler.core.capacity import config_conflict, max_request_tokens
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
-from services.scheduler.core.request import Request
+from services.scheduler.core.request import Request, RequestStatus
 from services.scheduler.core.scheduler import Scheduler
 
 
@@ -62,6 +64,8 @@ class WhatIf(SchedulerRun):
         self._history = history
         self._depth = 2 if config.async_scheduling else 1
         self._now = 0
+        self._turns: Counter[RequestKey] = Counter()
+        """Turns of each session that ended."""
 
     async def run(self) -> RunStatistics:
         """Runs to the end of the last request."""
@@ -109,11 +113,18 @@ class WhatIf(SchedulerRun):
             tokens,
             draft_token_ids=[drafts if sampled else [] for sampled in tokens] if drafts else (),
         )
-        self.statistics.updated(self.scheduler.update_from_output(plan, output))
+        update = self.scheduler.update_from_output(plan, output)
+        self.statistics.updated(update)
+        self._turns.update(request.key for request in update.turns)
         for request in plan.requests:
-            is_ahead = request.num_tokens >= len(self._logged_tokens(request))
-            if is_ahead and not request.is_finished and not self._is_aborted(request):
+            if not request.is_finished and self._is_ahead(request):
                 self.scheduler.abort(request)
+
+    def _is_ahead(self, request: Request) -> bool:
+        """Whether a request goes on after its last token in the log, which does not say how."""
+        if self._is_aborted(request) or request.status is RequestStatus.WAITING_FOR_CHUNK:
+            return False
+        return not self._next_tokens(request)
 
     def _tokens(self, plan: SchedulerOutput, index: int) -> list[int]:
         """The tokens that a step samples for a request: none before all its tokens are computed."""
@@ -122,15 +133,25 @@ class WhatIf(SchedulerRun):
         end = plan.num_computed_tokens[index] + plan.num_scheduled_tokens[index] - num_drafts
         if end < request.num_tokens:
             return []
-        accepted = self._history.accepted[request.key].get(request.num_tokens, 0)
-        logged = self._logged_tokens(request)
-        sampled = logged[request.num_tokens : request.num_tokens + min(accepted, num_drafts) + 1]
+        accepted = self._history.accepted[request.key].get(self._num_tokens(request), 0)
+        sampled = self._next_tokens(request)[: min(accepted, num_drafts) + 1]
         if sampled or not self._is_aborted(request):
             return sampled
         return [next(token for token in count() if token not in request.ending_token_ids)]
 
-    def _logged_tokens(self, request: Request) -> list[int]:
-        return self._history.requests[request.key].token_ids
+    def _next_tokens(self, request: Request) -> list[int]:
+        """The logged tokens after those that a request has, to the end of its turn."""
+        if not request.resumable:
+            return self._history.requests[request.key].token_ids[request.num_tokens :]
+        turns, turn = self._history.turns.get(request.key, []), self._turns[request.key]
+        return turns[turn][request.num_output_tokens :] if turn < len(turns) else []
+
+    def _num_tokens(self, request: Request) -> int:
+        """The tokens by which the history counts accepted drafts."""
+        if not request.resumable:
+            return request.num_tokens
+        turns = self._history.turns.get(request.key, [])[: self._turns[request.key]]
+        return sum(map(len, turns)) + request.num_output_tokens
 
     def _is_aborted(self, request: Request) -> bool:
         return self._history.requests[request.key].finish_reason in _ENDS_BY_EVENTS

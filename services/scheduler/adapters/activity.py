@@ -187,8 +187,11 @@ def requests_to_proto(
     for request in islice(scheduler.running, MAX_REQUESTS):
         yield _request_to_proto(request, None)
     waiting = chain(
-        ((request, scheduler.passed_over.get(request, reason)) for request in scheduler.waiting),
-        ((request, WaitReason.HELD_BACK) for request in scheduler.held_back),
+        (
+            (request, scheduler.passed_over.get(request, reason))
+            for request in scheduler.queues.queued
+        ),
+        ((request, WaitReason.HELD_BACK) for request in scheduler.queues.held_back),
     )
     for request, why in islice(waiting, MAX_REQUESTS):
         yield _request_to_proto(request, why)

@@ -62,9 +62,10 @@ class AdmissionPlanner:
         candidates: Sequence[Request],
         *,
         num_running: int,
+        num_free_places: int,
         num_free_blocks: int,
     ) -> AdmissionPlan:
-        """Admissions of the candidates, in order, as far as rows and budget seem to reach.
+        """Admissions of the candidates, in order, as far as places and budget seem to reach.
 
         A prefix hit is what the pool answered last, and beyond it what earlier admissions of the
         step publish. That holds for blocks of keys and values; states are published only when they
@@ -76,19 +77,21 @@ class AdmissionPlanner:
         passing_over = builder.passing_over.copy()
         plan = AdmissionPlan()
         for request in candidates:
-            has_row = num_running + len(plan.admissions) < self.config.max_running
-            if budget == 0 or not has_row:
-                return plan.stop(WaitReason.BUDGET if has_row else WaitReason.MAX_SEQS)
+            has_place = len(plan.admissions) < num_free_places
+            if budget == 0 or not has_place:
+                return plan.stop(WaitReason.BUDGET if has_place else WaitReason.MAX_SEQS)
             reason = passing_over.reason(request)
             if reason is not None:
                 plan.passed_over.append(PassedOver(request, reason, len(plan.admissions)))
                 continue
-            hit = self._hit(request, builder.hits[request], published)
+            hit = builder.hits[request]
+            if not request.holds_blocks:
+                hit = self._hit(request, hit, published)
             joins = bool(num_running or plan.admissions)
             planned = self._admission(builder, request, hit, budget, joins=joins)
             if planned is None:
                 return plan.stop(WaitReason.BUDGET)
-            if not plan.admissions and self._blocks_needed(planned.terms) > num_free_blocks:
+            if not plan.admissions and self._blocks_needed(planned) > num_free_blocks:
                 return plan.stop(WaitReason.NO_BLOCKS)
             if not self.config.caches_states:
                 end = hit + planned.num_new_tokens
@@ -149,7 +152,7 @@ class AdmissionPlanner:
         slots = min(slots, self.config.max_model_len)
         return Admission(
             request=request.key,
-            max_hit_tokens=request.max_hit_tokens,
+            max_hit_tokens=hit if request.holds_blocks else request.max_hit_tokens,
             num_hit_tokens=hit,
             num_slots=slots,
             num_commit_tokens=end,
@@ -157,10 +160,13 @@ class AdmissionPlanner:
             num_watermark_blocks=self.config.num_watermark_blocks if joins else 0,
             traceparent=request.traceparent,
             resumed=request.status is RequestStatus.PREEMPTED,
+            holds_blocks=request.holds_blocks,
+            new_hashes=request.unsent_hashes if request.holds_blocks else (),
         )
 
-    def _blocks_needed(self, terms: Admission) -> int:
+    def _blocks_needed(self, planned: PlannedAdmission) -> int:
         """Blocks that an admission needs at least: those of groups of full attention."""
-        size = self.config.block_size
-        blocks = -(-terms.num_reserve_slots // size) - terms.num_hit_tokens // size
+        size, terms = self.config.block_size, planned.terms
+        held = (planned.request.num_slots or terms.num_hit_tokens) // size
+        blocks = max(0, -(-terms.num_reserve_slots // size) - held)
         return blocks * self.config.num_full_groups + terms.num_watermark_blocks

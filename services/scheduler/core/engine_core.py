@@ -125,7 +125,7 @@ class EngineCore:
 
     def unscheduled(self) -> Iterator[Request]:
         """Requests that wait and were never scheduled."""
-        waiting = chain(self.scheduler.waiting, self.scheduler.held_back, self._arrivals)
+        waiting = chain(self.scheduler.queues, self._arrivals)
         return (request for request in waiting if request.num_cached_tokens is None)
 
     def lost(self, lost: PoolLost | WorkersLost) -> None:
@@ -292,7 +292,7 @@ class EngineCore:
         while not (self._arrivals or self._ends or self._in_flight) and (
             self._is_paused
             or self._num_holds
-            or not (self.scheduler.has_work or self.scheduler.admitted_only)
+            or not (self.scheduler.has_work or self.scheduler.queues.admitted_only)
         ):
             self.state = EngineState.PAUSED if self._is_paused else EngineState.IDLE
             self._deliver()
@@ -361,7 +361,7 @@ class EngineCore:
         """Whether a step may be planned. If the search for a fault wants other requests to run, the
         steps in flight are completed first.
         """
-        if self._search.trial() != self.scheduler.admitted_only:
+        if self._search.trial() != self.scheduler.queues.admitted_only:
             if self._in_flight:
                 return False
             preempted = self.scheduler.preempt_all()
@@ -373,7 +373,7 @@ class EngineCore:
         """Has the scheduler admit the requests that the search for a fault wants to run. None may
         run now.
         """
-        if (trial := self._search.trial()) != self.scheduler.admitted_only:
+        if (trial := self._search.trial()) != self.scheduler.queues.admitted_only:
             self.scheduler.admit_only(trial)
 
     def _note_progress(self, plan: SchedulerOutput) -> None:

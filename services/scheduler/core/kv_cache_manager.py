@@ -90,7 +90,7 @@ class KVCacheManager:
         if outcome.stop is None:
             for _, end, request in filling:
                 request.num_committed_blocks = end // size
-                request.num_hashes_sent = len(request.block_hashes)
+                request.num_hashes_sent = max(request.num_hashes_sent, end // size)
             self._note_hits(builder, looked_up, outcome)
         return outcome
 
@@ -100,6 +100,11 @@ class KVCacheManager:
         """Looks up how much of each request's tokens is cached."""
         outcome = await self._transact(self._look_up(builder, looked_up), traceparent)
         self._note_hits(builder, looked_up, outcome)
+
+    def hash_continuation(self, request: Request) -> None:
+        """Computes the hashes of a request that holds blocks, before its admission."""
+        if self._config.enable_prefix_caching:
+            request.hash_full_blocks(self._config.fingerprint, self._config.block_size)
 
     async def admit(self, admissions: Sequence[Admission], traceparent: str) -> Outcome:
         """Allocates the blocks of waiting requests, up to the first that does not fit."""
@@ -128,9 +133,9 @@ class KVCacheManager:
         num_full = end // self._config.block_size
         if num_full > request.num_committed_blocks and self._config.enable_prefix_caching:
             _, earlier = self._commits.get(request.key, (0, []))
-            self._commits[request.key] = end, earlier + self._unsent_hashes(request)
+            self._commits[request.key] = end, earlier + self._unsent_hashes(request, num_full)
             request.num_committed_blocks = num_full
-            request.num_hashes_sent = len(request.block_hashes)
+            request.num_hashes_sent = max(request.num_hashes_sent, num_full)
 
     def release(self, request: Request) -> None:
         """Gives back the blocks of a request with the next transaction."""
@@ -198,7 +203,10 @@ class KVCacheManager:
         return Commit(
             [request.key for _, _, request in filling],
             [end for _, end, _ in filling],
-            [self._unsent_hashes(request) for _, _, request in filling],
+            [
+                self._unsent_hashes(request, end // self._config.block_size)
+                for _, end, request in filling
+            ],
         )
 
     def _look_up(self, builder: StepBuilder, looked_up: Sequence[Request]) -> list[Operation]:
@@ -223,9 +231,12 @@ class KVCacheManager:
             request.num_hashes_sent = len(request.block_hashes)
             request.known_to_pool = True
 
-    def _unsent_hashes(self, request: Request) -> list[BlockHash]:
+    def _unsent_hashes(self, request: Request, num_blocks: int | None = None) -> list[BlockHash]:
+        """Hashes that the pool lacks of all full blocks, or of the first so many. A Commit has only
+        those that it publishes: the last token of a session may yet be taken back.
+        """
         request.hash_full_blocks(self._config.fingerprint, self._config.block_size)
-        return request.block_hashes[request.num_hashes_sent :]
+        return request.block_hashes[request.num_hashes_sent : num_blocks]
 
     async def _transact(self, operations: Sequence[Operation], traceparent: str) -> Outcome:
         """One transaction, or none if there are no operations."""

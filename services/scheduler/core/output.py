@@ -6,7 +6,7 @@ from enum import Enum
 
 from services.common.ids import BlockId
 from services.common.pool_operations import BlockTables
-from services.scheduler.core.request import Request
+from services.scheduler.core.request import Request, TurnEnd
 
 
 class WaitReason(Enum):
@@ -33,9 +33,11 @@ class WaitReason(Enum):
     ADAPTERS = "adapters"
     """Running requests use as many adapters as may be used at once, and its own is not among them.
     """
+    SESSION = "session"
+    """It is a session, and waits for its next input."""
 
 
-OWN_REASONS = frozenset({WaitReason.ADAPTERS})
+OWN_REASONS = frozenset({WaitReason.ADAPTERS, WaitReason.SESSION})
 """Reasons of single requests, which others overtake."""
 
 
@@ -96,6 +98,8 @@ class SchedulerOutput:
     """Rows of the workers' batch that were freed since the last plan."""
     block_ids_to_zero: list[BlockId] = field(default_factory=list)
     """Blocks that the workers clear before the step."""
+    dropped: set[Request] = field(default_factory=set)
+    """Requests whose tokens of this step are not taken: what it computes of them is void."""
 
     @property
     def preempted(self) -> list[Request]:
@@ -146,13 +150,15 @@ class EngineCoreOutputs:
     logprobs: Mapping[int, object]
     ended: Sequence[Request]
     """Requests that ended by the step."""
+    turns: Mapping[Request, TurnEnd] = field(default_factory=dict)
+    """Sessions of which a turn ended by the step."""
     execute_nanos: int = 0
     """For how long the workers computed; 0 where that is not measured."""
     pooled: Mapping[int, object] = field(default_factory=dict)
     """Vectors of prompts, by index of the request, also of requests that had ended before."""
 
     def __iter__(self) -> Iterator[EngineCoreOutput]:
-        ended = set(self.ended)
+        ended = {*self.ended, *self.turns}
         for index, (request, tokens) in enumerate(
             zip(self.plan.requests, self.token_ids, strict=True)
         ):

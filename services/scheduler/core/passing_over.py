@@ -8,7 +8,7 @@ others, as one does that lacks blocks or budget: these it would take as soon as 
 from collections.abc import Iterable
 
 from services.scheduler.core.output import WaitReason
-from services.scheduler.core.request import Request
+from services.scheduler.core.request import Request, RequestStatus
 
 
 class PassingOver:
@@ -37,6 +37,8 @@ class PassingOver:
 
     def reason(self, request: Request) -> WaitReason | None:
         """Why a request is passed over; None if it is not."""
+        if request.status is RequestStatus.WAITING_FOR_CHUNK:
+            return WaitReason.SESSION
         adapter = request.adapter_digest
         if not adapter or self._max_loras is None or adapter in self._adapters:
             return None

@@ -8,7 +8,9 @@ order, can be replayed.
                          max_tokens, eos_token_ids, stop_token_ids, repetition_detection (longest
                          and shortest pattern, count), min_tokens, priority, arrival_time,
                          cache_salt, reads_prefix_cache; adapter (SHA-256 of its files, in
-                         hexadecimal) if it has one
+                         hexadecimal) if it has one; resumable, if it is a session
+    add_chunk            key of a session, and its next input: tokens, arrival_time, how the turn
+                         ends, as in `add`; without these, the end of the session
     pause                mode: keep or abort the requests; no step until resume
     resume
     abort                key, reason
@@ -20,8 +22,8 @@ order, can be replayed.
                          removed_rows; then num_running, num_waiting and num_free_blocks
     update_from_output   step, and parallel to its keys token_ids and draft_token_ids; nan_requests
                          and not_taken (what was appended instead; null: nothing) by index; ended
-                         (key, reason, stop token); pooled, if there are any: indexes of the
-                         requests whose prompt was pooled
+                         (key, reason, stop token); turns, if any of sessions ended, likewise;
+                         pooled, if there are any: indexes of the requests whose prompt was pooled
     preempt_all          preempted
     forget_pool          preempted
     admit_only           keys: all other requests are held back; null: none
@@ -39,12 +41,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from enum import Enum
+from itertools import starmap
 from typing import Any
 
 from services.common.finish_reason import FinishReason
 from services.common.pause_mode import PauseMode
 from services.common.pool_operations import BlockTables, Operation, Outcome
 from services.common.repetition import RepetitionDetection
+from services.common.sampling import SamplingParams
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.output import (
     EngineCoreOutputs,
@@ -53,7 +57,7 @@ from services.scheduler.core.output import (
     WaitReason,
 )
 from services.scheduler.core.ports import KVPool, PoolLost
-from services.scheduler.core.request import Request
+from services.scheduler.core.request import InputChunk, Request, TurnEnd
 from services.scheduler.core.scheduler import Scheduler
 
 SCHEMA = "stepwell.step_log"
@@ -88,7 +92,6 @@ class RecordingScheduler(Scheduler):
         self._record = record
 
     def add(self, request: Request) -> None:
-        sampling = request.sampling
         self._record(
             _given({"adapter": request.adapter_digest.hex()})
             | {
@@ -97,18 +100,26 @@ class RecordingScheduler(Scheduler):
                 "id": request.request_id,
                 "tokens": list(request.token_ids),
                 "num_prompt_tokens": request.num_prompt_tokens,
-                "max_tokens": sampling.max_tokens,
-                "eos_token_ids": sorted(set(sampling.eos_token_ids)),
-                "stop_token_ids": sorted(set(sampling.stop_token_ids)),
-                "repetition_detection": _repetition(sampling.repetition_detection),
-                "min_tokens": sampling.min_tokens,
+                **_sampling(request.sampling),
                 "priority": request.priority,
                 "arrival_time": request.arrival_time,
                 "cache_salt": request.cache_salt,
                 "reads_prefix_cache": request.reads_prefix_cache,
             }
+            | ({"resumable": True} if request.resumable else {})
         )
         super().add(request)
+
+    def add_chunk(self, session: Request, chunk: InputChunk | None) -> None:
+        entry: Entry = {"call": "add_chunk", "key": session.key}
+        if chunk is not None:
+            entry |= {
+                "tokens": list(chunk.token_ids),
+                "arrival_time": chunk.arrival_time,
+                **_sampling(chunk.sampling),
+            }
+        self._record(entry)
+        super().add_chunk(session, chunk)
 
     def abort(self, request: Request, reason: FinishReason = FinishReason.ABORT) -> None:
         if not request.is_finished:
@@ -173,8 +184,9 @@ class RecordingScheduler(Scheduler):
                     )
                     if taken is not given and (taken is None or list(taken) != list(given))
                 },
-                "ended": [_end(request) for request in update.ended],
+                "ended": [_end(request, request) for request in update.ended],
             }
+            | ({"turns": list(starmap(_end, update.turns.items()))} if update.turns else {})
             | ({"pooled": sorted(output.pooled)} if output.pooled else {})
         )
         return update
@@ -229,6 +241,16 @@ class _CountedAnswers:
         return outcome
 
 
+def _sampling(sampling: SamplingParams) -> Entry:
+    return {
+        "max_tokens": sampling.max_tokens,
+        "eos_token_ids": sorted(set(sampling.eos_token_ids)),
+        "stop_token_ids": sorted(set(sampling.stop_token_ids)),
+        "repetition_detection": _repetition(sampling.repetition_detection),
+        "min_tokens": sampling.min_tokens,
+    }
+
+
 def _repetition(repetition: RepetitionDetection | None) -> list[int] | None:
     if repetition is None:
         return None
@@ -254,6 +276,6 @@ def _tables(tables: dict[Request, BlockTables]) -> dict[str, list[list[int]]]:
     }
 
 
-def _end(request: Request) -> list[int | str | None]:
-    reason = request.finish_reason
-    return [request.key, reason and reason.value, request.stop_token_id]
+def _end(request: Request, end: Request | TurnEnd) -> list[int | str | None]:
+    reason = end.finish_reason
+    return [request.key, reason and reason.value, end.stop_token_id]

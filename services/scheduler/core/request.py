@@ -1,6 +1,7 @@
 """A request as the scheduler sees it: tokens, and a count of how many of them are computed."""
 
 import enum
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -20,7 +21,34 @@ class RequestStatus(enum.Enum):
     WAITING = "waiting"
     RUNNING = "running"
     PREEMPTED = "preempted"
+    WAITING_FOR_CHUNK = "waiting_for_chunk"
+    """A session whose turn is over, and whose next one has no input yet."""
     FINISHED = "finished"
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether a waiting request cannot be admitted before something else has happened."""
+        return self in _BLOCKED
+
+
+_BLOCKED = frozenset({RequestStatus.WAITING_FOR_CHUNK})
+
+
+@dataclass(frozen=True, slots=True)
+class InputChunk:
+    """Further prompt of a session, and how its next turn ends."""
+
+    token_ids: Sequence[int]
+    sampling: SamplingParams
+    arrival_time: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TurnEnd:
+    """Why a turn of a session ended; the session goes on."""
+
+    finish_reason: FinishReason
+    stop_token_id: int | None
 
 
 @dataclass(slots=True, eq=False)
@@ -60,6 +88,12 @@ class Request(ComputedTokens):
     """The client's parameter n, in the first sequence of a prompt; 0 in the others. Carried
     through, for metrics.
     """
+    resumable: bool = False
+    """Whether it is a session: at the end of its output it waits for the next chunk of input, and
+    keeps its blocks.
+    """
+    chunks: deque[InputChunk | None] = field(default_factory=deque)
+    """Input of a session's next turns that came before they begin; None ends it after this turn."""
     reads_prefix_cache: bool = True
     """False where every prompt position must be computed, as for prompt log-probabilities."""
 
@@ -97,9 +131,7 @@ class Request(ComputedTokens):
     """Full blocks published under their hash."""
 
     def __post_init__(self) -> None:
-        self.ending_token_ids = frozenset(
-            (*self.sampling.eos_token_ids, *self.sampling.stop_token_ids)
-        )
+        self._note_ending_token_ids()
 
     @property
     def num_tokens(self) -> int:
@@ -117,14 +149,63 @@ class Request(ComputedTokens):
         return max(0, self.num_computed_tokens + 1 - len(self.token_ids))
 
     @property
+    def holds_blocks(self) -> bool:
+        """Whether it has a block table in the pool."""
+        return self.num_slots > 0
+
+    @property
     def max_hit_tokens(self) -> int:
         """Longest cached prefix of use: one token must be left to compute, to sample from."""
         return len(self.token_ids) - 1 if self.reads_prefix_cache else 0
 
     @property
+    def unsent_hashes(self) -> Sequence[BlockHash]:
+        """Those of `block_hashes` that the pool lacks."""
+        return self.block_hashes[self.num_hashes_sent :]
+
+    @property
     def is_finished(self) -> bool:
         """Whether it has ended."""
         return self.status is RequestStatus.FINISHED
+
+    def limit_length(self, max_model_len: int) -> None:
+        """Sets the length at which its output ends."""
+        self.max_num_tokens = max_model_len
+        if self.sampling.max_tokens is not None:
+            longest = self.num_prompt_tokens + self.sampling.max_tokens
+            self.max_num_tokens = min(longest, max_model_len)
+
+    def end_turn(self, block_size: int) -> TurnEnd:
+        """Lets a session whose output ended wait for input. Its last token is dropped, since
+        nothing was computed of it; the rest of the output becomes prompt.
+        """
+        if self.finish_reason is None:
+            raise AssertionError(f"the turn of {self.request_id} has not ended")
+        end = TurnEnd(self.finish_reason, self.stop_token_id)
+        self.finish_reason = self.stop_token_id = None
+        del self.token_ids[-1]
+        del self.block_hashes[len(self.token_ids) // block_size :]
+        self.num_prompt_tokens = len(self.token_ids)
+        self.num_computed_tokens = min(self.num_computed_tokens, len(self.token_ids))
+        self.draft_token_ids = []
+        self.is_prefill_chunk = False
+        self.status = RequestStatus.WAITING_FOR_CHUNK
+        return end
+
+    def begin_turn(self, chunk: InputChunk, max_model_len: int) -> None:
+        """Continues a session with further prompt."""
+        self.token_ids += chunk.token_ids
+        self.num_prompt_tokens = len(self.token_ids)
+        self.sampling = chunk.sampling
+        self.arrival_time = chunk.arrival_time
+        self._note_ending_token_ids()
+        self.limit_length(max_model_len)
+        self.status = RequestStatus.WAITING
+
+    def _note_ending_token_ids(self) -> None:
+        self.ending_token_ids = frozenset(
+            (*self.sampling.eos_token_ids, *self.sampling.stop_token_ids)
+        )
 
     def hash_full_blocks(self, root: bytes, block_size: int) -> None:
         """Computes the hashes of all full blocks of known tokens."""

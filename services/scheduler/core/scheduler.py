@@ -1,6 +1,6 @@
 """The scheduler: what each engine step computes, of which requests."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import islice
 
 from services.common.finish_reason import FinishReason
@@ -18,11 +18,13 @@ from services.scheduler.core.output import (
 )
 from services.scheduler.core.passing_over import PassingOver
 from services.scheduler.core.policies import find_policy
+from services.scheduler.core.policies.policy import RequestQueue
 from services.scheduler.core.ports import KVPool
-from services.scheduler.core.request import Request, RequestStatus
+from services.scheduler.core.request import InputChunk, Request, RequestStatus, TurnEnd
 from services.scheduler.core.running_planner import RunningPlanner
 from services.scheduler.core.running_requests import RunningRequests
 from services.scheduler.core.step_builder import StepBuilder
+from services.scheduler.core.waiting_requests import WaitingRequests
 
 LOOKUP_BATCH = 32
 """Waiting requests whose prefix is looked up in one transaction."""
@@ -38,14 +40,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, pool: KVPool) -> None:
         self.config = config
         self._policy = find_policy(config.policy)
-        self.waiting = self._policy.create_request_queue()
-        self.held_back: dict[Request, None] = {}
-        """Requests that must not be admitted now, in the order in which they were held back."""
-        self.admitted_only: Collection[Request] | None = None
-        """The only requests that may be admitted; None if all may."""
-        self.passed_over: dict[Request, WaitReason] = {}
-        """Waiting requests that were passed over since they began to wait, and why the last time.
-        """
+        self.queues = WaitingRequests(self._policy)
         self.running = RunningRequests()
         self.num_preemptions = 0
         self.pause_mode: PauseMode | None = None
@@ -58,22 +53,39 @@ class Scheduler:
         self._removed_rows: list[int] = []
         """Rows that were freed and that the workers are to empty with the next step."""
         self._num_steps = 0
+        self._in_flight: list[SchedulerOutput] = []
+        """Planned steps whose output has not come."""
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything, if only send operations to pool or workers."""
         has_operations = self._kv_cache_manager.has_operations or self._removed_rows
-        return bool(self.running or self.waiting or has_operations)
+        return bool(self.running or has_operations) or self.queues.has_admissible
+
+    @property
+    def waiting(self) -> RequestQueue:
+        """Requests that wait without blocks, and are not held back."""
+        return self.queues.waiting
+
+    @property
+    def kv_waiting(self) -> RequestQueue:
+        """Requests that wait with blocks."""
+        return self.queues.kv_waiting
+
+    @property
+    def passed_over(self) -> Mapping[Request, WaitReason]:
+        """Requests that were passed over since they began to wait, and why the last time."""
+        return self.queues.passed_over
 
     @property
     def num_waiting(self) -> int:
         """Requests that do not run, those that are held back included."""
-        return len(self.waiting) + len(self.held_back)
+        return len(self.queues)
 
     @property
     def requests(self) -> list[Request]:
         """All requests that have not ended."""
-        return [*self.running, *self.waiting, *self.held_back]
+        return [*self.running, *self.queues]
 
     @property
     def num_free_blocks(self) -> int:
@@ -83,52 +95,55 @@ class Scheduler:
     @property
     def next_candidates(self) -> Iterable[Request]:
         """Waiting requests whose admission the next step may try."""
-        num_rows = self.config.max_running - len(self.running)
-        ready = (request for request in self.waiting if request not in self.passed_over)
-        return islice(ready, max(0, min(num_rows, LOOKUP_BATCH)))
+        passed_over = self.queues.passed_over
+        ready = (request for request in self.queues.queued if request not in passed_over)
+        return islice(ready, min(self._num_free_places, LOOKUP_BATCH))
+
+    @property
+    def _num_free_places(self) -> int:
+        """How many more requests may run. A session between two turns keeps its place."""
+        num_taken = len(self.running) + len(self.queues.between_turns)
+        return max(0, self.config.max_running - num_taken)
 
     def add(self, request: Request) -> None:
         """Queues a request that arrived."""
-        request.max_num_tokens = self.config.max_model_len
         if self.config.pooling:
             request.max_num_tokens = request.num_prompt_tokens
-        elif request.sampling.max_tokens is not None:
-            longest = request.num_prompt_tokens + request.sampling.max_tokens
-            request.max_num_tokens = min(longest, request.max_num_tokens)
-        if self.admitted_only is None:
-            self.waiting.add(request)
         else:
-            self.held_back[request] = None
+            request.limit_length(self.config.max_model_len)
+        self.queues.add(request)
+
+    def add_chunk(self, session: Request, chunk: InputChunk | None) -> None:
+        """Gives a session that has not ended its next input; None ends it after the turn that runs
+        or waits, and at once between two turns.
+        """
+        if session.status is not RequestStatus.WAITING_FOR_CHUNK:
+            session.chunks.append(chunk)
+        elif chunk is None:
+            self.queues.remove(session)
+            session.finish(FinishReason.ABORT)
+            self._free(session)
+        else:
+            self.queues.begin_turn(session, chunk, self.config.max_model_len)
 
     def abort(self, request: Request, reason: FinishReason = FinishReason.ABORT) -> None:
         """Ends a request, whether it runs or waits. Does nothing if it has ended."""
         if request.is_finished:
             return
-        if request.status is RequestStatus.RUNNING:
-            self.running.remove(request)
-        elif request in self.held_back:
-            del self.held_back[request]
-        else:
-            self._remove_waiting(request)
+        queue = self.running if request.status is RequestStatus.RUNNING else self.queues
+        queue.remove(request)
         request.finish(reason)
         self._free(request)
 
     def admit_only(self, requests: Collection[Request] | None) -> None:
         """Holds back all requests but these, also those that arrive later; None lets all be
-        admitted again. No request may run. They are queued in the order in which they arrived.
+        admitted again. No request may run. They are queued in the order in which they arrived,
+        and those that wait with blocks lose them.
         """
         if self.running:
             raise AssertionError("requests run that are to be held back")
-        queued = sorted([*self.waiting, *self.held_back], key=lambda request: request.key)
-        self.admitted_only = requests
-        self.waiting = self._policy.create_request_queue()
-        self.held_back.clear()
-        self.passed_over.clear()
-        for request in queued:
-            if requests is None or request in requests:
-                self.waiting.add(request)
-            else:
-                self.held_back[request] = None
+        self._release_waiting()
+        self.queues.admit_only(requests)
 
     def pause(self, mode: PauseMode) -> None:
         """Notes that the caller plans no step until `resume`. With ABORT it ends all requests; with
@@ -166,17 +181,20 @@ class Scheduler:
     ) -> EngineCoreOutputs:
         """Appends the sampled tokens of a step, also to requests that were preempted while it ran,
         and ends requests that are done, as those are whose prompt was pooled. Requests that ended
-        while it ran are passed over.
+        while it ran are passed over, and so are those whose tokens of this step are dropped. A
+        session begins its next turn, or waits for it.
         """
-        for index in output.nan_requests:
-            self.running.leave_fast_path(plan.requests[index])
+        for request in (*map(plan.requests.__getitem__, output.nan_requests), *plan.dropped):
+            self.running.leave_fast_path(request)
+        self._in_flight = [later for later in self._in_flight if later.step > plan.step]
         taken: list[Sequence[int] | None] = list(output.token_ids)
         ended: list[Request] = []
+        turns: dict[Request, TurnEnd] = {}
         indexes = range(len(plan.requests))
         for index, request, tokens in zip(indexes, plan.requests, output.token_ids, strict=True):
             if request.is_on_fast_path and tokens and tokens[0] not in request.ending_token_ids:
                 request.token_ids.append(tokens[0])
-            elif request.finish_reason is not None:
+            elif request.finish_reason is not None or request in plan.dropped:
                 taken[index] = None
             elif index in output.nan_requests:
                 request.finish(FinishReason.NAN_IN_LOGITS)
@@ -185,13 +203,16 @@ class Scheduler:
             elif tokens:
                 taken[index] = self._update_request_with_output(plan, output, index)
                 if request.finish_reason is not None:
-                    ended.append(request)
+                    if self._goes_on(request):
+                        turns[request] = self._end_turn(request)
+                    else:
+                        ended.append(request)
             elif index in output.pooled:
                 request.finish(FinishReason.STOP)
                 ended.append(request)
         self._remove(ended)
         return EngineCoreOutputs(
-            plan, taken, output.logprobs, ended, output.execute_nanos, output.pooled
+            plan, taken, output.logprobs, ended, turns, output.execute_nanos, output.pooled
         )
 
     def preempt_all(self) -> list[Request]:
@@ -201,10 +222,12 @@ class Scheduler:
     def forget_pool(self) -> list[Request]:
         """Starts over with an empty pool and empty workers. Returns the requests that ran."""
         victims = self._preempt_running()
+        self._release_waiting()
         for request in self.waiting:
             request.forget_blocks()
         self._kv_cache_manager.forget()
         self._removed_rows = []
+        self._in_flight = []
         return victims
 
     async def flush(self) -> None:
@@ -259,7 +282,14 @@ class Scheduler:
         request.num_preemptions += 1
         self.num_preemptions += 1
         self._free(request)
-        self.waiting.prepend(request)
+        self.queues.prepend(request)
+
+    def _release_waiting(self) -> None:
+        """Frees the blocks of requests that wait with them; they are computed again."""
+        for request in reversed(list(self.kv_waiting)):
+            self.kv_waiting.remove(request)
+            self._free(request)
+            self.queues.prepend(request)
 
     # Step 2: waiting requests
 
@@ -272,6 +302,7 @@ class Scheduler:
                 builder,
                 candidates,
                 num_running=len(self.running),
+                num_free_places=self._num_free_places,
                 num_free_blocks=self.num_free_blocks,
             )
             terms = [admission.terms for admission in planned.admissions]
@@ -292,26 +323,26 @@ class Scheduler:
 
     def _why_others_wait(self, builder: StepBuilder) -> WaitReason | None:
         """Why those wait that were no candidates for admission."""
-        if not self.waiting:
-            return WaitReason.HELD_BACK if self.held_back else None
+        first = next(self.queues.queued, None)
+        if first is None:
+            return WaitReason.HELD_BACK if self.queues.held_back else None
         if self.pause_mode is PauseMode.WAIT:
             return WaitReason.PAUSED
         if builder.token_budget == 0:
             return WaitReason.BUDGET
-        if len(self.running) >= self.config.max_running:
+        if not self._num_free_places:
             return WaitReason.MAX_SEQS
-        return builder.plan.passed_over[next(iter(self.waiting))]
+        return builder.plan.passed_over[first]
 
     def _candidates(self, builder: StepBuilder) -> list[Request]:
         """The head of the queue, as far as rows and budget could reach, without those that were
         passed over in this step. Those that will be take no row.
         """
-        if not self.waiting or self.pause_mode is PauseMode.WAIT:
+        if self.pause_mode is PauseMode.WAIT:
             return []
-        num_rows = self.config.max_running - len(self.running)
-        num_ready = min(num_rows, builder.token_budget, LOOKUP_BATCH)
+        num_ready = min(self._num_free_places, builder.token_budget, LOOKUP_BATCH)
         passed_over, candidates = builder.plan.passed_over, list[Request]()
-        for request in self.waiting:
+        for request in self.queues.queued:
             if num_ready <= 0:
                 break
             if request not in passed_over:
@@ -320,25 +351,28 @@ class Scheduler:
         return candidates
 
     def _not_looked_up(self, builder: StepBuilder, candidates: Sequence[Request]) -> list[Request]:
-        """The candidates whose prefix must be looked up: those that may be admitted."""
-        return [
-            request
-            for request in candidates
-            if request not in builder.hits and builder.passing_over.reason(request) is None
-        ]
+        """The candidates whose prefix must be looked up: those that may be admitted. Of those that
+        hold blocks it is known what is stored.
+        """
+        not_looked_up = list[Request]()
+        for request in candidates:
+            if request in builder.hits or builder.passing_over.reason(request) is not None:
+                continue
+            if request.holds_blocks:
+                self._kv_cache_manager.hash_continuation(request)
+                builder.hits[request] = request.num_computed_tokens
+            else:
+                not_looked_up.append(request)
+        return not_looked_up
 
     def _pass_over(self, builder: StepBuilder, request: Request, reason: WaitReason) -> None:
-        builder.plan.passed_over[request] = self.passed_over[request] = reason
-
-    def _remove_waiting(self, request: Request) -> None:
-        self.waiting.remove(request)
-        self.passed_over.pop(request, None)
+        builder.plan.passed_over[request] = self.queues.passed_over[request] = reason
 
     def _admit(
         self, builder: StepBuilder, admission: PlannedAdmission, blocks: BlockTables
     ) -> None:
         request, terms = admission.request, admission.terms
-        self._remove_waiting(request)
+        self.queues.remove(request)
         self.running.append(request)
         builder.passing_over.admit(request)
         size = self.config.block_size
@@ -348,6 +382,7 @@ class Scheduler:
         request.num_computed_tokens = hit
         request.num_slots = len(blocks[0]) * size
         request.num_committed_blocks = num_committed_blocks
+        request.num_hashes_sent = len(request.block_hashes)
         request.known_to_pool = True
         if request.num_cached_tokens is None:
             request.num_cached_tokens = hit
@@ -361,7 +396,8 @@ class Scheduler:
     # Both steps
 
     def _new_builder(self) -> StepBuilder:
-        config, num_requests = self.config, len(self.running) + len(self.waiting)
+        config = self.config
+        num_requests = len(self.running) + len(self.kv_waiting) + len(self.waiting)
         threshold = config.long_prefill_token_threshold
         if config.long_prefill_token_threshold_adaptive and num_requests:
             threshold = max(threshold, config.max_num_batched_tokens // num_requests)
@@ -369,7 +405,9 @@ class Scheduler:
             threshold = max(threshold, config.block_size)
         if num_requests <= 1:
             threshold = 0
-        passing_over = PassingOver(config.max_loras, self.running if self.waiting else ())
+        passing_over = PassingOver(
+            config.max_loras, self.running if self.waiting or self.kv_waiting else ()
+        )
         plan = SchedulerOutput(self._num_steps)
         return StepBuilder(plan, config.token_budget, threshold, passing_over)
 
@@ -380,6 +418,8 @@ class Scheduler:
         plan.removed_rows, self._removed_rows = self._removed_rows, []
         plan.block_ids_to_zero = self._kv_cache_manager.pop_block_ids_to_zero()
         self._num_steps += 1
+        if plan.requests:
+            self._in_flight.append(plan)
         self._running_planner.update_after_schedule(builder)
         return plan
 
@@ -406,16 +446,43 @@ class Scheduler:
         in flight when it was preempted.
         """
         for request in ended:
-            if request.row is None:
-                self._remove_waiting(request)
-            else:
-                self.running.remove(request)
+            queue = self.queues if request.row is None else self.running
+            queue.remove(request)
             self._free(request)
+
+    def _goes_on(self, session: Request) -> bool:
+        """Whether a request is a session that its end does not end."""
+        ends = not session.resumable or session.finish_reason is FinishReason.NAN_IN_LOGITS
+        return not ends and not (session.chunks and session.chunks[0] is None)
+
+    def _end_turn(self, session: Request) -> TurnEnd:
+        """Lets a session begin its next turn, or wait for its input. What steps in flight sample of
+        it comes after the end of the turn, and is dropped.
+        """
+        self._drop_in_flight(session)
+        queue = self.queues if session.row is None else self.running
+        queue.remove(session)
+        end = session.end_turn(self.config.block_size)
+        self._free_row(session)
+        if session.chunks and (chunk := session.chunks.popleft()) is not None:
+            session.begin_turn(chunk, self.config.max_model_len)
+        self.queues.add(session)
+        return end
+
+    def _drop_in_flight(self, request: Request) -> None:
+        """Takes no token of a request that a step in flight samples."""
+        for plan in self._in_flight:
+            if request in plan.requests:
+                plan.dropped.add(request)
 
     def _free(self, request: Request) -> None:
         """Frees the row of a request and, with the next transaction, its blocks."""
         self._kv_cache_manager.release(request)
+        self._free_row(request)
+        request.forget_blocks()
+
+    def _free_row(self, request: Request) -> None:
         if request.row is not None:
             self._free_rows.append(request.row)
             self._removed_rows.append(request.row)
-        request.forget_blocks()
+            request.row = None

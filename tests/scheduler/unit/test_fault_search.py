@@ -116,7 +116,7 @@ async def test_a_request_that_breaks_every_step_is_ended_and_the_others_go_on(
     assert bench.executor.broken_by[-1] == {"poison"}
     assert len(bench.executor.broken_by) <= 6, "not one recovery after the other"
     await bench.until_idle()
-    assert bench.engine.scheduler.held_back == {}
+    assert bench.engine.scheduler.queues.held_back == {}
 
 
 async def test_two_requests_that_break_their_steps_are_both_ended(bench: Bench) -> None:
@@ -177,11 +177,11 @@ async def test_requests_that_arrive_during_the_search_run_after_it_in_their_orde
 ) -> None:
     bench.add("a", prompt(9), max_tokens=20)
     bench.add("poison", [*prompt(5, 500), POISON], max_tokens=20)
-    await eventually(lambda: bench.engine.scheduler.held_back != {})
+    await eventually(lambda: bench.engine.scheduler.queues.held_back != {})
     for name in ("late", "later"):
         bench.add(name, prompt(5, 700), max_tokens=3)
     given_up = bench.add("given up", prompt(5, 800), max_tokens=3)
-    await eventually(lambda: given_up in bench.engine.scheduler.held_back)
+    await eventually(lambda: given_up in bench.engine.scheduler.queues.held_back)
     bench.engine.abort([given_up])
     await bench.until_ended("a", "poison", "late", "later", "given up")
     assert given_up.finish_reason is FinishReason.ABORT

@@ -26,3 +26,6 @@ class FCFSRequestQueue(deque[Request]):
 
     add = deque[Request].append
     prepend = deque[Request].appendleft
+
+    def reorder(self, request: Request, /) -> None:
+        """Keeps it in its place."""

@@ -16,6 +16,9 @@ class RequestQueue(Protocol):
     def prepend(self, request: Request, /) -> None:
         """Queues a request that was preempted: at the head, unless the order ranks it elsewhere."""
 
+    def reorder(self, request: Request, /) -> None:
+        """Notes that what orders a request in the queue has changed."""
+
     def remove(self, request: Request, /) -> None:
         """Takes a request out. Raises ValueError if it is not in the queue."""
 

@@ -34,3 +34,7 @@ class PriorityRequestQueue(list[Request]):
         insort(self, request, key=_rank)
 
     prepend = add
+
+    def reorder(self, request: Request, /) -> None:
+        self.remove(request)
+        self.add(request)

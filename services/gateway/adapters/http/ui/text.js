@@ -39,6 +39,7 @@ const REASONS = {
   paused: "the end of a pause",
   held_back: "a search for a request that breaks its steps",
   adapters: "a place for its adapter",
+  session: "its next input",
   recovery: "pool and workers",
   no_place: "a place at a replica",
   share: "its tenant's share",

@@ -1,0 +1,96 @@
+"""The requests that do not run: those that hold blocks, those that do not, and those held back."""
+
+from collections.abc import Collection, Iterator
+from itertools import chain
+
+from services.scheduler.core.output import WaitReason
+from services.scheduler.core.policies.policy import RequestQueue, SchedulingPolicy
+from services.scheduler.core.request import InputChunk, Request, RequestStatus
+
+
+class WaitingRequests:
+    """Queues of a replica, each in the order of the policy.
+
+    A request that holds blocks waits in `kv_waiting`, and is looked at before those in `waiting`.
+    One that cannot be admitted yet, whatever is free, is passed over, and keeps its place.
+    """
+
+    def __init__(self, policy: SchedulingPolicy) -> None:
+        self._policy = policy
+        self.kv_waiting: RequestQueue = policy.create_request_queue()
+        self.waiting: RequestQueue = policy.create_request_queue()
+        self.held_back: dict[Request, None] = {}
+        """Requests that must not be admitted now, in the order in which they were held back."""
+        self.admitted_only: Collection[Request] | None = None
+        """The only requests that may be admitted; None if all may."""
+        self.between_turns: set[Request] = set()
+        """Sessions that wait for input. Each keeps one of the places of running requests."""
+        self.passed_over: dict[Request, WaitReason] = {}
+        """Requests that were passed over since they began to wait, and why the last time."""
+
+    def __len__(self) -> int:
+        return len(self.kv_waiting) + len(self.waiting) + len(self.held_back)
+
+    def __iter__(self) -> Iterator[Request]:
+        return chain(self.kv_waiting, self.waiting, self.held_back)
+
+    @property
+    def queued(self) -> Iterator[Request]:
+        """Those that are not held back, in the order in which they are looked at."""
+        return chain(self.kv_waiting, self.waiting)
+
+    @property
+    def has_admissible(self) -> bool:
+        """Whether one of them can be admitted before something else has happened to it."""
+        return any(not request.status.is_blocked for request in self.queued)
+
+    def add(self, request: Request) -> None:
+        """Queues a request that arrived, or a session after a turn."""
+        if request.status is RequestStatus.WAITING_FOR_CHUNK:
+            self.between_turns.add(request)
+            self.passed_over[request] = WaitReason.SESSION
+        if request.holds_blocks:
+            self.kv_waiting.add(request)
+        elif self.admitted_only is None:
+            self.waiting.add(request)
+        else:
+            self.held_back[request] = None
+
+    def begin_turn(self, session: Request, chunk: InputChunk, max_model_len: int) -> None:
+        """Gives a session that waits for it its next input."""
+        self.between_turns.remove(session)
+        session.begin_turn(chunk, max_model_len)
+        if session not in self.held_back:
+            self.queue_of(session).reorder(session)
+
+    def prepend(self, request: Request) -> None:
+        """Queues a request that was preempted."""
+        self.waiting.prepend(request)
+
+    def remove(self, request: Request) -> None:
+        """Takes a request out, while it still holds its blocks if it does."""
+        self.between_turns.discard(request)
+        self.passed_over.pop(request, None)
+        if request in self.held_back:
+            del self.held_back[request]
+        else:
+            self.queue_of(request).remove(request)
+
+    def queue_of(self, request: Request) -> RequestQueue:
+        """The queue of a request that is not held back."""
+        return self.kv_waiting if request.holds_blocks else self.waiting
+
+    def admit_only(self, requests: Collection[Request] | None) -> None:
+        """Holds back all requests but these, also those that arrive later; None lets all be
+        admitted again. None may hold blocks. They are queued in the order in which they arrived.
+        """
+        queued = sorted(self, key=lambda request: request.key)
+        self.admitted_only = requests
+        self.waiting = self._policy.create_request_queue()
+        self.held_back.clear()
+        self.passed_over.clear()
+        for request in queued:
+            if requests is None or request in requests:
+                self.waiting.add(request)
+            else:
+                self.held_back[request] = None
