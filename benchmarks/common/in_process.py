@@ -15,7 +15,7 @@ import json
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack
+from contextlib import AsyncExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -142,8 +142,8 @@ class LocalEngine:
     def check_room(self, tenant: Tenant, deadline: float | None) -> None:
         pass
 
-    def arriving(self, tenant: Tenant, _deadline: float | None) -> AbstractContextManager[Arrival]:
-        return Arrivals().counted(tenant)
+    def arriving(self, tenant: Tenant, _deadline: float | None) -> Arrival:
+        return Arrivals().begin(tenant)
 
     def start(self, requests: Sequence[EngineRequest]) -> Mailbox:
         mailbox = Mailbox(requests, self._numbers, self._drop, time.perf_counter_ns)

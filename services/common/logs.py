@@ -44,6 +44,9 @@ def configure_logs(service: str, level: LogLevel, style: LogFormat) -> None:
     formatter = _JsonFormatter if style is LogFormat.JSON else _TextFormatter
     handler.setFormatter(formatter(service))
     logging.basicConfig(level=level.value.upper(), handlers=[handler], force=True)
+    # What no line says is not looked up for each ("Optimization", in logging's documentation).
+    logging._srcfile = None
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:

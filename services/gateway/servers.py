@@ -17,9 +17,10 @@ from services.gateway.adapters.http.client_routes import client_routes
 from services.gateway.adapters.http.connections import Connections
 from services.gateway.adapters.http.early_refusals import EarlyRefusals
 from services.gateway.adapters.http.generation_routes import OPERATIONS, GenerationRoutes
-from services.gateway.adapters.http.hosts import hosts_for
+from services.gateway.adapters.http.hosts import HostNames, hosts_for
 from services.gateway.adapters.http.http_counts import HttpCounts
 from services.gateway.adapters.http.parse import BodyReader
+from services.gateway.adapters.http.quick_refusals import QuickRefusals
 from services.gateway.adapters.http.route import Route
 from services.gateway.adapters.http.server import HttpServer
 from services.gateway.adapters.http.tenant_checks import TenantChecks
@@ -68,10 +69,21 @@ def http_server(parts: Parts, max_connections: int) -> HttpServer:
         early, generating, parts.keys, parts.limits, parts.observer, settings.max_body_bytes
     )
     pages = UiPages(checked, UiRole.CLIENT) if settings.ui else checked
-    hosts = hosts_for(settings.http_address, settings.allowed_hosts)
+    hosts = HostNames(hosts_for(settings.http_address, settings.allowed_hosts))
     outer = guarded(pages, hosts, settings.allowed_origins, parts.recorder, OPERATIONS)
     counted = HttpCounts(outer, routes, parts.metrics)
-    return HttpServer(counted, _connections(parts, max_connections), parts.tls)
+    quick = QuickRefusals(
+        OPERATIONS,
+        hosts,
+        parts.keys,
+        gate,
+        inference,
+        parts.observer,
+        parts.recorder,
+        parts.metrics,
+        settings.max_body_bytes,
+    )
+    return HttpServer(counted, _connections(parts, max_connections, quick), parts.tls)
 
 
 def admin_server(parts: Parts) -> HttpServer | None:
@@ -94,7 +106,8 @@ def admin_server(parts: Parts) -> HttpServer | None:
         checks=(refuse_web_pages,),
     )
     pages = UiPages(app, UiRole.OPERATOR)
-    outer = guarded(pages, hosts_for(settings.admin_address, ()), (), parts.recorder, {})
+    hosts = HostNames(hosts_for(settings.admin_address, ()))
+    outer = guarded(pages, hosts, (), parts.recorder, {})
     tls = None if is_on_this_machine(settings.admin_address) else parts.tls
     return HttpServer(outer, _connections(parts, _ADMIN_CONNECTIONS), tls)
 
@@ -159,7 +172,12 @@ def trace_server(parts: Parts) -> GrpcServer | None:
     return server
 
 
-def _connections(parts: Parts, max_connections: int) -> Connections:
+def _connections(
+    parts: Parts, max_connections: int, quick_refusals: QuickRefusals | None = None
+) -> Connections:
     return Connections(
-        parts.settings, max_connections, lambda: parts.metrics.reader_timed_out("http")
+        parts.settings,
+        max_connections,
+        lambda: parts.metrics.reader_timed_out("http"),
+        quick_refusals,
     )

@@ -55,21 +55,32 @@ class ApiKeys:
         `authorization` has a character for each byte that came (ISO 8859-1). Keys are compared in
         constant time.
         """
+        tenant = self.recognize(authorization)
+        if tenant is not None:
+            return tenant
+        key = _key(authorization)
+        assert self._store is not None
+        return self._checked(await self._store.find(key_id_of(key) or ""), key)
+
+    def recognize(self, authorization: str) -> Tenant | None:
+        """The tenant of a request whose key is in memory; None if it is not. Raises Unauthenticated
+        as `authenticate` does.
+        """
         if not self.are_needed:
             return ANYONE
-        scheme, _, key = authorization.partition(" ")
-        if scheme.lower() != _SCHEME:
+        key = _key(authorization)
+        given = _bytes_of(key)
+        matches = [t for plain, t in self._plain.items() if hmac.compare_digest(given, plain)]
+        if matches:
+            return matches[0]
+        key_id = key_id_of(key)
+        if self._store is None or key_id is None:
             raise _invalid()
-        key = key.strip()
-        given = key.encode("latin-1", errors="replace")
-        if self._plain:
-            matches = [t for known, t in self._plain.items() if hmac.compare_digest(given, known)]
-            if matches:
-                return matches[0]
-        if self._store is None or (key_id := key_id_of(key)) is None:
-            raise _invalid()
-        known = self._store.known(key_id) or await self._store.find(key_id)
-        if known is None or not known.record.matches(given):
+        known = self._store.known(key_id)
+        return None if known is None else self._checked(known, key)
+
+    def _checked(self, known: KnownKey | None, key: str) -> Tenant:
+        if known is None or not known.record.matches(_bytes_of(key)):
             raise _invalid()
         self._check_state(known)
         return known.tenant
@@ -84,6 +95,17 @@ class ApiKeys:
                 raise Unauthenticated(
                     f"this API key expired at {expired}", reason="EXPIRED_API_KEY"
                 )
+
+
+def _key(authorization: str) -> str:
+    scheme, _, key = authorization.partition(" ")
+    if scheme.lower() != _SCHEME:
+        raise _invalid()
+    return key.strip()
+
+
+def _bytes_of(key: str) -> bytes:
+    return key.encode("latin-1", errors="replace")
 
 
 def _invalid() -> Unauthenticated:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, aclosing, contextmanager
+from contextlib import AsyncExitStack, ExitStack, aclosing, contextmanager
 from typing import Any
 
 import grpc
@@ -92,9 +92,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         with self._observer.counting_refusals(CALL_RECORD.get(), tenant):
             return await self._limits.admit(tenant)
 
-    def _arriving(
-        self, key: IdempotencyKey | None, deadline: float | None
-    ) -> AbstractContextManager[Arrival]:
+    def _arriving(self, key: IdempotencyKey | None, deadline: float | None) -> Arrival:
         needs_room = key is None or not self._keyed_requests.knows(key)
         return self._inference.arriving(CALL_TENANT.get(), deadline, needs_room=needs_room)
 

@@ -1,5 +1,7 @@
 """Prometheus metrics at the edge, as clients see their requests."""
 
+from functools import cache, partial
+
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client import Histogram as ClientHistogram
 
@@ -36,6 +38,9 @@ class Metrics:
         for reason in KeptFor:
             self._traces_kept.labels(model_name, reason.value)
         self._spans_cut = self._of_model(self._counter(names.METRIC_TRACE_SPANS_CUT))
+        # To find a series by its labels takes longer than to count: those of each refusal are kept.
+        self._http_series = cache(self._find_http_series)
+        self._rejections_for = cache(partial(self._rejections.labels, model_name))
 
     def ended(self, reason: str) -> None:
         self._answers.labels(self._model, reason).inc()
@@ -44,7 +49,7 @@ class Metrics:
         """A request was refused, or failed before an engine took it. No other metric counts it,
         besides those of its tenant.
         """
-        self._rejections.labels(self._model, reason).inc()
+        self._rejections_for(reason).inc()
         if tenant_id:
             self.tenants.refused(tenant_id, reason)
 
@@ -56,9 +61,19 @@ class Metrics:
 
     def answered(self, handler: str, method: str, status: int, seconds: float) -> None:
         """An HTTP request was answered, by the route `handler`."""
-        self._http_requests.labels(handler, method, f"{status // 100}xx").inc()
-        self._http_seconds.labels(handler, method).observe(seconds)
-        self._http_responses.labels(str(status)).inc()
+        requests, times, responses = self._http_series(handler, method, status)
+        requests.inc()
+        times.observe(seconds)
+        responses.inc()
+
+    def _find_http_series(
+        self, handler: str, method: str, status: int
+    ) -> tuple[Counter, ClientHistogram, Counter]:
+        return (
+            self._http_requests.labels(handler, method, f"{status // 100}xx"),
+            self._http_seconds.labels(handler, method),
+            self._http_responses.labels(str(status)),
+        )
 
     def trace_kept(self, reason: KeptFor) -> None:
         """The spans of a request are made, for that reason."""

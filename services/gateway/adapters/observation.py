@@ -132,10 +132,14 @@ class Observer:
         try:
             yield
         except StepwellError as error:
-            self._metrics.refused(_reason(error), tenant.tenant_id)
-            is_defect = isinstance(error, InternalError)
-            record.failed(_reason(error), error.message, is_failure=is_defect)
+            self.refused(record, error)
             raise
+
+    def refused(self, record: RequestRecord, error: StepwellError) -> None:
+        """Counts a request of the record's tenant that is refused before it can be watched."""
+        reason = _reason(error)
+        self._metrics.refused(reason, record.tenant.tenant_id)
+        record.failed(reason, error.message, is_failure=isinstance(error, InternalError))
 
     @contextmanager
     def observing(

@@ -1,5 +1,7 @@
 """What is counted of each tenant."""
 
+from functools import cache, partial
+
 from prometheus_client import CollectorRegistry, Counter
 
 from services.common import names
@@ -25,6 +27,8 @@ class TenantMetrics:
                 SPECS[names.METRIC_TENANT_REFUSALS],
             )
         )
+        # Found by its labels once: a flood is refused many times a second.
+        self._refusals_for = cache(partial(self._refusals.labels, model_name))
 
     def used(self, tenant_id: str, usage: Usage) -> None:
         """A request was answered."""
@@ -39,7 +43,7 @@ class TenantMetrics:
 
     def refused(self, tenant_id: str, reason: str) -> None:
         """A request was refused, by whatever limit."""
-        self._refusals.labels(self._model, self._label(tenant_id), reason).inc()
+        self._refusals_for(self._label(tenant_id), reason).inc()
 
     def _label(self, tenant_id: str) -> str:
         if tenant_id not in self._named:

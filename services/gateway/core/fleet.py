@@ -2,8 +2,7 @@
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from services.common.errors import Aborted, ResourceExhausted, StepwellError, Unavailable
@@ -130,11 +129,9 @@ class Fleet:
     def model_fingerprint(self) -> bytes:
         return self.membership.model_fingerprint
 
-    @contextmanager
-    def arriving(self, tenant: Tenant, deadline: float | None) -> Iterator[Arrival]:
+    def arriving(self, tenant: Tenant, deadline: float | None) -> Arrival:
         self.check_room(tenant, deadline)
-        with self.admission.arrivals.counted(tenant) as arrival:
-            yield arrival
+        return self.admission.arrivals.begin(tenant)
 
     def start(
         self, requests: Sequence[EngineRequest], progress: Sequence[Progress] = ()

@@ -3,7 +3,6 @@
 import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 from services.common.errors import InvalidArgument, NotFound, OutOfRange
@@ -118,13 +117,13 @@ class Inference:
 
     def arriving(
         self, tenant: Tenant, deadline: float | None, *, needs_room: bool = True
-    ) -> AbstractContextManager[Arrival]:
+    ) -> Arrival:
         """Raises what `check_room` does, and counts a request that is read, tokenized and prepared
-        meanwhile. `end` it when it is run. One whose answer is there needs no room, and is not
+        from now on. `end` it when it is run. One whose answer is there needs no room, and is not
         counted.
         """
         if not needs_room:
-            return nullcontext(Arrival(Counter(), tenant))
+            return Arrival(Counter(), tenant)
         return self._engine.arriving(tenant, deadline)
 
     async def prepare(

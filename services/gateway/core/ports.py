@@ -3,7 +3,6 @@ Engine are what its parts know of each other: the fleet towards a generation.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from services.gateway.core.admission.arrivals import Arrival
@@ -79,10 +78,8 @@ class Engine(Source, Protocol):
         It is an estimate; the scheduler decides after `start`.
         """
 
-    def arriving(self, tenant: Tenant, deadline: float | None) -> AbstractContextManager[Arrival]:
-        """Raises what `check_room` does, and counts a request while it is inside, until its `end`:
-        `start` follows.
-        """
+    def arriving(self, tenant: Tenant, deadline: float | None) -> Arrival:
+        """Raises what `check_room` does, and counts a request until its `end`: `start` follows."""
 
     def start(self, requests: Sequence[EngineRequest]) -> DeltaSource:
         """Sends sequences to a replica; while none is ready they wait, in order of arrival.

@@ -16,7 +16,7 @@ from services.gateway.adapters.http.errors import (
     error_response,
     plain_error_response,
 )
-from services.gateway.adapters.http.hosts import HostCheck
+from services.gateway.adapters.http.hosts import HostCheck, HostNames
 from services.gateway.adapters.http.openapi.document import openapi_document
 from services.gateway.adapters.http.request_records import RequestRecords
 from services.gateway.adapters.http.route import Route
@@ -87,7 +87,7 @@ class _Application(FastAPI):
 
 def guarded(
     app: ASGIApp,
-    names: Sequence[str],
+    names: HostNames,
     allowed_origins: Sequence[str],
     recorder: RequestRecorder,
     operations: Mapping[str, str],

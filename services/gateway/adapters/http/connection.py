@@ -8,9 +8,10 @@ import asyncio
 import enum
 import time
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import httptools
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import (
     HttpToolsProtocol,
     RequestResponseCycle,
@@ -20,18 +21,13 @@ from services.gateway.adapters.http.client_probe import ClientProbe
 from services.gateway.adapters.http.connections import Connections
 from services.gateway.adapters.http.errors import raw_refusal
 from services.gateway.adapters.http.reader_timeout import ReaderTimeout
+from services.gateway.adapters.http.request_state import ARRIVAL, ARRIVED, SEND_BODY
 from services.gateway.adapters.http.sliced_protocol import SlicedProtocol
 from services.gateway.adapters.http.without_chunks import answer_without_chunks
+from services.gateway.core.admission.arrivals import Arrival
 
 MAX_HEADERS = 100
 _MAX_HEADER_BYTES = 64 * 1024
-SEND_BODY = "send_body"
-"""Key of the request's state: sends parts of a body past what wraps `send`, which is each token's
-path. Middlewares change the start of an answer and nothing else.
-"""
-ARRIVED = "arrived"
-"""Key of the request's state: when it was to be served, in nanoseconds of `time.perf_counter_ns`.
-"""
 MAX_PIPELINED = 8
 # How long a client may take to read a refusal, and how much it may send meanwhile.
 _REFUSAL_READ_SECONDS, _REFUSAL_UNREAD_BYTES = 1.0, 2**20
@@ -171,6 +167,11 @@ class GuardedConnection(SlicedProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answered = cycle
         cycle.scope["state"][ARRIVED] = time.perf_counter_ns()
+        if self._is_refused_at_once(cycle):
+            return
+        arrival = cycle.scope["state"].get(ARRIVAL)
+        if arrival is not None:
+            app = partial(_until_answered, arrival, app)
         if cycle.scope["http_version"] == "1.0":
             app = partial(answer_without_chunks, cycle, app)
         else:
@@ -179,10 +180,25 @@ class GuardedConnection(SlicedProtocol):
         def start() -> None:
             if not cycle.disconnected:
                 HttpToolsProtocol._start_asgi_task(self, cycle, app)
+            elif arrival is not None:
+                arrival.end()
 
         headers = cycle.scope["headers"]
         key = next((value for name, value in headers if name == b"authorization"), b"")
         self._connections.starts.add(key, start)
+
+    def _is_refused_at_once(self, cycle: RequestResponseCycle) -> bool:
+        """Whether the request was answered by its headers: there is no room for it."""
+        quick = self._connections.quick_refusals
+        if quick is None or not cycle.keep_alive or self.flow.write_paused:
+            return False
+        answer = quick.decide(cast(Scope, cycle.scope), cycle.default_headers)
+        if answer is None:
+            return False
+        cycle.response_started = cycle.response_complete = True
+        self.transport.write(answer)
+        cycle.on_response()
+        return True
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -279,3 +295,11 @@ class GuardedConnection(SlicedProtocol):
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self._time(_REFUSAL_READ_SECONDS, self.end)
+
+
+async def _until_answered(
+    arrival: Arrival, app: Any, scope: Scope, receive: Receive, send: Send
+) -> None:
+    """Runs the application. A request that it did not run, for whatever reason, counts no more."""
+    with arrival:
+        await app(scope, receive, send)

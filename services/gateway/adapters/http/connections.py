@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
 
+from services.gateway.adapters.http.quick_refusals import QuickRefusals
 from services.gateway.adapters.http.starts import Starts
 from services.gateway.settings import GatewaySettings
 
@@ -26,13 +27,15 @@ class Connections:
         settings: GatewaySettings,
         max_connections: int,
         on_reader_timeout: Callable[[], None],
+        quick_refusals: QuickRefusals | None = None,
     ) -> None:
         """`on_reader_timeout` is called for each connection that is ended since its client has
-        stopped reading.
+        stopped reading. `quick_refusals` decides first, where requests may be refused for load.
         """
         self.settings = settings
         self._max_connections = max_connections
         self._on_reader_timeout = on_reader_timeout
+        self.quick_refusals = quick_refusals
         self.refusals = RefusalLog()
         self.starts = Starts()
         self._connections: set[Connection] = set()

@@ -1,6 +1,7 @@
 """The deadline of an HTTP request: the header X-Request-Timeout, in seconds."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from typing import TypeVar
@@ -13,8 +14,9 @@ HEADER = "X-Request-Timeout"
 MAX_SECONDS = 86_400.0
 
 
-def deadline_of(headers: Mapping[str, str]) -> float | None:
-    """When the client gives up, on the event loop's clock; None without the header.
+def deadline_of(headers: Mapping[str, str], arrived: int) -> float | None:
+    """When the client of a request gives up, on the event loop's clock; None without the header.
+    The request arrived at that time in nanoseconds of `time.perf_counter_ns`.
 
     Raises InvalidArgument for what is no number of seconds above 0, a day at most.
     """
@@ -30,6 +32,7 @@ def deadline_of(headers: Mapping[str, str]) -> float | None:
             f"{HEADER} must be a number of seconds above 0 and at most {MAX_SECONDS:.0f}",
             field=HEADER,
         )
+    seconds -= (time.perf_counter_ns() - arrived) / 1e9
     return asyncio.get_running_loop().time() + seconds
 
 

@@ -8,6 +8,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from services.common.errors import InvalidArgument, StepwellError
 from services.gateway.adapters.http.deadline import deadline_of
 from services.gateway.adapters.http.errors import error_response
+from services.gateway.adapters.http.request_state import ARRIVAL
 from services.gateway.adapters.observation import Observer
 from services.gateway.core.gate import Gate
 from services.gateway.core.idempotency.key import FIELD, idempotency_key
@@ -20,8 +21,8 @@ class EarlyRefusals:
     """Answers POST requests to `paths` while there is no room for them: their bodies are not read,
     and the application does not see them. Under overload most requests end here.
 
-    A request that the application refuses for another reason is passed on, and so is one whose
-    answer is there: it takes no room.
+    A request that the application refuses for another reason is passed on, and so are one whose
+    answer is there, which takes no room, and one that was found to have room by QuickRefusals.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class EarlyRefusals:
         self._observer = observer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in self._paths:
+        if scope["method"] == "POST" and scope["path"] in self._paths:
             refusal = self._refusal(scope)
             if refusal is not None:
                 await error_response(refusal)(scope, receive, send)
@@ -50,10 +51,12 @@ class EarlyRefusals:
 
     def _refusal(self, scope: Scope) -> StepwellError | None:
         state = scope["state"]
+        if ARRIVAL in state:
+            return None
         tenant = state.get("tenant", ANYONE)
         try:
             headers = Headers(scope=scope)
-            deadline = deadline_of(headers)
+            deadline = deadline_of(headers, state["record"].timeline.began)
             key = idempotency_key(headers.get(FIELD), tenant)
         except InvalidArgument:
             return None

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterable
 
 from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
@@ -28,6 +29,7 @@ KINDS: dict[type[errors.StepwellError], tuple[int, str]] = {
     errors.Unavailable: (503, "service_unavailable_error"),
 }
 
+_MEDIA_TYPE = "application/json"
 
 HINT_HEADERS = ("Retry-After", "Retry-After-Ms", "X-Should-Retry")
 """Headers of refusals that say whether and when to try again."""
@@ -46,8 +48,18 @@ def error_body(error: errors.StepwellError, message: str | None = None) -> dict[
 
 
 def error_response(error: errors.StepwellError) -> Response:
-    """The whole answer, with when to try again, in whole seconds and in milliseconds, or that it
-    would not help. Both are what OpenAI's clients read.
+    """The whole answer."""
+    return Response(
+        json.dumps(error_body(error)),
+        status_code=status_of(error),
+        headers=error_headers(error),
+        media_type=_MEDIA_TYPE,
+    )
+
+
+def error_headers(error: errors.StepwellError) -> dict[str, str]:
+    """When to try again, in whole seconds and in milliseconds, or that it would not help. Both are
+    what OpenAI's clients read.
     """
     headers = {}
     if (seconds := retry_hint_seconds(error)) is not None:
@@ -57,12 +69,22 @@ def error_response(error: errors.StepwellError) -> Response:
         headers["X-Should-Retry"] = "true" if error.may_retry else "false"
     if isinstance(error, errors.Unauthenticated):
         headers["WWW-Authenticate"] = "Bearer"
-    return Response(
-        json.dumps(error_body(error)),
-        status_code=status_of(error),
-        headers=headers,
-        media_type="application/json",
-    )
+    return headers
+
+
+def raw_error_response(
+    error: errors.StepwellError, headers: Iterable[tuple[bytes, bytes]]
+) -> bytes:
+    """The whole answer as it is sent on a connection that is used on, with further headers."""
+    body = json.dumps(error_body(error)).encode()
+    own = {
+        "content-length": str(len(body)),
+        "content-type": _MEDIA_TYPE,
+        **error_headers(error),
+    }
+    head = "".join(f"{name.lower()}: {value}\r\n" for name, value in own.items())
+    further = [b"%b: %b\r\n" % header for header in headers]
+    return b"".join([STATUS_LINE[status_of(error)], *further, head.encode(), b"\r\n", body])
 
 
 def status_of(error: errors.StepwellError) -> int:
@@ -87,7 +109,7 @@ def _kind(error: errors.StepwellError) -> tuple[int, str]:
 def plain_error_response(status_code: int, message: str) -> Response:
     """The answer to what was not understood far enough to be one of these errors."""
     body = _plain_error_body(message)
-    return Response(body, status_code=status_code, media_type="application/json")
+    return Response(body, status_code=status_code, media_type=_MEDIA_TYPE)
 
 
 def raw_refusal(status: int, message: str) -> bytes:

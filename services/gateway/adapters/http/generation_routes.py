@@ -15,6 +15,7 @@ from services.gateway.adapters.http.deadline import deadline_of
 from services.gateway.adapters.http.dialect import Dialect
 from services.gateway.adapters.http.parse import BodyReader
 from services.gateway.adapters.http.reply import Exchange, GenerationReply
+from services.gateway.adapters.http.request_state import ARRIVAL
 from services.gateway.adapters.observation import Observer
 from services.gateway.core.gate import Gate
 from services.gateway.core.idempotency.key import FIELD, idempotency_key
@@ -67,11 +68,13 @@ class GenerationRoutes:
     ) -> Response:
         async def read(entered: ExitStack) -> Exchange:
             tenant: Tenant = request.state.tenant
-            deadline = deadline_of(request.headers)
+            deadline = deadline_of(request.headers, request.state.record.timeline.began)
             key = idempotency_key(request.headers.get(FIELD), tenant)
-            needs_room = key is None or not self._keyed_requests.knows(key)
-            arriving = self._inference.arriving(tenant, deadline, needs_room=needs_room)
-            arrival = entered.enter_context(arriving)
+            arrival = getattr(request.state, ARRIVAL, None)
+            if arrival is None:
+                needs_room = key is None or not self._keyed_requests.knows(key)
+                arrival = self._inference.arriving(tenant, deadline, needs_room=needs_room)
+            entered.enter_context(arrival)
             body = await self._bodies.read(request, body_type)
             self._inference.check_model(body.model, request.state.tenant)
             name = _request_id(dialect.id_prefix, body, request)

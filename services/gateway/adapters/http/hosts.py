@@ -7,6 +7,7 @@ An address in `Host` cannot be rebound, and always passes.
 
 import ipaddress
 from collections.abc import Sequence
+from functools import lru_cache
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -24,36 +25,51 @@ def hosts_for(listen: str, allowed: Sequence[str]) -> tuple[str, ...]:
     return ("localhost",) if is_loopback else (ANY,)
 
 
-class HostCheck:
-    """Passes requests on whose `Host` is an address or one of the names."""
+class HostNames:
+    """The names that a server answers to, besides every address."""
 
-    def __init__(self, app: ASGIApp, names: Sequence[str]) -> None:
-        self._app = app
+    def __init__(self, names: Sequence[str]) -> None:
         self._names = frozenset(names)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        hosts = [value for name, value in scope["headers"] if name == b"host"]
-        if len(hosts) > 1 or (not hosts and scope["http_version"] != "1.0"):
-            response = plain_error_response(400, "exactly one Host header is needed")
-            await response(scope, receive, send)
-        elif hosts and not self._allows(hosts[0].decode("latin-1")):
-            message = "this server does not answer to this Host; see --allowed-hosts"
-            await plain_error_response(421, message)(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
-
-    def _allows(self, host: str) -> bool:
+    def allow(self, host: str) -> bool:
+        """Whether a `Host` of that value is answered."""
         if ANY in self._names:
             return True
         name = host.lower()
         if not name.endswith("]"):
             name = name.rpartition(":")[0] or name
         name = name.strip("[]").rstrip(".")
-        return name in self._names or _address(name) is not None
+        return name in self._names or _is_address(name)
 
 
-def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+class HostCheck:
+    """Passes requests on whose `Host` is an address or one of the names."""
+
+    def __init__(self, app: ASGIApp, names: HostNames) -> None:
+        self._app = app
+        self._names = names
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        hosts = hosts_of(scope)
+        if len(hosts) > 1 or (not hosts and scope["http_version"] != "1.0"):
+            response = plain_error_response(400, "exactly one Host header is needed")
+            await response(scope, receive, send)
+        elif hosts and not self._names.allow(hosts[0]):
+            message = "this server does not answer to this Host; see --allowed-hosts"
+            await plain_error_response(421, message)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+
+def hosts_of(scope: Scope) -> list[str]:
+    """The values of `Host`; a request has one."""
+    return [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+
+
+@lru_cache(maxsize=64)
+def _is_address(host: str) -> bool:
     try:
-        return ipaddress.ip_address(host)
+        ipaddress.ip_address(host)
     except ValueError:
-        return None
+        return False
+    return True

@@ -14,11 +14,11 @@ from starlette.types import Message, Receive, Scope, Send
 from services.common.errors import InternalError, StepwellError
 from services.gateway.adapters.http.bodies import SamplingBody
 from services.gateway.adapters.http.client_probe import BETWEEN_EVENTS
-from services.gateway.adapters.http.connection import SEND_BODY
 from services.gateway.adapters.http.deadline import each_until, until
 from services.gateway.adapters.http.dialect import Dialect, event
 from services.gateway.adapters.http.errors import error_body, error_response
 from services.gateway.adapters.http.json_pieces import send_json
+from services.gateway.adapters.http.request_state import SEND_BODY
 from services.gateway.adapters.observation import Observation, Observer
 from services.gateway.adapters.request_record import RequestRecord
 from services.gateway.core.admission.arrivals import Arrival

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.gateway.adapters.http.connection import ARRIVED
+from services.gateway.adapters.http.request_state import ARRIVED
 from services.gateway.adapters.request_record import CANCELLED, REQUEST_ID, TRACE_ID, Call
 from services.gateway.adapters.request_recorder import RequestRecorder
 
@@ -29,7 +29,7 @@ class RequestRecords:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = scope.setdefault("state", {})
-        record = self._recorder.begin(_call(scope), Headers(scope=scope), state.get(ARRIVED))
+        record = self._recorder.begin(call_of(scope), Headers(scope=scope), state.get(ARRIVED))
         if scope["method"] == "POST":
             record.operation = self._operations.get(scope["path"], "")
         state["record"] = record
@@ -50,7 +50,8 @@ class RequestRecords:
             self._recorder.end(record)
 
 
-def _call(scope: Scope) -> Call:
+def call_of(scope: Scope) -> Call:
+    """What a request calls."""
     # As it was sent, without the query: decoded, it may hold the end of a line.
     path = scope.get("raw_path", b"").decode("ascii", errors="backslashreplace")[:_MAX_PATH]
     client = scope.get("client")

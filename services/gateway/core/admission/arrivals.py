@@ -1,14 +1,13 @@
 """Requests that were let in and have no sequences yet: they are read, tokenized and checked."""
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
 
 from services.gateway.core.tenant import Tenant
 
 
 class Arrival:
-    """One of them, until `end`."""
+    """One of them, until `end` or the end of a `with` block."""
 
     def __init__(self, counts: Counter[str], tenant: Tenant) -> None:
         self._counts = counts
@@ -24,6 +23,17 @@ class Arrival:
             del self._counts[self._tenant_id]
         self._tenant_id = None
 
+    def __enter__(self) -> "Arrival":
+        return self
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _traceback: TracebackType | None,
+    ) -> None:
+        self.end()
+
 
 class Arrivals:
     """Counts the requests that will soon wait in a queue, so that a burst does not pass a check of
@@ -36,11 +46,6 @@ class Arrivals:
     def num(self, tenant: Tenant) -> int:
         return self._counts[tenant.tenant_id]
 
-    @contextmanager
-    def counted(self, tenant: Tenant) -> Iterator[Arrival]:
-        """Counts a request while it is inside, until its `end`."""
-        arrival = Arrival(self._counts, tenant)
-        try:
-            yield arrival
-        finally:
-            arrival.end()
+    def begin(self, tenant: Tenant) -> Arrival:
+        """Counts a request from now until its `end`."""
+        return Arrival(self._counts, tenant)

@@ -1,0 +1,104 @@
+"""Decides by the headers of a request, in the turn in which they come, whether there is room."""
+
+import time
+from collections.abc import Iterable, Mapping
+from contextvars import Context
+from dataclasses import dataclass
+
+from starlette.types import Scope
+
+from services.common.errors import StepwellError
+from services.gateway.adapters.auth import ApiKeys
+from services.gateway.adapters.http.deadline import deadline_of
+from services.gateway.adapters.http.errors import raw_error_response, status_of
+from services.gateway.adapters.http.hosts import HostNames, hosts_of
+from services.gateway.adapters.http.request_records import call_of
+from services.gateway.adapters.http.request_state import ARRIVAL, ARRIVED
+from services.gateway.adapters.metrics import Metrics
+from services.gateway.adapters.observation import Observer
+from services.gateway.adapters.request_record import REQUEST_ID, TRACE_ID
+from services.gateway.adapters.request_recorder import RequestRecorder
+from services.gateway.core.gate import Gate
+from services.gateway.core.idempotency.key import FIELD
+from services.gateway.core.inference import Inference
+from services.gateway.core.limits.rule import LimitSet
+from services.gateway.core.tenant import Tenant
+
+Header = tuple[bytes, bytes]
+_LEFT = frozenset((FIELD.lower(), "origin"))
+"""Headers of requests whose answer depends on more than is known here."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuickRefusals:
+    """Refuses POST requests that generate while there is no room for them, for a fraction of what a
+    request costs that the application sees: its body is not read, and it has no task. One that has
+    room is counted from here on, so that of a burst no more is let in than fits.
+
+    The application decides about everything else, by the same rules: a request that is refused for
+    another reason, whose key is not in memory, whose tenant has limits of its own, that comes from
+    a page of another site, or that has an idempotency key.
+    """
+
+    operations: Mapping[str, str]
+    """The GenAI operation of each path that generates."""
+    hosts: HostNames
+    keys: ApiKeys
+    gate: Gate
+    inference: Inference
+    observer: Observer
+    recorder: RequestRecorder
+    metrics: Metrics
+    max_body_bytes: int
+
+    def decide(self, scope: Scope, default_headers: Iterable[Header]) -> bytes | None:
+        """The whole answer to a request that is refused, with these headers besides its own; None
+        for one that the application is to see. Its state has its Arrival where it was counted.
+        """
+        if scope["method"] != "POST" or scope["path"] not in self.operations:
+            return None
+        headers = {name.decode(): value.decode("latin-1") for name, value in scope["headers"]}
+        arrived = scope["state"][ARRIVED]
+        try:
+            tenant = self._tenant(scope, headers)
+            deadline = deadline_of(headers, arrived)
+        except StepwellError:
+            return None
+        if tenant is None:
+            return None
+        try:
+            self.gate.check()
+            scope["state"][ARRIVAL] = self.inference.arriving(tenant, deadline)
+        except StepwellError as error:
+            # In a context of its own: what is logged later on the connection is not of this one.
+            names = Context().run(self._refuse, error, scope, headers, tenant)
+            return raw_error_response(error, [*default_headers, *names])
+        return None
+
+    def _tenant(self, scope: Scope, headers: Mapping[str, str]) -> Tenant | None:
+        """Whose a request is; None if the application decides. Raises Unauthenticated."""
+        hosts = hosts_of(scope)
+        declared = headers.get("content-length", "")
+        if (
+            not _LEFT.isdisjoint(headers)
+            or len(hosts) != 1
+            or not self.hosts.allow(hosts[0])
+            or (declared.isdigit() and int(declared) > self.max_body_bytes)
+        ):
+            return None
+        tenant = self.keys.recognize(headers.get("authorization", ""))
+        return tenant if tenant is not None and LimitSet.of(tenant).is_empty else None
+
+    def _refuse(
+        self, error: StepwellError, scope: Scope, headers: Mapping[str, str], tenant: Tenant
+    ) -> tuple[Header, ...]:
+        """Counts and logs a refusal; returns the headers that name it."""
+        path, status, arrived = scope["path"], status_of(error), scope["state"][ARRIVED]
+        record = self.recorder.begin(call_of(scope), headers, arrived)
+        record.operation, record.tenant, record.status = self.operations[path], tenant, str(status)
+        self.observer.refused(record, error)
+        self.recorder.end(record)
+        seconds = (time.perf_counter_ns() - arrived) / 1e9
+        self.metrics.answered(path, scope["method"], status, seconds)
+        names = ((REQUEST_ID, record.request_id), (TRACE_ID, record.trace_id))
+        return tuple((name.lower().encode(), value.encode()) for name, value in names)
