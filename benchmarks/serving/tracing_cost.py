@@ -82,12 +82,14 @@ def scheduler_steps(tracing: Tracing, num_requests: int) -> Step:
             tracer.arrived(requests)
         traceparent = tracer.begin()
         await pool.transact([], traceparent)
-        plan = SchedulerOutput(number, requests, ones, ones, new=requests if is_first else [])
+        new = requests if is_first else []
+        plan = SchedulerOutput(number, requests, ones, ones, new=new, num_tokens=num_requests)
         tracer.planned(plan)
         await (await executor.submit(plan, traceparent))
         for request in requests if is_last else ():
             request.finish(FinishReason.LENGTH)
-        tracer.done(plan, EngineCoreOutputs(plan, tokens, {}, requests if is_last else ()))
+        ended = requests if is_last else ()
+        tracer.done(plan, EngineCoreOutputs(plan, tokens, {}, ended, num_requests))
 
     return step
 

@@ -27,7 +27,7 @@ from services.common.tracing_metrics import TracingCollector
 from services.scheduler.adapters.activity import Activity, WatchedSteps
 from services.scheduler.adapters.admin_servicer import SchedulerAdminServicer
 from services.scheduler.adapters.engine_metrics import EngineCollector
-from services.scheduler.adapters.measured_steps import MeasuredSteps
+from services.scheduler.adapters.engine_observer import EngineObserver
 from services.scheduler.adapters.pool_client import PoolClient
 from services.scheduler.adapters.queue_watch import QueueWatch
 from services.scheduler.adapters.readiness import ReplicaReadiness
@@ -171,9 +171,9 @@ class SchedulerService:
         self._server = GrpcServer(tls=tls)
         self._readiness = ReplicaReadiness(sessions, self._set_ready)
         tracer = StepTracer(tracing, counts, lambda: scheduler.next_candidates, executor.end)
-        requests = RequestMetrics()
-        steps = WatchedSteps(MeasuredSteps(tracer, requests))
-        self._engine = EngineCore(scheduler, executor, replica, sessions, steps, self._readiness)
+        requests, steps = RequestMetrics(), WatchedSteps()
+        observer = EngineObserver(tracer, requests, steps)
+        self._engine = EngineCore(scheduler, executor, replica, sessions, observer, self._readiness)
         replica.watch(self._engine.lost)
         self._watch = QueueWatch(
             self._engine,

@@ -5,7 +5,7 @@ Steps are noted only while clients ask for them, and for `WATCHED_SECONDS` after
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import chain, islice
 
 import grpc
@@ -16,13 +16,7 @@ from stepwell.scheduler.v1 import scheduler_pb2
 from services.common.telemetry import parse_traceparent
 from services.scheduler.adapters.statistics import WAIT_REASONS, Statistics, StepCounts
 from services.scheduler.core.engine_core import EngineCore
-from services.scheduler.core.output import (
-    EngineCoreOutputs,
-    PreemptionCause,
-    SchedulerOutput,
-    WaitReason,
-)
-from services.scheduler.core.ports import PoolLost, StepObserver, WorkersLost
+from services.scheduler.core.output import SchedulerOutput, WaitReason
 from services.scheduler.core.request import Request, RequestStatus
 
 WATCHED_SECONDS = 5.0
@@ -44,14 +38,11 @@ _STATES = {
 
 
 class WatchedSteps:
-    """A `StepObserver` that passes everything on to another one, and notes steps while they are
-    watched.
-    """
+    """The last steps, noted while they are watched."""
 
-    def __init__(
-        self, observer: StepObserver, monotonic: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._observer = observer
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self.is_on = False
+        """Whether steps are to be noted."""
         self._monotonic = monotonic
         self._watched_until = 0.0
         self._begun_nanos = 0
@@ -60,58 +51,35 @@ class WatchedSteps:
 
     def after(self, step: int) -> list[scheduler_pb2.StepActivity]:
         """The steps that were done after this one; 0: all. Further ones are noted for some time."""
-        self._watched_until = self._monotonic() + WATCHED_SECONDS
+        self._watched_until, self.is_on = self._monotonic() + WATCHED_SECONDS, True
         if not self._done or self._done[-1].step < step:
             step = 0  # of another process
         return [done for done in self._done if done.step > step or not step]
 
-    def arrived(self, requests: Sequence[Request]) -> None:
-        self._observer.arrived(requests)
-
-    def begin(self) -> str:
-        if self._watched_until:
-            self._begin()
-        return self._observer.begin()
-
-    def planned(self, plan: SchedulerOutput) -> None:
-        self._observer.planned(plan)
-        if self._watched_until and plan.requests:
-            self._open[plan.step] = step_to_proto(plan, self._begun_nanos)
-
-    def done(self, plan: SchedulerOutput, update: EngineCoreOutputs) -> None:
-        self._observer.done(plan, update)
-        if self._open and (step := self._open.pop(plan.step, None)) is not None:
-            step.done_unix_nanos = time.time_ns()
-            self._done.append(step)
-
-    def ended(self, requests: Sequence[Request]) -> None:
-        self._observer.ended(requests)
-
-    def paused(self) -> None:
-        self._observer.paused()
-
-    def resumed(self) -> None:
-        self._observer.resumed()
-
-    def preempted(self, requests: Sequence[Request], cause: PreemptionCause) -> None:
-        self._observer.preempted(requests, cause)
-
-    def lost(self, preempted: Sequence[Request], lost: PoolLost | WorkersLost) -> None:
-        self._open.clear()
-        self._observer.lost(preempted, lost)
-
-    def recovered(self) -> None:
-        self._observer.recovered()
-
-    def stopped(self) -> None:
-        self._observer.stopped()
-
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """A step is about to be planned. Ends the watch if nobody asked for some time."""
         if self._monotonic() <= self._watched_until:
             self._begun_nanos = time.time_ns()
         else:
-            self._watched_until = 0.0
+            self.is_on = False
+            self._open.clear()
             self._done.clear()
+
+    def planned(self, plan: SchedulerOutput) -> None:
+        """A step is decided."""
+        if plan.requests:
+            self._open[plan.step] = step_to_proto(plan, self._begun_nanos)
+
+    def done(self, plan: SchedulerOutput) -> None:
+        """The tokens of a step have arrived."""
+        step = self._open.pop(plan.step, None)
+        if step is not None:
+            step.done_unix_nanos = time.time_ns()
+            self._done.append(step)
+
+    def lost(self) -> None:
+        """The outputs of steps in flight are discarded."""
+        self._open.clear()
 
 
 class Activity:

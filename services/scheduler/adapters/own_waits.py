@@ -31,6 +31,11 @@ class OwnWaits:
         self._begins: dict[Request, int] = {}
         self._waits: dict[Request, deque[OwnWait]] = {}
 
+    @property
+    def has_any(self) -> bool:
+        """Whether any request was passed over in the last step."""
+        return bool(self._last)
+
     def planned(self, passed_over: Mapping[Request, WaitReason], now: int) -> None:
         """Notes who was passed over in a step. The others wait for what the queue waits for."""
         if passed_over == self._last:

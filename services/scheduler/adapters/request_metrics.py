@@ -78,6 +78,8 @@ class RequestMetrics(Collector):
         """The requests of the last step, if each of them got a token in it."""
         self._steady_at = 0.0
         self._histograms = {name: Histogram(name) for name in _HISTOGRAMS}
+        self._iteration_tokens = self._histograms[names.METRIC_ITERATION_TOKENS]
+        self._latency = self._histograms[names.METRIC_INTER_TOKEN_LATENCY]
         self._num_finished: Counter[str] = Counter(dict.fromkeys(_FINISHED_REASONS, 0))
         self._num_prompt_tokens = 0
         self._num_cached_tokens = 0
@@ -93,11 +95,9 @@ class RequestMetrics(Collector):
                 now - since_arrival, now - since_queued, request.num_output_tokens
             )
 
-    def planned(self, plan: SchedulerOutput) -> None:
-        """A step was decided."""
-        if plan.requests:
-            self._observe(names.METRIC_ITERATION_TOKENS, plan.num_tokens)
-        for request in plan.new:
+    def admitted(self, requests: Sequence[Request]) -> None:
+        """Requests were admitted for the first time."""
+        for request in requests:
             times = self._requests.get(request)
             if times is not None and times.scheduled is None:
                 times.scheduled = self._monotonic()
@@ -106,13 +106,14 @@ class RequestMetrics(Collector):
 
     def done(self, plan: SchedulerOutput, update: EngineCoreOutputs) -> None:
         """A step's tokens have arrived."""
-        now = self._monotonic()
-        num_tokens = sum(map(len, filter(None, update.token_ids)))
+        now, num_tokens = self._monotonic(), update.num_tokens
         self._num_generation_tokens += num_tokens
-        each_got_one = num_tokens == len(plan.requests) and all(update.token_ids)
+        if plan.requests:
+            self._iteration_tokens.observe(plan.num_tokens)
+        without_drafts = not plan.draft_token_ids
+        each_got_one = num_tokens == len(plan.requests) and without_drafts
         if each_got_one and not update.ended and plan.requests == self._steady:
-            latency = self._histograms[names.METRIC_INTER_TOKEN_LATENCY]
-            latency.observe(now - self._steady_at, num_tokens)
+            self._latency.observe(now - self._steady_at, num_tokens)
             self._steady_at = now
             return
         self._leave_steady()
@@ -162,8 +163,7 @@ class RequestMetrics(Collector):
 
     def _got(self, request: Request, times: _Times, num_tokens: int, now: float) -> None:
         if times.first_token is not None:
-            latency = self._histograms[names.METRIC_INTER_TOKEN_LATENCY]
-            latency.observe((now - times.last_token) / num_tokens, num_tokens)
+            self._latency.observe((now - times.last_token) / num_tokens, num_tokens)
         else:
             times.first_token = now
             if not times.num_output_before:  # otherwise the replica before has counted them

@@ -5,10 +5,12 @@ looked at; they take differences of sums over steps when their phase ends.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from services.common import names
 from services.scheduler.adapters.own_waits import OwnWaits, overlay
+from services.scheduler.adapters.step_spans import StepSpan
 from services.scheduler.adapters.step_sums import StepSums
 from services.scheduler.adapters.wait_reasons import ReasonChange, WaitReasons, WaitStart
 from services.scheduler.core.output import (
@@ -45,11 +47,26 @@ class StepRecord:
     """A step from its planning to its tokens."""
 
     begun: int
-    chunks: list[tuple[int, Tracked, Phase, int]] = field(default_factory=list)
-    """Of requests in their prefill: index in the plan, request, phase, tokens."""
+    span: StepSpan | None = None
+    num_requests: int = 0
     num_tokens: int = 0
-    left_out: list[Phase] = field(default_factory=list)
+    only_decodes: bool = False
+    """Whether it has all requests that run, and each of them decodes."""
+    chunks: Sequence[tuple[int, Tracked, Phase, int]] = ()
+    """Of requests in their prefill: index in the plan, request, phase, tokens."""
+    left_out: Sequence[Phase] = ()
     """Decoding phases of requests that the step left out."""
+
+
+class DoneStep(NamedTuple):
+    """A step that only decoded and ended no request, once its tokens have arrived."""
+
+    step: int
+    begun: int
+    done: int
+    compute_nanos: int
+    num_requests: int
+    num_tokens: int
 
 
 class RequestTimelines:
@@ -81,6 +98,17 @@ class RequestTimelines:
         self._live[request] = tracked
         return tracked
 
+    def only_decodes(self, plan: SchedulerOutput) -> bool:
+        """Whether a plan has all requests that run, each of them decodes as before, and none was
+        passed over.
+        """
+        return (
+            len(plan.requests) == len(self._running)
+            and not self._prefilling
+            and not (plan.new or plan.resumed or plan.preemptions or plan.passed_over)
+            and not self._own_waits.has_any
+        )
+
     def planned(self, plan: SchedulerOutput, step: StepRecord, now: int) -> None:
         """Notes who is admitted, preempted, left out, passed over in the queue, and gets a chunk.
         The reason for which requests still wait is noted after it.
@@ -89,11 +117,10 @@ class RequestTimelines:
             self._admit(request, plan.step, now)
         for preemption in plan.preemptions:
             self._preempted_for(preemption, plan.step, now)
-        step.num_tokens = plan.num_tokens
         if self._prefilling:
-            self._note_chunks(plan, step)
+            step.chunks = self._chunks(plan)
         if len(plan.requests) < len(self._running):
-            self._note_left_out(plan, step)
+            step.left_out = self._left_out(plan)
         self._own_waits.planned(plan.passed_over, now)
 
     def done(
@@ -101,14 +128,14 @@ class RequestTimelines:
     ) -> list[Tracked]:
         """Notes a step's tokens; returns the requests that ended by it."""
         last_done = self.sums.last_done_nanos
-        nanos = max(0, now - max(last_done, step.begun))
+        nanos = self.nanos_of(step.begun, now)
         compute = min(update.execute_nanos, nanos)
         # Others may have got tokens since, or have been interrupted.
         in_prefill = [chunk for chunk in step.chunks if chunk[1].timeline.current is chunk[2]]
         num_prompt_tokens = sum(num_tokens for *_, num_tokens in in_prefill)
         prompt_nanos = compute * num_prompt_tokens // max(1, step.num_tokens)
         totals = StepTotals(1, nanos, compute, prompt_nanos, len(plan.requests))
-        self.sums.add(plan.step, totals, now)
+        self.sums.add(plan.step, now, nanos, compute, prompt_nanos, len(plan.requests))
         for phase in step.left_out:
             if not phase.end:
                 phase.behind = phase.behind.plus(totals)
@@ -129,6 +156,19 @@ class RequestTimelines:
             if update.token_ids[index]:
                 self._got_tokens(tracked, phase, now)
         return [ended for request in update.ended if (ended := self.end(request, now)) is not None]
+
+    def nanos_of(self, begun: int, done: int) -> int:
+        """What a step took that follows those that are done, without its overlap with them."""
+        return max(0, done - max(self.sums.last_done_nanos, begun))
+
+    def decoded(self, step: DoneStep) -> int:
+        """Notes a step that only decoded and ended no request, before anything that came after it.
+        Returns what it took, without its overlap with the step before.
+        """
+        number, begun, done, compute_nanos, num_requests, _ = step
+        nanos = self.nanos_of(begun, done)
+        self.sums.add(number, done, nanos, min(compute_nanos, nanos), 0, num_requests)
+        return nanos
 
     def end(self, request: Request, now: int) -> Tracked | None:
         """Ends the timeline of a request, and notes its times."""
@@ -204,19 +244,19 @@ class RequestTimelines:
         tracked.waiting = self._reasons.begin(now)
         del self._running[request]
 
-    def _note_chunks(self, plan: SchedulerOutput, step: StepRecord) -> None:
-        for index, (request, num_tokens) in enumerate(
-            zip(plan.requests, plan.num_scheduled_tokens, strict=True)
-        ):
-            tracked = self._prefilling.get(request)
-            if tracked is not None:
-                step.chunks.append((index, tracked, tracked.timeline.current, num_tokens))
+    def _chunks(self, plan: SchedulerOutput) -> list[tuple[int, Tracked, Phase, int]]:
+        return [
+            (index, tracked, tracked.timeline.current, num_tokens)
+            for index, (request, num_tokens) in enumerate(
+                zip(plan.requests, plan.num_scheduled_tokens, strict=True)
+            )
+            if (tracked := self._prefilling.get(request)) is not None
+        ]
 
-    def _note_left_out(self, plan: SchedulerOutput, step: StepRecord) -> None:
-        for request in self._running.keys() - set(plan.requests):
-            phase = self._running[request].timeline.current
-            if phase.kind is PhaseKind.DECODE:
-                step.left_out.append(phase)
+    def _left_out(self, plan: SchedulerOutput) -> list[Phase]:
+        left_out = self._running.keys() - set(plan.requests)
+        phases = [self._running[request].timeline.current for request in left_out]
+        return [phase for phase in phases if phase.kind is PhaseKind.DECODE]
 
     def _got_tokens(self, tracked: Tracked, phase: Phase, now: int) -> None:
         """The first tokens of a prefill: it decodes from here on, unless it was preempted."""

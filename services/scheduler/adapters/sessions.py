@@ -163,7 +163,7 @@ class Sessions:
 
     def deliver(self, update: EngineCoreOutputs) -> None:
         plan, token_ids = update.plan, update.token_ids
-        self.num_generated_tokens += sum(map(len, filter(None, token_ids)))
+        self.num_generated_tokens += update.num_tokens
         for request in plan.new:
             owner = self._owners.get(request)
             if owner is not None and request.num_cached_tokens is not None:

@@ -3,6 +3,9 @@
 Every request has a timeline, which becomes spans when a sampled request ends; see
 `request_timelines` and `request_spans`. A step is sampled if a sampled request runs in it, or is
 about to be admitted, and otherwise by the ratio.
+
+Most steps only decode: of these the times are collected, and counted for several at once, before
+anything else that comes after them. Counts lag by as many steps at most.
 """
 
 import time
@@ -10,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from services.common.telemetry import Tracing, sampled_parent, traceparent_text
-from services.scheduler.adapters.request_timelines import RequestTimelines, StepRecord
+from services.scheduler.adapters.request_timelines import DoneStep, RequestTimelines, StepRecord
 from services.scheduler.adapters.request_traces import RequestTraces
 from services.scheduler.adapters.statistics import StepCounts
 from services.scheduler.adapters.step_spans import SampledSteps, StepSpan
@@ -18,13 +21,9 @@ from services.scheduler.core.output import EngineCoreOutputs, PreemptionCause, S
 from services.scheduler.core.ports import PoolLost, WorkersLost
 from services.scheduler.core.request import Request
 
-
-class _Step(StepRecord):
-    """A step between its planning and its tokens."""
-
-    def __init__(self, begun: int, span: StepSpan | None) -> None:
-        super().__init__(begun)
-        self.span = span
+MAX_UNCOUNTED_STEPS = 32
+MAX_UNCOUNTED_NANOS = 100_000_000
+"""From the first of the steps that are not counted yet to the last."""
 
 
 class StepTracer:
@@ -50,8 +49,9 @@ class StepTracer:
         self._timelines = RequestTimelines(counts.wait_reasons)
         self._sampled_steps = SampledSteps()
         self._traces = RequestTraces(tracing, self._sampled_steps.link)
-        self._begun: _Step | None = None
-        self._steps: dict[int, _Step] = {}
+        self._begun: StepRecord | None = None
+        self._steps: dict[int, StepRecord] = {}
+        self._uncounted: list[DoneStep] = []
 
     def arrived(self, requests: Sequence[Request]) -> None:
         now = self._unix_nanos()
@@ -62,7 +62,7 @@ class StepTracer:
     def begin(self) -> str:
         now, is_sampled = self._unix_nanos(), self._traces.has_any_of(self._candidates)
         context = self._tracing.draw_root(is_sampled=is_sampled)
-        self._begun = _Step(now, None if context is None else StepSpan(context, now))
+        self._begun = StepRecord(now, None if context is None else StepSpan(context, now))
         return "" if context is None else traceparent_text(context.trace_id, context.span_id)
 
     def planned(self, plan: SchedulerOutput) -> None:
@@ -70,8 +70,18 @@ class StepTracer:
         if step is None:
             raise AssertionError("a step was planned that had not begun")
         now = self._unix_nanos()
-        self._timelines.planned(plan, step, now)
-        self._count(plan, step.num_tokens, now)
+        step.num_requests, step.num_tokens = len(plan.requests), plan.num_tokens
+        step.only_decodes = step.span is None and self._timelines.only_decodes(plan)
+        if not step.only_decodes:
+            self._count_done_steps()
+            self._timelines.planned(plan, step, now)
+            self._count_admissions(plan)
+        counts = self._counts
+        counts.num_steps += 1
+        counts.num_scheduled_tokens += step.num_tokens
+        counts.wait_reasons.planned(plan.step, plan.wait_reason, now)
+        if plan.passed_over or counts.wait_reasons.passed_over:
+            counts.wait_reasons.passed_over = Counter(plan.passed_over.values())
         if step.span is not None:
             step.span.planned(plan, self._traces.links(plan.requests))
             if plan.requests:
@@ -83,10 +93,24 @@ class StepTracer:
 
     def done(self, plan: SchedulerOutput, update: EngineCoreOutputs) -> None:
         step, now = self._steps.pop(plan.step), self._unix_nanos()
-        nanos = now - max(step.begun, self._timelines.sums.last_done_nanos)
-        self._counts.step_nanos.append(nanos)
-        self._counts.step_seconds.observe(nanos / 1e9)
-        self._counts.step_costs.observe(len(plan.requests), step.num_tokens, nanos / 1e9)
+        if step.only_decodes and not (update.ended or update.turns):
+            uncounted = self._uncounted
+            uncounted.append(
+                DoneStep(
+                    plan.step,
+                    step.begun,
+                    now,
+                    update.execute_nanos,
+                    step.num_requests,
+                    step.num_tokens,
+                )
+            )
+            num_nanos = now - uncounted[0].done
+            if len(uncounted) >= MAX_UNCOUNTED_STEPS or num_nanos >= MAX_UNCOUNTED_NANOS:
+                self._count_done_steps()
+            return
+        self._count_done_steps()
+        self._count_done(step, self._timelines.nanos_of(step.begun, now))
         for tracked in self._timelines.done(plan, step, update, now):
             self._traces.ended(tracked.request, tracked.timeline)
         if step.span is not None:
@@ -95,6 +119,7 @@ class StepTracer:
 
     def ended(self, requests: Iterable[Request]) -> None:
         now = self._unix_nanos()
+        self._count_done_steps()
         for request in requests:
             tracked = self._timelines.end(request, now)
             if tracked is not None:
@@ -106,14 +131,17 @@ class StepTracer:
         self._timelines.paused(now)
 
     def resumed(self) -> None:
+        self._count_done_steps()
         self._timelines.resumed(self._unix_nanos(), stood_still=not self._steps)
         self._counts.wait_reasons.resumed()
 
     def preempted(self, requests: Sequence[Request], cause: PreemptionCause) -> None:
+        self._count_done_steps()
         self._timelines.preempted(requests, cause, self._unix_nanos())
 
     def lost(self, preempted: Sequence[Request], lost: PoolLost | WorkersLost) -> None:
         now = self._unix_nanos()
+        self._count_done_steps()
         self._drop_steps()
         self._counts.wait_reasons.lost(now)
         of_pool = isinstance(lost, PoolLost)
@@ -145,13 +173,21 @@ class StepTracer:
         self._steps.clear()
         self._begun = None
 
-    def _count(self, plan: SchedulerOutput, num_tokens: int, now: int) -> None:
+    def _count_done_steps(self) -> None:
+        """Counts the steps that were collected."""
+        if self._uncounted:
+            uncounted, self._uncounted = self._uncounted, []
+            for step in uncounted:
+                self._count_done(step, self._timelines.decoded(step))
+
+    def _count_done(self, step: StepRecord | DoneStep, nanos: int) -> None:
+        counts, seconds = self._counts, nanos / 1e9
+        counts.step_nanos.append(nanos)
+        counts.step_seconds.observe(seconds)
+        counts.step_costs.observe(step.num_requests, step.num_tokens, seconds)
+
+    def _count_admissions(self, plan: SchedulerOutput) -> None:
         counts = self._counts
-        counts.num_steps += 1
-        counts.num_scheduled_tokens += num_tokens
-        counts.wait_reasons.planned(plan.step, plan.wait_reason, now)
-        if plan.passed_over or counts.wait_reasons.passed_over:
-            counts.wait_reasons.passed_over = Counter(plan.passed_over.values())
         for preemption in plan.preemptions:
             counts.num_lost_tokens += preemption.num_lost_tokens
         for request in plan.new:

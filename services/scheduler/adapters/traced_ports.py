@@ -2,8 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode
 
@@ -23,10 +24,16 @@ class TracedPool:
         self._pool = pool
         self._tracing = tracing
 
-    async def transact(self, operations: Sequence[Operation], traceparent: str = "") -> Outcome:
-        parent = sampled_parent(traceparent)
+    def transact(
+        self, operations: Sequence[Operation], traceparent: str = ""
+    ) -> Coroutine[Any, Any, Outcome]:
+        # Most steps are not traced: their transactions are the pool's own.
+        parent = sampled_parent(traceparent) if traceparent else None
         if parent is None:
-            return await self._pool.transact(operations)
+            return self._pool.transact(operations)
+        return self._traced(operations, parent)
+
+    async def _traced(self, operations: Sequence[Operation], parent: SpanContext) -> Outcome:
         context, started = child_of(parent), time.time_ns()
         attributes: dict[str, str | int] = {names.ATTR_NUM_OPERATIONS: len(operations)}
         status = Status(StatusCode.ERROR, _CANCELLED)
@@ -61,12 +68,17 @@ class TracedExecutor:
         self._tracing = tracing
         self._open: dict[int, _Call] = {}
 
-    async def submit(
+    def submit(
         self, plan: SchedulerOutput, traceparent: str = ""
-    ) -> asyncio.Future[ModelRunnerOutput]:
-        parent = sampled_parent(traceparent)
+    ) -> Coroutine[Any, Any, asyncio.Future[ModelRunnerOutput]]:
+        parent = sampled_parent(traceparent) if traceparent else None
         if parent is None:
-            return await self._executor.submit(plan)
+            return self._executor.submit(plan)
+        return self._traced(plan, parent)
+
+    async def _traced(
+        self, plan: SchedulerOutput, parent: SpanContext
+    ) -> asyncio.Future[ModelRunnerOutput]:
         call = self._open[plan.step] = _Call(child_of(parent), parent, time.time_ns())
         try:
             answer = await self._executor.submit(plan, _text(call.context))

@@ -53,6 +53,8 @@ class FaultSearch:
         """The only requests that may run now: the same ones until all of them are cleared. None
         when every request may.
         """
+        if not self._goals and not self._groups:
+            return None
         for request in [request for request in self._goals if request.is_finished]:
             self._clear(request)
         while self._groups:

@@ -84,14 +84,15 @@ class KVCacheManager:
         operations += self._look_up(builder, looked_up)
         outcome = await self._transact(operations, traceparent)
         size = self._config.block_size
-        for request, blocks in zip(growing, outcome.grown, strict=False):
+        for request, blocks in zip(growing, outcome.grown if growing else (), strict=False):
             request.num_slots += len(blocks[0]) * size
             builder.plan.appended_blocks[request] = blocks
         if outcome.stop is None:
             for _, end, request in filling:
                 request.num_committed_blocks = end // size
                 request.num_hashes_sent = max(request.num_hashes_sent, end // size)
-            self._note_hits(builder, looked_up, outcome)
+            if looked_up:
+                self._note_hits(builder, looked_up, outcome)
         return outcome
 
     async def look_up(

@@ -101,15 +101,13 @@ class SchedulerOutput:
     dropped: set[Request] = field(default_factory=set)
     """Requests whose tokens of this step are not taken: what it computes of them is void."""
 
+    num_tokens: int = 0
+    """Tokens that the step computes, of all requests."""
+
     @property
     def preempted(self) -> list[Request]:
         """The requests that were preempted, in that order."""
         return [preemption.victim for preemption in self.preemptions]
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that the step computes."""
-        return sum(self.num_scheduled_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +148,8 @@ class EngineCoreOutputs:
     logprobs: Mapping[int, object]
     ended: Sequence[Request]
     """Requests that ended by the step."""
+    num_tokens: int
+    """New tokens of all requests."""
     turns: Mapping[Request, TurnEnd] = field(default_factory=dict)
     """Sessions of which a turn ended by the step."""
     execute_nanos: int = 0

@@ -211,8 +211,16 @@ class Scheduler:
                 request.finish(FinishReason.STOP)
                 ended.append(request)
         self._remove(ended)
+        num_tokens = sum(map(len, filter(None, taken)))
         return EngineCoreOutputs(
-            plan, taken, output.logprobs, ended, turns, output.execute_nanos, output.pooled
+            plan,
+            taken,
+            output.logprobs,
+            ended,
+            num_tokens,
+            turns,
+            output.execute_nanos,
+            output.pooled,
         )
 
     def preempt_all(self) -> list[Request]:
@@ -415,6 +423,7 @@ class Scheduler:
         """The planned step; from here on its tokens count as computed."""
         plan = builder.plan
         plan.wait_reason = wait_reason
+        plan.num_tokens = sum(plan.num_scheduled_tokens)
         plan.removed_rows, self._removed_rows = self._removed_rows, []
         plan.block_ids_to_zero = self._kv_cache_manager.pop_block_ids_to_zero()
         self._num_steps += 1

@@ -47,7 +47,8 @@ def update(
     plan = SchedulerOutput(step=step, requests=requests, num_computed_tokens=starts, new=new)
     rows = {} if logprobs is None else {0: logprobs}
     ended = [request for request in requests if request.is_finished]
-    return EngineCoreOutputs(plan, token_ids, rows, ended)
+    num_tokens = sum(map(len, filter(None, token_ids)))
+    return EngineCoreOutputs(plan, token_ids, rows, ended, num_tokens)
 
 
 async def test_steps_that_were_not_taken_are_merged() -> None:

@@ -42,7 +42,7 @@ class MeasuredStory(Story):
     async def take(self, seconds: float) -> tuple[SchedulerOutput, list[Any]]:
         """A step of so many seconds; returns its plan and its tokens."""
         plan = await self.scheduler.schedule()
-        self.metrics.planned(plan)
+        self.metrics.admitted(plan.new)
         self.now += seconds
         update = self.scheduler.update_from_output(plan, self.model.run_plan(plan))
         self.metrics.done(plan, update)

@@ -121,6 +121,6 @@ def test_whatever_happens_there_is_no_gap(events: list[tuple[str, int, int]]) ->
 def test_the_largest_batch_since_a_step() -> None:
     sums = StepSums()
     for step, size in enumerate([3, 9, 4, 4, 2]):
-        sums.add(step, StepTotals(1, 10, 8, 0, size), 10 * step)
+        sums.add(step, 10 * step, 10, 8, 0, size)
     assert [sums.max_requests_since(step) for step in range(6)] == [9, 9, 4, 4, 2, 0]
     assert sums.totals == StepTotals(5, 50, 40, 0, 22)
