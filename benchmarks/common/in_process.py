@@ -52,8 +52,7 @@ from services.scheduler.settings import SchedulerSettings
 from services.worker.adapters.compute import ComputeThread
 from services.worker.adapters.converters import description_to_proto
 from services.worker.build import build_worker
-from services.worker.core.model_runner import ModelRunner
-from services.worker.core.worker import Worker, WorkerDescription
+from services.worker.core.worker import StepRunner, Worker, WorkerDescription
 from services.worker.platforms.machine import usable_processors
 from services.worker.platforms.threads import choose_threads
 from services.worker.settings import WorkerSettings
@@ -62,7 +61,7 @@ from services.worker.settings import WorkerSettings
 class RunnerExecutor:
     """The scheduler's `Executor` over a runner in its thread."""
 
-    def __init__(self, runner: ModelRunner, compute: ComputeThread) -> None:
+    def __init__(self, runner: StepRunner, compute: ComputeThread) -> None:
         self._runner = runner
         self._compute = compute
 

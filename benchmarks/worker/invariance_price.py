@@ -23,8 +23,8 @@ from benchmarks.common.console import show
 from benchmarks.common.models import find_model
 from services.common.sampling import SamplingParams
 from services.worker.build import build_worker
-from services.worker.core.model_runner import ModelRunner
 from services.worker.core.step import NewRequest, StepInput
+from services.worker.core.worker import StepRunner
 from services.worker.models.config import DtypeSetting
 from services.worker.platforms.cpu_kernels import KernelsSetting
 from services.worker.settings import WorkerSettings
@@ -62,7 +62,7 @@ class StepTimer:
     reads takes the same time whatever it is.
     """
 
-    def __init__(self, runner: ModelRunner, num_steps: int) -> None:
+    def __init__(self, runner: StepRunner, num_steps: int) -> None:
         self._runner = runner
         self._num_steps = num_steps
         self._generation = 0
@@ -164,7 +164,7 @@ def rounds(timers: list[StepTimer], load: StepsLoad, number: int) -> tuple[float
     return without, invariant
 
 
-def build(model: Path, dtype: DtypeSetting, batch_invariant: bool, num_steps: int) -> ModelRunner:
+def build(model: Path, dtype: DtypeSetting, batch_invariant: bool, num_steps: int) -> StepRunner:
     """A runner over torch's kernels that can hold every load."""
     most = max(load.num_requests * load.num_blocks(num_steps) for load in LOADS)
     settings = WorkerSettings(

@@ -103,6 +103,11 @@ class UpSettings:
         "need none)",
         check=existing_file,
     )
+    runner: str | None = passed_to(
+        "worker",
+        doc="what the model is run for: auto, generate, or pooling, which answers a prompt with a "
+        "vector",
+    )
     dtype: str | None = passed_to(
         "worker", doc="data type of weights and KV cache: auto, float32, bfloat16"
     )

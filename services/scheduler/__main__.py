@@ -197,6 +197,7 @@ class SchedulerService:
             max_model_len=description.max_model_len,
             queue_at_arrival=self._watch.state_at_arrival,
             next_key=itertools.count(1).__next__,
+            pooler=shape.pooler,
         )
         opened = session_opened_to_proto(shape, config, incarnation)
         opened.cache_node = cache_node

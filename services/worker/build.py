@@ -23,10 +23,13 @@ from services.worker.core.kv_cache import (
 from services.worker.core.kv_groups import LayerGroup, group_layers
 from services.worker.core.lockstep import Lockstep
 from services.worker.core.model_runner import ModelRunner
+from services.worker.core.pooler import PromptPooler, vector_end
 from services.worker.core.worker import Worker, WorkerDescription
 from services.worker.models.checkpoint import Checkpoint, open_checkpoint
-from services.worker.models.load import load_model
-from services.worker.models.model import LoadOptions
+from services.worker.models.errors import UnsupportedModel
+from services.worker.models.load import load_model, takes_whole_prompts
+from services.worker.models.model import LoadedModel, LoadOptions
+from services.worker.models.pooling_config import PoolingConfig, read_pooling
 from services.worker.parallel.group import Group
 from services.worker.parallel.ranks import ALONE
 from services.worker.platform_choice import (
@@ -97,11 +100,14 @@ class _Builder:
         """See build_worker."""
         settings, platform, ranks = self._settings, self._platform, self._ranks
         checkpoint = open_checkpoint(settings.model, platform.torch_device)
-        parts, groups = self._load(checkpoint)
+        pooling = read_pooling(settings.model, settings.runner)
+        if pooling is not None and takes_whole_prompts(settings.model):
+            return self._build_whole(checkpoint, pooling, incarnation)
+        parts, groups = self._load(checkpoint, pooling)
         loaded, block_size = parts.loaded, parts.shape.block_size
         platform.check(parts.shape, loaded)
         fingerprint = model_fingerprint(
-            checkpoint, block_size, _name(loaded.dtype), loaded.rope_length, groups
+            checkpoint, block_size, _name(loaded.dtype), loaded.rope_length, groups, pooling
         )
         if self._group is not None:
             self._group.require_same(self._in_common(parts, fingerprint))
@@ -130,10 +136,37 @@ class _Builder:
             dtype=_name(loaded.dtype),
             rank=ranks.rank,
             world_size=ranks.size,
+            pooler=None if parts.pooler is None else parts.pooler.end.pooler,
         )
         return Worker(self._warm_runner(parts), description)
 
-    def _load(self, checkpoint: Checkpoint) -> tuple[Parts, tuple[LayerGroup, ...]]:
+    def _build_whole(
+        self, checkpoint: Checkpoint, pooling: PoolingConfig, incarnation: str
+    ) -> Worker:
+        """A worker for a model that takes whole prompts. It has no KV cache: blocks are only
+        counted, and there are enough for as many of the longest prompts as may run.
+        """
+        settings = self._settings
+        if self._ranks.size > 1:
+            raise UnsupportedModel(
+                settings.model / "config.json", "an encoder is not divided among ranks"
+            )
+        # Only here, since importing transformers takes seconds and a hundred megabytes.
+        from services.worker.build_whole import build_whole  # noqa: PLC0415
+
+        options = LoadOptions(settings.max_model_len, self._platform.dtype(settings.dtype), pooling)
+        with memory_for("the weights", "use a machine with more, or a smaller dtype"):
+            return build_whole(
+                settings,
+                checkpoint,
+                options,
+                incarnation,
+                block_size=settings.block_size or self._platform.default_block_size,
+            )
+
+    def _load(
+        self, checkpoint: Checkpoint, pooling: PoolingConfig | None
+    ) -> tuple[Parts, tuple[LayerGroup, ...]]:
         """The model, or this rank's part of it, in memory, with a cache without blocks; and the
         groups of its layers.
         """
@@ -143,7 +176,7 @@ class _Builder:
             if self._group is not None:
                 self._group.gather("loaded", "")
 
-        options = LoadOptions(settings.max_model_len, platform.dtype(settings.dtype))
+        options = LoadOptions(settings.max_model_len, platform.dtype(settings.dtype), pooling)
         weights = f"the weights ({checkpoint.num_bytes / 2**20:.0f} MiB in their files)"
         with memory_for(weights, "use a machine with more, a smaller dtype, or more ranks"):
             layer_read = self._progress("loading layers")
@@ -169,7 +202,8 @@ class _Builder:
             num_blocks=0,
             windows=tuple(group.window for group in groups),
         )
-        return Parts(loaded, kernels, shape, limits), groups
+        pooler = None if pooling is None else _prompt_pooler(loaded, pooling)
+        return Parts(loaded, kernels, shape, limits, pooler=pooler), groups
 
     def _in_common(self, parts: Parts, fingerprint: bytes) -> dict[str, str]:
         """Values, by name, that must be the same on all ranks."""
@@ -216,6 +250,8 @@ class _Builder:
             runner = self._platform.runner(parts)
         with memory_for("a step", "lower max_num_batched_tokens, max_num_seqs or the KV cache"):
             shapes = self._platform.warm_up_shapes(parts.limits)
+            if parts.pooler is not None and not parts.pooler.end.pooler.reads_prefix_cache:
+                shapes = [shape for shape in shapes if not shape.num_computed]
             done = self._progress("warming up")
             for number, shape in enumerate(shapes):
                 run_prompts(runner, parts.limits, shape)
@@ -237,6 +273,11 @@ class _Builder:
                 logger.info("%s: %d%%", what, 100 * done // total)
 
         return log_progress
+
+
+def _prompt_pooler(loaded: LoadedModel, pooling: PoolingConfig) -> PromptPooler:
+    end = vector_end(pooling, loaded.hidden_size, takes_whole_prompts=False)
+    return PromptPooler(end, loaded.model.compute_logits)
 
 
 def _name(dtype: torch.dtype) -> str:

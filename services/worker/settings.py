@@ -13,6 +13,7 @@ from services.common.settings import (
 )
 from services.worker.backends.device import DeviceSetting
 from services.worker.models.config import DtypeSetting
+from services.worker.models.pooling_config import RunnerSetting
 from services.worker.platforms.cpu_kernels import KernelsSetting
 
 
@@ -43,6 +44,12 @@ class WorkerSettings(ServiceSettings):
         DtypeSetting.AUTO,
         doc="data type of weights and KV cache; auto is the checkpoint's where the processor "
         "computes in it, else float32, and on CUDA bfloat16",
+    )
+    runner: RunnerSetting = setting(
+        RunnerSetting.AUTO,
+        doc="what the model is run for: generate tokens, or pooling, which answers a prompt with a "
+        "vector; auto is pooling for directories of sentence-transformers and architectures "
+        "without the head of a language model",
     )
     block_size: int | None = setting(
         None, doc="tokens per block (default: 16, on CUDA 64)", check=between(1, 1024)

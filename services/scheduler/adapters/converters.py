@@ -9,6 +9,7 @@ from stepwell.worker.v1 import worker_pb2
 
 from services.common.block_hash import pack_token_ids, unpack_token_ids
 from services.common.pool_operations import BlockTables
+from services.common.pooling_proto import pooling_to_proto
 from services.common.prompt_embeds_proto import prompt_embeds_to_proto
 from services.common.sampling_proto import sampling_to_proto
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
@@ -41,6 +42,7 @@ def model_runner_output_from_proto(response: worker_pb2.ExecuteResponse) -> Mode
         logprobs={item.index: item for item in response.logprobs},
         nan_requests=frozenset(unpack_token_ids(response.nan_requests)),
         execute_nanos=response.execute_nanos,
+        pooled={item.index: item.values for item in response.pooled},
     )
 
 
@@ -87,6 +89,7 @@ def _new_request(
         prompt_embeds=prompt_embeds_to_proto(embeds and embeds.rest(num_computed_tokens)),
         num_placeholders=embeds.num_tokens if embeds is not None else 0,
         adapter_digest=request.adapter_digest,
+        pooling=pooling_to_proto(request.pooling),
     )
 
 

@@ -70,6 +70,11 @@ class Outbox:
             added.prompt.CopyFrom(item.prompt)
         self._is_empty = False
 
+    def pooled(self, handle: int, values: bytes) -> None:
+        """The vector of a prompt; its end follows."""
+        self._deltas.pooled.add(handle=handle, values=values)
+        self._is_empty = False
+
     def finished(self, handle: int, request: Request) -> None:
         """The end of a request."""
         if request.finish_reason is None:

@@ -11,6 +11,8 @@ from services.common.errors import FailedPrecondition, InvalidArgument, Stepwell
 from services.common.kv_cache_groups import KVCacheGroup
 from services.common.kv_cache_groups_proto import kv_cache_group_from_proto
 from services.common.lease import Taken
+from services.common.pooling import Pooler
+from services.common.pooling_proto import pooler_from_proto
 from services.scheduler.adapters.pool_client import PoolClient
 from services.scheduler.adapters.worker_client import WorkerGroup
 from services.scheduler.core.ports import PoolLost, WorkersLost
@@ -33,6 +35,16 @@ class ReplicaShape:
     def block_size(self) -> int:
         """Tokens per block, of every group."""
         return self.description.groups[0].block_size
+
+    @property
+    def pooler(self) -> Pooler | None:
+        """What the model answers prompts with in place of tokens; None if it generates."""
+        return pooler_from_proto(self.description.pooler)
+
+    @property
+    def takes_whole_prompts(self) -> bool:
+        """Whether a prompt is computed in one step, and none of it is cached."""
+        return self.pooler is not None and self.pooler.takes_whole_prompts
 
     @property
     def groups(self) -> tuple[KVCacheGroup, ...]:
@@ -97,7 +109,7 @@ class ReplicaClient:
             shape.num_blocks,
             shape.groups,
             shape.description.fingerprint,
-            enable_prefix_caching=self._enable_prefix_caching,
+            enable_prefix_caching=self._enable_prefix_caching and not shape.takes_whole_prompts,
             drop_last_hit_block=shape.description.drop_last_hit_block,
             seen_generation=max(rank.seen_generation for rank in ranks),
         )

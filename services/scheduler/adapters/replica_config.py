@@ -5,6 +5,7 @@ from dataclasses import replace
 from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common.errors import FailedPrecondition
+from services.common.pooling_proto import pooler_to_proto
 from services.scheduler.adapters.replica import ReplicaShape
 from services.scheduler.core.capacity import config_conflict, max_request_tokens
 from services.scheduler.core.config import SchedulerConfig
@@ -22,7 +23,7 @@ def scheduler_config(settings: SchedulerSettings, shape: ReplicaShape) -> Schedu
     Raises FailedPrecondition if a sequence could get longer than the step that must hold it, if the
     pool does not hold even the shortest, or if states would have to be cached and cannot be.
     """
-    built = shape.description
+    built, whole = shape.description, shape.takes_whole_prompts
     config = SchedulerConfig(
         max_num_seqs=built.max_num_seqs,
         max_num_batched_tokens=built.max_num_batched_tokens,
@@ -32,8 +33,9 @@ def scheduler_config(settings: SchedulerSettings, shape: ReplicaShape) -> Schedu
         fingerprint=built.fingerprint,
         policy=settings.policy,
         async_scheduling=settings.async_scheduling,
-        enable_prefix_caching=settings.enable_prefix_caching,
-        enable_chunked_prefill=settings.enable_chunked_prefill,
+        enable_prefix_caching=settings.enable_prefix_caching and not whole,
+        enable_chunked_prefill=settings.enable_chunked_prefill and not whole,
+        pooling=shape.pooler is not None,
         long_prefill_token_threshold=settings.long_prefill_token_threshold,
         long_prefill_token_threshold_adaptive=settings.long_prefill_token_threshold_adaptive,
         scheduler_reserve_full_isl=settings.scheduler_reserve_full_isl,
@@ -41,6 +43,8 @@ def scheduler_config(settings: SchedulerSettings, shape: ReplicaShape) -> Schedu
         groups=shape.groups,
         drop_last_hit_block=built.drop_last_hit_block,
     )
+    if whole:  # a longer prompt gets the step for itself, and no part of it
+        config = replace(config, long_prefill_token_threshold=0)
     config = replace(config, max_model_len=max_request_tokens(config))
     if config.max_model_len < SHORTEST_SEQUENCE:
         raise FailedPrecondition(
@@ -70,4 +74,5 @@ def session_opened_to_proto(
         priority_scheduling=find_policy(config.policy).uses_priority,
         hidden_size=built.hidden_size,
         max_num_seqs=config.max_running,
+        pooler=pooler_to_proto(shape.pooler),
     )

@@ -11,6 +11,8 @@ from stepwell.scheduler.v1 import scheduler_pb2
 from services.common.block_hash import unpack_token_ids
 from services.common.errors import InvalidArgument, OutOfRange
 from services.common.ids import RequestKey
+from services.common.pooling import Pooler, PoolingParams
+from services.common.pooling_proto import pooling_from_proto
 from services.common.prompt_embeds import PromptEmbeds
 from services.common.prompt_embeds_proto import prompt_embeds_from_proto
 from services.common.queue_state import QueueState
@@ -31,6 +33,7 @@ class RequestIntake:
     max_model_len: int
     queue_at_arrival: Callable[[], QueueState]
     next_key: Callable[[], int]
+    pooler: Pooler | None = None
 
     def accept(self, message: scheduler_pb2.AddRequest) -> Request:
         """The request of a message. Raises InvalidArgument or OutOfRange, which name the field that
@@ -43,11 +46,14 @@ class RequestIntake:
             if embeds is None
             else embeds.placeholders
         )
+        pooling = self._pooling(message, len(prompt))
         output = self._tokens(message.output_token_ids, "output_token_ids")
         if not prompt:
             raise InvalidArgument("prompt_token_ids is empty", field="prompt_token_ids")
         self._check_length(len(prompt), len(output))
-        sampling = self._sampling(message.sampling, len(output))
+        sampling = SamplingParams()
+        if pooling is None:
+            sampling = self._sampling(message.sampling, len(output))
         if message.priority and not find_policy(self.config.policy).uses_priority:
             raise InvalidArgument(
                 "priority is not 0, but this replica does not schedule by priority",
@@ -71,7 +77,10 @@ class RequestIntake:
             baggage=message.baggage,
             queued_unix_nanos=time.time_ns(),
             num_choices=message.num_choices,
-            reads_prefix_cache=sampling.prompt_logprobs is None,
+            pooling=pooling,
+            reads_prefix_cache=sampling.prompt_logprobs is None
+            if self.pooler is None
+            else self.pooler.reads_prefix_cache,
         )
 
     def _check_adapter(self, digest: bytes) -> None:
@@ -83,6 +92,32 @@ class RequestIntake:
             raise InvalidArgument(
                 f"adapter_digest has {len(digest)} bytes; a SHA-256 has 32", field="adapter_digest"
             )
+
+    def _pooling(self, message: scheduler_pb2.AddRequest, num_tokens: int) -> PoolingParams | None:
+        """How the prompt is pooled; None where the model generates. Raises InvalidArgument for a
+        request that the model is not made for.
+        """
+        if message.HasField("pooling") != (self.pooler is not None):
+            raise InvalidArgument(
+                "this model generates tokens, and pools no prompts"
+                if self.pooler is None
+                else "this model answers prompts with vectors, and generates no tokens",
+                field="pooling",
+                reason="OTHER_RUNNER",
+            )
+        if self.pooler is None:
+            return None
+        if message.output_token_ids:
+            raise InvalidArgument(
+                "output_token_ids: a prompt that is pooled has no output", field="output_token_ids"
+            )
+        if message.HasField("prompt_embeds") and self.pooler.takes_whole_prompts:
+            raise InvalidArgument(
+                "prompt_embeds: this model takes tokens only", field="prompt_embeds"
+            )
+        params = pooling_from_proto(message.pooling)
+        self.pooler.check(params, num_tokens)
+        return params
 
     def _latest_start(self, message: scheduler_pb2.AddRequest) -> float | None:
         """When the request must have been scheduled; None: no limit. Raises ResourceExhausted if
@@ -123,19 +158,20 @@ class RequestIntake:
 
     def _check_length(self, num_prompt: int, num_output: int) -> None:
         total = num_prompt + num_output
+        num_free = 0 if self.config.pooling else 1
+        room = ", at least one of them to generate" if num_free else ""
         field = "output_token_ids" if num_output else "prompt_token_ids"
-        if total >= self.max_model_len:
+        if total > self.max_model_len - num_free:
             raise OutOfRange(
-                f"This model's maximum context length is {self.max_model_len} tokens, at least one "
-                f"of them to generate: the request has {total}",
+                f"This model's maximum context length is {self.max_model_len} tokens{room}: the "
+                f"request has {total}",
                 field=field,
                 reason="LONGER_THAN_MODEL",
             )
-        if total >= self.config.max_model_len:
+        if total > self.config.max_prompt_len:
             raise OutOfRange(
                 f"This model's maximum context length is {self.config.max_model_len} tokens, which "
-                "is what the KV cache holds of one request, at least one of them to generate: the "
-                f"request has {total}",
+                f"is what the KV cache holds of one request{room}: the request has {total}",
                 field=field,
                 reason="LARGER_THAN_POOL",
             )

@@ -181,6 +181,10 @@ class Sessions:
             if isinstance(item, worker_pb2.RequestLogprobs):
                 rows = _unsent(owner, item, plan.num_computed_tokens[index])
                 owner.session.outbox.logprobs(owner.handle, rows)
+        for index, values in update.pooled.items():
+            owner = self._owners.get(plan.requests[index])
+            if owner is not None and token_ids[index] is not None and isinstance(values, bytes):
+                owner.session.outbox.pooled(owner.handle, values)
         self.deliver_ends(update.ended)
         for session in self._sessions:
             session.outbox.flush()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from services.common.block_hash import BlockHash, hash_full_blocks
 from services.common.finish_reason import FinishReason
 from services.common.ids import RequestKey
+from services.common.pooling import PoolingParams
 from services.common.prompt_embeds import PromptEmbeds
 from services.common.repetition import RepetitionDetection
 from services.common.sampling import SamplingParams
@@ -84,6 +85,8 @@ class Request(ComputedTokens):
     """Where its time went, once it has ended; carried through."""
     prompt_embeds: PromptEmbeds | None = None
     """Embeddings in place of the prompt's tokens, which are placeholders then; carried through."""
+    pooling: PoolingParams | None = None
+    """How the workers pool its prompt, where the model does that; carried through."""
     num_choices: int = 0
     """The client's parameter n, in the first sequence of a prompt; 0 in the others. Carried
     through, for metrics.

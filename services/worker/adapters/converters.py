@@ -8,6 +8,7 @@ from stepwell.common.v1 import common_pb2
 from stepwell.worker.v1 import worker_pb2
 
 from services.common.kv_cache_groups_proto import kv_cache_group_to_proto
+from services.common.pooling_proto import pooler_to_proto, pooling_from_proto
 from services.common.prompt_embeds_proto import prompt_embeds_from_proto
 from services.common.sampling_proto import sampling_from_proto
 from services.worker.core.errors import InvalidStep
@@ -67,6 +68,10 @@ def step_output_to_proto(
         nan_requests=_packed(output.nan_requests),
         queue_nanos=queue_nanos,
         execute_nanos=execute_nanos,
+        pooled=[
+            worker_pb2.PooledVector(index=index, values=vector.astype("<f4", copy=False).tobytes())
+            for index, vector in output.pooled.items()
+        ],
     )
 
 
@@ -75,10 +80,12 @@ def description_to_proto(description: WorkerDescription) -> worker_pb2.DescribeR
     block size.
     """
     values = {field.name: getattr(description, field.name) for field in fields(description)}
-    block_size = values.pop("block_size")
+    block_size, pooler = values.pop("block_size"), values.pop("pooler")
     groups = (group.kv_cache_group(block_size) for group in values.pop("groups"))
     return worker_pb2.DescribeResponse(
-        groups=[kv_cache_group_to_proto(group) for group in groups], **values
+        groups=[kv_cache_group_to_proto(group) for group in groups],
+        pooler=pooler_to_proto(pooler),
+        **values,
     )
 
 
@@ -98,6 +105,7 @@ def _new_request(message: worker_pb2.NewRequest) -> NewRequest:
         if message.HasField("prompt_embeds")
         else None,
         num_placeholders=message.num_placeholders,
+        pooling=pooling_from_proto(message.pooling) if message.HasField("pooling") else None,
     )
 
 

@@ -25,9 +25,8 @@ from services.worker.adapters.converters import (
 from services.worker.adapters.metrics import WorkerMetrics
 from services.worker.adapters.telemetry import StepTimes, StepTracer
 from services.worker.core.device_tokens import PendingOutput
-from services.worker.core.model_runner import ModelRunner
 from services.worker.core.step import StepInput, StepOutput
-from services.worker.core.worker import Worker
+from services.worker.core.worker import StepRunner, Worker
 
 MAX_STEPS_IN_FLIGHT = 4
 """Steps of a stream that are read before the oldest is answered."""
@@ -142,7 +141,7 @@ class _StepStream:
 
     def __init__(
         self,
-        runner: ModelRunner,
+        runner: StepRunner,
         compute: ComputeThread,
         tracer: StepTracer,
         metrics: WorkerMetrics,

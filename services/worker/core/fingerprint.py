@@ -15,6 +15,7 @@ from services.common.tokenizer_files import TOKENIZER_FILES
 from services.worker.core.kv_groups import LayerGroup
 from services.worker.models.checkpoint import Checkpoint, TensorInfo
 from services.worker.models.json_file import read_json_object
+from services.worker.models.pooling_config import PoolingConfig
 
 WHOLE_FILE_BYTES = 64 * 2**20
 """Weights up to this size are hashed whole; of larger ones a sample of each tensor."""
@@ -29,11 +30,13 @@ def model_fingerprint(
     kv_dtype: str,
     rope_length: int = 0,
     groups: Sequence[LayerGroup] = (),
+    pooling: PoolingConfig | None = None,
 ) -> bytes:
     """32 bytes, equal for two workers exactly if their cached keys and values are interchangeable.
 
     `rope_length`: the length that rotary frequencies are fixed for; 0 if they depend on none.
-    `groups`: the layers that share a block; these may depend on the longest sequence.
+    `groups`: the layers that share a block; these may depend on the longest sequence. `pooling`:
+    how prompts are pooled, since workers that pool otherwise answer otherwise.
     """
     digest = sha256()
 
@@ -59,6 +62,8 @@ def model_fingerprint(
     add("cache", f"{block_size} {kv_dtype} {rope_length} {HASH_VERSION}".encode())
     for group in groups:
         add("group", f"{group.window} {list(group.layers)}".encode())
+    if pooling is not None:
+        add("pooling", str(pooling).encode())
     return digest.digest()
 
 

@@ -27,6 +27,7 @@ from services.worker.core.embedded_prompts import EmbeddedPrompts
 from services.worker.core.input_batch import BatchLimits, InputBatch
 from services.worker.core.layout import SamplingRequests, StepTokens, lay_out
 from services.worker.core.lockstep import Lockstep
+from services.worker.core.pooler import PromptPooler
 from services.worker.core.sampled import Sampled
 from services.worker.core.step import Int32Array, StepInput, StepOutput
 from services.worker.models.model import Model, wanted_rows
@@ -42,7 +43,7 @@ class ModelRunner:
 
     `device_tokens`: keeps sampled tokens on the device, so that `begin` does not wait for them.
     `buckets`: run steps that consist of decodes. `lockstep`: runs each step together with the other
-    ranks.
+    ranks. `pooler`: prompts are pooled, and nothing is sampled.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class ModelRunner:
         device_tokens: DeviceTokens | None = None,
         buckets: DecodeBuckets | None = None,
         lockstep: Lockstep | None = None,
+        pooler: PromptPooler | None = None,
     ) -> None:
         self._model = model
         self._attention = attention
@@ -61,6 +63,7 @@ class ModelRunner:
         self._device_tokens = device_tokens
         self._buckets = buckets
         self._lockstep = lockstep
+        self._pooler = pooler
         self._batch = InputBatch(limits)
         self._embedded = EmbeddedPrompts(model)
         self._sampler = Sampler(limits.max_num_seqs, limits.vocab_size)
@@ -79,6 +82,8 @@ class ModelRunner:
         self._batch.clear()
         self._num_prompt_logprobs.clear()
         self._embedded.clear()
+        if self._pooler is not None:
+            self._pooler.clear()
         if self._device_tokens is not None:
             self._device_tokens.reset()
         self._sampler = Sampler(limits.max_num_seqs, limits.vocab_size)
@@ -111,8 +116,11 @@ class ModelRunner:
         self._place_drafts(step)
         tokens = lay_out(step, self._batch)
         num_tokens = self._batch.num_tokens[tokens.rows]
-        sampling = tokens.sampling(num_tokens)
         token_ids = self._device.upload(tokens.token_ids)
+        if self._pooler is not None:
+            hidden, _ = self._run_model(tokens, token_ids, None, _no_indexes(token_ids))
+            return self._pooler.pool(step, tokens, num_tokens, hidden)
+        sampling = tokens.sampling(num_tokens)
         if self._device_tokens is not None:
             self._device_tokens.fill_in(token_ids, step, tokens, num_tokens)
         logits, logits_of = self._forward(tokens, token_ids, sampling.logits_indices)
@@ -120,9 +128,14 @@ class ModelRunner:
         return self._sample(step, tokens, sampling, logits, prompt)
 
     def _update_batch(self, step: StepInput) -> None:
+        if self._pooler is not None:
+            self._pooler.check(step)
         embedded = self._embedded.read(step, self._device.torch_device)
         self._batch.apply(step)
         self._embedded.replace(step, embedded)
+        if self._pooler is not None:
+            self._pooler.update(step)
+            return
         for row in step.removed_rows.tolist():
             self._sampler.remove(row)
             self._num_prompt_logprobs.pop(row, None)
@@ -153,7 +166,18 @@ class ModelRunner:
         if self._buckets is not None and embedded is None and only_decodes:
             logits = self._buckets.logits(token_ids, tokens.positions, tokens.layouts)
             return wanted_rows(logits, wanted), lambda some: logits[some]
-        hidden, found = self._model.forward(
+        hidden, found = self._run_model(tokens, token_ids, embedded, wanted)
+        return found, lambda some: self._model.compute_logits(hidden[some])
+
+    def _run_model(
+        self,
+        tokens: StepTokens,
+        token_ids: torch.Tensor,
+        embedded: torch.Tensor | None,
+        wanted: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Hidden states of the step's tokens, and the wanted logits: see Model.forward."""
+        hidden, logits = self._model.forward(
             token_ids,
             self._device.upload(tokens.positions),
             self._attention.begin_step(tokens.layouts),
@@ -162,7 +186,7 @@ class ModelRunner:
         )
         if self._lockstep is not None:
             self._lockstep.add_hidden_states(hidden)
-        return found, lambda some: self._model.compute_logits(hidden[some])
+        return hidden, logits
 
     def _place_drafts(self, step: StepInput) -> None:
         """Writes drafts behind the known tokens. They count as known once they are accepted."""
@@ -251,3 +275,8 @@ class ModelRunner:
                 parts.append(logprob_rows(logits, targets[some], num_top))
             found[int(tokens.order[index])] = LogprobRows.joined(parts)
         return found
+
+
+def _no_indexes(token_ids: torch.Tensor) -> torch.Tensor:
+    """Indexes of no tokens, where the tokens are."""
+    return torch.empty(0, dtype=torch.int64, device=token_ids.device)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from services.common.pooling import PoolingParams
 from services.common.prompt_embeds import PromptEmbeds
 from services.common.sampling import SamplingParams
 from services.worker.sampling.logprobs import LogprobRows
@@ -22,7 +23,8 @@ class NewRequest:
     """A request that enters the batch: its known tokens, and its block tables by group.
 
     Its first `num_placeholders` tokens are placeholders for embeddings. `prompt_embeds` holds those
-    of the last of them; embeddings of tokens that are computed already may be left out.
+    of the last of them; embeddings of tokens that are computed already may be left out. `pooling`
+    is how its prompt is pooled, where the model does that.
     """
 
     row: int
@@ -32,6 +34,7 @@ class NewRequest:
     block_tables: tuple[Int32Array, ...]
     prompt_embeds: PromptEmbeds | None = None
     num_placeholders: int = 0
+    pooling: PoolingParams | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,8 @@ class StepOutput:
     """The output of a step, in the order of its requests.
 
     `num_tokens[i]` of the concatenated `token_ids` belong to request i. `logprobs`: by index of the
-    request. `nan_requests`: indexes of requests whose logits held NaN.
+    request. `nan_requests`: indexes of requests whose logits held NaN. `pooled`: vectors, float32,
+    of the requests whose prompt the step computed to its end, by index.
     """
 
     generation: int
@@ -93,3 +97,4 @@ class StepOutput:
     token_ids: Int32Array
     logprobs: dict[int, RequestLogprobs] = field(default_factory=dict)
     nan_requests: Int32Array = field(default_factory=no_ints)
+    pooled: dict[int, npt.NDArray[np.float32]] = field(default_factory=dict)

@@ -1,9 +1,30 @@
 """A worker that is ready for steps, and its description."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
+from services.common.pooling import Pooler
+from services.worker.core.device_tokens import PendingOutput
+from services.worker.core.input_batch import BatchLimits
 from services.worker.core.kv_groups import LayerGroup
-from services.worker.core.model_runner import ModelRunner
+from services.worker.core.step import StepInput, StepOutput
+
+
+class StepRunner(Protocol):
+    """Runs steps, one after the other."""
+
+    @property
+    def limits(self) -> BatchLimits:
+        """Limits of the batch and of its steps."""
+
+    def reset(self) -> None:
+        """Empties the batch, also after a step that failed half-way."""
+
+    def begin(self, step: StepInput) -> StepOutput | PendingOutput:
+        """Runs one step, or queues it on a device. Raises InvalidArgument for an invalid one."""
+
+    def execute(self, step: StepInput) -> StepOutput:
+        """Runs one step and waits for its output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,7 +32,8 @@ class WorkerDescription:
     """Model, capacity and identity: the fields of the contract's DescribeResponse.
 
     Block tables follow the order of `groups`. `fingerprint` is 32 bytes,
-    `tokenizer_fingerprint` too, or empty where the model has no tokenizer files.
+    `tokenizer_fingerprint` too, or empty where the model has no tokenizer files. `pooler` is None
+    for a model that generates.
     """
 
     incarnation: str
@@ -32,11 +54,12 @@ class WorkerDescription:
     dtype: str
     rank: int = 0
     world_size: int = 1
+    pooler: Pooler | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Worker:
     """The runner of steps, and the description that the scheduler asks for."""
 
-    runner: ModelRunner
+    runner: StepRunner
     description: WorkerDescription

@@ -24,6 +24,21 @@ class Architecture(enum.Enum):
     GEMMA3 = "Gemma3ForCausalLM"
 
 
+_ENDINGS = ("ForCausalLM", "ForSequenceClassification", "Model")
+
+
+def native_architecture(name: str) -> Architecture | None:
+    """The native decoder in a model that config.json calls `name`: with its own head, with one for
+    classes (LlamaForSequenceClassification), or alone (LlamaModel); None if there is none.
+    """
+    known = {native.value: native for native in Architecture}
+    for ending in _ENDINGS:
+        if name.endswith(ending):
+            body = name.removesuffix(ending).removesuffix("Text")
+            return known.get(f"{body}ForCausalLM")
+    return None
+
+
 class Biases(enum.Enum):
     """Which attention projections have a bias."""
 

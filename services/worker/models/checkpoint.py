@@ -9,7 +9,7 @@ and the tensors' bytes.
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -59,6 +59,13 @@ class Checkpoint:
         index = self.directory / INDEX_FILE
         single = self.directory / SINGLE_FILE
         return single if single.exists() else index
+
+    def prefixed(self, prefix: str, apart: str) -> "Checkpoint":
+        """The same, each tensor known by its name with this prefix, except one called `apart`."""
+        named = {
+            name if name == apart else prefix + name: info for name, info in self.tensors.items()
+        }
+        return replace(self, tensors=named)
 
     @property
     def num_bytes(self) -> int:
@@ -136,12 +143,12 @@ class TensorReader:
     def read_part(self, name: str, index: tuple[slice | int, ...]) -> torch.Tensor:
         """A part of a tensor, in its stored data type, perhaps a view of the file. Thread-safe."""
         tensor = self._checkpoint.tensors[name]
-        handle = self._handles[tensor.file]
+        handle, stored_name = self._handles[tensor.file], tensor.name
         taken = zip(index, tensor.shape, strict=False)
         if all(isinstance(x, slice) and x.indices(n) == (0, n, 1) for x, n in taken):
-            part: torch.Tensor = handle.get_tensor(name)  # type: ignore[no-untyped-call]
+            part: torch.Tensor = handle.get_tensor(stored_name)  # type: ignore[no-untyped-call]
         else:
-            part = handle.get_slice(name)[index]  # type: ignore[no-untyped-call]
+            part = handle.get_slice(stored_name)[index]  # type: ignore[no-untyped-call]
         self._sizes.append(part.nbytes)
         return part
 

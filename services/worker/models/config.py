@@ -7,7 +7,13 @@ from pathlib import Path
 import torch
 
 from services.worker.backends.attention import AttentionLayer
-from services.worker.models.architecture import TRAITS, Architecture, Biases, Traits
+from services.worker.models.architecture import (
+    TRAITS,
+    Architecture,
+    Biases,
+    Traits,
+    native_architecture,
+)
 from services.worker.models.errors import ModelConfigError, UnsupportedModel, quantized
 from services.worker.models.json_file import JsonReader, read_json_object
 from services.worker.models.layer_config import LayerConfig, read_layers
@@ -91,7 +97,10 @@ def read_model_config(directory: Path) -> ModelConfig:
     """
     path = directory / "config.json"
     reader = JsonReader(path, read_json_object(path))
-    architecture = Architecture(read_architecture(directory))
+    name = read_architecture(directory)
+    architecture = native_architecture(name)
+    if architecture is None:
+        raise UnsupportedModel(path, f"architecture {name} has no native code")
     traits = TRAITS[architecture]
     _check_features(reader, traits)
     hidden_size = reader.integer("hidden_size")

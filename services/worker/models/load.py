@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from services.worker.backends.kernels import Kernels
-from services.worker.models.architecture import Architecture
+from services.worker.models.architecture import Architecture, native_architecture
 from services.worker.models.checkpoint import Checkpoint
 from services.worker.models.config import (
     read_architecture,
@@ -16,6 +16,7 @@ from services.worker.models.config import (
 )
 from services.worker.models.decoder import Decoder
 from services.worker.models.errors import UnsupportedModel
+from services.worker.models.json_file import read_json_object
 from services.worker.models.mlp import is_static
 from services.worker.models.model import LoadedModel, LoadOptions, log_loading
 from services.worker.models.rope import RopeType
@@ -34,9 +35,30 @@ def check_configuration(directory: Path, num_ranks: int = 1) -> None:
         check_divisible(config.num_heads, config.num_kv_heads, num_ranks, directory)
 
 
-def is_native(name: str) -> bool:
-    """Whether there is native code for an architecture."""
+def is_native(name: str, *, pools: bool = False) -> bool:
+    """Whether there is native code for an architecture; where the model pools, it may be one
+    without a head, or with one for classes.
+    """
+    if pools:
+        return native_architecture(name) is not None
     return name in {native.value for native in Architecture}
+
+
+def takes_whole_prompts(directory: Path) -> bool:
+    """Whether a model that pools is computed by transformers, a whole prompt at a time: one whose
+    tokens see later ones, and any that is neither native nor a decoder with the head of one.
+
+    Raises ModelError, also for a decoder whose layers are said to see later tokens.
+    """
+    path, name = directory / "config.json", read_architecture(directory)
+    config = read_json_object(path)
+    if config.get("use_bidirectional_attention"):
+        return True
+    if native_architecture(name) is not None:
+        if config.get("is_causal") is False:
+            raise UnsupportedModel(path, f"is_causal false: {name} sees no later tokens here")
+        return False
+    return not name.endswith("ForCausalLM")
 
 
 def load_model(
@@ -54,7 +76,7 @@ def load_model(
     """
     directory = checkpoint.directory
     name = read_architecture(directory)
-    if is_native(name):
+    if is_native(name, pools=options.pooling is not None):
         loaded = _load_natively(checkpoint, options, kernels, progress, ranks)
     elif find_spec("transformers") is None:
         raise UnsupportedModel(
@@ -83,14 +105,18 @@ def _load_natively(
     ranks: Ranks,
 ) -> LoadedModel:
     directory = checkpoint.directory
-    config = read_model_config(directory)
+    config, pooling = read_model_config(directory), options.pooling
+    if pooling is not None:  # the caps are those of the vocabulary's logits
+        config = replace(config, logits_softcap=None)
     longest = config.rope.max_model_len
     default = min(longest, config.rope.max_position_embeddings)
+    if pooling is not None and pooling.max_seq_length is not None:
+        default = min(default, pooling.max_seq_length)
     asked, path = options.max_model_len, directory / "config.json"
     max_model_len = resolve_max_model_len(asked, default, longest, path)
     dtype = resolve_dtype(options.dtype, config.checkpoint_dtype)
     log_loading(config.architecture.value, directory, dtype)
-    weights = load_weights(config, checkpoint, dtype, kernels, progress, ranks)
+    weights = load_weights(config, checkpoint, dtype, kernels, progress, ranks, pooling)
     own = Shard(ranks.rank, ranks.size).config(config)
     return LoadedModel(
         model=Decoder(own, weights, kernels, max_model_len),

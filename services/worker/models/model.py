@@ -9,6 +9,7 @@ import torch
 
 from services.worker.backends.attention import AttentionLayer, LayerAttention
 from services.worker.models.config import DtypeSetting
+from services.worker.models.pooling_config import PoolingConfig
 
 logger = logging.getLogger(__name__)
 
@@ -79,10 +80,13 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """Options of loading a model. `max_model_len`: None for the model's own limit."""
+    """Options of loading a model. `max_model_len`: None for the model's own limit. `pooling`: None
+    for a model that generates.
+    """
 
     max_model_len: int | None
     dtype: DtypeSetting
+    pooling: PoolingConfig | None = None
 
 
 def log_loading(architecture: str, directory: Path, dtype: torch.dtype) -> None:

@@ -15,6 +15,8 @@ Shapes = dict[str, tuple[int, ...]]
 EMBEDDING = "model.embed_tokens.weight"
 NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
+CLASS_HEAD = "score.weight"
+"""Projects the last token's state to classes; without a bias."""
 STACKED_ROUTER = "mlp.gate.weight"
 STACKED_GATE_UP = "mlp.experts.gate_up_proj"
 STACKED_DOWN = "mlp.experts.down_proj"
@@ -70,16 +72,19 @@ def norm_names(config: ModelConfig) -> NormNames:
     return _OUTPUT_NORMALIZED if config.traits.output_norms else _PLAIN
 
 
-def expected_tensors(config: ModelConfig, *, stacked_experts: bool) -> Shapes:
+def expected_tensors(
+    config: ModelConfig, *, stacked_experts: bool, with_head: bool = True
+) -> Shapes:
     """The name and shape of every tensor in a checkpoint of this configuration.
 
-    `stacked_experts`: the experts of a layer are stacked in one tensor.
+    `stacked_experts`: the experts of a layer are stacked in one tensor. `with_head`: it has the
+    projection to the vocabulary.
     """
     shapes: Shapes = {
         EMBEDDING: (config.vocab_size, config.hidden_size),
         NORM: (config.hidden_size,),
     }
-    if not config.tie_word_embeddings:
+    if with_head and not config.tie_word_embeddings:
         shapes[HEAD] = (config.vocab_size, config.hidden_size)
     for index, layer in enumerate(config.layers):
         tensors = _layer_tensors(config, layer.experts, stacked_experts=stacked_experts)

@@ -65,7 +65,10 @@ def load_transformers_model(
     longest: int | None = getattr(config, "max_position_embeddings", None)
     if longest is None:
         raise ModelConfigError(path, "max_position_embeddings is missing")
-    max_model_len = resolve_max_model_len(options.max_model_len, longest, longest, path)
+    default = longest
+    if options.pooling is not None and options.pooling.max_seq_length is not None:
+        default = min(longest, options.pooling.max_seq_length)
+    max_model_len = resolve_max_model_len(options.max_model_len, default, longest, path)
     stored = config.dtype if isinstance(config.dtype, torch.dtype) else None
     dtype = resolve_dtype(options.dtype, stored)
     log_loading(f"{(config.architectures or [''])[0]}, run by transformers,", directory, dtype)

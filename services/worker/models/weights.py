@@ -19,8 +19,10 @@ from services.worker.models.checkpoint import WHOLE, Checkpoint, TensorReader
 from services.worker.models.config import ModelConfig
 from services.worker.models.layer_config import ExpertsConfig
 from services.worker.models.mlp import Experts, GroupedExperts, SummedMlp
+from services.worker.models.pooling_config import PoolingConfig
 from services.worker.models.shard import Shard, of_width
 from services.worker.models.tensor_shapes import (
+    CLASS_HEAD,
     EMBEDDING,
     EXPERT_NAMES,
     HEAD,
@@ -45,16 +47,24 @@ def load_weights(
     kernels: Kernels,
     progress: Progress,
     ranks: Ranks = ALONE,
+    pooling: PoolingConfig | None = None,
 ) -> DecoderWeights:
     """Reads, converts, fuses and packs all weights, layer by layer, as the kernels need them. Only
     this rank's part of tensors that are divided is read.
 
-    Raises ModelError before anything is read when the tensors are not those of `config`.
+    With `pooling` the head is the one for classes, whole on each rank, or where there are none a
+    single row that nothing is projected by: no logits are computed. The checkpoint may be that of
+    the layers alone. Raises ModelError before anything is read when the tensors are not those of
+    `config`.
     """
+    if pooling is not None and EMBEDDING not in checkpoint.tensors:
+        checkpoint = checkpoint.prefixed("model.", apart=CLASS_HEAD)
     stacked = any(name.endswith(STACKED_GATE_UP) for name in checkpoint.tensors)
-    expected = expected_tensors(config, stacked_experts=stacked)
-    if config.tie_word_embeddings and HEAD in checkpoint.tensors:
+    expected = expected_tensors(config, stacked_experts=stacked, with_head=pooling is None)
+    if HEAD in checkpoint.tensors and (pooling is not None or config.tie_word_embeddings):
         expected[HEAD] = expected[EMBEDDING]
+    if pooling is not None and pooling.num_labels:
+        expected[CLASS_HEAD] = (pooling.num_labels, config.hidden_size)
     checkpoint.check(expected)
     shard = Shard(ranks.rank, ranks.size)
     with checkpoint.open() as reader:
@@ -65,16 +75,25 @@ def load_weights(
             layers.append(of_layer.layer(layer.experts))
             progress(index + 1, config.num_layers)
         embedding = loader.parts((EMBEDDING, ()))
-        rows = shard.of_head(config.vocab_size)
-        head = embedding[rows]
-        if HEAD in expected:
-            head = _own_head(loader.parts((HEAD, (rows,))), head, config)
         norm = loader.norm("model.norm")
+        if pooling is None:
+            projection = _vocabulary_head(loader, embedding, has_own=HEAD in expected)
+        else:
+            head = loader.parts((CLASS_HEAD, ())) if pooling.num_labels else embedding[:1].clone()
+            projection = kernels.linear(head, None)
     shard.log_read(reader.num_bytes, checkpoint.num_bytes)
-    projection = kernels.linear(head, None)
-    if len(head) < config.vocab_size:
-        projection = GatheredLinear(projection, ranks)
     return DecoderWeights(embedding, tuple(layers), norm, projection)
+
+
+def _vocabulary_head(loader: "_Loader", embedding: torch.Tensor, *, has_own: bool) -> Linear:
+    """The projection to the vocabulary: this rank's part of it."""
+    vocab_size = loader.config.vocab_size
+    rows = loader.shard.of_head(vocab_size)
+    head = embedding[rows]
+    if has_own:
+        head = _own_head(loader.parts((HEAD, (rows,))), head, loader.config)
+    projection = loader.kernels.linear(head, None)
+    return GatheredLinear(projection, loader.ranks) if len(head) < vocab_size else projection
 
 
 def _own_head(head: torch.Tensor, tied: torch.Tensor, config: ModelConfig) -> torch.Tensor:

@@ -56,7 +56,13 @@ class CpuPlatform:
 
     def runner(self, parts: Parts) -> ModelRunner:
         attention = parts.kernels.paged_attention(parts.shape)
-        return ModelRunner(parts.loaded.model, attention, parts.limits, lockstep=parts.lockstep)
+        return ModelRunner(
+            parts.loaded.model,
+            attention,
+            parts.limits,
+            lockstep=parts.lockstep,
+            pooler=parts.pooler,
+        )
 
     def warm_up_shapes(self, limits: BatchLimits) -> list[PromptShape]:
         """A prompt, a chunk and a decode."""

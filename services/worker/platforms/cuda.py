@@ -131,17 +131,21 @@ def runner_on(
     *,
     batch_invariant: bool = False,
 ) -> ModelRunner:
-    """A runner that samples on the device, and repeats recorded decodes if the model allows it.
+    """A runner that samples on the device, and repeats recorded decodes if the model allows it; or
+    one that pools prompts.
 
     Attention is xFormers' if that suits every layer; else torch's, whose decodes depend on values
     and are not recorded. `split_k`: see XformersPagedAttention. `batch_invariant`: a request's
     tokens do not depend on the other requests in its steps; xFormers' kernel must suit every layer.
     """
     shape, limits, model = parts.shape, parts.limits, parts.loaded.model
-    device_tokens = DeviceTokens(device, limits.max_num_seqs, by_row=batch_invariant)
+    pooler, lockstep = parts.pooler, parts.lockstep
+    device_tokens = None
+    if pooler is None:
+        device_tokens = DeviceTokens(device, limits.max_num_seqs, by_row=batch_invariant)
     if not suits_xformers(shape.layers):
         plain = TorchPagedAttention(shape, device, batch_invariant=False)
-        return ModelRunner(model, plain, limits, device, device_tokens, lockstep=parts.lockstep)
+        return ModelRunner(model, plain, limits, device, device_tokens, None, lockstep, pooler)
 
     # Imported here because it imports xFormers, which a worker on the CPU does not need.
     from services.worker.backends.cuda.paged_attention import XformersPagedAttention  # noqa: PLC0415
@@ -149,8 +153,9 @@ def runner_on(
     attention = XformersPagedAttention(
         shape, device, limits.max_blocks_per_seq, split_k, batch_invariant=batch_invariant
     )
-    buckets = DecodeBuckets(model, attention, device) if parts.loaded.is_static else None
-    return ModelRunner(model, attention, limits, device, device_tokens, buckets, parts.lockstep)
+    records = parts.loaded.is_static and pooler is None
+    buckets = DecodeBuckets(model, attention, device) if records else None
+    return ModelRunner(model, attention, limits, device, device_tokens, buckets, lockstep, pooler)
 
 
 def _release() -> None:

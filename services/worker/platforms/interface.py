@@ -11,6 +11,7 @@ from services.worker.core.input_batch import BatchLimits
 from services.worker.core.kv_cache import FreeMemory
 from services.worker.core.lockstep import Lockstep
 from services.worker.core.model_runner import ModelRunner
+from services.worker.core.pooler import PromptPooler
 from services.worker.models.config import DtypeSetting
 from services.worker.models.model import LoadedModel
 from services.worker.platforms.prompt_shapes import PromptShape
@@ -18,13 +19,16 @@ from services.worker.platforms.prompt_shapes import PromptShape
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts of a runner. `lockstep` is None for a worker on its own."""
+    """The parts of a runner. `lockstep` is None for a worker on its own, `pooler` for a model that
+    generates.
+    """
 
     loaded: LoadedModel
     kernels: Kernels
     shape: AttentionShape
     limits: BatchLimits
     lockstep: Lockstep | None = None
+    pooler: PromptPooler | None = None
 
     def sized(self, num_blocks: int, max_model_len: int) -> "Parts":
         """The parts with a cache of `num_blocks`, for sequences of up to `max_model_len` tokens."""

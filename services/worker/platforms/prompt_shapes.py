@@ -7,8 +7,8 @@ import numpy as np
 from services.common.sampling import SamplingParams
 from services.worker.backends.cuda.sub_chunks import MOST_QUERIES, bucket
 from services.worker.core.input_batch import BatchLimits
-from services.worker.core.model_runner import ModelRunner
 from services.worker.core.step import NewRequest, StepInput
+from services.worker.core.worker import StepRunner
 
 _SAMPLING = SamplingParams(temperature=1, top_p=0.9)
 """The parameters that take the most work to sample on a device."""
@@ -61,7 +61,7 @@ def every_shape(limits: BatchLimits) -> list[PromptShape]:
     return [*_decodes(limits), *(shape for shape in chunks if shape is not None)]
 
 
-def run_prompts(runner: ModelRunner, limits: BatchLimits, shape: PromptShape) -> None:
+def run_prompts(runner: StepRunner, limits: BatchLimits, shape: PromptShape) -> None:
     """Runs one step over an empty batch, and empties it. All its tokens share block 1."""
     length = shape.num_computed + shape.num_tokens
     table = np.ones(-(-length // limits.block_size), np.int32)

@@ -39,6 +39,7 @@ EVERYTHING = {
     "device": "cpu",
     "batch_invariant": True,
     "dtype": "float32",
+    "runner": "pooling",
     "gpu_memory_utilization": 0.5,
     "num_threads": 3,
     "kv_cache_memory_bytes": 1_000_000,

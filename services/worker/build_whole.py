@@ -1,0 +1,67 @@
+"""Builds a worker for a model that takes whole prompts."""
+
+from services.common.tokenizer_files import tokenizer_fingerprint
+from services.worker.core.fingerprint import model_fingerprint
+from services.worker.core.input_batch import BatchLimits
+from services.worker.core.kv_groups import LayerGroup
+from services.worker.core.pooler import vector_end
+from services.worker.core.whole_runner import WholeRunner
+from services.worker.core.worker import Worker, WorkerDescription
+from services.worker.models.checkpoint import Checkpoint
+from services.worker.models.model import LoadOptions
+from services.worker.models.whole_model import load_whole_model
+from services.worker.platforms.prompt_shapes import PromptShape, run_prompts
+from services.worker.settings import WorkerSettings
+
+_WARM_UP_TOKENS = 256
+_GROUPS = (LayerGroup(None, ()),)
+"""One group of no layers: blocks are counted, and hold nothing."""
+
+
+def build_whole(
+    settings: WorkerSettings,
+    checkpoint: Checkpoint,
+    options: LoadOptions,
+    incarnation: str,
+    *,
+    block_size: int,
+) -> Worker:
+    """Loads the model and computes a prompt. A step has room for the longest prompt, also where the
+    settings give it fewer tokens. Raises ModelError.
+    """
+    loaded = load_whole_model(checkpoint, options)
+    end = vector_end(loaded.pooling, loaded.hidden_size, takes_whole_prompts=True)
+    blocks_each = -(-loaded.max_model_len // block_size)
+    limits = BatchLimits(
+        max_num_seqs=settings.max_num_seqs,
+        max_model_len=loaded.max_model_len,
+        max_num_batched_tokens=max(settings.max_num_batched_tokens, loaded.max_model_len),
+        vocab_size=loaded.vocab_size,
+        block_size=block_size,
+        num_blocks=settings.max_num_seqs * blocks_each + 1,
+    )
+    runner = WholeRunner(loaded, end, limits)
+    run_prompts(runner, limits, PromptShape(1, min(_WARM_UP_TOKENS, limits.max_model_len)))
+    dtype = str(loaded.dtype).removeprefix("torch.")
+    description = WorkerDescription(
+        incarnation=incarnation,
+        model_name=settings.served_model_name or settings.model.resolve().name,
+        fingerprint=model_fingerprint(
+            checkpoint, block_size, dtype, groups=_GROUPS, pooling=loaded.pooling
+        ),
+        tokenizer_fingerprint=tokenizer_fingerprint(settings.model),
+        max_model_len=limits.max_model_len,
+        vocab_size=limits.vocab_size,
+        hidden_size=loaded.hidden_size,
+        eos_token_ids=(),
+        groups=_GROUPS,
+        block_size=block_size,
+        num_blocks=limits.num_blocks,
+        bytes_per_block=0,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        kv_cache_sizing="no cache: prompts are computed whole",
+        dtype=dtype,
+        pooler=end.pooler,
+    )
+    return Worker(runner, description)

@@ -1,0 +1,173 @@
+"""Makes the vectors of prompts from hidden states, chunk by chunk.
+
+The mean is a sum in float64 that a row keeps from chunk to chunk. Its terms are added one after the
+other in the order of the tokens, so that it does not depend on where chunks end. A request that was
+preempted enters again, and its sum begins again.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from services.common.pooling import Pooler, PoolingParams, PoolingTask, PoolingType
+from services.worker.core.errors import InvalidStep
+from services.worker.core.layout import StepTokens
+from services.worker.core.step import Int32Array, StepInput, StepOutput, no_ints
+from services.worker.models.pooling_config import Activation, PoolingConfig
+
+Float32Array = npt.NDArray[np.float32]
+Float64Array = npt.NDArray[np.float64]
+
+_SMALLEST_NORM = 1e-12
+"""A vector is divided by no less than this, as in torch and sentence-transformers."""
+
+
+@dataclass(frozen=True, slots=True)
+class VectorEnd:
+    """What is done to vectors last: they are cut, and their activation is applied."""
+
+    pooler: Pooler
+    config: PoolingConfig
+
+    def finish(self, vector: Float64Array, params: PoolingParams) -> Float32Array:
+        """The vector as the client gets it."""
+        vector = vector[: params.dimensions]
+        activation = self.config.activation
+        if params.use_activation is not None:
+            forced = self.config.forced_activation
+            activation = forced if params.use_activation else Activation.NONE
+        match activation:
+            case Activation.NORMALIZE:
+                vector = vector / max(float(np.sqrt(vector @ vector)), _SMALLEST_NORM)
+            case Activation.SIGMOID:
+                vector = np.exp(-np.logaddexp(0, -vector))
+            case Activation.SOFTMAX:
+                vector = np.exp(vector - np.logaddexp.reduce(vector))
+        return vector.astype(np.float32)
+
+
+def vector_end(config: PoolingConfig, hidden_size: int, *, takes_whole_prompts: bool) -> VectorEnd:
+    """The end of a model of this width. Where the directory does not say which state is used it is
+    the last, or of models that take whole prompts the first, as in vLLM.
+    """
+    default = PoolingType.CLS if takes_whole_prompts else PoolingType.LAST
+    pooler = Pooler(
+        config.task,
+        config.pooling_type or default,
+        config.num_labels or hidden_size,
+        may_shorten=config.may_shorten,
+        matryoshka_dimensions=config.matryoshka_dimensions,
+        takes_whole_prompts=takes_whole_prompts,
+    )
+    return VectorEnd(pooler, config)
+
+
+def pooled_output(
+    step: StepInput, vectors: dict[int, Float32Array], num_requests: int
+) -> StepOutput:
+    """The output of a step without tokens; vectors by index of the request. Those that hold NaN are
+    reported as such.
+    """
+    broken = [index for index, vector in vectors.items() if np.isnan(vector).any()]
+    return StepOutput(
+        step.generation,
+        step.step,
+        num_tokens=np.zeros(num_requests, np.int32),
+        token_ids=no_ints(),
+        nan_requests=np.array(sorted(broken), np.int32),
+        pooled={index: vectors[index] for index in sorted(vectors.keys() - set(broken))},
+    )
+
+
+@dataclass(slots=True)
+class PromptPooler:
+    """Pools the prompts of a batch. `class_scores` projects states to classes: hidden states
+    [n, hidden_size] to float32 [n, num_labels].
+    """
+
+    end: VectorEnd
+    class_scores: Callable[[torch.Tensor], torch.Tensor]
+    _params: dict[int, PoolingParams] = field(default_factory=dict)
+    _kept: dict[int, Float64Array] = field(default_factory=dict)
+    """By row: the sum of its states so far, or the first of them."""
+
+    def clear(self) -> None:
+        """Forgets all rows."""
+        self._params.clear()
+        self._kept.clear()
+
+    def check(self, step: StepInput) -> None:
+        """Raises InvalidStep if a prompt enters behind its first token, and that token's state is
+        needed.
+        """
+        if self.end.pooler.reads_prefix_cache or not step.new_requests:
+            return
+        entering = [new.row for new in step.new_requests]
+        cached = step.num_computed_tokens[np.isin(step.rows, entering)]
+        if cached.any():
+            raise InvalidStep(
+                f"step {step.step}: num_computed_tokens: a prompt enters behind token "
+                f"{int(cached.max())}, but the states of all its tokens are needed",
+                field="num_computed_tokens",
+            )
+
+    def update(self, step: StepInput) -> None:
+        """Takes in which rows leave and enter."""
+        for row in step.removed_rows.tolist():
+            self._params.pop(row, None)
+            self._kept.pop(row, None)
+        for new in step.new_requests:
+            self._params[new.row] = new.pooling or PoolingParams()
+            self._kept.pop(new.row, None)
+
+    def pool(
+        self, step: StepInput, tokens: StepTokens, num_tokens: Int32Array, hidden: torch.Tensor
+    ) -> StepOutput:
+        """The vectors of the requests whose prompt this step computes to its end.
+
+        `num_tokens`: tokens of each request, `hidden` [n, hidden_size]: of the step's tokens, both
+        in the order of the layout.
+        """
+        ended = np.flatnonzero(tokens.seq_lens == num_tokens)
+        states = self._states(tokens, ended, hidden)
+        vectors = {
+            int(tokens.order[index]): self.end.finish(state, self._params[int(tokens.rows[index])])
+            for index, state in zip(ended.tolist(), states, strict=True)
+        }
+        return pooled_output(step, vectors, len(step.rows))
+
+    def _states(
+        self, tokens: StepTokens, ended: npt.NDArray[np.int64], hidden: torch.Tensor
+    ) -> Float64Array:
+        """The pooled states of the requests `ended`, or their scores, [len(ended), size]."""
+        kind, pooler = self.end.pooler.pooling_type, self.end.pooler
+        if kind is not PoolingType.LAST:
+            self._keep(tokens, hidden, kind)
+        if kind is PoolingType.LAST:
+            last = (tokens.first_tokens + tokens.num_scheduled_tokens - 1)[ended]
+            states = hidden[torch.from_numpy(last.astype(np.int64)).to(hidden.device)]
+            if pooler.task is PoolingTask.CLASSIFY and len(ended):
+                states = self.class_scores(states)
+            return states.float().numpy(force=True).astype(np.float64)
+        kept = [self._kept[int(row)] for row in tokens.rows[ended]]
+        divisors = tokens.seq_lens[ended] if kind is PoolingType.MEAN else np.ones(len(ended))
+        width = hidden.shape[1]
+        return np.array(kept, np.float64).reshape(-1, width) / divisors[:, None]
+
+    def _keep(self, tokens: StepTokens, hidden: torch.Tensor, kind: PoolingType) -> None:
+        """Adds the step's states to the sums of their rows, or keeps first ones."""
+        states = hidden.float().numpy(force=True).astype(np.float64)
+        for index, row in enumerate(tokens.rows.tolist()):
+            first, count = int(tokens.first_tokens[index]), int(tokens.num_scheduled_tokens[index])
+            is_first = tokens.num_computed_tokens[index] == 0
+            if kind is PoolingType.CLS:
+                if is_first:
+                    self._kept[row] = states[first]
+                continue
+            terms = states[first : first + count]
+            if not is_first:
+                terms = np.concatenate([self._kept[row][None], terms])
+            self._kept[row] = np.add.reduce(terms, axis=0)

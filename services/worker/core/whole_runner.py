@@ -1,0 +1,73 @@
+"""Runs steps of whole prompts: no cache, no chunks, and no prompt depends on another."""
+
+import numpy as np
+import torch
+
+from services.common.pooling import PoolingParams, PoolingTask, PoolingType
+from services.worker.core.errors import InvalidStep
+from services.worker.core.input_batch import BatchLimits, InputBatch
+from services.worker.core.pooler import Float32Array, Float64Array, VectorEnd, pooled_output
+from services.worker.core.step import StepInput, StepOutput
+from services.worker.models.whole_model import WholeModel
+
+
+class WholeRunner:
+    """A StepRunner over a model that takes whole prompts. Block tables are checked as ever, but
+    their blocks hold nothing. Not thread-safe.
+    """
+
+    def __init__(self, model: WholeModel, end: VectorEnd, limits: BatchLimits) -> None:
+        self._model = model
+        self._end = end
+        self._batch = InputBatch(limits)
+        self._params: dict[int, PoolingParams] = {}
+        self._generation: int | None = None
+
+    @property
+    def limits(self) -> BatchLimits:
+        """Limits of the batch and of its steps."""
+        return self._batch.limits
+
+    def reset(self) -> None:
+        """Empties the batch."""
+        self._batch.clear()
+        self._params.clear()
+
+    def execute(self, step: StepInput) -> StepOutput:
+        """Runs one step."""
+        return self.begin(step)
+
+    def begin(self, step: StepInput) -> StepOutput:
+        """Runs one step. Raises InvalidArgument for an invalid one, with the batch unchanged, and
+        for one that cuts a prompt.
+        """
+        if step.generation != self._generation:
+            self.reset()
+            self._generation = step.generation
+        self._batch.apply(step)
+        for row in step.removed_rows.tolist():
+            self._params.pop(row, None)
+        for new in step.new_requests:
+            self._params[new.row] = new.pooling or PoolingParams()
+        whole = self._batch.num_tokens[step.rows]
+        if step.num_computed_tokens.any() or (step.num_scheduled_tokens != whole).any():
+            raise InvalidStep(
+                f"step {step.step}: num_scheduled_tokens: a prompt is not computed whole",
+                field="num_scheduled_tokens",
+            )
+        vectors = {index: self._vector(int(row)) for index, row in enumerate(step.rows)}
+        return pooled_output(step, vectors, len(step.rows))
+
+    def _vector(self, row: int) -> Float32Array:
+        params = self._params[row]
+        token_ids = self._batch.token_ids[row, : self._batch.num_tokens[row]].astype(np.int64)
+        states = self._model.states(torch.from_numpy(token_ids), params.num_first_text_tokens)
+        return self._end.finish(self._pooled(states.numpy(force=True)), params)
+
+    def _pooled(self, states: Float32Array) -> Float64Array:
+        wide: Float64Array = states.astype(np.float64)
+        kind = self._end.pooler.pooling_type
+        if self._end.pooler.task is PoolingTask.EMBED and kind is PoolingType.MEAN:
+            wide = np.add.reduce(wide, axis=0, keepdims=True) / len(wide)
+        pooled: Float64Array = wide[-1 if kind is PoolingType.LAST else 0]
+        return pooled

@@ -1,0 +1,179 @@
+"""What a model directory says of pooling: whether the model is one that answers with vectors, which
+states they are made of, and what is done to them last.
+
+Directories of sentence-transformers list their modules in modules.json: the transformer, a pooling
+with a config.json of its own, and perhaps a normalization. Cross-encoders have an architecture that
+ends in ForSequenceClassification.
+"""
+
+import enum
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from services.common.pooling import PoolingTask, PoolingType
+from services.worker.models.config import read_architecture
+from services.worker.models.errors import ModelFileError, UnsupportedModel
+from services.worker.models.json_file import JsonReader, read_json_object
+
+MODULES_FILE = "modules.json"
+CLASSIFIER = "ForSequenceClassification"
+_GENERATOR = "ForCausalLM"
+_MODES = {
+    "pooling_mode_cls_token": PoolingType.CLS,
+    "pooling_mode_lasttoken": PoolingType.LAST,
+    "pooling_mode_mean_tokens": PoolingType.MEAN,
+}
+_MODE_NAMES = {"cls": PoolingType.CLS, "lasttoken": PoolingType.LAST, "mean": PoolingType.MEAN}
+_KNOWN_MODULES = ("Transformer", "Pooling", "Normalize")
+
+
+class RunnerSetting(enum.Enum):
+    """What a model is run for."""
+
+    AUTO = "auto"
+    GENERATE = "generate"
+    POOLING = "pooling"
+
+
+class Activation(enum.Enum):
+    """What is done to a vector last."""
+
+    NONE = "none"
+    NORMALIZE = "normalize"
+    SIGMOID = "sigmoid"
+    SOFTMAX = "softmax"
+
+
+_ACTIVATIONS = {
+    "torch.nn.modules.linear.Identity": Activation.NONE,
+    "torch.nn.modules.activation.Sigmoid": Activation.SIGMOID,
+    "torch.nn.modules.activation.Softmax": Activation.SOFTMAX,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingConfig:
+    """How prompts are pooled.
+
+    * `pooling_type`: None where the directory leaves it to the kind of model: the first state where
+      tokens see later ones, else the last.
+    * `activation`: of vectors for which the client says nothing.
+    * `num_labels`: classes; 0 for embeddings.
+    * `max_seq_length`: the longest prompt by the directory, in tokens; None: the model's.
+    * `may_shorten`, `matryoshka_dimensions`: see `services.common.pooling.Pooler`.
+    """
+
+    task: PoolingTask
+    pooling_type: PoolingType | None
+    activation: Activation
+    num_labels: int = 0
+    max_seq_length: int | None = None
+    may_shorten: bool = True
+    matryoshka_dimensions: tuple[int, ...] = ()
+
+    @property
+    def forced_activation(self) -> Activation:
+        """The activation of vectors whose client asks for one."""
+        if self.task is PoolingTask.EMBED:
+            return Activation.NORMALIZE
+        if self.activation is not Activation.NONE:
+            return self.activation
+        return Activation.SIGMOID if self.num_labels == 1 else Activation.SOFTMAX
+
+
+def read_pooling(directory: Path, runner: RunnerSetting) -> PoolingConfig | None:
+    """How the model pools; None if it generates.
+
+    By itself a model pools if the directory lists modules of sentence-transformers, or its
+    architecture does not end in ForCausalLM. Raises ModelError.
+    """
+    name = read_architecture(directory)
+    modules = directory / MODULES_FILE
+    if runner is RunnerSetting.AUTO:
+        pools = modules.exists() or not name.endswith(_GENERATOR)
+        runner = RunnerSetting.POOLING if pools else RunnerSetting.GENERATE
+    if runner is RunnerSetting.GENERATE:
+        return None
+    path = directory / "config.json"
+    reader = JsonReader(path, read_json_object(path))
+    if name.endswith(CLASSIFIER):
+        return _classifier(reader)
+    return _embedder(directory, reader)
+
+
+def _classifier(reader: JsonReader) -> PoolingConfig:
+    labels = reader.raw("id2label")
+    num_labels = len(labels) if isinstance(labels, dict) else reader.integer("num_labels", 2)
+    activation = Activation.SIGMOID if num_labels == 1 else Activation.SOFTMAX
+    named = reader.raw("sbert_ce_default_activation_function")
+    nested = reader.raw("sentence_transformers")
+    if isinstance(nested, dict):
+        named = nested.get("activation_fn", named)
+    if named is not None:
+        if named not in _ACTIVATIONS:
+            raise UnsupportedModel(reader.path, f"the activation {named!r} is not supported")
+        activation = _ACTIVATIONS[named]
+    return PoolingConfig(
+        PoolingTask.CLASSIFY, None, activation, num_labels=num_labels, may_shorten=False
+    )
+
+
+def _embedder(directory: Path, reader: JsonReader) -> PoolingConfig:
+    kind, normalizes = None, True
+    modules = directory / MODULES_FILE
+    if modules.exists():
+        kind, normalizes = _read_modules(modules)
+    return PoolingConfig(
+        PoolingTask.EMBED,
+        kind,
+        Activation.NORMALIZE if normalizes else Activation.NONE,
+        max_seq_length=_max_seq_length(directory),
+        may_shorten=reader.boolean("is_matryoshka", True),
+        matryoshka_dimensions=reader.integers("matryoshka_dimensions"),
+    )
+
+
+def _read_modules(path: Path) -> tuple[PoolingType | None, bool]:
+    """The pooling type, and whether vectors are normalized."""
+    try:
+        modules: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelFileError(path, f"the file cannot be read: {error}") from error
+    if not isinstance(modules, list) or not all(isinstance(one, dict) for one in modules):
+        raise ModelFileError(path, "the file must hold a list of modules")
+    kind, normalizes = None, False
+    for module in modules:
+        name = str(module.get("type", "")).rpartition(".")[2]
+        if name not in _KNOWN_MODULES:
+            raise UnsupportedModel(path, f"the module {module.get('type')!r} is not supported")
+        if name == "Pooling":
+            kind = _pooling_type(path.parent / str(module.get("path", "")) / "config.json")
+        normalizes |= name == "Normalize"
+    return kind, normalizes
+
+
+def _pooling_type(path: Path) -> PoolingType:
+    config = read_json_object(path)
+    named = config.get("pooling_mode")
+    if isinstance(named, str):
+        if named not in _MODE_NAMES:
+            raise UnsupportedModel(path, f"pooling_mode {named!r} is not supported")
+        return _MODE_NAMES[named]
+    chosen = [key for key in config if key.startswith("pooling_mode_") and config[key] is True]
+    if len(chosen) != 1 or chosen[0] not in _MODES:
+        raise UnsupportedModel(
+            path,
+            f"it asks for {', '.join(sorted(chosen)) or 'no pooling mode'}; supported is one of "
+            f"{', '.join(sorted(_MODES))}",
+        )
+    return _MODES[chosen[0]]
+
+
+def _max_seq_length(directory: Path) -> int | None:
+    path = directory / "sentence_bert_config.json"
+    if not path.exists():
+        return None
+    reader = JsonReader(path, read_json_object(path))
+    return reader.integer("max_seq_length") if "max_seq_length" in reader else None

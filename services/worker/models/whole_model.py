@@ -1,0 +1,160 @@
+"""Models that are computed a whole prompt at a time: encoders, whose tokens see later ones.
+
+The model is transformers' own with its own attention. Each prompt goes through by itself, so that
+its vector is the same whatever is computed beside it. Nothing of it is cached.
+"""
+
+import inspect
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+from services.common.pooling import PoolingTask
+from services.worker.backends.out_of_memory import is_out_of_memory
+from services.worker.models.checkpoint import Checkpoint
+from services.worker.models.config import resolve_dtype, resolve_max_model_len
+from services.worker.models.errors import (
+    ModelConfigError,
+    ModelFileError,
+    ModelTensorError,
+    UnsupportedModel,
+    quantized,
+)
+from services.worker.models.json_file import read_json_object
+from services.worker.models.model import LoadOptions, log_loading
+from services.worker.models.pooling_config import PoolingConfig
+from services.worker.models.transformers_checkpoint import one_line
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WholeModel:
+    """A model in memory that takes whole prompts, and its properties."""
+
+    model: PreTrainedModel
+    pooling: PoolingConfig
+    dtype: torch.dtype
+    vocab_size: int
+    hidden_size: int
+    max_model_len: int
+    takes_token_types: bool
+
+    @torch.inference_mode()
+    def states(self, token_ids: torch.Tensor, num_first_text_tokens: int) -> torch.Tensor:
+        """Token ids of one prompt, int64 [n] -> its hidden states, float32 [n, hidden_size], or
+        the numbers of its classes, float32 [1, num_labels].
+
+        Tokens from `num_first_text_tokens` on, unless that is 0, are of a second text.
+        """
+        ids = token_ids[None].to(self.model.device)
+        inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if self.takes_token_types and num_first_text_tokens:
+            inputs["token_type_ids"] = torch.zeros_like(ids)
+            inputs["token_type_ids"][:, num_first_text_tokens:] = 1
+        output = self.model(**inputs)
+        if self.pooling.task is PoolingTask.CLASSIFY:
+            states: torch.Tensor = output.logits
+        else:
+            states = output.last_hidden_state[0]
+        return states.float()
+
+
+def load_whole_model(checkpoint: Checkpoint, options: LoadOptions) -> WholeModel:
+    """The model of a directory, on the checkpoint's device. Raises ModelError for one that cannot
+    be served.
+    """
+    if options.pooling is None:
+        raise AssertionError("a model that generates is not computed whole")
+    directory = checkpoint.directory
+    path = directory / "config.json"
+    config = _read_config(directory, path)
+    stored = config.dtype if isinstance(config.dtype, torch.dtype) else None
+    dtype = resolve_dtype(options.dtype, stored)
+    name = (config.architectures or [""])[0]
+    log_loading(f"{name}, whole prompts by transformers,", directory, dtype)
+    model = _load(directory, config, dtype, options.pooling.task)
+    model.to(checkpoint.device)  # type: ignore[arg-type]
+    longest = _longest_prompt(model, config, path)
+    default = min(longest, options.pooling.max_seq_length or longest)
+    return WholeModel(
+        model,
+        options.pooling,
+        dtype,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        max_model_len=resolve_max_model_len(options.max_model_len, default, longest, path),
+        takes_token_types="token_type_ids" in inspect.signature(model.forward).parameters
+        and getattr(config, "type_vocab_size", 0) > 1,
+    )
+
+
+def _read_config(directory: Path, path: Path) -> PretrainedConfig:
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:
+        raise UnsupportedModel(path, f"transformers does not read it: {one_line(error)}") from error
+    name = (config.architectures or ["of no name"])[0]
+    if config.is_encoder_decoder:
+        raise UnsupportedModel(path, f"architecture {name} has a decoder beside its encoder")
+    for other in ("vision_config", "audio_config"):
+        if getattr(config, other, None) is not None:
+            raise UnsupportedModel(path, f"architecture {name} takes more than text ({other})")
+    if getattr(config, "quantization_config", None) is not None:
+        raise quantized(path, read_json_object(path).get("quantization_config"))
+    return config
+
+
+def _load(
+    directory: Path, config: PretrainedConfig, dtype: torch.dtype, task: PoolingTask
+) -> PreTrainedModel:
+    classifies = task is PoolingTask.CLASSIFY
+    auto: Any = (
+        transformers.AutoModelForSequenceClassification if classifies else transformers.AutoModel
+    )
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        model, report = auto.from_pretrained(
+            directory,
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise ModelFileError(
+            directory, f"transformers does not load it: {one_line(error)}"
+        ) from error
+    missing = sorted([*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])])
+    if not classifies:  # the layer behind the first state, which no embedding is made of
+        missing = [name for name in missing if not name.startswith("pooler.")]
+    if missing:
+        raise ModelTensorError(
+            directory, f"tensor {missing[0]} is missing or of another shape than config.json says"
+        )
+    loaded: PreTrainedModel = model.eval()
+    return loaded
+
+
+def _longest_prompt(model: PreTrainedModel, config: PretrainedConfig, path: Path) -> int:
+    """Positions that the model has. RoBERTa and its kin count them from behind the padding's."""
+    longest: int | None = getattr(config, "max_position_embeddings", None)
+    if longest is None:
+        raise ModelConfigError(path, "max_position_embeddings is missing")
+    for name, module in model.named_modules():
+        counts = name.endswith("position_embeddings") and isinstance(module, nn.Embedding)
+        if counts and module.padding_idx is not None:
+            return longest - int(module.padding_idx) - 1
+    return longest
