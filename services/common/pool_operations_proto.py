@@ -1,6 +1,7 @@
 """Pool transactions from and to the messages of stepwell.kvpool.v1."""
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import cast
 
 from stepwell.kvpool.v1 import kvpool_pb2
@@ -173,7 +174,7 @@ def _requests(keys: Iterable[int]) -> list[RequestKey]:
 
 
 def _concatenate(new_hashes: Sequence[Sequence[BlockHash]]) -> bytes:
-    return b"".join(block_hash for hashes in new_hashes for block_hash in hashes)
+    return b"".join(chain.from_iterable(new_hashes))
 
 
 def _hashes_by_request(

@@ -103,30 +103,27 @@ class PoolClient:
 
     async def transact(self, operations: Sequence[Operation], traceparent: str = "") -> Outcome:
         async with self._turns:
-            return await self._transact(operations, traceparent)
-
-    async def _transact(self, operations: Sequence[Operation], traceparent: str) -> Outcome:
-        self._sequence += 1
-        request = kvpool_pb2.TransactRequest(
-            pool_id=self._pool_id,
-            generation=self._generation,
-            sequence=self._sequence,
-            operations=[operation_to_proto(operation) for operation in operations],
-            traceparent=traceparent,
-        )
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        self._allowed_seconds = self._deadlines.seconds(len(operations))
-        self._is_late = False
-        alarm = Alarm(self._allowed_seconds, self._give_up)
-        try:
-            response = await self._send(request)
-        finally:
-            alarm.cancel()
-        self._deadlines.took(len(operations), loop.time() - began)
-        if self._recorder is not None:
-            self._recorder.transacted(operations, response)
-        return outcome_from_proto(response)
+            self._sequence += 1
+            request = kvpool_pb2.TransactRequest(
+                pool_id=self._pool_id,
+                generation=self._generation,
+                sequence=self._sequence,
+                operations=list(map(operation_to_proto, operations)),
+                traceparent=traceparent,
+            )
+            loop = asyncio.get_running_loop()
+            began = loop.time()
+            self._allowed_seconds = self._deadlines.seconds(len(operations))
+            self._is_late = False
+            alarm = Alarm(self._allowed_seconds, self._give_up)
+            try:
+                response = await self._send(request)
+            finally:
+                alarm.cancel()
+            self._deadlines.took(len(operations), loop.time() - began)
+            if self._recorder is not None:
+                self._recorder.transacted(operations, response)
+            return outcome_from_proto(response)
 
     def close(self) -> None:
         """Ends the stream."""

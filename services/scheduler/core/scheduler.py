@@ -346,7 +346,8 @@ class Scheduler:
         """The head of the queue, as far as rows and budget could reach, without those that were
         passed over in this step. Those that will be take no row.
         """
-        if self.pause_mode is PauseMode.WAIT:
+        queues = self.queues
+        if not (queues.waiting or queues.kv_waiting) or self.pause_mode is PauseMode.WAIT:
             return []
         num_ready = min(self._num_free_places, builder.token_budget, LOOKUP_BATCH)
         passed_over, candidates = builder.plan.passed_over, list[Request]()
