@@ -41,16 +41,14 @@ class ComputedTokens:
     def num_computed_tokens(self, num_tokens: int) -> None:
         self.origin = num_tokens - self.clock.now
 
-    def add_computed_tokens(self, num_tokens: int) -> int:
-        """Counts further tokens as computed; returns the new count."""
-        self.origin = origin = self.origin + num_tokens
-        return origin + self.clock.now
 
-    def enter_fast_path(self, clock: StepClock) -> None:
-        """Lets the count grow with a clock."""
-        self.origin -= clock.now
-        self.clock = clock
-        self.is_on_fast_path = True
+def enter_fast_path(requests: Iterable[ComputedTokens], clock: StepClock) -> None:
+    """Lets the counts grow with a clock."""
+    now = clock.now
+    for request in requests:
+        request.origin -= now
+        request.clock = clock
+        request.is_on_fast_path = True
 
 
 def leave_fast_path(requests: Iterable[ComputedTokens]) -> None:
@@ -59,6 +57,15 @@ def leave_fast_path(requests: Iterable[ComputedTokens]) -> None:
         request.origin += request.clock.now
         request.clock = _STOPPED
         request.is_on_fast_path = False
+
+
+def add_computed_tokens(requests: Iterable[ComputedTokens], num_tokens: Iterable[int]) -> list[int]:
+    """Counts further tokens of each request as computed; returns the new counts."""
+    counts = []
+    for request, num_new in zip(requests, num_tokens, strict=True):
+        request.origin = origin = request.origin + num_new
+        counts.append(origin + request.clock.now)
+    return counts
 
 
 def num_computed_tokens_of(requests: Iterable[ComputedTokens]) -> list[int]:

@@ -1,7 +1,7 @@
 """What a step computes of the requests that run: arithmetic on tokens, no transaction."""
 
 from services.scheduler.core.chunks import aligned_chunk
-from services.scheduler.core.computed_tokens import num_computed_tokens_of
+from services.scheduler.core.computed_tokens import add_computed_tokens, num_computed_tokens_of
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.kv_cache_manager import KVCacheManager
 from services.scheduler.core.request import Request
@@ -65,15 +65,18 @@ class RunningPlanner:
         while this one runs, and puts requests on the fast path.
         """
         self._running.advance()
-        for request, num_new in builder.off_fast_path.items():
-            num_computed = request.add_computed_tokens(num_new)
+        scheduled, entering = builder.off_fast_path, dict[Request, int]()
+        counts = add_computed_tokens(scheduled, scheduled.values())
+        for request, num_computed in zip(scheduled, counts, strict=True):
             request.is_prefill_chunk = num_computed < len(request.token_ids)
             if self._config.num_speculative_tokens:
                 request.draft_token_ids = self._placeholder_drafts(request)
             elif not request.is_prefill_chunk:
                 num_steps = self._fast_path_end(request) - num_computed
                 if num_steps > 0:
-                    self._running.enter_fast_path(request, num_steps)
+                    entering[request] = num_steps
+        if entering:
+            self._running.enter_fast_path(entering)
 
     def _schedule_run(self, builder: StepBuilder, begin: int, end: int) -> None:
         """Schedules one token of each running request from index `begin` up to `end`. Requests that

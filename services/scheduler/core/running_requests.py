@@ -2,11 +2,11 @@
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import count
 from operator import attrgetter
 
-from services.scheduler.core.computed_tokens import StepClock, leave_fast_path
+from services.scheduler.core.computed_tokens import StepClock, enter_fast_path, leave_fast_path
 from services.scheduler.core.request import Request
 
 _admission_number = attrgetter("admission_number")
@@ -76,12 +76,14 @@ class RunningRequests:
         """The requests for which the next step is the last on the fast path, in no order."""
         return self._calendar.get(self._clock.now + 1, ())
 
-    def enter_fast_path(self, request: Request, num_steps: int) -> None:
-        """Puts a request on the fast path for so many steps, one or more."""
-        request.enter_fast_path(self._clock)
-        request.fast_path_end = end = self._clock.now + num_steps
-        self._off_fast_path.remove(request)
-        self._calendar[end].add(request)
+    def enter_fast_path(self, requests: Mapping[Request, int]) -> None:
+        """Puts requests on the fast path, each for so many steps, one or more."""
+        enter_fast_path(requests, self._clock)
+        now, calendar = self._clock.now, self._calendar
+        for request, num_steps in requests.items():
+            request.fast_path_end = end = now + num_steps
+            calendar[end].add(request)
+        self._off_fast_path.difference_update(requests)
 
     def leave_fast_path(self, request: Request) -> None:
         """Takes a request off the fast path before its steps are over, if it is on it: the step

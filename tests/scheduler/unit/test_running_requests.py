@@ -41,7 +41,7 @@ def test_requests_run_in_the_order_of_admission_and_begin_off_the_fast_path() ->
 
 def test_on_the_fast_path_each_step_computes_one_token_until_the_steps_are_over() -> None:
     running, of = requests_running("a", "b")
-    running.enter_fast_path(of["b"], 2)
+    running.enter_fast_path({of["b"]: 2})
     assert of["b"].is_on_fast_path
     assert names(running.off_fast_path(0)) == ["a"]
     plan_steps(running)
@@ -57,14 +57,14 @@ def test_on_the_fast_path_each_step_computes_one_token_until_the_steps_are_over(
 
 def test_a_request_that_leaves_the_fast_path_early_keeps_its_count() -> None:
     running, of = requests_running("a", "b")
-    running.enter_fast_path(of["a"], 3)
-    running.enter_fast_path(of["b"], 3)
+    running.enter_fast_path({of["a"]: 3})
+    running.enter_fast_path({of["b"]: 3})
     plan_steps(running)
     running.leave_fast_path(of["a"])
     running.leave_fast_path(of["a"])
     assert names(running.off_fast_path(0)) == ["a"]
     assert of["a"].num_computed_tokens == 11
-    running.enter_fast_path(of["a"], 5)
+    running.enter_fast_path({of["a"]: 5})
     plan_steps(running, 2)
     assert names(running.off_fast_path(0)) == ["b"]
     assert (of["a"].num_computed_tokens, of["b"].num_computed_tokens) == (13, 13)
@@ -72,7 +72,7 @@ def test_a_request_that_leaves_the_fast_path_early_keeps_its_count() -> None:
 
 def test_the_count_of_computed_tokens_can_be_set_on_the_fast_path_and_off_it() -> None:
     running, of = requests_running("a")
-    running.enter_fast_path(of["a"], 3)
+    running.enter_fast_path({of["a"]: 3})
     plan_steps(running)
     of["a"].num_computed_tokens = 5
     plan_steps(running)
@@ -81,7 +81,7 @@ def test_the_count_of_computed_tokens_can_be_set_on_the_fast_path_and_off_it() -
 
 def test_a_request_that_is_removed_leaves_the_calendar_too() -> None:
     running, of = requests_running("a", "b")
-    running.enter_fast_path(of["a"], 1)
+    running.enter_fast_path({of["a"]: 1})
     running.remove(of["a"])
     plan_steps(running)
     assert names(running.off_fast_path(0)) == ["b"]
