@@ -45,7 +45,7 @@ images: ## Build the images of all services, for the CPU; BASE and DOCKER_ARGS a
 
 wheelhouse: $(VENV)/.run ## Download the packages of the images, to build them without the package index
 	$(BIN)/python deploy/docker/packages.py download deploy/docker/wheelhouse \
-	    services gateway worker redis tls ecosystem build
+	    services gateway worker redis tls cli ecosystem build
 
 lock: $(VENV)/.dev ## Resolve requirements.lock anew from pyproject.toml
 	$(BIN)/uv pip compile --universal --python-version 3.11 --all-extras --no-header \

@@ -14,7 +14,7 @@ from services.common.block_hash import pack_token_ids
 from services.common.channel import open_channel
 
 _Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-_EVENT, _DONE = b"data: ", b"[DONE]"
+_EVENT, _END, _DONE = b"data: ", b"\n\n", b"[DONE]"
 
 
 class GrpcClient:
@@ -67,9 +67,10 @@ class HttpClient:
         address = f"{self._host}:{self._port}"
         writer.write(completion_request(address, prompt, num_tokens, headers))
         await _expect_stream(reader)
+        pending = b""
         while chunk := await read_chunk(reader):
-            count = _count_tokens(chunk)
-            if count:
+            whole, _, pending = (pending + chunk).rpartition(_END)
+            if count := _count_tokens(whole):
                 yield count
         self._idle.append(connection)
 
@@ -113,10 +114,10 @@ async def read_chunk(reader: asyncio.StreamReader) -> bytes:
     return (await reader.readexactly(size + 2))[:-2]
 
 
-def _count_tokens(chunk: bytes) -> int:
-    """New tokens in a chunk, which holds whole server-sent events."""
+def _count_tokens(events: bytes) -> int:
+    """New tokens in whole server-sent events."""
     count = 0
-    for event in chunk.split(b"\n\n"):
+    for event in events.split(_END):
         data = event.removeprefix(_EVENT)
         if data and data != _DONE:
             body = json.loads(data)

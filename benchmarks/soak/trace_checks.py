@@ -1,7 +1,7 @@
 """Whether traces explain where the time of requests went: sums, reasons, parents, ends."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.common.spans import SpanRecord
@@ -9,7 +9,9 @@ from benchmarks.common.tables import table_text
 from services.common import names
 
 MAX_UNEXPLAINED = 0.02
-"""Share of a request's time at the replica that its parts may leave out, at the 99th percentile."""
+"""Share of a request's time that the spans without further parts may leave out, at the 99th
+percentile.
+"""
 SLACK_NANOS = 2_000_000
 """Clocks of two processes on one machine; each reads its own."""
 LATE_END_NANOS = 2_000_000_000
@@ -20,9 +22,37 @@ little later.
 """
 
 _WAITING = (names.SPAN_REQUEST_QUEUE, names.SPAN_REQUEST_PREEMPTED, names.SPAN_REQUEST_RECOVERY)
-_DIVIDED = (names.SPAN_REQUEST, names.SPAN_REQUEST_PREFILL, *_WAITING)
-"""Spans whose children fill them."""
+"""Phases that are waits and nothing else."""
 _WAIT = "wait."
+_REASONS = {
+    names.SPAN_GATEWAY_WAIT: names.ATTR_WAIT_REASON,
+    names.SPAN_GATEWAY_RESUBMIT: names.ATTR_RESUBMIT_CAUSE,
+    names.SPAN_REQUEST_PREEMPTED: names.ATTR_CAUSE,
+    names.SPAN_REQUEST_RECOVERY: names.ATTR_CAUSE,
+}
+"""Which attribute says why the request did not go on."""
+_BESIDE = (names.SPAN_POOL_ADMIT,)
+"""Of what another service does meanwhile: no part of the request's own time."""
+_DECODE_SUMS = (
+    names.ATTR_COMPUTE_SECONDS,
+    names.ATTR_OTHERS_PREFILL_SECONDS,
+    names.ATTR_STEP_AHEAD_SECONDS,
+    names.ATTR_OVERHEAD_SECONDS,
+)
+_FINISHED, _REFUSED = "finished", "refused"
+"""Outcomes of a stay at a replica, as the gateway saw it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TracedRequest:
+    """A request that a client sent, with the ids that stood in its `traceparent`."""
+
+    trace_id: bytes
+    span_id: bytes
+    sent: int
+    """By the client's clock, in nanoseconds since the epoch."""
+    answered: int
+    """When all of the answer had come."""
 
 
 @dataclass(slots=True)
@@ -31,7 +61,11 @@ class TraceReport:
 
     num_requests: int
     unexplained: list[float] = field(default_factory=list)
-    """Share of the time of each request at a replica that no part covers."""
+    """Share of the time of each request that no span without further parts covers, or that two of
+    them cover.
+    """
+    elsewhere: list[float] = field(default_factory=list)
+    """Share of the time that each client measured, of what is no time of the gateway."""
     counts: Counter[str] = field(default_factory=Counter)
     """Spans of requests by name; interruptions by their cause."""
     num_lost: int = 0
@@ -41,8 +75,7 @@ class TraceReport:
     @property
     def p99_unexplained(self) -> float:
         """At the 99th percentile; 1 if there is no request."""
-        ordered = sorted(self.unexplained)
-        return ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)] if ordered else 1.0
+        return _percentile(self.unexplained, 99)
 
     @property
     def is_good(self) -> bool:
@@ -53,8 +86,10 @@ class TraceReport:
         """As a table, and the first faults."""
         rows = [
             ("requests", str(self.num_requests)),
-            ("stays at a replica", str(len(self.unexplained))),
             ("time without a part, p99", f"{100 * self.p99_unexplained:.3f} %"),
+            ("time without a part, most", f"{100 * max(self.unexplained, default=1.0):.3f} %"),
+            ("client's time outside, p50", f"{100 * _percentile(self.elsewhere, 50):.3f} %"),
+            ("client's time outside, p99", f"{100 * _percentile(self.elsewhere, 99):.3f} %"),
             ("lost with a service that was killed", str(self.num_lost)),
             *((name, str(count)) for name, count in sorted(self.counts.items())),
             ("faults", str(len(self.faults))),
@@ -63,100 +98,152 @@ class TraceReport:
 
 
 def check_traces(
-    spans: Sequence[SpanRecord], requests: Iterable[tuple[bytes, bytes]], kills: Sequence[int]
+    spans: Sequence[SpanRecord], requests: Sequence[TracedRequest], kills: Sequence[int]
 ) -> TraceReport:
-    """Checks the spans of requests, each given by its trace and the client's span, and of steps.
-    `kills`: when services were killed, in nanoseconds since the epoch.
+    """Checks the spans of requests, and of steps. `kills`: when services were killed, in
+    nanoseconds since the epoch.
     """
-    wanted = list(requests)
-    report = TraceReport(len(wanted))
-    by_id = {span.span_id: span for span in spans}
-    children: dict[bytes, list[SpanRecord]] = defaultdict(list)
-    for span in spans:
-        children[span.parent_id].append(span)
-    clients = {client for _, client in wanted}
-    for span in spans:
-        _check_span(span, by_id, clients, kills, report)
-    traces = defaultdict(list)
-    for span in spans:
-        traces[span.trace_id].append(span)
-    for trace_id, client in wanted:
-        roots = [span for span in traces[trace_id] if span.parent_id == client]
-        stays = [span for span in traces[trace_id] if span.name == names.SPAN_REQUEST]
-        if len(roots) != 1:
-            report.faults.append(f"{trace_id.hex()} has {len(roots)} spans under the client's")
-        if not stays and roots and _was_lost(roots[0], kills):
-            report.num_lost += 1
-        elif not stays:
-            report.faults.append(f"{trace_id.hex()} has no {names.SPAN_REQUEST}")
-        for stay in stays:
-            _check_stay(stay, children, report)
-    return report
+    return _Checks(spans, requests, kills).run()
 
 
-def _check_span(
-    span: SpanRecord,
-    by_id: dict[bytes, SpanRecord],
-    clients: set[bytes],
-    kills: Sequence[int],
-    report: TraceReport,
-) -> None:
-    if not 0 < span.start <= span.end:
-        report.faults.append(f"{span.name} begins at {span.start} and ends at {span.end}")
-    if not span.parent_id or span.parent_id in clients:
-        return
-    parent = by_id.get(span.parent_id)
-    if parent is None:
-        if _was_lost(span, kills):
-            report.num_lost += 1
-        else:
-            report.faults.append(f"{span.name} has a parent that was not received")
-        return
-    allowed = SLACK_NANOS if parent.name in _OWN else LATE_END_NANOS
-    if span.start < parent.start - SLACK_NANOS or span.end > parent.end + allowed:
-        late = (span.end - parent.end) / 1e6
-        report.faults.append(f"{span.name} ends {late:.1f} ms after its parent {parent.name}")
+class _Checks:
+    """The spans of a run, by what they belong to."""
 
+    def __init__(
+        self, spans: Sequence[SpanRecord], requests: Sequence[TracedRequest], kills: Sequence[int]
+    ) -> None:
+        self._spans = spans
+        self._requests = requests
+        self._kills = kills
+        self._by_id = {span.span_id: span for span in spans}
+        self._children: dict[bytes, list[SpanRecord]] = defaultdict(list)
+        for span in spans:
+            self._children[span.parent_id].append(span)
+        self._report = TraceReport(len(requests))
 
-_OWN = (
-    *_DIVIDED,
-    names.SPAN_STEP,
-    names.SPAN_STEP_TRANSACT,
-    names.SPAN_STEP_EXECUTE,
-)
-"""Parents which no other service can make end earlier."""
+    def run(self) -> TraceReport:
+        clients = {request.span_id for request in self._requests}
+        for span in self._spans:
+            self._check_span(span, clients)
+        for request in self._requests:
+            roots = self._children[request.span_id]
+            if len(roots) != 1:
+                trace = request.trace_id.hex()
+                self._fault(f"{trace} has {len(roots)} spans under the client's")
+            for root in roots:
+                self._check_request(request, root)
+        return self._report
 
+    def _fault(self, text: str) -> None:
+        self._report.faults.append(text)
 
-def _was_lost(span: SpanRecord, kills: Sequence[int]) -> bool:
-    return any(kill - LOST_NANOS < span.end < kill + LATE_END_NANOS for kill in kills)
+    def _was_lost(self, span: SpanRecord) -> bool:
+        return any(kill - LOST_NANOS < span.end < kill + LATE_END_NANOS for kill in self._kills)
 
+    def _check_span(self, span: SpanRecord, clients: set[bytes]) -> None:
+        """Its end, its parent, and that it lies within that."""
+        if not 0 < span.start <= span.end:
+            self._fault(f"{span.name} begins at {span.start} and ends at {span.end}")
+        if not span.parent_id or span.parent_id in clients:
+            return
+        parent = self._by_id.get(span.parent_id)
+        if parent is None:
+            if self._was_lost(span):
+                self._report.num_lost += 1
+            else:
+                self._fault(f"{span.name} has a parent that was not received")
+            return
+        allowed = LATE_END_NANOS if _was_left(parent) else SLACK_NANOS
+        if span.start < parent.start - SLACK_NANOS:
+            early = (parent.start - span.start) / 1e6
+            self._fault(f"{span.name} begins {early:.1f} ms before its parent {parent.name}")
+        if span.end > parent.end + allowed:
+            late = (span.end - parent.end) / 1e6
+            self._fault(f"{span.name} ends {late:.1f} ms after its parent {parent.name}")
 
-def _check_stay(
-    stay: SpanRecord, children: dict[bytes, list[SpanRecord]], report: TraceReport
-) -> None:
-    if names.ATTR_FINISH_REASON not in stay.attributes:
-        report.counts["stays without an end"] += 1
-    explained = 0
-    for phase in children[stay.span_id]:
-        parts = children[phase.span_id]
-        report.counts[phase.name] += 1
-        explained += sum(part.nanos for part in parts) if phase.name in _DIVIDED else phase.nanos
-        if phase.name in (names.SPAN_REQUEST_PREEMPTED, names.SPAN_REQUEST_RECOVERY):
-            cause = phase.attributes.get(names.ATTR_CAUSE)
-            report.counts[f"cause {cause}"] += 1
-            if not cause:
-                report.faults.append(f"{phase.name} has no cause")
+    def _check_request(self, request: TracedRequest, root: SpanRecord) -> None:
+        if root.start < request.sent - SLACK_NANOS:
+            self._fault(f"{root.name} begins before its client sent it")
+        measured = max(1, request.answered - request.sent)
+        self._report.elsewhere.append((measured - root.nanos) / measured)
+        explained = self._explained(root, root.start, root.end)
+        self._report.unexplained.append(abs(root.nanos - explained) / max(1, root.nanos))
+        below = list(self._below(root))
+        if names.SPAN_GATEWAY_ENGINE not in {span.name for span in below}:
+            self._fault(f"{request.trace_id.hex()} has no {names.SPAN_GATEWAY_ENGINE}")
+        for span in below:
+            self._report.counts[span.name] += 1
+            self._check_part(span)
+
+    def _below(self, span: SpanRecord) -> Iterator[SpanRecord]:
+        for child in self._children[span.span_id]:
+            yield child
+            yield from self._below(child)
+
+    def _explained(self, span: SpanRecord, start: int, end: int) -> int:
+        """How much of the time from start to end the leaves at or below a span take together. Of
+        several sequences, each of which has to fill the time, the one that does so worst counts. A
+        stay at a replica without the replica's span, for which it must have been killed, is a leaf.
+        """
+        start, end = max(start, span.start), min(end, span.end)
+        parts = [part for part in self._children[span.span_id] if part.name not in _BESIDE]
+        is_stay = span.name == names.SPAN_GATEWAY_ENGINE
+        if not parts or (is_stay and all(part.name != names.SPAN_REQUEST for part in parts)):
+            return max(0, end - start)
+        sums: Counter[object] = Counter()
         for part in parts:
-            _check_part(phase, part, report)
-    gap = abs(stay.nanos - explained)
-    report.unexplained.append(gap / max(1, stay.nanos))
+            sequence = part.attributes.get(names.ATTR_SEQUENCE)
+            sums[sequence] += self._explained(part, start, end)
+        return max(sums.values(), key=lambda nanos: abs(end - start - nanos))
+
+    def _check_part(self, span: SpanRecord) -> None:
+        """What a part of a request says of itself, by its kind."""
+        parts = self._children[span.span_id]
+        if (attribute := _REASONS.get(span.name)) is not None:
+            reason = span.attributes.get(attribute)
+            if not reason:
+                self._fault(f"{span.name} has no {attribute}")
+            kind = "cause" if attribute == names.ATTR_CAUSE else span.name
+            self._report.counts[f"{kind} {reason}"] += 1
+        if span.name == names.SPAN_GATEWAY_ENGINE:
+            self._check_stay(span)
+        elif span.name == names.SPAN_REQUEST and names.ATTR_FINISH_REASON not in span.attributes:
+            self._report.counts["stays without an end"] += 1
+        elif span.name == names.SPAN_REQUEST_DECODE:
+            self._check_decode(span)
+        elif span.name.startswith(_WAIT):
+            reason = span.attributes.get(names.ATTR_WAIT_REASON)
+            if not reason or span.name != f"{_WAIT}{reason}":
+                self._fault(f"{span.name} has the reason {reason!r}")
+        elif span.name in _WAITING:
+            for part in parts:
+                if not part.name.startswith(_WAIT):
+                    self._fault(f"{span.name} holds a {part.name}, which is no wait")
+
+    def _check_stay(self, stay: SpanRecord) -> None:
+        """What a replica made of it, unless it refused the request or was killed."""
+        made = [span.name for span in self._children[stay.span_id]]
+        if names.SPAN_REQUEST in made or stay.attributes.get(names.ATTR_OUTCOME) == _REFUSED:
+            return
+        if self._was_lost(stay):
+            self._report.num_lost += 1
+        else:
+            self._fault(f"{stay.name} has no {names.SPAN_REQUEST}")
+
+    def _check_decode(self, decode: SpanRecord) -> None:
+        """Its sums are all of its time."""
+        seconds = sum(float(decode.attributes.get(name, 0)) for name in _DECODE_SUMS)
+        if abs(seconds * 1e9 - decode.nanos) > MAX_UNEXPLAINED * decode.nanos:
+            self._fault(f"{decode.name} of {decode.nanos / 1e9:g} s is divided into {seconds:g} s")
 
 
-def _check_part(phase: SpanRecord, part: SpanRecord, report: TraceReport) -> None:
-    report.counts[part.name] += 1
-    if part.name.startswith(_WAIT):
-        reason = part.attributes.get(names.ATTR_WAIT_REASON)
-        if not reason or part.name != f"{_WAIT}{reason}":
-            report.faults.append(f"{part.name} in {phase.name} has the reason {reason!r}")
-    elif phase.name in _WAITING:
-        report.faults.append(f"{phase.name} holds a {part.name}, which is no wait")
+def _was_left(span: SpanRecord) -> bool:
+    """Whether it is a stay that ended for the gateway before the replica heard of it."""
+    outcome = span.attributes.get(names.ATTR_OUTCOME)
+    return span.name == names.SPAN_GATEWAY_ENGINE and outcome != _FINISHED
+
+
+def _percentile(shares: Sequence[float], percent: int) -> float:
+    """1 if there is none."""
+    ordered = sorted(shares)
+    return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)] if ordered else 1.0

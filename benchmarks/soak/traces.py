@@ -3,11 +3,12 @@
     python -m benchmarks.soak traces [--requests 200] [--kills 6] [--pauses 6] [--model DIR]
                                      [--seed 1]
 
-A tenth of the requests come alone, the rest sixteen at a time, on a pool that is too small for
-them: requests wait and are preempted. Meanwhile the engine is paused, and pool, worker and
-scheduler are killed in turn; the supervisor of `stepwell up` starts them again. Then the spans of
-all services are checked (benchmarks/soak/trace_checks.py): parts add up to what they are in, each
-wait has a reason, each span has its parent and ends with it. The table counts what they hold.
+A tenth of the requests come alone, the rest sixteen at a time, by HTTP or gRPC, on a pool that is
+too small for them: requests wait and are preempted. Meanwhile the engine is paused, and pool,
+worker and scheduler are killed in turn; the supervisor of `stepwell up` starts them again. Then the
+spans of all services are checked (benchmarks/soak/trace_checks.py): below the gateway's span of a
+request, those without further parts add up to it, each wait has a reason, each span has its parent
+and ends with it. The table counts what they hold, and compares with the time clients measured.
 """
 
 import asyncio
@@ -16,8 +17,8 @@ import secrets
 import signal
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -27,18 +28,19 @@ import uvloop
 from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 from benchmarks.common.arguments import add_model, count, make_parser
-from benchmarks.common.clients import GrpcClient
+from benchmarks.common.clients import GrpcClient, HttpClient
 from benchmarks.common.console import log, messages
 from benchmarks.common.models import vocab_size
 from benchmarks.common.spans import SpanReceiver
 from benchmarks.soak.replicas import Replicas
-from benchmarks.soak.trace_checks import TraceReport, check_traces
+from benchmarks.soak.trace_checks import TracedRequest, TraceReport, check_traces
 from services.cli.settings import UpSettings
 from services.cli.supervisor import RestartPolicy
 from services.common.channel import open_channel
 
 NUM_AT_ONCE = 16
 MAX_PROMPT_TOKENS, MAX_OUTPUT_TOKENS = 150, 60
+HTTP_SHARE = 0.5
 PAUSE_SECONDS, POLL_SECONDS = 0.2, 0.01
 REQUEST_SECONDS = 120.0
 RECOVERY_SECONDS = 60.0
@@ -62,12 +64,13 @@ class Options:
 class Requests:
     """Random requests, each with a trace of its own."""
 
-    client: GrpcClient
+    grpc: GrpcClient
+    http: str
+    """Where the HTTP API is: host:port."""
     draw: Random
     vocab_size: int
-    sent: list[tuple[bytes, bytes]] = field(default_factory=list)
-    """Trace and client's span of each."""
-    num_done: int = 0
+    num_sent: int = 0
+    done: list[TracedRequest] = field(default_factory=list)
     progressed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def send(self) -> None:
@@ -76,16 +79,35 @@ class Requests:
             range(3, self.vocab_size), k=self.draw.randint(1, MAX_PROMPT_TOKENS)
         )
         num_tokens = self.draw.randint(1, MAX_OUTPUT_TOKENS)
+        over_http = self.draw.random() < HTTP_SHARE
         trace, span = secrets.token_bytes(16), secrets.token_bytes(8)
-        self.sent.append((trace, span))
-        async with asyncio.timeout(REQUEST_SECONDS):
-            answer = self.client.generate(prompt, num_tokens, f"00-{trace.hex()}-{span.hex()}-01")
+        self.num_sent += 1
+        async with asyncio.timeout(REQUEST_SECONDS), self._client(over_http) as client:
+            sent = time.time_ns()
+            answer = client.generate(prompt, num_tokens, f"00-{trace.hex()}-{span.hex()}-01")
             async with aclosing(answer) as news:  # type: ignore[type-var]
                 received = sum([num_new async for num_new in news])
+            answered = time.time_ns()
         if received != num_tokens:
             raise RuntimeError(f"{received} of {num_tokens} tokens came")
-        self.num_done += 1
+        self.done.append(TracedRequest(trace, span, sent, answered))
         self.progressed.set()
+
+    @property
+    def num_done(self) -> int:
+        return len(self.done)
+
+    @asynccontextmanager
+    async def _client(self, over_http: bool) -> AsyncIterator[GrpcClient | HttpClient]:
+        if not over_http:
+            yield self.grpc
+            return
+        client = HttpClient(self.http)
+        await client.open(1)
+        try:
+            yield client
+        finally:
+            await client.close()
 
     async def until_done(self, number: int) -> None:
         """Waits until so many have been answered."""
@@ -110,11 +132,12 @@ async def run(options: Options, directory: Path) -> TraceReport:
         )
         async with Replicas(settings, directory, RestartPolicy(steady_seconds=1.0)) as replicas:
             client = GrpcClient(replicas.grpc)
-            requests = Requests(client, Random(options.seed), vocab_size(options.model))
+            draw = Random(options.seed)
+            requests = Requests(client, replicas.http, draw, vocab_size(options.model))
             kills = await _campaign(options, replicas, requests, directory)
             await client.close()
         # Services send what is left of their spans when they stop.
-        return check_traces(receiver.take(), requests.sent, kills)
+        return check_traces(receiver.take(), requests.done, kills)
 
 
 async def _campaign(
@@ -166,7 +189,7 @@ async def _pause(requests: Requests, directory: Path) -> None:
     try:
         scheduler = scheduler_pb2_grpc.SchedulerStub(channel)
         async with asyncio.timeout(RECOVERY_SECONDS):
-            while not await _is_running(scheduler) and requests.num_done < len(requests.sent):  # noqa: ASYNC110
+            while not await _is_running(scheduler) and requests.num_done < requests.num_sent:  # noqa: ASYNC110
                 await asyncio.sleep(POLL_SECONDS)
         admin = scheduler_pb2_grpc.SchedulerAdminStub(channel)
         mode = scheduler_pb2.PAUSE_MODE_KEEP

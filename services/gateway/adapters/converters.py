@@ -119,6 +119,7 @@ def times_from_proto(message: scheduler_pb2.RequestTimes) -> EngineTimes:
         prefill=message.prefill_nanos / 1e9,
         decode=message.decode_nanos / 1e9,
         interrupted=message.interrupted_nanos / 1e9,
+        queued_unix_nanos=message.queued_unix_nanos or None,
     )
 
 

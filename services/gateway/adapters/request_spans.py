@@ -3,7 +3,9 @@
     chat tiny                                    the call, from its arrival to the end of its answer
       gateway.admit, read, parse, tokenize, prepare, generate, write      its parts, one by one
         gateway.wait, route, engine, resubmit    in generate: each sequence's
-          scheduler.queue and so on              in engine: what the scheduler and the worker make
+          gateway.send                           in engine: its way to the replica,
+          scheduler.request and so on            what the scheduler makes of it,
+          gateway.receive                        and the way of its last tokens back
 
 Parts follow each other without a gap, so that their durations add up to the call's.
 """
@@ -70,16 +72,41 @@ class RequestSpans:
                     if is_engine
                     else new_span_id()
                 )
+                context = self._record.origin.context(span_id)
+                first, last = max(began, stretch.began), min(ended, end)
                 self._make(
                     stretch.part.value,
-                    self._record.origin.context(span_id),
+                    context,
                     parent,
-                    max(began, stretch.began),
-                    min(ended, end),
+                    first,
+                    last,
                     _sequence_details(trace, stretch),
                     SpanKind.CLIENT if is_engine else SpanKind.INTERNAL,
                 )
+                if is_engine and num_sent == trace.num_sent and trace.times is not None:
+                    self._make_ways(trace.times, context, first, last)
             self.num_dropped += trace.timeline.num_dropped
+
+    def _make_ways(self, times: EngineTimes, parent: SpanContext, began: int, ended: int) -> None:
+        """What of a stay at a replica is not the replica's: the ways there and back.
+
+        Both together are what its own time leaves of the stay; where one ends is its clock's word.
+        """
+        if times.queued_unix_nanos is None:
+            return
+        left = max(0, ended - began - times.nanos)
+        arrived = times.queued_unix_nanos - self._record.unix_offset
+        queued = began + min(max(0, arrived - began), left)
+        for name, first, last in (
+            (names.SPAN_GATEWAY_SEND, began, queued),
+            (names.SPAN_GATEWAY_RECEIVE, min(queued + times.nanos, ended), ended),
+        ):
+            if self._num_spans >= MAX_SPANS:
+                self.num_dropped += 1
+            else:
+                self._make(
+                    name, self._record.origin.context(new_span_id()), parent, first, last, {}
+                )
 
     def _make(
         self,

@@ -35,10 +35,17 @@ class EngineTimes:
     decode: float
     interrupted: float
     """Of the last two, the time in which it did not run."""
+    queued_unix_nanos: int | None = None
+    """When it arrived there, by that replica's clock."""
 
     @property
     def inference(self) -> float:
         return self.prefill + self.decode
+
+    @property
+    def nanos(self) -> int:
+        """All of it, from its arrival to its end there."""
+        return round((self.queue + self.inference) * 1e9)
 
 
 @dataclass(slots=True)

@@ -48,7 +48,7 @@ def request_attributes(request: Request) -> Attributes:
     if request.finish_reason is not None:
         attributes[names.ATTR_FINISH_REASON] = request.finish_reason.value
     if request.times is not None:
-        queue, prefill, decode, interrupted = (nanos / 1e9 for nanos in request.times)
+        queue, prefill, decode, interrupted = (nanos / 1e9 for nanos in request.times[:4])
         attributes |= {
             names.GENAI_LATENCY_QUEUE: queue,
             names.GENAI_LATENCY_PREFILL: prefill,

@@ -168,6 +168,8 @@ class RequestTimes(NamedTuple):
     decode_nanos: int
     interrupted_nanos: int
     """Of prefill and decode, the time in which it did not run."""
+    queued_unix_nanos: int
+    """When it arrived."""
 
 
 @dataclass(slots=True)
@@ -248,6 +250,7 @@ class Timeline:
             first_token - admitted,
             end - first_token,
             self.interrupted_nanos,
+            self.queued,
         )
 
     def _end_phase(self, now: int) -> int:

@@ -178,7 +178,7 @@ def test_each_replica_has_a_name_and_parts_of_its_own() -> None:
 
 
 def test_prometheus_asks_where_metrics_are_served() -> None:
-    config = yaml.safe_load((DIRECTORY / "prometheus.yaml").read_text())
+    config = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())
     services = services_of("compose.yaml")
     jobs = {job["job_name"]: job for job in config["scrape_configs"]}
     (found,) = jobs["stepwell-replica"]["dns_sd_configs"]

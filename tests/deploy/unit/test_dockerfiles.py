@@ -84,6 +84,13 @@ def test_images_have_what_their_services_import_and_no_more() -> None:
         assert "grpcio" in listed
 
 
+def test_the_wheelhouse_has_the_packages_of_all_images_but_that_for_gpus() -> None:
+    made = (ROOT / "Makefile").read_text().partition("packages.py download ")[2]
+    downloaded = made.replace("\\\n", " ").partition("\n")[0].split()[1:]
+    wanted = {name for image in TARGETS if image != "worker-cuda" for name in packages_in(image)}
+    assert set(downloaded) == wanted | {"build"}
+
+
 def test_code_is_generated_by_the_version_that_the_project_pins() -> None:
     listed = requirements(["build"])
     assert [line.partition("==")[0] for line in listed] == ["hatchling", "grpcio-tools"]

@@ -1,6 +1,7 @@
 """The spans of a request at the gateway: what they say, and that they leave no time out."""
 
 import asyncio
+import time
 from pathlib import Path
 
 import grpc
@@ -122,6 +123,29 @@ async def test_the_parts_of_a_request_are_all_of_its_time(model: Path, api: str)
             assert engine.attributes["stepwell.outcome"] == "finished"
             # The scheduler's spans belong below that one.
             assert parse_traceparent(add.traceparent).span_id == span_id(engine)
+
+
+@pytest.mark.parametrize("late", [-60.0, 0.0, 60.0], ids=["behind", "equal", "ahead"])
+async def test_what_is_not_the_replicas_time_is_on_the_way_there_or_back(
+    model: Path, late: float
+) -> None:
+    """However far its clock is from the gateway's."""
+    tracer, scheduler = Tracer(), FakeScheduler()
+    scheduler.times = scheduler_pb2.RequestTimes(
+        queue_nanos=100, prefill_nanos=200, queued_unix_nanos=time.time_ns() + int(late * 1e9)
+    )
+    async with serving(model, scheduler, tracing=tracer.tracing) as served:
+        await served.http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 1})
+        trace = await tracer.trace()
+        engine = trace.only("gateway.engine")
+        send, receive = trace.below(engine)
+        assert (send.name, receive.name) == ("gateway.send", "gateway.receive")
+        assert send.start_time == engine.start_time
+        assert receive.start_time - send.end_time == 300
+        assert receive.end_time == engine.end_time
+        if late:
+            nothing = receive if late > 0 else send
+            assert nothing.start_time == nothing.end_time
 
 
 async def test_a_request_that_loses_its_scheduler_is_resubmitted_for_that_cause(

@@ -174,6 +174,7 @@ async def test_the_gateway_is_told_where_the_time_of_each_request_went() -> None
     assert times.decode_nanos > 0
     assert times.queue_nanos + times.prefill_nanos + times.decode_nanos <= took
     assert times.interrupted_nanos == 0
+    assert sent <= times.queued_unix_nanos <= sent + took
 
 
 @pytest.mark.asyncio(loop_scope="module")
