@@ -76,14 +76,19 @@ def quick_rules(directory: Path) -> None:
 
 @contextmanager
 def prometheus(directory: Path, targets: Mapping[str, str]) -> Iterator[Prometheus]:
-    """Scrapes `targets`, host:port by the name of a job, until the end of the block."""
+    """Scrapes `targets`, URLs by the name of a job, until the end of the block."""
     assert PROGRAM is not None
     quick_rules(directory)
     configuration = {
         "global": {"scrape_interval": "500ms", "evaluation_interval": "500ms"},
         "rule_files": [str(path) for path in sorted(directory.glob("*.yml"))],
         "scrape_configs": [
-            {"job_name": job, "static_configs": [{"targets": [target]}]}
+            {
+                "job_name": job,
+                "scheme": httpx.URL(target).scheme,
+                "tls_config": {"insecure_skip_verify": True},
+                "static_configs": [{"targets": [httpx.URL(target).netloc.decode()]}],
+            }
             for job, target in targets.items()
         ],
     }

@@ -17,7 +17,7 @@ from tests.plain_http import http_get
 
 ROOT = Path(__file__).parents[2]
 SERVICES = ("gateway", "scheduler", "kvpool", "worker")
-_READY = re.compile(r"ready: (\S+) at (http://\S+) \(gRPC at (\S+)\)")
+_READY = re.compile(r"ready: (\S+) at (https?://\S+) \(gRPC at (\S+)\)")
 _ADMIN = re.compile(r"operators' calls will be at (http://\S+)")
 _VLLM_GRPC = re.compile(r"vllm\.grpc\.engine will be at grpc://(\S+)")
 _START_SECONDS = 90.0

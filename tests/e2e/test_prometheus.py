@@ -1,6 +1,7 @@
 """Dashboards and alerts against a real Prometheus and running services."""
 
 import json
+import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -10,7 +11,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from safetensors.torch import load_file, save_file
 
+from tests.certificates import LOOPBACK, ONE_DAY, Authority, Files
 from tests.e2e.conftest import TinyModel
 from tests.e2e.prometheus_server import Prometheus, needs_prometheus, prometheus
 from tests.e2e.stack import ROOT, Stack, wait_for
@@ -19,6 +22,7 @@ from tests.redis_servers import RedisServer, free_port, needs_redis, redis_serve
 
 DASHBOARDS = sorted((ROOT / "deploy" / "grafana" / "dashboards").glob("*.json"))
 SECONDS = 60.0
+DAMAGED_TOKEN = 300
 
 
 def complete(stack: Stack, **changes: object) -> int:
@@ -50,10 +54,6 @@ def load(stack: Stack, clients: int, **changes: object) -> Iterator[None]:
             one.result()
 
 
-def host_port(url: str) -> str:
-    return url.removeprefix("http://")
-
-
 def queries(path: Path) -> list[str]:
     """The queries of a dashboard, for all models and replicas."""
     filled = []
@@ -69,7 +69,7 @@ def test_every_query_of_every_dashboard_returns_data(stack: Stack, tmp_path: Pat
     wanted = [(path.stem, query) for path in DASHBOARDS for query in queries(path)]
     assert len(wanted) > 60
     with (
-        prometheus(tmp_path, {"stepwell": host_port(stack.url)}) as server,
+        prometheus(tmp_path, {"stepwell": stack.url}) as server,
         load(stack, 2, n=2),
         load(stack, 1, top_p=7),
     ):
@@ -89,7 +89,7 @@ def test_every_query_of_every_dashboard_returns_data(stack: Stack, tmp_path: Pat
 @contextmanager
 def watched(stack: Stack, tmp_path: Path, **targets: str) -> Iterator[Prometheus]:
     """A Prometheus that scrapes the stack's gateway and these, in whose eyes all is well."""
-    with prometheus(tmp_path, {"stepwell": host_port(stack.url)} | targets) as server:
+    with prometheus(tmp_path, {"stepwell": stack.url} | targets) as server:
         wait_for(lambda: len(server.query("up == 1")) == 1 + len(targets), SECONDS)
         assert server.firing() <= {"StepwellPrefixIndexNotExact"}
         server.until_calm("StepwellPrefixIndexNotExact")
@@ -116,7 +116,7 @@ def test_alerts_fire_when_what_they_watch_breaks(tiny_model: TinyModel, tmp_path
         directory = tmp_path / "prometheus"
         directory.mkdir()
         try:
-            with watched(stack, directory, **{"stepwell-replica": metrics}) as server:
+            with watched(stack, directory, **{"stepwell-replica": f"http://{metrics}"}) as server:
                 _break_load(stack, server)
                 _break_redis(redis, server)
                 _break_processes(stack, server)
@@ -164,3 +164,42 @@ def _break_processes(stack: Stack, server: Prometheus) -> None:
         )
     finally:
         stack.hit("scheduler", signal.SIGCONT)
+
+
+def damaged_copy(model: Path, directory: Path) -> Path:
+    """The model with one damaged row of its embeddings: logits after DAMAGED_TOKEN are NaN."""
+    shutil.copytree(model, directory)
+    path = directory / "model.safetensors"
+    weights = load_file(path)
+    weights["model.embed_tokens.weight"][DAMAGED_TOKEN] = float("nan")
+    save_file(weights, path, {"format": "pt"})
+    return directory
+
+
+@needs_prometheus
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_alerts_fire_for_damaged_weights_and_for_a_certificate_that_soon_ends(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    authority = Authority()
+    served = Files(tmp_path / "tls").write(authority.issue(*LOOPBACK, seconds=3600), authority)
+    stack = Stack(
+        damaged_copy(tiny_model.directory, tmp_path / "damaged"),
+        *("--tls-cert-file", str(served.cert), "--tls-key-file", str(served.key)),
+    )
+    directory = tmp_path / "prometheus"
+    directory.mkdir()
+    try:
+        with prometheus(directory, {"stepwell": stack.url}) as server:
+            server.until_firing("StepwellCertificateExpires")
+            assert complete(stack) == httpx.codes.OK
+            assert not {"StepwellRequestsFail", "StepwellCorruptedRequests"} & server.firing()
+            with load(stack, 1, prompt=[5, DAMAGED_TOKEN]), load(stack, 1):
+                server.until_firing("StepwellRequestsFail", "StepwellCorruptedRequests")
+            served.write(authority.issue(*LOOPBACK, seconds=30 * ONE_DAY))
+            server.until_calm("StepwellCertificateExpires")
+            server.until_calm("StepwellRequestsFail", "StepwellCorruptedRequests")
+            assert complete(stack) == httpx.codes.OK
+    finally:
+        stack.close()

@@ -38,7 +38,8 @@ class SchedulerAdminServicer(scheduler_pb2_grpc.SchedulerAdminServicer):
     ) -> scheduler_pb2.AbortResponse:
         """See the contract."""
         found = self._sessions.find(request.request_ids)
-        logger.info("an operator aborts %d requests", len(found))
+        for one in found:
+            logger.info("an operator aborts a request", extra=one.log_fields)
         self._engine.abort(found)
         return scheduler_pb2.AbortResponse(num_aborted=len(found))
 

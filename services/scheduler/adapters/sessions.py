@@ -1,5 +1,6 @@
 """The sessions of gateways: which request came through which session, and what to send to each."""
 
+import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,8 @@ from services.common.status import status_code
 from services.scheduler.adapters.outbox import Outbox
 from services.scheduler.core.output import EngineCoreOutputs
 from services.scheduler.core.request import Request
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -193,7 +196,9 @@ class Sessions:
         self.num_finished += len(requests)
         for request in requests:
             self.num_completed += request.num_cached_tokens is not None
-            self.num_corrupted += request.finish_reason is FinishReason.NAN_IN_LOGITS
+            if request.finish_reason is FinishReason.NAN_IN_LOGITS:
+                self.num_corrupted += 1
+                logger.error("a request is given up: its logits held NaN", extra=request.log_fields)
             owner = self._owners.pop(request, None)
             if owner is not None:
                 owner.session.outbox.finished(owner.handle, request)

@@ -353,7 +353,7 @@ class EngineCore:
         """
         culprit = self._search.steps_failed(failed)
         if culprit is not None:
-            logger.error("request %s is given up: its steps always fail", culprit.request_id)
+            logger.error("a request is given up: its steps always fail", extra=culprit.log_fields)
             self.losses.made_progress()
             self._end({culprit: FinishReason.STEP_FAILED})
 

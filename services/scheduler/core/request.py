@@ -137,6 +137,14 @@ class Request(ComputedTokens):
         self._note_ending_token_ids()
 
     @property
+    def log_fields(self) -> dict[str, str]:
+        """For log lines about it: its id and, if it is traced from its beginning, its trace's."""
+        fields = {"request_id": self.request_id}
+        if self.traceparent:
+            fields["trace_id"] = self.traceparent.split("-")[1]
+        return fields
+
+    @property
     def num_tokens(self) -> int:
         """Prompt and output known so far."""
         return len(self.token_ids)

@@ -14,7 +14,7 @@ INNOCENT = {handle: prompt(6 + handle, 100 * handle) for handle in range(5)}
 
 @pytest.mark.parametrize("num_poisoned", [1, 2])
 async def test_requests_that_kill_the_worker_are_ended_and_the_others_go_on(
-    num_poisoned: int,
+    num_poisoned: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = DyingWorker(POISON)
     async with serving_replica(worker) as replica, gateway_of(replica) as gateway:
@@ -31,6 +31,8 @@ async def test_requests_that_kill_the_worker_are_ended_and_the_others_go_on(
             assert finished is not None
             assert finished.reason == common_pb2.FINISH_REASON_STEP_FAILED
             assert "the workers were lost" in finished.message
+        logged = [vars(one) for one in caplog.records if "always fail" in one.getMessage()]
+        assert {one["request_id"] for one in logged} == {f"request-{n}" for n in poisoned}
         assert worker.num_deaths <= 4 * num_poisoned, "no death for every request beside them"
         await replica.until_idle()
 

@@ -132,8 +132,9 @@ async def test_a_handle_is_aborted_and_leaves_the_others(
 
 
 async def test_abort_by_name_reaches_requests_of_any_session(
-    replica: Replica, gateway: Gateway
+    replica: Replica, gateway: Gateway, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     replica.worker.going.clear()
     await gateway.add(1, prompt(9), request_id="mine")
     async with gateway_of(replica) as other:
@@ -143,6 +144,8 @@ async def test_abort_by_name_reaches_requests_of_any_session(
             scheduler_pb2.AbortRequest(request_ids=["mine", "theirs", "unknown"])
         )
         assert answer.num_aborted == 2
+        logged = [vars(one) for one in caplog.records if "operator aborts" in one.getMessage()]
+        assert [one["request_id"] for one in logged] == ["mine", "theirs"]
         replica.worker.going.set()
         await gateway.finish(1)
         await other.finish(1)
@@ -193,16 +196,18 @@ async def test_a_session_begins_with_open_and_opens_once(replica: Replica) -> No
 
 
 async def test_broken_logits_end_a_request_with_an_error(
-    replica: Replica, gateway: Gateway
+    replica: Replica, gateway: Gateway, caplog: pytest.LogCaptureFixture
 ) -> None:
     replica.worker.nan_rows = frozenset({0})
-    await gateway.add(1, prompt(5))
+    await gateway.add(1, prompt(5), request_id="mine", traceparent=f"00-{'ab' * 16}-{'cd' * 8}-01")
     await gateway.finish(1)
     finished = gateway.heard[1].finished
     assert finished is not None
     assert finished.reason == common_pb2.FINISH_REASON_NAN_IN_LOGITS
     assert finished.message == "the model's logits held NaN: no token could be chosen"
     assert gateway.heard[1].tokens == []
+    (logged,) = [vars(one) for one in caplog.records if "held NaN" in one.getMessage()]
+    assert (logged["request_id"], logged["trace_id"]) == ("mine", "ab" * 16)
     replica.worker.nan_rows = frozenset()
     await replica.until_idle()
 

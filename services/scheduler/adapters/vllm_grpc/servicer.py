@@ -12,6 +12,7 @@ from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2, vllm_engine_pb
 from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common.errors import FailedPrecondition, StepwellError
+from services.common.logs import REQUEST_FIELDS
 from services.common.telemetry import parse_traceparent
 from services.scheduler.adapters.sessions import GatewaySession, Sessions
 from services.scheduler.adapters.submitter import RequestSubmitter
@@ -55,6 +56,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self, request: vllm_engine_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[vllm_engine_pb2.GenerateResponse]:
         """The answers to one prompt, as they grow or when they have ended."""
+        REQUEST_FIELDS.set({"request_id": request.request_id})
         generation = self._converter.convert(
             request,
             traceparent=_traceparent(context),
