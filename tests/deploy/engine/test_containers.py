@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import openai
 import pytest
+import yaml
 
 from services.cli.deploy.fleet import GatewayFleet
 from tests.deploy.compose_files import DIRECTORY, ROOT, services_of
@@ -114,6 +115,38 @@ def test_prometheus_has_the_metrics_of_every_service(fleet: Up) -> None:
         assert len(values(f"up{{job='{job}'}}")) == number
     # One series of each replica, though the gateway has them too.
     eventually(lambda: len(values("vllm:num_requests_running")) == 2)
+
+
+def test_prometheus_evaluates_every_rule(fleet: Up) -> None:
+    prometheus = fleet.url_of("prometheus", 9090)
+    written = [
+        rule.get("alert") or rule["record"]
+        for path in sorted((ROOT / "deploy" / "prometheus" / "rules").glob("*.yml"))
+        for group in yaml.safe_load(path.read_text())["groups"]
+        for rule in group["rules"]
+    ]
+
+    def evaluated() -> list[str]:
+        groups = http_get(f"{prometheus}/api/v1/rules").json()["data"]["groups"]
+        return [
+            rule["name"] for group in groups for rule in group["rules"] if rule["health"] == "ok"
+        ]
+
+    eventually(lambda: sorted(evaluated()) == sorted(written))
+
+
+def test_grafana_is_given_the_dashboards_and_where_they_are(fleet: Up) -> None:
+    (grafana,) = [one for one in fleet.containers() if one.labels["stepwell.role"] == "grafana"]
+
+    def files_in(directory: str) -> set[str]:
+        listed = grafana.exec_run(["ls", directory])
+        assert listed.exit_code == 0
+        return set(listed.output.decode().split())
+
+    dashboards = (ROOT / "deploy" / "grafana" / "dashboards").glob("*.json")
+    assert files_in("/etc/stepwell/dashboards") == {path.name for path in dashboards}
+    assert files_in("/etc/grafana/provisioning/dashboards") == {"stepwell.yaml"}
+    assert files_in("/etc/grafana/provisioning/datasources") == {"stepwell.yaml"}
 
 
 def test_spans_reach_the_collector(fleet: Up) -> None:
