@@ -169,7 +169,7 @@ def parse_options(argv: Sequence[str]) -> Options:
         ("--concurrency", count, 32, "requests that run at once"),
         ("--prompt-tokens", count, 32, "length of each prompt"),
         ("--output-tokens", count, 128, "length of each answer"),
-        ("--quiet-share", positive, 0.8, "of its half of the peak, what the quiet tenant asks for"),
+        ("--quiet-share", positive, 0.5, "what the quiet tenant asks for, of its fair share"),
         (
             "--recovery-seconds",
             positive,

@@ -4,9 +4,12 @@
    and once while as many requests a second as the flood has are sent to a server that refuses them
    for next to nothing: services and load generators share one machine and its processors, and
    sending the flood costs a part of them whatever is done with it.
-2. Unloaded: the quiet tenant alone asks steadily, for less than its share of the peak.
-3. Flood: it goes on, and the other tenant asks for a multiple of the peak.
-4. Recovery: the quiet tenant alone again, some seconds after the flood.
+2. Unloaded: the quiet tenant alone asks steadily, for a part of its fair share. That is half of the
+   peak while the flood is sent elsewhere: no more is there to be shared when it is sent here.
+3. Full: it goes on, and the other tenant has as many requests as run at once, in a closed loop.
+   Nothing is refused; what the quiet tenant notices is that steps are shared.
+4. Flood: it goes on, and the other tenant asks for a multiple of the peak.
+5. Recovery: the quiet tenant alone again, some seconds after the flood.
 """
 
 import asyncio
@@ -43,7 +46,7 @@ class TenantOptions:
     prompt_tokens: int
     output_tokens: int
     quiet_share: float
-    """What the quiet tenant asks for, of its half of the peak."""
+    """What the quiet tenant asks for, of its half of the peak while the flood is sent elsewhere."""
     recovery_seconds: float
 
 
@@ -63,6 +66,7 @@ class Result:
     peak: Sent
     peak_beside_flood: Sent
     unloaded: Sent
+    full: Sent
     flood: Sent
     quiet: Sent
     recovered: Sent
@@ -97,12 +101,15 @@ class Flooding:
         await generate(self._closed_loop(seconds / 4))  # the first steps of each size take longer
         peak = _sum(await generate(self._closed_loop(seconds / 2)))
         rate = peak.num_done_in_time / (seconds / 2)
-        quiet_rate = rate / 2 * self._options.quiet_share
         flood = self._sending(FLOODS, rate=self._options.factor * rate)
         async with sink() as address:
             aside = self._sending(FLOODS, address=address, rate=flood.rate, seconds=seconds / 2)
             *loops, _ = await generate([*self._closed_loop(seconds / 2), aside])
+        beside = _sum(loops)
+        quiet_rate = beside.num_done_in_time / (seconds / 2) / 2 * self._options.quiet_share
         (unloaded,) = await generate([self._sending(QUIET, rate=quiet_rate)])
+        busy = self._sending(FLOODS, concurrency=self._options.concurrency)
+        _, full = await generate([busy, self._sending(QUIET, rate=quiet_rate)])
         before, times = self._memory(), self._processor_seconds()
         flooded, held = await generate([flood, self._sending(QUIET, rate=quiet_rate)])
         peak_memory = self._memory()
@@ -110,7 +117,7 @@ class Flooding:
         await asyncio.sleep(self._options.recovery_seconds)
         memory = Memory(before, peak_memory, self._memory())
         (recovered,) = await generate([self._sending(QUIET, rate=quiet_rate)])
-        return Result(peak, _sum(loops), unloaded, flooded, held, recovered, memory, spent)
+        return Result(peak, beside, unloaded, full, flooded, held, recovered, memory, spent)
 
     def _closed_loop(self, seconds: float) -> list[Sending]:
         each = max(1, self._options.concurrency // 2)
@@ -156,9 +163,9 @@ def lines_of(options: TenantOptions, result: Result) -> list[Line]:
     beside = result.peak_beside_flood.num_done_in_time * tokens / (seconds / 2)
     done = result.flood.num_done_in_time + result.quiet.num_done_in_time
     goodput = done * tokens / seconds
-    unloaded, flooded = result.unloaded.first_token_millis, result.quiet.first_token_millis
-    recovered = result.recovered.first_token_millis
-    if not (unloaded and flooded and recovered and done):
+    unloaded, full = result.unloaded.first_token_millis, result.full.first_token_millis
+    flooded, recovered = result.quiet.first_token_millis, result.recovered.first_token_millis
+    if not (unloaded and full and flooded and recovered and done):
         raise RuntimeError("no request was done: the machine is too busy to measure anything")
     ttft = percentile(flooded, 99) / percentile(unloaded, 99)
     ttft_after = statistics.median(recovered) / statistics.median(unloaded)
@@ -187,6 +194,7 @@ def lines_of(options: TenantOptions, result: Result) -> list[Line]:
         Line("flooding tenant: requests that ended otherwise", str(result.flood.other or 0)),
         Line("quiet tenant: requests sent / done", _counts(result.quiet), not num_quiet_lost),
         Line("quiet tenant, unloaded: TTFT ms, median / p99", _pair(unloaded)),
+        Line("quiet tenant, all places taken: TTFT ms, median / p99", _pair(full)),
         Line("quiet tenant, during the flood: TTFT ms, median / p99", _pair(flooded)),
         Line("its p99 to the unloaded one", f"{ttft:.2f}", ttft <= MOST_TTFT),
         Line(
