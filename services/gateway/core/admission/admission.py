@@ -16,8 +16,9 @@ from services.gateway.core.admission.queue_bounds import (
     expected_wait,
 )
 from services.gateway.core.admission.service_charge import ServiceCharge, charge_for
+from services.gateway.core.admission.service_time import ServiceTime
 from services.gateway.core.admission.wait import Wait, WaitReason
-from services.gateway.core.inflight import Inflight
+from services.gateway.core.inflight import Inflight, ended
 from services.gateway.core.ports import Clock
 from services.gateway.core.route import Route
 from services.gateway.core.sequence_trace import ResubmitCause
@@ -109,7 +110,7 @@ class Admission:
         self._bounds.check_number(tenant, num_to_wait, share)
         wait = expected_wait(tenant, num_ahead, self.places.others(tenant), capacity)
         timeout = None if deadline is None else deadline - self._clock.time()
-        self._bounds.check_time(tenant, timeout, wait, capacity.service_seconds)
+        self._bounds.check_time(tenant, timeout, wait, self._service_seconds(tenant, capacity))
 
     def add(self, inflight: Inflight) -> None:
         """Queues a new sequence, and sends it if it may go at once."""
@@ -149,7 +150,7 @@ class Admission:
             if waiter is None:
                 return
             self._remove(waiter)
-            if self._is_too_late(waiter, self._service_seconds()):
+            if self._is_too_late(waiter, self._capacity()):
                 waiter.inflight.failed(_too_late(waiter.inflight))
             else:
                 self._let_through(waiter)
@@ -161,7 +162,7 @@ class Admission:
         use.num_running += 1
         use.num_starting += 1
         self._starting.add(inflight)
-        charge = charge_for(inflight, route, use.mean_output_tokens)
+        charge = charge_for(inflight, route, use.mean_output_tokens, self._clock.time())
         self._charges[inflight] = charge
         self._queue.charge(tenant, charge.num_tokens)
 
@@ -172,8 +173,11 @@ class Admission:
 
     def left(self, inflight: Inflight) -> None:
         """A sequence has left its replica, whatever way."""
-        if self._settle(inflight):
+        charge = self._charges.get(inflight)
+        if charge is not None:
+            self._settle(inflight)
             use = self.places.of(inflight.request.tenant)
+            _note_time(use.service_time, inflight, charge, self._clock.time())
             num_output = len(inflight.output_token_ids)
             use.mean_output_tokens += _SHARE_OF_NEWEST * (num_output - use.mean_output_tokens)
             self.admit()
@@ -186,17 +190,14 @@ class Admission:
         self.places.of(inflight.request.tenant).num_starting -= 1
         return True
 
-    def _settle(self, inflight: Inflight) -> bool:
-        """The tenant gets its place back, and its charge is corrected. False if it has none."""
-        charge = self._charges.pop(inflight, None)
-        if charge is None:
-            return False
+    def _settle(self, inflight: Inflight) -> None:
+        """The tenant gets its place back, and its charge is corrected."""
+        charge = self._charges.pop(inflight)
         self._has_started(inflight)
         tenant = inflight.request.tenant
         self.places.of(tenant).num_running -= 1
         num_output = len(inflight.output_token_ids) - charge.num_output_tokens_before
         self._queue.charge(tenant, charge.difference(num_output))
-        return True
 
     def _may_go(self, division: Division | None) -> Callable[[Tenant], bool]:
         if division is None:
@@ -269,30 +270,43 @@ class Admission:
     def _sweep(self) -> None:
         """Ends the sequences that can no longer start in time."""
         self._is_sweeping = False
-        service_seconds = self._service_seconds()
+        capacity = self._capacity()
         for waiter in list(self._waiters.values()):
-            if self._is_too_late(waiter, service_seconds):
+            if self._is_too_late(waiter, capacity):
                 self.discard(waiter.inflight)
                 waiter.inflight.failed(_too_late(waiter.inflight))
         self.admit()
         self._sweep_later()
 
-    def _is_too_late(self, waiter: _Waiter, service_seconds: float) -> bool:
-        """Whether a sequence has waited for longer than it may, where one takes so long to run."""
+    def _is_too_late(self, waiter: _Waiter, capacity: Capacity | None) -> bool:
+        """Whether a sequence has waited for longer than it may."""
         if waiter.was_sent:
             return False
-        deadline = waiter.inflight.request.deadline
-        latest = self._bounds.latest_start(waiter.began, deadline, service_seconds)
+        request = waiter.inflight.request
+        seconds = self._service_seconds(request.tenant, capacity)
+        latest = self._bounds.latest_start(waiter.began, request.deadline, seconds)
         return latest is not None and latest <= self._clock.time()
 
-    def _service_seconds(self) -> float:
-        """By what is known now."""
-        capacity = self._capacity()
-        return 0.0 if capacity is None else capacity.service_seconds
+    def _service_seconds(self, tenant: Tenant, capacity: Capacity | None) -> float:
+        """What a sequence of the tenant usually takes at most, by what is known now."""
+        usual = self.places.service_time(tenant).longest_usual
+        return usual if capacity is None else max(usual, capacity.service_seconds)
 
 
 def _order(inflight: Inflight) -> Order:
     return inflight.request.priority, inflight.number
+
+
+def _note_time(times: ServiceTime, inflight: Inflight, charge: ServiceCharge, now: float) -> None:
+    """Counts the time of a sequence that was served from its first token to its last; of one that
+    was not, where it was already longer than usual.
+    """
+    if charge.num_output_tokens_before:
+        return
+    seconds = now - charge.sent_at
+    has_ended = inflight.was_stopped or ended(inflight) is not None
+    if has_ended or seconds > times.longest_usual > 0:
+        times.add(seconds)
 
 
 def _reason(num_ahead: int, capacity: Capacity | None) -> WaitReason:

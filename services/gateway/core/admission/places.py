@@ -4,9 +4,10 @@ sequences that a replica runs at once.
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.gateway.core.admission.service_charge import OUTPUT_WEIGHT
+from services.gateway.core.admission.service_time import ServiceTime
 from services.gateway.core.tenant import Tenant
 
 ACTIVE_SECONDS = 10.0
@@ -30,6 +31,7 @@ class Use:
     """Of those, the ones that were not scheduled yet."""
     asked_at: float = 0.0
     mean_output_tokens: float = 128.0
+    service_time: ServiceTime = field(default_factory=ServiceTime)
     lag: float = 0.0
     """So many tokens less it was served than another tenant that waits."""
 
@@ -134,6 +136,11 @@ class Places:
     def num_waiting(self, tenant: Tenant) -> int:
         use = self._uses.get(tenant.tenant_id)
         return 0 if use is None else use.num_waiting
+
+    def service_time(self, tenant: Tenant) -> ServiceTime:
+        """How long its sequences take, as far as that is known."""
+        use = self._uses.get(tenant.tenant_id)
+        return ServiceTime() if use is None else use.service_time
 
     def others(self, tenant: Tenant) -> list[Use]:
         """What the other tenants have and want."""

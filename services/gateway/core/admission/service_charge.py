@@ -20,6 +20,8 @@ class ServiceCharge:
     """Those that are not expected to be cached."""
     num_output_tokens_before: int
     expected_output_tokens: float
+    sent_at: float
+    """In seconds, on the event loop's clock."""
 
     @property
     def num_tokens(self) -> float:
@@ -32,11 +34,13 @@ class ServiceCharge:
         return OUTPUT_WEIGHT * (num_output_tokens - self.expected_output_tokens)
 
 
-def charge_for(inflight: Inflight, route: Route, mean_output_tokens: float) -> ServiceCharge:
-    """The charge of a sequence that is sent by a route; `mean_output_tokens` is the mean length of
-    its tenant's answers.
+def charge_for(
+    inflight: Inflight, route: Route, mean_output_tokens: float, now: float
+) -> ServiceCharge:
+    """The charge of a sequence that is sent now, by a route. `mean_output_tokens` is that of its
+    tenant's answers.
     """
     request, num_output = inflight.request, len(inflight.output_token_ids)
     num_prompt = 0 if num_output else len(request.prompt_token_ids) - route.num_cached_tokens
     most = (request.sampling.max_tokens or 0) - num_output
-    return ServiceCharge(num_prompt, num_output, min(mean_output_tokens, most))
+    return ServiceCharge(num_prompt, num_output, min(mean_output_tokens, most), now)
