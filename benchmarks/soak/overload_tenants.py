@@ -32,6 +32,8 @@ LEAST_GOODPUT = 0.9
 MOST_TTFT, MOST_RECOVERED_TTFT = 2.0, 1.25
 MOST_REFUSAL_MILLIS = 50.0
 MOST_MEBIBYTES = 64.0
+LEAST_QUIET_REQUESTS = 10
+"""In each part, so that there is something to measure on a busy machine too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,8 @@ class Flooding:
             aside = self._sending(FLOODS, address=address, rate=flood.rate, seconds=seconds / 2)
             *loops, _ = await generate([*self._closed_loop(seconds / 2), aside])
         beside = _sum(loops)
-        quiet_rate = beside.num_done_in_time / (seconds / 2) / 2 * self._options.quiet_share
+        share = beside.num_done_in_time / (seconds / 2) / 2
+        quiet_rate = max(self._options.quiet_share * share, LEAST_QUIET_REQUESTS / seconds)
         (unloaded,) = await generate([self._sending(QUIET, rate=quiet_rate)])
         busy = self._sending(FLOODS, concurrency=self._options.concurrency)
         _, full = await generate([busy, self._sending(QUIET, rate=quiet_rate)])
