@@ -15,5 +15,9 @@ class FinishReason(enum.Enum):
     """The output repeated one pattern, as `repetition_detection` describes."""
     STEP_FAILED = "step_failed"
     """The workers were lost in every step of the request, also in those with no other request."""
+    KV_LOAD_FAILED = "kv_load_failed"
+    """Keys and values of the request could not be loaded from where they are stored, and it is not
+    to compute them instead.
+    """
     QUEUE_TIMEOUT = "queue_timeout"
     """The request was not scheduled within the time that it may wait."""

@@ -29,7 +29,7 @@ from tests.conformance.differences import FIELDS, differences
 Record = dict[str, Any]
 
 
-NUM_RECORDINGS = {"basic": 53, "pooling": 4, "lora": 12, "session": 14}
+NUM_RECORDINGS = {"basic": 53, "pooling": 4, "lora": 12, "session": 14, "connector": 28}
 """Recordings by family."""
 
 
@@ -67,9 +67,10 @@ async def replay_over_grpc(scenario: Record) -> Record:
             enable_prefix_caching=config.enable_prefix_caching,
             drop_last_hit_block=False,
         )
-        return await ScenarioRun(
-            story, Scheduler(config, client), host.get(PoolId("recording")).pool
-        ).run()
+        connector = story.make_connector()
+        scheduler = Scheduler(config, client, connector)
+        pool = host.get(PoolId("recording")).pool
+        return await ScenarioRun(story, scheduler, pool, connector).run()
     finally:
         client.close()
         await channel.close()

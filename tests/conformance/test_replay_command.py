@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from services.cli.__main__ import main
+from services.cli.errors import CommandError
 from services.cli.replay.fields import Field
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.cli.replay.log_file import Header
@@ -14,7 +15,7 @@ from services.cli.replay.log_replay import LogReplay
 from services.cli.replay.scenario import read_scenario
 from services.cli.replay.scenario_run import ScenarioRun
 from services.cli.replay.table import ROWS
-from services.cli.replay.what_if import WhatIf
+from services.cli.replay.what_if import what_if
 from services.scheduler.core.recorder import Entry, RecordingScheduler
 from tests.conformance.differences import FIELDS, differences
 from tests.conformance.test_recordings import RECORDINGS
@@ -46,13 +47,19 @@ async def test_a_log_of_a_scenario_replays_and_without_a_change_nothing_changes(
     config = scenario.config
     pool = InProcessPool(config)
     entries: list[Entry] = []
-    await ScenarioRun(scenario, RecordingScheduler(config, pool, entries.append), pool.core).run()
+    connector = scenario.make_connector()
+    scheduler = RecordingScheduler(config, pool, entries.append, connector)
+    await ScenarioRun(scenario, scheduler, pool.core, connector).run()
     header = Header("stand-in", config)
     replay = LogReplay(header)
     for entry in entries:
         told = json.loads(json.dumps(entry))
         assert told == entry
         assert await replay.replay_entry(Field(told)) == []
-    what_if = await WhatIf(replay.history, config).run()
+    if connector is not None:
+        with pytest.raises(CommandError, match="log of a scheduler with a KV connector"):
+            await what_if(replay.history, config)
+        return
+    run = await what_if(replay.history, config)
     for row in ROWS:
-        assert row.measure(what_if) == row.measure(replay.statistics), row.name
+        assert row.measure(run) == row.measure(replay.statistics), row.name

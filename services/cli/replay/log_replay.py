@@ -1,13 +1,14 @@
 """Replays a step log: makes the same calls, and compares what the scheduler decides."""
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from services.cli.replay.fields import Field
 from services.cli.replay.history import Abort, Event, History, NextChunk
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.cli.replay.log_file import Header
+from services.cli.replay.logged_connector import LoggedConnector, read_transfers
 from services.cli.replay.scheduler_run import SchedulerRun
 from services.common.errors import InvalidArgument
 from services.common.finish_reason import FinishReason
@@ -52,7 +53,9 @@ class LogReplay(SchedulerRun):
     def __init__(self, header: Header) -> None:
         self._recorded: list[Entry] = []
         pool = InProcessPool(header.config)
-        super().__init__(RecordingScheduler(header.config, pool, self._recorded.append), pool)
+        self._connector = LoggedConnector() if header.config.kv_role else None
+        scheduler = RecordingScheduler(header.config, pool, self._recorded.append, self._connector)
+        super().__init__(scheduler, pool)
         self.history = History()
         self.requests = self.history.requests
         self.is_complete = False
@@ -72,6 +75,8 @@ class LogReplay(SchedulerRun):
             return []
         if "lost_after" in entry.members():
             self.pool.num_answers_left = entry["lost_after"].integer()
+        if self._connector is not None:
+            self._connector.read(entry)
         with suppress(PoolLost):
             await self._call(call, entry)
         self.pool.num_answers_left = None
@@ -118,6 +123,9 @@ class LogReplay(SchedulerRun):
         if plan is None:
             raise step.wrong("must be a step in flight")
         output = _read_output(entry, len(plan.requests))
+        if self._connector is not None:
+            transfers = read_transfers(entry, self.scheduler.config.num_blocks)
+            output = replace(output, kv_transfers=transfers)
         for number in [number for number in self.in_flight if number <= plan.step]:
             del self.in_flight[number]
         update = self.scheduler.update_from_output(plan, output)

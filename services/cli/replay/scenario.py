@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.cli.replay.fields import Field, FieldError
+from services.cli.replay.scenario_connector import ConnectorScript, read_connector
 from services.cli.replay.settings import read_config
+from services.cli.replay.stand_in_connector import StandInConnector
 from services.common.ids import RequestKey
 from services.common.sampling import SamplingParams
 from services.scheduler.core.config import SchedulerConfig
@@ -34,8 +36,9 @@ DEFAULTS: dict[str, Any] = {
     "eos_token_id": 2,
     "pooling": False,
     "max_loras": None,
+    "kv_connector": None,
 }
-_OTHER_SETTINGS = ("num_gpu_blocks", "prefix_caching_hash_algo", "eos_token_id")
+_OTHER_SETTINGS = ("num_gpu_blocks", "prefix_caching_hash_algo", "eos_token_id", "kv_connector")
 _MAX_STEPS = 20_000
 _MOST_STEPS = 1_000_000
 
@@ -71,6 +74,13 @@ class Scenario:
     events: dict[int, list[Event]]
     """By step, in the order of the file."""
     max_steps: int
+    connector: ConnectorScript | None = None
+
+    def make_connector(self) -> StandInConnector | None:
+        """The connector of a run, if there is one."""
+        if self.connector is None:
+            return None
+        return self.connector.make(self.config.block_size)
 
 
 def read_scenario(document: Any) -> Scenario:
@@ -81,7 +91,11 @@ def read_scenario(document: Any) -> Scenario:
     given.only(DEFAULTS)
     named = {**DEFAULTS, **given.members()}
     whole = Field(named, given.path)
-    config = _config(whole)
+    connector_settings: dict[str, Any] = {}
+    connector = None
+    if named["kv_connector"] is not None:
+        connector_settings, connector = read_connector(whole["kv_connector"])
+    config = _config(whole, connector_settings)
     eos = whole["eos_token_id"].integer()
     whole["prefix_caching_hash_algo"].text()
     events: dict[int, list[Event]] = defaultdict(list)
@@ -92,6 +106,8 @@ def read_scenario(document: Any) -> Scenario:
             event.only(("step", "add"))
             key = RequestKey(len(is_session) + 1)
             request = _request(event["add"], key, step, eos, pooling=config.pooling)
+            if connector is not None:
+                connector.read_request(event["add"], key)
             if is_session.get(request.request_id) is False:
                 raise event["add"]["request_id"].wrong("must be new")
             if request.request_id in is_session:
@@ -103,12 +119,13 @@ def read_scenario(document: Any) -> Scenario:
             event.only(("step", "abort", "phase"))
             events[step] += _aborts(event)
     max_steps = top.get("max_steps", _MAX_STEPS).integer(1, _MOST_STEPS)
-    return Scenario(top.get("name", "").text(), named, config, events, max_steps)
+    return Scenario(top.get("name", "").text(), named, config, events, max_steps, connector)
 
 
-def _config(field: Field) -> SchedulerConfig:
+def _config(field: Field, connector_settings: dict[str, Any]) -> SchedulerConfig:
     named = field.members()
     config = {name: value for name, value in named.items() if name not in _OTHER_SETTINGS}
+    config |= connector_settings
     config["num_blocks"] = named["num_gpu_blocks"]
     if config["num_lookahead_tokens"] is None:
         config["num_lookahead_tokens"] = 0
@@ -127,8 +144,7 @@ def _request(add: Field, key: RequestKey, step: int, eos: int, *, pooling: bool)
         (
             *("request_id", "prompt_token_ids", "max_tokens", "priority", "arrival_time"),
             *("ignore_eos", "stop_token_ids", "min_tokens", "cache_salt", "resumable"),
-            "skip_reading_prefix_cache",
-            "lora",
+            *("skip_reading_prefix_cache", "lora", "external", "send"),
         )
     )
     add.get("min_tokens", 0).integer()  # checked, and not used: it concerns the sampler

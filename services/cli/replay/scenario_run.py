@@ -6,12 +6,20 @@ The record has the form of vLLM's recorded decisions, which the conformance test
 import hashlib
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.cli.replay.scenario import Abort, NextChunk, Scenario
 from services.cli.replay.scheduler_run import as_added
+from services.cli.replay.stand_in_connector import StandInConnector
 from services.cli.replay.stand_in_model import StandInModel
+from services.cli.replay.transfer_record import (
+    begun_loads,
+    reported_transfers,
+    transfers_after_step,
+)
+from services.common.finish_reason import FinishReason
 from services.kvpool.core.kv_pool import KVPool
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.request import Request, RequestStatus, TurnEnd
@@ -25,7 +33,9 @@ async def run_scenario(scenario: Scenario) -> Record:
     """The record, with the pool in this process."""
     config = scenario.config
     pool = InProcessPool(config)
-    return await ScenarioRun(scenario, Scheduler(config, pool), pool.core).run()
+    connector = scenario.make_connector()
+    scheduler = Scheduler(config, pool, connector)
+    return await ScenarioRun(scenario, scheduler, pool.core, connector).run()
 
 
 class ScenarioRun:
@@ -33,8 +43,15 @@ class ScenarioRun:
     process or at the other end of a wire.
     """
 
-    def __init__(self, scenario: Scenario, scheduler: Scheduler, core: KVPool) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        scheduler: Scheduler,
+        core: KVPool,
+        connector: StandInConnector | None = None,
+    ) -> None:
         self.scheduler = scheduler
+        self._connector = connector
         self._scenario = scenario
         self._core = core
         self._requests: dict[str, Request] = {}
@@ -58,6 +75,8 @@ class ScenarioRun:
         status = "max_steps"
         for step in range(self._scenario.max_steps):
             record: Record = {"step": step}
+            if self._connector is not None:
+                self._connector.step = step
             await self._apply_events(step, record)
             if self._has_requests or self._in_flight:
                 await self._step(step, record)
@@ -88,7 +107,7 @@ class ScenarioRun:
     def _request_record(self, request: Request) -> Record:
         turn = self._turns.get(request)
         end = request.finish_reason or (turn and turn.finish_reason)
-        reason = end and end.value
+        reason = end and _recorded(end)
         return {
             "output_token_ids": self._delivered[request],
             "num_preemptions": request.num_preemptions,
@@ -103,11 +122,12 @@ class ScenarioRun:
     def _has_requests(self) -> bool:
         scheduler = self.scheduler
         has_requests = scheduler.running or scheduler.queues.has_admissible
+        has_requests = has_requests or scheduler.has_transfers
         return bool(has_requests or self._finished_since_plan)
 
     def _is_stuck(self, record: Record) -> bool:
         """Whether requests wait and nothing is left that could change that."""
-        happens = any((self._in_flight, self._finished_since_plan))
+        happens = any((self._in_flight, self._finished_since_plan, self.scheduler.has_transfers))
         changes = any(map(record.get, ("scheduled", "preempted")))
         return self.scheduler.queues.has_admissible and not (happens or changes)
 
@@ -157,7 +177,7 @@ class ScenarioRun:
 
     async def _step(self, step: int, record: Record) -> None:
         scheduler = self.scheduler
-        model_executed = False
+        may_wait = False
         record["kv_waiting"] = _ids(scheduler.kv_waiting)
         record["waiting"] = _ids(scheduler.waiting)
         record["running"] = _ids(scheduler.running)
@@ -170,11 +190,12 @@ class ScenarioRun:
             plan = await scheduler.schedule()
             self._record_plan(plan, record, step)
             self._in_flight.append((step, plan))
-            model_executed = bool(plan.requests)
+            # vLLM does not wait for an output while there are batches to fill.
+            may_wait = bool(plan.requests) or self._has_requests
         for event in self._scenario.events.get(step, ()):
             if isinstance(event, Abort) and event.is_mid_step:
                 self._abort(step, event, record)
-        if len(self._in_flight) == self._depth or (self._in_flight and not model_executed):
+        if self._in_flight and (len(self._in_flight) == self._depth or not may_wait):
             self._update(step, record)
         await scheduler.flush()
         self._record_pool(record, "")
@@ -182,6 +203,8 @@ class ScenarioRun:
         record["kv_waiting_after"] = _ids(scheduler.kv_waiting)
         record["waiting_after"] = _ids(scheduler.waiting)
         record["deferred_after"] = sorted(_ids(scheduler.passed_over))
+        if self._connector is not None:
+            record |= transfers_after_step(scheduler, self._connector)
 
     def _update(self, step: int, record: Record) -> None:
         scheduler = self.scheduler
@@ -193,13 +216,18 @@ class ScenarioRun:
             for index, request in enumerate(plan.requests)
             if request in plan.draft_token_ids
         }
+        if self._connector is not None:
+            results = self._connector.results(planned_in)
+            record |= reported_transfers(results, self._requests.values())
+            answer = replace(answer, kv_transfers=results)
         update = scheduler.update_from_output(plan, answer)
+        self._model.take_back(plan.dropped)
         self._turns |= update.turns
         self._finish_steps |= dict.fromkeys(update.turns, step)
         for news in update:
             request, tokens = news.request, list(news.token_ids)
             end = update.turns.get(request, request)
-            reason = end.finish_reason and end.finish_reason.value
+            reason = end.finish_reason and _recorded(end.finish_reason)
             if end.stop_token_id is not None:
                 self._stop_reasons[request] = end.stop_token_id
             stop_reason = self._stop_reasons.get(request)
@@ -230,6 +258,8 @@ class ScenarioRun:
             for table in (plan.appended_blocks, plan.block_tables)
             for request, blocks in table.items()
         }
+        if plan.loads:
+            record["loads"] = begun_loads(plan)
         for request in plan.new:
             self._first_steps.setdefault(request, step)
         self._record_pool(record, "_sched")
@@ -243,6 +273,11 @@ class ScenarioRun:
         record["free_sha" + suffix] = digest[:12]
         record["num_cached_hashes" + suffix] = core.num_cached_hashes
         core.check()
+
+
+def _recorded(reason: FinishReason) -> str:
+    """The word of the record: vLLM has one for all that ends a request without its doing."""
+    return "error" if reason is FinishReason.KV_LOAD_FAILED else reason.value
 
 
 def _ids(requests: Iterable[Request]) -> list[str]:

@@ -3,6 +3,7 @@
 import dataclasses
 import typing
 from contextlib import suppress
+from enum import Enum
 from typing import Any
 
 from services.cli.replay.fields import Field
@@ -56,6 +57,8 @@ def read_setting(name: str, field: Field) -> Any:
     hint = without_none(hint)
     if name == "policy":
         return field.one_of(list(POLICIES))
+    if issubclass(hint, Enum):
+        return field.member(hint)
     if hint is bool:
         return field.boolean()
     low, high = RANGES[name]

@@ -2,6 +2,8 @@
 far, as in the recorded decisions.
 """
 
+from collections.abc import Iterable
+
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.request import Request
 
@@ -33,6 +35,11 @@ class StandInModel:
             tokens.append(sampled)
             drafts.append(proposals(held, count) if count and sampled else [])
         return ModelRunnerOutput(tokens, draft_token_ids=drafts if count else ())
+
+    def take_back(self, requests: Iterable[Request]) -> None:
+        """The scheduler did not take the last tokens of these."""
+        for request in requests:
+            self._tokens[request] = list(request.token_ids)
 
     def _sampled(self, plan: SchedulerOutput, index: int, held: list[int]) -> list[int]:
         """Accepted drafts and one token more; none when the prompt is not computed to its end."""

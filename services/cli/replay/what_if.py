@@ -47,7 +47,11 @@ def changed_config(config: SchedulerConfig, overrides: dict[str, Any]) -> Schedu
 
 
 async def what_if(history: History, config: SchedulerConfig) -> RunStatistics:
-    """The history under another configuration. Raises CommandError if there is no such pool."""
+    """The history under another configuration. Raises CommandError if there is no such pool, and
+    for a scheduler with a connector: the log says what was loaded, not what else could have been.
+    """
+    if config.kv_role is not None:
+        raise CommandError("--set cannot be used on a log of a scheduler with a KV connector")
     try:
         run = WhatIf(history, config)
     except StepwellError as error:

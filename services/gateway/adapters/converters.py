@@ -130,6 +130,8 @@ def finish_from_proto(message: scheduler_pb2.Finished) -> Finish | errors.Stepwe
             return errors.InternalError(message.message, reason=NAN_IN_LOGITS, may_retry=False)
         case FinishReason.STEP_FAILED:
             return errors.InternalError(message.message, reason="STEP_FAILED", may_retry=False)
+        case FinishReason.KV_LOAD_FAILED:
+            return errors.InternalError(message.message, reason="KV_LOAD_FAILED")
         case FinishReason.QUEUE_TIMEOUT:
             return errors.ResourceExhausted(
                 message.message, reason="QUEUE_TIMEOUT", retry_after_seconds=1.0

@@ -31,7 +31,12 @@ _NAMES = {
     PhaseKind.PAUSE: names.SPAN_REQUEST_PAUSE,
     PhaseKind.SEVERAL: names.SPAN_REQUEST_SEVERAL,
 }
-_DEFECTS = (FinishReason.NAN_IN_LOGITS, FinishReason.STEP_FAILED, FinishReason.QUEUE_TIMEOUT)
+_DEFECTS = (
+    FinishReason.NAN_IN_LOGITS,
+    FinishReason.STEP_FAILED,
+    FinishReason.KV_LOAD_FAILED,
+    FinishReason.QUEUE_TIMEOUT,
+)
 
 
 def request_attributes(request: Request) -> Attributes:

@@ -94,7 +94,7 @@ class AdmissionPlanner:
             if not plan.admissions and self._blocks_needed(planned) > num_free_blocks:
                 return plan.stop(WaitReason.NO_BLOCKS)
             if not self.config.caches_states:
-                end = hit + planned.num_new_tokens
+                end = planned.terms.num_computed_tokens + planned.num_new_tokens
                 published.update(request.block_hashes[hit // size : end // size])
             budget -= planned.num_new_tokens + planned.num_drafts
             passing_over.admit(request)
@@ -105,19 +105,20 @@ class AdmissionPlanner:
         self, builder: StepBuilder, request: Request, hit: int, budget: int, *, joins: bool
     ) -> PlannedAdmission | None:
         """The admission of a request with `hit` cached tokens; None if the budget is too small."""
-        gap = builder.cap(request.num_tokens - hit)
+        start = hit + builder.external.get(request, 0)
+        gap = builder.cap(request.num_tokens - start)
         if gap > budget and not self.config.enable_chunked_prefill:
             return None
         num_new = min(gap, budget)
         if self.config.caches_states:
-            num_new = aligned_chunk(self.config, request, hit, num_new)
+            num_new = aligned_chunk(self.config, request, start, num_new)
             if num_new == 0:
                 return None
-        end = hit + num_new
-        num_drafts = self._padding(builder, request, hit, end)
+        end = start + num_new
+        num_drafts = self._padding(builder, request, start, end)
         if num_new + num_drafts > budget:
             return None
-        terms = self._terms(request, hit, end, num_drafts, joins=joins)
+        terms = self._terms(request, hit, start - hit, end, num_drafts, joins=joins)
         return PlannedAdmission(request, terms, num_new, num_drafts)
 
     def _hit(self, request: Request, hit: int, published: set[BlockHash]) -> int:
@@ -130,7 +131,7 @@ class AdmissionPlanner:
             blocks -= 1
         return blocks * size
 
-    def _padding(self, builder: StepBuilder, request: Request, hit: int, end: int) -> int:
+    def _padding(self, builder: StepBuilder, request: Request, start: int, end: int) -> int:
         """How many empty drafts are scheduled beside a request that has one token to compute.
 
         With them a step of decoding requests has one shape. There are none in a step that computes
@@ -138,14 +139,21 @@ class AdmissionPlanner:
         cached, and where the model's length or a whole step does not hold them.
         """
         num_drafts = self.config.num_speculative_tokens
-        if end - hit != 1 or end != request.num_tokens or builder.has_prefill_chunks:
+        if end - start != 1 or end != request.num_tokens or builder.has_prefill_chunks:
             return 0
         if end + num_drafts >= self.config.max_model_len or num_drafts >= self.config.token_budget:
             return 0
-        return num_drafts if builder.has_running_requests or hit else 0
+        return num_drafts if builder.has_running_requests or start else 0
 
     def _terms(
-        self, request: Request, hit: int, end: int, num_drafts: int, *, joins: bool
+        self,
+        request: Request,
+        hit: int,
+        num_external_tokens: int,
+        end: int,
+        num_drafts: int,
+        *,
+        joins: bool,
     ) -> Admission:
         reserve = request.num_tokens if self.config.scheduler_reserve_full_isl else end
         slots = end + num_drafts + self.config.num_lookahead_tokens
@@ -160,6 +168,7 @@ class AdmissionPlanner:
             num_watermark_blocks=self.config.num_watermark_blocks if joins else 0,
             traceparent=request.traceparent,
             resumed=request.status is RequestStatus.PREEMPTED,
+            num_external_tokens=num_external_tokens,
             holds_blocks=request.holds_blocks,
             new_hashes=request.unsent_hashes if request.holds_blocks else (),
         )

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from services.common.kv_cache_groups import AttentionType, KVCacheGroup
+from services.scheduler.core.kv_role import KVLoadFailurePolicy, KVRole
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,14 @@ class SchedulerConfig:
     """Share of the pool that stays free when a request joins running ones."""
     max_loras: int | None = None
     """Adapters that running requests may use at once; None: no request may have one."""
+    kv_role: KVRole | None = None
+    """Which way a connector moves keys and values; None: there is no connector."""
+    kv_load_failure_policy: KVLoadFailurePolicy = KVLoadFailurePolicy.FAIL
+    """What becomes of requests whose load through the connector failed."""
+    requires_kv_delivery: bool = False
+    """Whether output of a preempted request that is in flight is dropped, since the connector must
+    hand on the blocks that it was computed from.
+    """
     groups: tuple[KVCacheGroup, ...] = ()
     """Groups of layers with a block table each; empty: one, of full attention."""
 
@@ -70,6 +79,13 @@ class SchedulerConfig:
     def max_running(self) -> int:
         """Requests that may run at once."""
         return min(self.max_num_seqs, self.max_num_active_seqs or self.max_num_seqs)
+
+    @property
+    def fences_frees(self) -> bool:
+        """Whether blocks that a step in flight writes must not be free before its output has come:
+        a load, which is not ordered with the steps, could fill them before.
+        """
+        return self.async_scheduling and self.kv_role in (KVRole.BOTH, KVRole.CONSUMER)
 
     @property
     def num_full_groups(self) -> int:

@@ -231,7 +231,7 @@ class EngineCore:
             plan = await self.scheduler.schedule(traceparent)
             self._observer.planned(plan)
             planned = bool(plan.requests)
-            if planned or plan.removed_rows:
+            if planned or plan.removed_rows or plan.loads or self.scheduler.has_transfers:
                 self._unsent = plan
                 answer = await self._executor.submit(plan, traceparent)
                 self._in_flight.append((plan, answer))

@@ -10,6 +10,7 @@ from services.common.pool_operations import (
     Admission,
     Admit,
     Commit,
+    EvictBlocks,
     Grow,
     Lookup,
     Operation,
@@ -40,6 +41,8 @@ class KVCacheManager:
         """Tokens that are stored and further hashes of requests, for the next transaction."""
         self._releases: list[RequestKey] = []
         """Requests whose blocks the next transaction gives back."""
+        self._evictions: list[BlockId] = []
+        """Blocks whose hash the next transaction removes."""
         self._block_ids_to_zero: list[BlockId] = []
         self._num_lookahead_tokens = config.num_lookahead_tokens
         self._longest = config.max_model_len
@@ -47,7 +50,7 @@ class KVCacheManager:
     @property
     def has_operations(self) -> bool:
         """Whether operations are kept for the next transaction."""
-        return bool(self._commits or self._releases)
+        return bool(self._commits or self._releases or self._evictions)
 
     def num_slots(self, num_tokens: int) -> int:
         """Slots that a running request needs for its first `num_tokens` to be computed."""
@@ -99,7 +102,8 @@ class KVCacheManager:
         self, builder: StepBuilder, looked_up: Sequence[Request], traceparent: str
     ) -> None:
         """Looks up how much of each request's tokens is cached."""
-        outcome = await self._transact(self._look_up(builder, looked_up), traceparent)
+        operations = [*self._pop_pending(), *self._look_up(builder, looked_up)]
+        outcome = await self._transact(operations, traceparent)
         self._note_hits(builder, looked_up, outcome)
 
     def hash_continuation(self, request: Request) -> None:
@@ -109,7 +113,9 @@ class KVCacheManager:
 
     async def admit(self, admissions: Sequence[Admission], traceparent: str) -> Outcome:
         """Allocates the blocks of waiting requests, up to the first that does not fit."""
-        operations = [Admit(admissions)] if admissions else []
+        operations = self._pop_pending()
+        if admissions:
+            operations.append(Admit(admissions))
         return await self._transact(operations, traceparent)
 
     async def flush(self) -> None:
@@ -138,14 +144,31 @@ class KVCacheManager:
             request.num_committed_blocks = num_full
             request.num_hashes_sent = max(request.num_hashes_sent, num_full)
 
+    def publish_loaded(self, request: Request) -> None:
+        """Publishes the blocks of a request that waited until they were loaded."""
+        if self._config.enable_prefix_caching:
+            num_full = request.num_computed_tokens // self._config.block_size
+            unsent = self._unsent_hashes(request, num_full)
+            self._commits[request.key] = request.num_computed_tokens, unsent
+            request.num_committed_blocks = num_full
+            request.num_hashes_sent = max(request.num_hashes_sent, num_full)
+
     def release(self, request: Request) -> None:
         """Gives back the blocks of a request with the next transaction."""
         if request.known_to_pool:
-            self._releases.append(request.key)
+            self.release_key(request.key)
+
+    def release_key(self, key: RequestKey) -> None:
+        """Gives back the blocks of a request that ended before."""
+        self._releases.append(key)
+
+    def evict_blocks(self, blocks: Sequence[BlockId]) -> None:
+        """Removes the hashes of blocks with the next transaction."""
+        self._evictions += blocks
 
     def forget(self) -> None:
         """Starts over with an empty pool: no request holds blocks, no operation is kept."""
-        self._commits, self._releases = {}, []
+        self._commits, self._releases, self._evictions = {}, [], []
         self._block_ids_to_zero.clear()
         self.num_free_blocks = self._config.num_blocks - 1
 
@@ -158,9 +181,11 @@ class KVCacheManager:
         if self._commits:
             num_tokens, new_hashes = zip(*self._commits.values(), strict=True)
             operations.append(Commit(list(self._commits), num_tokens, new_hashes))
+        if self._evictions:
+            operations.append(EvictBlocks(tuple(self._evictions)))
         if self._releases:
             operations.append(Release(tuple(self._releases)))
-        self._commits, self._releases = {}, []
+        self._commits, self._releases, self._evictions = {}, [], []
         return operations
 
     def _grow(self, builder: StepBuilder, growing: Sequence[Request]) -> Grow:

@@ -4,8 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from services.common.finish_reason import FinishReason
 from services.common.ids import BlockId
 from services.common.pool_operations import BlockTables
+from services.scheduler.core.kv_connector import NO_RESULTS, KVLoad, KVTransferResults
 from services.scheduler.core.request import Request, TurnEnd
 
 
@@ -35,9 +37,11 @@ class WaitReason(Enum):
     """
     SESSION = "session"
     """It is a session, and waits for its next input."""
+    REMOTE_KV = "remote_kv"
+    """Its keys and values are being loaded, or it is not known yet which can be."""
 
 
-OWN_REASONS = frozenset({WaitReason.ADAPTERS, WaitReason.SESSION})
+OWN_REASONS = frozenset({WaitReason.ADAPTERS, WaitReason.SESSION, WaitReason.REMOTE_KV})
 """Reasons of single requests, which others overtake."""
 
 
@@ -98,6 +102,8 @@ class SchedulerOutput:
     """Rows of the workers' batch that were freed since the last plan."""
     block_ids_to_zero: list[BlockId] = field(default_factory=list)
     """Blocks that the workers clear before the step."""
+    loads: list[KVLoad] = field(default_factory=list)
+    """What the workers load from elsewhere, beginning with this step."""
     dropped: set[Request] = field(default_factory=set)
     """Requests whose tokens of this step are not taken: what it computes of them is void."""
 
@@ -128,6 +134,8 @@ class ModelRunnerOutput:
     """
     execute_nanos: int = 0
     """For how long the workers computed; 0 where that is not measured."""
+    kv_transfers: KVTransferResults = NO_RESULTS
+    """What the workers' side of a connector has done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +155,9 @@ class EngineCoreOutputs:
     """New tokens, parallel to the plan's requests; None for requests that had ended before."""
     logprobs: Mapping[int, object]
     ended: Sequence[Request]
-    """Requests that ended by the step."""
+    """Requests that ended by the step; those whose load failed last, though they may have no part
+    in it.
+    """
     num_tokens: int
     """New tokens of all requests."""
     turns: Mapping[Request, TurnEnd] = field(default_factory=dict)
@@ -164,3 +174,6 @@ class EngineCoreOutputs:
         ):
             if tokens or (tokens is not None and (index in self.logprobs or request in ended)):
                 yield EngineCoreOutput(request, tokens)
+        for request in self.ended:
+            if request.finish_reason is FinishReason.KV_LOAD_FAILED:
+                yield EngineCoreOutput(request, ())

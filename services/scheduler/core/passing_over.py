@@ -39,6 +39,8 @@ class PassingOver:
         """Why a request is passed over; None if it is not."""
         if request.status is RequestStatus.WAITING_FOR_CHUNK:
             return WaitReason.SESSION
+        if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+            return WaitReason.REMOTE_KV
         adapter = request.adapter_digest
         if not adapter or self._max_loras is None or adapter in self._adapters:
             return None

@@ -19,17 +19,24 @@ order, can be replayed.
                          cause, tokens lost), block_tables and appended_blocks and draft_token_ids
                          by key, wait_reason (why no waiting request was admitted),
                          passed_over (reasons of single requests by key, if there are any),
+                         loads (key, tokens, whether between steps; if any begin),
                          removed_rows; then num_running, num_waiting and num_free_blocks
     update_from_output   step, and parallel to its keys token_ids and draft_token_ids; nan_requests
                          and not_taken (what was appended instead; null: nothing) by index; ended
                          (key, reason, stop token); turns, if any of sessions ended, likewise;
-                         pooled, if there are any: indexes of the requests whose prompt was pooled
+                         pooled, if there are any: indexes of the requests whose prompt was pooled;
+                         kv_transfers, if there are any: finished_recving, finished_sending and
+                         failed_recving (keys), invalid_block_ids
     preempt_all          preempted
     forget_pool          preempted
     admit_only           keys: all other requests are held back; null: none
     flush                num_free_blocks
     reset_prefix_cache   done
     end                  the last entry; a log without it was cut short
+
+An entry of a call that asked a connector has its answers, in order, as `connector`: what can be
+loaded of a request (null: not known yet; or tokens, and whether between steps), whether blocks of
+one that ended are still read, whether blocks will be free when transfers end.
 
 Requests are given by their key, a block table as a list of block ids for each group. The entry of a
 step that was being planned when a pause began follows the entry of the pause; so do those of the
@@ -50,6 +57,8 @@ from services.common.pool_operations import BlockTables, Operation, Outcome
 from services.common.repetition import RepetitionDetection
 from services.common.sampling import SamplingParams
 from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.connector_answers import RecordedConnector
+from services.scheduler.core.kv_connector import KVConnector, KVTransferResults
 from services.scheduler.core.output import (
     EngineCoreOutputs,
     ModelRunnerOutput,
@@ -79,17 +88,27 @@ def config_entry(config: SchedulerConfig) -> Entry:
 class RecordingScheduler(Scheduler):
     """A scheduler that passes an entry of every call to `record`, after the call is done.
 
-    Entries of `add`, `abort` and `admit_only` are passed before they change anything. The entry of
-    a call that failed because the pool was lost has `lost_after`: the number of transactions that
-    the pool had answered in the call.
+    Entries of `add` and `admit_only` are passed before they change anything. The entry of a call
+    that failed because the pool was lost has `lost_after`: the number of transactions that the pool
+    had answered in the call. An entry has `connector` if the call asked a connector anything.
     """
 
     def __init__(
-        self, config: SchedulerConfig, pool: KVPool, record: Callable[[Entry], None]
+        self,
+        config: SchedulerConfig,
+        pool: KVPool,
+        record: Callable[[Entry], None],
+        connector: KVConnector | None = None,
     ) -> None:
         self._answers = _CountedAnswers(pool)
-        super().__init__(config, self._answers)
-        self._record = record
+        self._asked = None if connector is None else RecordedConnector(connector)
+        super().__init__(config, self._answers, self._asked)
+        self._pass_entry = record
+
+    def _record(self, entry: Entry) -> None:
+        if self._asked is not None and (answers := self._asked.take_answers()):
+            entry["connector"] = answers
+        self._pass_entry(entry)
 
     def add(self, request: Request) -> None:
         self._record(
@@ -118,13 +137,13 @@ class RecordingScheduler(Scheduler):
                 "arrival_time": chunk.arrival_time,
                 **_sampling(chunk.sampling),
             }
-        self._record(entry)
         super().add_chunk(session, chunk)
+        self._record(entry)
 
     def abort(self, request: Request, reason: FinishReason = FinishReason.ABORT) -> None:
         if not request.is_finished:
+            super().abort(request, reason)
             self._record({"call": "abort", "key": request.key, "reason": reason.value})
-        super().abort(request, reason)
 
     def pause(self, mode: PauseMode) -> None:
         self._record({"call": "pause", "mode": mode.value})
@@ -138,7 +157,7 @@ class RecordingScheduler(Scheduler):
         with self._noting_loss("schedule"):
             plan = await super().schedule(traceparent)
         self._record(
-            _given({"passed_over": _reasons(plan.passed_over)})
+            _given({"passed_over": _reasons(plan.passed_over), "loads": _loads(plan)})
             | {
                 "call": "schedule",
                 "step": plan.step,
@@ -171,7 +190,8 @@ class RecordingScheduler(Scheduler):
     ) -> EngineCoreOutputs:
         update = super().update_from_output(plan, output)
         self._record(
-            {
+            _given({"kv_transfers": _transfers(output.kv_transfers)})
+            | {
                 "call": "update_from_output",
                 "step": plan.step,
                 "token_ids": [list(tokens) for tokens in output.token_ids],
@@ -264,6 +284,21 @@ def _given(entry: Entry) -> Entry:
 
 def _reasons(passed_over: Mapping[Request, WaitReason]) -> dict[str, str]:
     return {str(request.key): reason.value for request, reason in passed_over.items()}
+
+
+def _loads(plan: SchedulerOutput) -> list[list[int | bool]]:
+    return [[load.request.key, load.num_tokens, load.is_async] for load in plan.loads]
+
+
+def _transfers(results: KVTransferResults) -> Entry:
+    return _given(
+        {
+            "finished_recving": list(results.finished_recving),
+            "finished_sending": list(results.finished_sending),
+            "failed_recving": sorted(results.failed_recving),
+            "invalid_block_ids": sorted(results.invalid_block_ids),
+        }
+    )
 
 
 def _keys(requests: Sequence[Request]) -> list[int]:

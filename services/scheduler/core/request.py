@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from services.common.block_hash import BlockHash, hash_full_blocks
 from services.common.finish_reason import FinishReason
 from services.common.ids import RequestKey
+from services.common.pool_operations import Admission, BlockTables
 from services.common.pooling import PoolingParams
 from services.common.prompt_embeds import PromptEmbeds
 from services.common.repetition import RepetitionDetection
@@ -24,6 +25,8 @@ class RequestStatus(enum.Enum):
     PREEMPTED = "preempted"
     WAITING_FOR_CHUNK = "waiting_for_chunk"
     """A session whose turn is over, and whose next one has no input yet."""
+    WAITING_FOR_REMOTE_KVS = "waiting_for_remote_kvs"
+    """Keys and values are loaded into its blocks."""
     FINISHED = "finished"
 
     @property
@@ -32,7 +35,7 @@ class RequestStatus(enum.Enum):
         return self in _BLOCKED
 
 
-_BLOCKED = frozenset({RequestStatus.WAITING_FOR_CHUNK})
+_BLOCKED = frozenset({RequestStatus.WAITING_FOR_CHUNK, RequestStatus.WAITING_FOR_REMOTE_KVS})
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +216,11 @@ class Request(ComputedTokens):
         self.limit_length(max_model_len)
         self.status = RequestStatus.WAITING
 
+    def stop_loading(self) -> None:
+        """Waits again like others after a load."""
+        preempted, waiting = RequestStatus.PREEMPTED, RequestStatus.WAITING
+        self.status = preempted if self.num_preemptions else waiting
+
     def _note_ending_token_ids(self) -> None:
         self.ending_token_ids = frozenset(
             (*self.sampling.eos_token_ids, *self.sampling.stop_token_ids)
@@ -230,6 +238,14 @@ class Request(ComputedTokens):
                 adapter_digest=self.adapter_digest,
                 known=known,
             )
+
+    def take_blocks(self, terms: Admission, blocks: BlockTables, block_size: int) -> None:
+        """Notes what the request has in the pool once it was admitted on these terms."""
+        self.num_computed_tokens = terms.num_computed_tokens
+        self.num_slots = len(blocks[0]) * block_size
+        self.num_committed_blocks = terms.num_commit_tokens // block_size
+        self.num_hashes_sent = len(self.block_hashes)
+        self.known_to_pool = True
 
     def forget_blocks(self) -> None:
         """Resets what the request had in pool and workers: nothing of it is computed. It does not

@@ -8,7 +8,11 @@ from services.common.pause_mode import PauseMode
 from services.common.pool_operations import BlockTables, StopReason
 from services.scheduler.core.admission import AdmissionPlanner, PlannedAdmission
 from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.connector_admission import ConnectorAdmission
 from services.scheduler.core.kv_cache_manager import KVCacheManager
+from services.scheduler.core.kv_connector import KVConnector
+from services.scheduler.core.kv_role import KVLoadFailurePolicy
+from services.scheduler.core.kv_transfers import KVTransfers
 from services.scheduler.core.output import (
     EngineCoreOutputs,
     ModelRunnerOutput,
@@ -37,7 +41,12 @@ class Scheduler:
     Not safe for concurrent calls: one engine loop drives it.
     """
 
-    def __init__(self, config: SchedulerConfig, pool: KVPool) -> None:
+    def __init__(
+        self, config: SchedulerConfig, pool: KVPool, connector: KVConnector | None = None
+    ) -> None:
+        """`connector` is given if the configuration has a `kv_role`."""
+        if (connector is None) != (config.kv_role is None):
+            raise ValueError("a connector and its kv_role go together")
         self.config = config
         self._policy = find_policy(config.policy)
         self.queues = WaitingRequests(self._policy)
@@ -47,6 +56,17 @@ class Scheduler:
         self._kv_cache_manager = KVCacheManager(config, pool)
         self._running_planner = RunningPlanner(config, self.running, self._kv_cache_manager)
         self._admission_planner = AdmissionPlanner(config)
+        self.transfers: KVTransfers | None = None
+        if connector is not None:
+            self.transfers = KVTransfers(config, connector, self._kv_cache_manager)
+            self._connector_admission = ConnectorAdmission(
+                config,
+                self.queues,
+                self.running,
+                self._kv_cache_manager,
+                self.transfers,
+                self._admit,
+            )
         self._caches_states = config.caches_states
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         """Rows of the workers' batch; the one that was freed last is taken first."""
@@ -60,7 +80,13 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether a step would do anything, if only send operations to pool or workers."""
         has_operations = self._kv_cache_manager.has_operations or self._removed_rows
-        return bool(self.running or has_operations) or self.queues.has_admissible
+        is_busy = self.running or has_operations or self.has_transfers
+        return bool(is_busy) or self.queues.has_admissible
+
+    @property
+    def has_transfers(self) -> bool:
+        """Whether a transfer of keys and values is under way: steps go on to hear of its end."""
+        return self.transfers is not None and self.transfers.is_busy
 
     @property
     def waiting(self) -> RequestQueue:
@@ -128,8 +154,10 @@ class Scheduler:
 
     def abort(self, request: Request, reason: FinishReason = FinishReason.ABORT) -> None:
         """Ends a request, whether it runs or waits. Does nothing if it has ended."""
-        if request.is_finished:
-            return
+        if not request.is_finished:
+            self._end(request, reason)
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
         queue = self.running if request.status is RequestStatus.RUNNING else self.queues
         queue.remove(request)
         request.finish(reason)
@@ -184,9 +212,10 @@ class Scheduler:
         while it ran are passed over, and so are those whose tokens of this step are dropped. A
         session begins its next turn, or waits for it.
         """
+        self._in_flight = [later for later in self._in_flight if later.step > plan.step]
+        failed = self._failed_loads(plan, output)
         for request in (*map(plan.requests.__getitem__, output.nan_requests), *plan.dropped):
             self.running.leave_fast_path(request)
-        self._in_flight = [later for later in self._in_flight if later.step > plan.step]
         taken: list[Sequence[int] | None] = list(output.token_ids)
         ended: list[Request] = []
         turns: dict[Request, TurnEnd] = {}
@@ -211,6 +240,11 @@ class Scheduler:
                 request.finish(FinishReason.STOP)
                 ended.append(request)
         self._remove(ended)
+        for request in failed:
+            self._end(request, FinishReason.KV_LOAD_FAILED)
+        if self.transfers is not None:
+            self.transfers.finished(output.kv_transfers)
+        ended += failed
         num_tokens = sum(map(len, filter(None, taken)))
         return EngineCoreOutputs(
             plan,
@@ -230,6 +264,8 @@ class Scheduler:
     def forget_pool(self) -> list[Request]:
         """Starts over with an empty pool and empty workers. Returns the requests that ran."""
         victims = self._preempt_running()
+        if self.transfers is not None:
+            self.transfers.forget()
         self._release_waiting()
         for request in self.waiting:
             request.forget_blocks()
@@ -261,7 +297,33 @@ class Scheduler:
             )
             if outcome.stop is None:
                 return
-            begin, num_decided = self._make_room(builder, growing[outcome.stop.item_index])
+            request = growing[outcome.stop.item_index]
+            if self._waits_for_blocks():
+                await self._end_running(builder, request, traceparent)
+                return
+            begin, num_decided = self._make_room(builder, request)
+
+    def _waits_for_blocks(self) -> bool:
+        """Whether a request that lacks blocks waits for those that transfers, or steps in flight,
+        are about to give back: preempting another would not make room now.
+        """
+        if self.transfers is None:
+            return False
+        victim = self._policy.victim(self.running)
+        return self.transfers.connector.has_pending_block_frees() or self.transfers.is_written(
+            victim, self._in_flight
+        )
+
+    async def _end_running(self, builder: StepBuilder, request: Request, traceparent: str) -> None:
+        """Leaves out of the step a request and all behind it in the order of admission."""
+        builder.unschedule_from(request)
+        for later in self.running.between(self.running.index(request), len(self.running)):
+            self.running.leave_fast_path(later)
+        looked_up = list[Request]()
+        if not builder.plan.preemptions:
+            looked_up = self._not_looked_up(builder, self._candidates(builder))
+        leaving = self.running.leaving_fast_path()
+        await self._kv_cache_manager.grow(builder, [], leaving, looked_up, traceparent)
 
     def _make_room(self, builder: StepBuilder, request: Request) -> tuple[int, int | None]:
         """Preempts a request because `request` lacks blocks. Returns the index in the order of
@@ -286,6 +348,8 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self.running.remove(request)
+        if self.config.requires_kv_delivery:
+            self._drop_in_flight(request)
         request.status = RequestStatus.PREEMPTED
         request.num_preemptions += 1
         self.num_preemptions += 1
@@ -303,6 +367,8 @@ class Scheduler:
 
     async def _schedule_waiting(self, builder: StepBuilder, traceparent: str) -> WaitReason | None:
         """Admits from the head of the queue; returns why it stopped before the queue was empty."""
+        if self.transfers is not None:
+            return await self._connector_admission.schedule(builder, self.pause_mode, traceparent)
         while candidates := self._candidates(builder):
             if unknown := self._not_looked_up(builder, candidates):
                 await self._kv_cache_manager.look_up(builder, unknown, traceparent)
@@ -385,21 +451,20 @@ class Scheduler:
         self.running.append(request)
         builder.passing_over.admit(request)
         size = self.config.block_size
-        hit, num_committed_blocks = terms.num_hit_tokens, terms.num_commit_tokens // size
         request.status = RequestStatus.RUNNING
         request.row = self._free_rows.pop()
-        request.num_computed_tokens = hit
-        request.num_slots = len(blocks[0]) * size
-        request.num_committed_blocks = num_committed_blocks
-        request.num_hashes_sent = len(request.block_hashes)
-        request.known_to_pool = True
+        request.take_blocks(terms, blocks, size)
         if request.num_cached_tokens is None:
-            request.num_cached_tokens = hit
+            request.num_cached_tokens = terms.num_computed_tokens
+        if self.transfers is not None:
+            num_new_tokens, num_external = admission.num_new_tokens, terms.num_external_tokens
+            self.transfers.admitted(request, blocks, num_new_tokens, num_external)
         request.draft_token_ids = [-1] * admission.num_drafts
         builder.schedule(request, admission.num_new_tokens + admission.num_drafts)
         builder.plan.block_tables[request] = blocks
         if not self._caches_states:
-            builder.published.update(request.block_hashes[hit // size : num_committed_blocks])
+            begin = terms.num_hit_tokens // size
+            builder.published.update(request.block_hashes[begin : request.num_committed_blocks])
         (builder.plan.resumed if terms.resumed else builder.plan.new).append(request)
 
     # Both steps
@@ -431,9 +496,26 @@ class Scheduler:
         if plan.requests:
             self._in_flight.append(plan)
         self._running_planner.update_after_schedule(builder)
+        if self.transfers is not None:
+            self.transfers.planned(plan)
         return plan
 
     # After a step
+
+    def _failed_loads(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[Request]:
+        """Drops what the step computed from keys and values that were not loaded. Returns the
+        requests that end for that, in the order in which they arrived.
+        """
+        if self.transfers is None:
+            return []
+        self.transfers.processed(plan)
+        affected = self.transfers.take_failures(
+            output.kv_transfers, plan, self.kv_waiting, self.running
+        )
+        plan.dropped |= affected
+        if self.config.kv_load_failure_policy is KVLoadFailurePolicy.RECOMPUTE:
+            return []
+        return sorted(affected, key=lambda request: request.key)
 
     def _update_request_with_output(
         self, plan: SchedulerOutput, output: ModelRunnerOutput, index: int
@@ -487,7 +569,12 @@ class Scheduler:
 
     def _free(self, request: Request) -> None:
         """Frees the row of a request and, with the next transaction, its blocks."""
-        self._kv_cache_manager.release(request)
+        if self.transfers is not None and request.is_finished:
+            self.transfers.ended(request, self._in_flight)
+        else:
+            self._kv_cache_manager.release(request)
+        if self.transfers is not None:
+            self.transfers.preempted(request)
         self._free_row(request)
         request.forget_blocks()
 

@@ -25,6 +25,8 @@ class StepBuilder:
     """Scheduled tokens of the requests that are not on the fast path."""
     hits: dict[Request, int] = field(default_factory=dict)
     """Cached tokens of waiting requests, by the pool's newest answer."""
+    external: dict[Request, int] = field(default_factory=dict)
+    """Tokens that a connector loads behind the hits of waiting requests."""
     published: set[BlockHash] = field(default_factory=set)
     """Hashes that admissions of this step publish: later admissions of the step hit them."""
 

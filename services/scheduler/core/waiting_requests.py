@@ -27,6 +27,11 @@ class WaitingRequests:
         """Sessions that wait for input. Each keeps one of the places of running requests."""
         self.passed_over: dict[Request, WaitReason] = {}
         """Requests that were passed over since they began to wait, and why the last time."""
+        self._lost_blocks: dict[Request, None] = {}
+        """Requests in `kv_waiting` that lost their blocks, since nothing could be loaded into them.
+        They keep their place until they are passed over.
+        """
+        self._passed_without_blocks: list[Request] = []
 
     def __len__(self) -> int:
         return len(self.kv_waiting) + len(self.waiting) + len(self.held_back)
@@ -63,6 +68,33 @@ class WaitingRequests:
         if session not in self.held_back:
             self.queue_of(session).reorder(session)
 
+    def hold(self, request: Request) -> None:
+        """A waiting request has blocks from here on, and waits with them."""
+        self.passed_over[request] = WaitReason.REMOTE_KV
+        if request in self._lost_blocks:
+            del self._lost_blocks[request]
+        else:
+            self.waiting.remove(request)
+            self.kv_waiting.add(request)
+
+    def note_lost_blocks(self, request: Request) -> None:
+        """A request in `kv_waiting` holds no blocks any more."""
+        self._lost_blocks[request] = None
+
+    def pass_over(self, request: Request, reason: WaitReason) -> None:
+        """A request cannot be admitted in this step, whatever is free."""
+        self.passed_over[request] = reason
+        if request in self._lost_blocks:
+            self._passed_without_blocks.append(request)
+
+    def requeue_without_blocks(self) -> None:
+        """Queues those that were passed over without blocks before all others in `waiting`."""
+        for request in reversed(self._passed_without_blocks):
+            del self._lost_blocks[request]
+            self.kv_waiting.remove(request)
+            self.waiting.prepend(request)
+        self._passed_without_blocks.clear()
+
     def prepend(self, request: Request) -> None:
         """Queues a request that was preempted."""
         self.waiting.prepend(request)
@@ -75,10 +107,12 @@ class WaitingRequests:
             del self.held_back[request]
         else:
             self.queue_of(request).remove(request)
+            self._lost_blocks.pop(request, None)
 
     def queue_of(self, request: Request) -> RequestQueue:
         """The queue of a request that is not held back."""
-        return self.kv_waiting if request.holds_blocks else self.waiting
+        holds_blocks = request.holds_blocks or request in self._lost_blocks
+        return self.kv_waiting if holds_blocks else self.waiting
 
     def admit_only(self, requests: Collection[Request] | None) -> None:
         """Holds back all requests but these, also those that arrive later; None lets all be

@@ -18,6 +18,7 @@ from services.scheduler.core.request import Request
 ENDS_WITH_A_STATUS = {
     FinishReason.NAN_IN_LOGITS,
     FinishReason.STEP_FAILED,
+    FinishReason.KV_LOAD_FAILED,
     FinishReason.QUEUE_TIMEOUT,
 }
 

@@ -40,6 +40,7 @@ const REASONS = {
   held_back: "a search for a request that breaks its steps",
   adapters: "a place for its adapter",
   session: "its next input",
+  remote_kv: "keys and values from elsewhere",
   recovery: "pool and workers",
   no_place: "a place at a replica",
   share: "its tenant's share",

@@ -1,0 +1,53 @@
+"""What a record tells of a connector, in the form of vLLM's recorded decisions."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from services.cli.replay.stand_in_connector import StandInConnector
+from services.common.pool_operations import BlockTables
+from services.scheduler.core.kv_connector import KVTransferResults
+from services.scheduler.core.output import SchedulerOutput
+from services.scheduler.core.request import Request, RequestStatus
+from services.scheduler.core.scheduler import Scheduler
+
+Record = dict[str, Any]
+
+
+def begun_loads(plan: SchedulerOutput) -> list[Any]:
+    """The loads of a plan: request, tokens, whether between steps, full table."""
+    return [
+        [load.request.request_id, load.num_tokens, load.is_async, _listed(load.blocks)]
+        for load in plan.loads
+    ]
+
+
+def reported_transfers(results: KVTransferResults, requests: Iterable[Request]) -> Record:
+    """What is reported with an output."""
+    ids = {request.key: request.request_id for request in requests}
+    return {
+        "finished_recving": [ids[key] for key in results.finished_recving],
+        "finished_sending": [ids[key] for key in results.finished_sending],
+        "failed_recving": [ids[key] for key in results.failed_recving],
+        "invalid_blocks": list(results.invalid_block_ids),
+    }
+
+
+def transfers_after_step(scheduler: Scheduler, connector: StandInConnector) -> Record:
+    """Who loads and whose blocks are sent or wait for a step in flight, when a step is over."""
+    sends, connector.sent = connector.sent, []
+    transfers = scheduler.transfers
+    loading = RequestStatus.WAITING_FOR_REMOTE_KVS
+    return {
+        "remote_after": sorted(
+            request.request_id for request in scheduler.requests if request.status is loading
+        ),
+        "sends": [[request.request_id, _listed(blocks)] for request, blocks in sends],
+        "deferred_frees": [_listed(free.blocks) for free in transfers.deferred_frees]
+        if transfers is not None
+        else [],
+    }
+
+
+def _listed(blocks: BlockTables) -> list[Any]:
+    """The table of the only group, or one for each."""
+    return list(blocks[0]) if len(blocks) == 1 else [list(group) for group in blocks]

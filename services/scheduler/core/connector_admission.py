@@ -1,0 +1,180 @@
+"""Admission where a connector may know more of a request than the pool does."""
+
+from collections.abc import Callable
+from itertools import chain, islice
+
+from services.common.pause_mode import PauseMode
+from services.common.pool_operations import Admission, BlockTables
+from services.scheduler.core.admission import AdmissionPlanner, PlannedAdmission
+from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.kv_cache_manager import KVCacheManager
+from services.scheduler.core.kv_transfers import KVTransfers
+from services.scheduler.core.output import WaitReason
+from services.scheduler.core.request import Request, RequestStatus
+from services.scheduler.core.running_requests import RunningRequests
+from services.scheduler.core.step_builder import StepBuilder
+from services.scheduler.core.waiting_requests import WaitingRequests
+
+LOOKUP_BATCH = 8
+"""Waiting requests whose prefix is looked up in one transaction. The next admission voids what is
+known of those behind it.
+"""
+
+Admit = Callable[[StepBuilder, PlannedAdmission, BlockTables], None]
+
+
+class ConnectorAdmission:
+    """Admits waiting requests one after another, as vLLM does: the connector is asked what it has
+    behind the local hit, and that depends on every admission before.
+
+    What it has is loaded within the step, or between steps: then the request takes its blocks, and
+    waits in `kv_waiting` without budget or row. It is admitted like others when the load has ended.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        queues: WaitingRequests,
+        running: RunningRequests,
+        kv_cache_manager: KVCacheManager,
+        transfers: KVTransfers,
+        admit: Admit,
+    ) -> None:
+        self._config = config
+        self._queues = queues
+        self._running = running
+        self._kv_cache_manager = kv_cache_manager
+        self._transfers = transfers
+        self._planner = AdmissionPlanner(config)
+        self._admit = admit
+
+    async def schedule(
+        self, builder: StepBuilder, pause_mode: PauseMode | None, traceparent: str
+    ) -> WaitReason | None:
+        """Admits requests of a step; returns why it stopped before all were looked at."""
+        reason = None
+        for request in self._candidates(pause_mode):
+            if builder.token_budget == 0:
+                reason = WaitReason.BUDGET
+            elif len(self._running) + len(self._queues.between_turns) >= self._config.max_running:
+                reason = WaitReason.MAX_SEQS
+            else:
+                reason = await self._try(builder, request, traceparent)
+            if reason is not None:
+                break
+        self._queues.requeue_without_blocks()
+        await self._kv_cache_manager.flush()
+        if reason is None and self._queues.waiting and pause_mode is PauseMode.WAIT:
+            return WaitReason.PAUSED
+        return reason
+
+    def _candidates(self, pause_mode: PauseMode | None) -> list[Request]:
+        """Those that wait now. A pause lets those go on that hold blocks."""
+        if pause_mode is PauseMode.WAIT:
+            return list(self._queues.kv_waiting)
+        return list(chain(self._queues.kv_waiting, self._queues.waiting))
+
+    async def _try(
+        self, builder: StepBuilder, request: Request, traceparent: str
+    ) -> WaitReason | None:
+        """Admits a request, lets it load, or passes it over. Returns why those behind it must wait
+        too.
+        """
+        reason = self._own_reason(builder, request)
+        if reason is not None:
+            self._pass_over(builder, request, reason)
+            return None
+        if request.holds_blocks:
+            self._kv_cache_manager.hash_continuation(request)
+            builder.hits[request] = request.num_computed_tokens
+            builder.external[request] = 0
+        else:
+            await self._look_up(builder, request, traceparent)
+            match = self._transfers.connector.get_num_new_matched_tokens(
+                request, builder.hits[request]
+            )
+            if not request.reads_prefix_cache:
+                builder.external[request] = 0
+            elif match is None:
+                self._pass_over(builder, request, WaitReason.REMOTE_KV)
+                return None
+            else:
+                builder.external[request] = match.num_tokens
+                if match.is_async and match.num_tokens:
+                    return await self._begin_load(builder, request, traceparent)
+        return await self._admit_one(builder, request, traceparent)
+
+    def _own_reason(self, builder: StepBuilder, request: Request) -> WaitReason | None:
+        """Why a request is to be passed over. One whose load has ended goes on."""
+        is_loading = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        if is_loading and self._transfers.promote(request):
+            builder.hits.clear()
+            if not request.holds_blocks:
+                self._queues.note_lost_blocks(request)
+        return builder.passing_over.reason(request)
+
+    def _pass_over(self, builder: StepBuilder, request: Request, reason: WaitReason) -> None:
+        builder.plan.passed_over[request] = reason
+        self._queues.pass_over(request, reason)
+
+    async def _look_up(self, builder: StepBuilder, request: Request, traceparent: str) -> None:
+        """Looks up a request and others that wait, unless it was since the last admission."""
+        if request not in builder.hits:
+            others = (other for other in self._queues.waiting if other not in builder.hits)
+            unknown = list(dict.fromkeys([request, *islice(others, LOOKUP_BATCH)]))
+            await self._kv_cache_manager.look_up(builder, unknown, traceparent)
+
+    async def _begin_load(
+        self, builder: StepBuilder, request: Request, traceparent: str
+    ) -> WaitReason | None:
+        hit, num_external = builder.hits[request], builder.external[request]
+        terms = self._load_terms(request, hit, num_external)
+        outcome = await self._kv_cache_manager.admit([terms], traceparent)
+        if not outcome.admitted:
+            return WaitReason.NO_BLOCKS
+        (blocks,) = outcome.admitted
+        self._queues.hold(request)
+        request.take_blocks(terms, blocks, self._config.block_size)
+        self._transfers.begin_load(request, blocks, num_external)
+        builder.hits.clear()
+        return None
+
+    async def _admit_one(
+        self, builder: StepBuilder, request: Request, traceparent: str
+    ) -> WaitReason | None:
+        plan = self._planner.plan(
+            builder,
+            [request],
+            num_running=len(self._running),
+            num_free_places=1,
+            num_free_blocks=self._kv_cache_manager.num_free_blocks,
+        )
+        if not plan.admissions:
+            return plan.wait_reason
+        (planned,) = plan.admissions
+        outcome = await self._kv_cache_manager.admit([planned.terms], traceparent)
+        if outcome.stop is not None:
+            return WaitReason.NO_BLOCKS
+        self._admit(builder, planned, outcome.admitted[0])
+        builder.hits.clear()
+        return None
+
+    def _load_terms(self, request: Request, hit: int, num_external: int) -> Admission:
+        """A load takes blocks for what is loaded, none for what is computed then, and publishes
+        nothing.
+        """
+        config, end = self._config, hit + num_external
+        reserve = request.num_tokens if config.scheduler_reserve_full_isl else end
+        return Admission(
+            request=request.key,
+            max_hit_tokens=request.max_hit_tokens,
+            num_hit_tokens=hit,
+            num_slots=end,
+            num_commit_tokens=hit,
+            num_reserve_slots=max(reserve, end),
+            num_watermark_blocks=config.num_watermark_blocks if len(self._running) else 0,
+            traceparent=request.traceparent,
+            resumed=request.status is RequestStatus.PREEMPTED,
+            num_external_tokens=num_external,
+            num_blocks_kept_free=self._transfers.num_reserved_blocks(),
+        )

@@ -1,0 +1,45 @@
+"""A connector's answers as JSON, for the step log: what the scheduler decides depends on them."""
+
+from services.common.pool_operations import BlockTables
+from services.scheduler.core.kv_connector import ExternalMatch, KVConnector
+from services.scheduler.core.request import Request
+
+Answer = None | bool | list[int | bool]
+"""None and [tokens, whether between steps]: what can be loaded. True and False: whether blocks of
+an ended request are still read, and whether blocks will be free when transfers end.
+"""
+
+
+class RecordedConnector:
+    """A connector whose answers are kept in the order of the questions."""
+
+    def __init__(self, connector: KVConnector) -> None:
+        self._connector = connector
+        self._answers: list[Answer] = []
+
+    def take_answers(self) -> list[Answer]:
+        """The answers since the last call."""
+        answers, self._answers = self._answers, []
+        return answers
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> ExternalMatch | None:
+        match = self._connector.get_num_new_matched_tokens(request, num_computed_tokens)
+        self._answers.append(None if match is None else [match.num_tokens, match.is_async])
+        return match
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: BlockTables, num_external_tokens: int
+    ) -> None:
+        self._connector.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def request_finished(self, request: Request, blocks: BlockTables) -> bool:
+        is_read = self._connector.request_finished(request, blocks)
+        self._answers.append(is_read)
+        return is_read
+
+    def has_pending_block_frees(self) -> bool:
+        are_pending = self._connector.has_pending_block_frees()
+        self._answers.append(are_pending)
+        return are_pending

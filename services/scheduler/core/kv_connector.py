@@ -1,0 +1,80 @@
+"""The port through which keys and values come from elsewhere and go elsewhere: another tier, or
+another replica. Names and rules are those of vLLM's KVConnectorBase_V1, the scheduler's side.
+
+What moves them is the workers' side of a connector, which learns from each step's plan what to load
+(`SchedulerOutput.loads`), and reports with each step's output what it has done
+(`KVTransferResults`).
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.common.ids import BlockId, RequestKey
+from services.common.pool_operations import BlockTables
+from services.scheduler.core.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class ExternalMatch:
+    """How many tokens behind a local hit can be loaded; and whether between steps, while the
+    request waits, or within the step that needs them.
+    """
+
+    num_tokens: int
+    is_async: bool
+
+
+@dataclass(frozen=True, slots=True)
+class KVLoad:
+    """The last `num_tokens` of a request's computed tokens are loaded into its blocks."""
+
+    request: Request
+    num_tokens: int
+    is_async: bool
+    blocks: BlockTables
+    """Its full table."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVTransferResults:
+    """What the workers report of transfers with the output of a step, also of an empty one.
+
+    An end is reported once, and a failure not after the end of its load: `failed_recving` are also
+    in `finished_recving`. Blocks are invalid if their load failed, between steps or within one.
+    """
+
+    finished_recving: Sequence[RequestKey] = ()
+    finished_sending: Sequence[RequestKey] = ()
+    failed_recving: Collection[RequestKey] = ()
+    """Requests of whose load nothing is valid."""
+    invalid_block_ids: Collection[BlockId] = ()
+
+
+NO_RESULTS = KVTransferResults()
+
+
+class KVConnector(Protocol):
+    """Knows what is stored elsewhere. Never blocks."""
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> ExternalMatch | None:
+        """What can be loaded behind a local hit, in whole blocks, of a request that may be admitted
+        now; None if that is not known yet. Asked at every attempt; changes nothing.
+        """
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: BlockTables, num_external_tokens: int
+    ) -> None:
+        """A request has its blocks, and so many tokens are loaded into them from this step on."""
+
+    def request_finished(self, request: Request, blocks: BlockTables) -> bool:
+        """A request ended, and these blocks hold what was computed of it. Returns whether they are
+        still read: then they stay its own until `finished_sending` names it.
+        """
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether blocks will be free as soon as transfers end, so that a running request that
+        lacks blocks should wait for them and none be preempted.
+        """

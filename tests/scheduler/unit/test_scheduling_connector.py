@@ -1,0 +1,174 @@
+"""What a connector changes, by scenarios with four tokens in a block."""
+
+from typing import Any
+
+import pytest
+
+from services.cli.replay.fields import FieldError
+from services.cli.replay.inprocess_pool import InProcessPool
+from services.cli.replay.scenario import read_scenario
+from services.cli.replay.scenario_run import run_scenario
+from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.kv_role import KVRole
+from services.scheduler.core.scheduler import Scheduler
+
+Record = dict[str, Any]
+
+
+def request(name: str, num_tokens: int, *, first: int = 100, **fields: Any) -> Record:
+    """A request with a prompt of consecutive tokens, which ends with its fourth."""
+    prompt = [first + offset for offset in range(num_tokens)]
+    return {"request_id": name, "prompt_token_ids": prompt, "max_tokens": 4} | fields
+
+
+def elsewhere(num_tokens: int, **fields: Any) -> Record:
+    return {"external": {"tokens": num_tokens} | fields}
+
+
+async def story(
+    *adds: tuple[int, Record], aborts: tuple[tuple[int, str], ...] = (), **config: Any
+) -> list[Record]:
+    """The steps of requests that arrive at these steps, by number."""
+    events: list[Record] = [{"step": step, "add": add} for step, add in adds]
+    events += [{"step": step, "abort": name} for step, name in aborts]
+    connector = config.pop("connector", {})
+    settings = {"block_size": 4, "num_gpu_blocks": 30, "max_model_len": 100}
+    document = {
+        "config": settings | {"kv_connector": connector} | config,
+        "events": sorted(events, key=lambda event: event["step"]),
+    }
+    record = await run_scenario(read_scenario(document))
+    assert record["status"] == "done"
+    num_blocks = document["config"]["num_gpu_blocks"]
+    assert record["final"]["free"] == num_blocks - 1
+    return record["steps"]
+
+
+async def test_what_is_loaded_within_a_step_is_found_in_that_step():
+    steps = await story((0, request("a", 10, **elsewhere(6))), (0, request("b", 10)))
+    assert steps[0]["loads"] == [["a", 6, False, [1, 2, 3]]]
+    assert steps[0]["scheduled"] == [["a", 4], ["b", 2]]
+    assert steps[0]["start"] == [6, 8]
+    assert steps[0]["blocks"]["b"] == [1, 2, 4]
+
+
+async def test_a_load_between_steps_takes_blocks_and_nothing_else():
+    remote = elsewhere(8, **{"async": True, "delay": 2})
+    steps = await story(
+        (0, request("a", 9, **remote)), (0, request("b", 9, first=300)), max_num_seqs=1
+    )
+    assert steps[0]["loads"] == [["a", 8, True, [1, 2]]]
+    assert steps[0]["scheduled"] == [["b", 9]]
+    assert steps[0]["kv_waiting_after"] == ["a"]
+    assert steps[2]["finished_recving"] == ["a"]
+    assert steps[2]["num_cached_hashes"] == 2, "the loaded blocks are not found yet"
+    assert (steps[4]["scheduled"], steps[4]["start"]) == ([["a", 1]], [8])
+    assert steps[4]["num_cached_hashes"] == 5, "those of b, which filled a third, and of a"
+
+
+async def test_the_last_token_of_a_prompt_that_was_loaded_whole_is_computed_again():
+    steps = await story((0, request("a", 8, **elsewhere(8, **{"async": True}))))
+    assert steps[0]["loads"] == [["a", 8, True, [1, 2]]]
+    assert (steps[2]["scheduled"], steps[2]["start"]) == ([["a", 1]], [7])
+
+
+async def test_who_is_loaded_is_admitted_before_those_that_wait():
+    steps = await story(
+        (0, request("a", 8, **elsewhere(8, **{"async": True}))),
+        (0, request("b", 8, first=300)),
+        (1, request("c", 8, first=500)),
+        max_num_seqs=1,
+    )
+    order = [name for step in steps for name in step.get("new", ())]
+    assert order == ["b", "a", "c"]
+
+
+async def test_others_overtake_a_request_of_which_it_is_not_known_what_can_be_loaded():
+    undecided = elsewhere(8, undecided=1)
+    steps = await story((0, request("a", 9, **undecided)), (0, request("b", 9, first=300)))
+    assert (steps[0]["new"], steps[0]["waiting_after"]) == (["b"], ["a"])
+    assert (steps[1]["new"], steps[1]["start"]) == (["a"], [9, 8])
+
+
+async def test_a_load_leaves_free_what_a_prefill_still_lacks():
+    remote = elsewhere(8, **{"async": True})
+    steps = await story(
+        (0, request("a", 16)),
+        (1, request("b", 8, first=300, **remote)),
+        num_gpu_blocks=6,
+        max_num_batched_tokens=8,
+        scheduler_reserve_full_isl=False,
+    )
+    assert steps[1]["scheduled"] == [["a", 8]]
+    assert next(step["step"] for step in steps if "loads" in step) > 1
+
+
+async def test_blocks_stay_taken_while_they_are_sent():
+    steps = await story((0, request("a", 6, max_tokens=1, send=3)))
+    assert steps[0]["sends"] == [["a", [1, 2]]]
+    assert [step["free"] for step in steps] == [27, 27, 27, 29]
+    assert steps[3]["finished_sending"] == ["a"]
+
+
+async def test_what_was_loaded_before_the_first_invalid_block_stays():
+    remote = elsewhere(12, **{"async": True, "fail_blocks": [1]})
+    steps = await story((0, request("a", 13, **remote)))
+    assert steps[1]["invalid_blocks"] == [2]
+    assert (steps[2]["scheduled"], steps[2]["start"]) == ([["a", 9]], [4])
+    assert steps[2]["blocks"]["a"] == [1, 2, 3, 4]
+
+
+async def test_with_nothing_valid_the_connector_is_asked_again():
+    remote = elsewhere(12, **{"async": True, "fail_recving": True, "times": 1})
+    steps = await story((0, request("a", 13, **remote)))
+    assert steps[1]["failed_recving"] == ["a"]
+    assert (steps[2]["scheduled"], steps[2]["start"]) == ([["a", 13]], [0])
+
+
+async def test_by_policy_a_failed_load_ends_the_request_and_its_blocks_are_not_found():
+    steps = await story(
+        (0, request("a", 13, **elsewhere(12, fail_blocks=[1]))),
+        (1, request("b", 13)),
+        connector={"load_failure_policy": "fail"},
+    )
+    assert steps[0]["outputs"] == [["a", [], "error", None]]
+    assert steps[1]["cached"] == {"b": 4}
+
+
+async def test_a_step_in_flight_keeps_the_blocks_that_it_writes():
+    steps = await story(
+        (0, request("a", 6)),
+        (0, request("b", 6, first=300)),
+        aborts=((2, "a"),),
+        async_scheduling=True,
+        connector={"role": "kv_consumer"},
+    )
+    assert steps[2]["aborted"] == ["a"]
+    assert steps[1]["free"] == 25, "the step that was planned writes two blocks of each"
+
+
+async def test_an_aborted_load_keeps_its_blocks_until_it_ends():
+    remote = elsewhere(8, **{"async": True, "delay": 3})
+    steps = await story((0, request("a", 9, **remote)), aborts=((1, "a"),))
+    assert [step["free"] for step in steps] == [27, 27, 27, 29]
+    assert steps[3]["finished_recving"] == ["a"]
+
+
+def test_a_connector_and_its_role_go_together():
+    config = SchedulerConfig(8, 100, 100, 4, 10, kv_role=KVRole.BOTH)
+    with pytest.raises(ValueError, match="a connector and its kv_role go together"):
+        Scheduler(config, InProcessPool(config))
+
+
+@pytest.mark.parametrize(
+    ("connector", "field"),
+    [
+        ({"role": "kv_none"}, "config.kv_connector.role"),
+        ({"load_failure_policy": "retry"}, "config.kv_connector.load_failure_policy"),
+        ({"requires_kv_delivery": 1}, "config.kv_connector.requires_kv_delivery"),
+        ({"speed": 1}, "config.kv_connector.speed"),
+    ],
+)
+def test_a_scenario_with_another_connector_names_the_field(connector: Record, field: str):
+    with pytest.raises(FieldError, match=field):
+        read_scenario({"config": {"kv_connector": connector}, "events": []})
