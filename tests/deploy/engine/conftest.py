@@ -29,7 +29,7 @@ STANDINS = {
 }
 """Services of others: the variable of their image, and the stand-in's stage."""
 _PULL_SECONDS = 120
-_START_SECONDS = 300
+_START_SECONDS = 900
 _REPLACED = pytest.StashKey[list[str]]()
 
 
