@@ -12,6 +12,7 @@ _WAITS_FOR = {
     "PAUSED": "the end of a pause",
     "HELD_BACK": "a search for a request that breaks its steps",
     "ADAPTERS": "a place for its adapter",
+    "GRAMMAR": "its grammar to be compiled",
     "RECOVERY": "pool and workers",
     "NO_PLACE": "a place at a replica",
     "SHARE": "its tenant's share",

@@ -19,5 +19,7 @@ class FinishReason(enum.Enum):
     """Keys and values of the request could not be loaded from where they are stored, and it is not
     to compute them instead.
     """
+    ERROR = "error"
+    """Something of this request alone went wrong, which a message says."""
     QUEUE_TIMEOUT = "queue_timeout"
     """The request was not scheduled within the time that it may wait."""

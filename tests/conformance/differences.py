@@ -29,4 +29,5 @@ FIELDS = [
     *("waiting_after", "kv_waiting", "kv_waiting_after", "deferred_after", "ignored"),
     *("loads", "remote_after", "finished_recving", "failed_recving", "invalid_blocks"),
     *("sends", "finished_sending", "deferred_frees"),
+    *("grammar_ready", "drafts_checked"),
 ]

@@ -29,7 +29,14 @@ from tests.conformance.differences import FIELDS, differences
 Record = dict[str, Any]
 
 
-NUM_RECORDINGS = {"basic": 53, "pooling": 4, "lora": 12, "session": 14, "connector": 28}
+NUM_RECORDINGS = {
+    "basic": 53,
+    "pooling": 4,
+    "lora": 12,
+    "session": 14,
+    "connector": 28,
+    "grammar": 15,
+}
 """Recordings by family."""
 
 

@@ -46,10 +46,12 @@ class Bench:
         self._num_requests = 0
         self._num_usable_blocks = num_blocks - 1
 
-    def add(self, name: str, token_ids: list[int], max_tokens: int = 8) -> Request:
+    def add(self, name: str, token_ids: list[int], max_tokens: int = 8, **fields: Any) -> Request:
         self._num_requests += 1
         sampling = SamplingParams(max_tokens=max_tokens)
-        request = Request(name, self._num_requests, list(token_ids), len(token_ids), sampling)
+        request = Request(
+            name, self._num_requests, list(token_ids), len(token_ids), sampling, **fields
+        )
         self.engine.add(request)
         return request
 

@@ -1,6 +1,7 @@
 """The events of a step log without the scheduler's decisions: the input of a what-if."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.common.finish_reason import FinishReason
@@ -25,8 +26,17 @@ class NextChunk:
     chunk: InputChunk | None
 
 
-Event = Request | NextChunk | Abort | str
-"""A request as it was added, further input of a session, an abort, or a scheduler's method that
+@dataclass(frozen=True, slots=True)
+class GrammarCompiled:
+    """The grammar of a request is compiled, or cannot be."""
+
+    key: RequestKey
+    error: str
+
+
+Event = Request | NextChunk | Abort | GrammarCompiled | str
+"""A request as it was added, further input of a session, an abort, the end of a compilation, or a
+scheduler's method that
 concerns no single request: forget_pool, preempt_all, reset_prefix_cache.
 """
 
@@ -46,6 +56,10 @@ class History:
         """Accepted drafts of a request, by how many tokens it had when they were verified; those of
         a session by how many it had been given.
         """
+        self.num_drafts: dict[RequestKey, dict[int, int]] = defaultdict(dict)
+        """How many drafts were proposed of a request that is no session, by how many tokens it had
+        then.
+        """
         self.turns: dict[RequestKey, list[list[int]]] = {}
         """Output of each turn of a session, its last token included."""
         self._follows_plan = False
@@ -60,9 +74,13 @@ class History:
         self.num_plans += 1
         self._follows_plan = True
 
-    def add_update(self, update: EngineCoreOutputs) -> None:
-        """The scheduler was updated with the tokens of a step."""
+    def add_update(self, update: EngineCoreOutputs, drafts: Sequence[Sequence[int]]) -> None:
+        """The scheduler was updated with the tokens of a step, and drafts for the next one."""
         self._follows_plan = False
+        requests = update.plan.requests
+        for request, tokens, proposed in zip(requests, update.token_ids, drafts, strict=False):
+            if tokens:
+                self.num_drafts[request.key][request.num_tokens] = len(proposed)
         for news in update:
             request, tokens = news.request, news.token_ids
             num_tokens = request.num_tokens - len(tokens)

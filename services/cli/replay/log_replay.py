@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from services.cli.replay.fields import Field
-from services.cli.replay.history import Abort, Event, History, NextChunk
+from services.cli.replay.history import Abort, Event, GrammarCompiled, History, NextChunk
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.cli.replay.log_file import Header
 from services.cli.replay.logged_connector import LoggedConnector, read_transfers
@@ -16,6 +16,7 @@ from services.common.ids import RequestKey
 from services.common.pause_mode import PauseMode
 from services.common.repetition import RepetitionDetection
 from services.common.sampling import SamplingParams
+from services.scheduler.core.grammar import GrammarStatus
 from services.scheduler.core.output import ModelRunnerOutput
 from services.scheduler.core.ports import PoolLost
 from services.scheduler.core.recorder import Entry, RecordingScheduler
@@ -26,12 +27,14 @@ _CALLS = (
     *(
         "add",
         "add_chunk",
+        "grammar_compiled",
         "abort",
         "pause",
         "resume",
         "schedule",
         "update_from_output",
         "preempt_all",
+        "end_failed",
     ),
     *("forget_pool", "admit_only", "flush", "reset_prefix_cache", "end"),
 )
@@ -85,16 +88,8 @@ class LogReplay(SchedulerRun):
 
     async def _call(self, call: str, entry: Field) -> None:
         match call:
-            case "add":
-                await self._apply(self._read_request(entry))
-            case "add_chunk":
-                key = self._unfinished(entry["key"]).key
-                await self._apply(NextChunk(key, self._read_chunk(entry)))
-            case "abort":
-                key = self._unfinished(entry["key"]).key
-                await self._apply(Abort(key, entry["reason"].member(FinishReason)))
-            case "preempt_all" | "forget_pool" | "reset_prefix_cache":
-                await self._apply(call)
+            case "end_failed":
+                self.scheduler.end_failed()
             case "pause":
                 self.scheduler.pause(entry["mode"].member(PauseMode))
             case "resume":
@@ -110,8 +105,25 @@ class LogReplay(SchedulerRun):
                 self.statistics.planned(plan, self.history.num_plans)
                 self.in_flight[plan.step] = plan
                 self.history.add_plan()
-            case _:
+            case "update_from_output":
                 self._update_from_output(entry)
+            case _:
+                await self._apply(self._read_event(call, entry))
+
+    def _read_event(self, call: str, entry: Field) -> Event:
+        """What a call tells of a request, or a call that concerns no single one."""
+        match call:
+            case "add":
+                return self._read_request(entry)
+            case "add_chunk":
+                return NextChunk(self._unfinished(entry["key"]).key, self._read_chunk(entry))
+            case "abort":
+                reason = entry["reason"].member(FinishReason)
+                return Abort(self._unfinished(entry["key"]).key, reason)
+            case "grammar_compiled":
+                key = self._unfinished(entry["key"]).key
+                return GrammarCompiled(key, entry["error"].text())
+        return call
 
     async def _apply(self, event: Event) -> None:
         self.history.add(event)
@@ -130,7 +142,7 @@ class LogReplay(SchedulerRun):
             del self.in_flight[number]
         update = self.scheduler.update_from_output(plan, output)
         self.statistics.updated(update)
-        self.history.add_update(update)
+        self.history.add_update(update, output.draft_token_ids)
 
     def _unfinished(self, key: Field) -> Request:
         request = self.requests.get(RequestKey(key.integer()))
@@ -161,6 +173,7 @@ class LogReplay(SchedulerRun):
             reads_prefix_cache=entry["reads_prefix_cache"].boolean(),
             adapter_digest=_read_digest(entry.get("adapter", "")),
             resumable=entry.get("resumable", False).boolean(),
+            grammar=_read_grammar(entry),
         )
 
     def _read_chunk(self, entry: Field) -> InputChunk | None:
@@ -183,6 +196,24 @@ def _read_sampling(entry: Field, max_tokens: int | None) -> SamplingParams:
         repetition_detection=_read_repetition(entry["repetition_detection"]),
         min_tokens=entry["min_tokens"].integer(),
     )
+
+
+def _read_grammar(entry: Field) -> GrammarStatus | None:
+    if "grammar" not in entry.members():
+        return None
+    return entry["grammar"].member(GrammarStatus)
+
+
+def _read_refused(entry: Field, token_ids: list[list[int]]) -> dict[int, int]:
+    """The first refused token of requests, by their index in the step."""
+    refused = entry.get("refused_tokens", {})
+    found = {}
+    for name in refused.members():
+        index = int(name) if name.isdecimal() else len(token_ids)
+        if index >= len(token_ids):
+            raise refused[name].wrong("must be of a request of the step")
+        found[index] = refused[name].integer(0, len(token_ids[index]) - 1)
+    return found
 
 
 def _read_digest(entry: Field) -> bytes:
@@ -222,6 +253,7 @@ def _read_output(entry: Field, num_requests: int) -> ModelRunnerOutput:
         draft_token_ids=draft_token_ids,
         nan_requests=frozenset(nan),
         pooled=dict.fromkeys(pooled),
+        refused_tokens=_read_refused(entry, token_ids),
     )
 
 

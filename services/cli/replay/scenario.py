@@ -9,9 +9,11 @@ from services.cli.replay.fields import Field, FieldError
 from services.cli.replay.scenario_connector import ConnectorScript, read_connector
 from services.cli.replay.settings import read_config
 from services.cli.replay.stand_in_connector import StandInConnector
+from services.cli.replay.stand_in_grammar import COMPILE_ERROR, StandInGrammar
 from services.common.ids import RequestKey
 from services.common.sampling import SamplingParams
 from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.grammar import GrammarStatus
 from services.scheduler.core.request import InputChunk, Request
 
 DEFAULTS: dict[str, Any] = {
@@ -71,6 +73,8 @@ class Scenario:
     named_config: dict[str, Any]
     """The whole configuration, in the scenario's own names."""
     config: SchedulerConfig
+    grammars: dict[str, StandInGrammar]
+    """By the id of the request."""
     events: dict[int, list[Event]]
     """By step, in the order of the file."""
     max_steps: int
@@ -99,6 +103,7 @@ def read_scenario(document: Any) -> Scenario:
     eos = whole["eos_token_id"].integer()
     whole["prefix_caching_hash_algo"].text()
     events: dict[int, list[Event]] = defaultdict(list)
+    grammars: dict[str, StandInGrammar] = {}
     is_session: dict[str, bool] = {}
     for event in top["events"].items():
         step = event["step"].integer(0, _MOST_STEPS)
@@ -115,11 +120,17 @@ def read_scenario(document: Any) -> Scenario:
             else:
                 is_session[request.request_id] = request.resumable
                 events[step].append(request)
+                if "grammar" in event["add"].members():
+                    grammar = _grammar(event["add"]["grammar"], step, eos)
+                    _set_grammar(request, grammar, step)
+                    grammars[request.request_id] = grammar
         else:
             event.only(("step", "abort", "phase"))
             events[step] += _aborts(event)
     max_steps = top.get("max_steps", _MAX_STEPS).integer(1, _MOST_STEPS)
-    return Scenario(top.get("name", "").text(), named, config, events, max_steps, connector)
+    return Scenario(
+        top.get("name", "").text(), named, config, grammars, events, max_steps, connector
+    )
 
 
 def _config(field: Field, connector_settings: dict[str, Any]) -> SchedulerConfig:
@@ -144,7 +155,7 @@ def _request(add: Field, key: RequestKey, step: int, eos: int, *, pooling: bool)
         (
             *("request_id", "prompt_token_ids", "max_tokens", "priority", "arrival_time"),
             *("ignore_eos", "stop_token_ids", "min_tokens", "cache_salt", "resumable"),
-            *("skip_reading_prefix_cache", "lora", "external", "send"),
+            *("skip_reading_prefix_cache", "lora", "external", "send", "grammar"),
         )
     )
     add.get("min_tokens", 0).integer()  # checked, and not used: it concerns the sampler
@@ -167,6 +178,31 @@ def _request(add: Field, key: RequestKey, step: int, eos: int, *, pooling: bool)
         reads_prefix_cache=not add.get("skip_reading_prefix_cache", False).boolean(),
         adapter_digest=_adapter_digest(add),
     )
+
+
+def _grammar(field: Field, step: int, eos: int) -> StandInGrammar:
+    field.only(("ready", "length", "error", "break_at"))
+    return StandInGrammar(
+        eos,
+        ready=field.get("ready", step).integer(0, _MOST_STEPS),
+        length=_optional(field, "length"),
+        error=field.get("error", False).boolean(),
+        break_at=_optional(field, "break_at"),
+    )
+
+
+def _set_grammar(request: Request, grammar: StandInGrammar, step: int) -> None:
+    """Gives a request that comes before a step its grammar, as far as it is compiled."""
+    request.grammar = GrammarStatus.COMPILING
+    if grammar.ready <= step:
+        request.grammar = GrammarStatus.READY
+        if grammar.error:
+            request.grammar, request.error = GrammarStatus.FAILED, COMPILE_ERROR
+
+
+def _optional(field: Field, name: str) -> int | None:
+    number = field.get(name, None)
+    return None if number.value is None else number.integer()
 
 
 def _adapter_digest(add: Field) -> bytes:

@@ -13,6 +13,7 @@ from services.cli.replay.inprocess_pool import InProcessPool
 from services.cli.replay.scenario import Abort, NextChunk, Scenario
 from services.cli.replay.scheduler_run import as_added
 from services.cli.replay.stand_in_connector import StandInConnector
+from services.cli.replay.stand_in_grammar import COMPILE_ERROR
 from services.cli.replay.stand_in_model import StandInModel
 from services.cli.replay.transfer_record import (
     begun_loads,
@@ -21,6 +22,7 @@ from services.cli.replay.transfer_record import (
 )
 from services.common.finish_reason import FinishReason
 from services.kvpool.core.kv_pool import KVPool
+from services.scheduler.core.grammar import GrammarStatus
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.request import Request, RequestStatus, TurnEnd
 from services.scheduler.core.scheduler import Scheduler
@@ -65,8 +67,11 @@ class ScenarioRun:
         self._finished_since_plan: list[str] = []
         self._in_flight: deque[tuple[int, SchedulerOutput]] = deque()
         self._model = StandInModel(
-            scenario.config.num_speculative_tokens, pooling=scenario.config.pooling
+            scenario.config.num_speculative_tokens,
+            pooling=scenario.config.pooling,
+            grammars=scenario.grammars,
         )
+        self._compiling: list[Request] = []
         self._depth = 2 if scenario.config.async_scheduling else 1
 
     async def run(self) -> Record:
@@ -77,6 +82,7 @@ class ScenarioRun:
             record: Record = {"step": step}
             if self._connector is not None:
                 self._connector.step = step
+            self._compile(step, record)
             await self._apply_events(step, record)
             if self._has_requests or self._in_flight:
                 await self._step(step, record)
@@ -121,8 +127,8 @@ class ScenarioRun:
     @property
     def _has_requests(self) -> bool:
         scheduler = self.scheduler
-        has_requests = scheduler.running or scheduler.queues.has_admissible
-        has_requests = has_requests or scheduler.has_transfers
+        waits = any(not request.status.is_blocked for request in scheduler.queues.queued)
+        has_requests = scheduler.running or waits or scheduler.has_transfers
         return bool(has_requests or self._finished_since_plan)
 
     def _is_stuck(self, record: Record) -> bool:
@@ -130,6 +136,19 @@ class ScenarioRun:
         happens = any((self._in_flight, self._finished_since_plan, self.scheduler.has_transfers))
         changes = any(map(record.get, ("scheduled", "preempted")))
         return self.scheduler.queues.has_admissible and not (happens or changes)
+
+    def _compile(self, step: int, record: Record) -> None:
+        """Tells the scheduler whose grammar is compiled, or cannot be, before a step."""
+        grammars = self._scenario.grammars
+        done = [
+            request for request in self._compiling if grammars[request.request_id].ready <= step
+        ]
+        for request in done:
+            error = COMPILE_ERROR if grammars[request.request_id].error else ""
+            self.scheduler.grammar_compiled(request, error)
+        if done:
+            record["grammar_ready"] = _ids(done)
+            self._compiling = [request for request in self._compiling if request not in done]
 
     async def _apply_events(self, step: int, record: Record) -> None:
         for event in self._scenario.events.get(step, ()):
@@ -148,6 +167,8 @@ class ScenarioRun:
         self._delivered[request] = []
         if 0 < request.num_tokens <= self._scenario.config.max_prompt_len:
             self.scheduler.add(request)
+            if request.grammar is GrammarStatus.COMPILING:
+                self._compiling.append(request)
         else:
             record.setdefault("rejected", []).append(request_id)
             request.status = RequestStatus.FINISHED
@@ -177,7 +198,7 @@ class ScenarioRun:
 
     async def _step(self, step: int, record: Record) -> None:
         scheduler = self.scheduler
-        may_wait = False
+        may_wait, checked = False, None
         record["kv_waiting"] = _ids(scheduler.kv_waiting)
         record["waiting"] = _ids(scheduler.waiting)
         record["running"] = _ids(scheduler.running)
@@ -187,7 +208,9 @@ class ScenarioRun:
             }
             record["finished_before"] = sorted(self._finished_since_plan)
             self._finished_since_plan = []
+            sampling = self._sampling_by_grammar()
             plan = await scheduler.schedule()
+            checked = plan if sampling.intersection(plan.requests) else None
             self._record_plan(plan, record, step)
             self._in_flight.append((step, plan))
             # vLLM does not wait for an output while there are batches to fill.
@@ -197,6 +220,11 @@ class ScenarioRun:
                 self._abort(step, event, record)
         if self._in_flight and (len(self._in_flight) == self._depth or not may_wait):
             self._update(step, record)
+        if checked is not None:
+            drafts = self._model.check_drafts(checked)
+            record["drafts_checked"] = {
+                request.request_id: tokens for request, tokens in drafts.items()
+            }
         await scheduler.flush()
         self._record_pool(record, "")
         record["running_after"] = _ids(scheduler.running)
@@ -205,6 +233,16 @@ class ScenarioRun:
         record["deferred_after"] = sorted(_ids(scheduler.passed_over))
         if self._connector is not None:
             record |= transfers_after_step(scheduler, self._connector)
+
+    def _sampling_by_grammar(self) -> set[Request]:
+        """Running requests with a grammar for which a step in flight samples. Until its tokens are
+        known, the drafts of the next step cannot be checked.
+        """
+        return {
+            request
+            for request in self.scheduler.running
+            if request.grammar is not None and request.num_output_placeholders > 0
+        }
 
     def _update(self, step: int, record: Record) -> None:
         scheduler = self.scheduler

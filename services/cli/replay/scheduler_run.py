@@ -3,7 +3,7 @@
 from collections import deque
 from dataclasses import replace
 
-from services.cli.replay.history import Abort, Event, NextChunk
+from services.cli.replay.history import Abort, Event, GrammarCompiled, NextChunk
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.cli.replay.statistics import RunStatistics
 from services.common.ids import RequestKey
@@ -37,6 +37,9 @@ class SchedulerRun:
                 self.scheduler.abort(self.requests[event.key], event.reason)
         elif isinstance(event, NextChunk):
             self.scheduler.add_chunk(self.requests[event.key], event.chunk)
+        elif isinstance(event, GrammarCompiled):
+            if event.key in self.requests:
+                self.scheduler.grammar_compiled(self.requests[event.key], event.error)
         elif event == "reset_prefix_cache":
             await self.scheduler.reset_prefix_cache()
         elif event == "preempt_all":

@@ -111,11 +111,13 @@ class WhatIf(SchedulerRun):
         if config.pooling:
             self.statistics.updated(self.scheduler.update_from_output(plan, pooled_output(plan)))
             return
-        drafts = [-1] * config.num_speculative_tokens
         tokens = [self._tokens(plan, index) for index in range(len(plan.requests))]
+        drafts = [
+            self._drafts(request, sampled)
+            for request, sampled in zip(plan.requests, tokens, strict=True)
+        ]
         output = ModelRunnerOutput(
-            tokens,
-            draft_token_ids=[drafts if sampled else [] for sampled in tokens] if drafts else (),
+            tokens, draft_token_ids=drafts if config.num_speculative_tokens else ()
         )
         update = self.scheduler.update_from_output(plan, output)
         self.statistics.updated(update)
@@ -156,6 +158,14 @@ class WhatIf(SchedulerRun):
             return request.num_tokens
         turns = self._history.turns.get(request.key, [])[: self._turns[request.key]]
         return sum(map(len, turns)) + request.num_output_tokens
+
+    def _drafts(self, request: Request, sampled: list[int]) -> list[int]:
+        """Placeholders for as many drafts as were proposed when the request had these tokens."""
+        if not sampled:
+            return []
+        most = self.scheduler.config.num_speculative_tokens
+        logged = self._history.num_drafts[request.key]
+        return [-1] * min(most, logged.get(request.num_tokens + len(sampled), most))
 
     def _is_aborted(self, request: Request) -> bool:
         return self._history.requests[request.key].finish_reason in _ENDS_BY_EVENTS

@@ -128,8 +128,9 @@ def finish_from_proto(message: scheduler_pb2.Finished) -> Finish | errors.Stepwe
     match finish_reason_from_proto(message.reason):
         case FinishReason.NAN_IN_LOGITS:
             return errors.InternalError(message.message, reason=NAN_IN_LOGITS, may_retry=False)
-        case FinishReason.STEP_FAILED:
-            return errors.InternalError(message.message, reason="STEP_FAILED", may_retry=False)
+        case FinishReason.ERROR | FinishReason.STEP_FAILED as reason:
+            name = "REQUEST_FAILED" if reason is FinishReason.ERROR else "STEP_FAILED"
+            return errors.InternalError(message.message, reason=name, may_retry=False)
         case FinishReason.KV_LOAD_FAILED:
             return errors.InternalError(message.message, reason="KV_LOAD_FAILED")
         case FinishReason.QUEUE_TIMEOUT:

@@ -84,7 +84,7 @@ class Outbox:
             handle=handle,
             reason=finish_reason_to_proto(request.finish_reason),
             stop_token_id=request.stop_token_id,
-            message=_MESSAGES.get(request.finish_reason, ""),
+            message=request.error or _MESSAGES.get(request.finish_reason, ""),
             times=request_times_to_proto(request.times),
         )
         self._is_empty = False

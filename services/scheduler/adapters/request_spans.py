@@ -36,6 +36,7 @@ _DEFECTS = (
     FinishReason.STEP_FAILED,
     FinishReason.KV_LOAD_FAILED,
     FinishReason.QUEUE_TIMEOUT,
+    FinishReason.ERROR,
 )
 
 

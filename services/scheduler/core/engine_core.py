@@ -69,6 +69,7 @@ class EngineCore:
         self._readiness = readiness
         self._arrivals: list[Request] = []
         self._ends: dict[Request, FinishReason] = {}
+        self._compiled: dict[Request, str] = {}
         self._in_flight: deque[tuple[SchedulerOutput, asyncio.Future[ModelRunnerOutput]]] = deque()
         self._unsent: SchedulerOutput | None = None
         self._undelivered: EngineCoreOutputs | None = None
@@ -107,6 +108,13 @@ class EngineCore:
             self._apply_changes()
         else:
             self._wake.set()
+
+    def grammar_compiled(self, request: Request, error: str = "") -> None:
+        """Notes that the workers have the grammar of a request, or why they cannot have it, before
+        the next step is planned.
+        """
+        self._compiled[request] = error
+        self._wake.set()
 
     @property
     def unfinished(self) -> list[Request]:
@@ -240,6 +248,8 @@ class EngineCore:
             await self.scheduler.flush()
         if self._in_flight and (len(self._in_flight) >= self._depth or not planned):
             await self._complete()
+        elif failed := self.scheduler.end_failed():
+            self._tell_ended(failed)
 
     async def _complete(self) -> None:
         """Takes in a step's tokens. They are delivered while the loop waits for pool or workers, so
@@ -269,12 +279,18 @@ class EngineCore:
             self._undelivered = None
 
     def _apply_changes(self) -> None:
-        """Adds the requests that arrived, then ends those that are to end."""
+        """Adds the requests that arrived, notes whose grammar is compiled, then ends those that are
+        to end.
+        """
         if self._arrivals:
             arrivals, self._arrivals = self._arrivals, []
             for request in arrivals:
                 self.scheduler.add(request)
             self._observer.arrived(arrivals)
+        if self._compiled:
+            compiled, self._compiled = self._compiled, {}
+            for request, error in compiled.items():
+                self.scheduler.grammar_compiled(request, error)
         if self._ends:
             ends, self._ends = self._ends, {}
             self._end(ends)
@@ -284,12 +300,16 @@ class EngineCore:
         for request in ended:
             self.scheduler.abort(request, ends[request])
         if ended:
-            self._observer.ended(ended)
-            self._deliver()
-            self._delivery.deliver_ends(ended)
+            self._tell_ended(ended)
+
+    def _tell_ended(self, ended: Sequence[Request]) -> None:
+        """Tells of requests that ended between steps."""
+        self._observer.ended(ended)
+        self._deliver()
+        self._delivery.deliver_ends(ended)
 
     async def _until_work(self) -> None:
-        while not (self._arrivals or self._ends or self._in_flight) and (
+        while not (self._arrivals or self._compiled or self._ends or self._in_flight) and (
             self._is_paused
             or self._num_holds
             or not (self.scheduler.has_work or self.scheduler.queues.admitted_only)

@@ -39,9 +39,13 @@ class WaitReason(Enum):
     """It is a session, and waits for its next input."""
     REMOTE_KV = "remote_kv"
     """Its keys and values are being loaded, or it is not known yet which can be."""
+    GRAMMAR = "grammar"
+    """The grammar that its output must follow is not compiled yet."""
 
 
-OWN_REASONS = frozenset({WaitReason.ADAPTERS, WaitReason.SESSION, WaitReason.REMOTE_KV})
+OWN_REASONS = frozenset(
+    {WaitReason.ADAPTERS, WaitReason.SESSION, WaitReason.REMOTE_KV, WaitReason.GRAMMAR}
+)
 """Reasons of single requests, which others overtake."""
 
 
@@ -128,6 +132,8 @@ class ModelRunnerOutput:
     """By index of the request; carried through."""
     nan_requests: frozenset[int] = frozenset()
     """Indexes of requests whose logits held NaN."""
+    refused_tokens: Mapping[int, int] = field(default_factory=dict)
+    """By index of the request: which of its tokens is the first that its grammar refuses."""
     pooled: Mapping[int, object] = field(default_factory=dict)
     """Vectors of prompts that the step computed to their end, by index of the request; carried
     through.
@@ -155,8 +161,8 @@ class EngineCoreOutputs:
     """New tokens, parallel to the plan's requests; None for requests that had ended before."""
     logprobs: Mapping[int, object]
     ended: Sequence[Request]
-    """Requests that ended by the step; those whose load failed last, though they may have no part
-    in it.
+    """Requests that ended by the step; those whose load failed, and those that ended in the queue,
+    last, though they may have no part in it.
     """
     num_tokens: int
     """New tokens of all requests."""
@@ -166,6 +172,8 @@ class EngineCoreOutputs:
     """For how long the workers computed; 0 where that is not measured."""
     pooled: Mapping[int, object] = field(default_factory=dict)
     """Vectors of prompts, by index of the request, also of requests that had ended before."""
+    failed: Sequence[Request] = ()
+    """Of those that ended, requests that steps looked at in the queue and that can never run."""
 
     def __iter__(self) -> Iterator[EngineCoreOutput]:
         ended = {*self.ended, *self.turns}
@@ -177,3 +185,5 @@ class EngineCoreOutputs:
         for request in self.ended:
             if request.finish_reason is FinishReason.KV_LOAD_FAILED:
                 yield EngineCoreOutput(request, ())
+        for request in self.failed:
+            yield EngineCoreOutput(request, ())

@@ -7,6 +7,7 @@ others, as one does that lacks blocks or budget: these it would take as soon as 
 
 from collections.abc import Iterable
 
+from services.scheduler.core.grammar import GrammarStatus
 from services.scheduler.core.output import WaitReason
 from services.scheduler.core.request import Request, RequestStatus
 
@@ -41,6 +42,8 @@ class PassingOver:
             return WaitReason.SESSION
         if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
             return WaitReason.REMOTE_KV
+        if request.grammar is not None and request.grammar is not GrammarStatus.READY:
+            return WaitReason.GRAMMAR
         adapter = request.adapter_digest
         if not adapter or self._max_loras is None or adapter in self._adapters:
             return None

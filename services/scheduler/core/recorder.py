@@ -8,7 +8,9 @@ order, can be replayed.
                          max_tokens, eos_token_ids, stop_token_ids, repetition_detection (longest
                          and shortest pattern, count), min_tokens, priority, arrival_time,
                          cache_salt, reads_prefix_cache; adapter (SHA-256 of its files, in
-                         hexadecimal) if it has one; resumable, if it is a session
+                         hexadecimal) and grammar (compiling, ready or failed) if it has one;
+                         resumable, if it is a session
+    grammar_compiled     key, error (why it cannot be compiled; empty if it is)
     add_chunk            key of a session, and its next input: tokens, arrival_time, how the turn
                          ends, as in `add`; without these, the end of the session
     pause                mode: keep or abort the requests; no step until resume
@@ -22,13 +24,15 @@ order, can be replayed.
                          loads (key, tokens, whether between steps; if any begin),
                          removed_rows; then num_running, num_waiting and num_free_blocks
     update_from_output   step, and parallel to its keys token_ids and draft_token_ids; nan_requests
-                         and not_taken (what was appended instead; null: nothing) by index; ended
-                         (key, reason, stop token); turns, if any of sessions ended, likewise;
-                         pooled, if there are any: indexes of the requests whose prompt was pooled;
-                         kv_transfers, if there are any: finished_recving, finished_sending and
-                         failed_recving (keys), invalid_block_ids
+                         and not_taken (what was appended instead; null: nothing) by index;
+                         refused_tokens (the first token that the grammar refuses, by index, if
+                         there are any); ended (key, reason, stop token); turns, if any of sessions
+                         ended, likewise; pooled, if there are any: indexes of the requests whose
+                         prompt was pooled; kv_transfers, if there are any: finished_recving,
+                         finished_sending and failed_recving (keys), invalid_block_ids
     preempt_all          preempted
     forget_pool          preempted
+    end_failed           ended (as above), where no step was in flight
     admit_only           keys: all other requests are held back; null: none
     flush                num_free_blocks
     reset_prefix_cache   done
@@ -112,7 +116,7 @@ class RecordingScheduler(Scheduler):
 
     def add(self, request: Request) -> None:
         self._record(
-            _given({"adapter": request.adapter_digest.hex()})
+            _given({"adapter": request.adapter_digest.hex(), "grammar": _grammar(request)})
             | {
                 "call": "add",
                 "key": request.key,
@@ -144,6 +148,11 @@ class RecordingScheduler(Scheduler):
         if not request.is_finished:
             super().abort(request, reason)
             self._record({"call": "abort", "key": request.key, "reason": reason.value})
+
+    def grammar_compiled(self, request: Request, error: str = "") -> None:
+        if not request.is_finished:
+            self._record({"call": "grammar_compiled", "key": request.key, "error": error})
+        super().grammar_compiled(request, error)
 
     def pause(self, mode: PauseMode) -> None:
         self._record({"call": "pause", "mode": mode.value})
@@ -189,8 +198,9 @@ class RecordingScheduler(Scheduler):
         self, plan: SchedulerOutput, output: ModelRunnerOutput
     ) -> EngineCoreOutputs:
         update = super().update_from_output(plan, output)
+        refused = {str(index): first for index, first in output.refused_tokens.items()}
         self._record(
-            _given({"kv_transfers": _transfers(output.kv_transfers)})
+            _given({"refused_tokens": refused, "kv_transfers": _transfers(output.kv_transfers)})
             | {
                 "call": "update_from_output",
                 "step": plan.step,
@@ -226,6 +236,13 @@ class RecordingScheduler(Scheduler):
         keys = None if requests is None else sorted(request.key for request in unfinished)
         self._record({"call": "admit_only", "keys": keys})
         super().admit_only(requests)
+
+    def end_failed(self) -> list[Request]:
+        failed = super().end_failed()
+        if failed:
+            ends = [_end(request, request) for request in failed]
+            self._record({"call": "end_failed", "ended": ends})
+        return failed
 
     async def flush(self) -> None:
         with self._noting_loss("flush"):
@@ -280,6 +297,10 @@ def _repetition(repetition: RepetitionDetection | None) -> list[int] | None:
 def _given(entry: Entry) -> Entry:
     """An entry without what is empty: fields that most requests and steps do not have."""
     return {name: value for name, value in entry.items() if value}
+
+
+def _grammar(request: Request) -> str | None:
+    return request.grammar and request.grammar.value
 
 
 def _reasons(passed_over: Mapping[Request, WaitReason]) -> dict[str, str]:

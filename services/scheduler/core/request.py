@@ -14,6 +14,7 @@ from services.common.prompt_embeds import PromptEmbeds
 from services.common.repetition import RepetitionDetection
 from services.common.sampling import SamplingParams
 from services.scheduler.core.computed_tokens import ComputedTokens
+from services.scheduler.core.grammar import GrammarStatus
 from services.scheduler.core.timeline import RequestTimes
 
 
@@ -103,6 +104,11 @@ class Request(ComputedTokens):
     reads_prefix_cache: bool = True
     """False where every prompt position must be computed, as for prompt log-probabilities."""
 
+    grammar: GrammarStatus | None = None
+    """Of the grammar that its output must follow; None: its output is free."""
+    error: str = ""
+    """What went wrong, if it ended with FinishReason.ERROR."""
+
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
@@ -176,6 +182,11 @@ class Request(ComputedTokens):
     def unsent_hashes(self) -> Sequence[BlockHash]:
         """Those of `block_hashes` that the pool lacks."""
         return self.block_hashes[self.num_hashes_sent :]
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether it waits and cannot be admitted before something else has happened to it."""
+        return self.status.is_blocked or self.grammar is GrammarStatus.COMPILING
 
     @property
     def is_finished(self) -> bool:
@@ -284,6 +295,11 @@ class Request(ComputedTokens):
         return self.num_output_tokens >= self.sampling.min_tokens and repetition.found_at_end(
             self.token_ids, self.num_prompt_tokens
         )
+
+    def fail(self, error: str) -> None:
+        """Ends the request: something went wrong that concerns no other."""
+        self.error = error
+        self.finish(FinishReason.ERROR)
 
     def finish(self, reason: FinishReason) -> None:
         """Ends the request."""

@@ -9,6 +9,7 @@ from services.common.pool_operations import BlockTables, StopReason
 from services.scheduler.core.admission import AdmissionPlanner, PlannedAdmission
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.connector_admission import ConnectorAdmission
+from services.scheduler.core.grammar import GrammarStatus
 from services.scheduler.core.kv_cache_manager import KVCacheManager
 from services.scheduler.core.kv_connector import KVConnector
 from services.scheduler.core.kv_role import KVLoadFailurePolicy
@@ -50,6 +51,8 @@ class Scheduler:
         self.config = config
         self._policy = find_policy(config.policy)
         self.queues = WaitingRequests(self._policy)
+        self._failed: dict[Request, str] = {}
+        """Waiting requests that steps looked at and that can never run, and why."""
         self.running = RunningRequests()
         self.num_preemptions = 0
         self.pause_mode: PauseMode | None = None
@@ -152,6 +155,14 @@ class Scheduler:
         else:
             self.queues.begin_turn(session, chunk, self.config.max_model_len)
 
+    def grammar_compiled(self, request: Request, error: str = "") -> None:
+        """Notes that the workers have the grammar of a request, or why they cannot have it. Does
+        nothing if the request has ended.
+        """
+        if not request.is_finished:
+            request.grammar = GrammarStatus.FAILED if error else GrammarStatus.READY
+            request.error = error
+
     def abort(self, request: Request, reason: FinishReason = FinishReason.ABORT) -> None:
         """Ends a request, whether it runs or waits. Does nothing if it has ended."""
         if not request.is_finished:
@@ -214,7 +225,8 @@ class Scheduler:
         """
         self._in_flight = [later for later in self._in_flight if later.step > plan.step]
         failed = self._failed_loads(plan, output)
-        for request in (*map(plan.requests.__getitem__, output.nan_requests), *plan.dropped):
+        looked_at = (*output.nan_requests, *output.refused_tokens)
+        for request in (*map(plan.requests.__getitem__, looked_at), *plan.dropped):
             self.running.leave_fast_path(request)
         taken: list[Sequence[int] | None] = list(output.token_ids)
         ended: list[Request] = []
@@ -245,17 +257,34 @@ class Scheduler:
         if self.transfers is not None:
             self.transfers.finished(output.kv_transfers)
         ended += failed
+        unable = self._end_failed()
         num_tokens = sum(map(len, filter(None, taken)))
         return EngineCoreOutputs(
             plan,
             taken,
             output.logprobs,
-            ended,
+            [*ended, *unable],
             num_tokens,
             turns,
             output.execute_nanos,
             output.pooled,
+            unable,
         )
+
+    def end_failed(self) -> list[Request]:
+        """Ends the waiting requests that steps looked at and that can never run, where no step is
+        in flight whose update would. Returns them in the order of their arrival.
+        """
+        return self._end_failed()
+
+    def _end_failed(self) -> list[Request]:
+        failures, self._failed = self._failed, {}
+        failed = [request for request in failures if not request.is_finished]
+        failed.sort(key=lambda request: request.key)
+        for request in failed:
+            request.fail(failures[request])
+        self._remove(failed)
+        return failed
 
     def preempt_all(self) -> list[Request]:
         """Preempts every running request, in an order that keeps theirs in the queue."""
@@ -442,6 +471,8 @@ class Scheduler:
 
     def _pass_over(self, builder: StepBuilder, request: Request, reason: WaitReason) -> None:
         builder.plan.passed_over[request] = self.queues.passed_over[request] = reason
+        if request.grammar is GrammarStatus.FAILED:
+            self._failed[request] = request.error
 
     def _admit(
         self, builder: StepBuilder, admission: PlannedAdmission, blocks: BlockTables
@@ -523,6 +554,8 @@ class Scheduler:
         """Appends the tokens of a request; returns those up to its end, if it ended."""
         request = plan.requests[index]
         kept = request.append_output_token_ids(output.token_ids[index])
+        if output.refused_tokens.get(index, len(kept)) < len(kept):
+            request.fail("the request's grammar refuses a token that was sampled")
         drafts = plan.draft_token_ids.get(request)
         if drafts and request.num_computed_tokens:
             # Drafts that were rejected, or came after the end, were never computed.
@@ -544,7 +577,8 @@ class Scheduler:
 
     def _goes_on(self, session: Request) -> bool:
         """Whether a request is a session that its end does not end."""
-        ends = not session.resumable or session.finish_reason is FinishReason.NAN_IN_LOGITS
+        failed = session.finish_reason in (FinishReason.NAN_IN_LOGITS, FinishReason.ERROR)
+        ends = failed or not session.resumable
         return not ends and not (session.chunks and session.chunks[0] is None)
 
     def _end_turn(self, session: Request) -> TurnEnd:

@@ -26,7 +26,9 @@ class WaitingRequests:
         self.between_turns: set[Request] = set()
         """Sessions that wait for input. Each keeps one of the places of running requests."""
         self.passed_over: dict[Request, WaitReason] = {}
-        """Requests that were passed over since they began to wait, and why the last time."""
+        """Requests that were passed over since they began to wait, or came with a grammar, and why
+        the last time.
+        """
         self._lost_blocks: dict[Request, None] = {}
         """Requests in `kv_waiting` that lost their blocks, since nothing could be loaded into them.
         They keep their place until they are passed over.
@@ -47,13 +49,15 @@ class WaitingRequests:
     @property
     def has_admissible(self) -> bool:
         """Whether one of them can be admitted before something else has happened to it."""
-        return any(not request.status.is_blocked for request in self.queued)
+        return any(not request.is_blocked for request in self.queued)
 
     def add(self, request: Request) -> None:
         """Queues a request that arrived, or a session after a turn."""
         if request.status is RequestStatus.WAITING_FOR_CHUNK:
             self.between_turns.add(request)
             self.passed_over[request] = WaitReason.SESSION
+        elif request.grammar is not None:
+            self.passed_over[request] = WaitReason.GRAMMAR
         if request.holds_blocks:
             self.kv_waiting.add(request)
         elif self.admitted_only is None:

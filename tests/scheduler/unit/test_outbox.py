@@ -20,6 +20,7 @@ ENDS_WITH_A_STATUS = {
     FinishReason.STEP_FAILED,
     FinishReason.KV_LOAD_FAILED,
     FinishReason.QUEUE_TIMEOUT,
+    FinishReason.ERROR,
 }
 
 

@@ -1,5 +1,6 @@
 """Requests that wait for a reason of their own: others overtake them, they keep their places."""
 
+from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
@@ -8,10 +9,14 @@ import pytest
 from services.cli.replay.fields import Field
 from services.cli.replay.log_file import Header
 from services.cli.replay.log_replay import LogReplay
+from services.common.finish_reason import FinishReason
 from services.scheduler.adapters.own_waits import MAX_WAITS, OwnWait, OwnWaits, overlay
-from services.scheduler.core.output import WaitReason
+from services.scheduler.core.grammar import GrammarStatus
+from services.scheduler.core.output import ModelRunnerOutput, WaitReason
 from services.scheduler.core.recorder import Entry, RecordingScheduler
 from services.scheduler.core.request import Request
+from tests.scheduler.engine_bench import Bench, running
+from tests.scheduler.paged_model import continuation
 from tests.scheduler.story import Story, names, prompt
 from tests.scheduler.traced_story import TracedStory
 from tests.scheduler.unit.test_request_traces import queue, wait
@@ -155,3 +160,116 @@ def test_waits_of_one_request_are_forgotten_one_by_one() -> None:
     assert len(kept) == MAX_WAITS
     assert kept[-1] == OwnWait(5000, 6000, ADAPTERS)
     assert not waits.forget(request, 7000)
+
+
+# Grammars
+
+
+async def test_who_waits_for_its_grammar_is_overtaken_and_keeps_its_place() -> None:
+    story = Story(max_num_seqs=2)
+    waiting = add(story, "a", grammar=GrammarStatus.COMPILING)
+    add(story, "b", max_tokens=1)
+    plan = await story.scheduler.schedule()
+    assert names(plan.new) == ["b"]
+    assert plan.passed_over == {waiting: WaitReason.GRAMMAR}
+    story.take_in(plan, story.model.run_plan(plan))
+    story.scheduler.grammar_compiled(waiting)
+    add(story, "c")
+    assert (await story.step()).new == ["a", "c"]
+
+
+async def test_while_all_wait_for_grammars_there_is_no_work() -> None:
+    story = Story()
+    first = add(story, "a", grammar=GrammarStatus.COMPILING)
+    assert story.scheduler.has_work
+    await story.step()
+    assert not story.scheduler.has_work
+    second = add(story, "b", grammar=GrammarStatus.COMPILING)
+    assert story.scheduler.has_work, "nobody has looked at it yet"
+    await story.step()
+    story.scheduler.abort(second)
+    assert not story.scheduler.has_work
+    story.scheduler.grammar_compiled(first)
+    assert story.scheduler.has_work
+    assert (await story.step()).new == ["a"]
+
+
+async def test_a_grammar_that_cannot_be_compiled_ends_the_request_alone() -> None:
+    story = Story()
+    failing = [add(story, name, grammar=GrammarStatus.COMPILING) for name in "ab"]
+    other = add(story, "c", max_tokens=2)
+    for request in reversed(failing):
+        story.scheduler.grammar_compiled(request, f"{request.request_id}: no such rule")
+    told = await story.step()
+    assert list(told.tokens) == ["c", "a", "b"], "in the order of their arrival"
+    assert [request.finish_reason for request in failing] == [FinishReason.ERROR] * 2
+    assert [request.error for request in failing] == ["a: no such rule", "b: no such rule"]
+    await story.run()
+    assert other.num_output_tokens == 2
+
+
+async def test_a_refused_token_ends_the_request_and_is_delivered() -> None:
+    story = Story()
+    requests = [add(story, name, grammar=GrammarStatus.READY) for name in "ab"]
+    for _ in range(3):
+        await story.step()
+    plan = await story.scheduler.schedule()
+    output = story.model.run_plan(plan)
+    refused = replace(output, refused_tokens={1: 0})
+    update = story.scheduler.update_from_output(plan, refused)
+    assert list(update.ended) == requests[1:]
+    assert update.token_ids[1] == output.token_ids[1]
+    assert requests[1].finish_reason is FinishReason.ERROR
+    assert "refuses a token" in requests[1].error
+    assert names(story.scheduler.running) == ["a"]
+    story.pool.core.check()
+
+
+async def test_what_comes_after_the_end_may_be_refused() -> None:
+    story = Story(num_speculative_tokens=2)
+    request = add(story, "a", grammar=GrammarStatus.READY, max_tokens=1)
+    plan = await story.scheduler.schedule()
+    output = ModelRunnerOutput([[7, 8, 9]], draft_token_ids=[[]], refused_tokens={0: 1})
+    story.scheduler.update_from_output(plan, output)
+    assert (request.finish_reason, request.token_ids[4:]) == (FinishReason.LENGTH, [7])
+
+
+async def test_the_engine_sleeps_until_a_grammar_is_compiled_and_tells_that_one_failed() -> None:
+    async with running(Bench()) as bench:
+        ready = bench.add("a", prompt(5), grammar=GrammarStatus.COMPILING)
+        failing = bench.add("b", prompt(5, 500), grammar=GrammarStatus.COMPILING)
+        await bench.until_idle()
+        bench.engine.grammar_compiled(failing, "no such rule")
+        await bench.until_ended("b")
+        await bench.until_idle()
+        bench.engine.grammar_compiled(ready)
+        await bench.until_ended("a")
+        assert bench.inbox.tokens == {"a": continuation(prompt(5), 8), "b": []}
+        assert failing.finish_reason is FinishReason.ERROR
+
+
+async def test_a_log_tells_grammars_and_what_they_refuse() -> None:
+    story = Story()
+    entries: list[Entry] = []
+    story.scheduler = RecordingScheduler(story.config, story.pool, entries.append)
+    first = add(story, "a", grammar=GrammarStatus.COMPILING)
+    story.scheduler.grammar_compiled(first)
+    second = add(story, "b", grammar=GrammarStatus.COMPILING)
+    story.scheduler.grammar_compiled(second, "no such rule")
+    plan = await story.scheduler.schedule()
+    assert story.scheduler.end_failed() == [second]
+    output = replace(story.model.run_plan(plan), refused_tokens={0: 0})
+    story.scheduler.update_from_output(plan, output)
+    assert [entry["call"] for entry in entries] == [
+        *("add", "grammar_compiled", "add", "grammar_compiled", "schedule"),
+        *("end_failed", "update_from_output"),
+    ]
+    replay = LogReplay(Header("stand-in", story.config))
+    for entry in entries:
+        assert await replay.replay_entry(Field(entry)) == []
+    for wrong in ({"1": 0}, {"x": 0}, {"0": 1}):
+        replay = LogReplay(Header("stand-in", story.config))
+        for entry in entries[:-1]:
+            await replay.replay_entry(Field(entry))
+        with pytest.raises(ValueError, match="refused_tokens"):
+            await replay.replay_entry(Field(entries[-1] | {"refused_tokens": wrong}))

@@ -86,6 +86,7 @@ def test_prompt_logprobs_of_several_steps_come_with_the_first_token() -> None:
         (common_pb2.FINISH_REASON_NAN_IN_LOGITS, InternalError, "NAN_IN_LOGITS"),
         (common_pb2.FINISH_REASON_STEP_FAILED, InternalError, "STEP_FAILED"),
         (common_pb2.FINISH_REASON_KV_LOAD_FAILED, InternalError, "KV_LOAD_FAILED"),
+        (common_pb2.FINISH_REASON_ERROR, InternalError, "REQUEST_FAILED"),
         (common_pb2.FINISH_REASON_QUEUE_TIMEOUT, ResourceExhausted, "QUEUE_TIMEOUT"),
         (common_pb2.FINISH_REASON_UNSPECIFIED, InternalError, "ENGINE_ERROR"),
     ],

@@ -15,7 +15,7 @@ from services.scheduler.core.output import WaitReason
 from tests.scheduler.story import Story, prompt
 from tests.scheduler.traced_story import TracedStory
 
-BUDGET, MAX_SEQS, NO_BLOCKS, HELD_BACK, PAUSED, RECOVERY, ADAPTERS, SESSION, REMOTE = WaitReason
+BUDGET, MAX_SEQS, NO_BLOCKS, HELD_BACK, PAUSED, RECOVERY = list(WaitReason)[:6]
 
 
 class Book:

@@ -143,5 +143,7 @@ def _finish_reason(finished: scheduler_pb2.Finished) -> str:
         raise ResourceExhausted(
             finished.message, reason="QUEUE_TIMEOUT", retry_after_seconds=_RETRY_SECONDS
         )
+    if reason is FinishReason.ERROR:
+        raise InternalError(finished.message, reason="REQUEST_FAILED")
     name = reason.name if reason is not None else "ENGINE_ERROR"
     raise InternalError(finished.message or "the engine ended the request", reason=name)

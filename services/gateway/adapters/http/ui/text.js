@@ -41,6 +41,7 @@ const REASONS = {
   adapters: "a place for its adapter",
   session: "its next input",
   remote_kv: "keys and values from elsewhere",
+  grammar: "its grammar to be compiled",
   recovery: "pool and workers",
   no_place: "a place at a replica",
   share: "its tenant's share",

@@ -1,0 +1,13 @@
+"""What the scheduler knows of a request's grammar: whether the output can be held to it yet."""
+
+import enum
+
+
+class GrammarStatus(enum.Enum):
+    """How far the compilation of a request's grammar is."""
+
+    COMPILING = "compiling"
+    """Not every worker has it: the request is passed over."""
+    READY = "ready"
+    FAILED = "failed"
+    """It cannot be compiled: the request ends when the next step looks at it."""
