@@ -19,12 +19,16 @@ class Checkout:
     """`stepwell up` in a checkout whose `gen/` is built, for as long as a measurement.
 
     The interpreter and its packages are those of this process: only Stepwell's own code differs.
+    No request is traced: what that costs is measured by itself.
     `async with` starts the services, returns when they serve, and stops them.
     """
 
     def __init__(self, root: Path, model: Path, num_blocks: int) -> None:
         self._root = root
-        self._flags = ("--model", str(model.resolve()), "--num-blocks", str(num_blocks), "--quiet")
+        self._flags = (
+            *("--model", str(model.resolve()), "--num-blocks", str(num_blocks), "--quiet"),
+            *("--trace-sample-ratio", "0"),
+        )
         self._directory = tempfile.TemporaryDirectory(prefix="stepwell-bench-")
         self.http = f"{HOST}:{claim_port(HOST, 0, '--http-port')}"
         """host:port of the HTTP API."""
