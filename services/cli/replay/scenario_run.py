@@ -133,7 +133,8 @@ class ScenarioRun:
 
     def _is_stuck(self, record: Record) -> bool:
         """Whether requests wait and nothing is left that could change that."""
-        happens = any((self._in_flight, self._finished_since_plan, self.scheduler.has_transfers))
+        runs = any(plan.requests for _, plan in self._in_flight)
+        happens = any((runs, self._finished_since_plan, self.scheduler.has_transfers))
         changes = any(map(record.get, ("scheduled", "preempted")))
         return self.scheduler.queues.has_admissible and not (happens or changes)
 
