@@ -27,7 +27,12 @@ from services.gateway.adapters.http.tenant_checks import TenantChecks
 from services.gateway.adapters.http.tokenizer_routes import TokenizerRoutes
 from services.gateway.adapters.http.trace_routes import TraceRoutes
 from services.gateway.adapters.http.ui_pages import UiPages, UiRole
-from services.gateway.adapters.inference_servicer import GENERATE, REQUEST_TYPES, InferenceServicer
+from services.gateway.adapters.inference_servicer import (
+    EMBED,
+    GENERATE,
+    REQUEST_TYPES,
+    InferenceServicer,
+)
 from services.gateway.adapters.request_interceptor import RequestInterceptor
 from services.gateway.adapters.traces.keeping import TraceServicer
 from services.gateway.core.administration import Administration
@@ -136,9 +141,12 @@ def grpc_server(parts: Parts, max_connections: int) -> GrpcServer:
     interceptor = RequestInterceptor(
         parts.keys,
         REQUEST_TYPES,
-        admissions={GENERATE: servicer.admit},
-        arriving={GENERATE: servicer.arriving},
-        operations={GENERATE: names.GENAI_OPERATION_TEXT_COMPLETION},
+        admissions={GENERATE: servicer.admit, EMBED: servicer.admit},
+        arriving={GENERATE: servicer.arriving, EMBED: servicer.arriving},
+        operations={
+            GENERATE: names.GENAI_OPERATION_TEXT_COMPLETION,
+            EMBED: names.GENAI_OPERATION_EMBEDDINGS,
+        },
         recorder=parts.recorder,
         max_items=settings.max_items_per_request,
         message_timeout_seconds=settings.receive_timeout_seconds,

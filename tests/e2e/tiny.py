@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.processors import PostProcessor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from tests.tiny_models import VOCAB_SIZE, edit_config, save_tiny_model
@@ -25,6 +26,12 @@ def save_servable_model(directory: Path) -> PreTrainedModel:
     model = save_tiny_model(directory)
     # Rotary positions have no end: what changes is how long a sequence is allowed to get.
     edit_config(directory, max_position_embeddings=MAX_MODEL_LEN)
+    save_tokenizer(directory)
+    return model
+
+
+def save_tokenizer(directory: Path, processor: PostProcessor | None = None) -> None:
+    """Saves the tokenizer: a token is a byte. `processor` adds special tokens to texts."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [*_SPECIAL, *alphabet]
     assert len(tokens) < VOCAB_SIZE
@@ -32,6 +39,8 @@ def save_servable_model(directory: Path) -> PreTrainedModel:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in _SPECIAL])
+    if processor is not None:
+        tokenizer.post_processor = processor
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
@@ -40,7 +49,6 @@ def save_servable_model(directory: Path) -> PreTrainedModel:
         chat_template=_CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
     ).save_pretrained(directory)
-    return model
 
 
 def embed(model: PreTrainedModel, prompt: list[int]) -> torch.Tensor:

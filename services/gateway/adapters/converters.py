@@ -8,6 +8,7 @@ from services.common import errors
 from services.common.block_hash import pack_token_ids
 from services.common.finish_reason import FinishReason
 from services.common.finish_reason_proto import finish_reason_from_proto
+from services.common.pooling_proto import pooler_from_proto, pooling_to_proto
 from services.common.prompt_embeds_proto import prompt_embeds_to_proto
 from services.common.sampling import SamplingParams
 from services.common.sampling_limits import check_bad_words
@@ -90,6 +91,7 @@ def inflight_to_proto(handle: int, inflight: Inflight, now: float) -> scheduler_
         baggage=request.trace.baggage,
         timeout_millis=_timeout_millis(request.deadline, now),
         num_choices=0 if inflight.was_accepted else request.num_choices,
+        pooling=pooling_to_proto(request.pooling),
     )
 
 
@@ -168,6 +170,7 @@ def description_from_proto(message: scheduler_pb2.SessionOpened) -> ReplicaDescr
             eos_token_ids=tuple(message.eos_token_ids),
             priority_scheduling=message.priority_scheduling,
             hidden_size=message.hidden_size,
+            pooler=pooler_from_proto(message.pooler),
         ),
         fingerprint=message.fingerprint,
         tokenizer_fingerprint=message.tokenizer_fingerprint,

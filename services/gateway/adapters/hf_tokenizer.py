@@ -80,6 +80,21 @@ class HfTokenizer:
 
         return await self._off_loop(sum(map(len, texts)), work)
 
+    async def encode_pairs(
+        self, pairs: Sequence[tuple[str, str]], *, max_tokens: int
+    ) -> list[tuple[list[int], int]]:
+        def work() -> list[tuple[list[int], int]]:
+            for text in (text for pair in pairs for text in pair):
+                if len(text) > _COUNTED_CHARACTERS_PER_TOKEN * max_tokens:
+                    self._count(text, max_tokens)
+            encodings = self._backend.encode_batch(list(pairs), add_special_tokens=True)
+            for encoding in encodings:
+                if len(encoding) > max_tokens:
+                    raise TextTooLong(len(encoding), is_exact=True)
+            return [(encoding.ids, _second_text(encoding.type_ids)) for encoding in encodings]
+
+        return await self._off_loop(sum(len(a) + len(b) for a, b in pairs), work)
+
     def _count(self, text: str, max_tokens: int) -> None:
         """Raises TextTooLong for a text whose tokens are far too many to be made at once.
 
@@ -175,6 +190,11 @@ def _starts(offsets: Sequence[tuple[int, int]]) -> list[int]:
         starts.append(min(first, end) if last > first else end)
         end = max(end, last)
     return starts
+
+
+def _second_text(type_ids: Sequence[int]) -> int:
+    """Where tokens of another type than the first begin; 0 if all are of one."""
+    return type_ids.index(1) if 1 in type_ids else 0
 
 
 def _template_refusal(error: Exception, *, continues: bool) -> InvalidArgument:

@@ -13,7 +13,9 @@ from stepwell.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 from services.common import names
 from services.common.errors import InvalidArgument
 from services.common.finish_reason_proto import finish_reason_to_proto
+from services.common.pooling import PoolingParams
 from services.common.prompt_embeds_proto import prompt_embeds_from_proto
+from services.common.sampling import SamplingParams
 from services.gateway.adapters.auth import CALL_ALLOWANCE, CALL_TENANT
 from services.gateway.adapters.converters import (
     client_sampling_from_proto,
@@ -26,7 +28,7 @@ from services.gateway.adapters.stream_reader_timeout import StreamReaderTimeout
 from services.gateway.core.admission.arrivals import Arrival
 from services.gateway.core.choice import Piece
 from services.gateway.core.gate import Gate
-from services.gateway.core.generation import Generation
+from services.gateway.core.generation import Answer, Generation
 from services.gateway.core.idempotency.key import FIELD, IdempotencyKey, idempotency_key
 from services.gateway.core.idempotency.keyed_requests import KeyedRequests
 from services.gateway.core.inference import Inference
@@ -35,16 +37,18 @@ from services.gateway.core.membership import Membership
 from services.gateway.core.request import CHAT_ROLES, ClientRequest, Prompt, check_request_id
 from services.gateway.core.tenant import Tenant
 from services.gateway.core.timeline import Part
+from services.gateway.core.vectors import numbers
 
 logger = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-_API = "gen"
-"""The kind of these answers."""
+_API, _EMBED_API = "gen", "embd"
+"""The kinds of these answers."""
 METHOD_PREFIX = "/stepwell.gateway.v1.Inference/"
 GENERATE = f"{METHOD_PREFIX}Generate"
+EMBED = f"{METHOD_PREFIX}Embed"
 REQUEST_TYPES: dict[str, type[Message]] = {
     f"{METHOD_PREFIX}{method.name}": getattr(gateway_pb2, method.input_type.name)
     for method in gateway_pb2.DESCRIPTOR.services_by_name["Inference"].methods
@@ -114,14 +118,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
             arrival = work.enter_context(self._arriving(key, deadline))
             record.enter(Part.TOKENIZE)
             client_request = await self._client_request(request, record)
-            record.enter(Part.PREPARE)
-            generation = await self._inference.prepare(
-                client_request, record.trace_headers, deadline
-            )
-            allowance = CALL_ALLOWANCE.get()
-            if allowance is not NO_LIMITS:
-                record.wait("limits")
-            await allowance.reserve(generation)
+            generation = await self._prepare(client_request, record, deadline)
             if key is not None:
                 record.wait("idempotency_key")
                 generation = await self._keyed_requests.attach(
@@ -140,6 +137,90 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
                             reader.sending()
                             await context.write(_to_response(piece, generation))
                             record.write_nanos += reader.sent()
+
+    async def _prepare(
+        self, client_request: ClientRequest, record: RequestRecord, deadline: float | None
+    ) -> Generation:
+        """The request, checked, with the tokens reserved that it may take."""
+        record.enter(Part.PREPARE)
+        generation = await self._inference.prepare(client_request, record.trace_headers, deadline)
+        allowance = CALL_ALLOWANCE.get()
+        if allowance is not NO_LIMITS:
+            record.wait("limits")
+        await allowance.reserve(generation)
+        return generation
+
+    async def Embed(
+        self, request: gateway_pb2.EmbedRequest, context: Context
+    ) -> gateway_pb2.EmbedResponse:
+        tenant, record = CALL_TENANT.get(), CALL_RECORD.get()
+        with self._observer.counting_refusals(record, tenant):
+            self._inference.check_model(request.model, tenant)
+        async with AsyncExitStack() as work:
+            observing = self._observer.observing(names.GENAI_OPERATION_EMBEDDINGS, record, tenant)
+            observation = work.enter_context(observing)
+            work.enter_context(self._gate.enter())
+            deadline = _deadline(context)
+            arrival = work.enter_context(self._arriving(None, deadline))
+            record.enter(Part.TOKENIZE)
+            client_request = await self._embed_request(request, record)
+            generation = await self._prepare(client_request, record, deadline)
+            record.enter(Part.PREPARE)
+            pieces = observation.watch(generation, self._inference.run(generation), stream=False)
+            source = await work.enter_async_context(aclosing(pieces))
+            arrival.end()
+            answers = [Answer() for _ in generation.choices]
+            async for added in source:
+                for piece in added:
+                    answers[piece.index].add(piece)
+            usage = generation.usage()
+            return gateway_pb2.EmbedResponse(
+                request_id=client_request.request_id,
+                vectors=[gateway_pb2.Vector(values=numbers(answer.pooled)) for answer in answers],
+                usage=gateway_pb2.Usage(
+                    num_prompt_tokens=usage.num_prompt_tokens,
+                    num_cached_tokens=usage.num_cached_tokens,
+                ),
+            )
+
+    async def _embed_request(
+        self, request: gateway_pb2.EmbedRequest, record: RequestRecord
+    ) -> ClientRequest:
+        self._inference.check_pools()
+        if request.request_id:
+            check_request_id(request.request_id)
+            record.rename(request.request_id)
+        self._inference.check_num_choices(len(request.inputs), 1)
+        prompts = [await self._embed_prompt(one, n) for n, one in enumerate(request.inputs)]
+        return ClientRequest(
+            request_id=request.request_id or f"{_EMBED_API}-{record.request_id}",
+            prompts=tuple(prompts),
+            sampling=SamplingParams(),
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            session_id=request.session_id,
+            tenant=CALL_TENANT.get(),
+            pooling=PoolingParams(
+                dimensions=request.dimensions if request.HasField("dimensions") else None,
+                use_activation=request.use_activation
+                if request.HasField("use_activation")
+                else None,
+            ),
+        )
+
+    async def _embed_prompt(self, given: gateway_pb2.EmbedInput, number: int) -> Prompt:
+        match given.WhichOneof("prompt"):
+            case "text" if given.text:
+                [token_ids] = await self._inference.encode([given.text], add_special_tokens=True)
+                return Prompt(token_ids)
+            case "token_ids":
+                self._inference.check_num_items("token_ids", len(given.token_ids.ids))
+                return Prompt(list(given.token_ids.ids))
+            case "pair" if given.pair.first and given.pair.second:
+                pair = given.pair.first, given.pair.second
+                [(token_ids, num_first)] = await self._inference.encode_pairs([pair])
+                return Prompt(token_ids, num_first_text_tokens=num_first)
+        raise InvalidArgument(f"inputs[{number}] is empty", field=f"inputs[{number}]")
 
     async def Tokenize(
         self, request: gateway_pb2.TokenizeRequest, context: Context

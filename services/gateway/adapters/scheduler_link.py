@@ -218,6 +218,9 @@ def apply_deltas(deltas: scheduler_pb2.StepDeltas, replica: Replica) -> None:
                 inflight.logprobs(logprobs_from_proto(message.sampled))
             if len(message.prompt.ranks):
                 inflight.prompt_logprobs(logprobs_from_proto(message.prompt))
+    for pooled in deltas.pooled:
+        if (inflight := running.get(pooled.handle)) is not None:
+            inflight.pooled(pooled.values)
     for finished in deltas.finished:
         if finished.HasField("times") and (inflight := running.get(finished.handle)) is not None:
             inflight.trace.times = times_from_proto(finished.times)

@@ -29,6 +29,8 @@ class Piece:
     prompt_logprobs: LogprobRows | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    pooled: bytes | None = None
+    """The vector of the prompt, little-endian float32."""
 
     @property
     def is_empty(self) -> bool:
@@ -95,6 +97,7 @@ class Choice:
             delta.prompt_logprobs,
             reason,
             stop_reason,
+            delta.pooled,
         )
 
     def _accept_prompt_only(self, delta: Delta) -> Piece:

@@ -30,6 +30,8 @@ class Delta:
     num_cached_tokens: int | None = None
     finish: Finish | None = None
     error: StepwellError | None = None
+    pooled: bytes | None = None
+    """The vector of the prompt, little-endian float32."""
 
     def cut(self, max_tokens: int) -> "Iterator[Delta]":
         """The same as deltas of at most so many tokens each; only the last has an end."""
@@ -44,6 +46,7 @@ class Delta:
                 self.num_cached_tokens if start == 0 else None,
                 self.finish if is_last else None,
                 self.error if is_last else None,
+                self.pooled if is_last else None,
             )
 
 

@@ -83,7 +83,9 @@ class Generation:
             mailbox.close()
 
     def _accept(self, index: int, delta: Delta, mailbox: DeltaSource) -> Piece:
-        self.was_taken |= delta.num_cached_tokens is not None or bool(delta.token_ids)
+        self.was_taken |= delta.num_cached_tokens is not None or bool(
+            delta.token_ids or delta.pooled
+        )
         if delta.error is not None:
             raise delta.error
         piece = self.choices[index].accept(delta)
@@ -116,6 +118,8 @@ class Answer:
     last: Piece = field(default_factory=lambda: Piece(0))
     logprobs: LogprobRows | None = None
     prompt_logprobs: LogprobRows | None = None
+    pooled: bytes = b""
+    """The vector of its prompt, little-endian float32; empty of one that was continued."""
     _text: list[str] = field(default_factory=list)
 
     @property
@@ -128,4 +132,5 @@ class Answer:
         self.offsets += piece.offsets or ()
         self.logprobs = joined(self.logprobs, piece.logprobs)
         self.prompt_logprobs = joined(self.prompt_logprobs, piece.prompt_logprobs)
+        self.pooled = piece.pooled or self.pooled
         self.last = piece

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from services.common.errors import InvalidArgument, NotFound, OutOfRange
+from services.common.pooling import Pooler, PoolingTask
 from services.common.sampling import SamplingParams
 from services.common.sampling_limits import MAX_BAD_WORDS, MAX_BAD_WORDS_CHARACTERS
 from services.common.trace_headers import UNTRACED, TraceHeaders
@@ -15,6 +16,7 @@ from services.gateway.core.generation import Generation
 from services.gateway.core.identity import Identity
 from services.gateway.core.ports import Engine, TextTooLong, Tokenizer
 from services.gateway.core.request import (
+    OTHER_RUNNER,
     ClientRequest,
     ModelLimits,
     check_prompt,
@@ -106,6 +108,26 @@ class Inference:
         if eos_token_id >= limits.vocab_size:  # the model has no such token, and never gives it
             return limits
         return replace(limits, eos_token_ids=(*limits.eos_token_ids, eos_token_id))
+
+    def check_pools(self, task: PoolingTask | None = None) -> Pooler:
+        """What the model answers prompts with in place of tokens. Raises InvalidArgument if it does
+        not, or does something else than this task.
+        """
+        pooler = self.limits().pooler
+        if pooler is None:
+            raise InvalidArgument(
+                "this model generates text and gives no embeddings or scores: ask for "
+                "/v1/completions or /v1/chat/completions",
+                field="model",
+                reason=OTHER_RUNNER,
+            )
+        if task is not None and pooler.task is not task:
+            raise InvalidArgument(
+                "this model gives scores and no embeddings: ask for /score",
+                field="model",
+                reason=OTHER_RUNNER,
+            )
+        return pooler
 
     def check_room(self, tenant: Tenant, deadline: float | None) -> None:
         """Raises ResourceExhausted where the engine is known to refuse one more request, or
@@ -230,6 +252,20 @@ class Inference:
             return await self.tokenizer.encode(
                 texts, add_special_tokens=add_special_tokens, max_tokens=limits.capacity
             )
+        except TextTooLong as error:
+            about = "" if error.is_exact else "more than "
+            raise prompt_too_long(f"{about}{error.num_tokens} tokens", limits) from error
+
+    async def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[list[int], int]]:
+        """See Tokenizer. Raises OutOfRange for a pair that cannot fit."""
+        limits = self.limits()
+        longest = limits.capacity * self.tokenizer.max_token_bytes
+        for first, second in pairs:
+            if len(first) + len(second) > longest:
+                size = f"{len(first) + len(second)} characters"
+                raise prompt_too_long(size, limits)
+        try:
+            return await self.tokenizer.encode_pairs(pairs, max_tokens=limits.capacity)
         except TextTooLong as error:
             about = "" if error.is_exact else "more than "
             raise prompt_too_long(f"{about}{error.num_tokens} tokens", limits) from error

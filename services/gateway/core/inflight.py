@@ -149,6 +149,11 @@ class Inflight:
         delta = self._delta()
         delta.prompt_logprobs = joined(delta.prompt_logprobs, rows)
 
+    def pooled(self, values: bytes) -> None:
+        """The vector of its prompt; its end follows."""
+        self.was_accepted = True
+        self._delta().pooled = values
+
     def finished(self, finish: Finish) -> None:
         self.trace.timeline.end("finished")
         self._delta().finish = finish

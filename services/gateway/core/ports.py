@@ -176,6 +176,14 @@ class Tokenizer(Protocol):
     ) -> list[list[int]]:
         """Token ids of plain texts. Raises TextTooLong for a text of more than `max_tokens`."""
 
+    async def encode_pairs(
+        self, pairs: Sequence[tuple[str, str]], *, max_tokens: int
+    ) -> list[tuple[list[int], int]]:
+        """Token ids of two texts in one prompt, as the tokenizer joins them, and how many of them
+        come before the second text where token types tell the texts apart; else 0. Raises
+        TextTooLong for a pair of more than `max_tokens`.
+        """
+
     async def token_starts(
         self, texts: Sequence[str], *, add_special_tokens: bool
     ) -> list[list[int]]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from services.common.errors import InvalidArgument, OutOfRange
+from services.common.pooling import Pooler, PoolingParams, PoolingTask
 from services.common.prompt_embeds import PromptEmbeds
 from services.common.sampling import MAX_INT32, SamplingParams
 from services.common.sampling_limits import check_sampling, check_token_ids
@@ -20,6 +21,7 @@ MAX_SESSION_ID_BYTES = 256
 ChatRole = Literal["system", "developer", "user", "assistant"]
 CHAT_ROLES: tuple[str, ...] = get_args(ChatRole)
 CONTEXT_LENGTH_EXCEEDED = "CONTEXT_LENGTH_EXCEEDED"
+OTHER_RUNNER = "OTHER_RUNNER"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -36,10 +38,17 @@ class ModelLimits:
     eos_token_ids: tuple[int, ...]
     priority_scheduling: bool
     hidden_size: int
+    pooler: Pooler | None = None
+    """What the model answers prompts with in place of tokens; None if it generates."""
 
     @property
     def capacity(self) -> int:
         return min(self.max_model_len, self.max_request_tokens)
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Tokens of the longest prompt: one that is to be continued must leave room for a token."""
+        return self.capacity if self.pooler is not None else self.capacity - 1
 
 
 def tightest_limits(limits: Sequence[ModelLimits]) -> ModelLimits:
@@ -53,6 +62,7 @@ def tightest_limits(limits: Sequence[ModelLimits]) -> ModelLimits:
         eos_token_ids=limits[0].eos_token_ids,
         priority_scheduling=all(one.priority_scheduling for one in limits),
         hidden_size=limits[0].hidden_size,
+        pooler=limits[0].pooler,
     )
 
 
@@ -61,13 +71,14 @@ class Prompt:
     """A prompt as tokens; with its text, and where in it each token starts, in characters, where
     the client wants it back.
 
-    With `embeds` the tokens are placeholders.
+    With `embeds` the tokens are placeholders. `num_first_text_tokens`: see PoolingParams.
     """
 
     token_ids: list[int]
     text: str | None = None
     offsets: list[int] | None = None
     embeds: PromptEmbeds | None = None
+    num_first_text_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +88,8 @@ class ClientRequest:
 
     `default_max_tokens` holds where `sampling.max_tokens` is None; None is "as many as fit".
     `prompt_only` asks for nothing but the prompt (echo with max_tokens 0). Requests with the same
-    `session_id`, where it is given, are expected to repeat one another's prompts.
+    `session_id`, where it is given, are expected to repeat one another's prompts. With `pooling` it
+    asks for a vector of each prompt, and nothing is generated.
     """
 
     request_id: str
@@ -95,6 +107,7 @@ class ClientRequest:
     session_id: str = ""
     tenant: Tenant = ANYONE
     best_of: int | None = None
+    pooling: PoolingParams | None = None
 
     @property
     def num_candidates(self) -> int:
@@ -132,6 +145,8 @@ class EngineRequest:
     tenant: Tenant = ANYONE
     num_choices: int = 0
     """The client's n, in the first sequence of a prompt; 0 in the others."""
+    pooling: PoolingParams | None = None
+    """How its prompt is pooled; None if it is continued."""
 
 
 def is_request_id(name: str) -> bool:
@@ -159,6 +174,7 @@ def check_request(request: ClientRequest, limits: ModelLimits) -> None:
         )
     if not request.prompts:
         raise InvalidArgument("prompt must not be empty", field="prompt")
+    _check_runner(request, limits)
     check_sampling(request.sampling, limits.vocab_size)
     _check_stop(request.stop)
     if len(request.cache_salt.encode()) > MAX_CACHE_SALT_BYTES:
@@ -220,6 +236,10 @@ def to_engine_requests(
                     session_id=request.session_id,
                     tenant=request.tenant,
                     num_choices=0 if child else request.n,
+                    pooling=request.pooling
+                    and replace(
+                        request.pooling, num_first_text_tokens=prompt.num_first_text_tokens
+                    ),
                 )
             )
     return sequences
@@ -227,6 +247,8 @@ def to_engine_requests(
 
 def _max_tokens(request: ClientRequest, num_prompt_tokens: int, limits: ModelLimits) -> int:
     room = limits.capacity - num_prompt_tokens
+    if request.pooling is not None:
+        return 0
     if request.prompt_only:
         return 1
     if request.sampling.max_tokens is not None:
@@ -245,10 +267,12 @@ def check_prompt(prompt: Prompt, sampling: SamplingParams, limits: ModelLimits) 
             raise InvalidArgument(
                 "prompt_logprobs: an embedded prompt has no tokens", field="prompt_logprobs"
             )
-    if length >= limits.capacity:
+    if length > limits.max_prompt_tokens:
         raise prompt_too_long(f"{length} tokens", limits)
     if prompt.embeds is None:
         check_token_ids("prompt", prompt.token_ids, limits.vocab_size)
+    if limits.pooler is not None:
+        return
     if sampling.max_tokens is not None and length + sampling.max_tokens > limits.capacity:
         raise OutOfRange(
             f"{_context_length(limits)} max_tokens is {sampling.max_tokens} and the prompt has "
@@ -266,8 +290,11 @@ def check_prompt(prompt: Prompt, sampling: SamplingParams, limits: ModelLimits) 
 
 def prompt_too_long(size: str, limits: ModelLimits) -> OutOfRange:
     """The refusal of a prompt that has `size`, such as "600 tokens"."""
+    sentence = f"{_context_length(limits)} prompt has {size}"
+    if limits.pooler is None:
+        sentence += ", which leaves no room for an answer"
     return OutOfRange(
-        f"{_context_length(limits)} prompt has {size}, which leaves no room for an answer",
+        sentence,
         field="prompt",
         reason=CONTEXT_LENGTH_EXCEEDED,
     )
@@ -283,6 +310,21 @@ def _context_length(limits: ModelLimits) -> str:
     if limits.max_request_tokens < limits.max_model_len:
         sentence += ", which is what this server's KV cache holds of one request"
     return sentence + ":"
+
+
+def _check_runner(request: ClientRequest, limits: ModelLimits) -> None:
+    """Raises InvalidArgument for a request that the model is not made for."""
+    pooler = limits.pooler
+    if request.pooling is None and pooler is not None:
+        kind = "scores" if pooler.task is PoolingTask.CLASSIFY else "embeddings"
+        raise InvalidArgument(
+            f"this model gives {kind} and generates no text: ask for /"
+            + ("score" if pooler.task is PoolingTask.CLASSIFY else "v1/embeddings"),
+            field="model",
+            reason=OTHER_RUNNER,
+        )
+    if request.pooling is not None and pooler is not None:
+        pooler.check(request.pooling, max(len(prompt.token_ids) for prompt in request.prompts))
 
 
 def _check_stop(stop: Sequence[str]) -> None:

@@ -1,7 +1,9 @@
 """The bodies of requests, field by field. Types are checked here, ranges in the core."""
 
 import re
-from typing import Annotated, Any
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
@@ -189,15 +191,64 @@ class ChatCompletionBody(SamplingBody, ChatTemplateBody):
         names = {"prompt": "messages", "logprobs": "top_logprobs"}
         if self.max_tokens is None:
             names["max_tokens"] = "max_completion_tokens"
-        name = names.get(error.field or "")
-        if name is None:
-            return error
-        return type(error)(
-            re.sub(rf"\b{error.field}\b", name, error.message, count=1),
-            field=name,
-            reason=error.error_reason,
-            retry_after_seconds=error.retry_after_seconds,
-        )
+        return renamed(error, names)
+
+
+class PooledBody(Body):
+    """What embeddings and scores share."""
+
+    model: str | None = None
+    user: str | None = None
+    # vLLM's.
+    use_activation: bool | None = None
+    priority: Int | None = None
+    cache_salt: str | None = None
+    request_id: str | None = Field(default=None, min_length=1, max_length=128)
+
+    @property
+    def stream(self) -> None:
+        """Vectors come whole."""
+        return
+
+    @abstractmethod
+    def in_client_words(self, error: StepwellError) -> StepwellError:
+        """The error with its field named as in this body."""
+
+
+class EmbeddingBody(PooledBody):
+    """POST /v1/embeddings."""
+
+    input: Prompts
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Int | None = None
+    # vLLM's.
+    add_special_tokens: bool | None = None
+
+    def in_client_words(self, error: StepwellError) -> StepwellError:
+        return renamed(error, {"prompt": "input"})
+
+
+class ScoreBody(PooledBody):
+    """POST /score: one text to many, or as many to as many, pair by pair."""
+
+    text_1: TextOrTexts
+    text_2: TextOrTexts
+
+    def in_client_words(self, error: StepwellError) -> StepwellError:
+        return renamed(error, {"prompt": "text_2"})
+
+
+def renamed(error: StepwellError, names: Mapping[str, str]) -> StepwellError:
+    """The error, whose field is called by another of these names; unchanged if it is of none."""
+    name = names.get(error.field or "")
+    if name is None:
+        return error
+    return type(error)(
+        re.sub(rf"\b{error.field}\b", name, error.message, count=1),
+        field=name,
+        reason=error.error_reason,
+        retry_after_seconds=error.retry_after_seconds,
+    )
 
 
 class TokenizeBody(ChatTemplateBody):

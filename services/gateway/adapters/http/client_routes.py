@@ -7,6 +7,8 @@ from services.gateway.adapters.http.bodies import (
     ChatCompletionBody,
     CompletionBody,
     DetokenizeBody,
+    EmbeddingBody,
+    ScoreBody,
     TokenizeBody,
 )
 from services.gateway.adapters.http.deadline import HEADER as TIMEOUT_HEADER
@@ -14,6 +16,9 @@ from services.gateway.adapters.http.deadline import MAX_SECONDS
 from services.gateway.adapters.http.generation_routes import (
     CHAT_COMPLETIONS,
     COMPLETIONS,
+    EMBEDDINGS,
+    SCORE,
+    V1_SCORE,
     GenerationRoutes,
 )
 from services.gateway.adapters.http.openapi import answers
@@ -39,6 +44,9 @@ _GENERATION_HEADERS = (
 )
 
 
+_POOLING_HEADERS = tuple(header for header in _GENERATION_HEADERS if header.name != FIELD)
+
+
 def client_routes(
     generation: GenerationRoutes,
     tokenizer: TokenizerRoutes,
@@ -57,6 +65,7 @@ def client_routes(
             events=answers.CompletionChunk,
             errors=(404, 422, 504),
             headers=_GENERATION_HEADERS,
+            is_limited=True,
         ),
         Route(
             CHAT_COMPLETIONS,
@@ -68,6 +77,32 @@ def client_routes(
             events=answers.ChatCompletionChunk,
             errors=(404, 422, 504),
             headers=_GENERATION_HEADERS,
+            is_limited=True,
+        ),
+        Route(
+            EMBEDDINGS,
+            generation.embeddings,
+            answers.Embeddings,
+            ("POST",),
+            tag="openai",
+            body=EmbeddingBody,
+            errors=(404, 422, 504),
+            headers=_POOLING_HEADERS,
+            is_limited=True,
+        ),
+        *(
+            Route(
+                path,
+                handler,
+                answers.Scores,
+                ("POST",),
+                tag="pooling",
+                body=ScoreBody,
+                errors=(404, 422, 504),
+                headers=_POOLING_HEADERS,
+                is_limited=True,
+            )
+            for path, handler in ((SCORE, generation.score), (V1_SCORE, generation.v1_score))
         ),
         Route(MODELS, server.models, answers.ModelList, tag="openai"),
         Route(

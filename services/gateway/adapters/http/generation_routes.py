@@ -1,20 +1,34 @@
-"""The routes that generate: completions and chat completions."""
+"""The routes that a model computes: completions, chat completions, embeddings, scores."""
 
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TypeVar
+from functools import partial
+from typing import Protocol, TypeVar
 
 from fastapi import Request
 from starlette.responses import Response
 
-from services.gateway.adapters.http.bodies import ChatCompletionBody, CompletionBody, SamplingBody
+from services.gateway.adapters.http.bodies import (
+    ChatCompletionBody,
+    CompletionBody,
+    EmbeddingBody,
+    PooledBody,
+    SamplingBody,
+    ScoreBody,
+)
 from services.gateway.adapters.http.chat import ChatDialect, chat_request
 from services.gateway.adapters.http.completions import CompletionDialect, completion_request
 from services.gateway.adapters.http.deadline import deadline_of
 from services.gateway.adapters.http.dialect import Dialect
 from services.gateway.adapters.http.parse import BodyReader
-from services.gateway.adapters.http.reply import Exchange, GenerationReply
+from services.gateway.adapters.http.pooled import (
+    EmbeddingDialect,
+    ScoreDialect,
+    embedding_request,
+    score_request,
+)
+from services.gateway.adapters.http.reply import Exchange, GenerationReply, WholeDialect
 from services.gateway.adapters.http.request_state import ARRIVAL
 from services.gateway.adapters.observation import Observer
 from services.gateway.core.gate import Gate
@@ -22,18 +36,43 @@ from services.gateway.core.idempotency.key import FIELD, idempotency_key
 from services.gateway.core.idempotency.keyed_requests import KeyedRequests
 from services.gateway.core.inference import Inference
 from services.gateway.core.limits.tenant_limits import NO_LIMITS
+from services.gateway.core.ports import Tokenizer
 from services.gateway.core.request import ClientRequest, check_request_id
 from services.gateway.core.tenant import Tenant
 
-B = TypeVar("B", bound=SamplingBody)
+B = TypeVar("B", bound=SamplingBody | PooledBody)
+C_contra = TypeVar("C_contra", bound=SamplingBody | PooledBody, contravariant=True)
 
 COMPLETIONS = "/v1/completions"
 CHAT_COMPLETIONS = "/v1/chat/completions"
+EMBEDDINGS = "/v1/embeddings"
+SCORE = "/score"
+V1_SCORE = "/v1/score"
 OPERATIONS = {
     COMPLETIONS: CompletionDialect.operation,
     CHAT_COMPLETIONS: ChatDialect.operation,
+    EMBEDDINGS: EmbeddingDialect.operation,
+    SCORE: ScoreDialect.operation,
+    V1_SCORE: ScoreDialect.operation,
 }
 """The GenAI operation of each."""
+
+
+class _Api(Protocol[C_contra]):
+    """One API's way to write answers to bodies of its own."""
+
+    operation: str
+    id_prefix: str
+
+    def __call__(
+        self,
+        body: C_contra,
+        request: ClientRequest,
+        created: int,
+        name: str,
+        tokenizer: Tokenizer,
+        /,
+    ) -> Dialect | WholeDialect: ...
 
 
 class GenerationRoutes:
@@ -59,17 +98,31 @@ class GenerationRoutes:
         """Chat completions."""
         return self._reply(request, ChatCompletionBody, chat_request, ChatDialect)
 
+    async def embeddings(self, request: Request) -> Response:
+        """Vectors of texts."""
+        return self._reply(request, EmbeddingBody, embedding_request, EmbeddingDialect)
+
+    async def score(self, request: Request) -> Response:
+        """How well texts go with texts."""
+        return self._reply(request, ScoreBody, score_request, ScoreDialect)
+
+    async def v1_score(self, request: Request) -> Response:
+        """The same as /score."""
+        return await self.score(request)
+
     def _reply(
         self,
         request: Request,
         body_type: type[B],
         to_request: Callable[[B, Inference, str], Awaitable[ClientRequest]],
-        dialect: type[Dialect],
+        dialect: "_Api[B]",
     ) -> Response:
         async def read(entered: ExitStack) -> Exchange:
             tenant: Tenant = request.state.tenant
             deadline = deadline_of(request.headers, request.state.record.timeline.began)
-            key = idempotency_key(request.headers.get(FIELD), tenant)
+            key = None
+            if issubclass(body_type, SamplingBody):  # vectors are computed again, and are the same
+                key = idempotency_key(request.headers.get(FIELD), tenant)
             arrival = getattr(request.state, ARRIVAL, None)
             if arrival is None:
                 needs_room = key is None or not self._keyed_requests.knows(key)
@@ -85,7 +138,9 @@ class GenerationRoutes:
 
             return Exchange(
                 body=body,
-                dialect=dialect,
+                operation=dialect.operation,
+                id_prefix=dialect.id_prefix,
+                make_dialect=partial(dialect, body),
                 tenant=request.state.tenant,
                 allowance=getattr(request.state, "allowance", NO_LIMITS),
                 record=request.state.record,
@@ -100,7 +155,7 @@ class GenerationRoutes:
         )
 
 
-def _request_id(prefix: str, body: SamplingBody, request: Request) -> str:
+def _request_id(prefix: str, body: SamplingBody | PooledBody, request: Request) -> str:
     """The client's name for its request, from body or header, or a new one."""
     if body.request_id is not None:
         check_request_id(body.request_id)

@@ -3,16 +3,16 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from services.common.errors import InternalError, StepwellError
-from services.gateway.adapters.http.bodies import SamplingBody
+from services.gateway.adapters.http.bodies import PooledBody, SamplingBody
 from services.gateway.adapters.http.client_probe import BETWEEN_EVENTS
 from services.gateway.adapters.http.deadline import each_until, until
 from services.gateway.adapters.http.dialect import Dialect, event
@@ -25,11 +25,12 @@ from services.gateway.core.admission.arrivals import Arrival
 from services.gateway.core.best_of import best_answers
 from services.gateway.core.choice import Piece
 from services.gateway.core.gate import Gate
-from services.gateway.core.generation import Answer, Generation
+from services.gateway.core.generation import Answer, Generation, Usage
 from services.gateway.core.idempotency.key import IdempotencyKey
 from services.gateway.core.idempotency.keyed_requests import KeyedRequests
 from services.gateway.core.inference import Inference
 from services.gateway.core.limits.tenant_limits import NO_LIMITS, Allowance
+from services.gateway.core.ports import Tokenizer
 from services.gateway.core.request import ClientRequest
 from services.gateway.core.tenant import Tenant
 from services.gateway.core.timeline import Part
@@ -44,12 +45,21 @@ _STREAM_HEADERS = [
 ]
 
 
+class WholeDialect(Protocol):
+    """One API's way to write answers that are never streamed."""
+
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
+        """The body of an answer."""
+
+
 @dataclass(frozen=True, slots=True)
 class Exchange:
     """A body that was read, with what its API makes of it."""
 
-    body: SamplingBody
-    dialect: type[Dialect]
+    body: SamplingBody | PooledBody
+    operation: str
+    id_prefix: str
+    make_dialect: Callable[[ClientRequest, int, str, Tokenizer], Dialect | WholeDialect]
     tenant: Tenant
     allowance: Allowance
     record: RequestRecord
@@ -115,13 +125,13 @@ class GenerationReply(Response):
     async def _work(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with self._observer.observing(
-                exchange.dialect.operation, exchange.record, exchange.tenant
+                exchange.operation, exchange.record, exchange.tenant
             ) as observation:
                 await self._generate(exchange, observation, scope["state"], send)
         except StepwellError as error:
             await self._refuse(exchange.body.in_client_words(error), scope, receive, send)
         except Exception:
-            logger.exception("defect while serving %s", exchange.dialect.operation)
+            logger.exception("defect while serving %s", exchange.operation)
             await self._refuse(InternalError("a defect here"), scope, receive, send)
 
     async def _generate(
@@ -142,11 +152,10 @@ class GenerationReply(Response):
             if exchange.key is not None:
                 record.wait("idempotency_key")
                 generation = await self._keyed_requests.attach(
-                    generation, exchange.key, exchange.dialect.id_prefix, inference.again
+                    generation, exchange.key, exchange.id_prefix, inference.again
                 )
         record.enter(Part.PREPARE)
-        dialect = exchange.dialect(
-            exchange.body,
+        dialect = exchange.make_dialect(
             generation.request,
             generation.identity.created,
             inference.model_name,
@@ -157,7 +166,7 @@ class GenerationReply(Response):
             pieces = each_until(exchange.deadline, pieces)
         exchange.arrival.end()
         async with aclosing(pieces) as source:
-            if is_stream:
+            if is_stream and isinstance(dialect, Dialect):
                 await _stream(source, generation, dialect, state, send, record)
             else:
                 await _whole(source, generation, dialect, send)
@@ -204,7 +213,10 @@ async def _stream(
 
 
 async def _whole(
-    pieces: AsyncIterator[list[Piece]], generation: Generation, dialect: Dialect, send: Send
+    pieces: AsyncIterator[list[Piece]],
+    generation: Generation,
+    dialect: WholeDialect,
+    send: Send,
 ) -> None:
     answers = [Answer() for _ in generation.choices]
     async for added in pieces:

@@ -43,3 +43,5 @@ class Route:
     other_answers: Mapping[int, type[BaseModel]] = field(default_factory=dict)
     """JSON of other statuses that is no OpenAI error."""
     headers: tuple[RequestHeader, ...] = ()
+    is_limited: bool = False
+    """Whether it counts towards its tenant's limits: answers say what is left of them."""

@@ -187,6 +187,44 @@ class ChatCompletionChunk(Answer):
     usage: Usage | None = None
 
 
+class Embedding(Answer):
+    """The vector of one input: numbers, or their little-endian float32 in base64."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class Embeddings(Answer):
+    """An answer of /v1/embeddings."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Embedding]
+    usage: Usage
+
+
+class Score(Answer):
+    """How well a pair of texts goes together."""
+
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class Scores(Answer):
+    """An answer of /score."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: Usage
+
+
 class Tokens(Answer):
     """An answer of /tokenize."""
 

@@ -89,8 +89,7 @@ def _error_statuses(route: Route, needs_key: bool) -> list[int]:
 
 
 def _answer(route: Route, needs_key: bool) -> dict[str, Any]:
-    """Answers of requests that count towards limits say what is left of them."""
-    headers = RATE_LIMIT_HEADERS if needs_key and route.events is not None else ()
+    headers = RATE_LIMIT_HEADERS if needs_key and route.is_limited else ()
     content: dict[str, Any]
     if isinstance(route.answer, str):
         content = {route.answer: {"schema": {"type": "string"}}}

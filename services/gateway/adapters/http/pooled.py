@@ -1,0 +1,170 @@
+"""/v1/embeddings and /score: from a body to a request, from vectors to an answer."""
+
+import base64
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+from services.common import names
+from services.common.errors import InvalidArgument
+from services.common.pooling import PoolingParams, PoolingTask
+from services.common.sampling import SamplingParams
+from services.gateway.adapters.http.bodies import EmbeddingBody, PooledBody, ScoreBody, renamed
+from services.gateway.adapters.http.dialect import usage_body
+from services.gateway.adapters.http.json_pieces import LongList
+from services.gateway.core.generation import Answer, Usage
+from services.gateway.core.inference import Inference
+from services.gateway.core.ports import Tokenizer
+from services.gateway.core.request import ClientRequest, Prompt
+from services.gateway.core.vectors import cosine, numbers
+
+
+async def embedding_request(
+    body: EmbeddingBody, inference: Inference, request_id: str
+) -> ClientRequest:
+    """The request that a body asks for. Raises InvalidArgument or OutOfRange, which name `prompt`
+    where the body has `input`.
+    """
+    inference.check_pools(PoolingTask.EMBED)
+    given = body.input
+    is_single = isinstance(given, str) or not given or isinstance(given[0], int)
+    inputs = [given] if is_single else given
+    inference.check_num_choices(len(inputs), 1)
+    if isinstance(inputs[0], str):
+        texts = cast(list[str], inputs)
+        if not all(texts):
+            raise InvalidArgument("prompt must not be empty", field="prompt")
+        with_special = body.add_special_tokens is not False
+        token_ids = await inference.encode(texts, add_special_tokens=with_special)
+    else:
+        token_ids = cast(list[list[int]], inputs)
+    params = PoolingParams(dimensions=body.dimensions, use_activation=body.use_activation)
+    return _client_request(body, request_id, tuple(map(Prompt, token_ids)), params)
+
+
+async def score_request(body: ScoreBody, inference: Inference, request_id: str) -> ClientRequest:
+    """The request that a body asks for: each text once for a model that embeds, else each pair."""
+    pooler = inference.check_pools()
+    first, second = ([given] if isinstance(given, str) else given for given in _texts(body))
+    for name, texts in (("text_1", first), ("text_2", second)):
+        if not texts or not all(texts):
+            raise InvalidArgument(f"{name} must not be empty", field=name)
+    if len(first) not in (1, len(second)):
+        raise InvalidArgument(
+            f"text_1 holds {len(first)} texts and text_2 {len(second)}: give one, or as many",
+            field="text_1",
+        )
+    params = PoolingParams(use_activation=body.use_activation)
+    if pooler.task is PoolingTask.EMBED:
+        inference.check_num_choices(len(first) + len(second), 1)
+        prompts = []
+        for name, texts in (("text_1", first), ("text_2", second)):
+            try:
+                encoded = await inference.encode(texts, add_special_tokens=True)
+            except InvalidArgument as error:
+                raise renamed(error, {"prompt": name}) from error
+            prompts += [Prompt(token_ids) for token_ids in encoded]
+        return _client_request(body, request_id, tuple(prompts), params)
+    if pooler.size != 1:
+        raise InvalidArgument(
+            f"this model has {pooler.size} classes: a score needs a model with one", field="model"
+        )
+    inference.check_num_choices(len(second), 1)
+    pairs = list(zip(first * (len(second) // len(first)), second, strict=True))
+    joined = await inference.encode_pairs(pairs)
+    return _client_request(
+        body,
+        request_id,
+        tuple(Prompt(ids, num_first_text_tokens=before) for ids, before in joined),
+        params,
+    )
+
+
+def _texts(body: ScoreBody) -> tuple[str | list[str], str | list[str]]:
+    return body.text_1, body.text_2
+
+
+def _client_request(
+    body: PooledBody, request_id: str, prompts: tuple[Prompt, ...], params: PoolingParams
+) -> ClientRequest:
+    return ClientRequest(
+        request_id=request_id,
+        prompts=prompts,
+        sampling=SamplingParams(),
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+        pooling=params,
+    )
+
+
+class EmbeddingDialect:
+    """OpenAI's embeddings."""
+
+    operation = names.GENAI_OPERATION_EMBEDDINGS
+    id_prefix = "embd"
+
+    def __init__(
+        self,
+        body: EmbeddingBody,
+        request: ClientRequest,
+        created: int,
+        model_name: str,
+        _tokenizer: Tokenizer,
+    ) -> None:
+        self._in_base64 = body.encoding_format == "base64"
+        self._head = _head(request, created, model_name)
+
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
+        """The body of the answer, whose vectors are written out as it is sent."""
+        data = (
+            {"object": "embedding", "index": index, "embedding": self._vector(answer.pooled)}
+            for index, answer in enumerate(answers)
+        )
+        return {**self._head, "data": LongList(data, nested=True), "usage": usage_body(usage)}
+
+    def _vector(self, values: bytes) -> str | list[float]:
+        if self._in_base64:
+            return base64.b64encode(values).decode()
+        return numbers(values).tolist()
+
+
+class ScoreDialect:
+    """vLLM's scores: of pairs, or cosines of embeddings."""
+
+    operation = names.GENAI_OPERATION_SCORE
+    id_prefix = "score"
+
+    def __init__(
+        self,
+        body: ScoreBody,
+        request: ClientRequest,
+        created: int,
+        model_name: str,
+        _tokenizer: Tokenizer,
+    ) -> None:
+        self._num_second = 1 if isinstance(body.text_2, str) else len(body.text_2)
+        self._head = _head(request, created, model_name)
+
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
+        """The body of the answer."""
+        data = (
+            {"index": index, "object": "score", "score": score}
+            for index, score in enumerate(self._scores(answers))
+        )
+        return {**self._head, "data": LongList(data, nested=True), "usage": usage_body(usage)}
+
+    def _scores(self, answers: Sequence[Answer]) -> Iterator[float]:
+        vectors = [numbers(answer.pooled) for answer in answers]
+        num_first = len(vectors) - self._num_second
+        if not num_first:
+            return (vector[0] for vector in vectors)
+        first = vectors[:num_first] * (self._num_second // num_first)
+        return map(cosine, first, vectors[num_first:])
+
+
+def _head(request: ClientRequest, created: int, model_name: str) -> dict[str, Any]:
+    return {
+        "id": request.request_id,
+        "object": "list",
+        "created": created,
+        "model": model_name,
+    }
