@@ -25,6 +25,13 @@ from services.common.pool_operations_proto import (
     outcome_from_proto,
     outcome_to_proto,
 )
+from services.common.pooling import Pooler, PoolingParams, PoolingTask, PoolingType
+from services.common.pooling_proto import (
+    pooler_from_proto,
+    pooler_to_proto,
+    pooling_from_proto,
+    pooling_to_proto,
+)
 from services.common.prompt_embeds import EmbedsDtype, PromptEmbeds
 from services.common.prompt_embeds_proto import prompt_embeds_from_proto, prompt_embeds_to_proto
 from services.common.proto_fields import require_same_fields
@@ -47,6 +54,8 @@ MESSAGES = [
     (ops.Outcome, kvpool_pb2.TransactResponse),
     (KVCacheGroup, common_pb2.KVCacheGroup),
     (PromptEmbeds, common_pb2.PromptEmbeds),
+    (PoolingParams, common_pb2.PoolingParams),
+    (Pooler, common_pb2.Pooler),
 ]
 
 # Fields that exist on the wire only: lengths of packed lists, the number of the transaction, and
@@ -141,3 +150,17 @@ def test_a_field_without_its_counterpart_is_refused() -> None:
 
     with pytest.raises(TypeError, match=r"\['attention_type', 'dilation'\]"):
         require_same_fields(Lacking, common_pb2.KVCacheGroup.DESCRIPTOR)
+
+
+def test_poolers_and_their_parameters_survive_the_wire() -> None:
+    for params in (PoolingParams(), PoolingParams(8, False, 3), PoolingParams(0, True)):
+        message = pooling_to_proto(params)
+        assert message is not None
+        assert pooling_from_proto(message) == params
+    for task in PoolingTask:
+        for kind in PoolingType:
+            pooler = Pooler(task, kind, 48, True, (4, 8), True)
+            described = pooler_to_proto(pooler)
+            assert described is not None
+            assert pooler_from_proto(described) == pooler
+    assert pooler_from_proto(common_pb2.Pooler()) is None

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai.types import completion_create_params
+from openai.types import EmbeddingCreateParams, completion_create_params
 from openai.types.chat import (
     ChatCompletionAssistantMessageParam,
     ChatCompletionContentPartTextParam,
@@ -21,6 +21,7 @@ from openai.types.chat import (
 )
 from openai.types.chat import completion_create_params as chat_params
 
+from services.gateway.adapters.http.bodies import EmbeddingBody
 from tests.gateway.serving import Serving
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "http-api.md"
@@ -342,3 +343,10 @@ def test_the_documentation_has_the_same_table() -> None:
             how = "honoured" if name == "model" else words[type(handling)]
             expected.setdefault(how, set()).add(name)
         assert documented[api] == expected
+
+
+def test_every_field_of_embeddings_is_known() -> None:
+    fields = EmbeddingCreateParams.__annotations__.keys()
+    assert fields <= EmbeddingBody.model_fields.keys()
+    said = DOCUMENT.read_text()
+    assert all(f"`{name}`" in said for name in fields)
