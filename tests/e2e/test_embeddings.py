@@ -33,6 +33,10 @@ TEMPLATE = TemplateProcessing(
 )
 
 
+def post(url: str, body: dict[str, Any]) -> httpx.Response:
+    return httpx.post(url, json=body, timeout=60)
+
+
 def tokens(text: str, directory: Path) -> list[int]:
     from transformers import AutoTokenizer  # noqa: PLC0415 - seconds, only where it is needed
 
@@ -91,9 +95,7 @@ def test_the_openai_package(
 
 def test_base64_is_the_same_numbers(embedder: Stack) -> None:
     answers = [
-        httpx.post(
-            f"{embedder.url}/v1/embeddings", json={"input": TEXTS[0], "encoding_format": kind}
-        ).json()
+        post(f"{embedder.url}/v1/embeddings", {"input": TEXTS[0], "encoding_format": kind}).json()
         for kind in ("float", "base64")
     ]
     vectors = [answer["data"][0]["embedding"] for answer in answers]
@@ -121,13 +123,13 @@ def test_base64_is_the_same_numbers(embedder: Stack) -> None:
 def test_a_wrong_request_is_refused_by_the_name_of_its_field(
     embedder: Stack, body: dict[str, Any], field: str
 ) -> None:
-    answer = httpx.post(f"{embedder.url}/v1/embeddings", json=body)
+    answer = post(f"{embedder.url}/v1/embeddings", body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, field), answer.text
 
 
 def test_a_prompt_may_be_as_long_as_the_model(embedder: Stack) -> None:
     body = {"input": [[5] * MAX_MODEL_LEN]}
-    answer = httpx.post(f"{embedder.url}/v1/embeddings", json=body, timeout=60)
+    answer = post(f"{embedder.url}/v1/embeddings", body)
     assert answer.status_code == 200
 
 
@@ -137,14 +139,14 @@ def test_each_kind_of_model_refuses_what_the_other_one_does(embedder: Stack, sta
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
     }
     for path, body in bodies.items():
-        error = httpx.post(f"{embedder.url}{path}", json=body).json()["error"]
+        error = post(f"{embedder.url}{path}", body).json()["error"]
         assert (error["code"], error["param"]) == ("other_runner", "model")
         assert "generates no text" in error["message"]
     for path, body in {
         "/v1/embeddings": {"input": "a"},
         "/score": {"text_1": "a", "text_2": "b"},
     }.items():
-        answer = httpx.post(f"{stack.url}{path}", json=body)
+        answer = post(f"{stack.url}{path}", body)
         assert answer.status_code == 400
         assert "generates text" in answer.json()["error"]["message"]
 
@@ -153,18 +155,14 @@ def test_scores_of_an_embedder_are_cosines(
     embedder: Stack, model: PreTrainedModel, directory: Path
 ) -> None:
     vectors = [embedding(model, tokens(text, directory), "last") for text in TEXTS]
-    one_to_many = httpx.post(
-        f"{embedder.url}/v1/score", json={"text_1": TEXTS[0], "text_2": TEXTS}
-    ).json()
+    one_to_many = post(f"{embedder.url}/v1/score", {"text_1": TEXTS[0], "text_2": TEXTS}).json()
     scores = [item["score"] for item in one_to_many["data"]]
     np.testing.assert_allclose(scores, [np.dot(vectors[0], v) for v in vectors], atol=1e-5)
-    many_to_many = httpx.post(
-        f"{embedder.url}/score", json={"text_1": TEXTS, "text_2": TEXTS[::-1]}
-    ).json()
+    many_to_many = post(f"{embedder.url}/score", {"text_1": TEXTS, "text_2": TEXTS[::-1]}).json()
     scores = [item["score"] for item in many_to_many["data"]]
     pairs = zip(vectors, vectors[::-1], strict=True)
     np.testing.assert_allclose(scores, [np.dot(a, b) for a, b in pairs], atol=1e-5)
-    wrong = httpx.post(f"{embedder.url}/score", json={"text_1": TEXTS[:2], "text_2": TEXTS})
+    wrong = post(f"{embedder.url}/score", {"text_1": TEXTS[:2], "text_2": TEXTS})
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "text_1")
 
 
@@ -196,8 +194,8 @@ def test_a_cross_encoder_scores_pairs(tmp_path: Path) -> None:
     save_tokenizer(tmp_path, TEMPLATE)
     with closing(Stack(tmp_path, "--dtype", "float32")) as stack:
         body = {"text_1": TEXTS[0], "text_2": TEXTS[1:]}
-        answer = httpx.post(f"{stack.url}/score", json=body).json()
-        refused = httpx.post(f"{stack.url}/v1/embeddings", json={"input": "a"})
+        answer = post(f"{stack.url}/score", body).json()
+        refused = post(f"{stack.url}/v1/embeddings", {"input": "a"})
     first = tokens(TEXTS[0], tmp_path)
     expected = []
     for text in TEXTS[1:]:
