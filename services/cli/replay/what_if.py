@@ -22,6 +22,7 @@ from services.common.finish_reason import FinishReason
 from services.common.ids import RequestKey
 from services.scheduler.core.capacity import config_conflict, max_request_tokens
 from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.grammar import GrammarStatus
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.request import Request, RequestStatus
 from services.scheduler.core.scheduler import Scheduler
@@ -83,7 +84,7 @@ class WhatIf(SchedulerRun):
         for event in self._history.before_plan.get(self._now, ()):
             await self.apply(event, self._now)
         plan = None
-        if self.scheduler.has_work:
+        if self.scheduler.has_work or self._waits_for_grammars:
             plan = await self.scheduler.schedule()
             self.statistics.planned(plan, self._now)
             if plan.requests or plan.removed_rows:
@@ -98,6 +99,12 @@ class WhatIf(SchedulerRun):
                 f"with these settings {len(self.scheduler.waiting)} of the requests would wait "
                 "for ever: the pool cannot hold the first of them"
             )
+
+    @property
+    def _waits_for_grammars(self) -> bool:
+        """Whether time passes though no step would do anything, since grammars are compiled."""
+        waiting = self.scheduler.waiting
+        return any(request.grammar is GrammarStatus.COMPILING for request in waiting)
 
     async def apply(self, event: Event, now: int) -> None:
         """Makes the call of an event; refuses requests that are too long for the configuration."""

@@ -16,6 +16,7 @@ from services.scheduler.adapters.converters import request_times_to_proto
 from services.scheduler.core.request import Request
 
 _MESSAGES = {
+    FinishReason.ERROR: "something of this request alone went wrong",
     FinishReason.NAN_IN_LOGITS: "the model's logits held NaN: no token could be chosen",
     FinishReason.STEP_FAILED: "the workers were lost in every step of this request, "
     "also in those with no other request",
