@@ -13,6 +13,7 @@ _WAITS_FOR = {
     "HELD_BACK": "a search for a request that breaks its steps",
     "ADAPTERS": "a place for its adapter",
     "GRAMMAR": "its grammar to be compiled",
+    "ENCODER": "the encoder",
     "RECOVERY": "pool and workers",
     "NO_PLACE": "a place at a replica",
     "SHARE": "its tenant's share",

@@ -5,14 +5,17 @@
 The chain starts at the model's fingerprint, so that equal tokens of two models have different
 hashes. Extra keys are what changes the keys and values besides the tokens: the cache salt and the
 content of an adapter, which go into the first block only, since every later one inherits them
-through its parent. Chained block hashes are vLLM's automatic prefix caching; a canonical encoding
-in place of pickle makes them portable.
+through its parent, and items of the prompt such as images, which go into each block that they
+touch: their tokens are placeholders. Chained block hashes are vLLM's automatic prefix caching; a
+canonical encoding in place of pickle makes them portable.
 """
 
 import struct
 from collections.abc import Sequence
 from hashlib import sha256
 from typing import NewType, cast
+
+from services.common.encoder_input import EncoderInput
 
 BlockHash = NewType("BlockHash", bytes)
 
@@ -47,6 +50,20 @@ def encode_extra_keys(cache_salt: str, adapter_digest: bytes = b"") -> bytes:
     return extra_keys + b"adapter\0" + adapter_digest if adapter_digest else extra_keys
 
 
+def encode_items(encoder_inputs: Sequence[EncoderInput], start: int, end: int) -> bytes:
+    """Extra keys of the block of tokens `start` up to `end`: of each item that it touches a tag,
+    the length of the item's identifier, the identifier, and where the item begins, counted from
+    the beginning of the block, as a signed int32.
+    """
+    extra_keys = b""
+    for item in encoder_inputs:
+        if item.offset < end and start < item.end:
+            name = item.identifier.encode()
+            offset = (item.offset - start).to_bytes(4, "little", signed=True)
+            extra_keys += b"item\0" + len(name).to_bytes(4, "little") + name + offset
+    return extra_keys
+
+
 def hash_full_blocks(
     root: bytes,
     token_ids: Sequence[int],
@@ -54,6 +71,7 @@ def hash_full_blocks(
     *,
     cache_salt: str = "",
     adapter_digest: bytes = b"",
+    encoder_inputs: Sequence[EncoderInput] = (),
     known: Sequence[BlockHash] = (),
 ) -> list[BlockHash]:
     """Hashes of the full blocks of `token_ids` after those already `known`, in order. `root` is the
@@ -63,9 +81,27 @@ def hash_full_blocks(
     extra_keys = b"" if known else encode_extra_keys(cache_salt, adapter_digest)
     end = len(token_ids) // block_size * block_size
     packed = pack_token_ids(token_ids[len(known) * block_size : end])
+    if encoder_inputs and encoder_inputs[-1].end > len(known) * block_size:
+        of_items = [
+            encode_items(encoder_inputs, start, start + block_size)
+            for start in range(len(known) * block_size, end, block_size)
+        ]
+        return _hash_with_items(parent, packed, block_size, extra_keys, of_items)
     if len(packed) == 4 * block_size:  # as while a request decodes
         return [BlockHash(sha256(parent + packed + extra_keys).digest())]
     return hash_packed_blocks(parent, packed, block_size, extra_keys)
+
+
+def _hash_with_items(
+    parent: bytes, packed: bytes, block_size: int, extra_keys: bytes, of_items: Sequence[bytes]
+) -> list[BlockHash]:
+    """Hashes of consecutive full blocks, each with extra keys of items."""
+    hashes: list[BlockHash] = []
+    for index, extra_keys_of_items in enumerate(of_items):
+        block = packed[4 * block_size * index : 4 * block_size * (index + 1)]
+        hashes += hash_packed_blocks(parent, block, block_size, extra_keys + extra_keys_of_items)
+        parent, extra_keys = hashes[-1], b""
+    return hashes
 
 
 def hash_packed_blocks(

@@ -30,4 +30,5 @@ FIELDS = [
     *("loads", "remote_after", "finished_recving", "failed_recving", "invalid_blocks"),
     *("sends", "finished_sending", "deferred_frees"),
     *("grammar_ready", "drafts_checked"),
+    *("encoder", "encoder_evicted", "encoder_cache", "reset_encoder_cache"),
 ]

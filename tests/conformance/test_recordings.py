@@ -36,6 +36,7 @@ NUM_RECORDINGS = {
     "session": 14,
     "connector": 28,
     "grammar": 15,
+    "encoder": 19,
 }
 """Recordings by family."""
 

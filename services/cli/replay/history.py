@@ -37,7 +37,8 @@ class GrammarCompiled:
 Event = Request | NextChunk | Abort | GrammarCompiled | str
 """A request as it was added, further input of a session, an abort, the end of a compilation, or a
 scheduler's method that
-concerns no single request: forget_pool, preempt_all, reset_prefix_cache.
+concerns no single request: forget_pool, preempt_all, reset_prefix_cache,
+reset_encoder_cache.
 """
 
 

@@ -10,6 +10,7 @@ from services.cli.replay.inprocess_pool import InProcessPool
 from services.cli.replay.log_file import Header
 from services.cli.replay.logged_connector import LoggedConnector, read_transfers
 from services.cli.replay.scheduler_run import SchedulerRun
+from services.common.encoder_input import EncoderInput
 from services.common.errors import InvalidArgument
 from services.common.finish_reason import FinishReason
 from services.common.ids import RequestKey
@@ -37,6 +38,7 @@ _CALLS = (
         "end_failed",
     ),
     *("forget_pool", "admit_only", "flush", "reset_prefix_cache", "end"),
+    "reset_encoder_cache",
 )
 
 
@@ -174,6 +176,7 @@ class LogReplay(SchedulerRun):
             adapter_digest=_read_digest(entry.get("adapter", "")),
             resumable=entry.get("resumable", False).boolean(),
             grammar=_read_grammar(entry),
+            encoder_inputs=_read_items(entry.get("encoder_inputs", []), len(token_ids)),
         )
 
     def _read_chunk(self, entry: Field) -> InputChunk | None:
@@ -196,6 +199,20 @@ def _read_sampling(entry: Field, max_tokens: int | None) -> SamplingParams:
         repetition_detection=_read_repetition(entry["repetition_detection"]),
         min_tokens=entry["min_tokens"].integer(),
     )
+
+
+def _read_items(field: Field, num_tokens: int) -> tuple[EncoderInput, ...]:
+    items: list[EncoderInput] = []
+    for entry in field.items():
+        parts = list(entry.items())
+        if len(parts) != 4:
+            raise entry.wrong("must be an identifier, an offset, a length, and positions or null")
+        name, offset, length, embeds = parts
+        begin = offset.integer(items[-1].end if items else 0, num_tokens - 1)
+        count = length.integer(1, num_tokens - begin)
+        positions = None if embeds.value is None else tuple(embeds.integers(0, count - 1))
+        items.append(EncoderInput(name.text(), begin, count, positions))
+    return tuple(items)
 
 
 def _read_grammar(entry: Field) -> GrammarStatus | None:

@@ -10,6 +10,7 @@ from services.cli.replay.scenario_connector import ConnectorScript, read_connect
 from services.cli.replay.settings import read_config
 from services.cli.replay.stand_in_connector import StandInConnector
 from services.cli.replay.stand_in_grammar import COMPILE_ERROR, StandInGrammar
+from services.common.encoder_input import EncoderInput
 from services.common.ids import RequestKey
 from services.common.sampling import SamplingParams
 from services.scheduler.core.config import SchedulerConfig
@@ -39,6 +40,9 @@ DEFAULTS: dict[str, Any] = {
     "pooling": False,
     "max_loras": None,
     "kv_connector": None,
+    "encoder_compute_budget": 0,
+    "encoder_cache_size": 0,
+    "disable_chunked_mm_input": False,
 }
 _OTHER_SETTINGS = ("num_gpu_blocks", "prefix_caching_hash_algo", "eos_token_id", "kv_connector")
 _MAX_STEPS = 20_000
@@ -61,7 +65,12 @@ class NextChunk:
     chunk: InputChunk | None
 
 
-Event = Request | NextChunk | Abort
+@dataclass(frozen=True, slots=True)
+class ResetEncoderCache:
+    """All embeddings of items are forgotten."""
+
+
+Event = Request | NextChunk | Abort | ResetEncoderCache
 """What happens before or within a step."""
 
 
@@ -124,6 +133,10 @@ def read_scenario(document: Any) -> Scenario:
                     grammar = _grammar(event["add"]["grammar"], step, eos)
                     _set_grammar(request, grammar, step)
                     grammars[request.request_id] = grammar
+        elif "reset_encoder_cache" in event.members():
+            event.only(("step", "reset_encoder_cache"))
+            event["reset_encoder_cache"].boolean()
+            events[step].append(ResetEncoderCache())
         else:
             event.only(("step", "abort", "phase"))
             events[step] += _aborts(event)
@@ -155,7 +168,7 @@ def _request(add: Field, key: RequestKey, step: int, eos: int, *, pooling: bool)
         (
             *("request_id", "prompt_token_ids", "max_tokens", "priority", "arrival_time"),
             *("ignore_eos", "stop_token_ids", "min_tokens", "cache_salt", "resumable"),
-            *("skip_reading_prefix_cache", "lora", "external", "send", "grammar"),
+            *("skip_reading_prefix_cache", "lora", "external", "send", "grammar", "mm"),
         )
     )
     add.get("min_tokens", 0).integer()  # checked, and not used: it concerns the sampler
@@ -177,6 +190,7 @@ def _request(add: Field, key: RequestKey, step: int, eos: int, *, pooling: bool)
         resumable=add.get("resumable", False).boolean(),
         reads_prefix_cache=not add.get("skip_reading_prefix_cache", False).boolean(),
         adapter_digest=_adapter_digest(add),
+        encoder_inputs=_items(add, len(prompt)),
     )
 
 
@@ -203,6 +217,18 @@ def _set_grammar(request: Request, grammar: StandInGrammar, step: int) -> None:
 def _optional(field: Field, name: str) -> int | None:
     number = field.get(name, None)
     return None if number.value is None else number.integer()
+
+
+def _items(add: Field, num_tokens: int) -> tuple[EncoderInput, ...]:
+    items: list[EncoderInput] = []
+    for item in add.get("mm", []).items():
+        item.only(("hash", "offset", "length", "embeds"))
+        offset = item["offset"].integer(items[-1].end if items else 0, num_tokens - 1)
+        length = item["length"].integer(1, num_tokens - offset)
+        embeds = item.get("embeds", None)
+        positions = None if embeds.value is None else tuple(embeds.integers(0, length - 1))
+        items.append(EncoderInput(item["hash"].text(), offset, length, positions))
+    return tuple(items)
 
 
 def _adapter_digest(add: Field) -> bytes:

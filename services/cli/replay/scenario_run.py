@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from services.cli.replay.inprocess_pool import InProcessPool
-from services.cli.replay.scenario import Abort, NextChunk, Scenario
+from services.cli.replay.scenario import Abort, NextChunk, ResetEncoderCache, Scenario
 from services.cli.replay.scheduler_run import as_added
 from services.cli.replay.stand_in_connector import StandInConnector
 from services.cli.replay.stand_in_grammar import COMPILE_ERROR
@@ -22,6 +22,7 @@ from services.cli.replay.transfer_record import (
 )
 from services.common.finish_reason import FinishReason
 from services.kvpool.core.kv_pool import KVPool
+from services.scheduler.core.encoder_cache_manager import EncoderCacheManager
 from services.scheduler.core.grammar import GrammarStatus
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.request import Request, RequestStatus, TurnEnd
@@ -157,6 +158,9 @@ class ScenarioRun:
                 self._add(step, as_added(event), record)
             elif isinstance(event, NextChunk):
                 self._add_chunk(event, step, record)
+            elif isinstance(event, ResetEncoderCache):
+                self.scheduler.reset_encoder_cache()
+                record["reset_encoder_cache"] = True
             elif not event.is_mid_step:
                 self._abort(step, event, record)
         await self.scheduler.flush()
@@ -228,6 +232,8 @@ class ScenarioRun:
             }
         await scheduler.flush()
         self._record_pool(record, "")
+        if self._scenario.config.encoder_cache_size:
+            record["encoder_cache"] = _encoder_cache(scheduler.encoder_cache)
         record["running_after"] = _ids(scheduler.running)
         record["kv_waiting_after"] = _ids(scheduler.kv_waiting)
         record["waiting_after"] = _ids(scheduler.waiting)
@@ -287,6 +293,10 @@ class ScenarioRun:
             request.request_id: drafts for request, drafts in plan.draft_token_ids.items()
         }
         record["resumed"] = _ids(plan.resumed)
+        record["encoder"] = {
+            request.request_id: inputs for request, inputs in plan.encoder_inputs.items()
+        }
+        record["encoder_evicted"] = plan.evicted_encoder_inputs
         record["preempted"] = _ids(plan.preempted)
         start = dict(zip(ids, plan.num_computed_tokens, strict=True))
         record["cached"] = {
@@ -317,6 +327,15 @@ class ScenarioRun:
 def _recorded(reason: FinishReason) -> str:
     """The word of the record: vLLM has one for all that ends a request without its doing."""
     return "error" if reason is FinishReason.KV_LOAD_FAILED else reason.value
+
+
+def _encoder_cache(cache: EncoderCacheManager) -> Record:
+    return {
+        "free": cache.num_free,
+        "freeable": cache.num_freeable,
+        "unused": list(cache.unused),
+        "used": {identifier: sorted(_ids(users)) for identifier, users in cache.used.items()},
+    }
 
 
 def _ids(requests: Iterable[Request]) -> list[str]:

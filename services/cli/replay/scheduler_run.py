@@ -42,6 +42,8 @@ class SchedulerRun:
                 self.scheduler.grammar_compiled(self.requests[event.key], event.error)
         elif event == "reset_prefix_cache":
             await self.scheduler.reset_prefix_cache()
+        elif event == "reset_encoder_cache":
+            self.scheduler.reset_encoder_cache()
         elif event == "preempt_all":
             self.scheduler.preempt_all()
             self.statistics.preempted()

@@ -24,6 +24,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "max_num_scheduled_tokens": (1, 10**9),
     "max_num_active_seqs": (1, _MAX_SEQS),
     "max_loras": (1, _MAX_SEQS),
+    "encoder_compute_budget": (0, 10**9),
+    "encoder_cache_size": (0, 10**9),
     "num_speculative_tokens": (0, 1000),
     "num_lookahead_tokens": (0, 1000),
     "watermark": (0, 1),

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from services.scheduler.core.grammar import GrammarStatus
 from services.scheduler.core.output import WaitReason
 from services.scheduler.core.request import Request
 
@@ -26,7 +27,7 @@ class OwnWaits:
     """
 
     def __init__(self) -> None:
-        self._last: Mapping[Request, WaitReason] = {}
+        self._last: dict[Request, WaitReason] = {}
         """Who was passed over in the last step."""
         self._begins: dict[Request, int] = {}
         self._waits: dict[Request, deque[OwnWait]] = {}
@@ -35,6 +36,12 @@ class OwnWaits:
     def has_any(self) -> bool:
         """Whether any request was passed over in the last step."""
         return bool(self._last)
+
+    def arrived(self, request: Request, now: int) -> None:
+        """Notes why a request waits that came before a step could look at it."""
+        if request.grammar is GrammarStatus.COMPILING:
+            self._last[request] = WaitReason.GRAMMAR
+            self._begins[request] = now
 
     def planned(self, passed_over: Mapping[Request, WaitReason], now: int) -> None:
         """Notes who was passed over in a step. The others wait for what the queue waits for."""

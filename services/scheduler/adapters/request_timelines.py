@@ -96,6 +96,7 @@ class RequestTimelines:
             since = [(tracked.timeline.queued, names.WAIT_HASHING)]
             tracked.timeline.wait(since, request.hashed_unix_nanos)
         self._live[request] = tracked
+        self._own_waits.arrived(request, now)
         return tracked
 
     def only_decodes(self, plan: SchedulerOutput) -> bool:

@@ -10,6 +10,7 @@ from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.output import WaitReason
 from services.scheduler.core.request import Request, RequestStatus
 from services.scheduler.core.step_builder import StepBuilder
+from services.scheduler.core.step_encoder import StepEncoder, mismatch_error
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,8 @@ class PlannedAdmission:
     """Tokens that its first step computes, drafts left out. Those up to `num_commit_tokens` can be
     found by other requests at once, the rest when a Commit publishes them.
     """
+    num_asked: int
+    """Tokens that it would compute if the encoder could compute all items."""
     num_drafts: int
     """Empty drafts that pad its first step; the slots of the terms include them."""
 
@@ -33,6 +36,11 @@ class PassedOver:
     request: Request
     reason: WaitReason
     num_admissions: int
+    num_computed_tokens: int = 0
+    num_asked: int = 0
+    """If the encoder has no budget or room: how many tokens it would compute, and from where on."""
+    error: str = ""
+    """Why it can never run, if it cannot."""
 
 
 @dataclass(slots=True)
@@ -43,6 +51,8 @@ class AdmissionPlan:
     passed_over: list[PassedOver] = field(default_factory=list)
     wait_reason: WaitReason | None = None
     """Why the first that is in neither list is not; None if all are."""
+    refused: PlannedAdmission | None = None
+    """The admission of the first, if it certainly does not fit in the pool."""
 
     def stop(self, reason: WaitReason) -> "AdmissionPlan":
         """The plan, as it ends before a request that waits for this reason."""
@@ -75,6 +85,7 @@ class AdmissionPlanner:
         size, budget = self.config.block_size, builder.token_budget
         published = set(builder.published)
         passing_over = builder.passing_over.copy()
+        encoder: StepEncoder | None = None
         plan = AdmissionPlan()
         for request in candidates:
             has_place = len(plan.admissions) < num_free_places
@@ -87,11 +98,26 @@ class AdmissionPlanner:
             hit = builder.hits[request]
             if not request.holds_blocks:
                 hit = self._hit(request, hit, published)
+            start = hit + builder.external.get(request, 0)
+            num_asked = num_new = self._num_new_tokens(builder, request, start, budget)
+            if num_new and start < request.num_encoded_tokens:
+                encoder = encoder or builder.encoder.copy()
+                decision = encoder.decide(request, start, num_new)
+                num_new = decision.num_tokens
+                if num_new == 0:
+                    number = len(plan.admissions)
+                    error = decision.mismatch and mismatch_error(decision.mismatch)
+                    plan.passed_over.append(
+                        PassedOver(request, WaitReason.ENCODER, number, start, num_asked, error)
+                    )
+                    continue
+                encoder.allocate(request, decision)
             joins = bool(num_running or plan.admissions)
-            planned = self._admission(builder, request, hit, budget, joins=joins)
-            if planned is None:
+            planned = self._admission(builder, request, hit, num_new, num_asked, joins=joins)
+            if num_new == 0 or planned.num_new_tokens + planned.num_drafts > budget:
                 return plan.stop(WaitReason.BUDGET)
             if not plan.admissions and self._blocks_needed(planned) > num_free_blocks:
+                plan.refused = planned
                 return plan.stop(WaitReason.NO_BLOCKS)
             if not self.config.caches_states:
                 end = planned.terms.num_computed_tokens + planned.num_new_tokens
@@ -101,25 +127,35 @@ class AdmissionPlanner:
             plan.admissions.append(planned)
         return plan
 
-    def _admission(
-        self, builder: StepBuilder, request: Request, hit: int, budget: int, *, joins: bool
-    ) -> PlannedAdmission | None:
-        """The admission of a request with `hit` cached tokens; None if the budget is too small."""
-        start = hit + builder.external.get(request, 0)
+    def _num_new_tokens(
+        self, builder: StepBuilder, request: Request, start: int, budget: int
+    ) -> int:
+        """Tokens of the first step of a request that goes on at `start`; 0 if the budget is too
+        small.
+        """
         gap = builder.cap(request.num_tokens - start)
         if gap > budget and not self.config.enable_chunked_prefill:
-            return None
+            return 0
         num_new = min(gap, budget)
         if self.config.caches_states:
             num_new = aligned_chunk(self.config, request, start, num_new)
-            if num_new == 0:
-                return None
+        return num_new
+
+    def _admission(
+        self,
+        builder: StepBuilder,
+        request: Request,
+        hit: int,
+        num_new: int,
+        num_asked: int,
+        *,
+        joins: bool,
+    ) -> PlannedAdmission:
+        start = hit + builder.external.get(request, 0)
         end = start + num_new
         num_drafts = self._padding(builder, request, start, end)
-        if num_new + num_drafts > budget:
-            return None
         terms = self._terms(request, hit, start - hit, end, num_drafts, joins=joins)
-        return PlannedAdmission(request, terms, num_new, num_drafts)
+        return PlannedAdmission(request, terms, num_new, num_asked, num_drafts)
 
     def _hit(self, request: Request, hit: int, published: set[BlockHash]) -> int:
         size = self.config.block_size

@@ -52,6 +52,12 @@ class SchedulerConfig:
     """
     watermark: float = 0.0
     """Share of the pool that stays free when a request joins running ones."""
+    encoder_compute_budget: int = 0
+    """Embeddings that the encoder computes in one step, at most."""
+    encoder_cache_size: int = 0
+    """Embeddings that the workers keep of items of prompts; 0: prompts have no items."""
+    disable_chunked_mm_input: bool = False
+    """End a chunk before an item of the prompt that it would split."""
     max_loras: int | None = None
     """Adapters that running requests may use at once; None: no request may have one."""
     kv_role: KVRole | None = None

@@ -7,6 +7,7 @@ from services.common.pause_mode import PauseMode
 from services.common.pool_operations import Admission, BlockTables
 from services.scheduler.core.admission import AdmissionPlanner, PlannedAdmission
 from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.grammar import GrammarStatus
 from services.scheduler.core.kv_cache_manager import KVCacheManager
 from services.scheduler.core.kv_transfers import KVTransfers
 from services.scheduler.core.output import WaitReason
@@ -116,6 +117,8 @@ class ConnectorAdmission:
     def _pass_over(self, builder: StepBuilder, request: Request, reason: WaitReason) -> None:
         builder.plan.passed_over[request] = reason
         self._queues.pass_over(request, reason)
+        if request.grammar is GrammarStatus.FAILED:
+            builder.failed[request] = request.error
 
     async def _look_up(self, builder: StepBuilder, request: Request, traceparent: str) -> None:
         """Looks up a request and others that wait, unless it was since the last admission."""
@@ -149,11 +152,20 @@ class ConnectorAdmission:
             num_free_places=1,
             num_free_blocks=self._kv_cache_manager.num_free_blocks,
         )
+        for passed in plan.passed_over:
+            builder.encoder.decide(request, passed.num_computed_tokens, passed.num_asked)
+            self._pass_over(builder, request, passed.reason)
+            if passed.error:
+                builder.failed[request] = passed.error
+        if plan.refused is not None:
+            start = plan.refused.terms.num_computed_tokens
+            builder.encoder.refuse(request, start, plan.refused.num_asked)
         if not plan.admissions:
             return plan.wait_reason
         (planned,) = plan.admissions
         outcome = await self._kv_cache_manager.admit([planned.terms], traceparent)
         if outcome.stop is not None:
+            builder.encoder.refuse(request, planned.terms.num_computed_tokens, planned.num_asked)
             return WaitReason.NO_BLOCKS
         self._admit(builder, planned, outcome.admitted[0])
         builder.hits.clear()

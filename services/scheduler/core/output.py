@@ -41,10 +41,18 @@ class WaitReason(Enum):
     """Its keys and values are being loaded, or it is not known yet which can be."""
     GRAMMAR = "grammar"
     """The grammar that its output must follow is not compiled yet."""
+    ENCODER = "encoder"
+    """The encoder has no budget or room in the step for an item at which it would go on."""
 
 
 OWN_REASONS = frozenset(
-    {WaitReason.ADAPTERS, WaitReason.SESSION, WaitReason.REMOTE_KV, WaitReason.GRAMMAR}
+    {
+        WaitReason.ADAPTERS,
+        WaitReason.SESSION,
+        WaitReason.REMOTE_KV,
+        WaitReason.GRAMMAR,
+        WaitReason.ENCODER,
+    }
 )
 """Reasons of single requests, which others overtake."""
 
@@ -100,6 +108,10 @@ class SchedulerOutput:
     """Why the requests that still wait were not admitted; None if no request waits. If all of them
     were passed over, the reason of the first.
     """
+    encoder_inputs: dict[Request, list[int]] = field(default_factory=dict)
+    """Items of prompts that the encoder computes, by index in their request."""
+    evicted_encoder_inputs: list[str] = field(default_factory=list)
+    """Identifiers of items whose embeddings the workers forget before the step."""
     passed_over: dict[Request, WaitReason] = field(default_factory=dict)
     """Requests that others may overtake, each with a reason of its own."""
     removed_rows: list[int] = field(default_factory=list)

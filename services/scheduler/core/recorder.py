@@ -9,7 +9,8 @@ order, can be replayed.
                          and shortest pattern, count), min_tokens, priority, arrival_time,
                          cache_salt, reads_prefix_cache; adapter (SHA-256 of its files, in
                          hexadecimal) and grammar (compiling, ready or failed) if it has one;
-                         resumable, if it is a session
+                         encoder_inputs, if it has any (identifier, offset, length, embeds or
+                         null); resumable, if it is a session
     grammar_compiled     key, error (why it cannot be compiled; empty if it is)
     add_chunk            key of a session, and its next input: tokens, arrival_time, how the turn
                          ends, as in `add`; without these, the end of the session
@@ -22,6 +23,7 @@ order, can be replayed.
                          by key, wait_reason (why no waiting request was admitted),
                          passed_over (reasons of single requests by key, if there are any),
                          loads (key, tokens, whether between steps; if any begin),
+                         encoder_inputs (by key) and evicted_encoder_inputs, if there are any,
                          removed_rows; then num_running, num_waiting and num_free_blocks
     update_from_output   step, and parallel to its keys token_ids and draft_token_ids; nan_requests
                          and not_taken (what was appended instead; null: nothing) by index;
@@ -36,6 +38,7 @@ order, can be replayed.
     admit_only           keys: all other requests are held back; null: none
     flush                num_free_blocks
     reset_prefix_cache   done
+    reset_encoder_cache
     end                  the last entry; a log without it was cut short
 
 An entry of a call that asked a connector has its answers, in order, as `connector`: what can be
@@ -55,6 +58,7 @@ from enum import Enum
 from itertools import starmap
 from typing import Any
 
+from services.common.encoder_input import EncoderInput
 from services.common.finish_reason import FinishReason
 from services.common.pause_mode import PauseMode
 from services.common.pool_operations import BlockTables, Operation, Outcome
@@ -117,6 +121,7 @@ class RecordingScheduler(Scheduler):
     def add(self, request: Request) -> None:
         self._record(
             _given({"adapter": request.adapter_digest.hex(), "grammar": _grammar(request)})
+            | _given({"encoder_inputs": [_item(item) for item in request.encoder_inputs]})
             | {
                 "call": "add",
                 "key": request.key,
@@ -166,7 +171,14 @@ class RecordingScheduler(Scheduler):
         with self._noting_loss("schedule"):
             plan = await super().schedule(traceparent)
         self._record(
-            _given({"passed_over": _reasons(plan.passed_over), "loads": _loads(plan)})
+            _given(
+                {
+                    "passed_over": _reasons(plan.passed_over),
+                    "loads": _loads(plan),
+                    "encoder_inputs": _by_key(plan.encoder_inputs),
+                    "evicted_encoder_inputs": list(plan.evicted_encoder_inputs),
+                }
+            )
             | {
                 "call": "schedule",
                 "step": plan.step,
@@ -237,6 +249,10 @@ class RecordingScheduler(Scheduler):
         self._record({"call": "admit_only", "keys": keys})
         super().admit_only(requests)
 
+    def reset_encoder_cache(self) -> None:
+        self._record({"call": "reset_encoder_cache"})
+        super().reset_encoder_cache()
+
     def end_failed(self) -> list[Request]:
         failed = super().end_failed()
         if failed:
@@ -297,6 +313,15 @@ def _repetition(repetition: RepetitionDetection | None) -> list[int] | None:
 def _given(entry: Entry) -> Entry:
     """An entry without what is empty: fields that most requests and steps do not have."""
     return {name: value for name, value in entry.items() if value}
+
+
+def _by_key(lists: dict[Request, list[int]]) -> dict[str, list[int]]:
+    return {str(request.key): list(values) for request, values in lists.items()}
+
+
+def _item(item: EncoderInput) -> list[str | int | list[int] | None]:
+    embeds = None if item.embeds is None else list(item.embeds)
+    return [item.identifier, item.offset, item.length, embeds]
 
 
 def _grammar(request: Request) -> str | None:

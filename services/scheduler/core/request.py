@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.common.block_hash import BlockHash, hash_full_blocks
+from services.common.encoder_input import EncoderInput
 from services.common.finish_reason import FinishReason
 from services.common.ids import RequestKey
 from services.common.pool_operations import Admission, BlockTables
@@ -77,6 +78,8 @@ class Request(ComputedTokens):
     """SHA-256 of the files of its adapter; empty: it has none. With other content an adapter of the
     same name is another one.
     """
+    encoder_inputs: tuple[EncoderInput, ...] = ()
+    """Items of the prompt whose embeddings an encoder computes, in the order of their offsets."""
     traceparent: str = ""
     tracestate: str = ""
     """Of the caller; carried through, as is `baggage`."""
@@ -184,6 +187,11 @@ class Request(ComputedTokens):
         return self.block_hashes[self.num_hashes_sent :]
 
     @property
+    def num_encoded_tokens(self) -> int:
+        """The position after its last item; 0 if it has none."""
+        return self.encoder_inputs[-1].end if self.encoder_inputs else 0
+
+    @property
     def is_blocked(self) -> bool:
         """Whether it waits and cannot be admitted before something else has happened to it."""
         return self.status.is_blocked or self.grammar is GrammarStatus.COMPILING
@@ -247,6 +255,7 @@ class Request(ComputedTokens):
                 block_size,
                 cache_salt=self.cache_salt,
                 adapter_digest=self.adapter_digest,
+                encoder_inputs=self.encoder_inputs,
                 known=known,
             )
 

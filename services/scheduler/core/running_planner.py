@@ -7,6 +7,7 @@ from services.scheduler.core.kv_cache_manager import KVCacheManager
 from services.scheduler.core.request import Request
 from services.scheduler.core.running_requests import RunningRequests
 from services.scheduler.core.step_builder import StepBuilder
+from services.scheduler.core.step_encoder import mismatch_error
 
 
 class RunningPlanner:
@@ -45,7 +46,8 @@ class RunningPlanner:
             if num_new is None:
                 num_new = self._num_new_tokens(builder, request, num_computed)
             num_decided = None
-            if num_new == 1 and is_enough:
+            has_items = request.encoder_inputs and num_computed < request.num_encoded_tokens
+            if num_new == 1 and is_enough and not has_items:
                 builder.off_fast_path[request] = 1
             else:
                 index = running.index(request)
@@ -95,10 +97,25 @@ class RunningPlanner:
         num_new = min(num_new, builder.token_budget)
         if self._caches_states:
             num_new = aligned_chunk(self._config, request, num_computed, num_new)
+        if num_new > 0 and num_computed < request.num_encoded_tokens:
+            num_new = self._schedule_items(builder, request, num_computed, num_new)
         if num_new <= 0:
             return 0
         builder.schedule(request, num_new)
         return num_new
+
+    def _schedule_items(
+        self, builder: StepBuilder, request: Request, num_computed: int, num_new: int
+    ) -> int:
+        """Has the encoder compute the items that tokens of a request touch; returns how many of the
+        tokens can be computed then.
+        """
+        decision = builder.encoder.schedule(request, num_computed, num_new)
+        if decision.inputs and decision.num_tokens:
+            builder.plan.encoder_inputs[request] = decision.inputs
+        if decision.mismatch:
+            builder.failed[request] = mismatch_error(decision.mismatch)
+        return decision.num_tokens
 
     def _num_new_tokens(self, builder: StepBuilder, request: Request, num_computed: int) -> int:
         """Tokens that a running request lacks and may get in one step."""

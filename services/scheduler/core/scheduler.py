@@ -1,14 +1,21 @@
 """The scheduler: what each engine step computes, of which requests."""
 
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import islice
 
 from services.common.finish_reason import FinishReason
 from services.common.pause_mode import PauseMode
 from services.common.pool_operations import BlockTables, StopReason
-from services.scheduler.core.admission import AdmissionPlanner, PlannedAdmission
+from services.scheduler.core.admission import (
+    AdmissionPlan,
+    AdmissionPlanner,
+    PassedOver,
+    PlannedAdmission,
+)
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.connector_admission import ConnectorAdmission
+from services.scheduler.core.encoder_cache_manager import EncoderCacheManager
 from services.scheduler.core.grammar import GrammarStatus
 from services.scheduler.core.kv_cache_manager import KVCacheManager
 from services.scheduler.core.kv_connector import KVConnector
@@ -29,6 +36,7 @@ from services.scheduler.core.request import InputChunk, Request, RequestStatus, 
 from services.scheduler.core.running_planner import RunningPlanner
 from services.scheduler.core.running_requests import RunningRequests
 from services.scheduler.core.step_builder import StepBuilder
+from services.scheduler.core.step_encoder import StepEncoder
 from services.scheduler.core.waiting_requests import WaitingRequests
 
 LOOKUP_BATCH = 32
@@ -54,6 +62,7 @@ class Scheduler:
         self._failed: dict[Request, str] = {}
         """Waiting requests that steps looked at and that can never run, and why."""
         self.running = RunningRequests()
+        self.encoder_cache = EncoderCacheManager(config.encoder_cache_size)
         self.num_preemptions = 0
         self.pause_mode: PauseMode | None = None
         self._kv_cache_manager = KVCacheManager(config, pool)
@@ -228,6 +237,7 @@ class Scheduler:
         looked_at = (*output.nan_requests, *output.refused_tokens)
         for request in (*map(plan.requests.__getitem__, looked_at), *plan.dropped):
             self.running.leave_fast_path(request)
+        self._free_encoder_inputs(plan)
         taken: list[Sequence[int] | None] = list(output.token_ids)
         ended: list[Request] = []
         turns: dict[Request, TurnEnd] = {}
@@ -271,6 +281,21 @@ class Scheduler:
             unable,
         )
 
+    def reset_encoder_cache(self) -> None:
+        """Forgets the embeddings of all items, as for other weights; the workers are not told."""
+        self.encoder_cache.reset()
+
+    def _free_encoder_inputs(self, plan: SchedulerOutput) -> None:
+        """Lets requests of a step give up the items that are computed, and not only planned."""
+        if not self.encoder_cache.users:
+            return
+        for request in plan.requests:
+            if request in self.encoder_cache.users:
+                num_tokens = request.num_computed_tokens
+                if self.config.async_scheduling:
+                    num_tokens -= request.num_output_placeholders
+                self.encoder_cache.free_computed(request, num_tokens)
+
     def end_failed(self) -> list[Request]:
         """Ends the waiting requests that steps looked at and that can never run, where no step is
         in flight whose update would. Returns them in the order of their arrival.
@@ -299,6 +324,7 @@ class Scheduler:
         for request in self.waiting:
             request.forget_blocks()
         self._kv_cache_manager.forget()
+        self.encoder_cache.reset()
         self._removed_rows = []
         self._in_flight = []
         return victims
@@ -360,6 +386,7 @@ class Scheduler:
         is the victim itself.
         """
         num_decided = builder.unschedule_from(request)
+        builder.encoder.take_back_from(request)
         victim = self._policy.victim(self.running)
         index, victim_index = self.running.index(request), self.running.index(victim)
         builder.unschedule(victim)
@@ -367,6 +394,7 @@ class Scheduler:
         self._preempt(victim)
         if victim is request:
             return index, None
+        builder.encoder.keep(request)
         return index - 1 if victim_index < index else index, num_decided
 
     def _preempt_running(self) -> list[Request]:
@@ -410,17 +438,15 @@ class Scheduler:
             )
             terms = [admission.terms for admission in planned.admissions]
             outcome = await self._kv_cache_manager.admit(terms, traceparent)
-            for admission, blocks in zip(planned.admissions, outcome.admitted, strict=False):
-                self._admit(builder, admission, blocks)
-            for passed in planned.passed_over:
-                if passed.num_admissions <= len(outcome.admitted):
-                    self._pass_over(builder, passed.request, passed.reason)
+            self._settle(builder, planned, outcome.admitted)
             if outcome.stop is not None:
                 if outcome.stop.reason is StopReason.NO_BLOCKS:
+                    self._refuse(builder, planned.admissions[len(outcome.admitted)])
                     return WaitReason.NO_BLOCKS
                 changed = planned.admissions[len(outcome.admitted)].request
                 builder.hits[changed] = outcome.stop.num_hit_tokens
             elif planned.wait_reason is not None and not planned.admissions:
+                self._refuse(builder, planned.refused)
                 return planned.wait_reason
         return self._why_others_wait(builder)
 
@@ -469,10 +495,43 @@ class Scheduler:
                 not_looked_up.append(request)
         return not_looked_up
 
-    def _pass_over(self, builder: StepBuilder, request: Request, reason: WaitReason) -> None:
+    def _settle(
+        self, builder: StepBuilder, planned: AdmissionPlan, admitted: Sequence[BlockTables]
+    ) -> None:
+        """Admits those that the pool has blocks for, and passes over those planned before and
+        between them.
+        """
+        passed_over = deque(planned.passed_over)
+        for number in range(len(admitted) + 1):
+            while passed_over and passed_over[0].num_admissions == number:
+                self._pass_over(builder, passed_over.popleft())
+            if number < len(admitted):
+                self._admit(builder, planned.admissions[number], admitted[number])
+
+    def _pass_over(self, builder: StepBuilder, passed: PassedOver) -> None:
+        request, reason = passed.request, passed.reason
         builder.plan.passed_over[request] = self.queues.passed_over[request] = reason
+        if passed.num_asked:
+            builder.encoder.decide(request, passed.num_computed_tokens, passed.num_asked)
         if request.grammar is GrammarStatus.FAILED:
             self._failed[request] = request.error
+        elif passed.error:
+            self._failed[request] = passed.error
+
+    def _refuse(self, builder: StepBuilder, refused: PlannedAdmission | None) -> None:
+        """Tests the items of a request that lacks blocks, as vLLM does before it asks for them."""
+        if refused is not None:
+            start = refused.terms.num_computed_tokens
+            builder.encoder.refuse(refused.request, start, refused.num_asked)
+
+    def _admit_items(self, builder: StepBuilder, admission: PlannedAdmission) -> None:
+        """Takes room for the items of an admitted request that the encoder computes."""
+        start, request = admission.terms.num_computed_tokens, admission.request
+        if start < request.num_encoded_tokens:
+            decision = builder.encoder.decide(request, start, admission.num_asked)
+            builder.encoder.allocate(request, decision)
+            if decision.inputs:
+                builder.plan.encoder_inputs[request] = decision.inputs
 
     def _admit(
         self, builder: StepBuilder, admission: PlannedAdmission, blocks: BlockTables
@@ -491,6 +550,7 @@ class Scheduler:
             num_new_tokens, num_external = admission.num_new_tokens, terms.num_external_tokens
             self.transfers.admitted(request, blocks, num_new_tokens, num_external)
         request.draft_token_ids = [-1] * admission.num_drafts
+        self._admit_items(builder, admission)
         builder.schedule(request, admission.num_new_tokens + admission.num_drafts)
         builder.plan.block_tables[request] = blocks
         if not self._caches_states:
@@ -514,7 +574,8 @@ class Scheduler:
             config.max_loras, self.running if self.waiting or self.kv_waiting else ()
         )
         plan = SchedulerOutput(self._num_steps)
-        return StepBuilder(plan, config.token_budget, threshold, passing_over)
+        encoder = StepEncoder(config, self.encoder_cache, config.encoder_compute_budget)
+        return StepBuilder(plan, config.token_budget, threshold, passing_over, encoder)
 
     def _finish_step(self, builder: StepBuilder, wait_reason: WaitReason | None) -> SchedulerOutput:
         """The planned step; from here on its tokens count as computed."""
@@ -523,6 +584,8 @@ class Scheduler:
         plan.num_tokens = sum(plan.num_scheduled_tokens)
         plan.removed_rows, self._removed_rows = self._removed_rows, []
         plan.block_ids_to_zero = self._kv_cache_manager.pop_block_ids_to_zero()
+        plan.evicted_encoder_inputs = self.encoder_cache.take_evicted()
+        self._failed |= builder.failed
         self._num_steps += 1
         if plan.requests:
             self._in_flight.append(plan)
@@ -609,6 +672,7 @@ class Scheduler:
             self._kv_cache_manager.release(request)
         if self.transfers is not None:
             self.transfers.preempted(request)
+        self.encoder_cache.free(request)
         self._free_row(request)
         request.forget_blocks()
 

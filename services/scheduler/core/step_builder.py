@@ -8,6 +8,7 @@ from services.scheduler.core.computed_tokens import num_computed_tokens_of
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.passing_over import PassingOver
 from services.scheduler.core.request import Request
+from services.scheduler.core.step_encoder import StepEncoder
 
 
 @dataclass(slots=True)
@@ -21,12 +22,16 @@ class StepBuilder:
     """Most tokens of one request in this step; 0: no such limit."""
     passing_over: PassingOver
     """Which waiting requests are passed over, as of the admissions so far."""
+    encoder: StepEncoder
+    """What the encoder can still compute."""
     off_fast_path: dict[Request, int] = field(default_factory=dict)
     """Scheduled tokens of the requests that are not on the fast path."""
     hits: dict[Request, int] = field(default_factory=dict)
     """Cached tokens of waiting requests, by the pool's newest answer."""
     external: dict[Request, int] = field(default_factory=dict)
     """Tokens that a connector loads behind the hits of waiting requests."""
+    failed: dict[Request, str] = field(default_factory=dict)
+    """Requests that were looked at and can never run, and why."""
     published: set[BlockHash] = field(default_factory=set)
     """Hashes that admissions of this step publish: later admissions of the step hit them."""
 
@@ -81,6 +86,8 @@ class StepBuilder:
         if request in self.plan.requests:
             index = self.plan.requests.index(request)
             self.plan.appended_blocks.pop(request, None)
+            if inputs := self.plan.encoder_inputs.get(request):
+                self.encoder.give_back(request, inputs)
             self._unschedule(slice(index, index + 1))
 
     def _unschedule(self, indexes: slice) -> None:
@@ -88,6 +95,7 @@ class StepBuilder:
         self.token_budget += sum(plan.num_scheduled_tokens[indexes])
         for request in plan.requests[indexes]:
             plan.draft_token_ids.pop(request, None)
+            plan.encoder_inputs.pop(request, None)
             self.off_fast_path.pop(request, None)
         del plan.requests[indexes], plan.num_scheduled_tokens[indexes]
         del plan.num_computed_tokens[indexes]

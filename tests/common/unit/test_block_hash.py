@@ -14,6 +14,7 @@ from services.common.block_hash import (
     pack_token_ids,
     unpack_token_ids,
 )
+from services.common.encoder_input import EncoderInput
 
 ROOT = bytes(range(32))
 
@@ -106,3 +107,28 @@ def test_what_is_no_token_id_is_refused() -> None:
         pack_token_ids([2**31])
     with pytest.raises(ValueError, match=r".*"):
         unpack_token_ids(b"12345")
+
+
+def test_an_item_is_in_the_hash_of_each_block_that_it_touches() -> None:
+    items = [EncoderInput("é", 1, 4), EncoderInput("b", 5, 1)]
+    tokens = list(range(8))
+    hashes, parent = [], ROOT
+    for start, extra in (
+        (0, b"item\x00\x02\x00\x00\x00\xc3\xa9\x01\x00\x00\x00"),
+        (2, b"item\x00\x02\x00\x00\x00\xc3\xa9\xff\xff\xff\xff"),
+        (
+            4,
+            b"item\x00\x02\x00\x00\x00\xc3\xa9\xfd\xff\xff\xff"
+            b"item\x00\x01\x00\x00\x00b\x01\x00\x00\x00",
+        ),
+        (6, b""),
+    ):
+        packed = struct.pack("<2i", *tokens[start : start + 2])
+        salt = b"cache_salt\x00\x01\x00\x00\x00s" if start == 0 else b""
+        parent = sha256(parent + packed + salt + extra).digest()
+        hashes.append(parent)
+    for known in range(5):
+        rest = hash_full_blocks(
+            ROOT, tokens, 2, cache_salt="s", encoder_inputs=items, known=hashes[:known]
+        )
+        assert rest == hashes[known:]

@@ -135,6 +135,15 @@ async def test_the_trace_of_a_request_shows_its_own_reason() -> None:
     assert story.waterfall("c").parts[0] == queue(1, 1)
 
 
+async def test_a_wait_for_a_grammar_shows_though_no_step_is_planned() -> None:
+    story = TracedStory()
+    request = story.arrive("a", prompt(4), grammar=GrammarStatus.COMPILING, max_tokens=1)
+    story.wait(2)
+    story.scheduler.grammar_compiled(request)
+    await story.to_the_end()
+    assert story.waterfall("a").parts[0] == queue(0, 2, wait("grammar", 0, 2))
+
+
 def test_own_reasons_lie_over_those_of_the_queue() -> None:
     starts = [(0, "next_step"), (10, "budget"), (30, "no_blocks")]
     own = [OwnWait(5, 20, ADAPTERS), OwnWait(40, 50, ADAPTERS)]
@@ -181,11 +190,9 @@ async def test_who_waits_for_its_grammar_is_overtaken_and_keeps_its_place() -> N
 async def test_while_all_wait_for_grammars_there_is_no_work() -> None:
     story = Story()
     first = add(story, "a", grammar=GrammarStatus.COMPILING)
-    assert story.scheduler.has_work
-    await story.step()
     assert not story.scheduler.has_work
+    assert names(story.scheduler.passed_over) == ["a"]
     second = add(story, "b", grammar=GrammarStatus.COMPILING)
-    assert story.scheduler.has_work, "nobody has looked at it yet"
     await story.step()
     story.scheduler.abort(second)
     assert not story.scheduler.has_work

@@ -42,6 +42,7 @@ const REASONS = {
   session: "its next input",
   remote_kv: "keys and values from elsewhere",
   grammar: "its grammar to be compiled",
+  encoder: "the encoder",
   recovery: "pool and workers",
   no_place: "a place at a replica",
   share: "its tenant's share",
