@@ -66,6 +66,7 @@ class ScenarioRun:
         self._stop_reasons: dict[Request, int] = {}
         """The last stop token of each request: vLLM repeats it in later turns of a session."""
         self._finished_since_plan: list[str] = []
+        self._num_quiet_steps = 0
         self._in_flight: deque[tuple[int, SchedulerOutput]] = deque()
         self._model = StandInModel(
             scenario.config.num_speculative_tokens,
@@ -133,11 +134,15 @@ class ScenarioRun:
         return bool(has_requests or self._finished_since_plan)
 
     def _is_stuck(self, record: Record) -> bool:
-        """Whether requests wait and nothing is left that could change that."""
+        """Whether requests wait and nothing is left that could change that: nothing has changed
+        since the steps that were in flight.
+        """
         runs = any(plan.requests for _, plan in self._in_flight)
         happens = any((runs, self._finished_since_plan, self.scheduler.has_transfers))
-        changes = any(map(record.get, ("scheduled", "preempted")))
-        return self.scheduler.queues.has_admissible and not (happens or changes)
+        changes = any(map(record.get, ("scheduled", "preempted", "outputs")))
+        waits = self.scheduler.queues.has_admissible and not (happens or changes)
+        self._num_quiet_steps = self._num_quiet_steps + 1 if waits else 0
+        return self._num_quiet_steps >= self._depth
 
     def _compile(self, step: int, record: Record) -> None:
         """Tells the scheduler whose grammar is compiled, or cannot be, before a step."""
