@@ -80,6 +80,18 @@ class SchedulerSettings(ServiceSettings):
     scheduler_reserve_full_isl: bool = setting(
         True, doc="admit a request only if there are free blocks for its whole sequence"
     )
+    max_num_active_seqs: int | None = setting(
+        None,
+        doc="requests that may run at once, where fewer than the worker's max_num_seqs shall "
+        "(default: as many)",
+        check=at_least(1),
+    )
+    prefill_schedule_interval: int = setting(
+        1,
+        doc="while requests decode, compute prompts in one of so many steps only, unless prompts "
+        "come faster than that",
+        check=at_least(1),
+    )
     watermark: float = setting(
         0.0,
         doc="share of the pool kept free when a request joins running ones",

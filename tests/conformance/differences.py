@@ -31,4 +31,5 @@ FIELDS = [
     *("sends", "finished_sending", "deferred_frees"),
     *("grammar_ready", "drafts_checked"),
     *("encoder", "encoder_evicted", "encoder_cache", "reset_encoder_cache"),
+    *("paused", "unpaused", "pause_complete", "reset", "reset_preempted"),
 ]

@@ -37,6 +37,7 @@ NUM_RECORDINGS = {
     "connector": 28,
     "grammar": 15,
     "encoder": 19,
+    "control": 23,
 }
 """Recordings by family."""
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from services.common.finish_reason import FinishReason
 from services.common.ids import RequestKey
+from services.common.pause_mode import PauseMode
 from services.scheduler.core.output import EngineCoreOutputs
 from services.scheduler.core.request import InputChunk, Request
 
@@ -34,12 +35,13 @@ class GrammarCompiled:
     error: str
 
 
-Event = Request | NextChunk | Abort | GrammarCompiled | str
-"""A request as it was added, further input of a session, an abort, the end of a compilation, or a
-scheduler's method that
-concerns no single request: forget_pool, preempt_all, reset_prefix_cache,
-reset_encoder_cache.
+Event = Request | NextChunk | Abort | GrammarCompiled | PauseMode | str
+"""A request as it was added, further input of a session, an abort, the end of a compilation, a
+pause, or a scheduler's method that concerns no single request: resume, forget_pool, preempt_all,
+reset_prefix_cache, reset_encoder_cache. COMPLETE is none of them.
 """
+COMPLETE = "complete"
+"""The tokens of the oldest step in flight came, though no step had been planned since the last."""
 
 
 class History:
@@ -63,6 +65,8 @@ class History:
         """
         self.turns: dict[RequestKey, list[list[int]]] = {}
         """Output of each turn of a session, its last token included."""
+        self.throttled: set[int] = set()
+        """Steps whose caller let prompts wait."""
         self._follows_plan = False
 
     def add(self, event: Event) -> None:
@@ -71,12 +75,16 @@ class History:
         else:
             self.before_plan[self.num_plans].append(event)
 
-    def add_plan(self) -> None:
+    def add_plan(self, *, throttled: bool) -> None:
+        if throttled:
+            self.throttled.add(self.num_plans)
         self.num_plans += 1
         self._follows_plan = True
 
     def add_update(self, update: EngineCoreOutputs, drafts: Sequence[Sequence[int]]) -> None:
         """The scheduler was updated with the tokens of a step, and drafts for the next one."""
+        if not self._follows_plan:
+            self.add(COMPLETE)
         self._follows_plan = False
         requests = update.plan.requests
         for request, tokens, proposed in zip(requests, update.token_ids, drafts, strict=False):

@@ -93,9 +93,7 @@ class LogReplay(SchedulerRun):
             case "end_failed":
                 self.scheduler.end_failed()
             case "pause":
-                self.scheduler.pause(entry["mode"].member(PauseMode))
-            case "resume":
-                self.scheduler.resume()
+                await self._apply(entry["mode"].member(PauseMode))
             case "admit_only" if entry["keys"].value is None:
                 self.scheduler.admit_only(None)
             case "admit_only":
@@ -103,10 +101,11 @@ class LogReplay(SchedulerRun):
             case "flush":
                 await self.scheduler.flush()
             case "schedule":
-                plan = await self.scheduler.schedule()
+                throttled = entry.get("throttle_prefills", False).boolean()
+                plan = await self.scheduler.schedule(throttle_prefills=throttled)
                 self.statistics.planned(plan, self.history.num_plans)
                 self.in_flight[plan.step] = plan
-                self.history.add_plan()
+                self.history.add_plan(throttled=throttled)
             case "update_from_output":
                 self._update_from_output(entry)
             case _:

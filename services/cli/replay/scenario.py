@@ -3,6 +3,7 @@
 import hashlib
 from collections import defaultdict
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from services.cli.replay.fields import Field, FieldError
@@ -12,6 +13,7 @@ from services.cli.replay.stand_in_connector import StandInConnector
 from services.cli.replay.stand_in_grammar import COMPILE_ERROR, StandInGrammar
 from services.common.encoder_input import EncoderInput
 from services.common.ids import RequestKey
+from services.common.pause_mode import PauseMode
 from services.common.sampling import SamplingParams
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.grammar import GrammarStatus
@@ -34,6 +36,8 @@ DEFAULTS: dict[str, Any] = {
     "long_prefill_token_threshold_adaptive": False,
     "scheduler_reserve_full_isl": True,
     "watermark": 0.0,
+    "prefill_schedule_interval": 1,
+    "pipeline_parallel_size": 1,
     "num_lookahead_tokens": None,
     "prefix_caching_hash_algo": "sha256",
     "eos_token_id": 2,
@@ -70,7 +74,30 @@ class ResetEncoderCache:
     """All embeddings of items are forgotten."""
 
 
-Event = Request | NextChunk | Abort | ResetEncoderCache
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """A pause. Once nothing is left to do in it, the prefix cache is emptied if it `clears`."""
+
+    mode: PauseMode
+    clears: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ResetPrefixCache:
+    """Every cached prefix is forgotten; with `preempts`, running requests are preempted first."""
+
+    preempts: bool
+
+
+class Signal(Enum):
+    """What happens without a parameter."""
+
+    RESUME = "resume"
+    THROTTLE = "throttle"
+    """The step that is planned next lets prompts wait."""
+
+
+Event = Request | NextChunk | Abort | ResetEncoderCache | Pause | ResetPrefixCache | Signal
 """What happens before or within a step."""
 
 
@@ -137,9 +164,11 @@ def read_scenario(document: Any) -> Scenario:
             event.only(("step", "reset_encoder_cache"))
             event["reset_encoder_cache"].boolean()
             events[step].append(ResetEncoderCache())
-        else:
+        elif "abort" in event.members():
             event.only(("step", "abort", "phase"))
             events[step] += _aborts(event)
+        else:
+            events[step].append(_control(event))
     max_steps = top.get("max_steps", _MAX_STEPS).integer(1, _MOST_STEPS)
     return Scenario(
         top.get("name", "").text(), named, config, grammars, events, max_steps, connector
@@ -244,6 +273,26 @@ def _next_chunk(added: Request) -> NextChunk:
         return NextChunk(added.request_id, None)
     chunk = InputChunk(tuple(added.token_ids), added.sampling, added.arrival_time)
     return NextChunk(added.request_id, chunk)
+
+
+def _control(event: Field) -> Event:
+    """A pause, its end, a reset, or a step that lets prompts wait."""
+    members = event.members()
+    if "pause" in members:
+        event.only(("step", "pause", "clear_cache"))
+        return Pause(event["pause"].member(PauseMode), event.get("clear_cache", True).boolean())
+    if "reset_prefix_cache" in members:
+        event.only(("step", "reset_prefix_cache"))
+        reset = event["reset_prefix_cache"]
+        reset.only(("running",))
+        return ResetPrefixCache(reset.get("running", False).boolean())
+    for signal in Signal:
+        if signal.value in members:
+            event.only(("step", signal.value))
+            if not event[signal.value].boolean():
+                raise event[signal.value].wrong("must be true")
+            return signal
+    raise event.wrong("must add, abort, pause, resume, reset_prefix_cache or throttle")
 
 
 def _aborts(event: Field) -> list[Abort]:

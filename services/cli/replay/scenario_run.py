@@ -10,7 +10,16 @@ from dataclasses import replace
 from typing import Any
 
 from services.cli.replay.inprocess_pool import InProcessPool
-from services.cli.replay.scenario import Abort, NextChunk, ResetEncoderCache, Scenario
+from services.cli.replay.scenario import (
+    Abort,
+    NextChunk,
+    Pause,
+    ResetEncoderCache,
+    ResetPrefixCache,
+    Scenario,
+    Signal,
+)
+from services.cli.replay.scenario_control import ScenarioControl
 from services.cli.replay.scheduler_run import as_added
 from services.cli.replay.stand_in_connector import StandInConnector
 from services.cli.replay.stand_in_grammar import COMPILE_ERROR
@@ -21,6 +30,7 @@ from services.cli.replay.transfer_record import (
     transfers_after_step,
 )
 from services.common.finish_reason import FinishReason
+from services.common.pause_mode import PauseMode
 from services.kvpool.core.kv_pool import KVPool
 from services.scheduler.core.encoder_cache_manager import EncoderCacheManager
 from services.scheduler.core.grammar import GrammarStatus
@@ -74,7 +84,8 @@ class ScenarioRun:
             grammars=scenario.grammars,
         )
         self._compiling: list[Request] = []
-        self._depth = 2 if scenario.config.async_scheduling else 1
+        self._depth = scenario.config.num_steps_in_flight
+        self._control = ScenarioControl(scheduler)
 
     async def run(self) -> Record:
         steps: list[Record] = []
@@ -130,7 +141,8 @@ class ScenarioRun:
     def _has_requests(self) -> bool:
         scheduler = self.scheduler
         waits = any(not request.status.is_blocked for request in scheduler.queues.queued)
-        has_requests = scheduler.running or waits or scheduler.has_transfers
+        has_requests = scheduler.has_requests or (scheduler.pause_mode is None and waits)
+        has_requests = has_requests or scheduler.has_transfers
         return bool(has_requests or self._finished_since_plan)
 
     def _is_stuck(self, record: Record) -> bool:
@@ -158,6 +170,7 @@ class ScenarioRun:
             self._compiling = [request for request in self._compiling if request not in done]
 
     async def _apply_events(self, step: int, record: Record) -> None:
+        await self._complete_pauses(record)
         for event in self._scenario.events.get(step, ()):
             if isinstance(event, Request):
                 self._add(step, as_added(event), record)
@@ -166,9 +179,30 @@ class ScenarioRun:
             elif isinstance(event, ResetEncoderCache):
                 self.scheduler.reset_encoder_cache()
                 record["reset_encoder_cache"] = True
-            elif not event.is_mid_step:
-                self._abort(step, event, record)
+            elif isinstance(event, Abort):
+                if not event.is_mid_step:
+                    self._abort(step, event.request_id, record)
+            else:
+                await self._control_engine(step, event, record)
         await self.scheduler.flush()
+
+    async def _control_engine(
+        self, step: int, event: Pause | ResetPrefixCache | Signal, record: Record
+    ) -> None:
+        if isinstance(event, Pause):
+            if event.mode is PauseMode.ABORT:
+                for request_id in self._requests:
+                    self._abort(step, request_id, record)
+            await self._control.begin(event, record)
+            await self._complete_pauses(record)
+        elif isinstance(event, ResetPrefixCache):
+            await self._control.reset(event, record)
+        elif event is Signal.RESUME:
+            self._control.resume(record)
+
+    async def _complete_pauses(self, record: Record) -> None:
+        if not (self._has_requests or self._in_flight):
+            await self._control.idle(record)
 
     def _add(self, step: int, request: Request, record: Record) -> None:
         request_id = request.request_id
@@ -195,10 +229,10 @@ class ScenarioRun:
         if session.is_finished:
             self._note_end(session, step)
 
-    def _abort(self, step: int, abort: Abort, record: Record) -> None:
-        request = self._requests.get(abort.request_id)
+    def _abort(self, step: int, request_id: str, record: Record) -> None:
+        request = self._requests.get(request_id)
         if request is not None and not request.is_finished:
-            record.setdefault("aborted", []).append(abort.request_id)
+            record.setdefault("aborted", []).append(request_id)
             self.scheduler.abort(request)
             self._note_end(request, step)
 
@@ -219,7 +253,8 @@ class ScenarioRun:
             record["finished_before"] = sorted(self._finished_since_plan)
             self._finished_since_plan = []
             sampling = self._sampling_by_grammar()
-            plan = await scheduler.schedule()
+            throttled = Signal.THROTTLE in self._scenario.events.get(step, ())
+            plan = await scheduler.schedule(throttle_prefills=throttled)
             checked = plan if sampling.intersection(plan.requests) else None
             self._record_plan(plan, record, step)
             self._in_flight.append((step, plan))
@@ -227,7 +262,7 @@ class ScenarioRun:
             may_wait = bool(plan.requests) or self._has_requests
         for event in self._scenario.events.get(step, ()):
             if isinstance(event, Abort) and event.is_mid_step:
-                self._abort(step, event, record)
+                self._abort(step, event.request_id, record)
         if self._in_flight and (len(self._in_flight) == self._depth or not may_wait):
             self._update(step, record)
         if checked is not None:

@@ -7,6 +7,7 @@ from services.cli.replay.history import Abort, Event, GrammarCompiled, NextChunk
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.cli.replay.statistics import RunStatistics
 from services.common.ids import RequestKey
+from services.common.pause_mode import PauseMode
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.request import Request
 from services.scheduler.core.scheduler import Scheduler
@@ -40,6 +41,10 @@ class SchedulerRun:
         elif isinstance(event, GrammarCompiled):
             if event.key in self.requests:
                 self.scheduler.grammar_compiled(self.requests[event.key], event.error)
+        elif isinstance(event, PauseMode):
+            self.scheduler.pause(event)
+        elif event == "resume":
+            self.scheduler.resume()
         elif event == "reset_prefix_cache":
             await self.scheduler.reset_prefix_cache()
         elif event == "reset_encoder_cache":

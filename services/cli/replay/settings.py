@@ -29,6 +29,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "num_speculative_tokens": (0, 1000),
     "num_lookahead_tokens": (0, 1000),
     "watermark": (0, 1),
+    "prefill_schedule_interval": (1, 10**6),
+    "pipeline_parallel_size": (1, 1024),
 }
 _HINTS = typing.get_type_hints(SchedulerConfig)
 NAMES = tuple(

@@ -12,7 +12,7 @@ from itertools import count
 from typing import Any
 
 from services.cli.errors import CommandError
-from services.cli.replay.history import Event, History
+from services.cli.replay.history import COMPLETE, Event, History
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.cli.replay.scheduler_run import SchedulerRun
 from services.cli.replay.stand_in_model import pooled_output
@@ -67,7 +67,7 @@ class WhatIf(SchedulerRun):
         pool = InProcessPool(config)
         super().__init__(Scheduler(config, pool), pool)
         self._history = history
-        self._depth = 2 if config.async_scheduling else 1
+        self._depth = config.num_steps_in_flight
         self._now = 0
         self._turns: Counter[RequestKey] = Counter()
         """Turns of each session that ended."""
@@ -85,7 +85,8 @@ class WhatIf(SchedulerRun):
             await self.apply(event, self._now)
         plan = None
         if self.scheduler.has_work or self._waits_for_grammars:
-            plan = await self.scheduler.schedule()
+            throttled = self._now in self._history.throttled
+            plan = await self.scheduler.schedule(throttle_prefills=throttled)
             self.statistics.planned(plan, self._now)
             if plan.requests or plan.removed_rows:
                 self.in_flight[plan.step] = plan
@@ -93,7 +94,7 @@ class WhatIf(SchedulerRun):
             await self.apply(event, self._now + 1)
         planned = plan is not None and bool(plan.requests)
         if self.in_flight and (len(self.in_flight) >= self._depth or not planned):
-            self._update(self.in_flight.pop(min(self.in_flight)))
+            self._complete()
         elif is_last and plan is not None and not planned:
             raise CommandError(
                 f"with these settings {len(self.scheduler.waiting)} of the requests would wait "
@@ -108,10 +109,17 @@ class WhatIf(SchedulerRun):
 
     async def apply(self, event: Event, now: int) -> None:
         """Makes the call of an event; refuses requests that are too long for the configuration."""
-        if isinstance(event, Request) and event.num_tokens > self.scheduler.config.max_prompt_len:
+        if event == COMPLETE:
+            self._complete()
+        elif isinstance(event, Request) and event.num_tokens > self.scheduler.config.max_prompt_len:
             self.statistics.num_refused += 1
         else:
             await super().apply(event, now)
+
+    def _complete(self) -> None:
+        """Takes in the tokens of the oldest step in flight, if there is one."""
+        if self.in_flight:
+            self._update(self.in_flight.pop(min(self.in_flight)))
 
     def _update(self, plan: SchedulerOutput) -> None:
         config = self.scheduler.config

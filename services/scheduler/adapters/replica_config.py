@@ -39,6 +39,8 @@ def scheduler_config(settings: SchedulerSettings, shape: ReplicaShape) -> Schedu
         long_prefill_token_threshold=settings.long_prefill_token_threshold,
         long_prefill_token_threshold_adaptive=settings.long_prefill_token_threshold_adaptive,
         scheduler_reserve_full_isl=settings.scheduler_reserve_full_isl,
+        max_num_active_seqs=settings.max_num_active_seqs,
+        prefill_schedule_interval=settings.prefill_schedule_interval,
         watermark=settings.watermark,
         groups=shape.groups,
         drop_last_hit_block=built.drop_last_hit_block,

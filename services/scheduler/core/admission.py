@@ -99,6 +99,8 @@ class AdmissionPlanner:
             if not request.holds_blocks:
                 hit = self._hit(request, hit, published)
             start = hit + builder.external.get(request, 0)
+            if builder.defers_prefills and start < request.num_tokens - 1:
+                return plan.stop(WaitReason.PREFILL_INTERVAL)
             num_asked = num_new = self._num_new_tokens(builder, request, start, budget)
             if num_new and start < request.num_encoded_tokens:
                 encoder = encoder or builder.encoder.copy()

@@ -50,6 +50,10 @@ class SchedulerConfig:
     """Whether the workers answer each prompt with a vector instead of tokens (vLLM's runner type
     "pooling"): a request ends with the step that computes the last token of its prompt.
     """
+    prefill_schedule_interval: int = 1
+    """While requests decode, compute prompts in one of so many steps only."""
+    pipeline_parallel_size: int = 1
+    """Stages that a model is divided into; so many steps are in flight."""
     watermark: float = 0.0
     """Share of the pool that stays free when a request joins running ones."""
     encoder_compute_budget: int = 0
@@ -80,6 +84,11 @@ class SchedulerConfig:
     def max_prompt_len(self) -> int:
         """Tokens of the longest prompt: one that is to be continued must leave room for a token."""
         return self.max_model_len if self.pooling else self.max_model_len - 1
+
+    @property
+    def num_steps_in_flight(self) -> int:
+        """Steps that are planned before the output of the first of them is taken in."""
+        return max(2 if self.async_scheduling else 1, self.pipeline_parallel_size)
 
     @property
     def max_running(self) -> int:

@@ -80,7 +80,7 @@ class EngineCore:
         self._lost: PoolLost | WorkersLost | None = None
         self.losses = Losses()
         self._search = FaultSearch()
-        self._depth = 2 if scheduler.config.async_scheduling else 1
+        self._depth = scheduler.config.num_steps_in_flight
 
     @property
     def num_waiting(self) -> int:

@@ -24,6 +24,8 @@ class WaitReason(Enum):
     """As many requests run as may."""
     NO_BLOCKS = "no_blocks"
     """It does not fit in the pool, or a running request was preempted in the step."""
+    PREFILL_INTERVAL = "prefill_interval"
+    """Requests decode, and the last step with prompts is too recent."""
     HELD_BACK = "held_back"
     """Requests are held back while one of them is searched for whose steps always fail."""
     PAUSED = "paused"
@@ -43,6 +45,8 @@ class WaitReason(Enum):
     """The grammar that its output must follow is not compiled yet."""
     ENCODER = "encoder"
     """The encoder has no budget or room in the step for an item at which it would go on."""
+    OUTPUT_IN_FLIGHT = "output_in_flight"
+    """A step that was in flight when it was preempted has yet to give it a token."""
 
 
 OWN_REASONS = frozenset(
@@ -52,6 +56,7 @@ OWN_REASONS = frozenset(
         WaitReason.REMOTE_KV,
         WaitReason.GRAMMAR,
         WaitReason.ENCODER,
+        WaitReason.OUTPUT_IN_FLIGHT,
     }
 )
 """Reasons of single requests, which others overtake."""

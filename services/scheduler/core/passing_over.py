@@ -19,8 +19,12 @@ class PassingOver:
     give nothing back.
     """
 
-    def __init__(self, max_loras: int | None, running: Iterable[Request]) -> None:
+    def __init__(
+        self, max_loras: int | None, running: Iterable[Request], last_updated_step: int
+    ) -> None:
         self._max_loras = max_loras
+        self._last_updated_step = last_updated_step
+        """The last step whose output was taken in."""
         self._adapters: set[bytes] = set()
         """Adapters of all running requests, scheduled in this step or not: they may be in the next
         one.
@@ -32,7 +36,7 @@ class PassingOver:
         """The same state, to plan admissions on that may not come about."""
         if self._max_loras is None:
             return self
-        copy = PassingOver(self._max_loras, ())
+        copy = PassingOver(self._max_loras, (), self._last_updated_step)
         copy._adapters = set(self._adapters)
         return copy
 
@@ -44,6 +48,8 @@ class PassingOver:
             return WaitReason.REMOTE_KV
         if request.grammar is not None and request.grammar is not GrammarStatus.READY:
             return WaitReason.GRAMMAR
+        if request.awaited_step is not None and request.awaited_step > self._last_updated_step:
+            return WaitReason.OUTPUT_IN_FLIGHT
         adapter = request.adapter_digest
         if not adapter or self._max_loras is None or adapter in self._adapters:
             return None

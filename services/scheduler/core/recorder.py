@@ -14,7 +14,7 @@ order, can be replayed.
     grammar_compiled     key, error (why it cannot be compiled; empty if it is)
     add_chunk            key of a session, and its next input: tokens, arrival_time, how the turn
                          ends, as in `add`; without these, the end of the session
-    pause                mode: keep or abort the requests; no step until resume
+    pause                mode: keep or abort the requests, and no step until resume, or wait
     resume
     abort                key, reason
     schedule             the plan: step, keys in scheduling order with num_scheduled_tokens and
@@ -24,6 +24,7 @@ order, can be replayed.
                          passed_over (reasons of single requests by key, if there are any),
                          loads (key, tokens, whether between steps; if any begin),
                          encoder_inputs (by key) and evicted_encoder_inputs, if there are any,
+                         throttle_prefills, if the caller let prompts wait,
                          removed_rows; then num_running, num_waiting and num_free_blocks
     update_from_output   step, and parallel to its keys token_ids and draft_token_ids; nan_requests
                          and not_taken (what was appended instead; null: nothing) by index;
@@ -167,9 +168,11 @@ class RecordingScheduler(Scheduler):
         self._record({"call": "resume"})
         super().resume()
 
-    async def schedule(self, traceparent: str = "") -> SchedulerOutput:
+    async def schedule(
+        self, traceparent: str = "", *, throttle_prefills: bool = False
+    ) -> SchedulerOutput:
         with self._noting_loss("schedule"):
-            plan = await super().schedule(traceparent)
+            plan = await super().schedule(traceparent, throttle_prefills=throttle_prefills)
         self._record(
             _given(
                 {
@@ -177,6 +180,7 @@ class RecordingScheduler(Scheduler):
                     "loads": _loads(plan),
                     "encoder_inputs": _by_key(plan.encoder_inputs),
                     "evicted_encoder_inputs": list(plan.evicted_encoder_inputs),
+                    "throttle_prefills": throttle_prefills,
                 }
             )
             | {

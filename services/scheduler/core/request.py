@@ -133,6 +133,8 @@ class Request(ComputedTokens):
     """Tokens that its block table can hold."""
     row: int | None = None
     """Its row in the workers' batch while it runs."""
+    awaited_step: int | None = None
+    """The step that was to give it a token when it was preempted last; None if there was none."""
     num_cached_tokens: int | None = None
     """Prefix hit when it was first scheduled; None before."""
     num_preemptions: int = 0

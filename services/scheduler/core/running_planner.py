@@ -23,6 +23,8 @@ class RunningPlanner:
         self._kv_cache_manager = kv_cache_manager
         self._caches_states = config.caches_states
         self._max_prompt_len = config.max_prompt_len
+        self._feeds_forward = config.async_scheduling or config.pipeline_parallel_size == 1
+        """Whether the token after one in flight can be planned, because workers know it first."""
 
     def plan(
         self, builder: StepBuilder, begin: int = 0, num_decided: int | None = None
@@ -43,7 +45,9 @@ class RunningPlanner:
         looked_at = running.off_fast_path(begin)
         for request, num_computed in zip(looked_at, num_computed_tokens_of(looked_at), strict=True):
             num_new = num_decided
-            if num_new is None:
+            if num_new is None and builder.defers_prefills and request.is_prefill_chunk:
+                num_new = 0
+            elif num_new is None:
                 num_new = self._num_new_tokens(builder, request, num_computed)
             num_decided = None
             has_items = request.encoder_inputs and num_computed < request.num_encoded_tokens
@@ -73,7 +77,7 @@ class RunningPlanner:
             request.is_prefill_chunk = num_computed < len(request.token_ids)
             if self._config.num_speculative_tokens:
                 request.draft_token_ids = self._placeholder_drafts(request)
-            elif not request.is_prefill_chunk:
+            elif self._feeds_forward and not request.is_prefill_chunk:
                 num_steps = self._fast_path_end(request) - num_computed
                 if num_steps > 0:
                     entering[request] = num_steps
@@ -123,7 +127,7 @@ class RunningPlanner:
         num_new = num_tokens - num_computed
         if num_new <= 0:
             # The next token is in flight. It may be the last, even if every draft is rejected.
-            if num_tokens + 1 >= request.max_num_tokens:
+            if not self._feeds_forward or num_tokens + 1 >= request.max_num_tokens:
                 return 0
             num_new = 1
         if request.draft_token_ids:

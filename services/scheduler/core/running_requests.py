@@ -64,13 +64,17 @@ class RunningRequests:
         """The requests that the next step must look at, in order, from index `begin` on. Takes
         those off the fast path whose steps on it are over.
         """
-        if due := self._calendar.pop(self._clock.now, None):
-            leave_fast_path(due)
-            self._off_fast_path |= due
+        self.take_due_off_fast_path()
         requests = sorted(self._off_fast_path, key=_admission_number)
         if begin == 0:
             return requests
         return [request for request in requests if self.index(request) >= begin]
+
+    def take_due_off_fast_path(self) -> None:
+        """Takes those off the fast path whose steps on it are over."""
+        if due := self._calendar.pop(self._clock.now, None):
+            leave_fast_path(due)
+            self._off_fast_path |= due
 
     def leaving_fast_path(self) -> Collection[Request]:
         """The requests for which the next step is the last on the fast path, in no order."""

@@ -32,6 +32,7 @@ from services.scheduler.core.passing_over import PassingOver
 from services.scheduler.core.policies import find_policy
 from services.scheduler.core.policies.policy import RequestQueue
 from services.scheduler.core.ports import KVPool
+from services.scheduler.core.prefill_pacing import PrefillPacing
 from services.scheduler.core.request import InputChunk, Request, RequestStatus, TurnEnd
 from services.scheduler.core.running_planner import RunningPlanner
 from services.scheduler.core.running_requests import RunningRequests
@@ -68,6 +69,7 @@ class Scheduler:
         self._kv_cache_manager = KVCacheManager(config, pool)
         self._running_planner = RunningPlanner(config, self.running, self._kv_cache_manager)
         self._admission_planner = AdmissionPlanner(config)
+        self._pacing = PrefillPacing(config.prefill_schedule_interval)
         self.transfers: KVTransfers | None = None
         if connector is not None:
             self.transfers = KVTransfers(config, connector, self._kv_cache_manager)
@@ -87,18 +89,27 @@ class Scheduler:
         self._num_steps = 0
         self._in_flight: list[SchedulerOutput] = []
         """Planned steps whose output has not come."""
+        self._last_updated_step = -1
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything, if only send operations to pool or workers."""
         has_operations = self._kv_cache_manager.has_operations or self._removed_rows
-        is_busy = self.running or has_operations or self.has_transfers
-        return bool(is_busy) or self.queues.has_admissible
+        return bool(has_operations) or self.has_transfers or self.has_requests
 
     @property
     def has_transfers(self) -> bool:
         """Whether a transfer of keys and values is under way: steps go on to hear of its end."""
         return self.transfers is not None and self.transfers.is_busy
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether requests run, or could be admitted before something else has happened."""
+        if self.pause_mode is None:
+            return bool(self.running) or self.queues.has_admissible
+        if self.pause_mode is PauseMode.WAIT:
+            return bool(self.running) or self.queues.has_admissible_with_blocks
+        return False
 
     @property
     def waiting(self) -> RequestQueue:
@@ -203,7 +214,9 @@ class Scheduler:
         """Notes that steps are planned again."""
         self.pause_mode = None
 
-    async def schedule(self, traceparent: str = "") -> SchedulerOutput:
+    async def schedule(
+        self, traceparent: str = "", *, throttle_prefills: bool = False
+    ) -> SchedulerOutput:
         """Plans one step and reserves its memory.
 
         There is no prefill and no decode. Each request has tokens, and a count of those that are
@@ -216,12 +229,24 @@ class Scheduler:
            the cached part of its prompt, until budget, rows or blocks are used up. If the head
            cannot be admitted, those behind it are not either, unless the reason is its own: then
            it is passed over, and keeps its place.
+
+        `throttle_prefills` lets prompts wait, if requests decode: see `PrefillPacing`. In a pause
+        that keeps or ended all requests nothing is computed.
         """
         builder = self._new_builder()
+        if self.pause_mode not in (None, PauseMode.WAIT):
+            reason = WaitReason.PAUSED if self.num_waiting else None
+            return self._finish_step(builder, reason, computes=False)
+        builder.defers_prefills = self._pacing.defers_prefills(
+            self.running, throttled=throttle_prefills
+        )
         await self._schedule_running(builder, traceparent)
         wait_reason: WaitReason | None = WaitReason.NO_BLOCKS
         if not builder.plan.preemptions:
             wait_reason = await self._schedule_waiting(builder, traceparent)
+            if not builder.defers_prefills:
+                self._pacing.admitted(left_waiting=self._left_waiting())
+        self._pacing.planned(builder)
         return self._finish_step(builder, wait_reason)
 
     def update_from_output(
@@ -232,11 +257,10 @@ class Scheduler:
         while it ran are passed over, and so are those whose tokens of this step are dropped. A
         session begins its next turn, or waits for it.
         """
+        self._last_updated_step = plan.step
         self._in_flight = [later for later in self._in_flight if later.step > plan.step]
         failed = self._failed_loads(plan, output)
-        looked_at = (*output.nan_requests, *output.refused_tokens)
-        for request in (*map(plan.requests.__getitem__, looked_at), *plan.dropped):
-            self.running.leave_fast_path(request)
+        self._take_off_fast_path(plan, output)
         self._free_encoder_inputs(plan)
         taken: list[Sequence[int] | None] = list(output.token_ids)
         ended: list[Request] = []
@@ -312,7 +336,11 @@ class Scheduler:
         return failed
 
     def preempt_all(self) -> list[Request]:
-        """Preempts every running request, in an order that keeps theirs in the queue."""
+        """Preempts every running request, in an order that keeps theirs in the queue. Their tokens
+        in flight are dropped.
+        """
+        for plan in self._in_flight:
+            plan.dropped.update(set(plan.requests).intersection(self.running))
         return self._preempt_running()
 
     def forget_pool(self) -> list[Request]:
@@ -327,6 +355,7 @@ class Scheduler:
         self.encoder_cache.reset()
         self._removed_rows = []
         self._in_flight = []
+        self._last_updated_step = self._num_steps - 1
         return victims
 
     async def flush(self) -> None:
@@ -407,11 +436,19 @@ class Scheduler:
         self.running.remove(request)
         if self.config.requires_kv_delivery:
             self._drop_in_flight(request)
+        request.awaited_step = self._last_step_sampling(request)
         request.status = RequestStatus.PREEMPTED
         request.num_preemptions += 1
         self.num_preemptions += 1
         self._free(request)
         self.queues.prepend(request)
+
+    def _last_step_sampling(self, request: Request) -> int | None:
+        """The last step in flight that gives a request a token; None if there is none."""
+        for plan in reversed(self._in_flight if not request.is_prefill_chunk else ()):
+            if request in plan.requests and request not in plan.dropped:
+                return plan.step
+        return None
 
     def _release_waiting(self) -> None:
         """Frees the blocks of requests that wait with them; they are computed again."""
@@ -450,6 +487,11 @@ class Scheduler:
                 return planned.wait_reason
         return self._why_others_wait(builder)
 
+    def _left_waiting(self) -> bool:
+        """Whether a request waits for what others have."""
+        passed_over = self.queues.passed_over
+        return any(request not in passed_over for request in self.queues.queued)
+
     def _why_others_wait(self, builder: StepBuilder) -> WaitReason | None:
         """Why those wait that were no candidates for admission."""
         first = next(self.queues.queued, None)
@@ -463,16 +505,20 @@ class Scheduler:
             return WaitReason.MAX_SEQS
         return builder.plan.passed_over[first]
 
+    @property
+    def _looked_at(self) -> Iterable[Request]:
+        """Requests that may be admitted; in a pause only those that hold blocks."""
+        return self.queues.queued if self.pause_mode is None else self.kv_waiting
+
     def _candidates(self, builder: StepBuilder) -> list[Request]:
         """The head of the queue, as far as rows and budget could reach, without those that were
         passed over in this step. Those that will be take no row.
         """
-        queues = self.queues
-        if not (queues.waiting or queues.kv_waiting) or self.pause_mode is PauseMode.WAIT:
+        if not (self.waiting or self.kv_waiting):
             return []
         num_ready = min(self._num_free_places, builder.token_budget, LOOKUP_BATCH)
         passed_over, candidates = builder.plan.passed_over, list[Request]()
-        for request in self.queues.queued:
+        for request in self._looked_at:
             if num_ready <= 0:
                 break
             if request not in passed_over:
@@ -570,15 +616,16 @@ class Scheduler:
             threshold = max(threshold, config.block_size)
         if num_requests <= 1:
             threshold = 0
-        passing_over = PassingOver(
-            config.max_loras, self.running if self.waiting or self.kv_waiting else ()
-        )
+        running = self.running if self.waiting or self.kv_waiting else ()
+        passing_over = PassingOver(config.max_loras, running, self._last_updated_step)
         plan = SchedulerOutput(self._num_steps)
         encoder = StepEncoder(config, self.encoder_cache, config.encoder_compute_budget)
         return StepBuilder(plan, config.token_budget, threshold, passing_over, encoder)
 
-    def _finish_step(self, builder: StepBuilder, wait_reason: WaitReason | None) -> SchedulerOutput:
-        """The planned step; from here on its tokens count as computed."""
+    def _finish_step(
+        self, builder: StepBuilder, wait_reason: WaitReason | None, *, computes: bool = True
+    ) -> SchedulerOutput:
+        """The planned step; from here on its tokens count as computed, if it `computes` any."""
         plan = builder.plan
         plan.wait_reason = wait_reason
         plan.num_tokens = sum(plan.num_scheduled_tokens)
@@ -589,7 +636,8 @@ class Scheduler:
         self._num_steps += 1
         if plan.requests:
             self._in_flight.append(plan)
-        self._running_planner.update_after_schedule(builder)
+        if computes:
+            self._running_planner.update_after_schedule(builder)
         if self.transfers is not None:
             self.transfers.planned(plan)
         return plan
@@ -610,6 +658,16 @@ class Scheduler:
         if self.config.kv_load_failure_policy is KVLoadFailurePolicy.RECOMPUTE:
             return []
         return sorted(affected, key=lambda request: request.key)
+
+    def _take_off_fast_path(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        """Takes requests off the fast path whose tokens are not just appended; in a pause also
+        those whose steps on it are over: planning, which would do that, stands still.
+        """
+        if self.pause_mode is not None:
+            self.running.take_due_off_fast_path()
+        looked_at = (*output.nan_requests, *output.refused_tokens)
+        for request in (*map(plan.requests.__getitem__, looked_at), *plan.dropped):
+            self.running.leave_fast_path(request)
 
     def _update_request_with_output(
         self, plan: SchedulerOutput, output: ModelRunnerOutput, index: int

@@ -24,6 +24,8 @@ class StepBuilder:
     """Which waiting requests are passed over, as of the admissions so far."""
     encoder: StepEncoder
     """What the encoder can still compute."""
+    defers_prefills: bool = False
+    """Whether prompts wait for a later step."""
     off_fast_path: dict[Request, int] = field(default_factory=dict)
     """Scheduled tokens of the requests that are not on the fast path."""
     hits: dict[Request, int] = field(default_factory=dict)

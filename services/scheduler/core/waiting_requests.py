@@ -51,6 +51,11 @@ class WaitingRequests:
         """Whether one of them can be admitted before something else has happened to it."""
         return any(not request.is_blocked for request in self.queued)
 
+    @property
+    def has_admissible_with_blocks(self) -> bool:
+        """The same of those that hold blocks."""
+        return any(not request.status.is_blocked for request in self.kv_waiting)
+
     def add(self, request: Request) -> None:
         """Queues a request that arrived, or a session after a turn."""
         if request.status is RequestStatus.WAITING_FOR_CHUNK:

@@ -84,6 +84,25 @@ async def test_the_budget_of_a_rolled_back_grant_goes_to_the_requests_behind() -
     assert fourth.granted == {"high": 7}, "the rest of the budget when low had a grant before it"
 
 
+async def test_a_victim_leaves_no_hash_of_a_block_that_was_never_computed() -> None:
+    """Unlike vLLM, which publishes the blocks of a step before it knows who is scheduled in it."""
+    story = Story(
+        num_blocks=9,
+        policy="priority",
+        max_num_batched_tokens=12,
+        long_prefill_token_threshold=8,
+    )
+    low = story.add("low", prompt(25), priority=9, max_tokens=2)
+    await story.step()
+    story.add("high", prompt(4, first=500), priority=0, max_tokens=2)
+    assert (await story.step()).granted == {"low": 8, "high": 4}
+    third, fourth = await story.steps(2)
+    assert (third.preempted, third.granted) == (["low"], {"high": 1})
+    assert fourth.start == {"low": 20}, "the sixth block would have been filled by the third step"
+    await story.run()
+    assert low.token_ids == prompt(25) + continuation(prompt(25), 2)
+
+
 async def test_among_equal_priorities_the_latest_arrival_goes() -> None:
     story = Story(num_blocks=7, policy="priority")
     story.add("early", prompt(8), priority=1, arrival_time=1.0)

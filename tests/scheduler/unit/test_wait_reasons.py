@@ -15,7 +15,11 @@ from services.scheduler.core.output import WaitReason
 from tests.scheduler.story import Story, prompt
 from tests.scheduler.traced_story import TracedStory
 
-BUDGET, MAX_SEQS, NO_BLOCKS, HELD_BACK, PAUSED, RECOVERY = list(WaitReason)[:6]
+BUDGET = WaitReason.BUDGET
+MAX_SEQS = WaitReason.MAX_SEQS
+NO_BLOCKS = WaitReason.NO_BLOCKS
+PAUSED = WaitReason.PAUSED
+RECOVERY = WaitReason.RECOVERY
 
 
 class Book:

@@ -43,6 +43,8 @@ const REASONS = {
   remote_kv: "keys and values from elsewhere",
   grammar: "its grammar to be compiled",
   encoder: "the encoder",
+  output_in_flight: "its last token before a preemption",
+  prefill_interval: "a step in which prompts are computed",
   recovery: "pool and workers",
   no_place: "a place at a replica",
   share: "its tenant's share",

@@ -1,0 +1,43 @@
+"""In which steps prompts wait, so that the steps between them hold only requests that decode."""
+
+from services.scheduler.core.request import Request
+from services.scheduler.core.running_requests import RunningRequests
+from services.scheduler.core.step_builder import StepBuilder
+
+
+class PrefillPacing:
+    """Lets steps with prompts follow each other only at an interval, while requests decode.
+
+    A step with prompts takes longer than one without, and every request that decodes waits for it.
+    With an interval of n, n - 1 steps that only decode come between two with prompts. They do not
+    if the last step that could admit left requests waiting, for then prompts come faster than
+    that. As vLLM's prefill_schedule_interval.
+    """
+
+    def __init__(self, interval: int) -> None:
+        self._interval = interval
+        self._num_steps_between = interval
+        """Steps with tokens since the last one with prompts."""
+        self._is_saturated = False
+
+    def defers_prefills(self, running: RunningRequests, *, throttled: bool) -> bool:
+        """Whether the next step leaves prompts out; `throttled`: whether the caller wants that."""
+        is_too_soon = self._num_steps_between < self._interval - 1
+        if self._is_saturated or not (throttled or is_too_soon):
+            return False
+        return any(not request.is_prefill_chunk for request in running)
+
+    def admitted(self, *, left_waiting: bool) -> None:
+        """Notes whether a step that could admit prompts left requests waiting."""
+        self._is_saturated = left_waiting
+
+    def planned(self, builder: StepBuilder) -> None:
+        """Counts a step, before its tokens count as computed."""
+        if self._interval > 1 and builder.plan.requests:
+            has_prefills = any(map(_is_prefill, builder.off_fast_path.items()))
+            self._num_steps_between = 0 if has_prefills else self._num_steps_between + 1
+
+
+def _is_prefill(scheduled: tuple[Request, int]) -> bool:
+    request, _ = scheduled
+    return request.is_prefill_chunk or request.num_tokens - request.num_computed_tokens > 1

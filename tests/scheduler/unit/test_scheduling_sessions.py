@@ -1,0 +1,94 @@
+"""Sessions: a request that waits with its blocks for more input, and goes on from them."""
+
+from services.common.finish_reason import FinishReason
+from services.common.sampling import SamplingParams
+from services.scheduler.core.output import WaitReason
+from services.scheduler.core.request import InputChunk, RequestStatus
+from tests.scheduler.paged_model import continuation
+from tests.scheduler.story import Story, prompt
+
+
+def chunk(token_ids: list[int], max_tokens: int = 2) -> InputChunk:
+    return InputChunk(token_ids, SamplingParams(max_tokens=max_tokens))
+
+
+async def test_a_session_goes_on_from_its_blocks_without_its_last_token() -> None:
+    story = Story()
+    session = story.add("s", prompt(6), max_tokens=2, resumable=True)
+    await story.steps(2)
+    assert session.status is RequestStatus.WAITING_FOR_CHUNK
+    first = continuation(prompt(6), 2)
+    assert session.token_ids == [*prompt(6), first[0]], "nothing was computed of the last one"
+    assert story.pool.core.block_tables(session.key) == ((1, 2),)
+    story.scheduler.add_chunk(session, chunk(prompt(3, first=700)))
+    told = await story.step()
+    assert (told.new, told.start, told.granted) == (["s"], {"s": 7}, {"s": 3})
+    assert told.blocks == {"s": [1, 2, 3]}
+    held = [*prompt(6), first[0], *prompt(3, first=700)]
+    assert told.tokens == {"s": continuation(held, 1)}
+
+
+async def test_a_session_between_two_turns_keeps_its_place_and_cannot_be_preempted() -> None:
+    story = Story(max_num_seqs=1)
+    session = story.add("s", prompt(6), max_tokens=1, resumable=True)
+    await story.step()
+    story.add("other", prompt(6, first=500))
+    told = await story.step()
+    assert (told.granted, story.waiting) == ({}, ["other"])
+    story.scheduler.add_chunk(session, None)
+    assert session.finish_reason is FinishReason.ABORT
+    assert (await story.step()).new == ["other"]
+
+
+async def test_who_comes_later_overtakes_a_session_that_has_no_input() -> None:
+    story = Story()
+    session = story.add("s", prompt(6), max_tokens=1, resumable=True)
+    await story.step()
+    story.add("other", prompt(6, first=500))
+    assert (await story.step()).new == ["other"]
+    assert story.scheduler.passed_over == {session: WaitReason.SESSION}
+
+
+async def test_input_that_came_early_begins_the_next_turn_at_once() -> None:
+    story = Story()
+    session = story.add("s", prompt(6), max_tokens=1, resumable=True)
+    story.scheduler.add_chunk(session, chunk(prompt(3, first=700), max_tokens=1))
+    story.scheduler.add_chunk(session, None)
+    await story.step()
+    assert session.status is RequestStatus.WAITING
+    await story.step()
+    assert session.finish_reason is FinishReason.LENGTH, "the end came before the turn was over"
+    await story.scheduler.flush()
+    assert story.pool.core.num_free_blocks == 99
+
+
+async def test_the_hash_of_a_block_with_the_dropped_token_is_never_published() -> None:
+    """The last token of the first turn would fill a block; the input puts another there."""
+    story = Story()
+    session = story.add("s", prompt(7), max_tokens=1, resumable=True)
+    await story.step()
+    dropped = continuation(prompt(7), 1)
+    story.scheduler.add_chunk(session, chunk(prompt(6, first=700)))
+    await story.step()
+    story.add("same", [*prompt(7), *dropped, 1, 2, 3], max_tokens=1)
+    assert (await story.step()).start["same"] == 4, "only the first block is equal"
+
+
+async def test_output_in_flight_at_the_end_of_a_turn_is_dropped() -> None:
+    story = Story(async_scheduling=True)
+    first, second = continuation(prompt(6), 2)
+    session = story.add("s", prompt(6), stop=[first], resumable=True)
+    told = await story.steps(3)
+    assert told[1].tokens == {"s": [first]}
+    assert second not in session.token_ids
+    assert (session.num_computed_tokens, len(session.token_ids)) == (6, 6)
+
+
+async def test_a_lost_pool_costs_a_session_computation_and_no_token() -> None:
+    story = Story()
+    session = story.add("s", prompt(6), max_tokens=2, resumable=True)
+    await story.steps(2)
+    story.lose()
+    story.scheduler.add_chunk(session, chunk(prompt(3, first=700)))
+    told = await story.step()
+    assert (told.start, told.granted) == ({"s": 0}, {"s": 10})
