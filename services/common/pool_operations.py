@@ -23,6 +23,20 @@ class MalformedTransaction(InvalidArgument):
 
 
 @dataclass(frozen=True, slots=True)
+class BeginStep:
+    """A step begins: what was published before is stored when it runs. Always fits. Only states
+    need it: a request that finds a state which the present step publishes does not fit.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseCopies:
+    """The step whose transactions made copies is planned: the blocks that are copied need not be
+    held any longer, since later steps come after it. Always fits.
+    """
+
+
+@dataclass(frozen=True, slots=True)
 class Release:
     """Frees all blocks of the requests and removes them from the pool, if it knows them. Always
     fits.
@@ -37,12 +51,14 @@ class Grow:
 
     A table with that many slots stays as it is. `num_computed_tokens` are stored when the step
     begins, and will stay: blocks that no later query sees are freed first, and stay free even if
-    the request then does not fit.
+    the request then does not fit. `num_tokens` are computed when the step ends, drafts included,
+    which are the slots without lookahead; left out where that is all of them.
     """
 
     requests: Sequence[RequestKey]
     num_computed_tokens: Sequence[int]
     num_slots: Sequence[int]
+    num_tokens: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +87,14 @@ class Lookup:
 class Admission:
     """The conditions on which one waiting request gets its blocks.
 
-    It fits if the prefix hit still is `num_hit_tokens`, and if `num_reserve_slots` token slots,
-    hits included, could be had with `num_watermark_blocks` left free. Then the table holds
-    `num_slots`, and the blocks wholly below `num_commit_tokens` are published. A `resumed` request
+    It fits if the prefix hit still is `num_hit_tokens`, with the same `shared_prefix_boundary`, and
+    if `num_reserve_slots` token slots, hits included, could be had with `num_watermark_blocks` left
+    free. Then the table holds `num_slots`, and the blocks wholly below `num_commit_tokens` are
+    published. A `resumed` request
     is left out of the hit statistics. `traceparent` is the request's trace context, "" if it is
-    not sampled.
+    not sampled. `num_tokens` are computed when the step ends, drafts included, which are the slots
+    without lookahead; None where that is all of them. `num_prompt_tokens` say where later requests
+    are likely to continue.
 
     `num_external_tokens` after the hit are loaded from elsewhere: they need blocks and count as
     computed. `num_blocks_kept_free` must stay free besides the blocks that are taken now, not
@@ -96,6 +115,9 @@ class Admission:
     num_external_tokens: int = 0
     num_blocks_kept_free: int = 0
     holds_blocks: bool = False
+    num_tokens: int | None = None
+    num_prompt_tokens: int = 0
+    shared_prefix_boundary: int = 0
 
     @property
     def num_computed_tokens(self) -> int:
@@ -124,7 +146,26 @@ class EvictBlocks:
     block_ids: Sequence[BlockId]
 
 
-Operation = Release | Grow | Commit | Lookup | Admit | ResetPrefixCache | EvictBlocks
+Operation = (
+    BeginStep
+    | Release
+    | Grow
+    | Commit
+    | Lookup
+    | Admit
+    | ResetPrefixCache
+    | EvictBlocks
+    | ReleaseCopies
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """A block of a group whose contents the workers copy to another before the step."""
+
+    group: int
+    source: BlockId
+    target: BlockId
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +185,12 @@ class GrowResult:
 
 @dataclass(frozen=True, slots=True)
 class LookupResult:
-    """Cached tokens of each request's prompt."""
+    """Cached tokens of each request's prompt. `shared_prefix_boundaries`: where a prefix ends that
+    some group has cached further, 0 if none has; parallel.
+    """
 
     num_hit_tokens: list[int]
+    shared_prefix_boundaries: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,13 +220,15 @@ class StopReason(enum.Enum):
 @dataclass(frozen=True, slots=True)
 class Stop:
     """The first item that did not fit: nothing of it was done, nor of anything after it.
-    `num_hit_tokens` is the present hit if it has changed, else 0.
+    `num_hit_tokens` and `shared_prefix_boundary` are those of the present hit if it has changed,
+    else 0.
     """
 
     operation_index: int
     item_index: int
     reason: StopReason
     num_hit_tokens: int = 0
+    shared_prefix_boundary: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,14 +236,15 @@ class Outcome:
     """The outcome of a transaction.
 
     `results` has one for each operation that was begun, None where it returns nothing; the last is
-    partial if there is a `stop`. `block_ids_to_zero` (state-space layers) must be cleared before
-    use.
+    partial if there is a `stop`. `block_ids_to_zero` (of attention beside state-space layers) must
+    be cleared before use, and then the `copies` made, in order.
     """
 
     num_free_blocks: int
     results: tuple[OperationResult | None, ...] = ()
     stop: Stop | None = None
     block_ids_to_zero: tuple[BlockId, ...] = ()
+    copies: tuple[BlockCopy, ...] = ()
 
     @property
     def grown(self) -> list[BlockTables]:
@@ -220,13 +267,13 @@ class Outcome:
         ]
 
     @property
-    def hits(self) -> list[int]:
-        """Cached tokens of each request that was looked up."""
+    def hits(self) -> list[tuple[int, int]]:
+        """Cached tokens of each request that was looked up, and its shared prefix boundary."""
         return [
-            num_tokens
+            hit
             for result in self.results
             if isinstance(result, LookupResult)
-            for num_tokens in result.num_hit_tokens
+            for hit in zip(result.num_hit_tokens, result.shared_prefix_boundaries, strict=True)
         ]
 
     @property

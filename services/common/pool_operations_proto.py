@@ -21,10 +21,13 @@ def operation_to_proto(  # noqa: PLR0911 - one for each kind
     match operation:
         case ops.Release(requests):
             return kvpool_pb2.Operation(release=kvpool_pb2.Release(requests=requests))
-        case ops.Grow(requests, num_computed_tokens, num_slots):
+        case ops.Grow(requests, num_computed_tokens, num_slots, num_tokens):
             return kvpool_pb2.Operation(
                 grow=kvpool_pb2.Grow(
-                    requests=requests, num_computed_tokens=num_computed_tokens, num_slots=num_slots
+                    requests=requests,
+                    num_computed_tokens=num_computed_tokens,
+                    num_slots=num_slots,
+                    num_tokens=num_tokens,
                 )
             )
         case ops.Commit(requests, num_tokens, new_hashes):
@@ -53,6 +56,10 @@ def operation_to_proto(  # noqa: PLR0911 - one for each kind
             return kvpool_pb2.Operation(reset_prefix_cache=kvpool_pb2.ResetPrefixCache())
         case ops.EvictBlocks(block_ids):
             return kvpool_pb2.Operation(evict_blocks=kvpool_pb2.EvictBlocks(block_ids=block_ids))
+        case ops.BeginStep():
+            return kvpool_pb2.Operation(begin_step=kvpool_pb2.BeginStep())
+        case ops.ReleaseCopies():
+            return kvpool_pb2.Operation(release_copies=kvpool_pb2.ReleaseCopies())
 
 
 def operations_from_proto(messages: Iterable[kvpool_pb2.Operation]) -> list[ops.Operation]:
@@ -74,6 +81,10 @@ def outcome_to_proto(
         stop=None if outcome.stop is None else _stop_to_proto(outcome.stop),
         num_free_blocks=outcome.num_free_blocks,
         block_ids_to_zero=outcome.block_ids_to_zero,
+        copies=[
+            kvpool_pb2.BlockCopy(group=copy.group, source=copy.source, target=copy.target)
+            for copy in outcome.copies
+        ],
     )
 
 
@@ -83,6 +94,10 @@ def outcome_from_proto(message: kvpool_pb2.TransactResponse) -> ops.Outcome:
         tuple(map(_result_from_proto, message.results)),
         _stop_from_proto(message.stop) if message.HasField("stop") else None,
         cast("tuple[BlockId, ...]", tuple(message.block_ids_to_zero)),
+        tuple(
+            ops.BlockCopy(copy.group, BlockId(copy.source), BlockId(copy.target))
+            for copy in message.copies
+        ),
     )
 
 
@@ -106,7 +121,10 @@ def _operation_from_proto(  # noqa: PLR0911 - one for each kind
         case "grow":
             grow = message.grow
             return ops.Grow(
-                _requests(grow.requests), list(grow.num_computed_tokens), list(grow.num_slots)
+                _requests(grow.requests),
+                list(grow.num_computed_tokens),
+                list(grow.num_slots),
+                list(grow.num_tokens),
             )
         case "commit":
             commit = message.commit
@@ -127,6 +145,10 @@ def _operation_from_proto(  # noqa: PLR0911 - one for each kind
             return ops.ResetPrefixCache()
         case "evict_blocks":
             return ops.EvictBlocks(cast("list[BlockId]", list(message.evict_blocks.block_ids)))
+        case "begin_step":
+            return ops.BeginStep()
+        case "release_copies":
+            return ops.ReleaseCopies()
         case _:
             raise ops.MalformedTransaction(
                 "the operation is not set, or not known here", field=where
@@ -148,6 +170,9 @@ def _admission_to_proto(admission: ops.Admission) -> kvpool_pb2.Admission:
         num_external_tokens=admission.num_external_tokens,
         num_blocks_kept_free=admission.num_blocks_kept_free,
         holds_blocks=admission.holds_blocks,
+        num_tokens=admission.num_tokens,
+        num_prompt_tokens=admission.num_prompt_tokens,
+        shared_prefix_boundary=admission.shared_prefix_boundary,
     )
 
 
@@ -166,6 +191,9 @@ def _admission_from_proto(message: kvpool_pb2.Admission, where: str) -> ops.Admi
         num_external_tokens=message.num_external_tokens,
         num_blocks_kept_free=message.num_blocks_kept_free,
         holds_blocks=message.holds_blocks,
+        num_tokens=message.num_tokens if message.HasField("num_tokens") else None,
+        num_prompt_tokens=message.num_prompt_tokens,
+        shared_prefix_boundary=message.shared_prefix_boundary,
     )
 
 
@@ -201,9 +229,12 @@ def _result_to_proto(result: ops.OperationResult | None) -> kvpool_pb2.Operation
             return kvpool_pb2.OperationResult(
                 grow=kvpool_pb2.GrowResult(groups=map(_blocks_to_proto, groups))
             )
-        case ops.LookupResult(num_hit_tokens):
+        case ops.LookupResult(num_hit_tokens, shared_prefix_boundaries):
             return kvpool_pb2.OperationResult(
-                lookup=kvpool_pb2.LookupResult(num_hit_tokens=num_hit_tokens)
+                lookup=kvpool_pb2.LookupResult(
+                    num_hit_tokens=num_hit_tokens,
+                    shared_prefix_boundaries=shared_prefix_boundaries,
+                )
             )
         case ops.AdmitResult(groups):
             return kvpool_pb2.OperationResult(
@@ -222,7 +253,10 @@ def _result_from_proto(message: kvpool_pb2.OperationResult) -> ops.OperationResu
         case "grow":
             return ops.GrowResult(tuple(map(_blocks_from_proto, message.grow.groups)))
         case "lookup":
-            return ops.LookupResult(list(message.lookup.num_hit_tokens))
+            lookup = message.lookup
+            return ops.LookupResult(
+                list(lookup.num_hit_tokens), list(lookup.shared_prefix_boundaries)
+            )
         case "admit":
             return ops.AdmitResult(tuple(map(_blocks_from_proto, message.admit.groups)))
         case "reset_prefix_cache":
@@ -245,6 +279,7 @@ def _stop_to_proto(stop: ops.Stop) -> kvpool_pb2.Stop:
         item_index=stop.item_index,
         reason=_STOP_REASONS.to_proto(stop.reason),
         num_hit_tokens=stop.num_hit_tokens,
+        shared_prefix_boundary=stop.shared_prefix_boundary,
     )
 
 
@@ -252,4 +287,10 @@ def _stop_from_proto(message: kvpool_pb2.Stop) -> ops.Stop:
     reason = _STOP_REASONS.from_proto(message.reason)
     if reason is None:
         raise InternalError(f"a transaction stopped for reason {message.reason}, not known here")
-    return ops.Stop(message.operation_index, message.item_index, reason, message.num_hit_tokens)
+    return ops.Stop(
+        message.operation_index,
+        message.item_index,
+        reason,
+        message.num_hit_tokens,
+        message.shared_prefix_boundary,
+    )

@@ -6,6 +6,7 @@ import logging
 import time
 import uuid
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 import grpc
@@ -92,7 +93,7 @@ async def _serve(
         settings.step_timeout_seconds,
         owner,
     )
-    replica = ReplicaClient(pool, workers, enable_prefix_caching=settings.enable_prefix_caching)
+    replica = ReplicaClient(pool, workers, partial(scheduler_config, settings))
     try:
         shape = await _unless_stopped(replica, stop)
         config = scheduler_config(settings, shape)

@@ -27,6 +27,7 @@ FIELDS = [
     *("outputs", "free", "free_head", "free_sha", "num_cached_hashes", "free_sched"),
     *("free_head_sched", "free_sha_sched", "num_cached_hashes_sched", "running_after"),
     *("waiting_after", "kv_waiting", "kv_waiting_after", "deferred_after", "ignored"),
+    *("nulled", "tables_sha_sched", "junction", "to_zero", "copies", "freed_sched", "freed"),
     *("loads", "remote_after", "finished_recving", "failed_recving", "invalid_blocks"),
     *("sends", "finished_sending", "deferred_frees"),
     *("grammar_ready", "drafts_checked"),

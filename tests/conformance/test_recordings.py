@@ -15,7 +15,6 @@ from services.cli.replay.scenario import read_scenario
 from services.cli.replay.scenario_run import ScenarioRun, run_scenario
 from services.common.channel import open_channel
 from services.common.ids import PoolId
-from services.common.kv_cache_groups import AttentionType, KVCacheGroup
 from services.common.server import GrpcServer
 from services.common.telemetry import configure_tracing
 from services.kvpool.adapters.event_feed import EventFeed
@@ -38,6 +37,7 @@ NUM_RECORDINGS = {
     "grammar": 15,
     "encoder": 19,
     "control": 23,
+    "groups": 33,
 }
 """Recordings by family."""
 
@@ -67,14 +67,17 @@ async def replay_over_grpc(scenario: Record) -> Record:
     server.add(kvpool_pb2_grpc.add_KVPoolServicer_to_server, servicer, "stepwell.kvpool.v1.KVPool")
     channel = open_channel(await server.start("127.0.0.1:0"))
     client = PoolClient(channel, "recording", timeout_seconds=60)
-    group = KVCacheGroup(AttentionType.FULL, config.block_size)
     try:
         await client.open(
             config.num_blocks,
-            [group],
+            config.all_groups,
             b"",
             enable_prefix_caching=config.enable_prefix_caching,
-            drop_last_hit_block=False,
+            drop_last_hit_block=config.drop_last_hit_block,
+            prefix_match_unit=config.prefix_match_unit,
+            prefix_cache_retention_interval=config.prefix_cache_retention_interval,
+            max_model_len=config.max_model_len,
+            max_in_flight_tokens=config.max_in_flight_tokens,
         )
         connector = story.make_connector()
         scheduler = Scheduler(config, client, connector)

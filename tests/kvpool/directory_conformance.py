@@ -8,7 +8,7 @@ import asyncio
 
 from services.common.block_hash import BlockHash
 from services.common.ids import PoolId
-from services.common.kv_cache_groups import AttentionType, KVCacheGroup
+from services.common.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
 from services.kvpool.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, EventBatch
 from services.kvpool.core.pool_config import PoolConfig
 from services.kvpool.core.ports import Directory
@@ -20,7 +20,7 @@ FINGERPRINT = b"m" * 32
 FULL = KVCacheGroup(AttentionType.FULL, BLOCK_SIZE)
 WINDOW = KVCacheGroup(AttentionType.SLIDING_WINDOW, BLOCK_SIZE, 6)  # its own token and five before
 CHUNK = KVCacheGroup(AttentionType.CHUNKED_LOCAL, BLOCK_SIZE, 8)  # two blocks
-STATE = KVCacheGroup(AttentionType.STATE_SPACE, BLOCK_SIZE)
+STATE = KVCacheGroup(AttentionType.STATE_SPACE, BLOCK_SIZE, mamba_cache_mode=MambaCacheMode.ALIGN)
 
 
 def stored(path: str, group: int = 0) -> BlocksStored:

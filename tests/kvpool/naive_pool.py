@@ -12,6 +12,7 @@ from services.common.kv_cache_groups import AttentionType, KVCacheGroup
 from services.common.pool_operations import (
     Admission,
     Admit,
+    BeginStep,
     Commit,
     EvictBlocks,
     Grow,
@@ -23,7 +24,7 @@ from services.common.pool_operations import (
 )
 
 Answer = list[object]
-Misfit = tuple[int, int, StopReason, int]
+Misfit = tuple[int, int, StopReason, int, int]
 
 
 NULL = 0
@@ -36,6 +37,8 @@ class NaivePool:
         groups: Sequence[KVCacheGroup],
         caching: bool,
         drop_last: bool = False,
+        longest: int = 10**6,
+        in_flight: int = 10**6,
     ) -> None:
         self.free = list(range(1, num_blocks))
         self.published: list[tuple[int, bytes, int]] = []
@@ -44,13 +47,14 @@ class NaivePool:
         self.num_evictions = 0
         # Held blocks whose hash was taken away: they are not published again.
         self.barred: set[int] = set()
-        # Tokens that the state in each held block of a state-space group stands for.
-        self.states: dict[int, int] = {}
+        # States that were published since the last step began: group and hash.
+        self.fresh: set[tuple[int, bytes]] = set()
         self._specs = groups
         self._groups = range(len(groups))
         self._block_size = groups[0].block_size
         self._caching = caching
         self._drop_last = drop_last
+        self._longest, self._in_flight = longest, in_flight
 
     def transact(  # noqa: PLR0912
         self, operations: list[Operation]
@@ -58,6 +62,9 @@ class NaivePool:
         answers: Answer = []
         for index, operation in enumerate(operations):
             match operation:
+                case BeginStep():
+                    self.fresh = set()
+                    answers.append(None)
                 case Release(requests):
                     for request in requests:
                         self._release(request)
@@ -68,7 +75,7 @@ class NaivePool:
                         self._settle(request, computed[item])
                         new = self._grow(request, slots[item])
                         if new is None:
-                            return answers, (index, item, StopReason.NO_BLOCKS, 0)
+                            return answers, (index, item, StopReason.NO_BLOCKS, 0, 0)
                         answers[-1].append(new)
                 case Commit(requests, tokens, hashes):
                     for request, num_tokens, new in zip(requests, tokens, hashes, strict=True):
@@ -80,7 +87,8 @@ class NaivePool:
                     for request, limit, new in zip(requests, limits, hashes, strict=True):
                         self.chains[request] = self.chains.get(request, []) + list(new)
                         depth = self._depth(self.chains[request], limit)
-                        answers[-1].append(depth * self._block_size)
+                        boundary = self.boundary(self.chains[request], limit)
+                        answers[-1].append((depth * self._block_size, boundary))
                 case Admit(admissions):
                     answers.append([])
                     for item, admission in enumerate(admissions):
@@ -174,9 +182,6 @@ class NaivePool:
 
     def _settle(self, request: int, num_tokens: int) -> None:
         for group, table in enumerate(self.tables[request]):
-            if self._is_stateful(group) and table:
-                self.states[table[-1]] = num_tokens
-                self._publish_group(request, group, num_tokens)
             # A block that no query from here on sees: not this one, nor any later one.
             unseen = [
                 position
@@ -200,51 +205,46 @@ class NaivePool:
             new.append([NULL] * passed + [self._take() for _ in range(number)])
         for table, blocks in zip(tables, new, strict=True):
             table.extend(blocks)
-            self.states |= dict.fromkeys(blocks, 0)
         return new
 
-    def _reserved(self, group: int, hits: list[int], admission: Admission) -> int:
-        """The most blocks held at once on the way to the end of the sequence, hits left out."""
-        spec, size = self._specs[group], self._block_size
-        step = admission.num_slots - admission.num_hit_tokens
+    def _counted(self, group: int, num_entries: int, num_slots: int) -> int:
+        """Blocks that an admission counts for a whole sequence, besides those in a table: not more
+        than a window and the tokens of the steps in flight.
+        """
+        spec = self._specs[group]
         match spec.attention_type:
-            case AttentionType.FULL:
-                most = self._blocks(admission.num_reserve_slots)
             case AttentionType.SLIDING_WINDOW:
-                most = self._blocks(spec.window - 1 + step) + 1
+                most = self._blocks(min(spec.window - 1 + self._in_flight, self._longest)) + 1
             case AttentionType.CHUNKED_LOCAL:
-                most = self._blocks(spec.window + step)
-            case AttentionType.STATE_SPACE:
-                most = 2
-        most = min(most, (admission.num_reserve_slots + size - 1) // size)
-        live = sum(block != NULL for block in hits)
-        return min(
-            self._lacking(group, len(hits), admission.num_reserve_slots), max(0, most - live)
-        )
+                most = self._blocks(min(spec.window + self._in_flight, self._longest))
+            case _:
+                return self._lacking(group, num_entries, num_slots)
+        return max(0, min(self._blocks(num_slots), most) - num_entries)
 
-    def _continue(self, admission: Admission) -> tuple[StopReason, int] | None:
+    def _continue(self, admission: Admission) -> tuple[StopReason, int, int] | None:
         """Admits a request that holds blocks."""
         request, spare = admission.request, admission.num_watermark_blocks
         held = [len(table) for table in self.tables[request]]
-        later = [self._lacking(g, n, admission.num_reserve_slots) for g, n in enumerate(held)]
+        later = [self._counted(g, n, admission.num_reserve_slots) for g, n in enumerate(held)]
         if sum(later) + spare > len(self.free):
-            return StopReason.NO_BLOCKS, 0
+            return StopReason.NO_BLOCKS, 0, 0
         self._settle(request, admission.num_hit_tokens)
         now = [self._lacking(g, n, admission.num_slots) for g, n in enumerate(held)]
         if sum(now) + spare + admission.num_blocks_kept_free > len(self.free):
-            return StopReason.NO_BLOCKS, 0
+            return StopReason.NO_BLOCKS, 0, 0
         self._grow(request, admission.num_slots)
         self.chains[request] += admission.new_hashes
         self._publish(request, admission.num_commit_tokens)
         return None
 
-    def _admit(self, admission: Admission) -> tuple[StopReason, int] | None:
+    def _admit(self, admission: Admission) -> tuple[StopReason, int, int] | None:
         if admission.holds_blocks:
             return self._continue(admission)
         chain = self.chains.get(admission.request, []) + list(admission.new_hashes)
         depth = self._depth(chain, admission.max_hit_tokens)
-        if depth * self._block_size != admission.num_hit_tokens:
-            return StopReason.HIT_CHANGED, depth * self._block_size
+        now = depth * self._block_size, self.boundary(chain, admission.max_hit_tokens)
+        if now != (admission.num_hit_tokens, admission.shared_prefix_boundary):
+            return StopReason.HIT_CHANGED, *now
         end = admission.num_hit_tokens + admission.num_external_tokens
         hits = [
             [
@@ -253,12 +253,15 @@ class NaivePool:
             ]
             for g in self._groups
         ]
+        for group in self._groups:
+            if depth and self._is_stateful(group) and (group, chain[depth - 1]) in self.fresh:
+                return StopReason.NO_BLOCKS, 0, 0
         now = [self._lacking(g, len(hits[g]), admission.num_slots) for g in self._groups]
-        later = [self._reserved(g, hits[g], admission) for g in self._groups]
+        later = [self._counted(g, len(hits[g]), admission.num_reserve_slots) for g in self._groups]
         needed = max(sum(now) + admission.num_blocks_kept_free, sum(later))
         needed += sum(block in self.free for table in hits for block in table)
         if needed + admission.num_watermark_blocks > len(self.free):
-            return StopReason.NO_BLOCKS, 0
+            return StopReason.NO_BLOCKS, 0, 0
         self.free = [block for block in self.free if not any(block in table for table in hits)]
         self.tables[admission.request] = hits
         self._grow(admission.request, end)
@@ -269,32 +272,42 @@ class NaivePool:
 
     def _publish(self, request: int, num_tokens: int) -> None:
         for group in self._groups:
-            if not self._is_stateful(group):
-                self._publish_group(request, group, num_tokens)
+            if not self._caching:
+                return
+            for position, block in enumerate(self.tables[request][group]):
+                full = (position + 1) * self._block_size <= num_tokens
+                known = position < len(self.chains[request])
+                barred = block in {NULL, *self.barred}
+                if full and known and not barred and not self._has_hash(block):
+                    self.published.append((group, self.chains[request][position], block))
+                    if self._is_stateful(group):
+                        self.fresh.add((group, self.chains[request][position]))
 
-    def _publish_group(self, request: int, group: int, num_tokens: int) -> None:
-        if not self._caching:
-            return
-        for position, block in enumerate(self.tables[request][group]):
-            full = (position + 1) * self._block_size <= num_tokens
-            known = position < len(self.chains[request])
-            if self._is_stateful(group) and block != NULL:
-                full = full and self.states[block] == (position + 1) * self._block_size
-            if full and known and block not in {NULL, *self.barred} and not self._has_hash(block):
-                self.published.append((group, self.chains[request][position], block))
+    def boundary(self, chain: list[bytes], limit: int) -> int:
+        """Where the first kind of attention that is looked at alone has a hit, full attention if
+        there is any, if that is further than what all have.
+        """
+        kinds = [spec for spec in self._specs if spec.attention_type is AttentionType.FULL]
+        first = [*kinds, *self._specs][0]
+        groups = [group for group in self._groups if self._specs[group] == first]
+        alone = self._longest_hit(chain, limit, groups)
+        return alone * self._block_size if alone > self._depth(chain, limit) else 0
 
     def _depth(self, chain: list[bytes], limit: int) -> int:
-        """The longest hit, by trying every length."""
+        return self._longest_hit(chain, limit, list(self._groups))
+
+    def _longest_hit(self, chain: list[bytes], limit: int, groups: list[int]) -> int:
+        """The longest hit in these groups, by trying every length."""
         longest = min(len(chain), limit // self._block_size)
+        looked_at = chain[:longest] if len(self._groups) == 1 else chain[: longest + 1]
         return max(
-            (depth for depth in range(1, longest + 1) if self._is_hit(chain[:longest], depth)),
-            default=0,
+            (d for d in range(1, longest + 1) if self._is_hit(looked_at, d, groups)), default=0
         )
 
-    def _is_hit(self, chain: list[bytes], depth: int) -> bool:
+    def _is_hit(self, chain: list[bytes], depth: int, groups: list[int]) -> bool:
         if not self._caching:
             return False
-        for group in self._groups:
+        for group in groups:
             needed = {i for i in range(depth) if self.needs(group, i, depth * self._block_size)}
             if self._drop_last and not self._is_stateful(group):
                 needed.add(depth)

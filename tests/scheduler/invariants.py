@@ -110,13 +110,20 @@ def check_no_request_passes_the_head(before: Before, plan: SchedulerOutput) -> N
 
 
 def check_the_head_waits_for_a_reason(story: Story, plan: SchedulerOutput) -> None:
-    """With a row, tokens and blocks for it, the head of the queue runs."""
+    """With a row, tokens and blocks for it, the head of the queue runs, unless it continues from a
+    state that this step stores.
+    """
     config, running = story.config, story.scheduler.running
     head = next(iter(story.scheduler.waiting), None)
     if head is None or plan.preempted or len(running) == _num_rows(story):
         return
     least = _least_chunk(story) if config.enable_chunked_prefill else head.num_tokens
     if _budget(story) - plan.num_tokens < least:
+        return
+    if _caches_states(story) and any(
+        request.token_ids[: config.block_size] == head.token_ids[: config.block_size]
+        for request in plan.requests
+    ):
         return
     slots = head.num_tokens + config.num_speculative_tokens + config.num_lookahead_tokens
     blocks = len(config.groups) * -(-min(slots, config.max_model_len) // config.block_size)
@@ -133,7 +140,7 @@ def check_running_requests_are_served(story: Story, before: Before, plan: Schedu
         return
     rank = _VICTIM_ORDERS[story.config.policy]
     assert min(before.running, key=rank) not in plan.preempted
-    chunk = _least_chunk(story) if _caches_states(story) else 1
+    chunk = _least_chunk(story) if _keeps_states(story) else 1
     has_tokens_left = _budget(story) - plan.num_tokens >= chunk
     for request in before.running if has_tokens_left else before.running[:1]:
         assert (
@@ -161,14 +168,20 @@ def _only_waits_for_tokens(story: Story, request: Request) -> bool:
 
 
 def _least_chunk(story: Story) -> int:
-    """The least number of tokens that a step can give a request: a block if states are cached."""
+    """The least number of tokens that a step can give a request: a block if states are kept at
+    their ends.
+    """
     config = story.config
-    return config.block_size if _caches_states(story) else 1 + config.num_speculative_tokens
+    return config.block_size if _keeps_states(story) else 1 + config.num_speculative_tokens
 
 
 def _caches_states(story: Story) -> bool:
+    return story.config.enable_prefix_caching and _keeps_states(story)
+
+
+def _keeps_states(story: Story) -> bool:
     kinds = {group.attention_type for group in story.config.groups}
-    return story.config.enable_prefix_caching and AttentionType.STATE_SPACE in kinds
+    return AttentionType.STATE_SPACE in kinds
 
 
 def _tables(story: Story, request: Request) -> tuple[tuple[int, ...], ...]:

@@ -2,18 +2,20 @@
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from hypothesis import strategies as st
 
-from services.common.kv_cache_groups import AttentionType, KVCacheGroup
+from services.common.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
 from tests.scheduler.paged_model import continuation
 
 MAX_PROMPT = 24
 MAX_OUTPUT = 20
 MAX_ARRIVALS = 9
 MAX_EVENTS = 3
+MAX_UNUSED = 8
+"""Tokens of a step that the workers could compute, and that are not handed out."""
 
 T = TypeVar("T")
 
@@ -143,8 +145,8 @@ def _config(choices: Choices) -> dict[str, Any]:
     budget = least + choices.below(choices.among(40, 4))
     if not chunked:
         budget = max_model_len + num_drafts
-    step = max(budget, 1 + 2 * num_drafts) + num_lookahead_tokens
-    whole = sum(group.max_held_blocks(max_model_len, step) for group in groups)
+    in_flight = max(2 * (budget + MAX_UNUSED), 1 + 2 * num_drafts) + num_lookahead_tokens
+    whole = sum(group.max_held_blocks(max_model_len, in_flight, 2) for group in groups)
     max_num_seqs = 1 + choices.below(6)
     return {
         "groups": groups,
@@ -156,7 +158,7 @@ def _config(choices: Choices) -> dict[str, Any]:
         "max_model_len": max_model_len,
         "max_num_seqs": max_num_seqs,
         "max_num_active_seqs": choices.among(None, None, 1 + choices.below(max_num_seqs)),
-        "max_num_batched_tokens": budget + choices.among(0, 8),
+        "max_num_batched_tokens": budget + choices.among(0, MAX_UNUSED),
         "max_num_scheduled_tokens": budget,
         "enable_chunked_prefill": chunked,
         "enable_prefix_caching": not choices.one_in(4),
@@ -178,7 +180,10 @@ def _groups(choices: Choices, block_size: int) -> tuple[KVCacheGroup, ...]:
             AttentionType.SLIDING_WINDOW: 2 + choices.below(12),
             AttentionType.CHUNKED_LOCAL: block_size * (1 + choices.below(3)),
         }
-        groups.append(KVCacheGroup(kind, block_size, window.get(kind, 0)))
+        group = KVCacheGroup(kind, block_size, window.get(kind, 0))
+        if kind is AttentionType.STATE_SPACE:
+            group = replace(group, mamba_cache_mode=MambaCacheMode.ALIGN)
+        groups.append(group)
     return tuple(groups)
 
 

@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 
-from services.common.kv_cache_groups import AttentionType, KVCacheGroup
+from services.cli.replay.groups import pool_config_of
 from services.common.pool_operations import Operation, Outcome
 from services.kvpool.core.kv_pool import KVPool
-from services.kvpool.core.pool_config import PoolConfig
 from services.scheduler.core import ports
 from services.scheduler.core.config import SchedulerConfig
 
@@ -16,12 +15,7 @@ class InProcessPool:
     core: KVPool
 
     def __init__(self, config: SchedulerConfig) -> None:
-        self._config = PoolConfig(
-            num_blocks=config.num_blocks,
-            groups=config.groups or (KVCacheGroup(AttentionType.FULL, config.block_size),),
-            enable_prefix_caching=config.enable_prefix_caching,
-            drop_last_hit_block=config.drop_last_hit_block,
-        )
+        self._config = pool_config_of(config)
         self.num_transactions = 0
         self.num_answers_left: int | None = None
         """Transactions that it answers before it raises PoolLost; None: all."""

@@ -9,14 +9,13 @@ from typing import IO
 
 from services.cli.errors import CommandError
 from services.cli.replay.fields import Field, FieldError, parse_json
+from services.cli.replay.groups import MAX_GROUPS, read_group, require_a_pool
 from services.cli.replay.settings import read_config
 from services.common.errors import StepwellError
-from services.common.kv_cache_groups import AttentionType, KVCacheGroup
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.recorder import SCHEMA, VERSION
 
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
-_MAX_GROUPS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,16 +142,9 @@ def _read_header(top: Field) -> Header:
     config = read_config(top["config"], root)
     pool = top["pool"]
     pool["num_blocks"].integer(config.num_blocks, config.num_blocks)
-    groups = tuple(_read_group(group, config) for group in pool["groups"].items())
-    if not 0 < len(groups) <= _MAX_GROUPS:
-        raise pool["groups"].wrong(f"must list 1 to {_MAX_GROUPS} groups")
-    return Header(top["model_name"].text(), replace(config, groups=groups))
-
-
-def _read_group(group: Field, config: SchedulerConfig) -> KVCacheGroup:
-    return KVCacheGroup(
-        group["attention_type"].member(AttentionType),
-        group["block_size"].integer(config.block_size, config.block_size),
-        group["window"].integer(),
-        group["num_layers"].integer(),
-    )
+    groups = tuple(read_group(group) for group in pool["groups"].items())
+    if not 0 < len(groups) <= MAX_GROUPS:
+        raise pool["groups"].wrong(f"must list 1 to {MAX_GROUPS} groups")
+    config = replace(config, groups=groups)
+    require_a_pool(config, pool)
+    return Header(top["model_name"].text(), config)

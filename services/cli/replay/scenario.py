@@ -2,11 +2,12 @@
 
 import hashlib
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
 from services.cli.replay.fields import Field, FieldError
+from services.cli.replay.groups import read_scenario_groups, require_a_pool
 from services.cli.replay.scenario_connector import ConnectorScript, read_connector
 from services.cli.replay.settings import read_config
 from services.cli.replay.stand_in_connector import StandInConnector
@@ -47,8 +48,18 @@ DEFAULTS: dict[str, Any] = {
     "encoder_compute_budget": 0,
     "encoder_cache_size": 0,
     "disable_chunked_mm_input": False,
+    "kv_cache_groups": None,
+    "prefix_match_unit": None,
+    "prefix_cache_retention_interval": None,
+    "drop_last_hit_block": False,
 }
-_OTHER_SETTINGS = ("num_gpu_blocks", "prefix_caching_hash_algo", "eos_token_id", "kv_connector")
+_OTHER_SETTINGS = (
+    "kv_cache_groups",
+    "kv_connector",
+    "num_gpu_blocks",
+    "prefix_caching_hash_algo",
+    "eos_token_id",
+)
 _MAX_STEPS = 20_000
 _MOST_STEPS = 1_000_000
 
@@ -136,6 +147,9 @@ def read_scenario(document: Any) -> Scenario:
     if named["kv_connector"] is not None:
         connector_settings, connector = read_connector(whole["kv_connector"])
     config = _config(whole, connector_settings)
+    groups = read_scenario_groups(whole["kv_cache_groups"], config.block_size)
+    config = replace(config, groups=groups)
+    require_a_pool(config, whole)
     eos = whole["eos_token_id"].integer()
     whole["prefix_caching_hash_algo"].text()
     events: dict[int, list[Event]] = defaultdict(list)

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from services.cli.replay.group_record import GroupRecord
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.cli.replay.scenario import (
     Abort,
@@ -86,6 +87,8 @@ class ScenarioRun:
         self._compiling: list[Request] = []
         self._depth = scenario.config.num_steps_in_flight
         self._control = ScenarioControl(scheduler)
+        names_groups = bool(scenario.config.groups)
+        self._group_record = GroupRecord(core) if names_groups else None
 
     async def run(self) -> Record:
         steps: list[Record] = []
@@ -253,6 +256,8 @@ class ScenarioRun:
             record["finished_before"] = sorted(self._finished_since_plan)
             self._finished_since_plan = []
             sampling = self._sampling_by_grammar()
+            if self._group_record is not None:
+                self._group_record.before_plan(scheduler.running)
             throttled = Signal.THROTTLE in self._scenario.events.get(step, ())
             plan = await scheduler.schedule(throttle_prefills=throttled)
             checked = plan if sampling.intersection(plan.requests) else None
@@ -263,6 +268,9 @@ class ScenarioRun:
         for event in self._scenario.events.get(step, ()):
             if isinstance(event, Abort) and event.is_mid_step:
                 self._abort(step, event.request_id, record)
+                await scheduler.flush()
+        if self._group_record is not None:
+            self._group_record.before_update()
         if self._in_flight and (len(self._in_flight) == self._depth or not may_wait):
             self._update(step, record)
         if checked is not None:
@@ -271,6 +279,8 @@ class ScenarioRun:
                 request.request_id: tokens for request, tokens in drafts.items()
             }
         await scheduler.flush()
+        if self._group_record is not None:
+            self._group_record.record_update(record)
         self._record_pool(record, "")
         if self._scenario.config.encoder_cache_size:
             record["encoder_cache"] = _encoder_cache(scheduler.encoder_cache)
@@ -343,12 +353,14 @@ class ScenarioRun:
             request.request_id: start[request.request_id] for request in plan.new + plan.resumed
         }
         record["blocks"] = {
-            request.request_id: blocks[0]
+            request.request_id: blocks[0] if self._group_record is None else list(blocks)
             for table in (plan.appended_blocks, plan.block_tables)
             for request, blocks in table.items()
         }
         if plan.loads:
             record["loads"] = begun_loads(plan)
+        if self._group_record is not None:
+            self._group_record.record_plan(plan, self.scheduler.running, record)
         for request in plan.new:
             self._first_steps.setdefault(request, step)
         self._record_pool(record, "_sched")

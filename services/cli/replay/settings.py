@@ -31,6 +31,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "watermark": (0, 1),
     "prefill_schedule_interval": (1, 10**6),
     "pipeline_parallel_size": (1, 1024),
+    "prefix_match_unit": (1, 10**6),
+    "prefix_cache_retention_interval": (0, 10**9),
 }
 _HINTS = typing.get_type_hints(SchedulerConfig)
 NAMES = tuple(

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from typing import Literal
 
 from stepwell.common.v1 import common_pb2
 from stepwell.kvpool.v1 import kvpool_pb2
@@ -25,6 +26,22 @@ from services.kvpool.core.pool_config import PoolConfig
 from services.kvpool.core.pool_host import HostedPool
 from services.kvpool.core.ports import PoolMatch
 
+_OPTIONAL: tuple[
+    Literal[
+        "prefix_match_unit",
+        "prefix_cache_retention_interval",
+        "max_model_len",
+        "max_in_flight_tokens",
+    ],
+    ...,
+] = (
+    "prefix_match_unit",
+    "prefix_cache_retention_interval",
+    "max_model_len",
+    "max_in_flight_tokens",
+)
+"""Numbers of a pool that may be absent."""
+
 
 def pool_config_from_proto(request: kvpool_pb2.OpenPoolRequest) -> PoolConfig:
     """The shape of a pool, and its node. Raises UnsupportedGroup for an unknown attention type."""
@@ -44,6 +61,7 @@ def pool_config_from_proto(request: kvpool_pb2.OpenPoolRequest) -> PoolConfig:
         fingerprint=request.fingerprint,
         drop_last_hit_block=request.drop_last_hit_block,
         node=node_name(request.owner.name or request.pool_id, request.owner.started_unix_nanos),
+        **{name: getattr(request, name) for name in _OPTIONAL if request.HasField(name)},
     )
 
 

@@ -1,14 +1,15 @@
 """The blocks of a pool: free ones, held ones, cached ones."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from itertools import takewhile, zip_longest
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import takewhile
 
 from services.common.block_hash import BlockHash
 from services.common.ids import NULL_BLOCK, BlockId
+from services.common.pool_operations import BlockCopy
 from services.kvpool.core.block_ages import BlockAges
 from services.kvpool.core.events import BlocksRemoved, BlocksStored, Event, EventLog
-from services.kvpool.core.free_queue import FreeQueue
+from services.kvpool.core.free_queue import FreeQueue, ObservedFreeQueue
 from services.kvpool.core.prefix_index import PrefixIndex
 
 
@@ -29,6 +30,8 @@ class BlockPool:
         """The published blocks of each group. Only `publish`, `reset` and evictions change them."""
         # ref_cnt of the blocks that several tables hold; any other block has 0 or 1.
         self._shared: dict[BlockId, int] = {}
+        self._copies: list[BlockCopy] = []
+        self._new_copies: list[BlockCopy] = []
         self._events = EventLog()
 
     @property
@@ -77,11 +80,53 @@ class BlockPool:
         published = blocks[num_published - 1 :: -1] if num_published else []
         if self._shared and not self._shared.keys().isdisjoint(published):
             published = [block for block in published if self._drop_holder(block)]
-        self._free.push_cached(published, self.ages.now)
         blank = blocks[num_published:]
         if self._shared and not self._shared.keys().isdisjoint(blank):
             blank = [block for block in blank if self._drop_holder(block)]
         self._free.push_blank(blank)
+        self._free.push_cached(published, self.ages.now)
+
+    def free_in_order(self, group: int, blocks: Iterable[BlockId]) -> None:
+        """Takes a holder from each of these blocks of a group, null entries left out. Those without
+        a holder left go to the front or back of the queue as in `free`, in this order.
+        """
+        hash_of = self.indexes[group].hash_of
+        left = [block for block in blocks if block and self._drop_holder(block)]
+        has_hash = [hash_of(block) is not None for block in left]
+        self._free.push_mixed(left, has_hash, self.ages.now)
+
+    def copy(
+        self, group: int, source: BlockId, target: BlockId, *, adds_holder_of: BlockId
+    ) -> None:
+        """Notes that the workers are to copy a block of a group. Both blocks have a holder more
+        than tables hold them, until `release_copies`: one is added here, the other had it.
+        """
+        self._shared[adds_holder_of] = self._shared.get(adds_holder_of, 1) + 1
+        self._copies.append(BlockCopy(group, source, target))
+        self._new_copies.append(self._copies[-1])
+
+    def take_copies(self) -> tuple[BlockCopy, ...]:
+        """The copies that were noted since the last call, group after group."""
+        copies = tuple(sorted(self._new_copies, key=lambda copy: copy.group))
+        self._new_copies = []
+        return copies
+
+    def release_copies(self) -> None:
+        """Takes the extra holders from the blocks of all copies: a step that makes them was
+        planned, and later steps come after it.
+        """
+        ends = [
+            (copy.group, block)
+            for copy in sorted(self._copies, key=lambda copy: copy.group)
+            for block in (copy.source, copy.target)
+        ]
+        self._copies = []
+        left = [(group, block) for group, block in ends if self._drop_holder(block)]
+        self._free.push_mixed(
+            [block for _, block in left],
+            [self.indexes[group].hash_of(block) is not None for group, block in left],
+            self.ages.now,
+        )
 
     def publish(self, group: int, hashes: Sequence[BlockHash], blocks: Sequence[BlockId]) -> None:
         """Lets held blocks without a hash be found, each under the hash beside it."""
@@ -89,8 +134,37 @@ class BlockPool:
         self.ages.published(blocks)
         self._events.add(BlocksStored, group, new)
 
+    def publish_whole(
+        self, group: int, block_hash: BlockHash, block: BlockId, num_tokens: int
+    ) -> None:
+        """Lets a held block be found by the hash of all its tokens, which end the first so many of
+        a sequence, and no longer by what it held of them before.
+        """
+        index = self.indexes[group]
+        self._events.add(BlocksRemoved, group, index.remove([block]))
+        self._insert(group, block_hash, block, num_tokens)
+
+    def publish_part(
+        self, group: int, block_hash: BlockHash, block: BlockId, num_tokens: int
+    ) -> None:
+        """Lets a held block also be found by the hash of the first so many tokens of a sequence,
+        which end inside it; a shorter part only by its own hash is forgotten.
+        """
+        index = self.indexes[group]
+        if block_hash in index.hashes_of(block):
+            return
+        end = index.end_of(block)
+        if end is not None and end < num_tokens:
+            self._events.add(BlocksRemoved, group, index.remove([block]))
+        self._insert(group, block_hash, block, num_tokens)
+
+    def move_hashes(self, group: int, source: BlockId, target: BlockId) -> None:
+        """Lets a block that has no hash be found in place of another: it gets its contents."""
+        self.indexes[group].move(source, target)
+        self.ages.published([target])
+
     def evict(self, blocks: Sequence[BlockId]) -> set[BlockId]:
-        """Takes their hash from held blocks; returns those that had one. Free ones keep theirs:
+        """Takes their hashes from held blocks; returns those that had one. Free ones keep theirs:
         what a load failed to fill is held by the request that waits for it.
         """
         evicted: set[BlockId] = set()
@@ -127,6 +201,10 @@ class BlockPool:
             if len(index)
         )
 
+    def observe_frees(self, observer: Callable[[Sequence[BlockId]], None]) -> None:
+        """Calls the observer with blocks whenever they enter the free queue."""
+        self._free = ObservedFreeQueue(self._free, observer)
+
     def free_block_ids(self) -> list[BlockId]:
         """The free queue, the next block to be given out first."""
         return self._free.order()
@@ -142,21 +220,21 @@ class BlockPool:
         return list(self._shared)
 
     def check(
-        self, tables: Iterable[tuple[int, Sequence[BlockId], Sequence[BlockHash | None]]]
+        self, tables: Iterable[tuple[int, Sequence[BlockId], Sequence[Collection[BlockHash]]]]
     ) -> None:
         """Every block is accounted for by the queue or by the block tables of the requests.
 
-        A table is its group, its blocks, and the hashes of the leading ones that are published
-        where they are not null, None for one that is not. Raises AssertionError. Tests call it
-        after each step.
+        A table is its group, its blocks, and for each of them the hashes that it may have. Raises
+        AssertionError. Tests call it after each step.
         """
         holders: Counter[BlockId] = Counter()
+        for copy in self._copies:
+            holders.update((copy.source, copy.target))
         for group, blocks, hashes in tables:
             holders.update(block for block in blocks if block != NULL_BLOCK)
-            for block, block_hash in zip_longest(blocks, hashes):
-                found = self.indexes[group].hash_of(block)
-                expected = None if block == NULL_BLOCK else block_hash
-                assert found == expected, f"block {block} is not under its hash"
+            for block, allowed in zip(blocks, hashes, strict=True):
+                found = self.indexes[group].hashes_of(block)
+                assert set(found) <= set(allowed), f"block {block} is not under its hash"
         free = self._free.order()
         assert len(free) == len(set(free)), "a block is free twice"
         assert NULL_BLOCK not in free, "the null block is free"
@@ -183,6 +261,11 @@ class BlockPool:
         for group, index in enumerate(self.indexes):
             self._events.add(BlocksRemoved, group, index.remove(blocks))
         return blocks
+
+    def _insert(self, group: int, block_hash: BlockHash, block: BlockId, num_tokens: int) -> None:
+        if self.indexes[group].insert_at(block_hash, block, num_tokens):
+            self._events.add(BlocksStored, group, [block_hash])
+        self.ages.published([block])
 
     def _drop_holder(self, block: BlockId) -> bool:
         """Takes one holder away; returns whether it was the last."""

@@ -1,60 +1,104 @@
 """What the groups of a pool decide together: how long a prefix hit is."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from services.common.block_hash import BlockHash
 from services.common.ids import BlockId
-from services.common.kv_cache_groups import AttentionType
+from services.common.kv_cache_groups import AttentionType, KVCacheGroup
 from services.kvpool.core.block_pool import BlockPool
-from services.kvpool.core.group_manager import BlockTable, FullAttentionManager, GroupManager
+from services.kvpool.core.group_manager import (
+    BlockTable,
+    FullAttentionManager,
+    GroupHit,
+    GroupManager,
+    Need,
+)
 from services.kvpool.core.pool_config import PoolConfig
-from services.kvpool.core.state_space import StateSpaceManager
+from services.kvpool.core.prefix_search import SEARCHES, FullSearch, PrefixSearch
+from services.kvpool.core.state_space import state_manager
+from services.kvpool.core.windows import ChunkedLocalManager, SlidingWindowManager
 
 Tables = tuple[BlockTable, ...]
 
-_MANAGERS: dict[AttentionType, type[GroupManager]] = {
+_MANAGERS: dict[AttentionType, Callable[..., GroupManager]] = {
     AttentionType.FULL: FullAttentionManager,
-    AttentionType.SLIDING_WINDOW: GroupManager,
-    AttentionType.CHUNKED_LOCAL: GroupManager,
-    AttentionType.STATE_SPACE: StateSpaceManager,
+    AttentionType.SLIDING_WINDOW: SlidingWindowManager,
+    AttentionType.CHUNKED_LOCAL: ChunkedLocalManager,
+    AttentionType.STATE_SPACE: state_manager,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """A prefix that every group can use: a table for each, and the tokens of the hit.
+
+    `shared_prefix_boundary` is where a prefix ends that some group has cached further than this, so
+    that another request has computed it; 0 if none has. A request that computes it may keep the
+    windows and states there for the next one (Marconi, MLSys 2025).
+    """
+
+    tables: list[list[BlockId]]
+    num_tokens: int
+    shared_prefix_boundary: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Groups that are searched together."""
+
+    groups: list[int]
+    search: PrefixSearch
+    drops_last: bool
+    """Whether the last block of a hit of theirs is dropped."""
 
 
 class Coordinator:
     """The groups of a pool, in the order of its configuration."""
 
     def __init__(self, config: PoolConfig, pool: BlockPool) -> None:
+        self._kinds = _kinds(config, pool)
+        uses_eagle = {group for kind in self._kinds if kind.drops_last for group in kind.groups}
         self.groups = tuple(
             _MANAGERS[spec.attention_type](
-                group, spec, pool, drop_last_hit_block=config.drop_last_hit_block
+                group, spec, pool, config, uses_eagle=group in uses_eagle
             )
             for group, spec in enumerate(config.groups)
         )
-        self.frees_early = any(group.frees_early for group in self.groups)
-        # Full attention first: it looks from the left, and bounds what the others look through.
-        self._order = sorted(
-            range(len(self.groups)), key=lambda group: self.groups[group].frees_early
+        self.is_simple = all(
+            spec.attention_type is AttentionType.FULL
+            and spec.block_size == config.groups[0].block_size
+            for spec in config.groups
         )
+        """Whether all tables of a request are equally long, and only grow until it ends."""
+        self._is_single = len(config.groups) == 1
+        self._hash_block_size = config.hash_block_size
+        first = self._kinds[0].search
+        self._needs_one_round = len(self._kinds) == 2 and isinstance(first, FullSearch)
 
-    def find_longest_cache_hit(self, hashes: Sequence[BlockHash]) -> list[list[BlockId]]:
-        """The longest hit among prefixes of a chain of block hashes, as a table for each group.
-        All tables are equally long; entries that need not be read are the null block.
-
-        A hit of one group may be too long for another, and the next shorter hit of the other may
-        not be one of the first, since a window has to be cached as a whole. So each group in turn
-        shortens the hit to one of its own, until a whole round leaves its length as it is. The
-        length only shrinks, and never below a hit of all groups.
+    def find_longest_cache_hit(self, chain: Sequence[BlockHash], max_tokens: int) -> PrefixHit:
+        """The longest hit of at most so many tokens of a chain of hashes, as a table for each
+        group. Entries that need not be read are the null block.
         """
-        hits: list[list[BlockId]] = [[] for _ in self.groups]
-        depth, shrunk = len(hashes), True
-        while shrunk:
-            shrunk = False
-            for group in self._order:
-                if len(hits[group]) != depth:
-                    hits[group] = self.groups[group].find_longest_cache_hit(hashes, depth)
-                    shrunk = shrunk or len(hits[group]) < depth
-                    depth = len(hits[group])
-        return hits
+        if self._is_single:
+            kind = self._kinds[0]
+            return PrefixHit(*kind.search.find(chain, max_tokens, drop_last=kind.drops_last))
+        return self._agree(chain, max_tokens)
+
+    def _agree(self, chain: Sequence[BlockHash], max_tokens: int) -> PrefixHit:
+        """A hit of one group may be too long for another, and the next shorter hit of the other may
+        not be one of the first, since a window has to be cached as a whole. So each kind in turn
+        shortens the hit to one of its own, until a whole round leaves its length as it is. With
+        full attention and one other kind one round is enough.
+        """
+        num_known = len(chain) * self._hash_block_size
+        candidate = _Candidate(chain, num_known, max_tokens, [[] for _ in self.groups])
+        while True:
+            before = candidate.num_tokens
+            for kind in self._kinds:
+                candidate.shorten(kind)
+            if candidate.num_tokens >= before or self._needs_one_round:
+                return candidate.hit(self._kinds)
 
     def num_common_blocks(self, tables: Tables, num_requests: int) -> list[int]:
         """For each group, the leading blocks of one request's tables that all requests hold."""
@@ -63,29 +107,114 @@ class Coordinator:
             for group, table in zip(self.groups, tables, strict=True)
         ]
 
-    def remove_skipped_blocks(
-        self, tables: Tables, hashes: Sequence[BlockHash], num_computed_tokens: int
-    ) -> None:
+    def remove_skipped_blocks(self, tables: Tables, num_computed_tokens: int) -> None:
         """Frees, group after group, what no query from `num_computed_tokens` on can see."""
         for group, table in zip(self.groups, tables, strict=True):
-            group.remove_skipped_blocks(table, hashes, num_computed_tokens)
+            group.remove_skipped_blocks(table, num_computed_tokens)
 
-    def admit(self, hits: list[list[BlockId]], num_computed_tokens: int, num_slots: int) -> Tables:
+    def admit(self, hits: Sequence[GroupHit], need: Need) -> Tables:
         """Tables that hold the hits and then new blocks for so many slots, which must be free. What
         is computed beyond the hits is loaded from elsewhere.
 
         Every hit is taken out of the free queue before new blocks are, so that none is evicted;
         then all groups take the blocks to load into, then those to compute.
         """
-        tables = tuple(
-            group.admit(blocks, num_computed_tokens)
-            for group, blocks in zip(self.groups, hits, strict=True)
-        )
-        self.extend(tables, num_computed_tokens)
-        self.extend(tables, num_slots)
+        tables = tuple(group.admit(hit) for group, hit in zip(self.groups, hits, strict=True))
+        for group, hit, table in zip(self.groups, hits, tables, strict=True):
+            if hit.num_computed_tokens > hit.num_tokens:
+                group.extend_for_load(table, hit.num_computed_tokens)
+        self.extend(tables, need)
         return tables
 
-    def extend(self, tables: Tables, num_slots: int) -> None:
+    def extend(self, tables: Tables, need: Need) -> None:
         """Adds what tables lack to hold so many slots, group after group; it must be free."""
         for group, table in zip(self.groups, tables, strict=True):
-            group.extend(table, num_slots)
+            group.extend(table, need)
+
+
+@dataclass(slots=True)
+class _Candidate:
+    """A prefix that is shortened until it is a hit of all groups."""
+
+    chain: Sequence[BlockHash]
+    num_known_tokens: int
+    num_tokens: int
+    tables: list[list[BlockId]]
+    longest: int = 0
+    """Tokens of the longest hit that some kind had."""
+    full_lengths: dict[int, int] = field(default_factory=dict)
+    """Of full attention, by its first group: it is looked up once, since each prefix of its hit is
+    one.
+    """
+    verified: set[int] = field(default_factory=set)
+    """First groups of kinds that drop the last block and found it behind the present length."""
+
+    def shorten(self, kind: _Kind) -> None:
+        """Shortens the prefix to a hit of one kind."""
+        number = kind.groups[0]
+        if number in self.full_lengths:
+            self.num_tokens = min(self.num_tokens, self.full_lengths[number])
+            return
+        drop_last = kind.drops_last and number not in self.verified
+        most = self.num_tokens
+        if drop_last:
+            most = min(most + kind.search.eagle_margin(), self.num_known_tokens)
+        found, num_tokens = kind.search.find(self.chain, most, drop_last=drop_last)
+        if drop_last:
+            self.verified.add(number)
+        elif num_tokens < self.num_tokens:
+            self.verified.clear()
+        self.num_tokens = num_tokens
+        self.longest = max(self.longest, num_tokens)
+        for group, table in zip(kind.groups, found, strict=True):
+            self.tables[group] = table
+        if isinstance(kind.search, FullSearch):
+            self.full_lengths[number] = num_tokens
+
+    def hit(self, kinds: Iterable[_Kind]) -> PrefixHit:
+        """The prefix that all kinds agreed on."""
+        for kind in kinds:
+            if isinstance(kind.search, FullSearch):
+                num_blocks = -(-self.num_tokens // kind.search.spec.block_size)
+                for group in kind.groups:
+                    del self.tables[group][num_blocks:]
+        boundary = self.longest if self.longest > self.num_tokens else 0
+        return PrefixHit(self.tables, self.num_tokens, boundary)
+
+
+def _kinds(config: PoolConfig, pool: BlockPool) -> list[_Kind]:
+    """Full attention first: it looks from the left, and bounds what the others look through."""
+    alike: dict[KVCacheGroup, list[int]] = {}
+    for group, spec in enumerate(config.groups):
+        alike.setdefault(_seen_alike(spec), []).append(group)
+    kinds = [
+        _Kind(
+            groups,
+            _search(spec, groups, config, pool),
+            drops_last=not config.eagle_groups.isdisjoint(groups),
+        )
+        for spec, groups in alike.items()
+    ]
+    return sorted(kinds, key=lambda kind: not isinstance(kind.search, FullSearch))
+
+
+def _seen_alike(spec: KVCacheGroup) -> KVCacheGroup:
+    """What groups must have in common to be searched together."""
+    return KVCacheGroup(
+        spec.attention_type,
+        spec.block_size,
+        spec.window,
+        mamba_cache_mode=spec.mamba_cache_mode,
+        num_speculative_blocks=spec.num_speculative_blocks,
+    )
+
+
+def _search(
+    spec: KVCacheGroup, groups: Iterable[int], config: PoolConfig, pool: BlockPool
+) -> PrefixSearch:
+    return SEARCHES[spec.attention_type](
+        spec,
+        [pool.indexes[group] for group in groups],
+        hash_block_size=config.hash_block_size,
+        alignment=config.cache_hit_alignment,
+    )

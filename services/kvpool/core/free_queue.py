@@ -7,8 +7,8 @@ O(1) per block, and the stack moves in slices.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Sequence
+from itertools import compress, islice
 
 from services.common.ids import BlockId
 
@@ -54,6 +54,14 @@ class FreeQueue:
         for block in blocks:
             cached[block] = now
 
+    def push_mixed(self, blocks: Sequence[BlockId], has_hash: Sequence[bool], now: int) -> None:
+        """Puts blocks without a hash at the front, the first one reused first, and those with one
+        at the back.
+        """
+        blank = [block for block, found in zip(blocks, has_hash, strict=True) if not found]
+        self._blank.extend(reversed(blank))
+        self._cached.update(dict.fromkeys(compress(blocks, has_hash), now))
+
     def count_cached(self, blocks: Iterable[BlockId]) -> int:
         """How many of these are free and have a hash."""
         return sum(map(self._cached.__contains__, blocks))
@@ -85,3 +93,27 @@ class FreeQueue:
     def cached(self) -> list[BlockId]:
         """The free blocks with a hash, the next to be reused first."""
         return list(self._cached)
+
+
+class ObservedFreeQueue(FreeQueue):
+    """A queue that tells an observer which blocks enter it, in the order of their freeing."""
+
+    __slots__ = ("_observer",)
+
+    def __init__(self, queue: FreeQueue, observer: Callable[[Sequence[BlockId]], None]) -> None:
+        """Takes the blocks of another queue over."""
+        self._blank, self._cached = queue._blank, queue._cached
+        self._observer = observer
+
+    def push_blank(self, blocks: Sequence[BlockId]) -> None:
+        super().push_blank(blocks)
+        self._observer(blocks[::-1])
+
+    def push_cached(self, blocks: Iterable[BlockId], now: int) -> None:
+        entering = list(blocks)
+        super().push_cached(entering, now)
+        self._observer(entering)
+
+    def push_mixed(self, blocks: Sequence[BlockId], has_hash: Sequence[bool], now: int) -> None:
+        super().push_mixed(blocks, has_hash, now)
+        self._observer(blocks)

@@ -2,192 +2,342 @@
 
 A group has a block table for each request. What a query can see decides which blocks a request
 needs, which are freed while it runs, and which make a prefix hit; so each kind of attention has its
-manager, and a coordinator calls them all. vLLM's hybrid KV-cache manager divides the work in the
-same way.
+manager and its search (`prefix_search`), and a coordinator calls them all. vLLM's hybrid KV-cache
+manager divides the work in the same way.
 
 Everything follows from one rule of the kind, `KVCacheGroup.first_seen_block`: a request that has
 computed n tokens needs the blocks from there on and no earlier one. Earlier ones are freed while it
-runs, and a prefix of n tokens is a hit if the blocks from there on are cached, even if earlier ones
-are not. Table entries that hold nothing name the null block.
+runs. Table entries that hold nothing name the null block.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from services.common.block_hash import BlockHash
 from services.common.ids import NULL_BLOCK, BlockId
-from services.common.kv_cache_groups import AttentionType, KVCacheGroup
+from services.common.kv_cache_groups import AttentionType, KVCacheGroup, hit_block_size
 from services.kvpool.core.block_pool import BlockPool
+from services.kvpool.core.pool_config import PoolConfig
+from services.kvpool.core.retention import replay_boundaries
+
+
+class Need(NamedTuple):
+    """What a request needs for a step: slots for tokens, and how many tokens are computed when it
+    ends, drafts included. Slots that are looked ahead are in the first only; states have none.
+    """
+
+    num_slots: int
+    num_tokens: int
 
 
 @dataclass(slots=True)
 class BlockTable:
     """The blocks of one request in one group, in the order of its tokens.
 
-    The first `num_null` entries are the null block. Of the first `num_published`, those that are
-    not null nor in `unpublished` are in the index; later ones are not. Entries in `unpublished` are
-    never published again: their hash was evicted, or they hold a state and the request went on to
-    another block before the end of theirs. Where blocks hold states, `num_stored_tokens` is the
-    number of tokens whose state is stored.
+    The first `num_null` entries are the null block. The first `num_published` were published, those
+    that are null or not worth keeping left out, and those in `evicted`, whose hash was taken away;
+    later ones are not. `shared_tail` is the entry, if
+    any, of which the request must get a copy before it writes to it: others find its block by a
+    prefix that ends inside. Where blocks hold states, `has_state` says that the last ones belong to
+    the request alone, and not to a hit.
     """
 
     blocks: list[BlockId] = field(default_factory=list)
     num_published: int = 0
     num_null: int = 0
-    num_stored_tokens: int = 0
-    unpublished: frozenset[int] = frozenset()
-
-    def published(self, hashes: Sequence[BlockHash]) -> list[BlockHash | None]:
-        """The hashes of the leading entries that were published, of those of all full blocks; None
-        for one that is not in the index.
-        """
-        return [
-            None if position in self.unpublished else block_hash
-            for position, block_hash in enumerate(hashes[: self.num_published])
-        ]
+    shared_tail: int | None = None
+    has_state: bool = False
+    evicted: frozenset[int] = frozenset()
 
 
-Filling = tuple[BlockTable, Sequence[BlockHash], int]
-"""A table, the hashes of its request's full blocks, and the number of tokens stored."""
+@dataclass(slots=True)
+class Chain:
+    """The hashes of a request, and what later requests may want of its prefix."""
+
+    hashes: list[BlockHash] = field(default_factory=list)
+    num_prompt_tokens: int = 0
+    shared_prefix_boundary: int = 0
+    """See `PrefixHit`; of its last admission."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupHit:
+    """A prefix hit in one group: its blocks, its tokens, and how many are computed together with
+    those that are loaded from elsewhere behind it.
+    """
+
+    blocks: Sequence[BlockId]
+    num_tokens: int
+    num_computed_tokens: int
+
+
+Filling = tuple[BlockTable, Chain, int]
+"""A table, the hashes of its request, and the number of tokens stored."""
 
 
 class GroupManager:
-    """The tables of one group: of sliding windows and of chunked local attention. Full attention
-    and state-space layers have subclasses.
-
-    With `drop_last_hit_block`, a hit must have one more cached block behind it, which is computed
-    again: a draft head (EAGLE) reads the hidden states at the end of the prompt, and those are not
-    stored.
-    """
-
-    __slots__ = ("_block_size", "_group", "_index", "_num_dropped", "_pool", "_spec", "frees_early")
+    """The tables of one group. Each kind of attention has a subclass."""
 
     def __init__(
-        self, group: int, spec: KVCacheGroup, pool: BlockPool, *, drop_last_hit_block: bool
+        self,
+        group: int,
+        spec: KVCacheGroup,
+        pool: BlockPool,
+        config: PoolConfig,
+        *,
+        uses_eagle: bool,
     ) -> None:
-        self.frees_early = spec.attention_type is not AttentionType.FULL
-        """Whether earlier blocks of a request are freed while it runs."""
         self._group = group
         self._spec = spec
         self._block_size = spec.block_size
         self._pool = pool
         self._index = pool.indexes[group]
-        keeps_states = spec.attention_type is AttentionType.STATE_SPACE  # a draft head reads none
-        self._num_dropped = int(drop_last_hit_block and not keeps_states)
+        self._uses_eagle = uses_eagle
+        """Whether the last block of a hit is dropped."""
+        self._hash_block_size = config.hash_block_size
+        self._hit_block_size = hit_block_size(config.groups)
+        self._alignment = config.cache_hit_alignment
+        self._rounds_published = len(config.groups) > 1 and not config.has_partial_hits
+        self._retention_interval = config.prefix_cache_retention_interval
+        self._drops_last_hit_block = bool(config.eagle_groups)
+        self._max_admission_blocks: int | None = None
+        self._zeroes = spec.attention_type is not AttentionType.STATE_SPACE and any(
+            other.attention_type is AttentionType.STATE_SPACE for other in config.groups
+        )
+        self._new_blocks: list[BlockId] = []
+        if config.max_in_flight_tokens is not None and config.max_model_len is not None:
+            self._max_admission_blocks = spec.max_admission_blocks(
+                config.max_in_flight_tokens, config.max_model_len
+            )
 
-    def num_missing(self, num_entries: int, num_slots: int) -> int:
-        """Blocks that a table of so many entries lacks to hold so many token slots."""
-        return max(0, -(-num_slots // self._block_size) - num_entries)
+    # What fits
 
-    def num_reserved(self, hits: Sequence[BlockId], num_slots: int, num_step_tokens: int) -> int:
-        """Blocks that a request lacks besides its hits to reach so many slots, step by step."""
-        num_held = len(hits) - self._spec.first_seen_block(len(hits) * self._block_size)
-        most = max(0, self._spec.max_held_blocks(num_slots, num_step_tokens) - num_held)
-        return min(self.num_missing(len(hits), num_slots), most)
+    def num_missing(self, table: BlockTable, need: Need) -> int:
+        """Blocks that a request lacks for a step."""
+        return max(0, -(-need.num_slots // self._block_size) - len(table.blocks))
 
-    def find_longest_cache_hit(self, hashes: Sequence[BlockHash], depth: int) -> list[BlockId]:
-        """A table for the longest prefix of at most `depth` whole blocks that is a hit.
+    def num_missing_behind(self, hit: GroupHit, need: Need) -> int:
+        """Blocks that a request lacks besides its hits."""
+        return self._num_behind(hit, -(-need.num_slots // self._block_size))
 
-        Looks from the right, and starts again before each block that is missing, so that every hash
-        is looked up at most once.
+    def num_reserved(self, table: BlockTable, num_slots: int) -> int:
+        """Blocks that are counted for a whole sequence of so many slots besides those held."""
+        return max(0, self._num_counted(num_slots) - len(table.blocks))
+
+    def num_reserved_behind(self, hit: GroupHit, num_slots: int) -> int:
+        """Blocks that are counted for a whole sequence of so many slots besides hits."""
+        return self._num_behind(hit, self._num_counted(num_slots))
+
+    def held_hits(self, hit: GroupHit) -> Sequence[BlockId]:
+        """Those of the hits that the request needs when it goes on behind what is computed."""
+        begin, hits = self._spec.first_seen_block(hit.num_computed_tokens), hit.blocks
+        return hits[begin:] if begin else hits
+
+    def is_stored(self, hits: Sequence[BlockId]) -> bool:  # noqa: ARG002
+        """Whether a request of this step can read the hits. Layers write keys and values before
+        they read, so it does not matter if the same step computes them.
         """
-        find = self._index.find
-        end = min(depth, len(hashes) - self._num_dropped)
-        while end > 0:
-            begin = self._spec.first_seen_block(end * self._block_size)
-            seen: list[BlockId] = []
-            for position in range(end + self._num_dropped - 1, begin - 1, -1):
-                block = find(hashes[position])
-                if block is None:
-                    end = position - self._num_dropped
-                    break
-                seen.append(block)
-            else:
-                seen.reverse()
-                return [NULL_BLOCK] * begin + seen[: end - begin]
-        return []
+        return True
 
-    def first_seen_block(self, num_tokens: int) -> int:
-        """The first block that a query from position `num_tokens` on can see."""
-        return self._spec.first_seen_block(num_tokens)
+    # Changes
 
-    def admit(self, hits: list[BlockId], num_computed_tokens: int) -> BlockTable:
-        """A table that holds those of the hits that a query behind the computed tokens sees; takes
-        the list over.
-        """
-        num_null = self._spec.first_seen_block(num_computed_tokens)
-        if num_null:
-            hits = [NULL_BLOCK] * num_null + hits[num_null:]
-        self._pool.touch(hits[num_null:] if num_null else hits)
-        return BlockTable(hits, len(hits), num_null)
+    def begin_step(self) -> None:
+        """What was published before is stored."""
 
-    def extend(self, table: BlockTable, num_slots: int) -> list[BlockId]:
+    def admit(self, hit: GroupHit) -> BlockTable:
+        """A table that holds those of the hits that are needed."""
+        num_null = self._spec.first_seen_block(hit.num_computed_tokens)
+        held = self.held_hits(hit)
+        self._pool.touch(held)
+        table = BlockTable([NULL_BLOCK] * num_null + [*held], num_null + len(held), num_null)
+        if held and hit.num_tokens % self._block_size:
+            table.shared_tail = table.num_published = hit.num_tokens // self._block_size
+        return table
+
+    def extend_for_load(self, table: BlockTable, num_computed_tokens: int) -> None:
+        """Adds the blocks that tokens are loaded into from elsewhere."""
+        num_blocks = -(-num_computed_tokens // self._block_size) - len(table.blocks)
+        table.blocks += self._pool.get_new_blocks(max(0, num_blocks))
+
+    def extend(self, table: BlockTable, need: Need) -> list[BlockId]:
         """Adds what a table lacks to hold so many slots; it must be free. Returns the entries."""
-        entries = self._pool.get_new_blocks(self.num_missing(len(table.blocks), num_slots))
+        if table.shared_tail is not None:
+            self._copy_shared_tail(table)
+        num_blocks = -(-need.num_slots // self._block_size) - len(table.blocks)
+        if num_blocks <= 0:
+            return []
+        entries = self._pool.get_new_blocks(num_blocks)
         table.blocks += entries
+        if self._zeroes:
+            self._new_blocks += entries
         return entries
 
-    def remove_skipped_blocks(
-        self,
-        table: BlockTable,
-        hashes: Sequence[BlockHash],  # noqa: ARG002 - for managers that publish here
-        num_computed_tokens: int,
-    ) -> None:
+    def remove_skipped_blocks(self, table: BlockTable, num_computed_tokens: int) -> None:
         """Frees the blocks that no query from `num_computed_tokens` on can see."""
         end = min(self._spec.first_seen_block(num_computed_tokens), len(table.blocks))
         begin = table.num_null
         if end > begin:
-            self._free_entries(table, begin, end)
+            freed = table.blocks[begin:end]
             table.blocks[begin:end] = [NULL_BLOCK] * (end - begin)
             table.num_null = end
+            self._pool.free_in_order(self._group, freed[::-1])
 
     def publish(self, fillings: Iterable[Filling]) -> None:
         """Publishes the blocks of tables that lie wholly below so many tokens and have a hash."""
-        new_hashes: list[BlockHash] = []
-        new_blocks: list[BlockId] = []
-        for table, hashes, num_tokens in fillings:
-            end = min(num_tokens // self._block_size, len(hashes), len(table.blocks))
-            begin = table.num_published
-            if end > begin:
-                table.num_published = end
-                begin = max(begin, table.num_null)
-                new_hashes += hashes[begin:end]
-                new_blocks += table.blocks[begin:end]
-        self._pool.publish(self._group, new_hashes, new_blocks)
+        for table, chain, num_tokens in fillings:
+            self._publish_one(table, chain, self._num_publishable(num_tokens))
 
     def free(self, table: BlockTable) -> None:
         """Frees every block of a table."""
-        self._free_entries(table, table.num_null, len(table.blocks))
+        self._pool.free_in_order(self._group, reversed(table.blocks))
+
+    def take_blocks_to_zero(self) -> list[BlockId]:
+        """New blocks since the last call that must be cleared before they are used: those of
+        attention, where other groups hold states (vLLM: new_block_ids_to_zero).
+
+        Groups share the memory of a block. The bytes of a state, read as keys and values, can be
+        NaN, which no mask hides; old keys and values are finite and masked.
+        """
+        blocks, self._new_blocks = self._new_blocks, []
+        return blocks
 
     def num_common_blocks(self, table: BlockTable, num_requests: int) -> int:  # noqa: ARG002
         """Leading blocks of a table that all requests hold; 0 if blocks are freed early."""
         return 0
 
-    def _free_entries(self, table: BlockTable, begin: int, end: int) -> None:
-        if table.unpublished:
-            self._free_one_by_one(table.blocks[begin:end])
-        else:
-            self._pool.free(
-                table.blocks[begin:end], min(max(0, table.num_published - begin), end - begin)
-            )
+    def check(self, table: BlockTable, chain: Chain) -> None:  # noqa: ARG002
+        """What the table says of itself is so. Raises AssertionError."""
+        assert not any(table.blocks[: table.num_null]), "a block where the null block should be"
 
-    def _free_one_by_one(self, blocks: Sequence[BlockId]) -> None:
-        """Frees blocks some of which are published, in any order, and some null."""
-        held = [block for block in blocks if block]
-        published = [block for block in held if self._index.hash_of(block) is not None]
-        others = [block for block in held if self._index.hash_of(block) is None]
-        self._pool.free(published + others, len(published))
+    # For subclasses
+
+    def _keeps(self, positions: range, boundaries: Sequence[int]) -> list[bool] | None:  # noqa: ARG002
+        """Which of the blocks at the positions are worth being found; None: all.
+        `boundaries` are numbers of tokens where later requests are likely to continue.
+        """
+        return None
+
+    def _num_counted(self, num_slots: int) -> int:
+        """Blocks of so many slots, or as many as an admission counts at most."""
+        num_blocks = -(-num_slots // self._block_size)
+        most = self._max_admission_blocks
+        return num_blocks if most is None else min(num_blocks, most)
+
+    def _num_behind(self, hit: GroupHit, num_blocks: int) -> int:
+        num_passed = self._spec.first_seen_block(hit.num_computed_tokens)
+        return max(0, num_blocks - max(len(hit.blocks), num_passed)) + self._needs_copy(hit)
+
+    def _needs_copy(self, hit: GroupHit) -> bool:
+        """Whether the hit ends inside a block, in which the request goes on."""
+        return bool(hit.blocks) and hit.num_tokens % self._block_size != 0
+
+    def _copy_shared_tail(self, table: BlockTable) -> None:
+        """Gives the request a copy of the block at its shared tail, which it goes on to write."""
+        position, table.shared_tail = table.shared_tail, None
+        assert position is not None
+        source, (target,) = table.blocks[position], self._pool.get_new_blocks(1)
+        table.blocks[position] = target
+        if self._zeroes:
+            self._new_blocks.append(target)
+        self._pool.copy(self._group, source, target, adds_holder_of=target)
+
+    def _num_publishable(self, num_tokens: int) -> int:
+        """So many tokens, or fewer, up to where hits can end; where the last block of a hit is
+        dropped, one block behind that is read too.
+        """
+        if not self._rounds_published:
+            return num_tokens
+        aligned = num_tokens // self._alignment * self._alignment
+        if self._uses_eagle and aligned:
+            return min(num_tokens, aligned + self._block_size)
+        return aligned
+
+    def _publish_one(self, table: BlockTable, chain: Chain, num_tokens: int) -> range:
+        """Publishes the full blocks of one table; returns the entries that it looked at."""
+        size, unit = self._block_size, self._hash_block_size
+        begin, end = table.num_published, min(num_tokens, len(chain.hashes) * unit) // size
+        end = min(end, len(table.blocks))
+        if begin >= end:
+            return range(0)
+        table.num_published = end
+        kept = self._keeps(range(begin, end), self._boundaries(chain))
+        positions = [
+            position
+            for position in range(max(begin, table.num_null), end)
+            if table.blocks[position] and (kept is None or kept[position - begin])
+        ]
+        for position in positions:
+            tokens = (position + 1) * size
+            self._pool.publish_whole(
+                self._group, chain.hashes[tokens // unit - 1], table.blocks[position], tokens
+            )
+        return range(begin, end)
+
+    def _boundaries(self, chain: Chain) -> list[int]:
+        """Numbers of tokens where a later request that shares a prefix is likely to continue."""
+        boundaries = replay_boundaries(
+            chain.num_prompt_tokens, self._hit_block_size, drops_last=self._drops_last_hit_block
+        )
+        if chain.shared_prefix_boundary:
+            boundaries.append(chain.shared_prefix_boundary)
+            if self._uses_eagle:
+                boundaries.append(chain.shared_prefix_boundary - self._block_size)
+        return boundaries
 
 
 class FullAttentionManager(GroupManager):
-    """A request holds all its blocks until it ends, and a hit is a cached prefix."""
+    """A request holds all its blocks until it ends."""
 
-    __slots__ = ()
+    def publish(self, fillings: Iterable[Filling]) -> None:
+        if self._hash_block_size != self._block_size:
+            for table, chain, num_tokens in fillings:
+                end = self._num_publishable(num_tokens)
+                self._publish_one(table, chain, end)
+                self._publish_end_of_prompt(table, chain, end)
+            return
+        new_hashes: list[BlockHash] = []
+        new_blocks: list[BlockId] = []
+        for table, chain, num_tokens in fillings:
+            end = self._num_publishable(num_tokens) // self._block_size
+            end = min(end, len(chain.hashes), len(table.blocks))
+            begin = table.num_published
+            if end > begin:
+                table.num_published = end
+                new_hashes += chain.hashes[begin:end]
+                new_blocks += table.blocks[begin:end]
+        self._pool.publish(self._group, new_hashes, new_blocks)
 
-    def find_longest_cache_hit(self, hashes: Sequence[BlockHash], depth: int) -> list[BlockId]:
-        """The longest cached prefix: found from the left, since a chain breaks only once."""
-        blocks = self._index.find_prefix(hashes, depth + self._num_dropped)
-        return blocks[:-1] if self._num_dropped else blocks
+    def free(self, table: BlockTable) -> None:
+        if self._hash_block_size != self._block_size or table.evicted:
+            self._pool.free_in_order(self._group, table.blocks[::-1])
+        else:
+            self._pool.free(table.blocks, table.num_published)
 
     def num_common_blocks(self, table: BlockTable, num_requests: int) -> int:
         return self._pool.count_held_by(num_requests, table.blocks)
+
+    def check(self, table: BlockTable, chain: Chain) -> None:
+        super().check(table, chain)
+        if self._hash_block_size == self._block_size:
+            published = [self._index.hash_of(block) for block in table.blocks]
+            expected: list[BlockHash | None] = [None] * len(published)
+            expected[: table.num_published] = chain.hashes[: table.num_published]
+            for position in table.evicted:
+                expected[position] = None
+            assert published == expected, "blocks are not under their hashes"
+
+    def _publish_end_of_prompt(self, table: BlockTable, chain: Chain, num_tokens: int) -> None:
+        """Lets the block in which a prompt ends be found by the part that is full.
+
+        An equal prompt finds all but its last token; with a draft head all is looked up, and then
+        cut.
+        """
+        unit = self._hash_block_size
+        longest = chain.num_prompt_tokens - (not self._uses_eagle)
+        end = min(longest // unit, len(chain.hashes)) * unit
+        position, offset = divmod(end, self._block_size)
+        if 0 < end <= num_tokens and offset and position < len(table.blocks):
+            self._pool.publish_part(
+                self._group, chain.hashes[end // unit - 1], table.blocks[position], end
+            )

@@ -1,7 +1,6 @@
 """The pool: block tables of requests over shared blocks, changed in transactions."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from itertools import islice
 
 from services.common.block_hash import BlockHash
@@ -11,6 +10,7 @@ from services.common.pool_operations import (
     Admission,
     Admit,
     AdmitResult,
+    BeginStep,
     Commit,
     EvictBlocks,
     GroupBlocks,
@@ -22,6 +22,7 @@ from services.common.pool_operations import (
     OperationResult,
     Outcome,
     Release,
+    ReleaseCopies,
     ResetPrefixCache,
     ResetPrefixCacheResult,
     Stop,
@@ -29,12 +30,12 @@ from services.common.pool_operations import (
 )
 from services.kvpool.core.block_map import BlockMap, block_map
 from services.kvpool.core.block_pool import BlockPool
-from services.kvpool.core.coordinator import Coordinator, Tables
+from services.kvpool.core.coordinator import Coordinator, PrefixHit, Tables
 from services.kvpool.core.events import BlocksStored, Event
+from services.kvpool.core.group_manager import Chain, GroupHit, Need
 from services.kvpool.core.pool_config import PoolConfig
 from services.kvpool.core.stats import PoolStats
 from services.kvpool.core.validation import TransactionValidator
-from services.kvpool.core.zeroing import block_ids_to_zero
 
 
 class KVPool:
@@ -48,13 +49,14 @@ class KVPool:
         config.validate()
         self.config = config
         self._block_size = config.groups[0].block_size
+        self._hash_block_size = config.hash_block_size
         self._blocks = BlockPool(config.num_blocks, len(config.groups))
         self._coordinator = Coordinator(config, self._blocks)
         self._groups = self._coordinator.groups
         self._holds_states = any(
             spec.attention_type is AttentionType.STATE_SPACE for spec in config.groups
         )
-        self._chains: dict[RequestKey, list[BlockHash]] = {}
+        self._chains: dict[RequestKey, Chain] = {}
         self._tables: dict[RequestKey, Tables] = {}
         self._num_query_tokens = 0
         self._num_hit_tokens = 0
@@ -75,11 +77,11 @@ class KVPool:
             results.append(result)
             if stop is not None:
                 break
-        outcome = Outcome(self._blocks.num_free_blocks, tuple(results), stop)
-        if self._holds_states:
-            to_zero = block_ids_to_zero(operations, results, self._block_size)
-            return replace(outcome, block_ids_to_zero=to_zero)
-        return outcome
+        if not self._holds_states:
+            return Outcome(self._blocks.num_free_blocks, tuple(results), stop)
+        to_zero = [block for group in self._groups for block in group.take_blocks_to_zero()]
+        copies = self._blocks.take_copies()
+        return Outcome(self._blocks.num_free_blocks, tuple(results), stop, tuple(to_zero), copies)
 
     @property
     def num_free_blocks(self) -> int:
@@ -94,6 +96,12 @@ class KVPool:
     def free_block_ids(self) -> list[BlockId]:
         """The free queue, the next block to be given out first."""
         return self._blocks.free_block_ids()
+
+    def observe_frees(self, observer: Callable[[Sequence[BlockId]], None]) -> None:
+        """Calls the observer with blocks whenever they become free, in the order in which they
+        enter the queue.
+        """
+        self._blocks.observe_frees(observer)
 
     def block_tables(self, request: RequestKey) -> tuple[tuple[BlockId, ...], ...]:
         """The blocks of a request in each group; empty tables when it holds none."""
@@ -162,30 +170,50 @@ class KVPool:
         Costs as much as the pool has blocks. Raises AssertionError.
         """
         self._blocks.check(
-            (group, table.blocks, table.published(self._chains[request]))
+            (group, table.blocks, self._possible_hashes(request, group, len(table.blocks)))
             for request, tables in self._tables.items()
             for group, table in enumerate(tables)
         )
+        for request, tables in self._tables.items():
+            for group, table in zip(self._groups, tables, strict=True):
+                group.check(table, self._chains[request])
 
-    def _execute(
+    def _possible_hashes(
+        self, request: RequestKey, group: int, num_blocks: int
+    ) -> list[list[BlockHash]]:
+        """For each block of a table, the hashes of prefixes that end in it."""
+        hashes = self._chains[request].hashes
+        step = self.config.groups[group].block_size // self._hash_block_size
+        return [hashes[start * step : (start + 1) * step] for start in range(num_blocks)]
+
+    def _execute(  # noqa: PLR0911 - one for each kind
         self, index: int, operation: Operation
     ) -> tuple[OperationResult | None, Stop | None]:
         match operation:
             case Release():
                 self._release(operation)
+                return None, None
             case Grow():
                 return self._grow(index, operation)
             case Commit():
                 self._publish(operation.requests, operation.num_tokens, operation.new_hashes)
+                return None, None
             case Lookup():
                 return self._lookup(operation), None
             case Admit():
                 return self._admit(index, operation)
-            case ResetPrefixCache():
-                return ResetPrefixCacheResult(self._blocks.reset()), None
+            case BeginStep():
+                for group in self._groups:
+                    group.begin_step()
+                return None, None
+            case ReleaseCopies():
+                self._blocks.release_copies()
+                return None, None
             case EvictBlocks():
                 self._evict(operation)
-        return None, None
+                return None, None
+            case ResetPrefixCache():
+                return ResetPrefixCacheResult(self._blocks.reset()), None
 
     def _release(self, release: Release) -> None:
         for request in release.requests:
@@ -196,7 +224,7 @@ class KVPool:
                     group.free(table)
 
     def _grow(self, index: int, grow: Grow) -> tuple[GrowResult, Stop | None]:
-        if self._coordinator.frees_early:
+        if not self._coordinator.is_simple:
             return self._grow_one_by_one(index, grow)
         # Tables of one request are equally long here, and nothing is freed in between: all blocks
         # can be taken at once.
@@ -235,46 +263,51 @@ class KVPool:
 
     def _grow_one_by_one(self, index: int, grow: Grow) -> tuple[GrowResult, Stop | None]:
         result = GrowResult(self._no_blocks())
-        for item, (request, num_computed_tokens, num_slots) in enumerate(
-            zip(grow.requests, grow.num_computed_tokens, grow.num_slots, strict=True)
+        needs = map(Need, grow.num_slots, grow.num_tokens or grow.num_slots)
+        for item, (request, num_computed_tokens, need) in enumerate(
+            zip(grow.requests, grow.num_computed_tokens, needs, strict=True)
         ):
             tables = self._tables[request]
-            self._coordinator.remove_skipped_blocks(
-                tables, self._chains[request], num_computed_tokens
-            )
-            if self._num_missing(tables, num_slots) > self._blocks.num_free_blocks:
+            self._coordinator.remove_skipped_blocks(tables, num_computed_tokens)
+            if self._num_missing(tables, need) > self._blocks.num_free_blocks:
                 return result, Stop(index, item, StopReason.NO_BLOCKS)
             for group, table, granted in zip(self._groups, tables, result.groups, strict=True):
-                _append(granted, group.extend(table, num_slots))
+                _append(granted, group.extend(table, need))
         return result, None
 
     def _lookup(self, lookup: Lookup) -> LookupResult:
-        result = LookupResult([])
+        result = LookupResult([], [])
         for request, max_hit_tokens, new_hashes in zip(
             lookup.requests, lookup.max_hit_tokens, lookup.new_hashes, strict=True
         ):
-            chain = self._chains.setdefault(request, [])
+            chain = self._chain(request)
             if self.config.enable_prefix_caching:
-                chain.extend(new_hashes)
-            hits = self._find_longest_cache_hit(chain, max_hit_tokens)
-            result.num_hit_tokens.append(len(hits[0]) * self._block_size)
+                chain.hashes.extend(new_hashes)
+            hit = self._find_longest_cache_hit(chain.hashes, max_hit_tokens)
+            result.num_hit_tokens.append(hit.num_tokens)
+            result.shared_prefix_boundaries.append(hit.shared_prefix_boundary)
         return result
 
     def _admit(self, index: int, admit: Admit) -> tuple[AdmitResult, Stop | None]:
         result = AdmitResult(self._no_blocks())
         for item, admission in enumerate(admit.admissions):
             if admission.holds_blocks:
-                tables = self._continue(admission)
-                if tables is None:
+                continued = self._continue(admission)
+                if continued is None:
                     return result, Stop(index, item, StopReason.NO_BLOCKS)
-                for granted, table in zip(result.groups, tables, strict=True):
+                for granted, table in zip(result.groups, continued, strict=True):
                     _append(granted, table.blocks)
                 continue
-            chain = [*self._chains.get(admission.request, ()), *admission.new_hashes]
-            hits = self._find_longest_cache_hit(chain, admission.max_hit_tokens)
-            num_hit_tokens = len(hits[0]) * self._block_size
-            if num_hit_tokens != admission.num_hit_tokens:
-                return result, Stop(index, item, StopReason.HIT_CHANGED, num_hit_tokens)
+            known = self._chains.get(admission.request)
+            hashes = [*(known.hashes if known else ()), *admission.new_hashes]
+            hit = self._find_longest_cache_hit(hashes, admission.max_hit_tokens)
+            now = hit.num_tokens, hit.shared_prefix_boundary
+            if now != (admission.num_hit_tokens, admission.shared_prefix_boundary):
+                return result, Stop(index, item, StopReason.HIT_CHANGED, *now)
+            hits = [
+                GroupHit(blocks, hit.num_tokens, admission.num_computed_tokens)
+                for blocks in hit.tables
+            ]
             if not self._fits(admission, hits):
                 return result, Stop(index, item, StopReason.NO_BLOCKS)
             tables = self._admit_one(admission, hits)
@@ -282,23 +315,27 @@ class KVPool:
                 _append(granted, table.blocks)
         return result, None
 
-    def _fits(self, admission: Admission, hits: list[list[BlockId]]) -> bool:
-        """Whether the free blocks suffice. A free block that is a hit stops being free; such blocks
-        are counted only if that decides.
+    def _fits(self, admission: Admission, hits: Sequence[GroupHit]) -> bool:
+        """Whether the free blocks suffice, and what was hit is stored. A free block that is a hit
+        stops being free; such blocks are counted only if that decides.
         """
-        num_step_tokens = admission.num_slots - admission.num_hit_tokens
+        need = _need(admission)
         now = reserved = admission.num_watermark_blocks
-        for group, blocks in zip(self._groups, hits, strict=True):
-            num_entries = max(len(blocks), group.first_seen_block(admission.num_computed_tokens))
-            now += group.num_missing(num_entries, admission.num_slots)
-            reserved += group.num_reserved(blocks, admission.num_reserve_slots, num_step_tokens)
+        for group, hit in zip(self._groups, hits, strict=True):
+            if not group.is_stored(hit.blocks):
+                return False
+            now += group.num_missing_behind(hit, need)
+            reserved += group.num_reserved_behind(hit, admission.num_reserve_slots)
         left = self._blocks.num_free_blocks - max(now + admission.num_blocks_kept_free, reserved)
-        return left >= sum(map(len, hits)) or left >= sum(map(self._blocks.count_free, hits))
+        return left >= sum(len(hit.blocks) for hit in hits) or left >= sum(
+            self._blocks.count_free(group.held_hits(hit))
+            for group, hit in zip(self._groups, hits, strict=True)
+        )
 
-    def _admit_one(self, admission: Admission, hits: list[list[BlockId]]) -> Tables:
-        tables = self._coordinator.admit(hits, admission.num_computed_tokens, admission.num_slots)
+    def _admit_one(self, admission: Admission, hits: Sequence[GroupHit]) -> Tables:
+        tables = self._coordinator.admit(hits, _need(admission))
         self._tables[admission.request] = tables
-        self._publish([admission.request], [admission.num_commit_tokens], [admission.new_hashes])
+        self._publish_admitted(admission)
         if self.config.enable_prefix_caching and not admission.resumed:
             self._num_query_tokens += admission.max_hit_tokens
             self._num_hit_tokens += admission.num_hit_tokens
@@ -308,25 +345,32 @@ class KVPool:
         """Extends the tables of a request that waited while it held blocks, and publishes them.
         None if that does not fit; blocks that it no longer sees may be freed even then.
         """
-        tables = self._tables[admission.request]
-        num_left = self._blocks.num_free_blocks - admission.num_watermark_blocks
-        if self._num_missing(tables, admission.num_reserve_slots) > num_left:
-            return None
-        self._coordinator.remove_skipped_blocks(
-            tables, self._chains[admission.request], admission.num_hit_tokens
+        tables, need = self._tables[admission.request], _need(admission)
+        num_reserved = sum(
+            group.num_reserved(table, admission.num_reserve_slots)
+            for group, table in zip(self._groups, tables, strict=True)
         )
+        if num_reserved > self._blocks.num_free_blocks - admission.num_watermark_blocks:
+            return None
+        self._coordinator.remove_skipped_blocks(tables, admission.num_hit_tokens)
         num_left = self._blocks.num_free_blocks - admission.num_watermark_blocks
-        num_missing = self._num_missing(tables, admission.num_slots)
+        num_missing = self._num_missing(tables, need)
         if num_missing + admission.num_blocks_kept_free > num_left:
             return None
-        self._coordinator.extend(tables, admission.num_slots)
-        self._publish([admission.request], [admission.num_commit_tokens], [admission.new_hashes])
+        self._coordinator.extend(tables, need)
+        self._publish_admitted(admission)
         return tables
 
-    def _num_missing(self, tables: Tables, num_slots: int) -> int:
+    def _publish_admitted(self, admission: Admission) -> None:
+        chain = self._chain(admission.request)
+        chain.num_prompt_tokens = admission.num_prompt_tokens
+        chain.shared_prefix_boundary = admission.shared_prefix_boundary
+        self._publish([admission.request], [admission.num_commit_tokens], [admission.new_hashes])
+
+    def _num_missing(self, tables: Tables, need: Need) -> int:
         """Blocks that tables lack to hold so many slots."""
         return sum(
-            group.num_missing(len(table.blocks), num_slots)
+            group.num_missing(table, need)
             for group, table in zip(self._groups, tables, strict=True)
         )
 
@@ -334,12 +378,12 @@ class KVPool:
         evicted = self._blocks.evict(evict.block_ids)
         for tables in self._tables.values() if evicted else ():
             for table in tables:
-                unpublished = [
+                positions = [
                     position
                     for position, block in enumerate(table.blocks[: table.num_published])
                     if block in evicted
                 ]
-                table.unpublished = table.unpublished.union(unpublished)
+                table.evicted = table.evicted.union(positions)
 
     def _publish(
         self,
@@ -347,23 +391,35 @@ class KVPool:
         num_tokens: Sequence[int],
         new_hashes: Sequence[Sequence[BlockHash]],
     ) -> None:
-        chains = [self._chains.setdefault(request, []) for request in requests]
+        chains = [self._chain(request) for request in requests]
         if not self.config.enable_prefix_caching:
             return
         for chain, hashes in zip(chains, new_hashes, strict=True):
-            chain.extend(hashes)
+            chain.hashes.extend(hashes)
         tables = zip(*map(self._tables.__getitem__, requests), strict=True)
         for group, group_tables in zip(self._groups, tables, strict=True):
             group.publish(zip(group_tables, chains, num_tokens, strict=True))
 
-    def _find_longest_cache_hit(
-        self, chain: Sequence[BlockHash], max_hit_tokens: int
-    ) -> list[list[BlockId]]:
-        num_blocks = max_hit_tokens // self._block_size if self.config.enable_prefix_caching else 0
-        return self._coordinator.find_longest_cache_hit(chain[:num_blocks])
+    def _chain(self, request: RequestKey) -> Chain:
+        """What is known of the tokens of a request."""
+        chain = self._chains.get(request)
+        if chain is None:
+            chain = self._chains[request] = Chain()
+        return chain
+
+    def _find_longest_cache_hit(self, chain: Sequence[BlockHash], max_hit_tokens: int) -> PrefixHit:
+        if not self.config.enable_prefix_caching:
+            return PrefixHit([[] for _ in self._groups], 0)
+        return self._coordinator.find_longest_cache_hit(chain, max_hit_tokens)
 
     def _no_blocks(self) -> tuple[GroupBlocks, ...]:
         return tuple(GroupBlocks([], []) for _ in self._groups)
+
+
+def _need(admission: Admission) -> Need:
+    """What the request needs for its first step."""
+    num_slots, num_tokens = admission.num_slots, admission.num_tokens
+    return Need(num_slots, num_slots if num_tokens is None else num_tokens)
 
 
 def _append(granted: GroupBlocks, blocks: Sequence[BlockId]) -> None:

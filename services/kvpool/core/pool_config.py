@@ -1,8 +1,15 @@
 """The shape of a pool."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from services.common.kv_cache_groups import AttentionType, KVCacheGroup
+from services.common.kv_cache_groups import (
+    AttentionType,
+    KVCacheGroup,
+    has_partial_hits,
+    hash_block_size,
+    hit_block_size,
+)
 from services.kvpool.core.errors import InvalidPool, UnsupportedGroup
 
 
@@ -14,6 +21,13 @@ class PoolConfig:
     reads the hidden states at its end (EAGLE). Used today by recorded scenarios, since no worker
     has a draft head yet. `fingerprint` identifies the model and the cache's layout, and `node` the
     pool of one scheduler process: directories keep pools apart by them.
+
+    `prefix_match_unit`: tokens of a hash; None: see `kv_cache_groups.hash_block_size`.
+    `prefix_cache_retention_interval`: of windows and states only those are published at whose end a
+    later request is likely to continue: at the end of a prompt, where prompts parted, and once in
+    so many tokens; 0: without the last. None: all. `max_model_len` and `max_in_flight_tokens`, the
+    tokens of all steps that may be under way at once, bound what an admission counts for windows;
+    None: nothing does.
     """
 
     num_blocks: int
@@ -22,6 +36,35 @@ class PoolConfig:
     fingerprint: bytes = b""
     drop_last_hit_block: bool = False
     node: str = ""
+    prefix_match_unit: int | None = None
+    prefix_cache_retention_interval: int | None = None
+    max_model_len: int | None = None
+    max_in_flight_tokens: int | None = None
+
+    @property
+    def hash_block_size(self) -> int:
+        """Tokens that one hash of a chain stands for."""
+        return hash_block_size(
+            self.groups, self.prefix_match_unit, enable_prefix_caching=self.enable_prefix_caching
+        )
+
+    @property
+    def has_partial_hits(self) -> bool:
+        """Whether prefix hits may end inside a block."""
+        return self.enable_prefix_caching and has_partial_hits(self.groups, self.hash_block_size)
+
+    @property
+    def cache_hit_alignment(self) -> int:
+        """Tokens that the length of every hit is a multiple of."""
+        return self.hash_block_size if self.has_partial_hits else hit_block_size(self.groups)
+
+    @property
+    def eagle_groups(self) -> frozenset[int]:
+        """Groups whose hits lose their last block."""
+        if not self.drop_last_hit_block:
+            return frozenset()
+        marked = {index for index, group in enumerate(self.groups) if group.is_eagle_group}
+        return frozenset(marked or range(len(self.groups)))
 
     def validate(self) -> None:
         """Raises InvalidPool or UnsupportedGroup, naming the field."""
@@ -32,19 +75,54 @@ class PoolConfig:
         if not self.groups:
             raise InvalidPool("a pool needs at least one group", field="groups")
         for index, group in enumerate(self.groups):
-            field = f"groups[{index}].block_size"
             if group.block_size < 1:
+                field = f"groups[{index}].block_size"
                 raise InvalidPool("a block holds at least one token", field=field)
-            if group.block_size != self.groups[0].block_size:
-                raise InvalidPool("groups of different block sizes are not served", field=field)
         for index, group in enumerate(self.groups):
-            if (conflict := _window_conflict(group)) is not None:
-                raise UnsupportedGroup(conflict, field=f"groups[{index}].window")
-            if self.drop_last_hit_block and group.attention_type is AttentionType.CHUNKED_LOCAL:
-                raise UnsupportedGroup(
-                    "hits of chunked local attention cannot drop their last block",
-                    field=f"groups[{index}].attention_type",
-                )
+            for name, conflict in self._group_conflicts(group):
+                if conflict is not None:
+                    raise UnsupportedGroup(conflict, field=f"groups[{index}].{name}")
+        self._validate_units()
+
+    def _group_conflicts(self, group: KVCacheGroup) -> Iterator[tuple[str, str | None]]:
+        """By field, why a group cannot be served so, in one sentence; None if it can."""
+        yield "window", _window_conflict(group)
+        is_chunked = group.attention_type is AttentionType.CHUNKED_LOCAL
+        is_state = group.attention_type is AttentionType.STATE_SPACE
+        if is_chunked and self.drop_last_hit_block:
+            yield "attention_type", "hits of chunked local attention cannot drop their last block"
+        if is_chunked and group.block_size != hit_block_size(self.groups):
+            yield "block_size", "chunked local attention needs blocks of one size in all groups"
+        if is_state and self.enable_prefix_caching and not group.aligns_states:
+            yield "mamba_cache_mode", "a state that is overwritten cannot be cached"
+        if group.num_speculative_blocks and not is_state:
+            yield "num_speculative_blocks", "only states have blocks for drafts"
+
+    def _validate_units(self) -> None:
+        unit, interval = self.prefix_match_unit, self.prefix_cache_retention_interval
+        sizes = [group.block_size for group in self.groups]
+        if unit is not None and (unit < 1 or any(size % unit for size in sizes)):
+            raise InvalidPool(
+                f"blocks of {sizes} tokens are not all whole multiples of {unit}",
+                field="prefix_match_unit",
+            )
+        if unit is not None and len(sizes) == 1 and unit != sizes[0]:
+            raise InvalidPool(
+                f"with one group a hash stands for a block, of {sizes[0]} tokens",
+                field="prefix_match_unit",
+            )
+        size = hit_block_size(self.groups)
+        if interval is not None and (interval < 0 or interval % size):
+            raise InvalidPool(
+                f"{interval} tokens are no multiple of {size}",
+                field="prefix_cache_retention_interval",
+            )
+        kinds = {group.attention_type for group in self.groups}
+        if interval and kinds.isdisjoint((AttentionType.SLIDING_WINDOW, AttentionType.STATE_SPACE)):
+            raise InvalidPool(
+                "there are no sliding windows or states that it could concern",
+                field="prefix_cache_retention_interval",
+            )
 
 
 def _window_conflict(group: KVCacheGroup) -> str | None:

@@ -15,14 +15,19 @@ class PrefixIndex:
     Several blocks may store the same tokens, since two requests can compute them side by side. All
     of them stay: a block in a table is never exchanged, so that tables only grow. A look-up finds
     the block that was inserted first. The length counts hashes, not blocks.
+
+    Where prefixes may end inside a block, a block can have further hashes besides its first one:
+    the contents up to there are the same. The number of tokens of the first is kept then.
     """
 
-    __slots__ = ("_block_of", "_duplicates", "_hash_of")
+    __slots__ = ("_block_of", "_duplicates", "_end_of", "_further", "_hash_of")
 
     def __init__(self) -> None:
         self._block_of: dict[BlockHash, BlockId] = {}
         self._hash_of: dict[BlockId, BlockHash] = {}
         self._duplicates: dict[BlockHash, OrderedDict[BlockId, None]] = {}
+        self._further: dict[BlockId, dict[BlockHash, None]] = {}
+        self._end_of: dict[BlockId, int] = {}
 
     def __len__(self) -> int:
         return len(self._block_of)
@@ -49,6 +54,12 @@ class PrefixIndex:
         hash_of, block_of = self._hash_of, self._block_of
         blocks = [block for block in blocks if block in hash_of]
         hashes = list(map(hash_of.pop, blocks))
+        if self._end_of:
+            for block in list(blocks):
+                self._end_of.pop(block, None)
+                further = self._further.pop(block, {})
+                hashes += further
+                blocks += [block] * len(further)
         if self._duplicates.keys().isdisjoint(hashes):
             for block_hash in hashes:
                 del block_of[block_hash]
@@ -58,6 +69,27 @@ class PrefixIndex:
             for block_hash, block in zip(hashes, blocks, strict=True)
             if self._remove_one(block_hash, block)
         ]
+
+    def insert_at(self, block_hash: BlockHash, block: BlockId, end: int) -> bool:
+        """Adds a hash of the first `end` tokens of a sequence to a block that may have others;
+        returns whether the hash was not there at all.
+        """
+        first = self._hash_of.get(block)
+        if first == block_hash or block_hash in self._further.get(block, ()):
+            return False
+        if first is None:
+            self._hash_of[block], self._end_of[block] = block_hash, end
+        else:
+            self._further.setdefault(block, {})[block_hash] = None
+        return self._insert_one(block_hash, block)
+
+    def move(self, source: BlockId, target: BlockId) -> None:
+        """Gives the hashes of one block to another, which has none."""
+        end = self._end_of.get(source, 0)
+        hashes = self.hashes_of(source)
+        self.remove([source])
+        for block_hash in hashes:
+            self.insert_at(block_hash, target, end)
 
     def find(self, block_hash: BlockHash) -> BlockId | None:
         """The block that was published first under a hash, of those still here."""
@@ -75,10 +107,21 @@ class PrefixIndex:
         self._block_of.clear()
         self._hash_of.clear()
         self._duplicates.clear()
+        self._further.clear()
+        self._end_of.clear()
 
     def hash_of(self, block: BlockId) -> BlockHash | None:
-        """The hash that a block is found under."""
+        """The first hash that a block is found under."""
         return self._hash_of.get(block)
+
+    def hashes_of(self, block: BlockId) -> list[BlockHash]:
+        """All hashes that a block is found under, the first one first."""
+        first = self._hash_of.get(block)
+        return [] if first is None else [first, *self._further.get(block, ())]
+
+    def end_of(self, block: BlockId) -> int | None:
+        """The tokens that the first hash of a block stands for, if that was said."""
+        return self._end_of.get(block)
 
     def hashes(self) -> list[BlockHash]:
         """Every hash that can be found, in the order in which they were inserted."""
@@ -90,12 +133,15 @@ class PrefixIndex:
 
     def check(self) -> None:
         """Both directions and the duplicates agree. Raises AssertionError."""
-        found = {block: block_hash for block_hash, block in self._block_of.items()}
+        found = {(block, block_hash) for block_hash, block in self._block_of.items()}
         for block_hash, others in self._duplicates.items():
             assert others, "a hash is listed with no duplicates"
             assert block_hash in self._block_of, "duplicates of a hash that is gone"
-            found |= dict.fromkeys(others, block_hash)
-        assert found == self._hash_of, "the two directions of the index differ"
+            found |= {(block, block_hash) for block in others}
+        named = {(block, each) for block in self._hash_of for each in self.hashes_of(block)}
+        assert found == named, "the two directions of the index differ"
+        assert self._further.keys() <= self._hash_of.keys(), "further hashes without a first one"
+        assert self._end_of.keys() <= self._hash_of.keys(), "an end without a hash"
 
     def _insert_one(self, block_hash: BlockHash, block: BlockId) -> bool:
         if block_hash not in self._block_of:

@@ -6,70 +6,197 @@ from collections.abc import Iterable, Sequence
 
 from services.common.block_hash import BlockHash
 from services.common.ids import NULL_BLOCK, BlockId
-from services.kvpool.core.group_manager import BlockTable, Filling, GroupManager
+from services.common.kv_cache_groups import KVCacheGroup, last_state_position
+from services.kvpool.core.block_pool import BlockPool
+from services.kvpool.core.group_manager import (
+    BlockTable,
+    Chain,
+    Filling,
+    GroupHit,
+    GroupManager,
+    Need,
+)
+from services.kvpool.core.pool_config import PoolConfig
 
 
-class StateSpaceManager(GroupManager):
-    """A block holds the state after the last token that was computed in it, and stands for all
-    tokens up to there: a request needs one, and a second while a step leads from one to another.
-
-    A step reads the state that the step before it left, and writes the last entry of the table.
-    Blocks that it passes over have no state: their entries are null. A block can be found by its
-    hash only if its state is the one at the end of the block, so only a step that ends there leaves
-    a hit for other requests. The scheduler therefore cuts the steps of a prompt at block
-    boundaries, and counts no lookahead in slots (the "align" mode of vLLM's Mamba cache).
-
-    Keys and values can be found by a request that runs in the same step as the one that computes
-    them, since each layer writes before it reads. A state exists only after the step. So a state is
-    published not when its block is planned, but when a later Grow says that it is stored.
+class OverwrittenStateManager(GroupManager):
+    """One block holds the state, and each step overwrites it; others hold those after drafts. A
+    block stands for as many tokens as a sequence may have. Nothing is found by prefixes.
     """
 
-    __slots__ = ()
+    def num_missing(self, table: BlockTable, need: Need) -> int:
+        return super().num_missing(table, self._with_drafts(need))
 
-    def num_missing(self, num_entries: int, num_slots: int) -> int:
-        """One if the slots reach beyond the table, however far."""
-        return int(-(-num_slots // self._block_size) > num_entries)
+    def num_missing_behind(self, hit: GroupHit, need: Need) -> int:
+        return super().num_missing_behind(hit, self._with_drafts(need))
 
-    def admit(self, hits: list[BlockId], num_computed_tokens: int) -> BlockTable:
-        """A table that holds the hit: the state at the end of its last block."""
-        table = super().admit(hits, num_computed_tokens)
-        table.num_stored_tokens = num_computed_tokens
-        return table
+    def _num_counted(self, num_slots: int) -> int:
+        return super()._num_counted(num_slots + self._num_draft_slots)
 
-    def extend(self, table: BlockTable, num_slots: int) -> list[BlockId]:
-        """Adds one block for the state after the slots, and null entries for those passed over."""
-        num_passed = -(-num_slots // self._block_size) - len(table.blocks) - 1
-        if num_passed < 0:
-            return []
-        if table.num_stored_tokens != len(table.blocks) * self._block_size:
-            table.unpublished |= {len(table.blocks) - 1}
-        entries = [NULL_BLOCK] * num_passed + self._pool.get_new_blocks(1)
-        table.blocks += entries
-        return entries
+    def extend(self, table: BlockTable, need: Need) -> list[BlockId]:
+        return super().extend(table, self._with_drafts(need))
+
+    @property
+    def _num_draft_slots(self) -> int:
+        return self._block_size * self._spec.num_speculative_blocks
+
+    def _with_drafts(self, need: Need) -> Need:
+        return Need(need.num_slots + self._num_draft_slots, need.num_tokens)
+
+
+class AlignedStateManager(GroupManager):
+    """A block holds the state after the last token that was computed in it, and stands for all
+    tokens up to there: a request needs one, a second while a step leads from one to another, and
+    one for each draft.
+
+    A step reads the state that the step before it left, and writes the entry of its last token.
+    Blocks that it passes over have no state: their entries are null. A block can be found by the
+    hash at its end only if its state is the one there, so only a step that ends there leaves a hit
+    for other requests. The scheduler therefore cuts the steps of a prompt at block boundaries, and
+    where a later request is likely to continue (the "align" mode of vLLM's Mamba cache).
+
+    Keys and values can be found by a request that runs in the same step as the one that computes
+    them, since each layer writes before it reads. A state exists only after the step: a request
+    that finds one which the present step publishes waits for the next.
+
+    Where hits may end inside a block, the state at the end of a prompt is published before its
+    block is full. The request then goes on in its block, and a copy is left to be found; another
+    one that finds it goes on in a copy.
+    """
+
+    def __init__(
+        self,
+        group: int,
+        spec: KVCacheGroup,
+        pool: BlockPool,
+        config: PoolConfig,
+        *,
+        uses_eagle: bool,
+    ) -> None:
+        super().__init__(group, spec, pool, config, uses_eagle=uses_eagle)
+        self._num_speculative = spec.num_speculative_blocks
+        self._published_in_step: set[BlockHash] = set()
+
+    def num_missing(self, table: BlockTable, need: Need) -> int:
+        return self._num_lacking(
+            len(table.blocks),
+            need.num_tokens,
+            needs_copy=table.shared_tail is not None,
+            has_state=table.has_state,
+        )
+
+    def num_missing_behind(self, hit: GroupHit, need: Need) -> int:
+        return self._num_lacking(
+            len(hit.blocks), need.num_tokens, needs_copy=self._needs_copy(hit), has_state=False
+        )
+
+    def num_reserved(self, table: BlockTable, num_slots: int) -> int:
+        return self.num_missing(table, Need(num_slots, num_slots))
+
+    def num_reserved_behind(self, hit: GroupHit, num_slots: int) -> int:
+        return self.num_missing_behind(hit, Need(num_slots, num_slots))
+
+    def is_stored(self, hits: Sequence[BlockId]) -> bool:
+        return not hits or self._index.hash_of(hits[-1]) not in self._published_in_step
+
+    def begin_step(self) -> None:
+        self._published_in_step.clear()
+
+    def extend(self, table: BlockTable, need: Need) -> list[BlockId]:
+        """Adds a block for the state after the tokens and those after drafts, and null entries for
+        the blocks that are passed over. The blocks of drafts that are no longer needed where they
+        are move on to the end.
+        """
+        blocks, num_before = table.blocks, len(table.blocks)
+        num_wanted = -(-need.num_tokens // self._block_size) + self._num_speculative
+        copies = table.shared_tail is not None
+        if num_wanted > num_before or copies:
+            num_passed = num_wanted - self._num_speculative - 1
+            blocks += [NULL_BLOCK] * (num_passed - num_before)
+            if table.has_state:
+                for position in range(
+                    num_before - self._num_speculative, min(num_before, num_passed)
+                ):
+                    blocks.append(blocks[position])
+                    blocks[position] = NULL_BLOCK
+            num_new = max(0, num_wanted - len(blocks))
+            new = self._pool.get_new_blocks(num_new + copies)
+            if copies:
+                self._copy_tail(table, new.pop(0))
+            blocks += new
+        table.has_state = True
+        return blocks[num_before:]
 
     def publish(self, fillings: Iterable[Filling]) -> None:
-        """Publishes nothing: the states are planned, not stored yet."""
+        for table, chain, num_tokens in fillings:
+            end = self._num_publishable(num_tokens)
+            looked_at = self._publish_one(table, chain, end)
+            self._publish_end_of_prompt(table, chain, end)
+            hashes = (self._index.hash_of(table.blocks[position]) for position in looked_at)
+            self._published_in_step.update(found for found in hashes if found is not None)
 
-    def remove_skipped_blocks(
-        self, table: BlockTable, hashes: Sequence[BlockHash], num_computed_tokens: int
-    ) -> None:
-        """Publishes the states that are stored, and frees those that were read."""
-        table.num_stored_tokens = num_computed_tokens
-        end = min(num_computed_tokens // self._block_size, len(hashes), len(table.blocks))
-        if end - 1 in table.unpublished:
-            end -= 1
-        stored = [
-            position
-            for position in range(table.num_published, end)
-            if table.blocks[position] and position not in table.unpublished
-        ]
-        self._pool.publish(
-            self._group,
-            [hashes[position] for position in stored],
-            [table.blocks[position] for position in stored],
-        )
-        table.num_published = max(table.num_published, end)
-        super().remove_skipped_blocks(table, hashes, num_computed_tokens)
+    def _keeps(self, positions: range, boundaries: Sequence[int]) -> list[bool] | None:
+        begin, end = positions.start, positions.stop
+        size, interval = self._block_size, self._retention_interval
+        if interval is None:
+            return None
+        kept = [False] * (end - begin)
+        if interval:
+            period = interval // size
+            if period <= 1:
+                return None
+            kept = [(position + 1) % period == 0 for position in range(begin, end)]
+        for boundary in boundaries:
+            position = boundary // self._alignment * self._alignment // size - 1
+            if begin <= position < end:
+                kept[position - begin] = True
+        return kept
 
-    def _free_entries(self, table: BlockTable, begin: int, end: int) -> None:
-        self._free_one_by_one(table.blocks[begin:end])
+    def _num_lacking(
+        self, num_entries: int, num_tokens: int, *, needs_copy: bool, has_state: bool
+    ) -> int:
+        num_wanted = -(-num_tokens // self._block_size) + self._num_speculative
+        num_states = 1 if has_state else 1 + self._num_speculative
+        return min(max(0, num_wanted - num_entries), num_states) + needs_copy
+
+    def _copy_tail(self, table: BlockTable, target: BlockId) -> None:
+        position, table.shared_tail = table.shared_tail, None
+        assert position is not None
+        source = table.blocks[position]
+        if not table.has_state:  # a hit of another request's state
+            table.blocks[position] = target
+            self._pool.copy(self._group, source, target, adds_holder_of=target)
+            return
+        # Its own state, which it is about to overwrite: the copy is what others find.
+        self._pool.move_hashes(self._group, source, target)
+        self._pool.copy(self._group, source, target, adds_holder_of=source)
+        moved = self._index.hash_of(target)
+        if moved is not None:
+            self._published_in_step.add(moved)
+
+    def _publish_end_of_prompt(self, table: BlockTable, chain: Chain, num_tokens: int) -> None:
+        """Publishes the state where an equal prompt, or a longer one, will continue, if the step
+        ends there.
+        """
+        unit = self._hash_block_size
+        if num_tokens <= 0 or num_tokens != last_state_position(
+            chain.num_prompt_tokens, unit, drops_last=self._drops_last_hit_block
+        ):
+            return
+        position = -(-num_tokens // self._block_size) - 1
+        block = table.blocks[position] if position < len(table.blocks) else NULL_BLOCK
+        if block == NULL_BLOCK or self._index.end_of(block) == num_tokens:
+            return
+        block_hash = chain.hashes[num_tokens // unit - 1]
+        self._pool.publish_part(self._group, block_hash, block, num_tokens)
+        self._published_in_step.add(block_hash)
+        if num_tokens % self._block_size:
+            table.shared_tail = table.num_published = position
+
+
+def state_manager(
+    group: int, spec: KVCacheGroup, pool: BlockPool, config: PoolConfig, *, uses_eagle: bool
+) -> GroupManager:
+    """The manager for the states of a group, by what it keeps of them."""
+    manager = AlignedStateManager if spec.aligns_states else OverwrittenStateManager
+    return manager(group, spec, pool, config, uses_eagle=uses_eagle)

@@ -54,6 +54,8 @@ class TransactionValidator:
     def _grow(self, grow: Grow, where: str) -> None:
         _require_parallel(grow.requests, grow.num_slots, where, "num_slots")
         _require_parallel(grow.requests, grow.num_computed_tokens, where, "num_computed_tokens")
+        if grow.num_tokens:
+            _require_parallel(grow.requests, grow.num_tokens, where, "num_tokens")
         self._require_admitted(grow.requests, where)
 
     def _commit(self, commit: Commit, where: str) -> None:

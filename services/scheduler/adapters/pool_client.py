@@ -72,6 +72,10 @@ class PoolClient:
         *,
         enable_prefix_caching: bool,
         drop_last_hit_block: bool,
+        prefix_match_unit: int | None = None,
+        prefix_cache_retention_interval: int | None = None,
+        max_model_len: int | None = None,
+        max_in_flight_tokens: int | None = None,
         seen_generation: int = 0,
     ) -> int:
         """Begins a new generation of the pool and returns it, with a stream open. It is greater
@@ -87,6 +91,10 @@ class PoolClient:
                     enable_prefix_caching=enable_prefix_caching,
                     fingerprint=fingerprint,
                     drop_last_hit_block=drop_last_hit_block,
+                    prefix_match_unit=prefix_match_unit,
+                    prefix_cache_retention_interval=prefix_cache_retention_interval,
+                    max_model_len=max_model_len,
+                    max_in_flight_tokens=max_in_flight_tokens,
                     owner=self._owner,
                     seen_generation=max(seen_generation, self._generation),
                     report_events=self._recorder is not None,

@@ -15,6 +15,7 @@ from services.common.pooling import Pooler
 from services.common.pooling_proto import pooler_from_proto
 from services.scheduler.adapters.pool_client import PoolClient
 from services.scheduler.adapters.worker_client import WorkerGroup
+from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.ports import PoolLost, WorkersLost
 
 logger = logging.getLogger(__name__)
@@ -60,11 +61,17 @@ class ReplicaClient:
     """
 
     def __init__(
-        self, pool: PoolClient, workers: WorkerGroup, *, enable_prefix_caching: bool
+        self,
+        pool: PoolClient,
+        workers: WorkerGroup,
+        configure: Callable[[ReplicaShape], SchedulerConfig],
     ) -> None:
+        """`configure` derives the scheduler's configuration from what the workers describe; it may
+        raise FailedPrecondition.
+        """
         self._pool = pool
         self._workers = workers
-        self._enable_prefix_caching = enable_prefix_caching
+        self._configure = configure
         self._shape: ReplicaShape | None = None
 
     async def open(self) -> ReplicaShape:
@@ -105,12 +112,17 @@ class ReplicaClient:
             _require_same(self._shape, shape)
             # The scheduler keeps counting the blocks that it was configured with.
             shape = replace(shape, num_blocks=self._shape.num_blocks)
+        config = self._configure(shape)
         generation = await self._pool.open(
-            shape.num_blocks,
-            shape.groups,
-            shape.description.fingerprint,
-            enable_prefix_caching=self._enable_prefix_caching and not shape.takes_whole_prompts,
-            drop_last_hit_block=shape.description.drop_last_hit_block,
+            config.num_blocks,
+            config.all_groups,
+            config.fingerprint,
+            enable_prefix_caching=config.enable_prefix_caching,
+            drop_last_hit_block=config.drop_last_hit_block,
+            prefix_match_unit=config.prefix_match_unit,
+            prefix_cache_retention_interval=config.prefix_cache_retention_interval,
+            max_model_len=config.max_model_len,
+            max_in_flight_tokens=config.max_in_flight_tokens,
             seen_generation=max(rank.seen_generation for rank in ranks),
         )
         await self._workers.open(generation)
@@ -146,6 +158,8 @@ def _conflict(rank: worker_pb2.DescribeResponse, first: worker_pb2.DescribeRespo
     for index, group in enumerate(rank.groups):
         if kv_cache_group_from_proto(group) is None:
             return f"describes group {index} with an attention type that is not known here"
+        if not group.block_size:
+            return f"describes group {index} with blocks of no tokens"
     sizes = {group.block_size for group in rank.groups}
     if len(sizes) > 1:
         return f"has blocks of {min(sizes)} and of {max(sizes)} tokens: groups must have one size"

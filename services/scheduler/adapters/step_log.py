@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -31,6 +30,7 @@ from services.scheduler.core.recorder import (
     Entry,
     RecordingScheduler,
     config_entry,
+    group_entry,
 )
 from services.scheduler.core.scheduler import Scheduler
 
@@ -129,10 +129,7 @@ def header(config: SchedulerConfig, shape: ReplicaShape, started_unix_nanos: int
         "config": config_entry(config),
         "pool": {
             "num_blocks": config.num_blocks,
-            "groups": [
-                asdict(group) | {"attention_type": group.attention_type.value}
-                for group in shape.groups
-            ],
+            "groups": [group_entry(group) for group in shape.groups],
         },
     }
 

@@ -51,5 +51,7 @@ class RequestSubmitter:
         config = self._intake.config
         if not config.enable_prefix_caching or request.num_tokens <= HASH_INLINE_TOKENS:
             return
-        await asyncio.to_thread(request.hash_full_blocks, config.fingerprint, config.block_size)
+        await asyncio.to_thread(
+            request.hash_full_blocks, config.fingerprint, config.hash_block_size
+        )
         request.hashed_unix_nanos = time.time_ns()

@@ -78,12 +78,12 @@ class AdmissionPlanner:
         """Admissions of the candidates, in order, as far as places and budget seem to reach.
 
         A prefix hit is what the pool answered last, and beyond it what earlier admissions of the
-        step publish. That holds for blocks of keys and values; states are published only when they
-        are stored. If the first candidate certainly does not fit, none is planned: that saves a
+        step publish. With windows and states only the pool can tell: it stops where the hit is
+        another one. If the first candidate certainly does not fit, none is planned: that saves a
         transaction in every step until it does.
         """
-        size, budget = self.config.block_size, builder.token_budget
-        published = set(builder.published)
+        size, budget = self.config.hash_block_size, builder.token_budget
+        published, only_grows = set(builder.published), self.config.only_grows
         passing_over = builder.passing_over.copy()
         encoder: StepEncoder | None = None
         plan = AdmissionPlan()
@@ -96,7 +96,7 @@ class AdmissionPlanner:
                 plan.passed_over.append(PassedOver(request, reason, len(plan.admissions)))
                 continue
             hit = builder.hits[request]
-            if not request.holds_blocks:
+            if only_grows and not request.holds_blocks:
                 hit = self._hit(request, hit, published)
             start = hit + builder.external.get(request, 0)
             if builder.defers_prefills and start < request.num_tokens - 1:
@@ -121,7 +121,7 @@ class AdmissionPlanner:
             if not plan.admissions and self._blocks_needed(planned) > num_free_blocks:
                 plan.refused = planned
                 return plan.stop(WaitReason.NO_BLOCKS)
-            if not self.config.caches_states:
+            if only_grows:
                 end = planned.terms.num_computed_tokens + planned.num_new_tokens
                 published.update(request.block_hashes[hit // size : end // size])
             budget -= planned.num_new_tokens + planned.num_drafts
@@ -139,7 +139,7 @@ class AdmissionPlanner:
         if gap > budget and not self.config.enable_chunked_prefill:
             return 0
         num_new = min(gap, budget)
-        if self.config.caches_states:
+        if self.config.aligns_states:
             num_new = aligned_chunk(self.config, request, start, num_new)
         return num_new
 
@@ -160,7 +160,7 @@ class AdmissionPlanner:
         return PlannedAdmission(request, terms, num_new, num_asked, num_drafts)
 
     def _hit(self, request: Request, hit: int, published: set[BlockHash]) -> int:
-        size = self.config.block_size
+        size = self.config.hash_block_size
         blocks = hit // size
         longest = min(request.max_hit_tokens // size, len(request.block_hashes))
         while blocks < longest and request.block_hashes[blocks] in published:
@@ -181,6 +181,11 @@ class AdmissionPlanner:
             return 0
         if end + num_drafts >= self.config.max_model_len or num_drafts >= self.config.token_budget:
             return 0
+        if self.config.aligns_states:
+            # A step that must end before the drafts has none.
+            num_tokens = 1 + num_drafts
+            if aligned_chunk(self.config, request, start, num_tokens) != num_tokens:
+                return 0
         return num_drafts if builder.has_running_requests or start else 0
 
     def _terms(
@@ -202,18 +207,26 @@ class AdmissionPlanner:
             num_hit_tokens=hit,
             num_slots=slots,
             num_commit_tokens=end,
-            num_reserve_slots=max(reserve, slots),
+            num_reserve_slots=reserve,
             num_watermark_blocks=self.config.num_watermark_blocks if joins else 0,
             traceparent=request.traceparent,
             resumed=request.status is RequestStatus.PREEMPTED,
             num_external_tokens=num_external_tokens,
             holds_blocks=request.holds_blocks,
             new_hashes=request.unsent_hashes if request.holds_blocks else (),
+            num_tokens=end + num_drafts if self.config.num_lookahead_tokens else None,
+            num_prompt_tokens=request.num_prompt_tokens,
+            shared_prefix_boundary=request.shared_prefix_boundary,
         )
 
     def _blocks_needed(self, planned: PlannedAdmission) -> int:
         """Blocks that an admission needs at least: those of groups of full attention."""
-        size, terms = self.config.block_size, planned.terms
-        held = (planned.request.num_slots or terms.num_hit_tokens) // size
-        blocks = max(0, -(-terms.num_reserve_slots // size) - held)
-        return blocks * self.config.num_full_groups + terms.num_watermark_blocks
+        terms = planned.terms
+        slots = max(terms.num_reserve_slots, terms.num_slots)
+        return terms.num_watermark_blocks + sum(
+            max(
+                0,
+                -(-slots // size) - -(-(planned.request.num_slots or terms.num_hit_tokens) // size),
+            )
+            for size in self.config.full_block_sizes
+        )

@@ -2,7 +2,6 @@
 
 from bisect import bisect_right
 
-from services.common.kv_cache_groups import AttentionType, KVCacheGroup
 from services.scheduler.core.config import SchedulerConfig
 
 
@@ -10,15 +9,17 @@ def max_request_tokens(config: SchedulerConfig) -> int:
     """Tokens, at most `max_model_len`, that a request alone in the pool could come to hold.
 
     All groups take their blocks from the one pool. Full attention needs blocks for all tokens;
-    windows and states need what they hold at once while a prompt is computed in the largest steps,
-    or while drafts are verified and those of the step before may still be rejected.
+    windows and states need what they hold at once while as many of the largest steps are in flight
+    as may be, or while drafts are verified and those of the step before may still be rejected.
     """
-    groups = config.groups or (KVCacheGroup(AttentionType.FULL, config.block_size),)
-    num_step_tokens = max(config.token_budget, 1 + 2 * config.num_speculative_tokens)
-    num_step_tokens += config.num_lookahead_tokens
+    num_tokens_in_flight = max(config.max_in_flight_tokens, 1 + 2 * config.num_speculative_tokens)
+    num_tokens_in_flight += config.num_lookahead_tokens
 
     def num_held_blocks(num_tokens: int) -> int:
-        return sum(group.max_held_blocks(num_tokens, num_step_tokens) for group in groups)
+        return sum(
+            group.max_held_blocks(num_tokens, num_tokens_in_flight, config.num_steps_in_flight)
+            for group in config.all_groups
+        )
 
     lengths = range(config.max_model_len + 1)
     return bisect_right(lengths, config.num_blocks - 1, key=num_held_blocks) - 1
@@ -29,19 +30,10 @@ def config_conflict(config: SchedulerConfig) -> str | None:
 
     No worker has state-space layers today: tests and replays use them, and hybrid models will.
     """
-    has_states = any(group.attention_type is AttentionType.STATE_SPACE for group in config.groups)
-    if has_states and (config.num_speculative_tokens or config.num_lookahead_tokens):
-        return "state-space layers cannot take back a draft: serve the model without speculation"
-    if config.caches_states and not config.enable_chunked_prefill:
+    if config.aligns_states and not config.enable_chunked_prefill:
         return (
             "prefix caching of state-space layers computes prompts in chunks of whole blocks: "
             "enable chunked prefill, or disable prefix caching"
-        )
-    if config.caches_states and config.token_budget < config.block_size:
-        return (
-            f"a step of {config.token_budget} tokens does not reach the end of a block of "
-            f"{config.block_size}, where states are cached: raise max_num_batched_tokens, or "
-            "disable prefix caching"
         )
     if not config.enable_chunked_prefill and config.token_budget < config.max_model_len:
         return (

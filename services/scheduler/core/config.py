@@ -2,7 +2,12 @@
 
 from dataclasses import dataclass
 
-from services.common.kv_cache_groups import AttentionType, KVCacheGroup
+from services.common.kv_cache_groups import (
+    AttentionType,
+    KVCacheGroup,
+    has_partial_hits,
+    hash_block_size,
+)
 from services.scheduler.core.kv_role import KVLoadFailurePolicy, KVRole
 
 
@@ -74,6 +79,12 @@ class SchedulerConfig:
     """
     groups: tuple[KVCacheGroup, ...] = ()
     """Groups of layers with a block table each; empty: one, of full attention."""
+    prefix_match_unit: int | None = None
+    """Tokens of a block hash; None: as large as the blocks of all groups allow."""
+    prefix_cache_retention_interval: int | None = None
+    """Which windows and states the pool lets be found: one in so many tokens, and those where later
+    requests are likely to continue; 0: only the latter; None: all.
+    """
 
     @property
     def token_budget(self) -> int:
@@ -103,22 +114,55 @@ class SchedulerConfig:
         return self.async_scheduling and self.kv_role in (KVRole.BOTH, KVRole.CONSUMER)
 
     @property
-    def num_full_groups(self) -> int:
-        """Groups that hold every block of a request for as long as it runs."""
-        return self._count(AttentionType.FULL) if self.groups else 1
+    def full_block_sizes(self) -> list[int]:
+        """Block sizes of the groups that hold every block of a request for as long as it runs."""
+        return [
+            group.block_size
+            for group in self.all_groups
+            if group.attention_type is AttentionType.FULL
+        ]
 
     @property
-    def caches_states(self) -> bool:
-        """Whether prefixes are found by the states that state-space layers stored at their end.
+    def all_groups(self) -> tuple[KVCacheGroup, ...]:
+        """The groups, also where there is only the one of full attention."""
+        return self.groups or (KVCacheGroup(AttentionType.FULL, self.block_size),)
+
+    @property
+    def only_grows(self) -> bool:
+        """Whether all block tables of a request are equally long, and only grow while it runs."""
+        return all(
+            group.attention_type is AttentionType.FULL and group.block_size == self.block_size
+            for group in self.groups
+        )
+
+    @property
+    def aligns_states(self) -> bool:
+        """Whether state-space layers keep states at block boundaries, by which prefixes are found.
 
         Such layers store one state a step, so the steps of a prompt must end where blocks end.
         """
-        return self.enable_prefix_caching and self._count(AttentionType.STATE_SPACE) > 0
+        return any(group.aligns_states for group in self.groups)
+
+    @property
+    def hash_block_size(self) -> int:
+        """Tokens that one block hash stands for."""
+        return hash_block_size(
+            self.all_groups,
+            self.prefix_match_unit,
+            enable_prefix_caching=self.enable_prefix_caching,
+        )
+
+    @property
+    def has_partial_hits(self) -> bool:
+        """Whether prefix hits may end inside a block."""
+        return self.enable_prefix_caching and has_partial_hits(self.groups, self.hash_block_size)
+
+    @property
+    def max_in_flight_tokens(self) -> int:
+        """Most tokens of steps that were planned and whose outputs have not come."""
+        return self.max_num_batched_tokens * self.num_steps_in_flight
 
     @property
     def num_watermark_blocks(self) -> int:
         """The watermark in blocks."""
         return int(self.watermark * self.num_blocks)
-
-    def _count(self, attention_type: AttentionType) -> int:
-        return sum(group.attention_type is attention_type for group in self.groups)

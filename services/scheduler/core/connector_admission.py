@@ -137,7 +137,7 @@ class ConnectorAdmission:
             return WaitReason.NO_BLOCKS
         (blocks,) = outcome.admitted
         self._queues.hold(request)
-        request.take_blocks(terms, blocks, self._config.block_size)
+        request.take_blocks(terms, blocks, self._config.block_size, self._config.hash_block_size)
         self._transfers.begin_load(request, blocks, num_external)
         builder.hits.clear()
         return None

@@ -2,13 +2,15 @@
 Every method makes at most one transaction.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from services.common.block_hash import BlockHash
 from services.common.ids import BlockId, RequestKey
 from services.common.pool_operations import (
     Admission,
     Admit,
+    BeginStep,
+    BlockCopy,
     Commit,
     EvictBlocks,
     Grow,
@@ -16,6 +18,7 @@ from services.common.pool_operations import (
     Operation,
     Outcome,
     Release,
+    ReleaseCopies,
     ResetPrefixCache,
 )
 from services.scheduler.core.computed_tokens import num_computed_tokens_of
@@ -44,6 +47,12 @@ class KVCacheManager:
         self._evictions: list[BlockId] = []
         """Blocks whose hash the next transaction removes."""
         self._block_ids_to_zero: list[BlockId] = []
+        self._copies: list[BlockCopy] = []
+        self._hash_block_size = config.hash_block_size
+        self._only_grows = config.only_grows
+        self._needs_steps = config.aligns_states and config.enable_prefix_caching
+        self._step_begins = False
+        """Whether the pool has yet to be told of the step that is planned."""
         self._num_lookahead_tokens = config.num_lookahead_tokens
         self._longest = config.max_model_len
 
@@ -57,9 +66,17 @@ class KVCacheManager:
         return min(num_tokens + self._num_lookahead_tokens, self._longest)
 
     def needs_slots(self, request: Request, num_tokens: int) -> bool:
-        """Whether a running request lacks slots for its first `num_tokens` to be computed."""
+        """Whether a running request lacks slots for its first `num_tokens` to be computed. Where
+        groups give blocks back, every request that is looked at is asked for.
+        """
         num_slots = request.num_slots
+        if not self._only_grows:
+            return True
         return num_slots < num_tokens + self._num_lookahead_tokens and num_slots < self._longest
+
+    def begin_step(self) -> None:
+        """A step is about to be planned."""
+        self._step_begins = self._needs_steps
 
     async def grow(
         self,
@@ -67,6 +84,7 @@ class KVCacheManager:
         growing: Sequence[Request],
         leaving: Collection[Request],
         looked_up: Sequence[Request],
+        in_flight: Callable[[Request], int],
         traceparent: str,
     ) -> Outcome:
         """Allocates blocks for the scheduled tokens of `growing`, publishes the blocks that the
@@ -78,22 +96,25 @@ class KVCacheManager:
         A stop names one of `growing`; those before it have grown, and nothing was published or
         looked up.
         """
-        operations = self._pop_pending()
+        operations: list[Operation] = []
         if growing:
-            operations.append(self._grow(builder, growing))
+            operations.append(self._grow(builder, growing, in_flight))
         filling = self._filling(builder, leaving)
         if filling:
             operations.append(self._commit(filling))
         operations += self._look_up(builder, looked_up)
+        operations = [*self._pop_pending(), *self._in_step(operations)]
         outcome = await self._transact(operations, traceparent)
         size = self._config.block_size
         for request, blocks in zip(growing, outcome.grown if growing else (), strict=False):
             request.num_slots += len(blocks[0]) * size
-            builder.plan.appended_blocks[request] = blocks
+            if self._only_grows or any(blocks):
+                builder.plan.appended_blocks[request] = blocks
         if outcome.stop is None:
             for _, end, request in filling:
-                request.num_committed_blocks = end // size
-                request.num_hashes_sent = max(request.num_hashes_sent, end // size)
+                num_full = end // self._hash_block_size
+                request.num_committed_blocks = num_full
+                request.num_hashes_sent = max(request.num_hashes_sent, num_full)
             if looked_up:
                 self._note_hits(builder, looked_up, outcome)
         return outcome
@@ -102,21 +123,31 @@ class KVCacheManager:
         self, builder: StepBuilder, looked_up: Sequence[Request], traceparent: str
     ) -> None:
         """Looks up how much of each request's tokens is cached."""
-        operations = [*self._pop_pending(), *self._look_up(builder, looked_up)]
+        operations = [*self._pop_pending(), *self._in_step(self._look_up(builder, looked_up))]
         outcome = await self._transact(operations, traceparent)
         self._note_hits(builder, looked_up, outcome)
 
     def hash_continuation(self, request: Request) -> None:
         """Computes the hashes of a request that holds blocks, before its admission."""
         if self._config.enable_prefix_caching:
-            request.hash_full_blocks(self._config.fingerprint, self._config.block_size)
+            request.hash_full_blocks(self._config.fingerprint, self._hash_block_size)
 
     async def admit(self, admissions: Sequence[Admission], traceparent: str) -> Outcome:
         """Allocates the blocks of waiting requests, up to the first that does not fit."""
-        operations = self._pop_pending()
-        if admissions:
-            operations.append(Admit(admissions))
+        operations: list[Operation] = [Admit(admissions)] if admissions else []
+        operations = [*self._pop_pending(), *self._in_step(operations)]
         return await self._transact(operations, traceparent)
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether blocks are held for copies that transactions of this step made."""
+        return bool(self._copies)
+
+    async def release_copies(self, traceparent: str) -> list[BlockCopy]:
+        """The copies that the workers make before the step. Their blocks are held no longer."""
+        copies, self._copies = sorted(self._copies, key=lambda copy: copy.group), []
+        await self._transact([ReleaseCopies()], traceparent)
+        return copies
 
     async def flush(self) -> None:
         """Sends the operations that are kept for the next transaction."""
@@ -137,7 +168,7 @@ class KVCacheManager:
         The last token is known, but not computed.
         """
         end = len(request.token_ids) - 1
-        num_full = end // self._config.block_size
+        num_full = end // self._hash_block_size
         if num_full > request.num_committed_blocks and self._config.enable_prefix_caching:
             _, earlier = self._commits.get(request.key, (0, []))
             self._commits[request.key] = end, earlier + self._unsent_hashes(request, num_full)
@@ -147,7 +178,7 @@ class KVCacheManager:
     def publish_loaded(self, request: Request) -> None:
         """Publishes the blocks of a request that waited until they were loaded."""
         if self._config.enable_prefix_caching:
-            num_full = request.num_computed_tokens // self._config.block_size
+            num_full = request.num_computed_tokens // self._hash_block_size
             unsent = self._unsent_hashes(request, num_full)
             self._commits[request.key] = request.num_computed_tokens, unsent
             request.num_committed_blocks = num_full
@@ -170,6 +201,7 @@ class KVCacheManager:
         """Starts over with an empty pool: no request holds blocks, no operation is kept."""
         self._commits, self._releases, self._evictions = {}, [], []
         self._block_ids_to_zero.clear()
+        self._copies.clear()
         self.num_free_blocks = self._config.num_blocks - 1
 
     def _pop_pending(self) -> list[Operation]:
@@ -188,27 +220,42 @@ class KVCacheManager:
         self._commits, self._releases, self._evictions = {}, [], []
         return operations
 
-    def _grow(self, builder: StepBuilder, growing: Sequence[Request]) -> Grow:
-        """Windows move on to the tokens that are certainly computed: those that are known. They do
-        not move back if drafts of a step in flight are rejected.
+    def _in_step(self, operations: list[Operation]) -> list[Operation]:
+        """Operations of the step that is planned; the first ones tell the pool that it begins."""
+        if operations and self._step_begins:
+            self._step_begins = False
+            return [BeginStep(), *operations]
+        return operations
+
+    def _grow(
+        self,
+        builder: StepBuilder,
+        growing: Sequence[Request],
+        in_flight: Callable[[Request], int],
+    ) -> Grow:
+        """Windows move on to the tokens that are certainly computed, which steps in flight do not
+        change any more: they may read what lies before, and drafts of theirs may be rejected.
         """
         starts = num_computed_tokens_of(growing)
-        known = [len(request.token_ids) for request in growing]
+        keys = [request.key for request in growing]
         ends = [
             start + builder.off_fast_path[request]
             for start, request in zip(starts, growing, strict=True)
         ]
-        return Grow(
-            [request.key for request in growing],
-            list(map(min, starts, known)),
-            list(map(self.num_slots, ends)),
-        )
+        slots = list(map(self.num_slots, ends))
+        if self._only_grows:
+            return Grow(keys, starts, slots)
+        stored = [
+            max(0, start - in_flight(request))
+            for start, request in zip(starts, growing, strict=True)
+        ]
+        return Grow(keys, stored, slots, ends if self._num_lookahead_tokens else ())
 
     def _filling(self, builder: StepBuilder, leaving: Collection[Request]) -> list[_Filling]:
         """Requests of which the step fills blocks, in the order of admission."""
         if not self._config.enable_prefix_caching:
             return []
-        size = self._config.block_size
+        size = self._hash_block_size
         filling: list[_Filling] = []
         for request, start in zip(leaving, num_computed_tokens_of(leaving), strict=True):
             end = start + 1
@@ -230,14 +277,15 @@ class KVCacheManager:
             [request.key for _, _, request in filling],
             [end for _, end, _ in filling],
             [
-                self._unsent_hashes(request, end // self._config.block_size)
+                self._unsent_hashes(request, end // self._hash_block_size)
                 for _, end, request in filling
             ],
         )
 
     def _look_up(self, builder: StepBuilder, looked_up: Sequence[Request]) -> list[Operation]:
         if not self._config.enable_prefix_caching:
-            builder.hits.update(dict.fromkeys(looked_up, 0))
+            for request in looked_up:
+                builder.note_hit(request, 0, 0)
             return []
         if not looked_up:
             return []
@@ -253,7 +301,7 @@ class KVCacheManager:
         self, builder: StepBuilder, looked_up: Sequence[Request], outcome: Outcome
     ) -> None:
         for request, hit in zip(looked_up, outcome.hits, strict=False):
-            builder.hits[request] = hit
+            builder.note_hit(request, *hit)
             request.num_hashes_sent = len(request.block_hashes)
             request.known_to_pool = True
 
@@ -261,7 +309,7 @@ class KVCacheManager:
         """Hashes that the pool lacks of all full blocks, or of the first so many. A Commit has only
         those that it publishes: the last token of a session may yet be taken back.
         """
-        request.hash_full_blocks(self._config.fingerprint, self._config.block_size)
+        request.hash_full_blocks(self._config.fingerprint, self._hash_block_size)
         return request.block_hashes[request.num_hashes_sent : num_blocks]
 
     async def _transact(self, operations: Sequence[Operation], traceparent: str) -> Outcome:
@@ -271,4 +319,5 @@ class KVCacheManager:
         outcome = await self._pool.transact(operations, traceparent)
         self.num_free_blocks = outcome.num_free_blocks
         self._block_ids_to_zero += outcome.block_ids_to_zero
+        self._copies += outcome.copies
         return outcome

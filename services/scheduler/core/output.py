@@ -6,7 +6,7 @@ from enum import Enum
 
 from services.common.finish_reason import FinishReason
 from services.common.ids import BlockId
-from services.common.pool_operations import BlockTables
+from services.common.pool_operations import BlockCopy, BlockTables
 from services.scheduler.core.kv_connector import NO_RESULTS, KVLoad, KVTransferResults
 from services.scheduler.core.request import Request, TurnEnd
 
@@ -123,6 +123,8 @@ class SchedulerOutput:
     """Rows of the workers' batch that were freed since the last plan."""
     block_ids_to_zero: list[BlockId] = field(default_factory=list)
     """Blocks that the workers clear before the step."""
+    copies: list[BlockCopy] = field(default_factory=list)
+    """Blocks that they copy then, in order."""
     loads: list[KVLoad] = field(default_factory=list)
     """What the workers load from elsewhere, beginning with this step."""
     dropped: set[Request] = field(default_factory=set)

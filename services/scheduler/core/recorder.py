@@ -20,7 +20,8 @@ order, can be replayed.
     schedule             the plan: step, keys in scheduling order with num_scheduled_tokens and
                          num_computed_tokens before the step, new, resumed, preemptions (victim,
                          cause, tokens lost), block_tables and appended_blocks and draft_token_ids
-                         by key, wait_reason (why no waiting request was admitted),
+                         by key, copies (group, source, target), wait_reason (why no waiting
+                         request was admitted),
                          passed_over (reasons of single requests by key, if there are any),
                          loads (key, tokens, whether between steps; if any begin),
                          encoder_inputs (by key) and evicted_encoder_inputs, if there are any,
@@ -54,13 +55,14 @@ reset_prefix_cache. VERSION grows with every change after which an older log can
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import asdict, fields
 from enum import Enum
 from itertools import starmap
 from typing import Any
 
 from services.common.encoder_input import EncoderInput
 from services.common.finish_reason import FinishReason
+from services.common.kv_cache_groups import KVCacheGroup
 from services.common.pause_mode import PauseMode
 from services.common.pool_operations import BlockTables, Operation, Outcome
 from services.common.repetition import RepetitionDetection
@@ -79,7 +81,7 @@ from services.scheduler.core.request import InputChunk, Request, TurnEnd
 from services.scheduler.core.scheduler import Scheduler
 
 SCHEMA = "stepwell.step_log"
-VERSION = 3
+VERSION = 4
 
 Entry = dict[str, Any]
 """Of JSON's types: equal to itself after it was written as JSON and read again."""
@@ -91,6 +93,14 @@ def config_entry(config: SchedulerConfig) -> Entry:
     del values["fingerprint"], values["groups"]
     return {
         name: value.value if isinstance(value, Enum) else value for name, value in values.items()
+    }
+
+
+def group_entry(group: KVCacheGroup) -> Entry:
+    """A group of layers, as the header lists them."""
+    return {
+        name: value.value if isinstance(value, Enum) else value
+        for name, value in asdict(group).items()
     }
 
 
@@ -197,6 +207,7 @@ class RecordingScheduler(Scheduler):
                 ],
                 "block_tables": _tables(plan.block_tables),
                 "appended_blocks": _tables(plan.appended_blocks),
+                "copies": [[copy.group, copy.source, copy.target] for copy in plan.copies],
                 "draft_token_ids": {
                     str(request.key): list(drafts)
                     for request, drafts in plan.draft_token_ids.items()

@@ -145,7 +145,11 @@ class Request(ComputedTokens):
     num_hashes_sent: int = 0
     """How many of `block_hashes` were sent to the pool."""
     num_committed_blocks: int = 0
-    """Full blocks published under their hash."""
+    """Full blocks published under their hash; with blocks of several sizes, hashes published."""
+    shared_prefix_boundary: int = 0
+    """Where a prefix ends that another request computed too, and of which not all groups have what
+    a hit needs; 0 if there is none. By its last look-up, as in vLLM.
+    """
 
     def __post_init__(self) -> None:
         self._note_ending_token_ids()
@@ -261,11 +265,13 @@ class Request(ComputedTokens):
                 known=known,
             )
 
-    def take_blocks(self, terms: Admission, blocks: BlockTables, block_size: int) -> None:
+    def take_blocks(
+        self, terms: Admission, blocks: BlockTables, block_size: int, hash_block_size: int
+    ) -> None:
         """Notes what the request has in the pool once it was admitted on these terms."""
         self.num_computed_tokens = terms.num_computed_tokens
         self.num_slots = len(blocks[0]) * block_size
-        self.num_committed_blocks = terms.num_commit_tokens // block_size
+        self.num_committed_blocks = terms.num_commit_tokens // hash_block_size
         self.num_hashes_sent = len(self.block_hashes)
         self.known_to_pool = True
 

@@ -1,5 +1,7 @@
 """What a step computes of the requests that run: arithmetic on tokens, no transaction."""
 
+from collections.abc import Callable
+
 from services.scheduler.core.chunks import aligned_chunk
 from services.scheduler.core.computed_tokens import add_computed_tokens, num_computed_tokens_of
 from services.scheduler.core.config import SchedulerConfig
@@ -8,6 +10,7 @@ from services.scheduler.core.request import Request
 from services.scheduler.core.running_requests import RunningRequests
 from services.scheduler.core.step_builder import StepBuilder
 from services.scheduler.core.step_encoder import mismatch_error
+from services.scheduler.core.window_clock import WindowClock
 
 
 class RunningPlanner:
@@ -21,7 +24,9 @@ class RunningPlanner:
         self._config = config
         self._running = running
         self._kv_cache_manager = kv_cache_manager
-        self._caches_states = config.caches_states
+        self._aligns_states = config.aligns_states
+        self._window_clock = None if config.only_grows else WindowClock(config)
+        self._hash_block_size = config.hash_block_size
         self._max_prompt_len = config.max_prompt_len
         self._feeds_forward = config.async_scheduling or config.pipeline_parallel_size == 1
         """Whether the token after one in flight can be planned, because workers know it first."""
@@ -66,9 +71,12 @@ class RunningPlanner:
         self._schedule_run(builder, run_begin, len(running))
         return growing
 
-    def update_after_schedule(self, builder: StepBuilder) -> None:
+    def update_after_schedule(
+        self, builder: StepBuilder, num_in_flight: Callable[[Request], int]
+    ) -> None:
         """Counts the tokens of a planned step as computed, so that the next step can be planned
-        while this one runs, and puts requests on the fast path.
+        while this one runs, and puts requests on the fast path. `num_in_flight` tells the tokens of
+        steps before that are in flight.
         """
         self._running.advance()
         scheduled, entering = builder.off_fast_path, dict[Request, int]()
@@ -77,7 +85,14 @@ class RunningPlanner:
             request.is_prefill_chunk = num_computed < len(request.token_ids)
             if self._config.num_speculative_tokens:
                 request.draft_token_ids = self._placeholder_drafts(request)
-            elif self._feeds_forward and not request.is_prefill_chunk:
+            elif (
+                self._feeds_forward
+                and not request.is_prefill_chunk
+                and (
+                    self._window_clock is None
+                    or (scheduled[request] == 1 and num_in_flight(request) <= 1)
+                )
+            ):
                 num_steps = self._fast_path_end(request) - num_computed
                 if num_steps > 0:
                     entering[request] = num_steps
@@ -99,7 +114,7 @@ class RunningPlanner:
     ) -> int:
         """Schedules up to `num_new` tokens of a request; returns how many the budget allows."""
         num_new = min(num_new, builder.token_budget)
-        if self._caches_states:
+        if self._aligns_states:
             num_new = aligned_chunk(self._config, request, num_computed, num_new)
         if num_new > 0 and num_computed < request.num_encoded_tokens:
             num_new = self._schedule_items(builder, request, num_computed, num_new)
@@ -147,9 +162,12 @@ class RunningPlanner:
         """
         if request.sampling.repetition_detection is not None:
             return 0
-        config = self._config
-        end = min(request.num_slots - config.num_lookahead_tokens, request.max_num_tokens - 2)
+        config, longest = self._config, request.max_num_tokens - 2
+        if self._window_clock is None:
+            end = min(request.num_slots - config.num_lookahead_tokens, longest)
+        else:
+            end = min(self._window_clock.next_change(request.num_computed_tokens), longest)
         if config.enable_prefix_caching:
-            filled = (request.num_committed_blocks + 1) * config.block_size
+            filled = (request.num_committed_blocks + 1) * self._hash_block_size
             return end if end < filled else filled
         return end

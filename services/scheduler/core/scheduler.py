@@ -1,7 +1,7 @@
 """The scheduler: what each engine step computes, of which requests."""
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
 
 from services.common.finish_reason import FinishReason
@@ -81,7 +81,7 @@ class Scheduler:
                 self.transfers,
                 self._admit,
             )
-        self._caches_states = config.caches_states
+        self._only_grows = config.only_grows
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         """Rows of the workers' batch; the one that was freed last is taken first."""
         self._removed_rows: list[int] = []
@@ -240,6 +240,7 @@ class Scheduler:
         builder.defers_prefills = self._pacing.defers_prefills(
             self.running, throttled=throttle_prefills
         )
+        self._kv_cache_manager.begin_step()
         await self._schedule_running(builder, traceparent)
         wait_reason: WaitReason | None = WaitReason.NO_BLOCKS
         if not builder.plan.preemptions:
@@ -247,6 +248,8 @@ class Scheduler:
             if not builder.defers_prefills:
                 self._pacing.admitted(left_waiting=self._left_waiting())
         self._pacing.planned(builder)
+        if self._kv_cache_manager.has_copies:
+            builder.plan.copies = await self._kv_cache_manager.release_copies(traceparent)
         return self._finish_step(builder, wait_reason)
 
     def update_from_output(
@@ -377,7 +380,7 @@ class Scheduler:
                 looked_up = self._not_looked_up(builder, self._candidates(builder))
             leaving = self.running.leaving_fast_path()
             outcome = await self._kv_cache_manager.grow(
-                builder, growing, leaving, looked_up, traceparent
+                builder, growing, leaving, looked_up, self._num_in_flight(), traceparent
             )
             if outcome.stop is None:
                 return
@@ -407,7 +410,9 @@ class Scheduler:
         if not builder.plan.preemptions:
             looked_up = self._not_looked_up(builder, self._candidates(builder))
         leaving = self.running.leaving_fast_path()
-        await self._kv_cache_manager.grow(builder, [], leaving, looked_up, traceparent)
+        await self._kv_cache_manager.grow(
+            builder, [], leaving, looked_up, self._num_in_flight(), traceparent
+        )
 
     def _make_room(self, builder: StepBuilder, request: Request) -> tuple[int, int | None]:
         """Preempts a request because `request` lacks blocks. Returns the index in the order of
@@ -481,7 +486,8 @@ class Scheduler:
                     self._refuse(builder, planned.admissions[len(outcome.admitted)])
                     return WaitReason.NO_BLOCKS
                 changed = planned.admissions[len(outcome.admitted)].request
-                builder.hits[changed] = outcome.stop.num_hit_tokens
+                stop = outcome.stop
+                builder.note_hit(changed, stop.num_hit_tokens, stop.shared_prefix_boundary)
             elif planned.wait_reason is not None and not planned.admissions:
                 self._refuse(builder, planned.refused)
                 return planned.wait_reason
@@ -586,10 +592,10 @@ class Scheduler:
         self.queues.remove(request)
         self.running.append(request)
         builder.passing_over.admit(request)
-        size = self.config.block_size
+        size = self.config.hash_block_size
         request.status = RequestStatus.RUNNING
         request.row = self._free_rows.pop()
-        request.take_blocks(terms, blocks, size)
+        request.take_blocks(terms, blocks, self.config.block_size, size)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = terms.num_computed_tokens
         if self.transfers is not None:
@@ -599,7 +605,7 @@ class Scheduler:
         self._admit_items(builder, admission)
         builder.schedule(request, admission.num_new_tokens + admission.num_drafts)
         builder.plan.block_tables[request] = blocks
-        if not self._caches_states:
+        if self._only_grows:
             begin = terms.num_hit_tokens // size
             builder.published.update(request.block_hashes[begin : request.num_committed_blocks])
         (builder.plan.resumed if terms.resumed else builder.plan.new).append(request)
@@ -612,8 +618,8 @@ class Scheduler:
         threshold = config.long_prefill_token_threshold
         if config.long_prefill_token_threshold_adaptive and num_requests:
             threshold = max(threshold, config.max_num_batched_tokens // num_requests)
-        if threshold and self._caches_states:
-            threshold = max(threshold, config.block_size)
+            if config.aligns_states:  # or no step would reach the end of a block
+                threshold = max(threshold, config.block_size)
         if num_requests <= 1:
             threshold = 0
         running = self.running if self.waiting or self.kv_waiting else ()
@@ -634,13 +640,27 @@ class Scheduler:
         plan.evicted_encoder_inputs = self.encoder_cache.take_evicted()
         self._failed |= builder.failed
         self._num_steps += 1
+        if computes:
+            self._running_planner.update_after_schedule(builder, self._num_in_flight())
         if plan.requests:
             self._in_flight.append(plan)
-        if computes:
-            self._running_planner.update_after_schedule(builder)
         if self.transfers is not None:
             self.transfers.planned(plan)
         return plan
+
+    # Steps in flight
+
+    def _num_in_flight(self) -> Callable[[Request], int]:
+        """Of a request, the tokens of steps that were planned and whose output has not come. Where
+        tables only grow nobody needs to know.
+        """
+        if self._only_grows:
+            return lambda _: 0
+        steps = [
+            dict(zip(plan.requests, plan.num_scheduled_tokens, strict=True))
+            for plan in self._in_flight
+        ]
+        return lambda request: sum(step.get(request, 0) for step in steps)
 
     # After a step
 
@@ -709,7 +729,7 @@ class Scheduler:
         self._drop_in_flight(session)
         queue = self.queues if session.row is None else self.running
         queue.remove(session)
-        end = session.end_turn(self.config.block_size)
+        end = session.end_turn(self.config.hash_block_size)
         self._free_row(session)
         if session.chunks and (chunk := session.chunks.popleft()) is not None:
             session.begin_turn(chunk, self.config.max_model_len)

@@ -37,6 +37,11 @@ class StepBuilder:
     published: set[BlockHash] = field(default_factory=set)
     """Hashes that admissions of this step publish: later admissions of the step hit them."""
 
+    def note_hit(self, request: Request, num_tokens: int, shared_prefix_boundary: int) -> None:
+        """Keeps the pool's answer for a waiting request."""
+        self.hits[request] = num_tokens
+        request.shared_prefix_boundary = shared_prefix_boundary
+
     @property
     def has_running_requests(self) -> bool:
         """Whether a request that ran before this step is scheduled."""

@@ -12,6 +12,7 @@ from services.worker.core.errors import KVCacheTooSmall
 from services.worker.core.kv_groups import LayerGroup
 
 _NULL_BLOCKS = 1
+_STEPS_IN_FLIGHT = 2  # an asynchronous scheduler plans one while another is computed
 _SHORTEST_SEQUENCE = 2
 _MIB = 2**20
 
@@ -40,7 +41,7 @@ class KVCacheDemand:
         """Most blocks that a sequence of so many tokens holds at once, over all groups."""
         return sum(
             group.kv_cache_group(self.block_size).max_held_blocks(
-                num_tokens, self.max_num_batched_tokens
+                num_tokens, _STEPS_IN_FLIGHT * self.max_num_batched_tokens, _STEPS_IN_FLIGHT
             )
             for group in self.groups
         )

@@ -203,7 +203,10 @@ def test_groups_of_other_attention_are_replayed_too(
         num_layers=1,
     )
     states = common_pb2.KVCacheGroup(
-        attention_type=common_pb2.ATTENTION_TYPE_STATE_SPACE, block_size=4, num_layers=1
+        attention_type=common_pb2.ATTENTION_TYPE_STATE_SPACE,
+        block_size=4,
+        num_layers=1,
+        mamba_cache_mode=common_pb2.MAMBA_CACHE_MODE_ALIGN,
     )
     log = record(crowded(num_gpu_blocks=40), window, states)
     ends = {

@@ -37,6 +37,7 @@ from services.common.prompt_embeds_proto import prompt_embeds_from_proto, prompt
 from services.common.proto_fields import require_same_fields
 
 MESSAGES = [
+    (ops.BeginStep, kvpool_pb2.BeginStep),
     (ops.Release, kvpool_pb2.Release),
     (ops.Grow, kvpool_pb2.Grow),
     (ops.Commit, kvpool_pb2.Commit),
@@ -51,6 +52,8 @@ MESSAGES = [
     (ops.LookupResult, kvpool_pb2.LookupResult),
     (ops.AdmitResult, kvpool_pb2.AdmitResult),
     (ops.ResetPrefixCacheResult, kvpool_pb2.ResetPrefixCacheResult),
+    (ops.ReleaseCopies, kvpool_pb2.ReleaseCopies),
+    (ops.BlockCopy, kvpool_pb2.BlockCopy),
     (ops.Outcome, kvpool_pb2.TransactResponse),
     (KVCacheGroup, common_pb2.KVCacheGroup),
     (PromptEmbeds, common_pb2.PromptEmbeds),
@@ -67,13 +70,18 @@ BLOCKS = (ops.GroupBlocks([1, 2], [5, 6, 7]), ops.GroupBlocks([1, 0], [8]))
 
 OPERATIONS = [
     ops.Release([1, 2]),
-    ops.Grow([1, 2], [3, 4], [5, 6]),
+    ops.BeginStep(),
+    ops.Grow([1, 2], [3, 4], [5, 6], []),
+    ops.Grow([1, 2], [3, 4], [5, 6], [5, 5]),
     ops.Commit([1, 2], [7, 8], [HASHES[:2], ()]),
     ops.Lookup([1, 2], [7, 8], [(), HASHES[1:]]),
     ops.Admit([ops.Admission(1, 2, 3, 4, 5, 6, 7, HASHES, "00-a-b-01", resumed=True)]),
     ops.Admit([ops.Admission(1, 2, 2, 9, 9, 9, 0, [], "", False, 0, 4, holds_blocks=True)]),
     ops.Admit([ops.Admission(1, 2, 2, 9, 9, 9, 0, HASHES, num_external_tokens=5)]),
+    ops.Admit([ops.Admission(1, 9, 8, 12, 9, 9, 0, [], num_tokens=0, num_prompt_tokens=9)]),
+    ops.Admit([ops.Admission(1, 9, 8, 12, 9, 9, 0, [], shared_prefix_boundary=16)]),
     ops.ResetPrefixCache(),
+    ops.ReleaseCopies(),
     ops.EvictBlocks([3, 5]),
 ]
 OUTCOME = ops.Outcome(
@@ -81,12 +89,13 @@ OUTCOME = ops.Outcome(
     results=(
         None,
         ops.GrowResult(BLOCKS),
-        ops.LookupResult([4, 0]),
+        ops.LookupResult([4, 0], [0, 8]),
         ops.AdmitResult(BLOCKS),
         ops.ResetPrefixCacheResult(done=True),
     ),
-    stop=ops.Stop(1, 2, ops.StopReason.HIT_CHANGED, 3),
+    stop=ops.Stop(1, 2, ops.StopReason.HIT_CHANGED, 3, 8),
     block_ids_to_zero=(7, 8),
+    copies=(ops.BlockCopy(1, 7, 8),),
 )
 
 
@@ -114,7 +123,7 @@ def test_an_outcome_keeps_its_fields_on_the_wire() -> None:
 
 def test_an_outcome_gives_the_blocks_of_each_request() -> None:
     assert OUTCOME.grown == OUTCOME.admitted == [([5], [8]), ([6, 7], [])]
-    assert OUTCOME.hits == [4, 0]
+    assert OUTCOME.hits == [(4, 0), (0, 8)]
     assert OUTCOME.reset_done
     assert not ops.Outcome(9).reset_done
 
@@ -146,6 +155,9 @@ def test_a_field_without_its_counterpart_is_refused() -> None:
         block_size: int
         window: int
         num_layers: int
+        is_eagle_group: bool
+        mamba_cache_mode: int
+        num_speculative_blocks: int
         dilation: int
 
     with pytest.raises(TypeError, match=r"\['attention_type', 'dilation'\]"):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.kv_cache_groups import AttentionType, KVCacheGroup
+from services.common.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
 from services.common.kv_directory import (
     Digest,
     KeyBatch,
@@ -23,7 +23,7 @@ from services.gateway.core.prefix_index import JUMP, PrefixIndex
 BLOCK_SIZE = 4
 FULL = KVCacheGroup(AttentionType.FULL, BLOCK_SIZE)
 WINDOW = KVCacheGroup(AttentionType.SLIDING_WINDOW, BLOCK_SIZE, 10)
-STATE = KVCacheGroup(AttentionType.STATE_SPACE, BLOCK_SIZE)
+STATE = KVCacheGroup(AttentionType.STATE_SPACE, BLOCK_SIZE, mamba_cache_mode=MambaCacheMode.ALIGN)
 
 
 @pytest.fixture

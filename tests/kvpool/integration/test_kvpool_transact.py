@@ -213,10 +213,11 @@ async def test_an_unknown_pool_is_not_found(stub):
                     common_pb2.KVCacheGroup(
                         attention_type=common_pb2.ATTENTION_TYPE_FULL, block_size=size
                     )
-                    for size in (4, 8)
-                ]
+                    for size in (4, 6)
+                ],
+                "prefix_match_unit": 4,
             },
-            "groups[1].block_size",
+            "prefix_match_unit",
         ),
     ],
 )
@@ -311,7 +312,12 @@ def test_every_refusal_of_the_pool_has_a_status_and_a_reason():
 
 async def test_groups_of_several_kinds_speak_of_null_blocks_as_zero(stub):
     groups = [
-        common_pb2.KVCacheGroup(attention_type=kind, block_size=4, window=window)
+        common_pb2.KVCacheGroup(
+            attention_type=kind,
+            block_size=4,
+            window=window,
+            mamba_cache_mode=common_pb2.MAMBA_CACHE_MODE_ALIGN,
+        )
         for kind, window in (
             (common_pb2.ATTENTION_TYPE_FULL, 0),
             (common_pb2.ATTENTION_TYPE_SLIDING_WINDOW, 6),
@@ -324,9 +330,11 @@ async def test_groups_of_several_kinds_speak_of_null_blocks_as_zero(stub):
     assert tables == [[1, 2, 3], [4, 5, 6], [0, 0, 7]]
     grow = kvpool_pb2.Grow(requests=[1], num_computed_tokens=[12], num_slots=[13])
     answer = await speaker.transact(
-        kvpool_pb2.Operation(grow=grow), wire.admit(wire.admission(2, 13, hit=12, path="abc"))
+        kvpool_pb2.Operation(begin_step=kvpool_pb2.BeginStep()),
+        kvpool_pb2.Operation(grow=grow),
+        wire.admit(wire.admission(2, 13, hit=12, path="abc")),
     )
-    tables = [list(group.block_ids) for group in answer.results[1].admit.groups]
+    tables = [list(group.block_ids) for group in answer.results[2].admit.groups]
     assert tables == [[1, 2, 3, 11], [0, 5, 6, 12], [0, 0, 7, 13]]
     (stats,) = (await stub.GetStats(kvpool_pb2.GetStatsRequest())).pools
     assert list(stats.num_common_prefix_blocks) == [3, 0, 0]

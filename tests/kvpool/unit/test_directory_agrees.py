@@ -2,20 +2,30 @@
 
 import asyncio
 import random
+from dataclasses import replace
 
 import pytest
 
 from services.common.ids import PoolId
-from services.common.kv_cache_groups import AttentionType, KVCacheGroup
+from services.common.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
+from services.common.pool_operations import Admit, BeginStep, Lookup
 from services.kvpool.adapters.memory_directory import MemoryDirectory
 from services.kvpool.core.pool_config import PoolConfig
 from services.kvpool.core.pool_host import PoolHost
-from tests.kvpool.worked_examples import BLOCK_SIZE, admit, commit, grow, hashes, lookup, release
+from tests.kvpool.worked_examples import (
+    BLOCK_SIZE,
+    admission,
+    commit,
+    grow,
+    hashes,
+    lookup,
+    release,
+)
 
 FULL = KVCacheGroup(AttentionType.FULL, BLOCK_SIZE)
 WINDOW = KVCacheGroup(AttentionType.SLIDING_WINDOW, BLOCK_SIZE, 6)
 CHUNK = KVCacheGroup(AttentionType.CHUNKED_LOCAL, BLOCK_SIZE, 8)
-STATE = KVCacheGroup(AttentionType.STATE_SPACE, BLOCK_SIZE)
+STATE = KVCacheGroup(AttentionType.STATE_SPACE, BLOCK_SIZE, mamba_cache_mode=MambaCacheMode.ALIGN)
 
 
 @pytest.mark.parametrize(
@@ -39,8 +49,10 @@ def test_a_directory_is_as_deep_as_the_pool(groups: tuple[KVCacheGroup, ...]) ->
     for request in range(1, 200, 2):
         path = "".join(rng.choice("ab") for _ in range(rng.randrange(1, 7)))
         tokens = len(path) * BLOCK_SIZE
-        hit = lookup(pool, request, tokens - 1, path)
-        admit(pool, request, tokens, hit=hit)
+        looked_up = pool.transact([BeginStep(), Lookup([request], [tokens - 1], [hashes(path)])])
+        ((hit, boundary),) = looked_up.hits
+        terms = replace(admission(request, tokens, hit=hit), shared_prefix_boundary=boundary)
+        assert pool.transact([Admit([terms])]).stop is None
         commit(pool, request, tokens)
         grow(pool, request, tokens + 1, computed=tokens)
         release(pool, request)

@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
-from services.common.kv_cache_groups import AttentionType, KVCacheGroup
+from services.common.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
 from services.common.pool_operations import (
     Admit,
+    BeginStep,
     Grow,
     Operation,
     ResetPrefixCache,
@@ -27,13 +28,26 @@ from tests.kvpool.worked_examples import (
 FULL = KVCacheGroup(AttentionType.FULL, BLOCK_SIZE)
 WINDOW = KVCacheGroup(AttentionType.SLIDING_WINDOW, BLOCK_SIZE, 6)  # its own token and five before
 CHUNK = KVCacheGroup(AttentionType.CHUNKED_LOCAL, BLOCK_SIZE, 8)  # two blocks
-STATE = KVCacheGroup(AttentionType.STATE_SPACE, BLOCK_SIZE)
+STATE = KVCacheGroup(AttentionType.STATE_SPACE, BLOCK_SIZE, mamba_cache_mode=MambaCacheMode.ALIGN)
 
 
 def pool_of(
-    *groups: KVCacheGroup, num_blocks: int = 16, caching: bool = True, drop_last: bool = False
+    *groups: KVCacheGroup,
+    num_blocks: int = 16,
+    caching: bool = True,
+    drop_last: bool = False,
+    in_flight: int | None = None,
 ) -> KVPool:
-    return KVPool(PoolConfig(num_blocks, groups, caching, b"", drop_last))
+    return KVPool(
+        PoolConfig(
+            num_blocks,
+            groups,
+            caching,
+            drop_last_hit_block=drop_last,
+            max_model_len=400,
+            max_in_flight_tokens=in_flight,
+        )
+    )
 
 
 def evict(pool: KVPool, num_blocks: int) -> None:
@@ -124,11 +138,11 @@ def test_with_less_than_a_window_cached_a_hit_must_begin_at_the_first_token():
 
 
 def test_a_window_is_admitted_with_less_than_the_whole_sequence():
-    pool = pool_of(WINDOW, num_blocks=6)
+    pool = pool_of(WINDOW, num_blocks=6, in_flight=8)
     # 40 tokens are ten blocks; a window and a step of eight tokens are five at most.
     assert pool.transact([Admit([admission(1, 8, reserve=40)])]).stop is None
     release(pool, 1)
-    tight = pool_of(WINDOW, num_blocks=5)
+    tight = pool_of(WINDOW, num_blocks=5, in_flight=8)
     outcome = tight.transact([Admit([admission(1, 8, reserve=40)])])
     assert outcome.stop == Stop(0, 0, StopReason.NO_BLOCKS)
     # What this step computes it needs in full.
@@ -182,10 +196,11 @@ def test_what_lies_before_the_current_chunk_is_a_hit_without_being_cached():
 
 
 def test_a_chunk_is_admitted_with_less_than_the_whole_sequence():
-    pool = pool_of(CHUNK, num_blocks=4)
+    pool = pool_of(CHUNK, num_blocks=4, in_flight=4)
     assert pool.transact([Admit([admission(1, 4, reserve=40)])]).stop is None
     release(pool, 1)
-    outcome = pool.transact([Admit([admission(1, 8, reserve=40)])])
+    tight = pool_of(CHUNK, num_blocks=4, in_flight=8)
+    outcome = tight.transact([Admit([admission(1, 8, reserve=40)])])
     assert outcome.stop == Stop(0, 0, StopReason.NO_BLOCKS)
 
 
@@ -205,10 +220,13 @@ def test_a_request_has_one_live_state():
     pool.check()
 
 
-def test_a_state_is_found_when_it_is_stored_and_by_its_hash_alone():
+def test_a_state_is_of_use_when_it_is_stored_and_found_by_its_hash_alone():
     pool = pool_of(STATE)
     admit(pool, 1, 8, path="ab")
-    assert lookup(pool, 2, 8, "abc") == 0  # the step that computes it has not run
+    assert lookup(pool, 2, 8, "abc") == 8
+    outcome = pool.transact([Admit([admission(2, 10, hit=8)])])
+    assert outcome.stop == Stop(0, 0, StopReason.NO_BLOCKS)  # its step has not run
+    pool.transact([BeginStep()])
     grow(pool, 1, 9, computed=8)
     assert pool.num_cached_hashes == 1
     assert lookup(pool, 2, 8) == 8
@@ -218,19 +236,6 @@ def test_a_state_is_found_when_it_is_stored_and_by_its_hash_alone():
     pool.check()
     release(pool, 2)
     assert pool.free_block_ids()[-1] == 1
-
-
-def test_a_state_that_a_step_left_within_its_block_is_not_found():
-    pool = pool_of(STATE)
-    admit(pool, 1, 6, path="ab")  # block 1 holds the state after six tokens
-    grow(pool, 1, 10, computed=6)  # block 2 that after ten
-    grow(pool, 1, 12, computed=10)
-    assert pool.num_cached_hashes == 0
-    commit(pool, 1, 12, hashes("abc")[2:])
-    grow(pool, 1, 13, computed=12)  # it grew on to twelve: the end of its block
-    assert pool.num_cached_hashes == 1
-    assert lookup(pool, 2, 100, "abc") == 12
-    pool.check()
 
 
 def test_a_state_needs_one_block_however_long_the_prompt():
@@ -278,6 +283,7 @@ def test_a_hit_shrinks_until_every_group_agrees():
     commit(pool, 1, 24)
     grow(pool, 1, 25, computed=24)
     release(pool, 1)
+    pool.transact([BeginStep()])
     assert lookup(pool, 2, 100, "abcdef") == 24
     # At most 23 tokens: full attention has 20 and the window too, but of the state only 8 is
     # there. The window at 8 needs blocks "a" and "ab", which are cached still.
@@ -308,8 +314,8 @@ def test_a_hit_can_shrink_to_nothing():
 
 
 def test_an_admission_counts_what_each_group_needs():
-    # Full attention needs ten blocks for 40 tokens, the window five, the state two.
-    pool = pool_of(FULL, WINDOW, STATE, num_blocks=18)
+    # Full attention needs ten blocks for 40 tokens, the window five, the state one.
+    pool = pool_of(FULL, WINDOW, STATE, num_blocks=18, in_flight=8)
     outcome = pool.transact([Admit([admission(1, 8, reserve=40, watermark=2)])])
     assert outcome.stop == Stop(0, 0, StopReason.NO_BLOCKS)
     assert pool.transact([Admit([admission(1, 8, reserve=40, watermark=1)])]).stop is None
@@ -414,13 +420,14 @@ def zeroed(pool: KVPool, *operations: Operation) -> tuple[int, ...]:
 
 def test_blocks_handed_out_beside_states_are_to_be_zeroed_but_hits_are_not():
     pool = pool_of(FULL, STATE)
-    assert zeroed(pool, Admit([admission(1, 8, path="ab")])) == (1, 2, 3)
-    assert zeroed(pool, Grow([1], [8], [13])) == (4, 5, 6)
+    assert zeroed(pool, Admit([admission(1, 8, path="ab")])) == (1, 2)  # the state is in 3
+    pool.transact([BeginStep()])
+    assert zeroed(pool, Grow([1], [8], [13])) == (4, 5)
     assert pool.block_tables(1) == ((1, 2, 4, 5), (0, 3, 0, 6))
     assert zeroed(pool, Grow([1], [12], [13])) == ()
     # Two requests find blocks 1 and 2 and the state in 3, and each gets a block in both groups.
     two = [admission(2, 9, hit=8, path="ab"), admission(3, 10, hit=8, path="ab")]
-    assert zeroed(pool, Admit(two)) == (7, 9, 8, 10)
+    assert zeroed(pool, Admit(two)) == (7, 9)
     assert pool.block_tables(3) == ((1, 2, 9), (0, 3, 10))
 
 
@@ -428,7 +435,7 @@ def test_what_was_handed_out_before_a_stop_is_to_be_zeroed():
     pool = pool_of(FULL, STATE, num_blocks=6)
     outcome = pool.transact([Admit([admission(1, 4)]), Admit([admission(2, 8), admission(3, 4)])])
     assert outcome.stop == Stop(1, 1, StopReason.NO_BLOCKS)
-    assert outcome.block_ids_to_zero == (1, 2, 3, 4, 5)
+    assert outcome.block_ids_to_zero == (1, 3, 4)
 
 
 def test_without_states_nothing_is_to_be_zeroed():

@@ -15,11 +15,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from services.common.kv_cache_groups import AttentionType, KVCacheGroup
+from services.common.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
 from services.common.pool_operations import (
     Admission,
     Admit,
     AdmitResult,
+    BeginStep,
     Commit,
     EvictBlocks,
     GroupBlocks,
@@ -79,7 +80,9 @@ def spec(kind: str, block_size: int, window: int) -> KVCacheGroup:
         case "c":
             return KVCacheGroup(AttentionType.CHUNKED_LOCAL, block_size, window * block_size)
         case "s":
-            return KVCacheGroup(AttentionType.STATE_SPACE, block_size)
+            return KVCacheGroup(
+                AttentionType.STATE_SPACE, block_size, mamba_cache_mode=MambaCacheMode.ALIGN
+            )
         case _:
             return KVCacheGroup(AttentionType.FULL, block_size)
 
@@ -100,6 +103,8 @@ class PoolMachine(RuleBasedStateMachine):
         window=st.integers(1, 5),
         caching=st.sampled_from([True, True, True, False]),
         drop_last=st.booleans(),
+        longest=st.integers(8, 40),
+        in_flight=st.integers(1, 12),
     )
     def open(
         self,
@@ -109,11 +114,23 @@ class PoolMachine(RuleBasedStateMachine):
         window: int,
         caching: bool,
         drop_last: bool,
+        longest: int,
+        in_flight: int,
     ) -> None:
         groups = tuple(spec(kind, block_size, window) for kind in kinds)
-        drop_last = drop_last and "c" not in kinds
-        self.pool = KVPool(PoolConfig(num_blocks, groups, caching, b"", drop_last))
-        self.naive = NaivePool(num_blocks, groups, caching, drop_last)
+        # Of three kinds, or two without full attention, the search looks once behind a candidate.
+        drop_last = drop_last and kinds in {"f", "ff", "w", "ww", "s", "fw", "wf", "fs"}
+        self.pool = KVPool(
+            PoolConfig(
+                num_blocks,
+                groups,
+                caching,
+                drop_last_hit_block=drop_last,
+                max_model_len=longest,
+                max_in_flight_tokens=in_flight,
+            )
+        )
+        self.naive = NaivePool(num_blocks, groups, caching, drop_last, longest, in_flight)
         self.block_size, self.num_blocks = block_size, num_blocks
         self.is_full = set(kinds) == {"f"}
         self.told: set[tuple[int, bytes]] = set()
@@ -135,7 +152,11 @@ class PoolMachine(RuleBasedStateMachine):
         assert [plain(result) for result in outcome.results] == expected
         stop = outcome.stop
         assert misfit == (
-            stop and (stop.operation_index, stop.item_index, stop.reason, stop.num_hit_tokens)
+            stop
+            and (
+                *(stop.operation_index, stop.item_index, stop.reason),
+                *(stop.num_hit_tokens, stop.shared_prefix_boundary),
+            )
         )
         assert outcome.num_free_blocks == len(self.naive.free)
 
@@ -185,7 +206,7 @@ class PoolMachine(RuleBasedStateMachine):
             kinds += [self._grow, self._grow, self._commit, self._commit, self._evict]
         kinds += [self._continue] if self.admitted and self.is_full else []
         kinds += [self._lookup, self._admit, self._admit, self._admit] if self._waiting() else []
-        return choices.one_of([*kinds, self._reset])(choices)
+        return choices.one_of([*kinds, self._reset, self._begin_step])(choices)
 
     def _waiting(self) -> list[int]:
         return [request for request in REQUESTS if request not in self.admitted]
@@ -205,6 +226,9 @@ class PoolMachine(RuleBasedStateMachine):
 
     def _reset(self, _: Choices) -> ResetPrefixCache:
         return ResetPrefixCache()
+
+    def _begin_step(self, _: Choices) -> BeginStep:
+        return BeginStep()
 
     def _grow(self, choices: Choices) -> Grow:
         requests = choices.some_of(self.admitted)
@@ -253,6 +277,8 @@ class PoolMachine(RuleBasedStateMachine):
         num_tokens = 1 + choices.upto(6 * self.block_size)
         new = self._new_hashes(choices, request)
         hit = self.naive.depth(request, new, num_tokens - 1) * self.block_size
+        chain = self.naive.chains.get(request, []) + new
+        boundary = self.naive.boundary(chain, num_tokens - 1)
         if choices.upto(9) == 9:
             hit = 0
         external = 0
@@ -267,6 +293,7 @@ class PoolMachine(RuleBasedStateMachine):
             num_reserve_slots=num_tokens + choices.upto(6 * self.block_size),
             num_watermark_blocks=choices.one_of([0, 0, 0, 1]),
             new_hashes=new,
+            shared_prefix_boundary=boundary,
             num_external_tokens=external,
             num_blocks_kept_free=choices.one_of([0, 0, 0, 2]),
         )
@@ -277,8 +304,8 @@ def plain(result: OperationResult | None) -> object:
     match result:
         case GrowResult(groups) | AdmitResult(groups):
             return [list(blocks) for blocks in zip(*map(split, groups), strict=True)]
-        case LookupResult(num_hit_tokens):
-            return num_hit_tokens
+        case LookupResult(num_hit_tokens, shared_prefix_boundaries):
+            return list(zip(num_hit_tokens, shared_prefix_boundaries, strict=True))
         case ResetPrefixCacheResult(done):
             return done
         case None:

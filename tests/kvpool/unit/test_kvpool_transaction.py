@@ -119,10 +119,12 @@ def test_a_lookup_is_remembered_until_the_request_is_released():
         ),
         (
             PoolConfig(
-                8, (KVCacheGroup(AttentionType.FULL, 4), KVCacheGroup(AttentionType.FULL, 8))
+                8,
+                (KVCacheGroup(AttentionType.FULL, 4), KVCacheGroup(AttentionType.FULL, 6)),
+                prefix_match_unit=4,
             ),
             InvalidPool,
-            "groups[1].block_size",
+            "prefix_match_unit",
         ),
         (
             PoolConfig(8, (KVCacheGroup(AttentionType.SLIDING_WINDOW, 4, 1),)),

@@ -71,7 +71,7 @@ def admission(key: int, num_tokens: int, **fields: int) -> Admission:
 def test_one_story_of_a_pool_told_in_messages() -> None:
     core = make_core(8)
     asked = over_the_wire(core, Lookup([1, 2], [8, 3], [HASHES[:2], HASHES[:1]]))
-    assert (asked.hits, asked.num_free_blocks) == ([0, 0], 7)
+    assert (asked.hits, asked.num_free_blocks) == ([(0, 0), (0, 0)], 7)
     first = over_the_wire(core, Admit([admission(1, 9), admission(2, 4, num_hit_tokens=0)]))
     assert first.admitted == [([1, 2, 3],), ([4],)]
     assert first.stop is None
@@ -86,7 +86,7 @@ def test_one_story_of_a_pool_told_in_messages() -> None:
         Release([2]),
         Lookup([3], [11], [HASHES[:3]]),
     )
-    assert (committed.hits, committed.num_free_blocks) == ([8], 4)
+    assert (committed.hits, committed.num_free_blocks) == ([(8, 0)], 4)
     changed = over_the_wire(core, Admit([admission(3, 12)]))
     assert changed.stop == Stop(0, 0, StopReason.HIT_CHANGED, 8)
     assert not over_the_wire(core, ResetPrefixCache()).reset_done

@@ -1,12 +1,13 @@
 """Pools of several kinds of attention, by examples with four tokens a block."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.common.ids import RequestKey
-from services.common.kv_cache_groups import AttentionType, KVCacheGroup
+from services.common.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
 from services.common.pool_operations import Grow, Operation, Outcome
 from services.scheduler.core.capacity import config_conflict, max_request_tokens
 from services.scheduler.core.config import SchedulerConfig
@@ -18,7 +19,7 @@ from tests.scheduler.story import BLOCK_SIZE, Story, prompt
 FULL = KVCacheGroup(AttentionType.FULL, BLOCK_SIZE)
 WINDOW = KVCacheGroup(AttentionType.SLIDING_WINDOW, BLOCK_SIZE, 6)  # its own token and five before
 CHUNK = KVCacheGroup(AttentionType.CHUNKED_LOCAL, BLOCK_SIZE, 8)  # two blocks
-STATE = KVCacheGroup(AttentionType.STATE_SPACE, BLOCK_SIZE)
+STATE = KVCacheGroup(AttentionType.STATE_SPACE, BLOCK_SIZE, mamba_cache_mode=MambaCacheMode.ALIGN)
 
 
 def tables(story: Story, key: int) -> tuple[tuple[int, ...], ...]:
@@ -57,10 +58,14 @@ async def test_a_window_gives_back_what_no_later_query_sees() -> None:
     assert tables(story, 1) == ((1, 2), (3, 4))
     await story.step()  # query 8 sees tokens 3 to 8
     assert tables(story, 1) == ((1, 2, 5), (3, 4, 6))
-    await story.steps(3)
-    assert tables(story, 1) == ((1, 2, 5), (3, 4, 6))  # no growth, nothing given back
+    await story.step()  # query 9 sees tokens 4 to 9
+    assert tables(story, 1) == ((1, 2, 5), (0, 4, 6))
+    await story.steps(2)
+    assert tables(story, 1) == ((1, 2, 5), (0, 4, 6))
     await story.step()  # query 12 sees tokens 7 to 12
     assert tables(story, 1) == ((1, 2, 5, 7), (0, 4, 6, 8))
+    await story.step()  # query 13 sees tokens 8 to 13
+    assert tables(story, 1) == ((1, 2, 5, 7), (0, 0, 6, 8))
     await story.run()
 
 
@@ -71,7 +76,7 @@ async def test_a_long_prompt_runs_through_a_window_in_a_pool_that_could_not_hold
     assert request.token_ids == prompt(80) + continuation(prompt(80), 20)
 
 
-async def test_a_window_does_not_move_over_drafts_that_a_step_in_flight_may_reject() -> None:
+async def test_a_window_does_not_move_over_tokens_of_a_step_in_flight() -> None:
     heard: list[Overheard] = []
 
     def overhear(pool: InProcessPool) -> KVPool:
@@ -84,21 +89,22 @@ async def test_a_window_does_not_move_over_drafts_that_a_step_in_flight_may_reje
     story.add("a", prompt(8))
     prefill = await story.scheduler.schedule()
     assert (prefill.num_computed_tokens, prefill.num_scheduled_tokens) == ([0], [8])
-    # Eight tokens are known; the step after them computes the ninth and three drafts.
+    # The prompt is in flight; the step after it computes the ninth token and three drafts.
     first = await story.scheduler.schedule()
     assert (first.num_computed_tokens, first.num_scheduled_tokens) == ([8], [4])
-    assert heard[0].grown == [([8], [12])]
+    assert heard[0].grown == [([0], [12])]
     story.scheduler.update_from_output(prefill, ModelRunnerOutput([[500]]))
-    # Nine tokens are known, and twelve counted as computed: three of them may be rejected.
+    # Twelve tokens count as computed: four of them are in flight, of which three may be rejected.
     second = await story.scheduler.schedule()
     assert (second.num_computed_tokens, second.num_scheduled_tokens) == ([12], [4])
-    assert heard[0].grown[1:] == [([9], [16])]
-    # Query 12 would see tokens 7 to 12, but query 9 sees token 4, which lies in block 2.
-    assert tables(story, 1) == ((0, 2, 3, 4),)
+    assert heard[0].grown[1:] == [([8], [16])]
+    # Query 12 would see tokens 7 to 12, but query 8 sees token 3, which lies in block 1.
+    assert tables(story, 1) == ((1, 2, 3, 4),)
     story.scheduler.update_from_output(first, ModelRunnerOutput([[501]]))
     third = await story.scheduler.schedule()
     assert third.num_computed_tokens == [13]
-    assert heard[0].grown[2:] == [([10], [17])]
+    assert heard[0].grown[2:] == [([9], [17])]
+    assert tables(story, 1) == ((0, 2, 3, 4, 5),)
 
 
 async def test_a_request_resumes_in_a_window_of_its_own_old_blocks() -> None:
@@ -160,11 +166,12 @@ async def test_a_state_is_found_only_after_the_step_that_computes_it() -> None:
     story = Story(groups=(FULL, STATE))
     story.add("a", prompt(10))
     story.add("b", prompt(10))
+    story.add("c", prompt(10, 300))
     told = await story.step()
-    assert told.start == {"a": 0, "b": 0}
-    story.add("c", prompt(10))
+    # The others wait: b for the state, and c, which needs none, for its turn.
+    assert (told.start, story.waiting) == ({"a": 0}, ["b", "c"])
     told = await story.step()
-    assert told.start["c"] == 8
+    assert (told.start["b"], told.start["c"]) == (8, 0)
     await story.run()
 
 
@@ -182,16 +189,18 @@ async def test_a_budget_that_reaches_no_boundary_is_left_to_the_next_step() -> N
 
 
 async def test_without_prefix_caching_states_need_no_boundaries() -> None:
-    story = Story(groups=(STATE,), max_num_batched_tokens=10, enable_prefix_caching=False)
+    state = replace(STATE, mamba_cache_mode=MambaCacheMode.NONE)
+    story = Story(groups=(state,), max_num_batched_tokens=10, enable_prefix_caching=False)
     story.add("a", prompt(23))
     assert [told.granted["a"] for told in await story.steps(3)] == [10, 10, 3]
 
 
-async def test_a_threshold_below_a_block_does_not_starve_a_request_that_needs_a_whole_one() -> None:
+async def test_a_threshold_below_a_block_lets_steps_end_inside_it_and_at_its_end() -> None:
     story = Story(groups=(STATE,), long_prefill_token_threshold=3)
     story.add("a", prompt(9), max_tokens=2)
     story.add("b", prompt(9, 300), max_tokens=2)
-    assert (await story.step()).granted == {"a": 4, "b": 4}
+    assert (await story.step()).granted == {"a": 3, "b": 3}
+    assert (await story.step()).granted == {"a": 1, "b": 1}
     await story.run()
 
 
@@ -204,20 +213,20 @@ async def test_where_hits_drop_a_block_the_last_state_of_use_lies_one_block_earl
     assert (await story.step()).start["b"] == 8
 
 
-async def test_blocks_that_change_hands_among_states_are_zeroed() -> None:
+async def test_blocks_of_attention_that_may_have_held_states_are_zeroed() -> None:
     story = Story(groups=(FULL, STATE), num_blocks=30)
     story.add("a", prompt(10), max_tokens=4)
     told = await story.step()
     assert tables(story, 1) == ((1, 2), (0, 3))
-    assert told.zeroed == [1, 2, 3]
+    assert told.zeroed == [1, 2]
     told = await story.step()
     assert tables(story, 1) == ((1, 2, 4), (0, 3, 5))
-    assert told.zeroed == [4, 5]
+    assert told.zeroed == [4]
     story.add("b", prompt(10), max_tokens=4)
     told = await story.step()
     # The hits, blocks 1 and 2 and the state in 3, are kept as they are.
     assert tables(story, 2) == ((1, 2, 6), (0, 3, 7))
-    assert told.zeroed == [6, 7]
+    assert told.zeroed == [6]
 
 
 async def test_without_states_nothing_is_zeroed() -> None:
@@ -285,11 +294,5 @@ def test_what_states_cannot_be_served_with_is_said_in_a_sentence() -> None:
     whole = config_conflict(config(STATE, enable_chunked_prefill=False))
     assert whole is not None
     assert "enable chunked prefill" in whole
-    small = config_conflict(config(STATE, max_num_batched_tokens=3))
-    assert small is not None
-    assert "a step of 3 tokens does not reach the end of a block of 4" in small
-    uncached = config(STATE, max_num_batched_tokens=3, enable_prefix_caching=False)
-    assert config_conflict(uncached) is None
-    drafts = config_conflict(config(FULL, STATE, num_speculative_tokens=2))
-    assert drafts is not None
-    assert "take back a draft" in drafts
+    small = config(STATE, max_num_batched_tokens=3)  # steps end inside a block, and at its end
+    assert config_conflict(small) is None

@@ -120,11 +120,21 @@ def test_the_header_tells_all_that_a_replay_needs() -> None:
     shape = ReplicaShape(FakeWorker().description, 64)
     first = header(config, shape, started_unix_nanos=17)
     assert json.loads(json.dumps(first)) == first
-    assert (first["schema"], first["version"]) == ("stepwell.step_log", 3)
+    assert (first["schema"], first["version"]) == ("stepwell.step_log", 4)
     assert (first["fingerprint"], first["started_unix_nanos"]) == ("01ff", 17)
     assert first["config"]["policy"] == "priority"
     assert "fingerprint" not in first["config"]
     assert first["pool"] == {
         "num_blocks": 64,
-        "groups": [{"attention_type": "full", "block_size": 4, "window": 0, "num_layers": 2}],
+        "groups": [
+            {
+                "attention_type": "full",
+                "block_size": 4,
+                "window": 0,
+                "num_layers": 2,
+                "is_eagle_group": False,
+                "mamba_cache_mode": "none",
+                "num_speculative_blocks": 0,
+            }
+        ],
     }

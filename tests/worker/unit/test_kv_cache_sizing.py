@@ -122,11 +122,13 @@ def test_what_cannot_be_allocated_is_one_sentence() -> None:
 
 
 HYBRID = (LayerGroup(None, (3,)), LayerGroup(33, (0,)), LayerGroup(33, (1,)))
-"""Of 160 tokens the first group holds 10 blocks, the others 32 + 64 tokens and one block, 7."""
+"""Of 160 tokens the first group holds 10 blocks, the others 32 tokens, those of two steps of 32,
+and one block: 7.
+"""
 
 
-def test_a_window_holds_no_more_than_it_shows_and_a_step() -> None:
-    demand = replace(DEMAND, groups=HYBRID)
+def test_a_window_holds_no_more_than_it_shows_and_two_steps() -> None:
+    demand = replace(DEMAND, groups=HYBRID, max_num_batched_tokens=32)
     assert demand.blocks_of(160) == 10 + 7 + 7
     assert demand.blocks_of(40) == 3 + 3 + 3
     memory = replace(MEMORY, num_blocks=500, free=replace(FREE, of_bytes=100 * MIB))
@@ -134,7 +136,7 @@ def test_a_window_holds_no_more_than_it_shows_and_a_step() -> None:
 
 
 def test_a_length_is_lowered_to_what_all_groups_hold() -> None:
-    demand = replace(DEMAND, groups=HYBRID, max_model_len_asked=False)
+    demand = replace(DEMAND, groups=HYBRID, max_num_batched_tokens=32, max_model_len_asked=False)
     assert size_kv_cache(demand, replace(MEMORY, num_blocks=25)).max_model_len == 160
     assert size_kv_cache(demand, replace(MEMORY, num_blocks=24)).max_model_len == 144
     assert size_kv_cache(demand, replace(MEMORY, num_blocks=10)).max_model_len == 48

@@ -1,0 +1,80 @@
+"""What a scenario's record says of several KV-cache groups, and of the order of freeing."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from services.common.ids import BlockId
+from services.kvpool.core.kv_pool import KVPool
+from services.scheduler.core.output import SchedulerOutput
+from services.scheduler.core.request import Request
+
+_Tables = tuple[tuple[BlockId, ...], ...]
+
+
+class GroupRecord:
+    """Looks at the tables of running requests before and after each plan. Block ids are lists for
+    each group, as in records of scenarios that name their groups.
+    """
+
+    def __init__(self, core: KVPool) -> None:
+        self._core = core
+        self._freed: list[BlockId] = []
+        self._before: dict[Request, _Tables] = {}
+        core.observe_frees(self._freed.extend)
+
+    def before_plan(self, running: Iterable[Request]) -> None:
+        """A step is about to be planned."""
+        self._before = self._tables(running)
+        self._freed.clear()
+
+    def record_plan(
+        self, plan: SchedulerOutput, running: Iterable[Request], record: dict[str, Any]
+    ) -> None:
+        """Adds what the plan of a step changed."""
+        after = self._tables(running)
+        record["nulled"] = {
+            request.request_id: nulled
+            for request, before in self._before.items()
+            if request in after and any(nulled := _nulled(before, after[request]))
+        }
+        tables = {request.request_id: tables for request, tables in after.items()}
+        text = json.dumps(tables, separators=(",", ":"))
+        record["tables_sha_sched"] = hashlib.sha256(text.encode()).hexdigest()[:12]
+        record["junction"] = {
+            request.request_id: request.shared_prefix_boundary
+            for request in plan.new + plan.resumed
+            if request.shared_prefix_boundary
+        }
+        record["to_zero"] = plan.block_ids_to_zero
+        record["copies"] = [[copy.source, copy.target] for copy in plan.copies]
+        record["freed_sched"] = self._take_freed()
+
+    def before_update(self) -> None:
+        """The output of a step is about to be taken in."""
+        self._freed.clear()
+
+    def record_update(self, record: dict[str, Any]) -> None:
+        """Adds what the output of a step freed."""
+        record["freed"] = self._take_freed()
+
+    def _tables(self, requests: Iterable[Request]) -> dict[Request, _Tables]:
+        return {request: self._core.block_tables(request.key) for request in requests}
+
+    def _take_freed(self) -> list[BlockId]:
+        freed = list(self._freed)
+        self._freed.clear()
+        return freed
+
+
+def _nulled(before: _Tables, after: _Tables) -> list[list[int]]:
+    """For each group the positions that held a block and hold the null block now."""
+    return [
+        [
+            position
+            for position, (old, new) in enumerate(zip(*tables, strict=False))
+            if old and not new
+        ]
+        for tables in zip(before, after, strict=True)
+    ]

@@ -1,0 +1,78 @@
+"""KV-cache groups in scenarios, in vLLM's names, and in the headers of step logs."""
+
+from services.cli.replay.fields import Field, FieldError
+from services.common.errors import InvalidArgument
+from services.common.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
+from services.kvpool.core.pool_config import PoolConfig
+from services.scheduler.core.config import SchedulerConfig
+
+MAX_GROUPS = 64
+_MAX_TOKENS = 10**6
+_KINDS = {
+    "full": (AttentionType.FULL, ()),
+    "sliding": (AttentionType.SLIDING_WINDOW, ("window",)),
+    "chunked": (AttentionType.CHUNKED_LOCAL, ("chunk",)),
+    "mamba": (AttentionType.STATE_SPACE, ("mode", "speculative_blocks")),
+}
+
+
+def read_scenario_groups(field: Field, block_size: int) -> tuple[KVCacheGroup, ...]:
+    """The groups of a scenario; none if the field is null. Raises FieldError."""
+    if field.value is None:
+        return ()
+    groups = tuple(_scenario_group(group, block_size) for group in field.items())
+    if not 0 < len(groups) <= MAX_GROUPS:
+        raise field.wrong(f"must list 1 to {MAX_GROUPS} groups")
+    return groups
+
+
+def _scenario_group(group: Field, block_size: int) -> KVCacheGroup:
+    kind, names = _KINDS[group["type"].one_of(list(_KINDS))]
+    group.only(("type", "block_size", "eagle", *names))
+    window = next((group[name].integer(1) for name in names if name in ("window", "chunk")), 0)
+    mode = MambaCacheMode.NONE
+    if kind is AttentionType.STATE_SPACE:
+        mode = group["mode"].member(MambaCacheMode)
+    return KVCacheGroup(
+        kind,
+        group.get("block_size", block_size).integer(1, _MAX_TOKENS),
+        window,
+        is_eagle_group=group.get("eagle", False).boolean(),
+        mamba_cache_mode=mode,
+        num_speculative_blocks=group.get("speculative_blocks", 0).integer(0, 1000),
+    )
+
+
+def read_group(group: Field) -> KVCacheGroup:
+    """A group as the header of a step log has it. Raises FieldError."""
+    return KVCacheGroup(
+        group["attention_type"].member(AttentionType),
+        group["block_size"].integer(1, _MAX_TOKENS),
+        group["window"].integer(),
+        group["num_layers"].integer(),
+        group["is_eagle_group"].boolean(),
+        group["mamba_cache_mode"].member(MambaCacheMode),
+        group["num_speculative_blocks"].integer(0, 1000),
+    )
+
+
+def pool_config_of(config: SchedulerConfig) -> PoolConfig:
+    """The pool of a scheduler with this configuration."""
+    return PoolConfig(
+        num_blocks=config.num_blocks,
+        groups=config.all_groups,
+        enable_prefix_caching=config.enable_prefix_caching,
+        drop_last_hit_block=config.drop_last_hit_block,
+        prefix_match_unit=config.prefix_match_unit,
+        prefix_cache_retention_interval=config.prefix_cache_retention_interval,
+        max_model_len=config.max_model_len,
+        max_in_flight_tokens=config.max_in_flight_tokens,
+    )
+
+
+def require_a_pool(config: SchedulerConfig, field: Field) -> None:
+    """Raises FieldError if there can be no pool for the configuration, whose object `field` is."""
+    try:
+        pool_config_of(config).validate()
+    except InvalidArgument as error:
+        raise FieldError(field.path, f"cannot be served: {error.message}") from None

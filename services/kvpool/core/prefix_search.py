@@ -1,0 +1,207 @@
+"""Where prefix hits are looked for: one search for the groups of layers that see the same.
+
+Groups of equal attention and parameters are searched together: a hash counts if each of them has
+it. A search returns a table for each group and the tokens of the hit; entries that a request which
+continues there need not read are the null block. The rules are those of vLLM's managers.
+
+A chain holds the hash at every multiple of the hash block size. A hash stands for all tokens up to
+there, so the hash of a larger block is the one at its end.
+"""
+
+from collections.abc import Callable, Sequence
+
+from services.common.block_hash import BlockHash
+from services.common.ids import NULL_BLOCK, BlockId
+from services.common.kv_cache_groups import AttentionType, KVCacheGroup
+from services.kvpool.core.prefix_index import PrefixIndex
+
+GroupHits = tuple[list[list[BlockId]], int]
+"""A table for each of the groups, and the tokens of the hit."""
+
+
+class PrefixSearch:
+    """Looks for the longest hit of groups that see the same; subclasses say how."""
+
+    def __init__(
+        self,
+        spec: KVCacheGroup,
+        indexes: Sequence[PrefixIndex],
+        *,
+        hash_block_size: int,
+        alignment: int,
+    ) -> None:
+        self.spec = spec
+        self.indexes = list(indexes)
+        self._block_size = spec.block_size
+        self._hash_block_size = hash_block_size
+        self._hashes_per_block = spec.block_size // hash_block_size
+        self._alignment = alignment
+        """Tokens that the length of a hit must be a multiple of."""
+
+    def find(self, chain: Sequence[BlockHash], max_tokens: int, *, drop_last: bool) -> GroupHits:
+        """The longest hit of at most so many tokens. With `drop_last` it must have one more block
+        behind it, which is computed again.
+        """
+        raise NotImplementedError
+
+    def eagle_margin(self) -> int:
+        """Tokens behind a hit that are looked up in order to be dropped."""
+        return self._block_size
+
+    def _blocks_at(self, chain: Sequence[BlockHash], num_tokens: int) -> list[BlockId] | None:
+        """The block of each group that ends the first so many tokens; None if one has none."""
+        position = num_tokens // self._hash_block_size - 1
+        if position >= len(chain):
+            return None
+        blocks = [index.find(chain[position]) for index in self.indexes]
+        return None if None in blocks else [block for block in blocks if block is not None]
+
+    def _num_whole_blocks(self, chain: Sequence[BlockHash], max_tokens: int) -> int:
+        return min(max_tokens, len(chain) * self._hash_block_size) // self._block_size
+
+    def _nulls(self, num_blocks: int) -> list[list[BlockId]]:
+        return [[NULL_BLOCK] * num_blocks for _ in self.indexes]
+
+
+class FullSearch(PrefixSearch):
+    """A hit is a cached prefix: found from the left, since a chain breaks only once."""
+
+    def find(self, chain: Sequence[BlockHash], max_tokens: int, *, drop_last: bool) -> GroupHits:
+        tables = self._whole_blocks(chain, max_tokens)
+        num_tokens = len(tables[0]) * self._block_size
+        if self._alignment < self._block_size:
+            num_tokens = self._extend_into_block(chain, max_tokens, tables, num_tokens)
+        if drop_last and num_tokens:
+            num_tokens -= min(self._alignment, self._block_size)
+        num_tokens -= num_tokens % self._alignment
+        num_blocks = -(-num_tokens // self._block_size)
+        for table in tables:
+            del table[num_blocks:]
+        return tables, num_tokens
+
+    def eagle_margin(self) -> int:
+        return min(self._alignment, self._block_size)
+
+    def _whole_blocks(self, chain: Sequence[BlockHash], max_tokens: int) -> list[list[BlockId]]:
+        step = self._hashes_per_block
+        hashes = chain if step == 1 else chain[step - 1 :: step]
+        num_blocks = max_tokens // self._block_size
+        tables = [index.find_prefix(hashes, num_blocks) for index in self.indexes]
+        shortest = min(map(len, tables))
+        for table in tables:
+            del table[shortest:]
+        return tables
+
+    def _extend_into_block(
+        self,
+        chain: Sequence[BlockHash],
+        max_tokens: int,
+        tables: list[list[BlockId]],
+        num_tokens: int,
+    ) -> int:
+        """Adds the block behind whole ones if it is cached up to some point within it."""
+        unit = self._alignment
+        longest = min(num_tokens + self._block_size - unit, max_tokens, len(chain) * unit)
+        for end in range(longest // unit * unit, num_tokens, -unit):
+            blocks = self._blocks_at(chain, end)
+            if blocks is not None:
+                for table, block in zip(tables, blocks, strict=True):
+                    table.append(block)
+                return end
+        return num_tokens
+
+
+class WindowSearch(PrefixSearch):
+    """A hit is the last window before its end, or all from the beginning; looks from the right."""
+
+    def find(self, chain: Sequence[BlockHash], max_tokens: int, *, drop_last: bool) -> GroupHits:
+        size = self._block_size
+        num_wanted = -(-(self.spec.window - 1) // size) + drop_last
+        run: list[
+            list[BlockId]
+        ] = []  # from its last block on, for each position those of all groups
+        begin = 0
+        for position in range(self._num_whole_blocks(chain, max_tokens) - 1, -1, -1):
+            blocks = self._blocks_at(chain, (position + 1) * size)
+            if blocks is None:
+                run.clear()
+                continue
+            if not run and (position + 1 - drop_last) * size % self._alignment:
+                continue
+            run.append(blocks)
+            if len(run) == num_wanted:
+                begin = position
+                break
+        tables = [
+            [NULL_BLOCK] * begin + [blocks[group] for blocks in reversed(run)]
+            for group in range(len(self.indexes))
+        ]
+        num_blocks = begin + len(run)
+        if len(run) < num_wanted:
+            num_blocks = self._aligned(num_blocks)
+        if drop_last and num_blocks:
+            num_blocks = self._aligned(num_blocks - 1)
+        for table in tables:
+            del table[num_blocks:]
+        return tables, num_blocks * size
+
+    def _aligned(self, num_blocks: int) -> int:
+        """So many blocks, or fewer, up to where a hit may end."""
+        return (
+            num_blocks * self._block_size // self._alignment * self._alignment // self._block_size
+        )
+
+
+class ChunkSearch(PrefixSearch):
+    """Whole chunks before that of the next token are a hit, cached or not: nobody reads them."""
+
+    def find(self, chain: Sequence[BlockHash], max_tokens: int, *, drop_last: bool) -> GroupHits:
+        if drop_last:
+            raise AssertionError("hits of chunked local attention cannot drop their last block")
+        size = self._block_size
+        max_tokens = min(max_tokens, len(chain) * self._hash_block_size)
+        begin = max_tokens // self.spec.window * self.spec.window // size
+        tables = self._nulls(begin)
+        for position in range(begin, max_tokens // size):
+            blocks = self._blocks_at(chain, (position + 1) * size)
+            if blocks is None:
+                break
+            for table, block in zip(tables, blocks, strict=True):
+                table.append(block)
+        return tables, len(tables[0]) * size
+
+
+class StateSearch(PrefixSearch):
+    """A hit is a single state, the last one; a draft head has no states, so none is dropped."""
+
+    def find(
+        self,
+        chain: Sequence[BlockHash],
+        max_tokens: int,
+        *,
+        drop_last: bool,  # noqa: ARG002
+    ) -> GroupHits:
+        size = self._block_size
+        unit = self._alignment if self._alignment < size else size
+        longest = min(max_tokens, len(chain) * self._hash_block_size) // unit * unit
+        for end in range(longest, 0, -unit):
+            if end % self._alignment:
+                continue
+            blocks = self._blocks_at(chain, end)
+            if blocks is not None:
+                tables = self._nulls(-(-end // size) - 1)
+                for table, block in zip(tables, blocks, strict=True):
+                    table.append(block)
+                return tables, end
+        return self._nulls(0), 0
+
+    def eagle_margin(self) -> int:
+        return 0
+
+
+SEARCHES: dict[AttentionType, Callable[..., PrefixSearch]] = {
+    AttentionType.FULL: FullSearch,
+    AttentionType.SLIDING_WINDOW: WindowSearch,
+    AttentionType.CHUNKED_LOCAL: ChunkSearch,
+    AttentionType.STATE_SPACE: StateSearch,
+}
