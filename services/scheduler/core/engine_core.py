@@ -166,7 +166,10 @@ class EngineCore:
         if mode is PauseMode.WAIT:
             await self._finish_running()
         else:
-            self.scheduler.pause(mode)
+            async with (
+                self._turns
+            ):  # a step whose planning has begun is planned as if there were none
+                self.scheduler.pause(mode)
         self._observer.paused()
         async with self.standstill():
             self._apply_changes()

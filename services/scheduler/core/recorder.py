@@ -47,9 +47,8 @@ An entry of a call that asked a connector has its answers, in order, as `connect
 loaded of a request (null: not known yet; or tokens, and whether between steps), whether blocks of
 one that ended are still read, whether blocks will be free when transfers end.
 
-Requests are given by their key, a block table as a list of block ids for each group. The entry of a
-step that was being planned when a pause began follows the entry of the pause; so do those of the
-aborts and the flush that the pause makes. A reset that preempts is preempt_all and
+Requests are given by their key, a block table as a list of block ids for each group. Those of the
+aborts and the flush that a pause makes follow its entry. A reset that preempts is preempt_all and
 reset_prefix_cache. VERSION grows with every change after which an older log cannot be read.
 """
 

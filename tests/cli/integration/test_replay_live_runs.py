@@ -143,8 +143,7 @@ async def test_pausing_and_resetting_are_entries_of_their_own(
     pauses = [number for number, call in enumerate(calls_only) if call == "pause"]
     resumes = [number for number, call in enumerate(calls_only) if call == "resume"]
     for pause, resume in zip(pauses, resumes, strict=True):
-        begun = calls_only[pause:resume].count("schedule")
-        assert begun <= 1, "only a step whose planning had begun may come after the pause"
+        assert "schedule" not in calls_only[pause:resume]
         assert "flush" in calls_only[pause:resume]
     assert calls_only[pauses[1] : resumes[1]].count("abort") > 5
     await expect_no_difference(path, capsys)
