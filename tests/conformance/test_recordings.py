@@ -32,7 +32,7 @@ NUM_RECORDINGS = {
     "basic": 53,
     "pooling": 4,
     "lora": 12,
-    "session": 14,
+    "session": 15,
     "connector": 28,
     "grammar": 15,
     "encoder": 19,
