@@ -153,7 +153,7 @@ class WindowSearch(PrefixSearch):
 
 
 class ChunkSearch(PrefixSearch):
-    """Whole chunks before that of the next token are a hit, cached or not: nobody reads them."""
+    """Whole chunks before that of the next token are a hit, cached or not: no query reads them."""
 
     def find(self, chain: Sequence[BlockHash], max_tokens: int, *, drop_last: bool) -> GroupHits:
         if drop_last:

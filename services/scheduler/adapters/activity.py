@@ -57,7 +57,7 @@ class WatchedSteps:
         return [done for done in self._done if done.step > step or not step]
 
     def begin(self) -> None:
-        """A step is about to be planned. Ends the watch if nobody asked for some time."""
+        """A step is about to be planned. Ends the watch if steps were not asked for lately."""
         if self._monotonic() <= self._watched_until:
             self._begun_nanos = time.time_ns()
         else:

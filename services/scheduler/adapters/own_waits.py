@@ -22,13 +22,13 @@ class OwnWait:
 
 
 class OwnWaits:
-    """Notes after each step who was passed over in it. A step in which nobody was, nor in the one
-    before it, costs nothing.
+    """Notes after each step which requests were passed over in it. A step in which none was, nor in
+    the one before it, costs nothing.
     """
 
     def __init__(self) -> None:
         self._last: dict[Request, WaitReason] = {}
-        """Who was passed over in the last step."""
+        """Requests that were passed over in the last step, and why."""
         self._begins: dict[Request, int] = {}
         self._waits: dict[Request, deque[OwnWait]] = {}
 

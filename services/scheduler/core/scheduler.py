@@ -651,8 +651,8 @@ class Scheduler:
     # Steps in flight
 
     def _num_in_flight(self) -> Callable[[Request], int]:
-        """Of a request, the tokens of steps that were planned and whose output has not come. Where
-        tables only grow nobody needs to know.
+        """Of a request, the tokens of steps that were planned and whose output has not come. 0
+        where block tables only grow, since it is not used there.
         """
         if self._only_grows:
             return lambda _: 0

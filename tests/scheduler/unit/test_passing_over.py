@@ -56,7 +56,7 @@ async def test_a_plan_names_who_was_passed_over_and_why() -> None:
     blocked = add(story, "b", OTHER)
     plan = await story.scheduler.schedule()
     assert plan.passed_over == {blocked: ADAPTERS}
-    assert plan.wait_reason is ADAPTERS, "nobody waits for anything else"
+    assert plan.wait_reason is ADAPTERS, "no request waits for anything else"
 
 
 async def test_who_is_not_reached_is_not_passed_over() -> None:
