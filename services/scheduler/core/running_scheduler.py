@@ -1,0 +1,128 @@
+"""Step 1 of scheduling: memory for the requests that run, and preemption where it lacks."""
+
+from collections.abc import Callable
+
+from services.scheduler.core.output import Preemption
+from services.scheduler.core.replica_state import ReplicaState
+from services.scheduler.core.request import Request, RequestStatus
+from services.scheduler.core.running_planner import RunningPlanner
+from services.scheduler.core.step_builder import StepBuilder
+from services.scheduler.core.waiting_scheduler import WaitingScheduler
+
+
+class RunningScheduler:
+    """Schedules the running requests of a step, and preempts those that must make room."""
+
+    def __init__(self, state: ReplicaState, waiting_scheduler: WaitingScheduler) -> None:
+        self.num_preemptions = 0
+        self._state = state
+        self._running = state.running
+        self._kv_cache_manager = state.kv_cache_manager
+        self._waiting_scheduler = waiting_scheduler
+        self._planner = RunningPlanner(state.config, state.running, state.kv_cache_manager)
+        self._only_grows = state.config.only_grows
+
+    async def schedule(self, builder: StepBuilder, traceparent: str) -> None:
+        """Divides the budget among the running requests and allocates their blocks. Where they do
+        not fit, a request is preempted, and those behind it are planned again. The same
+        transaction looks up what is cached of requests that may be admitted next.
+        """
+        begin, num_decided = 0, None
+        while True:
+            growing = self._planner.plan(builder, begin, num_decided)
+            outcome = await self._kv_cache_manager.grow(
+                builder,
+                growing,
+                self._running.leaving_fast_path(),
+                self._looked_up(builder),
+                self._num_in_flight(),
+                traceparent,
+            )
+            if outcome.stop is None:
+                return
+            request = growing[outcome.stop.item_index]
+            if self._waits_for_blocks():
+                await self._end(builder, request, traceparent)
+                return
+            begin, num_decided = self._make_room(builder, request)
+
+    def update_after_schedule(self, builder: StepBuilder) -> None:
+        """Counts the tokens of a planned step as computed; see `RunningPlanner`."""
+        self._planner.update_after_schedule(builder, self._num_in_flight())
+
+    def preempt_all(self) -> list[Request]:
+        """Preempts every running request, in an order that keeps theirs in the queue."""
+        victims = list(reversed(self._running))
+        for victim in victims:
+            self._preempt(victim)
+        return victims
+
+    def _looked_up(self, builder: StepBuilder) -> list[Request]:
+        """Waiting requests whose prefix is looked up; none after a preemption admits nothing."""
+        if builder.plan.preemptions:
+            return []
+        return self._waiting_scheduler.not_looked_up(builder)
+
+    def _num_in_flight(self) -> Callable[[Request], int]:
+        """Of a request, the tokens of steps in flight. 0 where block tables only grow, since it is
+        not used there.
+        """
+        return _none_in_flight if self._only_grows else self._state.steps.num_tokens()
+
+    def _waits_for_blocks(self) -> bool:
+        """Whether a request that lacks blocks waits for those that transfers, or steps in flight,
+        are about to give back: preempting another would not make room now.
+        """
+        transfers = self._state.transfers
+        if transfers is None:
+            return False
+        victim = self._state.policy.victim(self._running)
+        return transfers.connector.has_pending_block_frees() or transfers.is_written(
+            victim, self._state.steps.in_flight
+        )
+
+    async def _end(self, builder: StepBuilder, request: Request, traceparent: str) -> None:
+        """Leaves out of the step a request and all behind it in the order of admission."""
+        builder.unschedule_from(request)
+        for later in self._running.between(self._running.index(request), len(self._running)):
+            self._running.leave_fast_path(later)
+        await self._kv_cache_manager.grow(
+            builder,
+            [],
+            self._running.leaving_fast_path(),
+            self._looked_up(builder),
+            self._num_in_flight(),
+            traceparent,
+        )
+
+    def _make_room(self, builder: StepBuilder, request: Request) -> tuple[int, int | None]:
+        """Preempts a request because `request` lacks blocks. Returns the index in the order of
+        admission from which to plan again, and the tokens that `request` was scheduled, unless it
+        is the victim itself.
+        """
+        num_decided = builder.unschedule_from(request)
+        builder.encoder.take_back_from(request)
+        victim = self._state.policy.victim(self._running)
+        index, victim_index = self._running.index(request), self._running.index(victim)
+        builder.unschedule(victim)
+        builder.plan.preemptions.append(Preemption(victim, request, victim.num_computed_tokens))
+        self._preempt(victim)
+        if victim is request:
+            return index, None
+        builder.encoder.keep(request)
+        return index - 1 if victim_index < index else index, num_decided
+
+    def _preempt(self, request: Request) -> None:
+        self._running.remove(request)
+        if self._state.config.requires_kv_delivery:
+            self._state.steps.drop([request])
+        request.awaited_step = self._state.steps.last_sampling(request)
+        request.status = RequestStatus.PREEMPTED
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self._state.free(request)
+        self._state.queues.prepend(request)
+
+
+def _none_in_flight(_: Request) -> int:
+    return 0

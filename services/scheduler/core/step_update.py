@@ -1,0 +1,169 @@
+"""What the output of a step changes: tokens are appended, requests and turns of sessions end."""
+
+from collections.abc import Sequence
+
+from services.common.finish_reason import FinishReason
+from services.scheduler.core.kv_role import KVLoadFailurePolicy
+from services.scheduler.core.output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
+from services.scheduler.core.replica_state import ReplicaState
+from services.scheduler.core.request import Request, TurnEnd
+
+
+class StepUpdate:
+    """Takes in the outputs of steps, in their order."""
+
+    def __init__(self, state: ReplicaState) -> None:
+        self._state = state
+        self._config = state.config
+        self._running = state.running
+
+    def update(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> EngineCoreOutputs:
+        """See `Scheduler.update_from_output`."""
+        state = self._state
+        state.steps.updated(plan)
+        failed = self._failed_loads(plan, output)
+        self._take_off_fast_path(plan, output)
+        if state.encoder_cache.users:
+            self._free_encoder_inputs(plan)
+        taken, ended, turns = self._append(plan, output)
+        for request in ended:
+            state.remove(request)
+        for request in failed:
+            request.finish(FinishReason.KV_LOAD_FAILED)
+            state.remove(request)
+        if state.transfers is not None:
+            state.transfers.finished(output.kv_transfers)
+        unable = self.end_failed()
+        return EngineCoreOutputs(
+            plan,
+            taken,
+            output.logprobs,
+            [*ended, *failed, *unable],
+            sum(map(len, filter(None, taken))),
+            turns,
+            output.execute_nanos,
+            output.pooled,
+            unable,
+        )
+
+    def _append(
+        self, plan: SchedulerOutput, output: ModelRunnerOutput
+    ) -> tuple[list[Sequence[int] | None], list[Request], dict[Request, TurnEnd]]:
+        """Appends tokens. Returns those that were taken of each request, None for one that had
+        ended; the requests that end, and the sessions of which a turn ends.
+        """
+        taken: list[Sequence[int] | None] = list(output.token_ids)
+        ended: list[Request] = []
+        turns: dict[Request, TurnEnd] = {}
+        for index, (request, tokens) in enumerate(
+            zip(plan.requests, output.token_ids, strict=True)
+        ):
+            if request.is_on_fast_path and tokens and tokens[0] not in request.ending_token_ids:
+                request.token_ids.append(tokens[0])
+            elif request.finish_reason is not None or request in plan.dropped:
+                taken[index] = None
+            elif index in output.nan_requests:
+                request.finish(FinishReason.NAN_IN_LOGITS)
+                taken[index] = ()
+                ended.append(request)
+            elif tokens:
+                taken[index] = self._update_request_with_output(plan, output, index)
+                if request.finish_reason is not None:
+                    if _goes_on(request):
+                        turns[request] = self._end_turn(request)
+                    else:
+                        ended.append(request)
+            elif index in output.pooled:
+                request.finish(FinishReason.STOP)
+                ended.append(request)
+        return taken, ended, turns
+
+    def end_failed(self) -> list[Request]:
+        """Ends the waiting requests that steps looked at and that can never run. Returns them in
+        the order of their arrival.
+        """
+        if not self._state.failed:
+            return []
+        failures, self._state.failed = self._state.failed, {}
+        failed = [request for request in failures if not request.is_finished]
+        failed.sort(key=lambda request: request.key)
+        for request in failed:
+            request.fail(failures[request])
+            self._state.remove(request)
+        return failed
+
+    def _failed_loads(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[Request]:
+        """Drops what the step computed from keys and values that were not loaded. Returns the
+        requests that end for that, in the order in which they arrived.
+        """
+        transfers = self._state.transfers
+        if transfers is None:
+            return []
+        transfers.processed(plan)
+        affected = transfers.take_failures(
+            output.kv_transfers, plan, self._state.queues.kv_waiting, self._running
+        )
+        plan.dropped |= affected
+        if self._config.kv_load_failure_policy is KVLoadFailurePolicy.RECOMPUTE:
+            return []
+        return sorted(affected, key=lambda request: request.key)
+
+    def _take_off_fast_path(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        """Takes requests off the fast path whose tokens are not just appended; in a pause also
+        those whose steps on it are over: planning, which would do that, stands still.
+        """
+        if self._state.pause_mode is not None:
+            self._running.take_due_off_fast_path()
+        for index in (*output.nan_requests, *output.refused_tokens):
+            self._running.leave_fast_path(plan.requests[index])
+        for request in plan.dropped:
+            self._running.leave_fast_path(request)
+
+    def _free_encoder_inputs(self, plan: SchedulerOutput) -> None:
+        """Lets requests of a step give up the items that are computed, and not only planned."""
+        encoder_cache = self._state.encoder_cache
+        for request in plan.requests:
+            if request in encoder_cache.users:
+                num_tokens = request.num_computed_tokens
+                if self._config.async_scheduling:
+                    num_tokens -= request.num_output_placeholders
+                encoder_cache.free_computed(request, num_tokens)
+
+    def _update_request_with_output(
+        self, plan: SchedulerOutput, output: ModelRunnerOutput, index: int
+    ) -> Sequence[int]:
+        """Appends the tokens of a request; returns those up to its end, if it ended."""
+        request = plan.requests[index]
+        kept = request.append_output_token_ids(output.token_ids[index])
+        if output.refused_tokens.get(index, len(kept)) < len(kept):
+            request.fail("the request's grammar refuses a token that was sampled")
+        drafts = plan.draft_token_ids.get(request)
+        if drafts and request.num_computed_tokens:
+            # Drafts that were rejected, or came after the end, were never computed.
+            request.num_computed_tokens -= len(drafts) + 1 - len(kept)
+        if output.draft_token_ids and not self._config.async_scheduling:
+            request.draft_token_ids = list(output.draft_token_ids[index])
+        if request.row is not None:
+            self._state.kv_cache_manager.publish_known(request)
+        return kept
+
+    def _end_turn(self, session: Request) -> TurnEnd:
+        """Lets a session begin its next turn, or wait for its input. What steps in flight sample of
+        it comes after the end of the turn, and is dropped.
+        """
+        state = self._state
+        state.steps.drop([session])
+        state.take_out(session)
+        end = session.end_turn(self._config.hash_block_size)
+        state.rows.free(session)
+        if session.chunks and (chunk := session.chunks.popleft()) is not None:
+            session.begin_turn(chunk, self._config.max_model_len)
+        state.queues.add(session)
+        return end
+
+
+def _goes_on(session: Request) -> bool:
+    """Whether a request is a session that its end does not end."""
+    failed = session.finish_reason in (FinishReason.NAN_IN_LOGITS, FinishReason.ERROR)
+    ends = failed or not session.resumable
+    return not ends and not (session.chunks and session.chunks[0] is None)
