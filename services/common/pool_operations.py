@@ -5,7 +5,7 @@ An operation is of several requests, in parallel sequences. stepwell.kvpool.v1 s
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 from services.common.block_hash import BlockHash
@@ -46,6 +46,16 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
+class RemoveSkippedBlocks:
+    """Frees the blocks of requests that no query from `num_computed_tokens` on can see, as a Grow
+    does. A request that holds no blocks is passed over. Always fits.
+    """
+
+    requests: Sequence[RequestKey]
+    num_computed_tokens: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Grow:
     """Extends block tables to `num_slots` token slots each. Each request gets all or none.
 
@@ -75,12 +85,14 @@ class Commit:
 @dataclass(frozen=True, slots=True)
 class Lookup:
     """Asks for the longest cached prefix of waiting requests, in whole blocks. Always fits. No
-    block is held; the pool keeps the hashes until the request is released.
+    block is held; the pool keeps the hashes until the request is released. `with_divergent_hits`:
+    also for the hit of full attention, where states are cached less far.
     """
 
     requests: Sequence[RequestKey]
     max_hit_tokens: Sequence[int]
     new_hashes: Sequence[Sequence[BlockHash]]
+    with_divergent_hits: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +110,10 @@ class Admission:
 
     `num_external_tokens` after the hit are loaded from elsewhere: they need blocks and count as
     computed. `num_blocks_kept_free` must stay free besides the blocks that are taken now, not
-    besides those reserved. A request that `holds_blocks`, because it waited for such a load, keeps
-    its table: nothing is looked up, and `num_hit_tokens` of it are computed.
+    besides those reserved. If no slots follow them, they are loaded between steps, and their blocks
+    are not to be cleared. A request that `holds_blocks`, because it waited for such a load, keeps
+    its table: nothing is looked up, and `num_hit_tokens` of it are computed. A `diverges` hit is
+    one of full attention; what other groups lack of it is among what is loaded.
     """
 
     request: RequestKey
@@ -118,6 +132,7 @@ class Admission:
     num_tokens: int | None = None
     num_prompt_tokens: int = 0
     shared_prefix_boundary: int = 0
+    diverges: bool = False
 
     @property
     def num_computed_tokens(self) -> int:
@@ -149,6 +164,7 @@ class EvictBlocks:
 Operation = (
     BeginStep
     | Release
+    | RemoveSkippedBlocks
     | Grow
     | Commit
     | Lookup
@@ -186,11 +202,14 @@ class GrowResult:
 @dataclass(frozen=True, slots=True)
 class LookupResult:
     """Cached tokens of each request's prompt. `shared_prefix_boundaries`: where a prefix ends that
-    some group has cached further, 0 if none has; parallel.
+    some group has cached further, 0 if none has; parallel. `num_divergent_hit_tokens`: if they
+    were asked for, those that full attention has cached where all other groups have no more, else
+    as many as in the hit; parallel.
     """
 
     num_hit_tokens: list[int]
     shared_prefix_boundaries: list[int]
+    num_divergent_hit_tokens: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +293,16 @@ class Outcome:
             for result in self.results
             if isinstance(result, LookupResult)
             for hit in zip(result.num_hit_tokens, result.shared_prefix_boundaries, strict=True)
+        ]
+
+    @property
+    def divergent_hits(self) -> list[int]:
+        """Divergent hits of each request that was looked up, if they were asked for."""
+        return [
+            num_tokens
+            for result in self.results
+            if isinstance(result, LookupResult)
+            for num_tokens in result.num_divergent_hit_tokens
         ]
 
     @property

@@ -21,6 +21,12 @@ def operation_to_proto(  # noqa: PLR0911 - one for each kind
     match operation:
         case ops.Release(requests):
             return kvpool_pb2.Operation(release=kvpool_pb2.Release(requests=requests))
+        case ops.RemoveSkippedBlocks(requests, num_computed_tokens):
+            return kvpool_pb2.Operation(
+                remove_skipped_blocks=kvpool_pb2.RemoveSkippedBlocks(
+                    requests=requests, num_computed_tokens=num_computed_tokens
+                )
+            )
         case ops.Grow(requests, num_computed_tokens, num_slots, num_tokens):
             return kvpool_pb2.Operation(
                 grow=kvpool_pb2.Grow(
@@ -39,13 +45,14 @@ def operation_to_proto(  # noqa: PLR0911 - one for each kind
                     new_hashes=_concatenate(new_hashes),
                 )
             )
-        case ops.Lookup(requests, max_hit_tokens, new_hashes):
+        case ops.Lookup(requests, max_hit_tokens, new_hashes, with_divergent_hits):
             return kvpool_pb2.Operation(
                 lookup=kvpool_pb2.Lookup(
                     requests=requests,
                     max_hit_tokens=max_hit_tokens,
                     num_new_hashes=[len(hashes) for hashes in new_hashes],
                     new_hashes=_concatenate(new_hashes),
+                    with_divergent_hits=with_divergent_hits,
                 )
             )
         case ops.Admit(admissions):
@@ -118,6 +125,11 @@ def _operation_from_proto(  # noqa: PLR0911 - one for each kind
     match message.WhichOneof("operation"):
         case "release":
             return ops.Release(_requests(message.release.requests))
+        case "remove_skipped_blocks":
+            removal = message.remove_skipped_blocks
+            return ops.RemoveSkippedBlocks(
+                _requests(removal.requests), list(removal.num_computed_tokens)
+            )
         case "grow":
             grow = message.grow
             return ops.Grow(
@@ -133,7 +145,12 @@ def _operation_from_proto(  # noqa: PLR0911 - one for each kind
         case "lookup":
             lookup = message.lookup
             hashes = _hashes_by_request(lookup, f"{where}.lookup")
-            return ops.Lookup(_requests(lookup.requests), list(lookup.max_hit_tokens), hashes)
+            return ops.Lookup(
+                _requests(lookup.requests),
+                list(lookup.max_hit_tokens),
+                hashes,
+                lookup.with_divergent_hits,
+            )
         case "admit":
             return ops.Admit(
                 [
@@ -173,6 +190,7 @@ def _admission_to_proto(admission: ops.Admission) -> kvpool_pb2.Admission:
         num_tokens=admission.num_tokens,
         num_prompt_tokens=admission.num_prompt_tokens,
         shared_prefix_boundary=admission.shared_prefix_boundary,
+        diverges=admission.diverges,
     )
 
 
@@ -194,6 +212,7 @@ def _admission_from_proto(message: kvpool_pb2.Admission, where: str) -> ops.Admi
         num_tokens=message.num_tokens if message.HasField("num_tokens") else None,
         num_prompt_tokens=message.num_prompt_tokens,
         shared_prefix_boundary=message.shared_prefix_boundary,
+        diverges=message.diverges,
     )
 
 
@@ -229,11 +248,12 @@ def _result_to_proto(result: ops.OperationResult | None) -> kvpool_pb2.Operation
             return kvpool_pb2.OperationResult(
                 grow=kvpool_pb2.GrowResult(groups=map(_blocks_to_proto, groups))
             )
-        case ops.LookupResult(num_hit_tokens, shared_prefix_boundaries):
+        case ops.LookupResult(num_hit_tokens, shared_prefix_boundaries, divergent):
             return kvpool_pb2.OperationResult(
                 lookup=kvpool_pb2.LookupResult(
                     num_hit_tokens=num_hit_tokens,
                     shared_prefix_boundaries=shared_prefix_boundaries,
+                    num_divergent_hit_tokens=divergent,
                 )
             )
         case ops.AdmitResult(groups):
@@ -255,7 +275,9 @@ def _result_from_proto(message: kvpool_pb2.OperationResult) -> ops.OperationResu
         case "lookup":
             lookup = message.lookup
             return ops.LookupResult(
-                list(lookup.num_hit_tokens), list(lookup.shared_prefix_boundaries)
+                list(lookup.num_hit_tokens),
+                list(lookup.shared_prefix_boundaries),
+                list(lookup.num_divergent_hit_tokens),
             )
         case "admit":
             return ops.AdmitResult(tuple(map(_blocks_from_proto, message.admit.groups)))

@@ -33,7 +33,7 @@ NUM_RECORDINGS = {
     "pooling": 4,
     "lora": 12,
     "session": 15,
-    "connector": 28,
+    "connector": 31,
     "grammar": 15,
     "encoder": 19,
     "control": 23,

@@ -19,6 +19,7 @@ from services.common.pool_operations import (
     Lookup,
     Operation,
     Release,
+    RemoveSkippedBlocks,
     ResetPrefixCache,
     StopReason,
 )
@@ -68,6 +69,11 @@ class NaivePool:
                 case Release(requests):
                     for request in requests:
                         self._release(request)
+                    answers.append(None)
+                case RemoveSkippedBlocks(requests, computed):
+                    for request, num_tokens in zip(requests, computed, strict=True):
+                        if request in self.tables:
+                            self._settle(request, num_tokens)
                     answers.append(None)
                 case Grow(requests, computed, slots):
                     answers.append([])

@@ -43,6 +43,7 @@ def read_connector(connector: Field) -> tuple[dict[str, Any], ConnectorScript]:
         "kv_load_failure_policy": connector.get("load_failure_policy", "recompute")
         .member(KVLoadFailurePolicy)
         .value,
+        "supports_divergent_local_hybrid_hits": connector.get("divergent_hits", False).boolean(),
         "requires_kv_delivery": connector.get("requires_kv_delivery", False).boolean(),
     }
     return settings, ConnectorScript(connector.get("pending_block_frees", False).boolean())

@@ -85,6 +85,31 @@ class Coordinator:
             return PrefixHit(*kind.search.find(chain, max_tokens, drop_last=kind.drops_last))
         return self._agree(chain, max_tokens)
 
+    def find_divergent_cache_hit(self, chain: Sequence[BlockHash], max_tokens: int) -> PrefixHit:
+        """The longest hit of full attention, with what each other group has by itself, if that is
+        no more anywhere; else what `find_longest_cache_hit` finds.
+
+        A connector that moves states with the tokens behind a hit can supply what they lack.
+        """
+        common = self.find_longest_cache_hit(chain, max_tokens)
+        first = self._kinds[0]
+        if self._is_single or not isinstance(first.search, FullSearch):
+            return common
+        tables: list[list[BlockId]] = [[] for _ in self.groups]
+        lengths = list[int]()
+        for kind in self._kinds:
+            most = max_tokens
+            if kind.drops_last:
+                most += kind.search.eagle_margin()
+                most = min(most, len(chain) * self._hash_block_size)
+            found, length = kind.search.find(chain, most, drop_last=kind.drops_last)
+            lengths.append(length)
+            for group, table in zip(kind.groups, found, strict=True):
+                tables[group] = table
+        if max(lengths) > lengths[0] or min(lengths) == lengths[0]:
+            return common
+        return PrefixHit(tables, lengths[0])
+
     def _agree(self, chain: Sequence[BlockHash], max_tokens: int) -> PrefixHit:
         """A hit of one group may be too long for another, and the next shorter hit of the other may
         not be one of the first, since a window has to be cached as a whole. So each kind in turn
@@ -122,7 +147,8 @@ class Coordinator:
         tables = tuple(group.admit(hit) for group, hit in zip(self.groups, hits, strict=True))
         for group, hit, table in zip(self.groups, hits, tables, strict=True):
             if hit.num_computed_tokens > hit.num_tokens:
-                group.extend_for_load(table, hit.num_computed_tokens)
+                is_async = need.num_slots == hit.num_computed_tokens
+                group.extend_for_load(table, hit.num_computed_tokens, is_async=is_async)
         self.extend(tables, need)
         return tables
 

@@ -134,6 +134,10 @@ class GroupManager:
         begin, hits = self._spec.first_seen_block(hit.num_computed_tokens), hit.blocks
         return hits[begin:] if begin else hits
 
+    def counted_hits(self, hit: GroupHit) -> Sequence[BlockId]:
+        """Those of the hits that an admission counts as taken from the free blocks."""
+        return self.held_hits(hit)
+
     def is_stored(self, hits: Sequence[BlockId]) -> bool:  # noqa: ARG002
         """Whether a request of this step can read the hits. Layers write keys and values before
         they read, so it does not matter if the same step computes them.
@@ -155,10 +159,17 @@ class GroupManager:
             table.shared_tail = table.num_published = hit.num_tokens // self._block_size
         return table
 
-    def extend_for_load(self, table: BlockTable, num_computed_tokens: int) -> None:
-        """Adds the blocks that tokens are loaded into from elsewhere."""
+    def extend_for_load(
+        self, table: BlockTable, num_computed_tokens: int, *, is_async: bool
+    ) -> None:
+        """Adds the blocks that tokens are loaded into from elsewhere. Those that are loaded between
+        steps are not cleared: that could come after the load.
+        """
         num_blocks = -(-num_computed_tokens // self._block_size) - len(table.blocks)
-        table.blocks += self._pool.get_new_blocks(max(0, num_blocks))
+        entries = self._pool.get_new_blocks(max(0, num_blocks))
+        table.blocks += entries
+        if self._zeroes and not is_async:
+            self._new_blocks += entries
 
     def extend(self, table: BlockTable, need: Need) -> list[BlockId]:
         """Adds what a table lacks to hold so many slots; it must be free. Returns the entries."""

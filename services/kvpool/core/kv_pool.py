@@ -23,6 +23,7 @@ from services.common.pool_operations import (
     Outcome,
     Release,
     ReleaseCopies,
+    RemoveSkippedBlocks,
     ResetPrefixCache,
     ResetPrefixCacheResult,
     Stop,
@@ -193,6 +194,9 @@ class KVPool:
             case Release():
                 self._release(operation)
                 return None, None
+            case RemoveSkippedBlocks():
+                self._remove_skipped(operation)
+                return None, None
             case Grow():
                 return self._grow(index, operation)
             case Commit():
@@ -222,6 +226,13 @@ class KVPool:
             if tables is not None:
                 for group, table in zip(self._groups, tables, strict=True):
                     group.free(table)
+
+    def _remove_skipped(self, removal: RemoveSkippedBlocks) -> None:
+        for request, num_computed_tokens in zip(
+            removal.requests, removal.num_computed_tokens, strict=True
+        ):
+            if (tables := self._tables.get(request)) is not None:
+                self._coordinator.remove_skipped_blocks(tables, num_computed_tokens)
 
     def _grow(self, index: int, grow: Grow) -> tuple[GrowResult, Stop | None]:
         if not self._coordinator.is_simple:
@@ -283,9 +294,12 @@ class KVPool:
             chain = self._chain(request)
             if self.config.enable_prefix_caching:
                 chain.hashes.extend(new_hashes)
-            hit = self._find_longest_cache_hit(chain.hashes, max_hit_tokens)
+            hit = self._find_cache_hit(chain.hashes, max_hit_tokens)
             result.num_hit_tokens.append(hit.num_tokens)
             result.shared_prefix_boundaries.append(hit.shared_prefix_boundary)
+            if lookup.with_divergent_hits:
+                divergent = self._find_cache_hit(chain.hashes, max_hit_tokens, diverges=True)
+                result.num_divergent_hit_tokens.append(divergent.num_tokens)
         return result
 
     def _admit(self, index: int, admit: Admit) -> tuple[AdmitResult, Stop | None]:
@@ -300,7 +314,8 @@ class KVPool:
                 continue
             known = self._chains.get(admission.request)
             hashes = [*(known.hashes if known else ()), *admission.new_hashes]
-            hit = self._find_longest_cache_hit(hashes, admission.max_hit_tokens)
+            limit, diverges = admission.max_hit_tokens, admission.diverges
+            hit = self._find_cache_hit(hashes, limit, diverges=diverges)
             now = hit.num_tokens, hit.shared_prefix_boundary
             if now != (admission.num_hit_tokens, admission.shared_prefix_boundary):
                 return result, Stop(index, item, StopReason.HIT_CHANGED, *now)
@@ -328,7 +343,7 @@ class KVPool:
             reserved += group.num_reserved_behind(hit, admission.num_reserve_slots)
         left = self._blocks.num_free_blocks - max(now + admission.num_blocks_kept_free, reserved)
         return left >= sum(len(hit.blocks) for hit in hits) or left >= sum(
-            self._blocks.count_free(group.held_hits(hit))
+            self._blocks.count_free(group.counted_hits(hit))
             for group, hit in zip(self._groups, hits, strict=True)
         )
 
@@ -407,9 +422,13 @@ class KVPool:
             chain = self._chains[request] = Chain()
         return chain
 
-    def _find_longest_cache_hit(self, chain: Sequence[BlockHash], max_hit_tokens: int) -> PrefixHit:
+    def _find_cache_hit(
+        self, chain: Sequence[BlockHash], max_hit_tokens: int, *, diverges: bool = False
+    ) -> PrefixHit:
         if not self.config.enable_prefix_caching:
             return PrefixHit([[] for _ in self._groups], 0)
+        if diverges and self._holds_states:
+            return self._coordinator.find_divergent_cache_hit(chain, max_hit_tokens)
         return self._coordinator.find_longest_cache_hit(chain, max_hit_tokens)
 
     def _no_blocks(self) -> tuple[GroupBlocks, ...]:

@@ -96,6 +96,9 @@ class AlignedStateManager(GroupManager):
     def num_reserved_behind(self, hit: GroupHit, num_slots: int) -> int:
         return self.num_missing_behind(hit, Need(num_slots, num_slots))
 
+    def counted_hits(self, hit: GroupHit) -> Sequence[BlockId]:
+        return hit.blocks
+
     def is_stored(self, hits: Sequence[BlockId]) -> bool:
         return not hits or self._index.hash_of(hits[-1]) not in self._published_in_step
 

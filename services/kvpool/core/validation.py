@@ -14,6 +14,7 @@ from services.common.pool_operations import (
     MalformedTransaction,
     Operation,
     Release,
+    RemoveSkippedBlocks,
 )
 from services.kvpool.core.errors import RequestAlreadyAdmitted, RequestNotAdmitted
 
@@ -38,6 +39,9 @@ class TransactionValidator:
                 case Release():
                     self._arrived.difference_update(operation.requests)
                     self._departed.update(operation.requests)
+                case RemoveSkippedBlocks(requests, num_computed_tokens):
+                    where = f"operations[{index}].remove_skipped_blocks"
+                    _require_parallel(requests, num_computed_tokens, where, "num_computed_tokens")
                 case Grow():
                     self._grow(operation, f"operations[{index}].grow")
                 case Commit():

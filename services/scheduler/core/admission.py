@@ -1,7 +1,7 @@
 """On what terms waiting requests can be admitted: arithmetic on tokens, no transaction."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from services.common.block_hash import BlockHash
 from services.common.pool_operations import Admission
@@ -157,6 +157,8 @@ class AdmissionPlanner:
         end = start + num_new
         num_drafts = self._padding(builder, request, start, end)
         terms = self._terms(request, hit, start - hit, end, num_drafts, joins=joins)
+        if request in builder.diverging:
+            terms = replace(terms, diverges=True)
         return PlannedAdmission(request, terms, num_new, num_asked, num_drafts)
 
     def _hit(self, request: Request, hit: int, published: set[BlockHash]) -> int:

@@ -77,6 +77,10 @@ class SchedulerConfig:
     """Whether output of a preempted request that is in flight is dropped, since the connector must
     hand on the blocks that it was computed from.
     """
+    supports_divergent_local_hybrid_hits: bool = False
+    """Whether the connector's loads bring the states of state-space layers, whatever is cached of
+    them, so that a load may begin where the local hit of full attention ends.
+    """
     groups: tuple[KVCacheGroup, ...] = ()
     """Groups of layers with a block table each; empty: one, of full attention."""
     prefix_match_unit: int | None = None
@@ -151,6 +155,11 @@ class SchedulerConfig:
             self.prefix_match_unit,
             enable_prefix_caching=self.enable_prefix_caching,
         )
+
+    @property
+    def hits_may_diverge(self) -> bool:
+        """Whether a hit may be one of full attention alone, as a connector supplies the states."""
+        return self.supports_divergent_local_hybrid_hits and self.aligns_states
 
     @property
     def has_partial_hits(self) -> bool:

@@ -91,9 +91,8 @@ class ConnectorAdmission:
             builder.external[request] = 0
         else:
             await self._look_up(builder, request, traceparent)
-            match = self._transfers.connector.get_num_new_matched_tokens(
-                request, builder.hits[request]
-            )
+            num_local = builder.divergent_hits.get(request, builder.hits[request])
+            match = self._transfers.connector.get_num_new_matched_tokens(request, num_local)
             if not request.reads_prefix_cache:
                 builder.external[request] = 0
             elif match is None:
@@ -101,6 +100,9 @@ class ConnectorAdmission:
                 return None
             else:
                 builder.external[request] = match.num_tokens
+                if match.num_tokens and num_local > builder.hits[request]:
+                    builder.note_hit(request, num_local, 0)
+                    builder.diverging.add(request)
                 if match.is_async and match.num_tokens:
                     return await self._begin_load(builder, request, traceparent)
         return await self._admit_one(builder, request, traceparent)
@@ -109,7 +111,7 @@ class ConnectorAdmission:
         """Why a request is to be passed over. One whose load has ended goes on."""
         is_loading = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         if is_loading and self._transfers.promote(request):
-            builder.hits.clear()
+            builder.forget_hits()
             if not request.holds_blocks:
                 self._queues.note_lost_blocks(request)
         return builder.passing_over.reason(request)
@@ -130,16 +132,15 @@ class ConnectorAdmission:
     async def _begin_load(
         self, builder: StepBuilder, request: Request, traceparent: str
     ) -> WaitReason | None:
-        hit, num_external = builder.hits[request], builder.external[request]
-        terms = self._load_terms(request, hit, num_external)
+        terms = self._load_terms(builder, request)
         outcome = await self._kv_cache_manager.admit([terms], traceparent)
         if not outcome.admitted:
             return WaitReason.NO_BLOCKS
         (blocks,) = outcome.admitted
         self._queues.hold(request)
         request.take_blocks(terms, blocks, self._config.block_size, self._config.hash_block_size)
-        self._transfers.begin_load(request, blocks, num_external)
-        builder.hits.clear()
+        self._transfers.begin_load(request, blocks, terms.num_external_tokens)
+        builder.forget_hits()
         return None
 
     async def _admit_one(
@@ -168,13 +169,15 @@ class ConnectorAdmission:
             builder.encoder.refuse(request, planned.terms.num_computed_tokens, planned.num_asked)
             return WaitReason.NO_BLOCKS
         self._admit(builder, planned, outcome.admitted[0])
-        builder.hits.clear()
+        builder.forget_hits()
         return None
 
-    def _load_terms(self, request: Request, hit: int, num_external: int) -> Admission:
+    def _load_terms(self, builder: StepBuilder, request: Request) -> Admission:
         """A load takes blocks for what is loaded, none for what is computed then, and publishes
         nothing.
         """
+        hit, num_external = builder.hits[request], builder.external[request]
+        num_reserved = self._transfers.num_reserved_blocks(builder.plan.appended_blocks)
         config, end = self._config, hit + num_external
         reserve = request.num_tokens if config.scheduler_reserve_full_isl else end
         return Admission(
@@ -188,5 +191,8 @@ class ConnectorAdmission:
             traceparent=request.traceparent,
             resumed=request.status is RequestStatus.PREEMPTED,
             num_external_tokens=num_external,
-            num_blocks_kept_free=self._transfers.num_reserved_blocks(),
+            num_blocks_kept_free=num_reserved,
+            num_prompt_tokens=request.num_prompt_tokens,
+            shared_prefix_boundary=request.shared_prefix_boundary,
+            diverges=request in builder.diverging,
         )

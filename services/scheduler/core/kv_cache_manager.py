@@ -19,6 +19,7 @@ from services.common.pool_operations import (
     Outcome,
     Release,
     ReleaseCopies,
+    RemoveSkippedBlocks,
     ResetPrefixCache,
 )
 from services.scheduler.core.computed_tokens import num_computed_tokens_of
@@ -44,6 +45,8 @@ class KVCacheManager:
         """Tokens that are stored and further hashes of requests, for the next transaction."""
         self._releases: list[RequestKey] = []
         """Requests whose blocks the next transaction gives back."""
+        self._early_releases: list[Operation] = []
+        """Operations that give blocks back before those of `_releases` do."""
         self._evictions: list[BlockId] = []
         """Blocks whose hash the next transaction removes."""
         self._block_ids_to_zero: list[BlockId] = []
@@ -55,11 +58,12 @@ class KVCacheManager:
         """Whether the pool has yet to be told of the step that is planned."""
         self._num_lookahead_tokens = config.num_lookahead_tokens
         self._longest = config.max_model_len
+        self._with_divergent_hits = config.hits_may_diverge
 
     @property
     def has_operations(self) -> bool:
         """Whether operations are kept for the next transaction."""
-        return bool(self._commits or self._releases or self._evictions)
+        return bool(self._commits or self._releases or self._evictions or self._early_releases)
 
     def num_slots(self, num_tokens: int) -> int:
         """Slots that a running request needs for its first `num_tokens` to be computed."""
@@ -193,6 +197,15 @@ class KVCacheManager:
         """Gives back the blocks of a request that ended before."""
         self._releases.append(key)
 
+    def remove_skipped_blocks(self, key: RequestKey, num_computed_tokens: int) -> None:
+        """Gives back blocks that no query from so many tokens on sees, with the next transaction
+        and in the order in which this and releases are called.
+        """
+        if self._releases:
+            self._early_releases.append(Release(tuple(self._releases)))
+            self._releases = []
+        self._early_releases.append(RemoveSkippedBlocks([key], [num_computed_tokens]))
+
     def evict_blocks(self, blocks: Sequence[BlockId]) -> None:
         """Removes the hashes of blocks with the next transaction."""
         self._evictions += blocks
@@ -200,6 +213,7 @@ class KVCacheManager:
     def forget(self) -> None:
         """Starts over with an empty pool: no request holds blocks, no operation is kept."""
         self._commits, self._releases, self._evictions = {}, [], []
+        self._early_releases = []
         self._block_ids_to_zero.clear()
         self._copies.clear()
         self.num_free_blocks = self._config.num_blocks - 1
@@ -215,6 +229,9 @@ class KVCacheManager:
             operations.append(Commit(list(self._commits), num_tokens, new_hashes))
         if self._evictions:
             operations.append(EvictBlocks(tuple(self._evictions)))
+        if self._early_releases:
+            operations += self._early_releases
+            self._early_releases = []
         if self._releases:
             operations.append(Release(tuple(self._releases)))
         self._commits, self._releases, self._evictions = {}, [], []
@@ -294,6 +311,7 @@ class KVCacheManager:
                 [request.key for request in looked_up],
                 [request.max_hit_tokens for request in looked_up],
                 [self._unsent_hashes(request) for request in looked_up],
+                self._with_divergent_hits,
             )
         ]
 
@@ -304,6 +322,7 @@ class KVCacheManager:
             builder.note_hit(request, *hit)
             request.num_hashes_sent = len(request.block_hashes)
             request.known_to_pool = True
+        builder.divergent_hits.update(zip(looked_up, outcome.divergent_hits, strict=False))
 
     def _unsent_hashes(self, request: Request, num_blocks: int | None = None) -> list[BlockHash]:
         """Hashes that the pool lacks of all full blocks, or of the first so many. A Commit has only

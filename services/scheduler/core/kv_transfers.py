@@ -1,10 +1,11 @@
 """Transfers of keys and values that are under way, and which blocks they hold."""
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from services.common.ids import BlockId, RequestKey
+from services.common.ids import NULL_BLOCK, BlockId, RequestKey
+from services.common.kv_cache_groups import KVCacheGroup
 from services.common.pool_operations import BlockTables
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.kv_cache_manager import KVCacheManager
@@ -41,6 +42,11 @@ class KVTransfers:
         self, config: SchedulerConfig, connector: KVConnector, kv_cache_manager: KVCacheManager
     ) -> None:
         self.connector = connector
+        self._most_counted = {
+            group: group.max_admission_blocks(config.max_in_flight_tokens, config.max_model_len)
+            for group in config.all_groups
+        }
+        """Blocks of a group that are counted of one request, at most; None: all."""
         self.loads: list[KVLoad] = []
         """Loads that begin in the step that is planned."""
         self.deferred_frees: deque[DeferredFree] = deque()
@@ -69,19 +75,43 @@ class KVTransfers:
 
     # While a step is planned
 
-    def num_reserved_blocks(self) -> int:
+    def num_reserved_blocks(self, appended_blocks: Mapping[Request, BlockTables]) -> int:
         """Blocks that a load must leave free: those that prefills in progress still lack, since a
         load cannot be preempted to make room for them, and those of its own first drafts.
+        `appended_blocks` are what the step that is planned gave running requests.
         """
-        config, size = self._config, self._config.block_size
+        config = self._config
         num_step_tokens = 0
         if config.num_speculative_tokens:
             num_step_tokens = 1 + config.num_speculative_tokens + config.num_lookahead_tokens
-        num_blocks = -(-num_step_tokens // size)
+        num_blocks = sum(-(-num_step_tokens // group.block_size) for group in config.all_groups)
         for request in self._prefills:
-            num_tokens = min(request.num_tokens, config.max_model_len) + num_step_tokens
-            num_blocks += max(0, -(-num_tokens // size) - request.num_slots // size)
-        return num_blocks * max(1, len(config.groups))
+            num_tokens = min(request.num_tokens, config.max_model_len)
+            tables, appended = self._block_tables.get(request), appended_blocks.get(request)
+            for index, group in enumerate(config.all_groups):
+                num_held = None if tables is None else len(tables[index])
+                if num_held is not None and appended is not None:
+                    num_held += len(appended[index])
+                num_blocks += self._num_lacking(group, num_held, num_tokens, num_step_tokens)
+        return num_blocks
+
+    def _num_lacking(
+        self, group: KVCacheGroup, num_held: int | None, num_tokens: int, num_step_tokens: int
+    ) -> int:
+        """Blocks that a request still needs in one group for so many tokens, and those of its next
+        step; of windows no more than an admission counts, of states one. `num_held` is the length
+        of its table, None if it has none.
+        """
+        size, num_drafts = group.block_size, group.num_speculative_blocks
+        if group.aligns_states:
+            num_states = 1 if num_held is not None else 1 + num_drafts
+            num_wanted = -(-num_tokens // size) + num_drafts - (num_held or 0)
+            return max(0, min(num_wanted, num_states))
+        num_wanted = -(-(num_tokens + num_step_tokens) // size) + num_drafts
+        most = self._most_counted[group]
+        if most is not None:
+            num_wanted = min(num_wanted, most)
+        return max(0, num_wanted - (num_held or 0))
 
     def admitted(
         self, request: Request, blocks: BlockTables, num_new_tokens: int, num_external_tokens: int
@@ -146,6 +176,8 @@ class KVTransfers:
         uses them.
         """
         blocks = self._block_tables.pop(request, None)
+        if blocks is not None and not self._config.only_grows:
+            self._remove_skipped_blocks(request, blocks, in_flight)
         self._prefills.discard(request)
         is_loading = request.key in self._loading and request not in self._finished_recving
         self._loading.pop(request.key, None)
@@ -153,8 +185,10 @@ class KVTransfers:
         self._failed_recving.discard(request)
         if blocks is None:
             blocks = tuple([] for _ in range(max(1, len(self._config.groups))))
-        num_blocks = -(-request.num_computed_tokens // self._config.block_size)
-        computed = tuple(group[:num_blocks] for group in blocks)
+        computed = tuple(
+            table[: -(-request.num_computed_tokens // group.block_size)]
+            for group, table in zip(self._config.all_groups, blocks, strict=True)
+        )
         is_sent = self.connector.request_finished(request, computed)
         if is_loading or is_sent:
             self._leaving[request.key] = blocks
@@ -228,6 +262,23 @@ class KVTransfers:
     def _note_table(self, request: Request, blocks: BlockTables) -> None:
         self._block_tables[request] = tuple(map(list, blocks))
 
+    def _remove_skipped_blocks(
+        self, request: Request, blocks: BlockTables, in_flight: Iterable[SchedulerOutput]
+    ) -> None:
+        """Gives back what no later query of a request sees, steps in flight included, before its
+        blocks are shown to the connector.
+        """
+        num_computed = request.num_computed_tokens - sum(
+            plan.num_scheduled_tokens[plan.requests.index(request)]
+            for plan in in_flight
+            if request in plan.requests
+        )
+        num_computed = max(0, num_computed)
+        self._kv_cache_manager.remove_skipped_blocks(request.key, num_computed)
+        for group, table in zip(self._config.all_groups, blocks, strict=True):
+            end = min(group.first_seen_block(num_computed), len(table))
+            table[:end] = [NULL_BLOCK] * end
+
     def _begin(self, request: Request, num_tokens: int, *, is_async: bool) -> None:
         blocks = self._block_tables[request]
         self.connector.update_state_after_alloc(request, blocks, num_tokens)
@@ -252,6 +303,8 @@ class KVTransfers:
         recomputed = set[BlockId]()
         stale: list[BlockId] = []
         size = self._config.block_size
+        if len(self._config.all_groups) > 1:
+            raise ValueError("with several groups a connector reports failed_recving, not blocks")
         for request in requests:
             (blocks,) = self._block_tables[request]
             num_computed = request.num_computed_tokens - scheduled.get(request, 0)

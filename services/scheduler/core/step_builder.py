@@ -32,6 +32,10 @@ class StepBuilder:
     """Cached tokens of waiting requests, by the pool's newest answer."""
     external: dict[Request, int] = field(default_factory=dict)
     """Tokens that a connector loads behind the hits of waiting requests."""
+    divergent_hits: dict[Request, int] = field(default_factory=dict)
+    """What full attention has cached of waiting requests, where the connector supplies states."""
+    diverging: set[Request] = field(default_factory=set)
+    """Waiting requests whose hit is one of full attention alone."""
     failed: dict[Request, str] = field(default_factory=dict)
     """Requests that were looked at and can never run, and why."""
     published: set[BlockHash] = field(default_factory=set)
@@ -41,6 +45,12 @@ class StepBuilder:
         """Keeps the pool's answer for a waiting request."""
         self.hits[request] = num_tokens
         request.shared_prefix_boundary = shared_prefix_boundary
+
+    def forget_hits(self) -> None:
+        """Drops what is known of cached prefixes, after an admission has changed them."""
+        self.hits.clear()
+        self.divergent_hits.clear()
+        self.diverging.clear()
 
     @property
     def has_running_requests(self) -> bool:

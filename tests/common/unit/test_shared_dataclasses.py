@@ -39,6 +39,7 @@ from services.common.proto_fields import require_same_fields
 MESSAGES = [
     (ops.BeginStep, kvpool_pb2.BeginStep),
     (ops.Release, kvpool_pb2.Release),
+    (ops.RemoveSkippedBlocks, kvpool_pb2.RemoveSkippedBlocks),
     (ops.Grow, kvpool_pb2.Grow),
     (ops.Commit, kvpool_pb2.Commit),
     (ops.Lookup, kvpool_pb2.Lookup),
@@ -70,16 +71,19 @@ BLOCKS = (ops.GroupBlocks([1, 2], [5, 6, 7]), ops.GroupBlocks([1, 0], [8]))
 
 OPERATIONS = [
     ops.Release([1, 2]),
+    ops.RemoveSkippedBlocks([1, 2], [3, 4]),
     ops.BeginStep(),
     ops.Grow([1, 2], [3, 4], [5, 6], []),
     ops.Grow([1, 2], [3, 4], [5, 6], [5, 5]),
     ops.Commit([1, 2], [7, 8], [HASHES[:2], ()]),
     ops.Lookup([1, 2], [7, 8], [(), HASHES[1:]]),
+    ops.Lookup([1], [7], [()], with_divergent_hits=True),
     ops.Admit([ops.Admission(1, 2, 3, 4, 5, 6, 7, HASHES, "00-a-b-01", resumed=True)]),
     ops.Admit([ops.Admission(1, 2, 2, 9, 9, 9, 0, [], "", False, 0, 4, holds_blocks=True)]),
     ops.Admit([ops.Admission(1, 2, 2, 9, 9, 9, 0, HASHES, num_external_tokens=5)]),
     ops.Admit([ops.Admission(1, 9, 8, 12, 9, 9, 0, [], num_tokens=0, num_prompt_tokens=9)]),
     ops.Admit([ops.Admission(1, 9, 8, 12, 9, 9, 0, [], shared_prefix_boundary=16)]),
+    ops.Admit([ops.Admission(1, 9, 8, 12, 9, 9, 0, [], num_external_tokens=2, diverges=True)]),
     ops.ResetPrefixCache(),
     ops.ReleaseCopies(),
     ops.EvictBlocks([3, 5]),
@@ -89,7 +93,7 @@ OUTCOME = ops.Outcome(
     results=(
         None,
         ops.GrowResult(BLOCKS),
-        ops.LookupResult([4, 0], [0, 8]),
+        ops.LookupResult([4, 0], [0, 8], [8, 0]),
         ops.AdmitResult(BLOCKS),
         ops.ResetPrefixCacheResult(done=True),
     ),

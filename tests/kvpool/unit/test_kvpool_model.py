@@ -32,6 +32,7 @@ from services.common.pool_operations import (
     Operation,
     OperationResult,
     Release,
+    RemoveSkippedBlocks,
     ResetPrefixCache,
     ResetPrefixCacheResult,
 )
@@ -204,6 +205,7 @@ class PoolMachine(RuleBasedStateMachine):
         kinds = [self._release]
         if self.admitted:
             kinds += [self._grow, self._grow, self._commit, self._commit, self._evict]
+            kinds += [self._remove_skipped]
         kinds += [self._continue] if self.admitted and self.is_full else []
         kinds += [self._lookup, self._admit, self._admit, self._admit] if self._waiting() else []
         return choices.one_of([*kinds, self._reset, self._begin_step])(choices)
@@ -237,6 +239,11 @@ class PoolMachine(RuleBasedStateMachine):
         held = [self.num_held_slots.get(request, 0) for request in requests]
         computed = [choices.upto(min(both)) for both in zip(held, slots, strict=True)]
         return Grow(requests, computed, slots)
+
+    def _remove_skipped(self, choices: Choices) -> RemoveSkippedBlocks:
+        requests = [choices.one_of(REQUESTS)]
+        held = self.num_held_slots.get(requests[0], 0)
+        return RemoveSkippedBlocks(requests, [choices.upto(held)])
 
     def _commit(self, choices: Choices) -> Commit:
         requests = choices.some_of(self.admitted)

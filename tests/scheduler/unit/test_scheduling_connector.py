@@ -154,6 +154,66 @@ async def test_an_aborted_load_keeps_its_blocks_until_it_ends():
     assert steps[3]["finished_recving"] == ["a"]
 
 
+WINDOW = [{"type": "full"}, {"type": "sliding", "window": 5}]
+STATES = [{"type": "full"}, {"type": "mamba", "mode": "align"}]
+
+
+async def test_blocks_that_a_window_has_left_are_not_sent():
+    steps = await story((0, request("a", 12, max_tokens=1, send=2)), kv_cache_groups=WINDOW)
+    assert steps[0]["blocks"]["a"] == [[1, 2, 3], [4, 5, 6]]
+    assert steps[0]["freed"] == [5, 4]
+    assert steps[0]["sends"] == [["a", [[1, 2, 3], [0, 0, 6]]]]
+
+
+async def test_a_load_leaves_no_more_blocks_free_for_a_window_than_it_holds_at_once():
+    remote = elsewhere(8, **{"async": True})
+    steps = await story(
+        (0, request("a", 40)),
+        (1, request("b", 8, first=300, **remote)),
+        num_gpu_blocks=20,
+        max_num_batched_tokens=8,
+        long_prefill_token_threshold=4,
+        max_model_len=48,
+        scheduler_reserve_full_isl=False,
+        kv_cache_groups=WINDOW,
+    )
+    # Of 19 blocks the prompt holds 3 of full attention and 2 of the window, and lacks 7 and 1: its
+    # window counts ceil(12 / 4) + 1 entries, of which it has 3. The load takes two and one.
+    assert steps[1]["loads"] == [["b", 8, True, [[7, 8], [0, 9]]]]
+
+
+@pytest.mark.parametrize(("diverges", "num_loaded"), [(True, 4), (False, 12)])
+async def test_a_load_that_brings_states_begins_where_full_attention_ends(
+    diverges: bool, num_loaded: int
+):
+    steps = await story(
+        (0, request("a", 13)),
+        (
+            3,
+            {**request("b", 13), "prompt_token_ids": [*range(100, 108), 1, 2, 3, 4, 5]}
+            | elsewhere(12),
+        ),
+        kv_cache_groups=STATES,
+        connector={"divergent_hits": diverges},
+    )
+    ((name, num_tokens, is_async, tables),) = steps[3]["loads"]
+    assert (name, num_tokens, is_async) == ("b", num_loaded, False)
+    assert (steps[3]["start"][-1], steps[3]["cached"]) == (12, {"b": 12})
+    first_blocks = steps[0]["blocks"]["a"][0][:2]
+    assert (tables[0][:2] == first_blocks) == diverges
+
+
+async def test_without_a_load_a_hit_is_one_of_all_groups():
+    prompt = {"prompt_token_ids": [*range(100, 108), 1, 2, 3, 4, 5]}
+    steps = await story(
+        (0, request("a", 13)),
+        (3, request("b", 13) | prompt),
+        kv_cache_groups=STATES,
+        connector={"divergent_hits": True},
+    )
+    assert (steps[3]["cached"], steps[3]["junction"]) == ({"b": 0}, {"b": 8})
+
+
 def test_a_connector_and_its_role_go_together():
     config = SchedulerConfig(8, 100, 100, 4, 10, kv_role=KVRole.BOTH)
     with pytest.raises(ValueError, match="a connector and its kv_role go together"):
