@@ -9,6 +9,7 @@ from typing import Any
 
 from services.cli.child import ChildSpec
 from services.cli.health import until_ready
+from services.cli.replica_variables import metrics_of
 from services.cli.run_directory import ensure_directory
 from services.cli.settings import EVERY_SERVICE, UpSettings, settings_of
 from services.cli.supervisor import Stage
@@ -118,11 +119,13 @@ def stages(settings: UpSettings, addresses: Addresses, environ: Mapping[str, str
             "drain_seconds": _SCHEDULER_DRAIN_SECONDS,
             **_vllm_grpc(replica.index, settings, addresses),
             **({"replica": f"replica-{replica.index}"} if settings.replicas > 1 else {}),
+            **metrics_of("scheduler", replica.index, environ),
         }
         kvpool = {
             "address": addresses.socket(replica.kvpool),
             "drain_seconds": _CACHES_DRAIN_SECONDS,
             **redis,
+            **metrics_of("kvpool", replica.index, environ),
         }
         schedulers.append(spec("scheduler", replica.scheduler, scheduler))
         caches.append(spec("kvpool", replica.kvpool, kvpool))

@@ -17,6 +17,7 @@ from services.cli.errors import CommandError
 from services.cli.plan import Addresses, stages
 from services.cli.ports import claim_port
 from services.cli.redis_check import require_redis
+from services.cli.replica_variables import check_variables
 from services.cli.run_directory import run_directory
 from services.cli.settings import UpSettings
 from services.cli.supervisor import Stage, StartFailed, Supervisor
@@ -127,13 +128,14 @@ async def _supervise(
 
 
 def _check_replicas(settings: UpSettings) -> None:
-    """Raises CommandError for addresses that each scheduler of several would listen on."""
+    """Raises CommandError for addresses and files that each replica of several would use."""
     for name in ("kv_events_endpoint", "kv_events_replay_endpoint"):
         if settings.replicas > 1 and getattr(settings, name) is not None:
             flag = f"--{name.replace('_', '-')}"
             raise CommandError(
                 f"{flag} is for a single replica, not {settings.replicas}", exit_status=2
             )
+    check_variables(settings.replicas, os.environ)
 
 
 def _services(settings: UpSettings) -> str:

@@ -1,5 +1,7 @@
 """The containers of a compose project, through Docker's SDK."""
 
+import os
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -12,6 +14,7 @@ ROLE_LABEL, REPLICA_LABEL = "stepwell.role", "stepwell.replica"
 _PROJECT_LABEL = "com.docker.compose.project"
 _SERVICE_LABEL = "com.docker.compose.service"
 _HTTP_PORT = "8000/tcp"
+_CONNECT_SECONDS = 10.0
 _ANY_HOST = ("0.0.0.0", "::", "")
 # An engine does not restart what its own `kill` has ended, so a process in the container does it.
 # The first process, which cannot be killed from inside, is the init program; its child the service.
@@ -31,9 +34,10 @@ class ComposeProject:
             ) from error
         self._errors = docker.errors.DockerException
         try:
+            _require_listener(docker.utils.parse_host(os.environ.get("DOCKER_HOST")))
             self._client = docker.from_env()
             self.engine_version = str(self._client.version()["Version"])
-        except self._errors as error:
+        except (OSError, self._errors) as error:
             raise CommandError(
                 f"no Docker engine answers: {_reason(error)}; start one, or name it in DOCKER_HOST"
             ) from error
@@ -71,6 +75,21 @@ class ComposeProject:
         except self._errors as error:
             raise CommandError(f"the Docker engine fails: {_reason(error)}") from error
         return listed
+
+
+def _require_listener(url: str) -> None:
+    """Raises OSError if nothing listens on the Unix socket of such a URL. Docker's SDK leaves a
+    socket open each time that it cannot connect to one.
+    """
+    scheme, _, path = url.partition("://")
+    if scheme != "http+unix":
+        return
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(_CONNECT_SECONDS)
+        try:
+            connection.connect(path)
+        except OSError as error:
+            raise OSError(f"{path}: {error.strerror or error}") from error
 
 
 def _apply(victim: Any, fault: Fault, networks: Any) -> Any:
