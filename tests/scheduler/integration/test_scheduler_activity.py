@@ -1,6 +1,7 @@
 """GetActivity: what a scheduler says of its requests, its steps and its pool's blocks."""
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 import pytest
@@ -45,13 +46,23 @@ async def look(
     return answer
 
 
-async def test_requests_and_the_blocks_that_they_hold(replica: Replica, gateway: Gateway) -> None:
+async def hold_three(replica: Replica, gateway: Gateway, **fields: Any) -> None:
+    """Two requests run, held in their first steps, and a third one waits. The first step is planned
+    with all of them in the queue, whatever the time between their arrivals.
+    """
     replica.worker.going.clear()
+    await replica.admin.Pause(
+        scheduler_pb2.PauseRequest(mode=scheduler_pb2.PauseMode.PAUSE_MODE_KEEP)
+    )
     for handle in range(3):
-        await gateway.add(
-            handle, prompt(9, 100 * handle), traceparent=f"00-{TRACE}-b7ad6b7169203331-01"
-        )
+        await gateway.add(handle, prompt(9, 100 * handle), **fields)
+    await replica.until(lambda stats: stats.num_waiting == 3)
+    await replica.admin.Resume(scheduler_pb2.ResumeRequest())
     await replica.until(lambda stats: (stats.num_running, stats.num_waiting) == (2, 1))
+
+
+async def test_requests_and_the_blocks_that_they_hold(replica: Replica, gateway: Gateway) -> None:
+    await hold_three(replica, gateway, traceparent=f"00-{TRACE}-b7ad6b7169203331-01")
     activity = await look(replica)
     assert [(one.request_id, one.state) for one in activity.requests] == [
         ("request-0", RUNNING),
@@ -76,15 +87,14 @@ async def test_requests_and_the_blocks_that_they_hold(replica: Replica, gateway:
 
 
 async def test_a_request_that_waits_says_why(replica: Replica, gateway: Gateway) -> None:
-    replica.worker.going.clear()
-    for handle in range(2):
-        await gateway.add(handle, prompt(5, 100 * handle), sampling=sampling(60))
-    await replica.until(lambda stats: stats.num_running == 2)
-    await gateway.add(2, prompt(5, 200))
+    await hold_three(replica, gateway)
+    reasons = [one.wait_reason for one in (await look(replica)).requests]
+    assert reasons == [
+        scheduler_pb2.WAIT_REASON_UNSPECIFIED,
+        scheduler_pb2.WAIT_REASON_UNSPECIFIED,
+        scheduler_pb2.WAIT_REASON_MAX_SEQS,
+    ]
     replica.worker.going.set()
-    await gateway.until_tokens(0, 4)
-    reasons = [one.wait_reason for one in (await look(replica)).requests if one.state == WAITING]
-    assert reasons in ([scheduler_pb2.WAIT_REASON_MAX_SEQS], [])
     await gateway.finish(0, 1, 2)
 
 
