@@ -27,7 +27,8 @@ from services.common.tls_settings import tls_of
 from services.common.tracing_metrics import TracingCollector
 from services.scheduler.adapters.activity import Activity, WatchedSteps
 from services.scheduler.adapters.admin_servicer import SchedulerAdminServicer
-from services.scheduler.adapters.engine_metrics import EngineCollector
+from services.scheduler.adapters.client_sessions import ClientSessions
+from services.scheduler.adapters.engine_metrics import ClientSessionsCollector, EngineCollector
 from services.scheduler.adapters.engine_observer import EngineObserver
 from services.scheduler.adapters.pool_client import PoolClient
 from services.scheduler.adapters.queue_watch import QueueWatch
@@ -176,18 +177,24 @@ class SchedulerService:
         observer = EngineObserver(tracer, requests, steps)
         self._engine = EngineCore(scheduler, executor, replica, sessions, observer, self._readiness)
         replica.watch(self._engine.lost)
+        max_num_sessions = settings.max_num_sessions
+        if max_num_sessions is None:
+            max_num_sessions = config.max_running // 2
+        client_sessions = ClientSessions(self._engine, sessions, max_num_sessions)
         self._watch = QueueWatch(
             self._engine,
             sessions,
             counts,
             max_num_waiting=settings.max_num_waiting,
             max_queue_seconds=settings.max_queue_seconds,
+            client_sessions=client_sessions,
         )
         self.statistics = Statistics(
             self._engine, sessions, counts, incarnation, description.model_name
         )
         self.collectors = (
             EngineCollector(self._engine, sessions, counts, self._watch, description.dtype),
+            ClientSessionsCollector(client_sessions),
             requests,
         )
         """The metrics of the engine and its requests."""
@@ -203,7 +210,7 @@ class SchedulerService:
         opened = session_opened_to_proto(shape, config, incarnation)
         opened.cache_node = cache_node
         opened.kvpool_address, opened.pool_id = settings.kvpool, settings.replica
-        self._submitter = RequestSubmitter(self._engine, intake, sessions)
+        self._submitter = RequestSubmitter(self._engine, intake, sessions, client_sessions)
         activity = Activity(
             self._engine, self.statistics, counts, steps, pool_channel, settings.replica
         )

@@ -62,6 +62,12 @@ class SchedulerSettings(ServiceSettings):
         "refused; 0: no limit",
         check=at_least(0),
     )
+    max_num_sessions: int | None = setting(
+        None,
+        doc="sessions of clients that keep their blocks and a place between two turns; further "
+        "ones are computed again from what is cached (default: half of the requests that may run)",
+        check=at_least(0),
+    )
     async_scheduling: bool = setting(
         True, doc="plan a step while the one before it runs: two steps in flight"
     )

@@ -56,6 +56,7 @@ class Heard:
     num_cached_tokens: int | None = None
     finished: scheduler_pb2.Finished | None = None
     rejected: scheduler_pb2.Rejection | None = None
+    turns: list[scheduler_pb2.Finished] = field(default_factory=list)
 
 
 class Gateway:
@@ -92,6 +93,26 @@ class Gateway:
         """Sends a request."""
         self.heard[handle] = Heard()
         await self.say(add=add_request(handle, prompt, **fields))
+
+    async def add_chunk(
+        self, handle: int, num_tokens: int, chunk: Sequence[int], **fields: Any
+    ) -> None:
+        """Sends further input of a session that has so many tokens."""
+        self.heard[handle].num_cached_tokens = None
+        defaults = {
+            "request_id": f"request-{handle}",
+            "token_ids": pack_token_ids(chunk),
+            "num_tokens": num_tokens,
+            "sampling": sampling(),
+        }
+        await self.say(chunk=scheduler_pb2.AddChunk(handle=handle, **defaults | fields))
+
+    async def until_turn(self, handle: int, count: int = 1) -> list[int]:
+        """Waits until so many turns of a session have ended; returns its tokens since its start."""
+        heard = self.heard[handle]
+        await self.until(lambda: len(heard.turns) >= count)
+        assert heard.finished is None
+        return heard.tokens
 
     async def abort(self, *handles: int) -> None:
         """Drops requests."""
@@ -158,6 +179,8 @@ class Gateway:
         for finished in deltas.finished:
             assert self.heard[finished.handle].finished is None, "ends once"
             self.heard[finished.handle].finished = finished
+        for turn in deltas.turns:
+            self.heard[turn.handle].turns.append(turn)
         for rejected in deltas.rejected:
             self.heard.setdefault(rejected.handle, Heard()).rejected = rejected
 

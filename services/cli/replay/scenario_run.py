@@ -70,6 +70,7 @@ class ScenarioRun:
         self._core = core
         self._requests: dict[str, Request] = {}
         self._first_steps: dict[Request, int] = {}
+        self._first_hits: dict[Request, int | None] = {}
         self._finish_steps: dict[Request, int] = {}
         self._delivered: dict[Request, list[int]] = {}
         self._turns: dict[Request, TurnEnd] = {}
@@ -134,7 +135,7 @@ class ScenarioRun:
             "output_token_ids": self._delivered[request],
             "num_preemptions": request.num_preemptions,
             "first_step": self._first_steps.get(request),
-            "cached_tokens": request.num_cached_tokens,
+            "cached_tokens": self._first_hits.get(request),
             "finish_step": self._finish_steps.get(request),
             "finish_reason": reason or ("rejected" if request.is_finished else None),
             "stop_reason": self._stop_reasons.get(request),
@@ -363,6 +364,7 @@ class ScenarioRun:
             self._group_record.record_plan(plan, self.scheduler.running, record)
         for request in plan.new:
             self._first_steps.setdefault(request, step)
+            self._first_hits.setdefault(request, request.num_cached_tokens)
         self._record_pool(record, "_sched")
 
     def _record_pool(self, record: Record, suffix: str) -> None:

@@ -47,6 +47,17 @@ _SCHEDULER = (
     ),
     gauge(names.METRIC_SESSIONS, "sessions", "Gateways that are connected."),
     gauge(
+        names.METRIC_CLIENT_SESSIONS,
+        "sessions",
+        "Sessions of clients that are open at the replica: in a turn, or waiting for input.",
+        "state",
+    ),
+    counter(
+        names.METRIC_CLIENT_SESSIONS_GIVEN_UP,
+        "sessions",
+        "Sessions of clients that gave up their blocks since other requests lacked them.",
+    ),
+    gauge(
         names.METRIC_REGISTRATION_UP,
         "",
         "1 while the registry in Redis holds this scheduler, by the last call.",

@@ -30,10 +30,10 @@ MAX_CELLS = 65_536
 """Of a map of blocks, as the pool has it."""
 _BLOCKS_TIMEOUT_SECONDS = 1.0
 
-_STATES = {
-    RequestStatus.WAITING: scheduler_pb2.REQUEST_STATE_WAITING,
-    RequestStatus.RUNNING: scheduler_pb2.REQUEST_STATE_RUNNING,
-    RequestStatus.PREEMPTED: scheduler_pb2.REQUEST_STATE_PREEMPTED,
+_STATES: dict[RequestStatus, "scheduler_pb2.RequestState.ValueType"] = {
+    status: scheduler_pb2.RequestState.Value(f"REQUEST_STATE_{status.name}")
+    for status in RequestStatus
+    if status is not RequestStatus.FINISHED
 }
 
 
@@ -170,7 +170,7 @@ def _request_to_proto(request: Request, reason: WaitReason | None) -> scheduler_
     return scheduler_pb2.RequestActivity(
         key=request.key,
         request_id=request.request_id,
-        state=_STATES.get(request.status, scheduler_pb2.REQUEST_STATE_UNSPECIFIED),
+        state=_STATES[request.status],
         wait_reason=scheduler_pb2.WAIT_REASON_UNSPECIFIED
         if reason is None
         else WAIT_REASONS.to_proto(reason),

@@ -87,5 +87,8 @@ class SchedulerAdminServicer(scheduler_pb2_grpc.SchedulerAdminServicer):
         return scheduler_pb2.UndrainResponse()
 
     def _set_drained(self, drained: bool) -> None:
-        self._submitter.is_drained = drained
+        if drained:
+            self._submitter.refuse_new()
+        else:
+            self._submitter.is_drained = False
         self._readiness.set_drained(drained)

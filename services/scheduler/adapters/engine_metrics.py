@@ -7,6 +7,7 @@ from prometheus_client.registry import Collector
 
 from services.common import names
 from services.common.metric_specs import histogram_family, single, value_family
+from services.scheduler.adapters.client_sessions import ClientSessions
 from services.scheduler.adapters.queue_watch import QueueWatch
 from services.scheduler.adapters.sessions import Sessions
 from services.scheduler.adapters.statistics import StepCounts
@@ -98,3 +99,19 @@ class EngineCollector(Collector):
         theirs.add_metric(["capacity"], num_waiting - num_deferred)
         theirs.add_metric(["deferred"], num_deferred)
         yield from (ours, steps, theirs)
+
+
+class ClientSessionsCollector(Collector):
+    """The sessions of clients."""
+
+    def __init__(self, client_sessions: ClientSessions) -> None:
+        self._client_sessions = client_sessions
+
+    def collect(self) -> Iterator[Metric]:
+        """One family for each metric."""
+        sessions, num_waiting = self._client_sessions, self._client_sessions.num_between_turns
+        family = value_family(names.METRIC_CLIENT_SESSIONS)
+        family.add_metric(["turn"], len(sessions.open) - num_waiting)
+        family.add_metric(["waiting_for_chunk"], num_waiting)
+        yield family
+        yield single(names.METRIC_CLIENT_SESSIONS_GIVEN_UP, sessions.num_given_up)

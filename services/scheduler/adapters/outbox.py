@@ -79,15 +79,12 @@ class Outbox:
 
     def finished(self, handle: int, request: Request) -> None:
         """The end of a request."""
-        if request.finish_reason is None:
-            raise AssertionError(f"{request.request_id} has not ended")
-        self._deltas.finished.add(
-            handle=handle,
-            reason=finish_reason_to_proto(request.finish_reason),
-            stop_token_id=request.stop_token_id,
-            message=request.error or _MESSAGES.get(request.finish_reason, ""),
-            times=request_times_to_proto(request.times),
-        )
+        self._deltas.finished.append(_finished(handle, request))
+        self._is_empty = False
+
+    def turn_ended(self, handle: int, turn: Request) -> None:
+        """The end of a turn of a session, which is as it was then."""
+        self._deltas.turns.append(_finished(handle, turn))
         self._is_empty = False
 
     def rejected(self, rejection: scheduler_pb2.Rejection) -> None:
@@ -145,3 +142,15 @@ class Outbox:
         for handle, tokens in zip(self._handles, self._token_ids, strict=True):
             self._untaken.setdefault(handle, []).extend(tokens)
         self._handles = self._token_ids = ()
+
+
+def _finished(handle: int, request: Request) -> scheduler_pb2.Finished:
+    if request.finish_reason is None:
+        raise AssertionError(f"{request.request_id} has not ended")
+    return scheduler_pb2.Finished(
+        handle=handle,
+        reason=finish_reason_to_proto(request.finish_reason),
+        stop_token_id=request.stop_token_id,
+        message=request.error or _MESSAGES.get(request.finish_reason, ""),
+        times=request_times_to_proto(request.times),
+    )

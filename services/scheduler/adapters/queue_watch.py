@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 from services.common.queue_state import QueueState
 from services.common.replica_load import ReplicaLoad
+from services.scheduler.adapters.client_sessions import ClientSessions
 from services.scheduler.adapters.sessions import Sessions
 from services.scheduler.adapters.statistics import StepCounts
 from services.scheduler.core.engine_core import EngineCore, EngineState
@@ -33,12 +34,14 @@ class QueueWatch:
         *,
         max_num_waiting: int,
         max_queue_seconds: float,
+        client_sessions: ClientSessions,
     ) -> None:
         self._engine = engine
         self._sessions = sessions
         self._counts = counts
         self._max_num_waiting = max_num_waiting
         self._max_queue_seconds = max_queue_seconds
+        self._client_sessions = client_sessions
         self._estimate = QueueEstimate(engine.scheduler.config.max_running)
         self._arrived = asyncio.Event()
 
@@ -101,6 +104,7 @@ class QueueWatch:
             self._estimate.stand_still()
         if self._engine.num_waiting:
             self._engine.abort_late(now)
+            self._client_sessions.relieve(self._counts.wait_reasons.current, now)
         self._sessions.announce_queue(self._state())
         requests = self._engine.unfinished
         self._sessions.announce_load(self._load(requests), requests)

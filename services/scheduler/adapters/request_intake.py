@@ -20,7 +20,7 @@ from services.common.sampling import SamplingParams
 from services.common.sampling_proto import sampling_from_proto
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.policies import find_policy
-from services.scheduler.core.request import Request
+from services.scheduler.core.request import InputChunk, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +81,25 @@ class RequestIntake:
             reads_prefix_cache=sampling.prompt_logprobs is None
             if self.pooler is None
             else self.pooler.reads_prefix_cache,
+        )
+
+    def accept_chunk(self, session: Request, message: scheduler_pb2.AddChunk) -> InputChunk:
+        """Further input of a session that waits for it. Raises InvalidArgument or OutOfRange, which
+        name the field that is wrong.
+        """
+        tokens = self._tokens(message.token_ids, "token_ids")
+        if not tokens:
+            raise InvalidArgument("token_ids is empty", field="token_ids")
+        self._check_length(session.num_tokens + len(tokens), 0)
+        return InputChunk(
+            token_ids=tokens,
+            sampling=self._sampling(message.sampling, 0),
+            arrival_time=message.arrival_unix_nanos / 1e9 or time.time(),
+            request_id=message.request_id,
+            traceparent=message.traceparent,
+            tracestate=message.tracestate,
+            baggage=message.baggage,
+            queued_unix_nanos=time.time_ns(),
         )
 
     def _check_adapter(self, digest: bytes) -> None:

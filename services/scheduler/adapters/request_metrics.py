@@ -112,7 +112,8 @@ class RequestMetrics(Collector):
             self._iteration_tokens.observe(plan.num_tokens)
         without_drafts = not plan.draft_token_ids
         each_got_one = num_tokens == len(plan.requests) and without_drafts
-        if each_got_one and not update.ended and plan.requests == self._steady:
+        goes_on = each_got_one and not (update.ended or update.turns)
+        if goes_on and plan.requests == self._steady:
             self._latency.observe(now - self._steady_at, num_tokens)
             self._steady_at = now
             return
@@ -121,7 +122,10 @@ class RequestMetrics(Collector):
             if tokens and (times := self._requests.get(request)) is not None:
                 self._got(request, times, len(tokens), now)
         self.ended(update.ended)
-        if each_got_one and not update.ended:
+        for session, end in update.turns.items():
+            if (of_turn := self._requests.pop(session, None)) is not None:
+                self._ended(end.turn, of_turn)
+        if goes_on:
             self._steady, self._steady_at = plan.requests, now
 
     def ended(self, requests: Iterable[Request]) -> None:

@@ -51,6 +51,9 @@ def request_attributes(request: Request) -> Attributes:
     }
     if request.num_cached_tokens is not None:
         attributes[names.ATTR_NUM_CACHED_TOKENS] = request.num_cached_tokens
+    if request.turn_ended_unix_nanos:
+        nanos = max(0, request.queued_unix_nanos - request.turn_ended_unix_nanos)
+        attributes[names.ATTR_SESSION_WAIT_SECONDS] = nanos / 1e9
     if request.finish_reason is not None:
         attributes[names.ATTR_FINISH_REASON] = request.finish_reason.value
     if request.times is not None:

@@ -96,6 +96,8 @@ class RequestTimelines:
             since = [(tracked.timeline.queued, names.WAIT_HASHING)]
             tracked.timeline.wait(since, request.hashed_unix_nanos)
         self._live[request] = tracked
+        if request.resumable:
+            self._own_waits.forget(request, now)  # how long it waited between two turns
         self._own_waits.arrived(request, now)
         return tracked
 
@@ -181,6 +183,18 @@ class RequestTimelines:
         tracked.timeline.finish(now)
         request.times = tracked.timeline.times()
         return tracked
+
+    def end_turn(self, session: Request, turn: Request, now: int) -> Tracked | None:
+        """Ends the timeline of a session's turn; `turn` is the session as it was at its end."""
+        tracked = self._live.get(session)
+        if tracked is None:
+            return None
+        tracked.request = turn
+        session.turn_ended_unix_nanos = now
+        for of_turn in (self._live, self._running, self._prefilling):
+            if session in of_turn:
+                of_turn[turn] = of_turn.pop(session)
+        return self.end(turn, now)
 
     def paused(self, now: int) -> None:
         """No step is planned from here on."""

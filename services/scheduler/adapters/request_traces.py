@@ -64,6 +64,11 @@ class RequestTraces:
         else:
             self._spans.record(timeline, attributes, sampled.context, sampled.parent, failed=failed)
 
+    def end_turn(self, session: Request, turn: Request) -> None:
+        """What is known of a session is of its turn that ended, as which it ends."""
+        if (sampled := self._sampled.pop(session, None)) is not None:
+            self._sampled[turn] = sampled
+
     def keep(self, request_id: str, parent: SpanContext, unfinished: Iterable[Request]) -> None:
         """Records the spans of a request that was not sampled; of one that has not ended, when it
         has.

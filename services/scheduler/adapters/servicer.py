@@ -93,6 +93,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
             match message.WhichOneof("message"):
                 case "add":
                     await self._add(session, message.add)
+                case "chunk":
+                    try:
+                        self._submitter.submit_chunk(session, message.chunk)
+                    except StepwellError as error:
+                        session.reject(message.chunk.handle, error)
                 case "abort":
                     self._abort(session, message.abort)
                 case "keep":
@@ -100,7 +105,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
                     self._tracer.keep(keep.request_id, keep.traceparent, keep.tracestate)
                 case kind:
                     raise InvalidArgument(
-                        "an open session takes add, abort and keep, "
+                        "an open session takes add, chunk, abort and keep, "
                         f"not {kind or 'an empty message'}"
                     )
 

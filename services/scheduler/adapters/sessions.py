@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from stepwell.common.v1 import common_pb2
@@ -18,7 +18,7 @@ from services.common.replica_load_proto import replica_load_to_proto
 from services.common.status import status_code
 from services.scheduler.adapters.outbox import Outbox
 from services.scheduler.core.output import EngineCoreOutputs
-from services.scheduler.core.request import Request
+from services.scheduler.core.request import Request, TurnEnd
 
 logger = logging.getLogger(__name__)
 
@@ -159,6 +159,18 @@ class Sessions:
         session.requests[handle] = request
         self._owners[request] = _Owner(session, handle)
 
+    def disown(self, session: GatewaySession, handle: int) -> None:
+        """Forgets a request that is about to end: the gateway knows that already."""
+        self._owners.pop(session.requests.pop(handle), None)
+        self._sorted = ()
+
+    def refuse(self, request: Request, error: StepwellError) -> None:
+        """Tells the gateway of a request that it has to go on elsewhere; it is about to end."""
+        owner = self._owners.get(request)
+        if owner is not None:
+            owner.session.reject(owner.handle, error)
+            self.disown(owner.session, owner.handle)
+
     def find(self, request_ids: Iterable[str]) -> list[Request]:
         """The requests of these ids that have not ended."""
         wanted = set(request_ids)
@@ -188,9 +200,17 @@ class Sessions:
             owner = self._owners.get(plan.requests[index])
             if owner is not None and token_ids[index] is not None and isinstance(values, bytes):
                 owner.session.outbox.pooled(owner.handle, values)
+        if update.turns:
+            self._deliver_turns(update.turns)
         self.deliver_ends(update.ended)
         for session in self._sessions:
             session.outbox.flush()
+
+    def _deliver_turns(self, turns: Mapping[Request, TurnEnd]) -> None:
+        for request, end in turns.items():
+            self.num_completed += 1
+            if (owner := self._owners.get(request)) is not None:
+                owner.session.outbox.turn_ended(owner.handle, end.turn)
 
     def deliver_ends(self, requests: Sequence[Request]) -> None:
         self.num_finished += len(requests)

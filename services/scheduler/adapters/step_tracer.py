@@ -10,7 +10,7 @@ anything else that comes after them. Counts lag by as many steps at most.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from services.common.telemetry import Tracing, sampled_parent, traceparent_text
 from services.scheduler.adapters.request_timelines import DoneStep, RequestTimelines, StepRecord
@@ -19,7 +19,7 @@ from services.scheduler.adapters.statistics import StepCounts
 from services.scheduler.adapters.step_spans import SampledSteps, StepSpan
 from services.scheduler.core.output import EngineCoreOutputs, PreemptionCause, SchedulerOutput
 from services.scheduler.core.ports import PoolLost, WorkersLost
-from services.scheduler.core.request import Request
+from services.scheduler.core.request import Request, TurnEnd
 
 MAX_UNCOUNTED_STEPS = 32
 MAX_UNCOUNTED_NANOS = 100_000_000
@@ -113,9 +113,19 @@ class StepTracer:
         self._count_done(step, self._timelines.nanos_of(step.begun, now))
         for tracked in self._timelines.done(plan, step, update, now):
             self._traces.ended(tracked.request, tracked.timeline)
+        if update.turns:
+            self._end_turns(update.turns, now)
         if step.span is not None:
             self._end_execution(plan.step, None)
             step.span.record(self._tracing, self._unix_nanos())
+
+    def _end_turns(self, turns: Mapping[Request, TurnEnd], now: int) -> None:
+        """Each turn of a session has a timeline and spans of its own."""
+        for session, end in turns.items():
+            self._traces.end_turn(session, end.turn)
+            tracked = self._timelines.end_turn(session, end.turn, now)
+            if tracked is not None:
+                self._traces.ended(end.turn, tracked.timeline)
 
     def ended(self, requests: Iterable[Request]) -> None:
         now = self._unix_nanos()

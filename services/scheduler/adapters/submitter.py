@@ -5,7 +5,8 @@ import time
 
 from stepwell.scheduler.v1 import scheduler_pb2
 
-from services.common.errors import InvalidArgument, Unavailable
+from services.common.errors import InvalidArgument, StepwellError, Unavailable
+from services.scheduler.adapters.client_sessions import ClientSessions
 from services.scheduler.adapters.request_intake import RequestIntake
 from services.scheduler.adapters.sessions import GatewaySession, Sessions
 from services.scheduler.core.engine_core import EngineCore
@@ -18,19 +19,34 @@ HASH_INLINE_TOKENS = 2048
 class RequestSubmitter:
     """Checks requests, hashes their prompts, and queues them at the engine."""
 
-    def __init__(self, engine: EngineCore, intake: RequestIntake, sessions: Sessions) -> None:
+    def __init__(
+        self,
+        engine: EngineCore,
+        intake: RequestIntake,
+        sessions: Sessions,
+        client_sessions: ClientSessions,
+    ) -> None:
         self.is_draining = False
-        """Whether this process stops: sessions end once their requests have."""
+        """Whether this process stops: sessions of gateways end once their requests have."""
         self.is_drained = False
-        """Whether new requests are refused because an operator wants it; sessions stay open."""
+        """Whether new requests are refused because an operator wants it; sessions of gateways stay
+        open.
+        """
         self._engine = engine
         self._intake = intake
         self._sessions = sessions
+        self._client_sessions = client_sessions
 
     def drain(self) -> None:
-        """Refuses new requests from here on."""
+        """Refuses new requests from here on, and further turns."""
         self.is_draining = True
+        self._client_sessions.end_all()
         self._sessions.wake()
+
+    def refuse_new(self) -> None:
+        """Refuses new requests, and further turns, until `is_drained` is set back."""
+        self.is_drained = True
+        self._client_sessions.end_all()
 
     async def submit(self, session: GatewaySession, message: scheduler_pb2.AddRequest) -> None:
         """Queues a request; its tokens go to the outbox of `session`. Raises StepwellError if it is
@@ -43,9 +59,22 @@ class RequestSubmitter:
         if not message.arrival_unix_nanos:
             message.arrival_unix_nanos = time.time_ns()
         request = self._intake.accept(message)
+        request.resumable = message.resumable and self._client_sessions.has_room
         await self._hash(request)
         self._sessions.own(session, message.handle, request)
         self._engine.add(request)
+
+    def submit_chunk(self, session: GatewaySession, message: scheduler_pb2.AddChunk) -> None:
+        """Begins the next turn of a client's session. Raises StepwellError if it is refused; then
+        the session has ended.
+        """
+        try:
+            request = self._client_sessions.find(session, message)
+            chunk = self._intake.accept_chunk(request, message)
+        except StepwellError:
+            self._client_sessions.end(session, message.handle)
+            raise
+        self._engine.add_chunk(request, chunk)
 
     async def _hash(self, request: Request) -> None:
         config = self._intake.config

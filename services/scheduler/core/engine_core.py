@@ -28,7 +28,7 @@ from services.scheduler.core.ports import (
     StepObserver,
     WorkersLost,
 )
-from services.scheduler.core.request import Request
+from services.scheduler.core.request import InputChunk, Request, RequestStatus
 from services.scheduler.core.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -70,6 +70,9 @@ class EngineCore:
         self._arrivals: list[Request] = []
         self._ends: dict[Request, FinishReason] = {}
         self._compiled: dict[Request, str] = {}
+        self._chunks: list[tuple[Request, InputChunk | None]] = []
+        self._awaits_sessions = False
+        """Whether the last step had no room for any request, since sessions hold what they need."""
         self._in_flight: deque[tuple[SchedulerOutput, asyncio.Future[ModelRunnerOutput]]] = deque()
         self._unsent: SchedulerOutput | None = None
         self._undelivered: EngineCoreOutputs | None = None
@@ -114,6 +117,13 @@ class EngineCore:
         the next step is planned.
         """
         self._compiled[request] = error
+        self._wake.set()
+
+    def add_chunk(self, session: Request, chunk: InputChunk | None) -> None:
+        """Gives a session its next input before the next step is planned; None ends it after the
+        turn that runs, and at once between two turns. Does nothing if it has ended by then.
+        """
+        self._chunks.append((session, chunk))
         self._wake.set()
 
     @property
@@ -247,6 +257,8 @@ class EngineCore:
                 answer = await self._executor.submit(plan, traceparent)
                 self._in_flight.append((plan, answer))
                 self._unsent = None
+            elif not self._in_flight:
+                self._awaits_sessions = self.scheduler.is_held_up_by_sessions(plan)
         elif self._is_paused:
             await self.scheduler.flush()
         if self._in_flight and (len(self._in_flight) >= self._depth or not planned):
@@ -272,6 +284,8 @@ class EngineCore:
             self._note_progress(plan)
         asyncio.get_running_loop().call_soon(self._deliver)
         self._observer.done(plan, update)
+        if update.turns:
+            self._tell_begun(update.turns)
 
     def _deliver(self) -> None:
         """Delivers the outputs that were not delivered yet. If that raises they are kept, and the
@@ -294,9 +308,29 @@ class EngineCore:
             compiled, self._compiled = self._compiled, {}
             for request, error in compiled.items():
                 self.scheduler.grammar_compiled(request, error)
+        if self._chunks:
+            self._apply_chunks()
         if self._ends:
             ends, self._ends = self._ends, {}
             self._end(ends)
+
+    def _apply_chunks(self) -> None:
+        chunks, self._chunks = self._chunks, []
+        for session, chunk in chunks:
+            if session.is_finished:
+                continue
+            begins = session.status is RequestStatus.WAITING_FOR_CHUNK
+            self.scheduler.add_chunk(session, chunk)
+            if session.is_finished:
+                self._tell_ended([session])
+            elif begins:
+                self._observer.arrived([session])
+
+    def _tell_begun(self, sessions: Iterable[Request]) -> None:
+        """Tells of sessions whose next turn begins at once, with input that came before."""
+        begun = [one for one in sessions if one.status is not RequestStatus.WAITING_FOR_CHUNK]
+        if begun:
+            self._observer.arrived(begun)
 
     def _end(self, ends: Mapping[Request, FinishReason]) -> None:
         ended = [request for request, reason in ends.items() if _can_end(request, reason)]
@@ -312,9 +346,10 @@ class EngineCore:
         self._delivery.deliver_ends(ended)
 
     async def _until_work(self) -> None:
-        while not (self._arrivals or self._compiled or self._ends or self._in_flight) and (
+        while not (self._has_changes or self._in_flight) and (
             self._is_paused
             or self._num_holds
+            or self._awaits_sessions
             or not (self.scheduler.has_work or self.scheduler.queues.admitted_only)
         ):
             self.state = EngineState.PAUSED if self._is_paused else EngineState.IDLE
@@ -323,7 +358,14 @@ class EngineCore:
                 raise self._lost
             self._wake.clear()
             await self._wake.wait()
+            self._awaits_sessions = False
+        self._awaits_sessions = False
         self.state = EngineState.RUNNING
+
+    @property
+    def _has_changes(self) -> bool:
+        """Whether requests are to be added, changed or ended."""
+        return bool(self._arrivals or self._compiled or self._ends or self._chunks)
 
     async def _recover(self, lost: PoolLost | WorkersLost) -> None:
         """Starts over with an empty pool and empty workers, as soon as both can be opened. Requests

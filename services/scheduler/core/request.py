@@ -1,5 +1,6 @@
 """A request as the scheduler sees it: tokens, and a count of how many of them are computed."""
 
+import copy
 import enum
 from collections import deque
 from collections.abc import Sequence
@@ -47,6 +48,14 @@ class InputChunk:
     token_ids: Sequence[int]
     sampling: SamplingParams
     arrival_time: float = 0.0
+    request_id: str = ""
+    """The id of the session in its next turn; empty: as before."""
+    traceparent: str = ""
+    """Of the caller of the turn, as are the next two."""
+    tracestate: str = ""
+    baggage: str = ""
+    queued_unix_nanos: int = 0
+    """When it came to this replica."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +64,8 @@ class TurnEnd:
 
     finish_reason: FinishReason
     stop_token_id: int | None
+    turn: "Request"
+    """The session as it was at the end of the turn, for what is told and noted of it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -102,6 +113,8 @@ class Request(ComputedTokens):
     """Whether it is a session: at the end of its output it waits for the next chunk of input, and
     keeps its blocks.
     """
+    turn_ended_unix_nanos: int = 0
+    """When the turn of a session before this one ended; carried through, for traces."""
     chunks: deque[InputChunk | None] = field(default_factory=deque)
     """Input of a session's next turns that came before they begin; None ends it after this turn."""
     reads_prefix_cache: bool = True
@@ -136,7 +149,7 @@ class Request(ComputedTokens):
     awaited_step: int | None = None
     """The step that was to give it a token when it was preempted last; None if there was none."""
     num_cached_tokens: int | None = None
-    """Prefix hit when it was first scheduled; None before."""
+    """Prefix hit when it was first scheduled, of a session in its present turn; None before."""
     num_preemptions: int = 0
     block_hashes: list[BlockHash] = field(default_factory=list)
     """Hashes of its full blocks, as far as they were computed."""
@@ -220,9 +233,9 @@ class Request(ComputedTokens):
         """
         if self.finish_reason is None:
             raise AssertionError(f"the turn of {self.request_id} has not ended")
-        end = TurnEnd(self.finish_reason, self.stop_token_id)
+        end = TurnEnd(self.finish_reason, self.stop_token_id, copy.copy(self))
         self.finish_reason = self.stop_token_id = None
-        del self.token_ids[-1]
+        self.token_ids = self.token_ids[:-1]
         del self.block_hashes[len(self.token_ids) // block_size :]
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed_tokens = min(self.num_computed_tokens, len(self.token_ids))
@@ -235,8 +248,13 @@ class Request(ComputedTokens):
         """Continues a session with further prompt."""
         self.token_ids += chunk.token_ids
         self.num_prompt_tokens = len(self.token_ids)
+        self.num_cached_tokens = None
         self.sampling = chunk.sampling
         self.arrival_time = chunk.arrival_time
+        self.request_id = chunk.request_id or self.request_id
+        self.traceparent, self.tracestate = chunk.traceparent, chunk.tracestate
+        self.baggage, self.queued_unix_nanos = chunk.baggage, chunk.queued_unix_nanos
+        self.hashed_unix_nanos, self.latest_start, self.times = 0, None, None
         self._note_ending_token_ids()
         self.limit_length(max_model_len)
         self.status = RequestStatus.WAITING

@@ -135,6 +135,18 @@ class Scheduler:
         else:
             self.queues.begin_turn(session, chunk, self.config.max_model_len)
 
+    def is_held_up_by_sessions(self, plan: SchedulerOutput) -> bool:
+        """Whether a step without requests would be planned again and again: requests wait for
+        places or blocks that sessions hold which do not run, and no operation is left that could
+        free any.
+        """
+        return (
+            bool(self.queues.between_turns or self.kv_waiting)
+            and not (plan.requests or self.running or self.transfers)
+            and plan.wait_reason in (WaitReason.MAX_SEQS, WaitReason.NO_BLOCKS)
+            and not self._kv_cache_manager.has_operations
+        )
+
     def grammar_compiled(self, request: Request, error: str = "") -> None:
         """Notes that the workers have the grammar of a request, or why they cannot have it. Does
         nothing if the request has ended.

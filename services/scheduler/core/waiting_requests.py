@@ -23,8 +23,10 @@ class WaitingRequests:
         """Requests that must not be admitted now, in the order in which they were held back."""
         self.admitted_only: Collection[Request] | None = None
         """The only requests that may be admitted; None if all may."""
-        self.between_turns: set[Request] = set()
-        """Sessions that wait for input. Each keeps one of the places of running requests."""
+        self.between_turns: dict[Request, None] = {}
+        """Sessions that wait for input, in the order in which they began to. Each keeps one of the
+        places of running requests.
+        """
         self.passed_over: dict[Request, WaitReason] = {}
         """Requests that were passed over since they began to wait, or came with a grammar, and why
         the last time.
@@ -59,7 +61,7 @@ class WaitingRequests:
     def add(self, request: Request) -> None:
         """Queues a request that arrived, or a session after a turn."""
         if request.status is RequestStatus.WAITING_FOR_CHUNK:
-            self.between_turns.add(request)
+            self.between_turns[request] = None
             self.passed_over[request] = WaitReason.SESSION
         elif request.grammar is not None:
             self.passed_over[request] = WaitReason.GRAMMAR
@@ -72,7 +74,7 @@ class WaitingRequests:
 
     def begin_turn(self, session: Request, chunk: InputChunk, max_model_len: int) -> None:
         """Gives a session that waits for it its next input."""
-        self.between_turns.remove(session)
+        del self.between_turns[session]
         session.begin_turn(chunk, max_model_len)
         if session not in self.held_back:
             self.queue_of(session).reorder(session)
@@ -110,7 +112,7 @@ class WaitingRequests:
 
     def remove(self, request: Request) -> None:
         """Takes a request out, while it still holds its blocks if it does."""
-        self.between_turns.discard(request)
+        self.between_turns.pop(request, None)
         self.passed_over.pop(request, None)
         if request in self.held_back:
             del self.held_back[request]

@@ -8,7 +8,9 @@ import pytest
 from services.common.errors import FailedPrecondition, Unavailable
 from services.common.finish_reason import FinishReason
 from services.common.pause_mode import PauseMode
+from services.common.sampling import SamplingParams
 from services.scheduler.core.engine_core import EngineState
+from services.scheduler.core.request import InputChunk, RequestStatus
 from tests.scheduler.engine_bench import Bench, eventually, running
 from tests.scheduler.paged_model import continuation
 from tests.scheduler.story import prompt
@@ -296,3 +298,38 @@ async def test_a_small_pool_preempts_and_still_serves_all_requests() -> None:
             assert bench.inbox.tokens[name] == continuation(token_ids, 15)
         assert bench.watcher.preempted_ids
         await bench.until_idle()
+
+
+async def test_a_turn_and_its_next_input_wake_the_engine(bench: Bench) -> None:
+    session = bench.add("s", prompt(6), max_tokens=2, resumable=True)
+    await eventually(lambda: session.status is RequestStatus.WAITING_FOR_CHUNK)
+    await eventually(lambda: bench.engine.state is EngineState.IDLE)
+    chunk = InputChunk(prompt(3, 700), SamplingParams(max_tokens=3))
+    bench.engine.add_chunk(session, chunk)
+    bench.engine.add_chunk(session, None)
+    await bench.until_ended("s")
+    held = [*prompt(6), *continuation(prompt(6), 1)]
+    expected = [*continuation(prompt(6), 2), *continuation([*held, *prompt(3, 700)], 3)]
+    assert bench.inbox.tokens["s"] == expected
+    bench.engine.add_chunk(session, chunk)
+    await bench.until_idle()
+
+
+async def test_an_engine_sleeps_while_sessions_hold_every_place(bench: Bench) -> None:
+    sessions = [
+        bench.add(f"s{number}", prompt(6, 100 * number), max_tokens=1, resumable=True)
+        for number in range(4)
+    ]
+    await eventually(lambda: all(one.status is RequestStatus.WAITING_FOR_CHUNK for one in sessions))
+    bench.add("other", prompt(6, 500), max_tokens=2)
+    await eventually(lambda: bench.engine.scheduler.num_waiting == 5)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    num_planned = bench.watcher.num_planned
+    for _ in range(200):
+        await asyncio.sleep(0)
+    assert bench.watcher.num_planned == num_planned, "no turn is taken in vain"
+    bench.engine.add_chunk(sessions[2], None)
+    await bench.until_ended("other")
+    bench.engine.abort(sessions)
+    await bench.until_idle()

@@ -3,9 +3,11 @@
 import pytest
 
 from services.common import names
+from services.common.sampling import SamplingParams
 from services.scheduler.adapters.kept_traces import KeptTrace, KeptTraces
 from services.scheduler.core.output import PreemptionCause
 from services.scheduler.core.ports import PoolLost, WorkersLost
+from services.scheduler.core.request import InputChunk
 from services.scheduler.core.timeline import Timeline
 from tests.scheduler.span_collector import Seen
 from tests.scheduler.story import prompt
@@ -412,3 +414,41 @@ def test_the_newest_timelines_are_kept_and_no_more() -> None:
 
 def seconds_of(span: Seen) -> float:
     return (span.end_unix_nanos - span.start_unix_nanos) / 1e9
+
+
+async def test_each_turn_of_a_session_is_a_request_of_its_own_trace() -> None:
+    story = TracedStory()
+    session = story.arrive("a", prompt(6), max_tokens=2, resumable=True)
+    await story.watched_step()
+    await story.watched_step()
+    story.arrive("other", prompt(3, first=500), max_tokens=2)
+    await story.watched_step()
+    await story.watched_step()
+    story.wait(3.0)
+    input_chunk = InputChunk(
+        prompt(2, first=700),
+        SamplingParams(max_tokens=3),
+        request_id="b",
+        traceparent=f"00-{trace_id_of('b'):032x}-{1:016x}-01",
+        queued_unix_nanos=story.now,
+    )
+    story.scheduler.add_chunk(session, input_chunk)
+    story.tracer.arrived([session])
+    story.wait(0.5)
+    await story.watched_step()
+    await story.watched_step()
+    await story.watched_step()
+    first, second = story.waterfall("a"), story.waterfall("b")
+    assert (first.start, first.end) == (0, 2), "the turn ends with its last token"
+    assert second == request_bar(
+        7,
+        10.5,
+        queue(7, 7.5, wait("next_step", 7, 7.5)),
+        prefill(7.5, 8.5, chunk(7.5, 8.5)),
+        decode(8.5, 10.5),
+    )
+    root = story.span(names.SPAN_REQUEST, "b")
+    assert root.attributes[names.ATTR_SESSION_WAIT_SECONDS] == 5.0
+    assert root.attributes[names.ATTR_NUM_PROMPT_TOKENS] == 9
+    assert root.attributes[names.ATTR_NUM_CACHED_TOKENS] == 7
+    assert root.attributes[names.ATTR_NUM_OUTPUT_TOKENS] == 3
