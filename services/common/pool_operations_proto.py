@@ -96,16 +96,16 @@ def outcome_to_proto(
 
 
 def outcome_from_proto(message: kvpool_pb2.TransactResponse) -> ops.Outcome:
-    return ops.Outcome(
-        message.num_free_blocks,
-        tuple(map(_result_from_proto, message.results)),
-        _stop_from_proto(message.stop) if message.HasField("stop") else None,
-        cast("tuple[BlockId, ...]", tuple(message.block_ids_to_zero)),
-        tuple(
-            ops.BlockCopy(copy.group, BlockId(copy.source), BlockId(copy.target))
-            for copy in message.copies
-        ),
+    stop = _stop_from_proto(message.stop) if message.HasField("stop") else None
+    results = tuple(map(_result_from_proto, message.results))
+    if not (message.block_ids_to_zero or message.copies):  # as in models without states
+        return ops.Outcome(message.num_free_blocks, results, stop)
+    copies = (
+        ops.BlockCopy(copy.group, BlockId(copy.source), BlockId(copy.target))
+        for copy in message.copies
     )
+    to_zero = cast("tuple[BlockId, ...]", tuple(message.block_ids_to_zero))
+    return ops.Outcome(message.num_free_blocks, results, stop, to_zero, tuple(copies))
 
 
 def block_hashes_from_proto(packed: bytes, field: str) -> list[BlockHash]:
@@ -292,7 +292,7 @@ def _blocks_to_proto(blocks: ops.GroupBlocks) -> kvpool_pb2.GroupBlocks:
 
 
 def _blocks_from_proto(message: kvpool_pb2.GroupBlocks) -> ops.GroupBlocks:
-    return ops.GroupBlocks(list(message.num_blocks), cast("list[BlockId]", list(message.block_ids)))
+    return ops.GroupBlocks(message.num_blocks[:], cast("list[BlockId]", message.block_ids[:]))
 
 
 def _stop_to_proto(stop: ops.Stop) -> kvpool_pb2.Stop:

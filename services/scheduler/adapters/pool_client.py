@@ -61,6 +61,7 @@ class PoolClient:
         self._deadlines = Deadlines(TRANSACTION_FLOOR_SECONDS, timeout_seconds)
         self._allowed_seconds = timeout_seconds
         self._is_late = False
+        self._alarm = Alarm(self._give_up)
         self._waiting: asyncio.Task[object] | None = None
         """The task that waits for the stream, while one does."""
 
@@ -123,11 +124,11 @@ class PoolClient:
             began = loop.time()
             self._allowed_seconds = self._deadlines.seconds(len(operations))
             self._is_late = False
-            alarm = Alarm(self._allowed_seconds, self._give_up)
+            self._alarm.set(self._allowed_seconds)
             try:
                 response = await self._send(request)
             finally:
-                alarm.cancel()
+                self._alarm.stop()
             self._deadlines.took(len(operations), loop.time() - began)
             if self._recorder is not None:
                 self._recorder.transacted(operations, response)

@@ -18,6 +18,8 @@ class SentStep:
     ranks are equal, and the last one is used. It fails if a rank is lost or late.
     """
 
+    __slots__ = ("_missing", "_steps", "allowed_seconds", "number", "output", "size")
+
     def __init__(
         self, steps: "StepsInFlight", number: int, size: int, allowed_seconds: float
     ) -> None:
@@ -67,7 +69,7 @@ class StepsInFlight:
         self.ranks = tuple(ranks)
         self._deadlines = deadlines
         self._steps: deque[SentStep] = deque()
-        self._alarm: Alarm | None = None
+        self._alarm = Alarm(self._overdue)
         self._began = 0.0
 
     def add(self, number: int, size: int, allowed_seconds: float) -> SentStep:
@@ -92,12 +94,13 @@ class StepsInFlight:
         was_oldest = self._steps[0] is step
         self._steps.remove(step)
         if was_oldest:
-            if self._alarm is not None:
-                self._alarm.cancel()
-                self._alarm = None
+            self._alarm.stop()
             if self._steps:
                 self._begin(self._steps[0])
 
     def _begin(self, step: SentStep) -> None:
         self._began = asyncio.get_running_loop().time()
-        self._alarm = Alarm(step.allowed_seconds, step.overdue)
+        self._alarm.set(step.allowed_seconds)
+
+    def _overdue(self) -> None:
+        self._steps[0].overdue()

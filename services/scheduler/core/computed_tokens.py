@@ -6,8 +6,9 @@ and a clock that all requests on the fast path share: planning a step advances t
 it all their counts. Only this module knows that; others read and set `num_computed_tokens`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(slots=True, eq=False)
@@ -59,13 +60,10 @@ def leave_fast_path(requests: Iterable[ComputedTokens]) -> None:
         request.is_on_fast_path = False
 
 
-def add_computed_tokens(requests: Iterable[ComputedTokens], num_tokens: Iterable[int]) -> list[int]:
-    """Counts further tokens of each request as computed; returns the new counts."""
-    counts = []
-    for request, num_new in zip(requests, num_tokens, strict=True):
-        request.origin = origin = request.origin + num_new
-        counts.append(origin + request.clock.now)
-    return counts
+def set_off_fast_path(num_computed_tokens: Mapping[Any, int]) -> None:
+    """Sets the counts of requests that are not on the fast path."""
+    for request, num_tokens in num_computed_tokens.items():
+        request.origin = num_tokens
 
 
 def num_computed_tokens_of(requests: Iterable[ComputedTokens]) -> list[int]:

@@ -120,6 +120,11 @@ class EncoderCacheManager:
         for index in sorted(self._inputs.get(request, ())):
             self._free_input(request, index)
 
+    @property
+    def has_evicted(self) -> bool:
+        """Whether items were evicted since the last call of `take_evicted`."""
+        return bool(self._evicted)
+
     def take_evicted(self) -> list[str]:
         """Items that were evicted since the last call and are not cached again."""
         evicted, self._evicted = self._evicted, []

@@ -2,7 +2,7 @@
 Every method makes at most one transaction.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 from services.common.block_hash import BlockHash
 from services.common.ids import BlockId, RequestKey
@@ -21,9 +21,11 @@ from services.common.pool_operations import (
     ReleaseCopies,
     RemoveSkippedBlocks,
     ResetPrefixCache,
+    Stop,
 )
 from services.scheduler.core.computed_tokens import num_computed_tokens_of
 from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.planned_steps import PlannedSteps
 from services.scheduler.core.ports import KVPool
 from services.scheduler.core.request import Request
 from services.scheduler.core.step_builder import StepBuilder
@@ -50,10 +52,12 @@ class KVCacheManager:
         self._evictions: list[BlockId] = []
         """Blocks whose hash the next transaction removes."""
         self._block_ids_to_zero: list[BlockId] = []
-        self._copies: list[BlockCopy] = []
+        self.copies: list[BlockCopy] = []
+        """Copies that transactions of this step made, whose blocks are held."""
         self._hash_block_size = config.hash_block_size
         self._only_grows = config.only_grows
-        self._needs_steps = config.aligns_states and config.enable_prefix_caching
+        self.needs_steps = config.aligns_states and config.enable_prefix_caching
+        """Whether the pool must be told of each step that is planned."""
         self._step_begins = False
         """Whether the pool has yet to be told of the step that is planned."""
         self._num_lookahead_tokens = config.num_lookahead_tokens
@@ -79,8 +83,8 @@ class KVCacheManager:
         return num_slots < num_tokens + self._num_lookahead_tokens and num_slots < self._longest
 
     def begin_step(self) -> None:
-        """A step is about to be planned."""
-        self._step_begins = self._needs_steps
+        """A step is about to be planned of which the pool must be told."""
+        self._step_begins = True
 
     async def grow(
         self,
@@ -88,26 +92,32 @@ class KVCacheManager:
         growing: Sequence[Request],
         leaving: Collection[Request],
         looked_up: Sequence[Request],
-        in_flight: Callable[[Request], int],
+        steps: PlannedSteps,
         traceparent: str,
-    ) -> Outcome:
+    ) -> Stop | None:
         """Allocates blocks for the scheduled tokens of `growing`, publishes the blocks that the
         step fills, and looks up cached prefixes of waiting requests. Sends nothing if there are no
         operations.
 
         A block is filled by a request off the fast path, or by one of `leaving`, for which this
         step is the last on it. Publishing comes after all growth, so that no victim is published.
-        A stop names one of `growing`; those before it have grown, and nothing was published or
-        looked up.
+        Returns where the pool stopped: it names one of `growing`; those before it have grown, and
+        nothing was published or looked up. `steps` are those before.
         """
         operations: list[Operation] = []
         if growing:
-            operations.append(self._grow(builder, growing, in_flight))
+            operations.append(self._grow(builder, growing, steps))
         filling = self._filling(builder, leaving)
         if filling:
             operations.append(self._commit(filling))
-        operations += self._look_up(builder, looked_up)
-        operations = [*self._pop_pending(), *self._in_step(operations)]
+        if looked_up:
+            operations += self._look_up(builder, looked_up)
+        if self._step_begins:
+            operations = self._in_step(operations)
+        if self.has_operations:
+            operations = self._pop_pending() + operations
+        if not operations:
+            return None
         outcome = await self._transact(operations, traceparent)
         size = self._config.block_size
         for request, blocks in zip(growing, outcome.grown if growing else (), strict=False):
@@ -121,7 +131,7 @@ class KVCacheManager:
                 request.num_hashes_sent = max(request.num_hashes_sent, num_full)
             if looked_up:
                 self._note_hits(builder, looked_up, outcome)
-        return outcome
+        return outcome.stop
 
     async def look_up(
         self, builder: StepBuilder, looked_up: Sequence[Request], traceparent: str
@@ -142,14 +152,9 @@ class KVCacheManager:
         operations = [*self._pop_pending(), *self._in_step(operations)]
         return await self._transact(operations, traceparent)
 
-    @property
-    def has_copies(self) -> bool:
-        """Whether blocks are held for copies that transactions of this step made."""
-        return bool(self._copies)
-
     async def release_copies(self, traceparent: str) -> list[BlockCopy]:
         """The copies that the workers make before the step. Their blocks are held no longer."""
-        copies, self._copies = sorted(self._copies, key=lambda copy: copy.group), []
+        copies, self.copies = sorted(self.copies, key=lambda copy: copy.group), []
         await self._transact([ReleaseCopies()], traceparent)
         return copies
 
@@ -215,7 +220,7 @@ class KVCacheManager:
         self._commits, self._releases, self._evictions = {}, [], []
         self._early_releases = []
         self._block_ids_to_zero.clear()
-        self._copies.clear()
+        self.copies.clear()
         self.num_free_blocks = self._config.num_blocks - 1
 
     def _pop_pending(self) -> list[Operation]:
@@ -248,22 +253,20 @@ class KVCacheManager:
         self,
         builder: StepBuilder,
         growing: Sequence[Request],
-        in_flight: Callable[[Request], int],
+        steps: PlannedSteps,
     ) -> Grow:
         """Windows move on to the tokens that are certainly computed, which steps in flight do not
         change any more: they may read what lies before, and drafts of theirs may be rejected.
         """
         starts = num_computed_tokens_of(growing)
         keys = [request.key for request in growing]
-        ends = [
-            start + builder.off_fast_path[request]
-            for start, request in zip(starts, growing, strict=True)
-        ]
+        ends = [builder.off_fast_path[request] for request in growing]
         slots = list(map(self.num_slots, ends))
         if self._only_grows:
             return Grow(keys, starts, slots)
+        num_in_flight = steps.num_tokens()
         stored = [
-            max(0, start - in_flight(request))
+            max(0, start - num_in_flight(request))
             for start, request in zip(starts, growing, strict=True)
         ]
         return Grow(keys, stored, slots, ends if self._num_lookahead_tokens else ())
@@ -278,14 +281,10 @@ class KVCacheManager:
             end = start + 1
             if end % size == 0 and end <= len(request.token_ids):
                 filling.append((request.admission_number, end, request))
-        starts = num_computed_tokens_of(builder.off_fast_path)
-        for (request, num_new), start in zip(builder.off_fast_path.items(), starts, strict=True):
-            end = start + num_new
-            full = (request.num_committed_blocks + 1) * size
-            if end >= full and len(request.token_ids) >= full:
-                filling.append(
-                    (request.admission_number, min(end, len(request.token_ids)), request)
-                )
+        for request, end in builder.off_fast_path.items():
+            full, known = (request.num_committed_blocks + 1) * size, len(request.token_ids)
+            if end >= full and known >= full:
+                filling.append((request.admission_number, min(end, known), request))
         filling.sort()
         return filling
 
@@ -338,5 +337,5 @@ class KVCacheManager:
         outcome = await self._pool.transact(operations, traceparent)
         self.num_free_blocks = outcome.num_free_blocks
         self._block_ids_to_zero += outcome.block_ids_to_zero
-        self._copies += outcome.copies
+        self.copies += outcome.copies
         return outcome

@@ -139,7 +139,7 @@ class SchedulerOutput:
         return [preemption.victim for preemption in self.preemptions]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, as it is made in each step: that would take thrice the time
 class ModelRunnerOutput:
     """What the workers computed in a step. `token_ids` is parallel to the plan's requests."""
 
@@ -171,7 +171,7 @@ class EngineCoreOutput:
     token_ids: Sequence[int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # see ModelRunnerOutput
 class EngineCoreOutputs:
     """New tokens and ends of a step. Iterates over the requests with any, in scheduling order."""
 

@@ -24,7 +24,8 @@ class PlannedSteps:
     def updated(self, plan: SchedulerOutput) -> None:
         """The output of a step came, and with it those of all steps before."""
         self.last_updated = plan.step
-        self.in_flight = [later for later in self.in_flight if later.step > plan.step]
+        while self.in_flight and self.in_flight[0].step <= plan.step:
+            del self.in_flight[0]
 
     def forget(self) -> None:
         """The outputs of steps in flight will not come."""

@@ -15,25 +15,24 @@ class PrefillPacing:
     """
 
     def __init__(self, interval: int) -> None:
+        self.is_on = interval > 1
+        """Whether there is such an interval."""
         self._interval = interval
         self._num_steps_between = interval
         """Steps with tokens since the last one with prompts."""
-        self._is_saturated = False
+        self.left_waiting = False
+        """Whether the last step that could admit prompts left requests waiting."""
 
     def defers_prefills(self, running: RunningRequests, *, throttled: bool) -> bool:
         """Whether the next step leaves prompts out; `throttled`: whether the caller wants that."""
         is_too_soon = self._num_steps_between < self._interval - 1
-        if self._is_saturated or not (throttled or is_too_soon):
+        if self.left_waiting or not (throttled or is_too_soon):
             return False
         return any(not request.is_prefill_chunk for request in running)
 
-    def admitted(self, *, left_waiting: bool) -> None:
-        """Notes whether a step that could admit prompts left requests waiting."""
-        self._is_saturated = left_waiting
-
     def planned(self, builder: StepBuilder) -> None:
         """Counts a step, before its tokens count as computed."""
-        if self._interval > 1 and builder.plan.requests:
+        if builder.plan.requests:
             has_prefills = any(map(_is_prefill, builder.off_fast_path.items()))
             self._num_steps_between = 0 if has_prefills else self._num_steps_between + 1
 

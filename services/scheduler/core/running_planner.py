@@ -1,11 +1,12 @@
 """What a step computes of the requests that run: arithmetic on tokens, no transaction."""
 
-from collections.abc import Callable
+from collections.abc import Collection, Mapping
 
 from services.scheduler.core.chunks import aligned_chunk
-from services.scheduler.core.computed_tokens import add_computed_tokens, num_computed_tokens_of
+from services.scheduler.core.computed_tokens import num_computed_tokens_of, set_off_fast_path
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.kv_cache_manager import KVCacheManager
+from services.scheduler.core.planned_steps import PlannedSteps
 from services.scheduler.core.request import Request
 from services.scheduler.core.running_requests import RunningRequests
 from services.scheduler.core.step_builder import StepBuilder
@@ -26,7 +27,9 @@ class RunningPlanner:
         self._kv_cache_manager = kv_cache_manager
         self._aligns_states = config.aligns_states
         self._window_clock = None if config.only_grows else WindowClock(config)
-        self._hash_block_size = config.hash_block_size
+        self._filled_block_size = config.hash_block_size if config.enable_prefix_caching else None
+        self._num_lookahead_tokens = config.num_lookahead_tokens
+        self._has_drafts = config.num_speculative_tokens > 0
         self._max_prompt_len = config.max_prompt_len
         self._feeds_forward = config.async_scheduling or config.pipeline_parallel_size == 1
         """Whether the token after one in flight can be planned, because workers know it first."""
@@ -49,15 +52,15 @@ class RunningPlanner:
         run_begin, is_enough = begin, builder.token_budget >= len(running) - begin
         looked_at = running.off_fast_path(begin)
         for request, num_computed in zip(looked_at, num_computed_tokens_of(looked_at), strict=True):
-            num_new = num_decided
-            if num_new is None and builder.defers_prefills and request.is_prefill_chunk:
+            if num_decided is not None:
+                num_new, num_decided = num_decided, None
+            elif builder.defers_prefills and request.is_prefill_chunk:
                 num_new = 0
-            elif num_new is None:
+            else:
                 num_new = self._num_new_tokens(builder, request, num_computed)
-            num_decided = None
             has_items = request.encoder_inputs and num_computed < request.num_encoded_tokens
             if num_new == 1 and is_enough and not has_items:
-                builder.off_fast_path[request] = 1
+                builder.off_fast_path[request] = num_computed + 1
             else:
                 index = running.index(request)
                 self._schedule_run(builder, run_begin, index)
@@ -71,28 +74,23 @@ class RunningPlanner:
         self._schedule_run(builder, run_begin, len(running))
         return growing
 
-    def update_after_schedule(
-        self, builder: StepBuilder, num_in_flight: Callable[[Request], int]
-    ) -> None:
+    def update_after_schedule(self, builder: StepBuilder, steps: PlannedSteps) -> None:
         """Counts the tokens of a planned step as computed, so that the next step can be planned
-        while this one runs, and puts requests on the fast path. `num_in_flight` tells the tokens of
-        steps before that are in flight.
+        while this one runs, and puts requests on the fast path. `steps` are those before.
         """
         self._running.advance()
-        scheduled, entering = builder.off_fast_path, dict[Request, int]()
-        counts = add_computed_tokens(scheduled, scheduled.values())
-        for request, num_computed in zip(scheduled, counts, strict=True):
+        if not builder.off_fast_path:
+            return
+        moving: Collection[Request] = ()
+        if self._window_clock is not None:
+            moving = _moving(builder.off_fast_path, steps)
+        set_off_fast_path(builder.off_fast_path)
+        entering = dict[Request, int]()
+        for request, num_computed in builder.off_fast_path.items():
             request.is_prefill_chunk = num_computed < len(request.token_ids)
-            if self._config.num_speculative_tokens:
+            if self._has_drafts:
                 request.draft_token_ids = self._placeholder_drafts(request)
-            elif (
-                self._feeds_forward
-                and not request.is_prefill_chunk
-                and (
-                    self._window_clock is None
-                    or (scheduled[request] == 1 and num_in_flight(request) <= 1)
-                )
-            ):
+            elif self._feeds_forward and not request.is_prefill_chunk and request not in moving:
                 num_steps = self._fast_path_end(request) - num_computed
                 if num_steps > 0:
                     entering[request] = num_steps
@@ -162,12 +160,24 @@ class RunningPlanner:
         """
         if request.sampling.repetition_detection is not None:
             return 0
-        config, longest = self._config, request.max_num_tokens - 2
+        longest = request.max_num_tokens - 2
         if self._window_clock is None:
-            end = min(request.num_slots - config.num_lookahead_tokens, longest)
+            end = request.num_slots - self._num_lookahead_tokens
         else:
-            end = min(self._window_clock.next_change(request.num_computed_tokens), longest)
-        if config.enable_prefix_caching:
-            filled = (request.num_committed_blocks + 1) * self._hash_block_size
-            return end if end < filled else filled
-        return end
+            end = self._window_clock.next_change(request.num_computed_tokens)
+        if self._filled_block_size is not None:
+            filled = (request.num_committed_blocks + 1) * self._filled_block_size
+            end = end if end < filled else filled
+        return end if end < longest else longest
+
+
+def _moving(scheduled: Mapping[Request, int], steps: PlannedSteps) -> Collection[Request]:
+    """Of requests with so many tokens computed after a step, those whose windows the next steps
+    move by more than a token each: more than one is computed now, or in flight.
+    """
+    num_in_flight = steps.num_tokens()
+    return {
+        request
+        for request, end in scheduled.items()
+        if end - request.num_computed_tokens != 1 or num_in_flight(request) > 1
+    }

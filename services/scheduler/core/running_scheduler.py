@@ -1,7 +1,8 @@
 """Step 1 of scheduling: memory for the requests that run, and preemption where it lacks."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Sequence
 
+from services.common.pool_operations import Stop
 from services.scheduler.core.output import Preemption
 from services.scheduler.core.replica_state import ReplicaState
 from services.scheduler.core.request import Request, RequestStatus
@@ -17,10 +18,10 @@ class RunningScheduler:
         self.num_preemptions = 0
         self._state = state
         self._running = state.running
+        self._queues = state.queues
         self._kv_cache_manager = state.kv_cache_manager
         self._waiting_scheduler = waiting_scheduler
-        self._planner = RunningPlanner(state.config, state.running, state.kv_cache_manager)
-        self._only_grows = state.config.only_grows
+        self.planner = RunningPlanner(state.config, state.running, state.kv_cache_manager)
 
     async def schedule(self, builder: StepBuilder, traceparent: str) -> None:
         """Divides the budget among the running requests and allocates their blocks. Where they do
@@ -29,26 +30,15 @@ class RunningScheduler:
         """
         begin, num_decided = 0, None
         while True:
-            growing = self._planner.plan(builder, begin, num_decided)
-            outcome = await self._kv_cache_manager.grow(
-                builder,
-                growing,
-                self._running.leaving_fast_path(),
-                self._looked_up(builder),
-                self._num_in_flight(),
-                traceparent,
-            )
-            if outcome.stop is None:
+            growing = self.planner.plan(builder, begin, num_decided)
+            stop = await self._grow(builder, growing, traceparent)
+            if stop is None:
                 return
-            request = growing[outcome.stop.item_index]
+            request = growing[stop.item_index]
             if self._waits_for_blocks():
                 await self._end(builder, request, traceparent)
                 return
             begin, num_decided = self._make_room(builder, request)
-
-    def update_after_schedule(self, builder: StepBuilder) -> None:
-        """Counts the tokens of a planned step as computed; see `RunningPlanner`."""
-        self._planner.update_after_schedule(builder, self._num_in_flight())
 
     def preempt_all(self) -> list[Request]:
         """Preempts every running request, in an order that keeps theirs in the queue."""
@@ -57,17 +47,17 @@ class RunningScheduler:
             self._preempt(victim)
         return victims
 
-    def _looked_up(self, builder: StepBuilder) -> list[Request]:
-        """Waiting requests whose prefix is looked up; none after a preemption admits nothing."""
-        if builder.plan.preemptions:
-            return []
-        return self._waiting_scheduler.not_looked_up(builder)
-
-    def _num_in_flight(self) -> Callable[[Request], int]:
-        """Of a request, the tokens of steps in flight. 0 where block tables only grow, since it is
-        not used there.
+    def _grow(
+        self, builder: StepBuilder, growing: Sequence[Request], traceparent: str
+    ) -> Awaitable[Stop | None]:
+        """Also looks up prefixes of waiting requests, unless there was a preemption: the step
+        admits none of them then.
         """
-        return _none_in_flight if self._only_grows else self._state.steps.num_tokens()
+        looked_up = list[Request]()
+        if not builder.plan.preemptions and self._queues.has_queued:
+            looked_up = self._waiting_scheduler.not_looked_up(builder)
+        leaving, steps = self._running.leaving_fast_path(), self._state.steps
+        return self._kv_cache_manager.grow(builder, growing, leaving, looked_up, steps, traceparent)
 
     def _waits_for_blocks(self) -> bool:
         """Whether a request that lacks blocks waits for those that transfers, or steps in flight,
@@ -86,14 +76,7 @@ class RunningScheduler:
         builder.unschedule_from(request)
         for later in self._running.between(self._running.index(request), len(self._running)):
             self._running.leave_fast_path(later)
-        await self._kv_cache_manager.grow(
-            builder,
-            [],
-            self._running.leaving_fast_path(),
-            self._looked_up(builder),
-            self._num_in_flight(),
-            traceparent,
-        )
+        await self._grow(builder, (), traceparent)
 
     def _make_room(self, builder: StepBuilder, request: Request) -> tuple[int, int | None]:
         """Preempts a request because `request` lacks blocks. Returns the index in the order of
@@ -121,8 +104,4 @@ class RunningScheduler:
         request.num_preemptions += 1
         self.num_preemptions += 1
         self._state.free(request)
-        self._state.queues.prepend(request)
-
-
-def _none_in_flight(_: Request) -> int:
-    return 0
+        self._queues.prepend(request)

@@ -48,8 +48,10 @@ class Scheduler:
         self._kv_cache_manager = self._state.kv_cache_manager
         self._waiting_scheduler = WaitingScheduler(self._state)
         self._running_scheduler = RunningScheduler(self._state, self._waiting_scheduler)
+        self._running_planner = self._running_scheduler.planner
         self._update = StepUpdate(self._state)
         self._pacing = PrefillPacing(config.prefill_schedule_interval)
+        self._token_budget = config.token_budget
 
     @property
     def pause_mode(self) -> PauseMode | None:
@@ -203,22 +205,27 @@ class Scheduler:
         `throttle_prefills` lets prompts wait, if requests decode: see `PrefillPacing`. In a pause
         that keeps or ended all requests nothing is computed.
         """
-        builder = self._new_builder()
-        if self._state.pause_mode not in (None, PauseMode.WAIT):
+        builder, pause_mode = self._new_builder(), self._state.pause_mode
+        if pause_mode is not None and pause_mode is not PauseMode.WAIT:
             reason = WaitReason.PAUSED if self.num_waiting else None
             return self._finish_step(builder, reason, computes=False)
-        builder.defers_prefills = self._pacing.defers_prefills(
-            self.running, throttled=throttle_prefills
-        )
-        self._kv_cache_manager.begin_step()
+        if throttle_prefills or self._pacing.is_on:
+            builder.defers_prefills = self._pacing.defers_prefills(
+                self.running, throttled=throttle_prefills
+            )
+        if self._kv_cache_manager.needs_steps:
+            self._kv_cache_manager.begin_step()
         await self._running_scheduler.schedule(builder, traceparent)
         wait_reason: WaitReason | None = WaitReason.NO_BLOCKS
         if not builder.plan.preemptions:
             wait_reason = await self._waiting_scheduler.schedule(builder, traceparent)
             if not builder.defers_prefills:
-                self._pacing.admitted(left_waiting=self._waiting_scheduler.left_waiting())
-        self._pacing.planned(builder)
-        if self._kv_cache_manager.has_copies:
+                self._pacing.left_waiting = (
+                    wait_reason is not None and self._waiting_scheduler.left_waiting()
+                )
+        if self._pacing.is_on:
+            self._pacing.planned(builder)
+        if self._kv_cache_manager.copies:
             builder.plan.copies = await self._kv_cache_manager.release_copies(traceparent)
         return self._finish_step(builder, wait_reason)
 
@@ -279,9 +286,8 @@ class Scheduler:
             self.queues.prepend(request)
 
     def _new_builder(self) -> StepBuilder:
-        config, queues, steps = self.config, self.queues, self._state.steps
-        num_waiting = len(queues.kv_waiting) + len(queues.waiting)
-        num_requests = len(self.running) + num_waiting
+        config, queues = self.config, self.queues
+        num_requests = len(self.running) + len(queues.kv_waiting) + len(queues.waiting)
         threshold = config.long_prefill_token_threshold
         if config.long_prefill_token_threshold_adaptive and num_requests:
             threshold = max(threshold, config.max_num_batched_tokens // num_requests)
@@ -289,26 +295,37 @@ class Scheduler:
                 threshold = max(threshold, config.block_size)
         if num_requests <= 1:
             threshold = 0
-        running = self.running if num_waiting else ()
-        passing_over = PassingOver(config.max_loras, running, steps.last_updated)
-        encoder = StepEncoder(config, self.encoder_cache, config.encoder_compute_budget)
-        plan = SchedulerOutput(steps.next_number)
-        return StepBuilder(plan, config.token_budget, threshold, passing_over, encoder)
+        return StepBuilder(
+            SchedulerOutput(self._state.steps.next_number),
+            self._token_budget,
+            threshold,
+            self._make_passing_over,
+            self._make_encoder,
+        )
+
+    def _make_passing_over(self) -> PassingOver:
+        return PassingOver(self.config.max_loras, self.running, self._state.steps.last_updated)
+
+    def _make_encoder(self) -> StepEncoder:
+        return StepEncoder(self.config, self.encoder_cache, self.config.encoder_compute_budget)
 
     def _finish_step(
         self, builder: StepBuilder, wait_reason: WaitReason | None, *, computes: bool = True
     ) -> SchedulerOutput:
         """The planned step; from here on its tokens count as computed, if it `computes` any."""
-        plan = builder.plan
+        plan, state = builder.plan, self._state
         plan.wait_reason = wait_reason
-        plan.num_tokens = sum(plan.num_scheduled_tokens)
-        plan.removed_rows = self._state.rows.take_removed()
+        plan.num_tokens = self._token_budget - builder.token_budget
+        if state.rows.removed:
+            plan.removed_rows = state.rows.take_removed()
         plan.block_ids_to_zero = self._kv_cache_manager.pop_block_ids_to_zero()
-        plan.evicted_encoder_inputs = self.encoder_cache.take_evicted()
-        self._state.failed |= builder.failed
+        if self.encoder_cache.has_evicted:
+            plan.evicted_encoder_inputs = self.encoder_cache.take_evicted()
+        if builder.failed:
+            state.failed |= builder.failed
         if computes:
-            self._running_scheduler.update_after_schedule(builder)
-        self._state.steps.add(plan)
+            self._running_planner.update_after_schedule(builder, self._state.steps)
+        state.steps.add(plan)
         if self.transfers is not None:
             self.transfers.planned(plan)
         return plan

@@ -1,6 +1,6 @@
 """A step while it is planned: the budget left, what was scheduled, and what can be taken back."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from services.common.block_hash import BlockHash
@@ -20,14 +20,14 @@ class StepBuilder:
     """Tokens left."""
     long_prefill_token_threshold: int
     """Most tokens of one request in this step; 0: no such limit."""
-    passing_over: PassingOver
-    """Which waiting requests are passed over, as of the admissions so far."""
-    encoder: StepEncoder
-    """What the encoder can still compute."""
+    make_passing_over: Callable[[], PassingOver]
+    make_encoder: Callable[[], StepEncoder]
     defers_prefills: bool = False
     """Whether prompts wait for a later step."""
     off_fast_path: dict[Request, int] = field(default_factory=dict)
-    """Scheduled tokens of the requests that are not on the fast path."""
+    """Of the scheduled requests that are not on the fast path, how many tokens of each are computed
+    after the step.
+    """
     hits: dict[Request, int] = field(default_factory=dict)
     """Cached tokens of waiting requests, by the pool's newest answer."""
     external: dict[Request, int] = field(default_factory=dict)
@@ -40,6 +40,23 @@ class StepBuilder:
     """Requests that were looked at and can never run, and why."""
     published: set[BlockHash] = field(default_factory=set)
     """Hashes that admissions of this step publish: later admissions of the step hit them."""
+
+    _passing_over: PassingOver | None = None
+    _encoder: StepEncoder | None = None
+
+    @property
+    def passing_over(self) -> PassingOver:
+        """Which waiting requests are passed over, as of the admissions so far."""
+        if self._passing_over is None:
+            self._passing_over = self.make_passing_over()
+        return self._passing_over
+
+    @property
+    def encoder(self) -> StepEncoder:
+        """What the encoder can still compute."""
+        if self._encoder is None:
+            self._encoder = self.make_encoder()
+        return self._encoder
 
     def note_hit(self, request: Request, num_tokens: int, shared_prefix_boundary: int) -> None:
         """Keeps the pool's answer for a waiting request."""
@@ -81,7 +98,7 @@ class StepBuilder:
         plan.requests.append(request)
         plan.num_scheduled_tokens.append(num_tokens)
         plan.num_computed_tokens.append(num_computed_tokens)
-        self.off_fast_path[request] = num_tokens
+        self.off_fast_path[request] = num_computed_tokens + num_tokens
         self.token_budget -= num_tokens
         if request.draft_token_ids:
             known = len(request.token_ids) + request.num_output_placeholders

@@ -21,11 +21,15 @@ class StepUpdate:
         """See `Scheduler.update_from_output`."""
         state = self._state
         state.steps.updated(plan)
-        failed = self._failed_loads(plan, output)
-        self._take_off_fast_path(plan, output)
+        failed = [] if state.transfers is None else self._failed_loads(plan, output)
+        if state.pause_mode is not None or output.nan_requests or output.refused_tokens:
+            self._take_off_fast_path(plan, output)
+        for request in plan.dropped:
+            self._running.leave_fast_path(request)
         if state.encoder_cache.users:
             self._free_encoder_inputs(plan)
-        taken, ended, turns = self._append(plan, output)
+        taken: list[Sequence[int] | None] = list(output.token_ids)
+        num_tokens, ended, turns = self._append(plan, output, taken)
         for request in ended:
             state.remove(request)
         for request in failed:
@@ -33,13 +37,13 @@ class StepUpdate:
             state.remove(request)
         if state.transfers is not None:
             state.transfers.finished(output.kv_transfers)
-        unable = self.end_failed()
+        unable = self.end_failed() if state.failed else []
         return EngineCoreOutputs(
             plan,
             taken,
             output.logprobs,
             [*ended, *failed, *unable],
-            sum(map(len, filter(None, taken))),
+            num_tokens,
             turns,
             output.execute_nanos,
             output.pooled,
@@ -47,43 +51,53 @@ class StepUpdate:
         )
 
     def _append(
-        self, plan: SchedulerOutput, output: ModelRunnerOutput
-    ) -> tuple[list[Sequence[int] | None], list[Request], dict[Request, TurnEnd]]:
-        """Appends tokens. Returns those that were taken of each request, None for one that had
-        ended; the requests that end, and the sessions of which a turn ends.
+        self,
+        plan: SchedulerOutput,
+        output: ModelRunnerOutput,
+        taken: list[Sequence[int] | None],
+    ) -> tuple[int, list[Request], dict[Request, TurnEnd]]:
+        """Appends tokens, and leaves in `taken` those that were; None for a request that had ended.
+        Returns how many were, the requests that end, and the sessions of which a turn ends.
         """
-        taken: list[Sequence[int] | None] = list(output.token_ids)
         ended: list[Request] = []
         turns: dict[Request, TurnEnd] = {}
-        for index, (request, tokens) in enumerate(
-            zip(plan.requests, output.token_ids, strict=True)
-        ):
+        num_tokens = len(taken)  # as if all were on the fast path
+        indexes = range(len(taken))
+        for index, request, tokens in zip(indexes, plan.requests, output.token_ids, strict=True):
             if request.is_on_fast_path and tokens and tokens[0] not in request.ending_token_ids:
                 request.token_ids.append(tokens[0])
-            elif request.finish_reason is not None or request in plan.dropped:
-                taken[index] = None
-            elif index in output.nan_requests:
-                request.finish(FinishReason.NAN_IN_LOGITS)
-                taken[index] = ()
-                ended.append(request)
-            elif tokens:
-                taken[index] = self._update_request_with_output(plan, output, index)
-                if request.finish_reason is not None:
-                    if _goes_on(request):
-                        turns[request] = self._end_turn(request)
-                    else:
-                        ended.append(request)
-            elif index in output.pooled:
-                request.finish(FinishReason.STOP)
-                ended.append(request)
-        return taken, ended, turns
+                continue
+            kept = taken[index] = self._kept(plan, output, index)
+            num_tokens += len(kept or ()) - 1
+            if kept is not None and request.finish_reason is not None:
+                if _goes_on(request):
+                    turns[request] = self._end_turn(request)
+                else:
+                    ended.append(request)
+        return num_tokens, ended, turns
+
+    def _kept(
+        self, plan: SchedulerOutput, output: ModelRunnerOutput, index: int
+    ) -> Sequence[int] | None:
+        """Appends the tokens of a request that may end, or is not on the fast path. Returns those
+        that were appended; None if it had ended, or its tokens are dropped.
+        """
+        request, tokens = plan.requests[index], output.token_ids[index]
+        if request.finish_reason is not None or request in plan.dropped:
+            return None
+        if index in output.nan_requests:
+            request.finish(FinishReason.NAN_IN_LOGITS)
+            return ()
+        if tokens:
+            return self._update_request_with_output(plan, output, index)
+        if index in output.pooled:
+            request.finish(FinishReason.STOP)
+        return tokens
 
     def end_failed(self) -> list[Request]:
         """Ends the waiting requests that steps looked at and that can never run. Returns them in
         the order of their arrival.
         """
-        if not self._state.failed:
-            return []
         failures, self._state.failed = self._state.failed, {}
         failed = [request for request in failures if not request.is_finished]
         failed.sort(key=lambda request: request.key)
@@ -98,7 +112,7 @@ class StepUpdate:
         """
         transfers = self._state.transfers
         if transfers is None:
-            return []
+            raise AssertionError("there is no connector")
         transfers.processed(plan)
         affected = transfers.take_failures(
             output.kv_transfers, plan, self._state.queues.kv_waiting, self._running
@@ -116,8 +130,6 @@ class StepUpdate:
             self._running.take_due_off_fast_path()
         for index in (*output.nan_requests, *output.refused_tokens):
             self._running.leave_fast_path(plan.requests[index])
-        for request in plan.dropped:
-            self._running.leave_fast_path(request)
 
     def _free_encoder_inputs(self, plan: SchedulerOutput) -> None:
         """Lets requests of a step give up the items that are computed, and not only planned."""
@@ -135,12 +147,12 @@ class StepUpdate:
         """Appends the tokens of a request; returns those up to its end, if it ended."""
         request = plan.requests[index]
         kept = request.append_output_token_ids(output.token_ids[index])
-        if output.refused_tokens.get(index, len(kept)) < len(kept):
+        if output.refused_tokens and output.refused_tokens.get(index, len(kept)) < len(kept):
             request.fail("the request's grammar refuses a token that was sampled")
-        drafts = plan.draft_token_ids.get(request)
-        if drafts and request.num_computed_tokens:
+        if plan.draft_token_ids and request.num_computed_tokens:
             # Drafts that were rejected, or came after the end, were never computed.
-            request.num_computed_tokens -= len(drafts) + 1 - len(kept)
+            drafts = plan.draft_token_ids.get(request, ())
+            request.num_computed_tokens -= len(drafts) + 1 - len(kept) if drafts else 0
         if output.draft_token_ids and not self._config.async_scheduling:
             request.draft_token_ids = list(output.draft_token_ids[index])
         if request.row is not None:

@@ -49,6 +49,11 @@ class WaitingRequests:
         return chain(self.kv_waiting, self.waiting)
 
     @property
+    def has_queued(self) -> bool:
+        """Whether there is a request that is not held back."""
+        return bool(self.waiting or self.kv_waiting)
+
+    @property
     def has_admissible(self) -> bool:
         """Whether one of them can be admitted before something else has happened to it."""
         return any(not request.is_blocked for request in self.queued)

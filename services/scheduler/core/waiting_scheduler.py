@@ -48,6 +48,8 @@ class WaitingScheduler:
         if self._connector_admission is not None:
             pause_mode = self._state.pause_mode
             return await self._connector_admission.schedule(builder, pause_mode, traceparent)
+        if not self._queues.has_queued:
+            return WaitReason.HELD_BACK if self._queues.held_back else None
         while candidates := self._candidates(builder):
             if unknown := self._not_looked_up(builder, candidates):
                 await self._kv_cache_manager.look_up(builder, unknown, traceparent)
@@ -81,8 +83,7 @@ class WaitingScheduler:
 
     def not_looked_up(self, builder: StepBuilder) -> list[Request]:
         """The requests at the head of the queue whose prefix must be looked up."""
-        candidates = self._candidates(builder)
-        return self._not_looked_up(builder, candidates) if candidates else candidates
+        return self._not_looked_up(builder, self._candidates(builder))
 
     def left_waiting(self) -> bool:
         """Whether a request waits for what others have."""
@@ -111,8 +112,6 @@ class WaitingScheduler:
         """The head of the queue, as far as rows and budget could reach, without those that were
         passed over in this step. Those that will be take no row.
         """
-        if not (self._queues.waiting or self._queues.kv_waiting):
-            return []
         num_ready = min(self._state.num_free_places, builder.token_budget, LOOKUP_BATCH)
         passed_over, candidates = builder.plan.passed_over, list[Request]()
         for request in self._looked_at:

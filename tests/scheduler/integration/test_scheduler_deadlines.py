@@ -22,6 +22,7 @@ from services.scheduler.adapters import pool_client, worker_client
 from services.scheduler.adapters.alarm import Alarm
 from services.scheduler.adapters.pool_client import PoolClient
 from services.scheduler.core.ports import PoolLost
+from tests.scheduler.engine_bench import eventually
 from tests.scheduler.fake_worker import FakeWorker
 from tests.scheduler.paged_model import continuation
 from tests.scheduler.serving_replica import gateway_of, sampling, serving_replica
@@ -209,7 +210,8 @@ async def test_the_time_of_a_transaction_ends_between_two_tries_too(
 async def test_an_alarm_that_comes_late_gives_what_waits_unread_a_second() -> None:
     rang = asyncio.Event()
     loop = asyncio.get_running_loop()
-    alarm = Alarm(0.05, rang.set)
+    alarm = Alarm(rang.set)
+    alarm.set(0.05)
     time.sleep(0.4)  # noqa: ASYNC251 - this process stands still
     await asyncio.sleep(0.1)
     assert not rang.is_set()
@@ -217,4 +219,23 @@ async def test_an_alarm_that_comes_late_gives_what_waits_unread_a_second() -> No
     async with asyncio.timeout(60):
         await rang.wait()
     assert loop.time() - began > 0.5
-    alarm.cancel()
+
+
+async def test_an_alarm_rings_at_the_time_that_was_set_last() -> None:
+    rang: list[float] = []
+    loop = asyncio.get_running_loop()
+    alarm = Alarm(lambda: rang.append(loop.time()))
+    alarm.set(0.05)
+    alarm.set(0.3)
+    later = loop.time() + 0.3
+    await asyncio.sleep(0.15)
+    assert not rang
+    await eventually(lambda: bool(rang))
+    assert rang[0] >= later
+    alarm.set(30)
+    alarm.set(0.01)
+    await eventually(lambda: len(rang) > 1)
+    alarm.set(0.01)
+    alarm.stop()
+    await asyncio.sleep(0.1)
+    assert len(rang) == 2
