@@ -33,16 +33,23 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_reconnect_backoff_ms", 250),
     # Otherwise a stream that is read slowly gets megabytes of buffer in this process.
     ("grpc.http2.bdp_probe", 0),
-    ("grpc.http2.lookahead_bytes", 65_535),
 )
 
+LOOKAHEAD_BYTES = 65_535
 
-def open_channel(address: str, tls: "Tls | None" = None) -> grpc.aio.Channel:
+
+def open_channel(
+    address: str, tls: "Tls | None" = None, *, lookahead_bytes: int = LOOKAHEAD_BYTES
+) -> grpc.aio.Channel:
     """A channel to host:port or unix:PATH. It connects when it is first used, with `tls` unless it
     is to a socket of this machine.
+
+    Of each stream the peer sends `lookahead_bytes` ahead of what is read here, and the rest of a
+    message that has begun once it is waited for.
     """
+    options = (*CHANNEL_OPTIONS, ("grpc.http2.lookahead_bytes", lookahead_bytes))
     if tls is None or is_unix_address(address):
-        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        return grpc.aio.insecure_channel(address, options=options)
     from services.common.renewing_channel import RenewingChannel  # noqa: PLC0415 - an extra
 
-    return RenewingChannel(address, tls, CHANNEL_OPTIONS)
+    return RenewingChannel(address, tls, options)

@@ -34,6 +34,10 @@ SessionCall = grpc.aio.StreamStreamCall[scheduler_pb2.SessionRequest, scheduler_
 _FIRST_BACKOFF_SECONDS = 0.05
 _MAX_BACKOFF_SECONDS = 0.5
 _CHECKS_PER_TIMEOUT = 8
+# The tokens of a few steps. The scheduler merges the steps that it has not sent yet: a gateway that
+# reads more slowly than steps are run is some steps behind. It would be hundreds behind, each with
+# a message of its own to be read, if they could wait in the transport.
+_UNREAD_BYTES = 512
 # For calls of GetStats that are going on when the link is closed.
 _LAST_CALLS_SECONDS = 1.0
 
@@ -53,7 +57,7 @@ class SchedulerLink:
         self._gateway_id = gateway_id
         self._session_timeout = session_timeout_seconds
         self._received_at = 0.0
-        self._channel = open_channel(address, tls)
+        self._channel = open_channel(address, tls, lookahead_bytes=_UNREAD_BYTES)
         self._stub = scheduler_pb2_grpc.SchedulerStub(self._channel)
         self.admin = SchedulerAdmin(address, self._channel)
         # Messages, and sequences to send with their handles. The message of a sequence is made when

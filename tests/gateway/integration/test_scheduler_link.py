@@ -1,0 +1,93 @@
+"""The session with a scheduler: how far behind its steps a slow gateway may be."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+
+from services.common.queue_state import QueueState
+from services.gateway.adapters.scheduler_link import SchedulerLink
+from services.gateway.core.replica import Replica
+from tests.gateway.fake_fleet import ManualClock
+
+SECONDS = 60
+NUM_RUNNING = 32
+FEW_STEPS = 8
+
+
+class SteadyScheduler(scheduler_pb2_grpc.SchedulerServicer):
+    """Runs steps of NUM_RUNNING requests as fast as its session takes them, in a thread, so that it
+    does not stop while the event loop of the test does.
+    """
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.is_far_ahead = threading.Event()
+
+    def Session(
+        self, request_iterator: Iterator[scheduler_pb2.SessionRequest], context: Any
+    ) -> Iterator[scheduler_pb2.SessionResponse]:
+        queue = scheduler_pb2.QueueState(max_num_waiting=1)
+        yield scheduler_pb2.SessionResponse(queue=queue)
+        while True:
+            step = scheduler_pb2.StepDeltas(
+                step=self.num_steps,
+                handles=range(1000, 1000 + NUM_RUNNING),
+                num_tokens=[1] * NUM_RUNNING,
+                token_ids=range(NUM_RUNNING),
+            )
+            yield scheduler_pb2.SessionResponse(deltas=step)
+            self.num_steps += 1
+            if self.num_steps > FEW_STEPS:
+                self.is_far_ahead.set()
+
+
+class BusyReplica(Replica):
+    """Takes the queue's state as an event loop that is busy with something else would."""
+
+    def __init__(self, address: str, link: SchedulerLink, scheduler: SteadyScheduler) -> None:
+        super().__init__(address, link, ManualClock(), self)  # type: ignore[arg-type]
+        self._scheduler = scheduler
+        self.looked: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+    def queue_changed(self, queue: QueueState) -> None:
+        self.looked.set_result(self._scheduler.is_far_ahead.wait(timeout=1))
+
+    def closed(self, reason: str) -> None:
+        """There is no fleet to be told."""
+
+
+@contextmanager
+def serving(scheduler: SteadyScheduler, address: str) -> Iterator[None]:
+    server = grpc.server(ThreadPoolExecutor(2))
+    register: Any = scheduler_pb2_grpc.add_SchedulerServicer_to_server
+    register(scheduler, server)
+    server.add_insecure_port(address)
+    server.start()
+    try:
+        yield
+    finally:
+        server.stop(0).wait()
+
+
+async def test_a_gateway_that_is_busy_is_a_few_steps_behind_and_then_reads_on(
+    tmp_path: Path,
+) -> None:
+    scheduler, address = SteadyScheduler(), f"unix:{tmp_path}/s"
+    with serving(scheduler, address):
+        link = SchedulerLink(address, "gateway", SECONDS)
+        replica = BusyReplica(address, link, scheduler)
+        session = asyncio.create_task(link.run(replica))
+        try:
+            async with asyncio.timeout(SECONDS):
+                assert not await replica.looked, "the transport holds steps that nothing has read"
+                await asyncio.to_thread(scheduler.is_far_ahead.wait)
+        finally:
+            session.cancel()
+            await asyncio.wait({session})
