@@ -36,6 +36,8 @@ PUBLIC_TLS = TlsFields(
     is_ca_needed=False,
 )
 """TLS with clients."""
+# By so many the containers grow in number before the young ones are searched for cycles.
+_NEW_OBJECTS_BEFORE_COLLECTION = 10_000
 # How long the last answers may take to be sent, once no request runs any more.
 _LAST_ANSWERS_SECONDS = 1.0
 
@@ -64,11 +66,12 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
     ):
         tokenizer = load_tokenizer(settings.model)
         gateway = Gateway(settings, tokenizer, tracing, tls, internal_tls, meter, traces)
+        addresses = await gateway.start()
         # What was loaded stays: a full collection that walks through it would hold up the event
-        # loop.
+        # loop. So would one that walks through all requests; those leave no cycles to be found.
         gc.collect()
         gc.freeze()
-        addresses = await gateway.start()
+        gc.set_threshold(_NEW_OBJECTS_BEFORE_COLLECTION)
         logger.info(
             "serving %s: HTTP on %s, gRPC on %s",
             settings.model_name,

@@ -33,6 +33,14 @@ class Delta:
     pooled: bytes | None = None
     """The vector of the prompt, little-endian float32."""
 
+    def take_error(self) -> StepwellError:
+        """The error, which is not kept here: as it is raised it refers to the frames that hold the
+        delta, and all that these hold would be left to the garbage collector.
+        """
+        error, self.error = self.error, None
+        assert error is not None
+        return error
+
     def cut(self, max_tokens: int) -> "Iterator[Delta]":
         """The same as deltas of at most so many tokens each; only the last has an end."""
         num_tokens = len(self.token_ids)

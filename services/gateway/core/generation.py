@@ -87,7 +87,7 @@ class Generation:
             delta.token_ids or delta.pooled
         )
         if delta.error is not None:
-            raise delta.error
+            raise delta.take_error()
         piece = self.choices[index].accept(delta)
         if piece.finish_reason is not None and delta.finish is None:
             mailbox.abort(index)

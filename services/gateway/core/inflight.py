@@ -273,9 +273,10 @@ class Mailbox:
             self._abort(index)
 
     def close(self) -> None:
-        """Aborts whatever has not ended. Idempotent."""
+        """Aborts whatever has not ended, and lets go of the sequences. Idempotent."""
         for index in tuple(self._unfinished):
             self._abort(index)
+        self.inflights = []
 
     def _abort(self, index: int) -> None:
         self._unfinished.discard(index)

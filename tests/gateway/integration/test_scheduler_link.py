@@ -30,8 +30,10 @@ class SteadyScheduler(scheduler_pb2_grpc.SchedulerServicer):
         self.num_steps = 0
         self.is_far_ahead = threading.Event()
 
-    def Session(
-        self, request_iterator: Iterator[scheduler_pb2.SessionRequest], context: Any
+    def Session(  # noqa: N802 - the contract's name
+        self,
+        request_iterator: Iterator[scheduler_pb2.SessionRequest],  # noqa: ARG002
+        context: Any,  # noqa: ARG002
     ) -> Iterator[scheduler_pb2.SessionResponse]:
         queue = scheduler_pb2.QueueState(max_num_waiting=1)
         yield scheduler_pb2.SessionResponse(queue=queue)
@@ -56,7 +58,7 @@ class BusyReplica(Replica):
         self._scheduler = scheduler
         self.looked: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
-    def queue_changed(self, queue: QueueState) -> None:
+    def queue_changed(self, queue: QueueState) -> None:  # noqa: ARG002
         self.looked.set_result(self._scheduler.is_far_ahead.wait(timeout=1))
 
     def closed(self, reason: str) -> None:

@@ -170,8 +170,7 @@ class GuardedConnection(SlicedProtocol):
         if self._is_refused_at_once(cycle):
             return
         arrival = cycle.scope["state"].get(ARRIVAL)
-        if arrival is not None:
-            app = partial(_until_answered, arrival, app)
+        app = partial(_until_answered, arrival, app)
         if cycle.scope["http_version"] == "1.0":
             app = partial(answer_without_chunks, cycle, app)
         else:
@@ -298,8 +297,14 @@ class GuardedConnection(SlicedProtocol):
 
 
 async def _until_answered(
-    arrival: Arrival, app: Any, scope: Scope, receive: Receive, send: Send
+    arrival: Arrival | None, app: Any, scope: Scope, receive: Receive, send: Send
 ) -> None:
-    """Runs the application. A request that it did not run, for whatever reason, counts no more."""
-    with arrival:
+    """Runs the application. A request that it did not run, for whatever reason, counts no more, and
+    its state does not refer to its connection any more, which refers to the state.
+    """
+    try:
         await app(scope, receive, send)
+    finally:
+        scope["state"].pop(SEND_BODY, None)
+        if arrival is not None:
+            arrival.end()
