@@ -13,12 +13,15 @@ import torch
 from transformers import (
     AfmoeConfig,
     AutoModelForCausalLM,
+    BambaConfig,
     Cohere2Config,
+    FalconH1Config,
     Gemma2Config,
     Gemma3nTextConfig,
     Gemma3TextConfig,
     GPTNeoXConfig,
     GraniteConfig,
+    GraniteMoeHybridConfig,
     JetMoeConfig,
     LlamaConfig,
     MistralConfig,
@@ -30,6 +33,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     Starcoder2Config,
 )
 
@@ -73,6 +77,14 @@ def _rope(**parameters: Any) -> dict[str, Any]:
 
 
 _GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24}
+_MAMBA = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 24,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 16,
+    "pad_token_id": 0,
+}
 _WINDOW_PATTERN = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 }
@@ -201,10 +213,40 @@ TINY_MODELS: dict[str, TinyModel] = {
             "tie_word_embeddings": True,
         },
     ),
+    # Recurrent layers beside those that attend: gated delta nets, Mamba-2, and both in each layer.
+    "qwen3_next": TinyModel(
+        Qwen3NextConfig,
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+        },
+    ),
+    "bamba": TinyModel(BambaConfig, {**_MAMBA, "num_hidden_layers": 4, "attn_layer_indices": [2]}),
+    "falcon_h1": TinyModel(FalconH1Config, {**_MAMBA, "mamba_d_ssm": 96}),
+    "granite_hybrid": TinyModel(
+        GraniteMoeHybridConfig,
+        {
+            **_MAMBA,
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "shared_intermediate_size": 64,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
     "starcoder2": TinyModel(Starcoder2Config, {"sliding_window": 20, "initializer_range": 0.6}),
 }
 
 ONE_OF_EACH = [
+    "bamba",
     "cohere2",
     "gemma2",
     "gemma3",
@@ -215,6 +257,7 @@ ONE_OF_EACH = [
     "qwen2_window",
     "qwen3",
     "qwen3_moe",
+    "qwen3_next",
 ]
 """Kinds that differ in more than their numbers, for tests that are about the way to the model."""
 

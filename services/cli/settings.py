@@ -139,6 +139,10 @@ class UpSettings:
         "worker", doc="blocks of the KV cache, instead of its memory", check=at_least(2)
     )
     block_size: int | None = passed_to("worker", doc="tokens per block", check=at_least(1))
+    mamba_cache_mode: str | None = passed_to(
+        "worker",
+        doc="what recurrent layers keep: align or, without prefix caching, none",
+    )
     max_model_len: int | None = passed_to(
         "worker", doc="longest sequence, prompt and output together, in tokens", check=at_least(2)
     )

@@ -52,6 +52,14 @@ class KVCacheGroup:
             and self.mamba_cache_mode is MambaCacheMode.ALIGN
         )
 
+    @property
+    def overwrites_states(self) -> bool:
+        """Whether the group keeps one state of a request, whose block stands for all its tokens."""
+        return (
+            self.attention_type is AttentionType.STATE_SPACE
+            and self.mamba_cache_mode is MambaCacheMode.NONE
+        )
+
     def first_seen_block(self, num_tokens: int) -> int:
         """The first block that a query from position `num_tokens` on can see; of states only that
         of the last token is needed.

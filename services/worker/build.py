@@ -20,7 +20,7 @@ from services.worker.core.kv_cache import (
     KVCacheSizing,
     size_kv_cache,
 )
-from services.worker.core.kv_groups import LayerGroup, group_layers
+from services.worker.core.kv_groups import LayerGroup, group_layers, state_block_sizes
 from services.worker.core.lockstep import Lockstep
 from services.worker.core.model_runner import ModelRunner
 from services.worker.core.pooler import PromptPooler, vector_end
@@ -183,16 +183,23 @@ class _Builder:
             loaded = load_model(
                 checkpoint, options, kernels, layer_read, self._ranks, wait_for_ranks
             )
-        groups = group_layers([layer.window for layer in loaded.attention])
-        block_size = settings.block_size or platform.default_block_size
+        groups = group_layers(
+            [layer.window for layer in loaded.attention],
+            len(loaded.states),
+            settings.mamba_cache_mode,
+        )
         shape = AttentionShape(
             loaded.attention,
-            block_size,
+            platform.default_block_size,
             num_blocks=0,
             dtype=loaded.dtype,
             device=platform.torch_device,
-            groups=tuple(group.layers for group in groups),
+            groups=tuple(group.layers for group in groups if not group.holds_states),
+            states=loaded.states,
+            state_groups=tuple(group.layers for group in groups if group.holds_states),
         )
+        block_size = settings.block_size or shape.block_size_for_states
+        shape = replace(shape, block_size=block_size)
         limits = BatchLimits(
             max_num_seqs=settings.max_num_seqs,
             max_model_len=loaded.max_model_len,
@@ -201,6 +208,7 @@ class _Builder:
             block_size=block_size,
             num_blocks=0,
             windows=tuple(group.window for group in groups),
+            state_block_sizes=state_block_sizes(groups, block_size, loaded.max_model_len),
         )
         pooler = None if pooling is None else _prompt_pooler(loaded, pooling)
         return Parts(loaded, kernels, shape, limits, pooler=pooler), groups

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.common.kv_cache_groups import MambaCacheMode
 from services.common.service_settings import ServiceSettings, allowed_names
 from services.common.settings import (
     at_least,
@@ -52,7 +53,15 @@ class WorkerSettings(ServiceSettings):
         "without the head of a language model",
     )
     block_size: int | None = setting(
-        None, doc="tokens per block (default: 16, on CUDA 64)", check=between(1, 1024)
+        None,
+        doc="tokens per block (default: 16, on CUDA 64; with recurrent layers a multiple at which "
+        "a block is as large as their states)",
+        check=between(1, 1024),
+    )
+    mamba_cache_mode: MambaCacheMode = setting(
+        MambaCacheMode.ALIGN,
+        doc="what recurrent layers keep of a request: align, states at ends of blocks, by which "
+        "prefixes are found; none, one state, for a scheduler without prefix caching",
     )
     max_model_len: int | None = setting(
         None,

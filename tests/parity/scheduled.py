@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from stepwell.common.v1 import common_pb2
 
 from services.cli.replay.inprocess_pool import InProcessPool
-from services.common.kv_cache_groups import AttentionType, KVCacheGroup
+from services.common.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
 from services.common.sampling_proto import sampling_from_proto
 from services.scheduler.adapters.converters import (
     model_runner_output_from_proto,
@@ -92,11 +92,20 @@ async def generate(
 
 def pool_groups(runner: ModelRunner) -> list[KVCacheGroup]:
     """The runner's KV-cache groups, as the pool is told of them."""
-    return [
+    limits = runner.limits
+    attending = [
         KVCacheGroup(AttentionType.FULL, BLOCK_SIZE)
         if window is None
         else KVCacheGroup(AttentionType.SLIDING_WINDOW, BLOCK_SIZE, window)
-        for window in runner.limits.windows
+        for window in limits.windows[: limits.first_state_group]
+    ]
+    return attending + [
+        KVCacheGroup(
+            AttentionType.STATE_SPACE,
+            size,
+            mamba_cache_mode=MambaCacheMode.ALIGN if size == BLOCK_SIZE else MambaCacheMode.NONE,
+        )
+        for size in limits.state_block_sizes
     ]
 
 

@@ -72,9 +72,14 @@ def serve(driver: Driver, hidden_size: int) -> dict[str, list[Request]]:
     }
 
 
+_RECURRENT = "has recurrent layers, whose states are not divided among ranks"
 UNDIVIDED = {
     "afmoe": "in a way, packed_colwise, that is not known here",
     "gemma3n": "compares gates with all others of their layer",
+    "bamba": _RECURRENT,
+    "falcon_h1": _RECURRENT,
+    "granite_hybrid": _RECURRENT,
+    "qwen3_next": _RECURRENT,
     "jetmoe": "has no plan by which ranks could divide it",
 }
 

@@ -7,14 +7,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from services.common.kv_cache_groups import MambaCacheMode
 from services.common.prompt_embeds import PromptEmbeds
 from services.common.sampling import SamplingParams
 from services.worker.backends.attention import AttentionShape, PagedAttention
 from services.worker.backends.device import CpuDevice
+from services.worker.backends.hybrid_cache import cache_of
 from services.worker.backends.native.compiled import default_cache_directory
 from services.worker.core.device_tokens import DeviceTokens
 from services.worker.core.input_batch import BatchLimits
-from services.worker.core.kv_groups import group_layers
+from services.worker.core.kv_groups import group_layers, state_block_sizes
 from services.worker.core.lockstep import Lockstep
 from services.worker.core.model_runner import ModelRunner
 from services.worker.core.step import AppendedBlocks, NewRequest, StepInput, StepOutput
@@ -49,6 +51,7 @@ def build_runner(
     ranks: Ranks = ALONE,
     lockstep: Lockstep | None = None,
     around: Callable[[Model, PagedAttention], tuple[Model, PagedAttention]] | None = None,
+    mamba_cache_mode: MambaCacheMode = MambaCacheMode.ALIGN,
 ) -> ModelRunner:
     """A runner over the model in a directory, or one rank of it. `keeps_tokens_on_device`: sampled
     tokens stay where logits are, as on CUDA. `around` may wrap model and attention.
@@ -63,13 +66,16 @@ def build_runner(
     asked = DtypeSetting.BFLOAT16 if dtype is torch.bfloat16 else DtypeSetting.FLOAT32
     options = LoadOptions(MAX_MODEL_LEN, asked)
     loaded = load_model(checkpoint, options, kernels, lambda *_: None, ranks)
-    groups = group_layers([layer.window for layer in loaded.attention])
+    windows = [layer.window for layer in loaded.attention]
+    groups = group_layers(windows, len(loaded.states), mamba_cache_mode)
     shape = AttentionShape(
         loaded.attention,
         block_size,
         num_blocks,
         dtype,
-        groups=tuple(group.layers for group in groups),
+        groups=tuple(group.layers for group in groups if not group.holds_states),
+        states=loaded.states,
+        state_groups=tuple(group.layers for group in groups if group.holds_states),
     )
     limits = BatchLimits(
         max_num_seqs=max_num_seqs,
@@ -79,12 +85,16 @@ def build_runner(
         block_size=block_size,
         num_blocks=num_blocks,
         windows=tuple(group.window for group in groups),
+        state_block_sizes=state_block_sizes(groups, block_size, MAX_MODEL_LEN),
     )
     device_tokens = DeviceTokens(CpuDevice(), max_num_seqs) if keeps_tokens_on_device else None
-    model, attention = loaded.model, kernels.paged_attention(shape)
+    attention, states = cache_of(kernels, shape)
+    model = loaded.model
     if around is not None:
         model, attention = around(model, attention)
-    return ModelRunner(model, attention, limits, device_tokens=device_tokens, lockstep=lockstep)
+    return ModelRunner(
+        model, attention, limits, device_tokens=device_tokens, lockstep=lockstep, states=states
+    )
 
 
 def appended(*grown: tuple[int, list[int]]) -> AppendedBlocks:
@@ -145,6 +155,8 @@ class Driver:
         self.runner = runner
         self.block_size = block_size
         self._windows = runner.limits.windows
+        self._block_sizes = runner.limits.block_sizes
+        self._first_state_group = runner.limits.first_state_group
         self._free = (np.random.default_rng(seed).permutation(num_blocks - 1) + 1).tolist()
         self._keeps = keeps
         self.shared: set[int] = set()
@@ -198,7 +210,9 @@ class Driver:
                     self.remove(request)
 
     def share(self, first: Request, follower: Request, num_blocks: int) -> None:
-        """A prefix hit: the follower begins with blocks of the first, those that it will see."""
+        """A prefix hit: the follower begins with blocks of the first, those that it will see. If
+        layers are recurrent, a step of the first must have ended there.
+        """
         follower.num_computed = num_blocks * self.block_size
         follower.tables = [table[:num_blocks] for table in first.tables]
         for table, seen in zip(follower.tables, self._first_seen(follower), strict=True):
@@ -219,8 +233,10 @@ class Driver:
         """Grows its tables to so many tokens; what each grew by."""
         if not request.tables:
             request.tables = [[] for _ in self._windows]
-        needed = -(-num_tokens // self.block_size)
-        added = [[self._free.pop() for _ in range(needed - len(t))] for t in request.tables]
+        added = [
+            [self._free.pop() for _ in range(-(-num_tokens // size) - len(table))]
+            for table, size in zip(request.tables, self._block_sizes, strict=True)
+        ]
         for table, blocks in zip(request.tables, added, strict=True):
             table.extend(blocks)
         return added
@@ -232,10 +248,14 @@ class Driver:
             table[:seen] = [0] * seen
 
     def _first_seen(self, request: Request) -> list[int]:
-        """In each group, the first block that the next token sees."""
+        """In each group, the first block that the next token sees; of states that of the last."""
+        attending = self._windows[: self._first_state_group]
         return [
             0 if window is None else max(0, request.num_computed - window + 1) // self.block_size
-            for window in self._windows
+            for window in attending
+        ] + [
+            max(0, request.num_computed - 1) // size
+            for size in self._block_sizes[self._first_state_group :]
         ]
 
     def _owned(self, table: list[int]) -> list[int]:

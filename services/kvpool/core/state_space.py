@@ -1,6 +1,4 @@
-"""State-space layers, with a recurrent state in place of keys and values. Used today by recorded
-scenarios and tests of the scheduler; workers with such models will use it, and none has them yet.
-"""
+"""State-space layers, with a recurrent state in place of keys and values."""
 
 from collections.abc import Iterable, Sequence
 

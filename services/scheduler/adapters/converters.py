@@ -32,6 +32,8 @@ def scheduler_output_to_proto(
         appended_blocks=_appended(plan.appended_blocks),
         traceparent=traceparent,
         block_ids_to_zero=pack_token_ids(plan.block_ids_to_zero),
+        copy_sources=pack_token_ids([copy.source for copy in plan.copies]),
+        copy_targets=pack_token_ids([copy.target for copy in plan.copies]),
     )
 
 

@@ -34,7 +34,7 @@ class ReplicaShape:
 
     @property
     def block_size(self) -> int:
-        """Tokens per block, of every group."""
+        """Tokens per block, of every group but those of states that each step overwrites."""
         return self.description.groups[0].block_size
 
     @property
@@ -160,7 +160,8 @@ def _conflict(rank: worker_pb2.DescribeResponse, first: worker_pb2.DescribeRespo
             return f"describes group {index} with an attention type that is not known here"
         if not group.block_size:
             return f"describes group {index} with blocks of no tokens"
-    sizes = {group.block_size for group in rank.groups}
+    groups = filter(None, map(kv_cache_group_from_proto, rank.groups))
+    sizes = {group.block_size for group in groups if not group.overwrites_states}
     if len(sizes) > 1:
         return f"has blocks of {min(sizes)} and of {max(sizes)} tokens: groups must have one size"
     if rank.groups != first.groups or rank.drop_last_hit_block != first.drop_last_hit_block:

@@ -26,10 +26,12 @@ def max_request_tokens(config: SchedulerConfig) -> int:
 
 
 def config_conflict(config: SchedulerConfig) -> str | None:
-    """Why no request could be served so, in one sentence; None if requests can be.
-
-    No worker has state-space layers today: tests and replays use them, and hybrid models will.
-    """
+    """Why no request could be served so, in one sentence; None if requests can be."""
+    if config.enable_prefix_caching and config.overwrites_states:
+        return (
+            "prefixes cannot be found where each step overwrites the states of recurrent layers: "
+            "start the workers with mamba_cache_mode align, or disable prefix caching"
+        )
     if config.aligns_states and not config.enable_chunked_prefill:
         return (
             "prefix caching of state-space layers computes prompts in chunks of whole blocks: "

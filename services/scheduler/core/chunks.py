@@ -1,7 +1,4 @@
-"""Where the steps of a prompt end if states are cached.
-
-No worker has state-space layers today: tests use this, and hybrid models will.
-"""
+"""Where the steps of a prompt end if states are cached."""
 
 from collections.abc import Iterator
 

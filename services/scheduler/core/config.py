@@ -148,6 +148,11 @@ class SchedulerConfig:
         return any(group.aligns_states for group in self.groups)
 
     @property
+    def overwrites_states(self) -> bool:
+        """Whether state-space layers keep no state but the last."""
+        return any(group.overwrites_states for group in self.groups)
+
+    @property
     def hash_block_size(self) -> int:
         """Tokens that one block hash stands for."""
         return hash_block_size(

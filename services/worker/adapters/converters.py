@@ -47,6 +47,8 @@ def step_from_proto(message: worker_pb2.ExecuteRequest) -> StepInput:
         num_draft_tokens=_array(message.num_draft_tokens, "num_draft_tokens"),
         draft_token_ids=_array(message.draft_token_ids, "draft_token_ids"),
         block_ids_to_zero=_array(message.block_ids_to_zero, "block_ids_to_zero"),
+        copy_sources=_array(message.copy_sources, "copy_sources"),
+        copy_targets=_array(message.copy_targets, "copy_targets"),
     )
 
 
@@ -81,7 +83,8 @@ def description_to_proto(description: WorkerDescription) -> worker_pb2.DescribeR
     """
     values = {field.name: getattr(description, field.name) for field in fields(description)}
     block_size, pooler = values.pop("block_size"), values.pop("pooler")
-    groups = (group.kv_cache_group(block_size) for group in values.pop("groups"))
+    longest = description.max_model_len
+    groups = (group.kv_cache_group(block_size, longest) for group in values.pop("groups"))
     return worker_pb2.DescribeResponse(
         groups=[kv_cache_group_to_proto(group) for group in groups],
         pooler=pooler_to_proto(pooler),

@@ -5,9 +5,11 @@ and gets the attention's output. How the cache is shaped, written and read is up
 implementation.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import zip_longest
 from typing import Protocol
 
 import numpy as np
@@ -141,6 +143,20 @@ class AttentionLayer:
 
 
 @dataclass(frozen=True, slots=True)
+class StateLayer:
+    """What one recurrent layer keeps of a sequence in place of keys and values: the shape and the
+    data type of each of its tensors.
+    """
+
+    tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one sequence's state."""
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionShape:
     """What an implementation needs to know of the model and the cache.
 
@@ -148,6 +164,9 @@ class AttentionShape:
     The i-th layers of all groups share their pages; a block belongs to the group whose table lists
     it. Empty `groups` stand for one group of all layers. Only if there is one group may its layers
     differ in `window`, `num_kv_heads` or `head_dim`.
+
+    `states`: recurrent layers, which are counted apart from those that attend; `state_groups`:
+    theirs, which follow the others. A block of such a group holds one state of each layer.
     """
 
     layers: tuple[AttentionLayer, ...]
@@ -156,6 +175,8 @@ class AttentionShape:
     dtype: torch.dtype
     device: torch.device = CPU
     groups: tuple[tuple[int, ...], ...] = ()
+    states: tuple[StateLayer, ...] = ()
+    state_groups: tuple[tuple[int, ...], ...] = ()
 
     @property
     def layer_groups(self) -> tuple[tuple[int, ...], ...]:
@@ -180,7 +201,32 @@ class AttentionShape:
         return tuple(self.layers[layer] for layer in max(self.layer_groups, key=len))
 
     @property
+    def page_bytes(self) -> tuple[int, ...]:
+        """Bytes of the keys and values of each page."""
+        return tuple(
+            2 * self.block_size * layer.num_kv_heads * layer.head_dim * self.dtype.itemsize
+            for layer in self.page_layers
+        )
+
+    @property
+    def state_bytes(self) -> tuple[int, ...]:
+        """Bytes of the largest state that each page must hold; none without recurrent layers."""
+        return tuple(
+            max(self.states[layer].num_bytes for layer in layers if layer is not None)
+            for layers in zip_longest(*self.state_groups)
+        )
+
+    @property
+    def block_size_for_states(self) -> int:
+        """The least multiple of `block_size` at which keys and values take at least as much of a
+        block as states do, so that none of it is unused where layers attend (vLLM does the same).
+        """
+        per_size = sum(self.page_bytes)
+        return self.block_size * max(1, -(-sum(self.state_bytes) // per_size))
+
+    @property
     def bytes_per_block(self) -> int:
-        """Bytes of keys and values in all pages of a block."""
-        per_token = sum(2 * layer.num_kv_heads * layer.head_dim for layer in self.page_layers)
-        return self.block_size * per_token * self.dtype.itemsize
+        """Bytes of all pages of a block: a page is as large as the keys and values, or the state,
+        whichever is larger.
+        """
+        return sum(map(max, zip_longest(self.page_bytes, self.state_bytes, fillvalue=0)))

@@ -61,7 +61,8 @@ def model_fingerprint(
             add(name, sha256(path.read_bytes()).digest())
     add("cache", f"{block_size} {kv_dtype} {rope_length} {HASH_VERSION}".encode())
     for group in groups:
-        add("group", f"{group.window} {list(group.layers)}".encode())
+        mode = f" {group.mamba_cache_mode.value}" if group.mamba_cache_mode is not None else ""
+        add("group", f"{group.window} {list(group.layers)}{mode}".encode())
     if pooling is not None:
         add("pooling", str(pooling).encode())
     return digest.digest()

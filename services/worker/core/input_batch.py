@@ -5,6 +5,7 @@ appends sampled tokens to its own copy, so that the scheduler can plan and send 
 step ahead of it has run. It is vLLM's persistent batch.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +20,8 @@ class BatchLimits:
     """Limits of the batch and of its steps.
 
     `windows`: by KV-cache group, the number of tokens that its layers see; None: all of them.
+    `state_block_sizes`: tokens that a block of each group of recurrent layers stands for; these
+    groups are the last ones.
     """
 
     max_num_seqs: int
@@ -28,15 +31,33 @@ class BatchLimits:
     block_size: int
     num_blocks: int
     windows: tuple[int | None, ...] = (None,)
+    state_block_sizes: tuple[int, ...] = ()
+
+    @property
+    def num_groups(self) -> int:
+        """KV-cache groups, those of recurrent layers included."""
+        return len(self.windows)
+
+    @property
+    def first_state_group(self) -> int:
+        """The number of groups of layers that attend; those of recurrent layers follow."""
+        return len(self.windows) - len(self.state_block_sizes)
+
+    @property
+    def block_sizes(self) -> tuple[int, ...]:
+        """Tokens that a block of each group stands for."""
+        return (self.block_size,) * self.first_state_group + self.state_block_sizes
 
     @property
     def max_blocks_per_seq(self) -> int:
         """Blocks of a sequence of max_model_len tokens."""
         return -(-self.max_model_len // self.block_size)
 
-    def room(self, num_blocks: int) -> int:
-        """The number of tokens of one sequence that fit in so many blocks."""
-        return min(num_blocks * self.block_size, self.max_model_len)
+    def room(self, num_blocks: Iterable[int]) -> int:
+        """The number of tokens of one sequence that fit in so many blocks of each group."""
+        sizes = self.block_sizes
+        fitting = (count * size for count, size in zip(num_blocks, sizes, strict=True))
+        return min(*fitting, self.max_model_len)
 
 
 class InputBatch:
@@ -50,7 +71,8 @@ class InputBatch:
     * `room`: tokens that fit in a request's blocks, in the group with the fewest;
     * `block_tables` int32 [num_groups, max_num_seqs, max_blocks_per_seq], of which
       `num_blocks` [num_groups, max_num_seqs] are set. Entries before a group's window are the null
-      block or an earlier block of the request, and are not read.
+      block or an earlier block of the request, and are not read; of those of states, all but the
+      ones of the last token before a step and of the step's last.
     """
 
     def __init__(self, limits: BatchLimits) -> None:
@@ -110,4 +132,4 @@ class InputBatch:
         start = self.num_blocks[group, row]
         self.block_tables[group, row, start : start + len(block_ids)] = block_ids
         self.num_blocks[group, row] += len(block_ids)
-        self.room[row] = self.limits.room(int(self.num_blocks[:, row].min()))
+        self.room[row] = self.limits.room(self.num_blocks[:, row].tolist())

@@ -40,7 +40,7 @@ class KVCacheDemand:
     def blocks_of(self, num_tokens: int) -> int:
         """Most blocks that a sequence of so many tokens holds at once, over all groups."""
         return sum(
-            group.kv_cache_group(self.block_size).max_held_blocks(
+            group.kv_cache_group(self.block_size, self.max_model_len).max_held_blocks(
                 num_tokens, _STEPS_IN_FLIGHT * self.max_num_batched_tokens, _STEPS_IN_FLIGHT
             )
             for group in self.groups

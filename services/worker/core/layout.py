@@ -90,8 +90,8 @@ def lay_out(step: StepInput, batch: InputBatch) -> StepTokens:
         np.cumsum(counts[order], out=starts[1:])
     rows, seq_lens = step.rows[order], seq_lens[order]
     layouts = tuple(
-        StepLayout(num_decodes, starts, seq_lens, rows, tables, batch.limits.block_size)
-        for tables in batch.block_tables
+        StepLayout(num_decodes, starts, seq_lens, rows, tables, block_size)
+        for tables, block_size in zip(batch.block_tables, batch.limits.block_sizes, strict=True)
     )
     positions = layouts[0].positions
     return StepTokens(

@@ -110,6 +110,7 @@ class _Checked:
         for array in (
             *(step.rows, step.num_scheduled_tokens, step.num_computed_tokens),
             *(step.removed_rows, step.block_ids_to_zero),
+            *(step.copy_sources, step.copy_targets),
             *(step.num_draft_tokens, step.draft_token_ids),
             *(request.token_ids for request in step.new_requests),
             *(table for request in step.new_requests for table in request.block_tables),

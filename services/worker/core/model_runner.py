@@ -21,6 +21,7 @@ import torch
 
 from services.worker.backends.attention import Int64Array, PagedAttention
 from services.worker.backends.device import CpuDevice, Device
+from services.worker.backends.hybrid_cache import HybridCache
 from services.worker.core.decode_buckets import DecodeBuckets
 from services.worker.core.device_tokens import DeviceTokens, PendingOutput
 from services.worker.core.embedded_prompts import EmbeddedPrompts
@@ -43,7 +44,8 @@ class ModelRunner:
 
     `device_tokens`: keeps sampled tokens on the device, so that `begin` does not wait for them.
     `buckets`: run steps that consist of decodes. `lockstep`: runs each step together with the other
-    ranks. `pooler`: prompts are pooled, and nothing is sampled.
+    ranks. `pooler`: prompts are pooled, and nothing is sampled. `states`: the same as `attention`
+    where layers are recurrent, whose states are copied from block to block.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class ModelRunner:
         buckets: DecodeBuckets | None = None,
         lockstep: Lockstep | None = None,
         pooler: PromptPooler | None = None,
+        states: HybridCache | None = None,
     ) -> None:
         self._model = model
         self._attention = attention
@@ -64,6 +67,7 @@ class ModelRunner:
         self._buckets = buckets
         self._lockstep = lockstep
         self._pooler = pooler
+        self._states = states
         self._batch = InputBatch(limits)
         self._embedded = EmbeddedPrompts(model)
         self._sampler = Sampler(limits.max_num_seqs, limits.vocab_size)
@@ -110,6 +114,8 @@ class ModelRunner:
         self._update_batch(step)
         if len(step.block_ids_to_zero):
             self._attention.zero_blocks(step.block_ids_to_zero)
+        if self._states is not None:
+            self._states.copy_blocks(step.copy_sources, step.copy_targets)
         if not len(step.rows):
             empty = np.empty(0, np.int32)
             return StepOutput(step.generation, step.step, empty, empty)

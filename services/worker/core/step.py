@@ -53,7 +53,8 @@ class StepInput:
     """A difference to the batch, and the tokens to compute.
 
     Applied in this order: `removed_rows` are freed, `new_requests` enter, blocks are appended to
-    tables, `block_ids_to_zero` are cleared in all layers, the tokens of `rows` are computed.
+    tables, `block_ids_to_zero` are cleared in all layers, blocks are copied in all layers, one
+    after the other from `copy_sources[i]` to `copy_targets[i]`, the tokens of `rows` are computed.
     `num_scheduled_tokens`, `num_computed_tokens` and `num_draft_tokens` are parallel to `rows`; the
     last is empty if the step has no drafts. Draft tokens are the last of a request's scheduled
     tokens. If the generation is another than that of the step before, batch and cache start empty.
@@ -70,6 +71,8 @@ class StepInput:
     num_draft_tokens: Int32Array = field(default_factory=no_ints)
     draft_token_ids: Int32Array = field(default_factory=no_ints)
     block_ids_to_zero: Int32Array = field(default_factory=no_ints)
+    copy_sources: Int32Array = field(default_factory=no_ints)
+    copy_targets: Int32Array = field(default_factory=no_ints)
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,10 @@ class StepCheck:
         for group, appended in enumerate(self._step.appended_blocks):
             self._check_appended(group, appended)
         self._check_block_ids(self._step.block_ids_to_zero, "block_ids_to_zero")
+        self._check_copies()
         self._check_scheduled()
+        for group in range(self._limits.first_state_group, self._limits.num_groups):
+            self._check_states(group)
 
     def _check_new(self, request: NewRequest) -> None:
         num_rows, longest = self._limits.max_num_seqs, self._limits.max_model_len
@@ -62,9 +65,9 @@ class StepCheck:
         groups, expected = len(tables), len(windows)
         self._require(groups == expected, name, f"{groups} groups, not {expected}")
         most = self._limits.max_blocks_per_seq
-        for table, window in zip(tables, windows, strict=True):
+        for group, (table, window) in enumerate(zip(tables, windows, strict=True)):
             num_null = 0 if window is None else _leading_nulls(table)
-            self._check_block_ids(table[num_null:], name)
+            self._check_entries(group, table[num_null:], name)
             self._require(len(table) <= most, name, f"{len(table)} blocks, over {most}")
 
     def _check_appended(self, group: int, appended: AppendedBlocks) -> None:
@@ -72,7 +75,7 @@ class StepCheck:
         self._require(len(rows) == len(counts), name, "lists of different length")
         adds_up = not (counts < 0).any() and int(counts.sum()) == len(appended.block_ids)
         self._require(adds_up, name, "block ids do not add up to num_blocks")
-        self._check_block_ids(appended.block_ids, name)
+        self._check_entries(group, appended.block_ids, name)
         grown = self._appended[group]
         for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
             self._require(row in self._in_use, name, f"row {row} is not in use")
@@ -123,6 +126,50 @@ class StepCheck:
             columns = (step.rows, scheduled, computed, known, room, drafts)
             self._refuse_request(*(int(column[index]) for column in columns))
 
+    def _check_copies(self) -> None:
+        sources, targets = self._step.copy_sources, self._step.copy_targets
+        holds = len(sources) == len(targets)
+        self._require(holds, "copy_targets", f"{len(targets)} of {len(sources)} blocks")
+        allowed = not len(sources) or bool(self._limits.state_block_sizes)
+        self._require(allowed, "copy_sources", "no layer is recurrent, so no block is copied")
+        self._check_block_ids(sources, "copy_sources")
+        self._check_block_ids(targets, "copy_targets")
+
+    def _check_states(self, group: int) -> None:
+        """Each request has a block for the state behind the step, and if it has computed tokens one
+        with the state before it. Drafts are refused: a state cannot be taken back.
+        """
+        step, size = self._step, self._limits.block_sizes[group]
+        self._require(
+            not len(step.draft_token_ids), "num_draft_tokens", "recurrent layers verify no drafts"
+        )
+        ends = step.num_computed_tokens + step.num_scheduled_tokens
+        for row, computed, end in zip(
+            step.rows.tolist(), step.num_computed_tokens.tolist(), ends.tolist(), strict=True
+        ):
+            for num_tokens in (computed, end) if computed else (end,):
+                index = (num_tokens - 1) // size
+                holds = self._entry(group, row, index) != 0
+                problem = f"row {row} has no state after {num_tokens} tokens"
+                self._require(holds, "block_tables", problem)
+
+    def _entry(self, group: int, row: int, index: int) -> int:
+        """An entry of a row's table, once the step's difference is applied."""
+        held = self._batch.block_tables[group, row, : self._batch.num_blocks[group, row]]
+        if row in self._new:
+            held = self._new[row].block_tables[group]
+        if index < len(held):
+            return int(held[index])
+        if not self._step.appended_blocks:
+            return 0
+        grown = self._step.appended_blocks[group]
+        ends = grown.num_blocks.cumsum()
+        for at in np.flatnonzero(grown.rows == row):
+            if index - len(held) < grown.num_blocks[at]:
+                return int(grown.block_ids[ends[at] - grown.num_blocks[at] + index - len(held)])
+            index -= int(grown.num_blocks[at])
+        return 0
+
     def _known_and_room(self) -> tuple[Int32Array, Int32Array]:
         """The number of known tokens of each request, and of tokens that fit in its blocks."""
         rows = self._step.rows
@@ -137,7 +184,7 @@ class StepCheck:
 
     def _room_of(self, row: int) -> int:
         sizes = (self._table_size(group, row) for group in range(len(self._appended)))
-        return self._limits.room(min(sizes))
+        return self._limits.room(sizes)
 
     def _refuse_request(
         self, row: int, scheduled: int, computed: int, known: int, room: int, drafts: int
@@ -173,6 +220,11 @@ class StepCheck:
         size = self._limits.vocab_size
         wrong = token_ids[(token_ids < 0) | (token_ids >= size)]
         self._require(not len(wrong), field, f"token {wrong[:1].tolist()} is not below {size}")
+
+    def _check_entries(self, group: int, block_ids: Int32Array, field: str) -> None:
+        """Checks entries of a table; those of states may be null, where none is kept."""
+        holds_states = group >= self._limits.first_state_group
+        self._check_block_ids(block_ids[block_ids != 0] if holds_states else block_ids, field)
 
     def _check_block_ids(self, block_ids: Int32Array, field: str) -> None:
         if not len(block_ids):

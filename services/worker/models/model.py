@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from services.worker.backends.attention import AttentionLayer, LayerAttention
+from services.worker.backends.attention import AttentionLayer, LayerAttention, StateLayer
 from services.worker.models.config import DtypeSetting
 from services.worker.models.pooling_config import PoolingConfig
 
@@ -58,7 +58,8 @@ def wanted_logits(
 class LoadedModel:
     """A decoder in memory, and its properties.
 
-    `max_model_len`: the longest sequence to serve. `attention`: of each layer. `rope_length`: see
+    `max_model_len`: the longest sequence to serve. `attention`: of each layer that attends, in
+    order. `states`: what each recurrent layer keeps. `rope_length`: see
     model_fingerprint. `is_native`: its layers are ours, not transformers'. `is_static`: the
     operations of a step depend on the number of tokens alone, never on values, so that a device can
     record them.
@@ -73,6 +74,7 @@ class LoadedModel:
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     attention: tuple[AttentionLayer, ...]
+    states: tuple[StateLayer, ...] = ()
     rope_length: int = 0
     is_static: bool = False
     is_native: bool = True

@@ -1,6 +1,7 @@
 """A decoder that transformers runs, over our cache.
 
-The model is transformers' own, whole: its layers, its norms, its head. Only its attention is ours.
+The model is transformers' own, whole: its layers, its norms, its head. Only its attention is ours,
+and where recurrent layers find their states: see transformers_recurrent.
 The same division as vLLM's Transformers backend.
 
 Models of transformers call the attention function that their configuration names. Ours is
@@ -10,9 +11,10 @@ since the cache determines which tokens each token of a flattened batch sees.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,9 +23,17 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from services.worker.backends.attention import AttentionLayer, LayerAttention
+from services.worker.backends.attention import AttentionLayer, LayerAttention, StateLayer
+from services.worker.backends.hybrid_cache import HybridStep
 from services.worker.models.model import wanted_logits
 from services.worker.models.transformers_probe import Probe, Refused
+from services.worker.models.transformers_recurrent import (
+    RecurFunction,
+    RecurrentProbe,
+    recur_function,
+    recurring_from,
+    wrap_recurrent_layers,
+)
 
 ATTENTION_NAME = "stepwell"
 
@@ -38,6 +48,14 @@ _ROUNDED_TOLERANCE = 0.2
 """Relative differences of logits that may be rounding; in half precision it also picks experts."""
 
 
+@dataclass(frozen=True, slots=True)
+class ProbedLayers:
+    """The layers of a model: by their numbers those that attend, and what recurrent ones keep."""
+
+    attention: dict[int, AttentionLayer]
+    states: tuple[StateLayer, ...]
+
+
 class TransformersDecoder:
     """See Model. The flattened batch goes through as one sequence with the positions of many.
 
@@ -49,9 +67,12 @@ class TransformersDecoder:
         self, model: PreTrainedModel, padded_rows: Callable[[int], int] = lambda rows: rows
     ) -> None:
         self._padded_rows = padded_rows
+        self._recurrent = wrap_recurrent_layers(model)
+        self._attention_index: dict[int, int] = {}
+        """By number of its layer, which of those that attend an attention is."""
         self._body: nn.Module = model.base_model
         self._embedding: nn.Module = model.get_input_embeddings()
-        self._given = _GivenStates()
+        self._given = _GivenStates(self._body)
         self._head = _with_body(model, self._given)
 
     @property
@@ -72,14 +93,19 @@ class TransformersDecoder:
         embedded: torch.Tensor | None = None,
         wanted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        attend, num_tokens = _from_cache(attention), len(token_ids)
+        attend, num_tokens = _from_cache(attention, self._attention_index), len(token_ids)
+        recur = None
+        if self._recurrent:
+            assert isinstance(attention, HybridStep), "recurrent layers need a cache of states"
+            recur = recurring_from(attention, self._padded_rows)
         padding = (0, self._padded_rows(num_tokens) - num_tokens)
         positions = F.pad(positions, padding)
         if embedded is None:
-            hidden = self._forward(attend, positions, input_ids=F.pad(token_ids, padding)[None])
+            token_ids = F.pad(token_ids, padding)
+            hidden = self._forward(attend, recur, positions, input_ids=token_ids[None])
         else:
             embedded = F.pad(embedded, (0, 0, *padding))
-            hidden = self._forward(attend, positions, inputs_embeds=embedded[None])
+            hidden = self._forward(attend, recur, positions, inputs_embeds=embedded[None])
         hidden = hidden[:num_tokens]
         return hidden, wanted_logits(self, hidden, wanted)
 
@@ -92,8 +118,9 @@ class TransformersDecoder:
         logits: torch.Tensor = self._head(input_ids=dummy, use_cache=False).logits
         return logits[0, :num_rows].float()
 
-    def probe(self, model: PreTrainedModel) -> tuple[AttentionLayer, ...]:
-        """The attention of each layer. Raises Refused for a model that cannot be served like this.
+    def probe(self, model: PreTrainedModel) -> ProbedLayers:
+        """How its layers attend, and what its recurrent ones keep. Raises Refused for a model that
+        cannot be served like this.
 
         The logits of a few tokens must be those that the model computes with its own attention;
         otherwise it changes scores or logits in a way that its calls of attention do not show.
@@ -101,22 +128,30 @@ class TransformersDecoder:
         longest = min(_PROBE_TOKENS, model.config.max_position_embeddings)
         positions = torch.arange(longest, device=model.device)
         token_ids = positions % model.config.vocab_size
-        probe = Probe()
-        hidden = self._forward(probe, positions, input_ids=token_ids[None])
-        layers = probe.layers(model.config.num_hidden_layers)
+        is_exact = next(model.parameters()).dtype is torch.float32
+        tolerance = _TOLERANCE if is_exact else _ROUNDED_TOLERANCE
+        probe, recurrent = Probe(), RecurrentProbe(tolerance)
+        hidden = self._forward(probe, recurrent, positions, input_ids=token_ids[None])
+        attending = probe.layers(
+            model.config.num_hidden_layers, {layer.layer_idx for layer in self._recurrent}
+        )
+        self._attention_index = {layer: index for index, layer in enumerate(attending)}
         logits = self.compute_logits(hidden)
         model.set_attn_implementation("eager")
         own = model(input_ids=token_ids[None], use_cache=False).logits[0].float()
         model.set_attn_implementation(ATTENTION_NAME)
-        tolerance = _TOLERANCE if hidden.dtype is torch.float32 else _ROUNDED_TOLERANCE
         if (logits - own).norm() > tolerance * own.norm():
             raise Refused("does more to its scores or its logits than it tells attention")
-        return layers
+        return ProbedLayers(attending, recurrent.states(len(self._recurrent)))
 
     def _forward(
-        self, attend: _AttendFunction, positions: torch.Tensor, **inputs: torch.Tensor
+        self,
+        attend: _AttendFunction,
+        recur: RecurFunction | None,
+        positions: torch.Tensor,
+        **inputs: torch.Tensor,
     ) -> torch.Tensor:
-        with _attending_with(attend):
+        with _computing_with(attend, recur):
             output = self._body(position_ids=positions[None], use_cache=False, **inputs)
         hidden: torch.Tensor = output.last_hidden_state
         return hidden[0]
@@ -129,11 +164,19 @@ class _States(MoeModelOutputWithPast):
 
 
 class _GivenStates(nn.Module):
-    """Replaces the body of a model, and returns given hidden states."""
+    """Replaces the body of a model, and returns given hidden states. Everything else is the body's,
+    of which some heads take a factor.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, body: nn.Module) -> None:
         super().__init__()
         self.states = torch.empty(0)
+        self._replaced = (body,)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_replaced":
+            raise AttributeError(name)
+        return getattr(self._replaced[0], name)
 
     @property
     def decoder(self) -> "_GivenStates":
@@ -153,17 +196,22 @@ def _with_body(model: PreTrainedModel, body: nn.Module) -> PreTrainedModel:
 
 
 @contextmanager
-def _attending_with(attend: _AttendFunction) -> Iterator[None]:
-    """Within it, attention of models that transformers runs in this thread is `attend`."""
-    token = _attend_function.set(attend)
+def _computing_with(attend: _AttendFunction, recur: RecurFunction | None) -> Iterator[None]:
+    """Within it, attention of models that transformers runs in this thread is `attend`, and `recur`
+    computes recurrent layers.
+    """
+    tokens = _attend_function.set(attend), recur_function.set(recur)
     try:
         yield
     finally:
-        _attend_function.reset(token)
+        _attend_function.reset(tokens[0])
+        recur_function.reset(tokens[1])
 
 
-def _from_cache(attention: LayerAttention) -> _AttendFunction:
-    """Attention of a flattened batch over a paged cache. Queries and keys come rotated."""
+def _from_cache(attention: LayerAttention, indexes: Mapping[int, int]) -> _AttendFunction:
+    """Attention of a flattened batch over a paged cache. Queries and keys come rotated. `indexes`:
+    by number of its layer, the index of an attention.
+    """
 
     def attend(
         module: nn.Module,
@@ -175,7 +223,7 @@ def _from_cache(attention: LayerAttention) -> _AttendFunction:
     ) -> torch.Tensor:
         heads = [x.squeeze(0).transpose(0, 1).contiguous() for x in (query, key, value)]
         layer: Any = module.layer_idx
-        attended = attention(layer, heads[0], heads[1], heads[2], None)
+        attended = attention(indexes[layer], heads[0], heads[1], heads[2], None)
         return attended.view(1, *heads[0].shape)
 
     return attend

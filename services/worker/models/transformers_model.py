@@ -6,7 +6,7 @@ or whose cached keys would have other values later.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -22,12 +22,16 @@ from services.worker.models.json_file import read_json_object
 from services.worker.models.layer_config import FULL, SLIDING
 from services.worker.models.model import LoadedModel, LoadOptions, log_loading
 from services.worker.models.transformers_checkpoint import load_checkpoint, model_class, one_line
-from services.worker.models.transformers_decoder import TransformersDecoder
+from services.worker.models.transformers_decoder import ProbedLayers, TransformersDecoder
 from services.worker.models.transformers_division import Division
 from services.worker.models.transformers_probe import Refused
 from services.worker.parallel.ranks import Ranks
 
 _OTHER_INPUTS = ("vision_config", "audio_config")
+RECURRENT = "linear_attention"
+BOTH = "hybrid"
+"""Types of layers, besides FULL and SLIDING: recurrent, or recurrent and attending at once."""
+
 _SHIFTING_ROPES = frozenset({"dynamic", "longrope"})
 
 
@@ -73,6 +77,8 @@ def load_transformers_model(
     dtype = resolve_dtype(options.dtype, stored)
     log_loading(f"{(config.architectures or [''])[0]}, run by transformers,", directory, dtype)
     try:
+        if ranks.size > 1 and _is_stateful(model_class(config)):
+            raise Refused("has recurrent layers, whose states are not divided among ranks")
         division = Division(directory, ranks) if ranks.size > 1 else None
         model = load_checkpoint(checkpoint, config, dtype, division)
         model.to(checkpoint.device)  # type: ignore[arg-type]
@@ -80,9 +86,11 @@ def load_transformers_model(
         wait_for_ranks()
         decoder = TransformersDecoder(model, kernels.padded_rows)
         layers = _probe(decoder, model)
-        _check_windows(config, layers)
+        if _is_stateful(model) and not layers.states:
+            raise Refused("carries a state from token to token")
+        _check_windows(config, layers.attention)
         if division is not None and division.heads is not None:
-            _check_heads(division.heads, layers)
+            _check_heads(division.heads, layers.attention)
     except Refused as refusal:
         name = (config.architectures or ["the model"])[0]
         raise UnsupportedModel(path, f"{name} {refusal}, and has no native code here") from refusal
@@ -95,7 +103,8 @@ def load_transformers_model(
         intermediate_size=_intermediate_size(config),
         max_model_len=max_model_len,
         eos_token_ids=_eos_token_ids(config, model),
-        attention=layers,
+        attention=tuple(layers.attention.values()),
+        states=layers.states,
         is_native=False,
     )
 
@@ -131,8 +140,11 @@ def _check_config(config: PretrainedConfig, path: Path) -> None:
         raise UnsupportedModel(path, f"architecture {names[0]} has an encoder")
     if getattr(config, "quantization_config", None) is not None:
         raise quantized(path, read_json_object(path).get("quantization_config"))
-    for index, name in enumerate(getattr(config, "layer_types", None) or []):
-        if name not in (FULL, SLIDING):
+    types = getattr(config, "layer_types", None) or []
+    if types and set(types) == {RECURRENT}:
+        raise UnsupportedModel(path, f"architecture {names[0]} has no layer that attends")
+    for index, name in enumerate(types):
+        if name not in (FULL, SLIDING, RECURRENT, BOTH):
             raise UnsupportedModel(path, f"layer {index} is of type {name!r}, which has no cache")
     for kind in _rope_types(config):
         if kind in _SHIFTING_ROPES:
@@ -148,9 +160,12 @@ def _rope_types(config: PretrainedConfig) -> list[str]:
     return [str(entry["rope_type"]) for entry in entries if entry.get("rope_type")]
 
 
+def _is_stateful(model: object) -> bool:
+    """Whether transformers says that a model, or its class, carries a state."""
+    return bool(getattr(model, "_is_stateful", False))
+
+
 def _check_model(model: PreTrainedModel) -> None:
-    if getattr(model, "_is_stateful", False):
-        raise Refused("carries a state from token to token")
     if any("alibi" in name for name in dir(model.base_model)):
         raise Refused("biases its attention by distance (ALiBi), which is not supported")
     if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
@@ -158,7 +173,7 @@ def _check_model(model: PreTrainedModel) -> None:
 
 
 @torch.inference_mode()
-def _probe(decoder: TransformersDecoder, model: PreTrainedModel) -> tuple[AttentionLayer, ...]:
+def _probe(decoder: TransformersDecoder, model: PreTrainedModel) -> ProbedLayers:
     try:
         return decoder.probe(model)
     except Refused:
@@ -169,14 +184,16 @@ def _probe(decoder: TransformersDecoder, model: PreTrainedModel) -> tuple[Attent
         raise Refused(f"fails on a batch of single tokens ({one_line(error)})") from error
 
 
-def _check_windows(config: PretrainedConfig, layers: tuple[AttentionLayer, ...]) -> None:
+def _check_windows(config: PretrainedConfig, layers: Mapping[int, AttentionLayer]) -> None:
     types = getattr(config, "layer_types", None)
-    if types and [name == SLIDING for name in types] != [x.window is not None for x in layers]:
+    if types and any(
+        (types[index] == SLIDING) != (layer.window is not None) for index, layer in layers.items()
+    ):
         raise Refused("does not pass the windows of its layers to attention")
     if getattr(config, "attention_chunk_size", None) is not None:
         raise Refused("attends within chunks")
 
 
-def _check_heads(heads: tuple[int, int], layers: tuple[AttentionLayer, ...]) -> None:
-    if {(x.num_heads, x.num_kv_heads) for x in layers} != {heads}:
+def _check_heads(heads: tuple[int, int], layers: Mapping[int, AttentionLayer]) -> None:
+    if {(x.num_heads, x.num_kv_heads) for x in layers.values()} != {heads}:
         raise Refused("does not attend with the heads that its plan leaves to a rank")

@@ -5,6 +5,7 @@ the cache. A model that passes options which a paged cache does not implement is
 the name of the option, since its results would be wrong.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -35,11 +36,13 @@ class Probe:
     def __init__(self) -> None:
         self._layers: dict[int, AttentionLayer] = {}
 
-    def layers(self, num_layers: int) -> tuple[AttentionLayer, ...]:
-        """Every layer in order. Raises Refused unless each of so many attended once."""
+    def layers(self, num_layers: int, recurrent: Collection[int] = ()) -> dict[int, AttentionLayer]:
+        """Every layer that attends, by number in rising order. Raises Refused unless each of so
+        many attended once, those left out that are recurrent.
+        """
         if not self._layers:
             raise Refused("does not attend through transformers' attention interface")
-        if sorted(self._layers) != list(range(num_layers)):
+        if sorted({*self._layers, *recurrent}) != list(range(num_layers)):
             raise Refused(
                 f"attends through transformers' attention interface in {len(self._layers)} of "
                 f"its {num_layers} layers only"
@@ -47,7 +50,7 @@ class Probe:
         shapes = {(x.num_kv_heads, x.head_dim) for x in self._layers.values()}
         if len(shapes) > 1:
             raise Refused("has layers whose keys differ in shape")
-        return tuple(self._layers[index] for index in range(num_layers))
+        return dict(sorted(self._layers.items()))
 
     def __call__(
         self,

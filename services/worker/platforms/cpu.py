@@ -1,6 +1,7 @@
 """A worker on the CPU."""
 
 from services.worker.backends.attention import CPU, AttentionShape
+from services.worker.backends.hybrid_cache import cache_of
 from services.worker.backends.kernels import Kernels
 from services.worker.core.input_batch import BatchLimits
 from services.worker.core.kv_cache import FreeMemory
@@ -55,13 +56,14 @@ class CpuPlatform:
         )
 
     def runner(self, parts: Parts) -> ModelRunner:
-        attention = parts.kernels.paged_attention(parts.shape)
+        attention, states = cache_of(parts.kernels, parts.shape)
         return ModelRunner(
             parts.loaded.model,
             attention,
             parts.limits,
             lockstep=parts.lockstep,
             pooler=parts.pooler,
+            states=states,
         )
 
     def warm_up_shapes(self, limits: BatchLimits) -> list[PromptShape]:

@@ -22,6 +22,7 @@ from services.worker.platforms.cuda_setup import (
     check_batch_invariant,
     check_model,
     check_setup,
+    check_states,
     find_setup,
     load_xformers,
     suits_xformers,
@@ -81,6 +82,7 @@ class CudaPlatform:
         return CudaKernels(frozenset({torch.bfloat16}) if major == _HOPPER else frozenset())
 
     def check(self, shape: AttentionShape, loaded: LoadedModel) -> None:
+        check_states(shape.states)
         check_model(shape.layers, shape.block_size, shape.dtype)
         if self._batch_invariant:
             check_batch_invariant(shape.layers, is_native=loaded.is_native)

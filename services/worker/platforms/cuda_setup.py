@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from services.worker.backends.attention import AttentionLayer
+from services.worker.backends.attention import AttentionLayer, StateLayer
 from services.worker.backends.device import UnsuitableDevice
 
 logger = logging.getLogger(__name__)
@@ -119,6 +119,15 @@ def check_model(layers: tuple[AttentionLayer, ...], block_size: int, dtype: torc
                 f"the model's heads have size {layer.head_dim}, and on CUDA they can have "
                 f"{_listed(HEAD_DIMS)}; set --device cpu"
             )
+
+
+def check_states(states: tuple[StateLayer, ...]) -> None:
+    """Raises UnsuitableDevice for a model with recurrent layers."""
+    if states:
+        raise UnsuitableDevice(
+            "the model has recurrent layers, whose states are kept on the CPU only; "
+            "set --device cpu"
+        )
 
 
 def check_batch_invariant(layers: tuple[AttentionLayer, ...], *, is_native: bool) -> None:

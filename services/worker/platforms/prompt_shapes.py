@@ -64,8 +64,7 @@ def every_shape(limits: BatchLimits) -> list[PromptShape]:
 def run_prompts(runner: StepRunner, limits: BatchLimits, shape: PromptShape) -> None:
     """Runs one step over an empty batch, and empties it. All its tokens share block 1."""
     length = shape.num_computed + shape.num_tokens
-    table = np.ones(-(-length // limits.block_size), np.int32)
-    tables = (table,) * len(limits.windows)
+    tables = tuple(np.ones(-(-length // size), np.int32) for size in limits.block_sizes)
     count = shape.num_requests
     runner.execute(
         StepInput(

@@ -45,6 +45,7 @@ EVERYTHING = {
     "kv_cache_memory_bytes": 1_000_000,
     "num_blocks": 50,
     "block_size": 32,
+    "mamba_cache_mode": "none",
     "max_model_len": 128,
     "max_num_seqs": 5,
     "max_num_batched_tokens": 77,

@@ -291,6 +291,11 @@ async def test_the_longest_request_runs_to_its_end(groups: tuple[KVCacheGroup, .
 def test_what_states_cannot_be_served_with_is_said_in_a_sentence() -> None:
     assert config_conflict(config(FULL)) is None
     assert config_conflict(config(FULL, STATE)) is None
+    overwritten = replace(STATE, mamba_cache_mode=MambaCacheMode.NONE)
+    conflict = config_conflict(config(FULL, overwritten))
+    assert conflict is not None
+    assert "start the workers with mamba_cache_mode align, or disable prefix caching" in conflict
+    assert config_conflict(config(FULL, overwritten, enable_prefix_caching=False)) is None
     whole = config_conflict(config(STATE, enable_chunked_prefill=False))
     assert whole is not None
     assert "enable chunked prefill" in whole

@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from services.worker.backends.attention import AttentionLayer
+from services.worker.backends.attention import AttentionLayer, StateLayer
 from services.worker.backends.device import UnsuitableDevice
 from services.worker.platforms.cuda_setup import (
     CudaSetup,
     check_batch_invariant,
     check_model,
     check_setup,
+    check_states,
     find_setup,
 )
 
@@ -29,6 +30,12 @@ LAYER = AttentionLayer(32, 8, 128, 128**-0.5)
 def test_a_machine_that_has_everything() -> None:
     check_setup(GOOD)
     check_setup(replace(GOOD, triton="3.6.0", xformers="0.0.35+cu130", capability=(8, 0)))
+
+
+def test_recurrent_layers_are_refused() -> None:
+    check_states(())
+    with pytest.raises(UnsuitableDevice, match=r"recurrent layers, .* set --device cpu"):
+        check_states((StateLayer((((4, 4), torch.float32),)),))
 
 
 @pytest.mark.parametrize(

@@ -193,3 +193,66 @@ def test_only_a_window_may_leave_the_beginning_of_a_table_empty(
     entering = NewRequest(0, ints(1, 2, 3, 4, 5), 5, GREEDY, tables)
     with pytest.raises(InvalidStep, match=f"^step 7: {problem}"):
         hybrid.apply(step((0, 5, 0), enter=(entering,)))
+
+
+def stateful_batch(state_block_size: int = 4) -> InputBatch:
+    """A group that attends, and one of states; row 2 has computed six tokens."""
+    limits = replace(LIMITS, windows=(None, None), state_block_sizes=(state_block_size,))
+    batch = InputBatch(limits)
+    tables = (ints(3, 4), ints(0, 8) if state_block_size == 4 else ints(8))
+    request = NewRequest(2, ints(*range(10, 16)), 6, GREEDY, tables)
+    batch.apply(step((2, 6, 0), enter=(request,)))
+    batch.append_one(ints(2), ints(50))
+    return batch
+
+
+def test_entries_of_states_that_no_step_leaves_are_null() -> None:
+    batch = stateful_batch()
+    batch.append_one(ints(2), ints(51))
+    batch.append_one(ints(2), ints(52))
+    grown = (appended((2, [5])), appended((2, [9])))
+    batch.apply(step((2, 3, 6), appended_blocks=grown))
+    assert batch.block_tables[1, 2, :3].tolist() == [0, 8, 9]
+    assert batch.room[2] == 12
+
+
+def test_a_state_that_is_overwritten_has_one_block_for_all_tokens() -> None:
+    batch = stateful_batch(16)
+    batch.apply(step((2, 1, 6)))
+    assert batch.room[2] == 8  # what attention has blocks for
+
+
+STATELESS = NewRequest(1, ints(1, 2, 3, 4, 5), 5, GREEDY, (ints(5, 6), ints(0, 0)))
+STATE_CONTRADICTIONS = {
+    "block_tables: row 1 has no state after 5 tokens": step((1, 5, 0), enter=(STATELESS,)),
+    "block_tables: row 1 has no state after 4 tokens": step(
+        (1, 1, 4), enter=(replace(STATELESS, block_tables=(ints(5, 6), ints(0, 7))),)
+    ),
+    "block_tables: row 2 has no state after 9 tokens": step(
+        (2, 3, 6), appended_blocks=(appended((2, [5])), appended((2, [0])))
+    ),
+    "num_draft_tokens: recurrent layers verify no drafts": step(
+        (2, 2, 6), num_draft_tokens=ints(1), draft_token_ids=ints(9)
+    ),
+    "copy_targets: 1 of 2 blocks": step(copy_sources=ints(1, 2), copy_targets=ints(3)),
+    "copy_sources: block .20. is not": step(copy_sources=ints(20), copy_targets=ints(3)),
+    "copy_targets: block .0. is not": step(copy_sources=ints(2), copy_targets=ints(0)),
+}
+
+
+@pytest.mark.parametrize("problem", STATE_CONTRADICTIONS)
+def test_contradictions_of_states_are_refused_with_the_batch_unchanged(problem: str) -> None:
+    batch = stateful_batch()
+    for token_id in (51, 52):
+        batch.append_one(ints(2), ints(token_id))
+    if "drafts" in problem:
+        batch.num_tokens[2] = 7
+    with pytest.raises(InvalidStep, match=problem):
+        batch.apply(STATE_CONTRADICTIONS[problem])
+    assert batch.rows == [2]
+    assert batch.block_tables[:, 2, :3].tolist() == [[3, 4, 0], [0, 8, 0]]
+
+
+def test_blocks_are_copied_only_where_layers_are_recurrent(batch: InputBatch) -> None:
+    with pytest.raises(InvalidStep, match="copy_sources: no layer is recurrent"):
+        batch.apply(step(copy_sources=ints(1), copy_targets=ints(3)))

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from services.common.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
 from services.worker.backends.attention import AttentionLayer, AttentionShape
-from services.worker.core.kv_groups import LayerGroup, group_layers
+from services.worker.core.kv_groups import LayerGroup, group_layers, state_block_sizes
 
 
 def test_layers_that_see_alike_are_one_group() -> None:
@@ -50,3 +51,23 @@ def test_groups_share_the_pages_of_a_block(num_layers: int) -> None:
     assert len(shape.page_layers) == max(len(group.layers) for group in groups)
     assert shape.bytes_per_block == len(shape.page_layers) * 4 * 2 * 2 * 8 * 4
     assert len(set(zip(shape.group_of, shape.pages_of, strict=True))) == num_layers
+
+
+def test_recurrent_layers_make_groups_of_their_own_as_large_as_those_that_attend() -> None:
+    groups = group_layers([None, None], 6)
+    assert groups == (
+        LayerGroup(None, (0, 1)),
+        LayerGroup(None, (0, 3), MambaCacheMode.ALIGN),
+        LayerGroup(None, (1, 4), MambaCacheMode.ALIGN),
+        LayerGroup(None, (2, 5), MambaCacheMode.ALIGN),
+    )
+    assert [group.holds_states for group in groups] == [False, True, True, True]
+
+
+def test_a_state_that_is_overwritten_has_a_block_for_the_longest_sequence() -> None:
+    attending, kept = group_layers([None], 1, MambaCacheMode.NONE)
+    assert attending.kv_cache_group(16, 500) == KVCacheGroup(AttentionType.FULL, 16)
+    assert kept.kv_cache_group(16, 500) == KVCacheGroup(AttentionType.STATE_SPACE, 500)
+    assert state_block_sizes((attending, kept), 16, 500) == (500,)
+    aligned = group_layers([None], 1)[1].kv_cache_group(16, 500)
+    assert (aligned.block_size, aligned.mamba_cache_mode) == (16, MambaCacheMode.ALIGN)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -27,6 +28,8 @@ from services.worker.models.config import DtypeSetting
 from services.worker.models.errors import ModelError, ModelTensorError, UnsupportedModel
 from services.worker.models.load import load_model
 from services.worker.models.model import LoadedModel, LoadOptions
+from services.worker.models.transformers_probe import Refused
+from services.worker.models.transformers_recurrent import RecurrentLayer, RecurrentProbe
 from tests.tiny_models import edit_config, save_tiny_model
 
 SHAPE: dict[str, Any] = {
@@ -56,7 +59,11 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0]
 
 REFUSED: dict[str, tuple[type[PretrainedConfig], dict[str, Any], str]] = {
     "an encoder": (T5Config, {}, "architecture T5ForConditionalGeneration is no decoder"),
-    "a state": (MambaConfig, {}, "layer 0 is of type 'linear_attention', which has no cache"),
+    "nothing but states": (
+        MambaConfig,
+        {},
+        "architecture MambaForCausalLM has no layer that attends",
+    ),
     "no positions": (
         BloomConfig,
         {"n_layer": 2},
@@ -122,6 +129,34 @@ def test_what_it_is(tmp_path: Path) -> None:
     assert (loaded.vocab_size, loaded.hidden_size, loaded.intermediate_size) == (40, 16, 16)
     assert loaded.eos_token_ids == (2,)
     assert {(x.num_heads, x.num_kv_heads, x.head_dim) for x in loaded.attention} == {(2, 2, 8)}
+
+
+def test_recurrent_layers_are_counted_apart_from_those_that_attend(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "bamba")  # the third of four layers attends
+    loaded = load(tmp_path)
+    assert len(loaded.attention) == 1
+    convolution, recurrence = (144 + 16, 4), (4, 24, 16)
+    assert [state.tensors for state in loaded.states] == [
+        ((convolution, torch.float32), (recurrence, torch.float32))
+    ] * 3
+
+
+class Forgetful(nn.Module):
+    """A layer that adds up its tokens, and takes no state."""
+
+    layer_idx = 0
+
+    def forward(self, hidden_states: torch.Tensor, cache_params: Any = None) -> torch.Tensor:
+        if cache_params is not None:
+            cache_params.update_conv_state(hidden_states.mT, 0, conv_kernel_size=1)
+            cache_params.update_recurrent_state(hidden_states[:, -1], 0)
+        return hidden_states.cumsum(1)
+
+
+def test_a_recurrent_layer_that_does_not_go_on_from_its_states_is_refused() -> None:
+    layer = RecurrentLayer(Forgetful(), 0)
+    with pytest.raises(Refused, match="has recurrent layers that do not go on from their states"):
+        RecurrentProbe(1e-3)(layer, torch.ones(1, 33, 4))
 
 
 def test_models_of_more_than_text_are_refused_as_such(tmp_path: Path) -> None:

@@ -50,16 +50,17 @@ class NativePagedAttention:
 
     def __init__(self, functions: Functions, memory: LargePages, shape: AttentionShape) -> None:
         self._functions = functions
-        self._pages = [
+        self.pages = [
             memory.take(
                 (2, shape.num_blocks, shape.block_size, layer.num_kv_heads, layer.head_dim),
                 shape.dtype,
             )
             for layer in shape.page_layers
         ]
+        """Keys and values, see PagesOfKeys."""
         pages = [
             Pages(keys.data_ptr(), values.data_ptr(), shape.block_size)
-            for keys, values in self._pages
+            for keys, values in self.pages
         ]
         self._layers = [
             NativeLayer(_native(layer), pages[page], group)
@@ -71,7 +72,7 @@ class NativePagedAttention:
 
     def zero_blocks(self, block_ids: Int32Array) -> None:
         cleared = torch.from_numpy(block_ids.astype(np.int64))
-        for pages in self._pages:
+        for pages in self.pages:
             pages.index_fill_(1, cleared, 0)
 
 

@@ -84,7 +84,8 @@ class TorchPagedAttention:
         self._page_elements = max(
             shape.block_size * layer.num_kv_heads * layer.head_dim for layer in shape.layers
         )
-        self._pages = [_allocate(shape, layer) for layer in shape.page_layers]
+        self.pages = [_allocate(shape, layer) for layer in shape.page_layers]
+        """Keys and values, see PagesOfKeys."""
         self._workspace = torch.empty(2, 0, dtype=shape.dtype, device=shape.device)
         self._run_masks: dict[int | None, torch.Tensor] = {}
         self._mask_width = 0
@@ -108,7 +109,7 @@ class TorchPagedAttention:
 
     def zero_blocks(self, block_ids: Int32Array) -> None:
         cleared = self._device.upload(block_ids.astype(np.int64))
-        for pages in self._pages:
+        for pages in self.pages:
             pages.index_fill_(1, cleared, 0)
 
     def store(
@@ -120,7 +121,7 @@ class TorchPagedAttention:
         value: torch.Tensor,
     ) -> None:
         """Writes keys and values [n, num_kv_heads, head_dim] to cache slots [n]."""
-        own = self._pages[self._pages_of[layer]]
+        own = self.pages[self._pages_of[layer]]
         if len(opened_blocks):
             own.index_fill_(1, opened_blocks, 0)
         for pages, heads in zip(own.flatten(1, 2), (key, value), strict=True):
@@ -164,7 +165,7 @@ class TorchPagedAttention:
 
     def _gather(self, layer: int, block_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Pages of keys and values in the workspace, [len(block_ids), block_size, ...] each."""
-        own = self._pages[self._pages_of[layer]]
+        own = self.pages[self._pages_of[layer]]
         shape = (2, len(block_ids), *own.shape[2:])
         gathered = self._workspace[:, : math.prod(shape[1:])].view(shape)
         for pages, target in zip(own, gathered, strict=True):

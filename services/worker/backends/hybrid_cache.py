@@ -1,0 +1,208 @@
+"""The cache of a model in which some layers attend and others are recurrent.
+
+All groups of layers take their blocks from one pool, so a block holds keys and values, or the
+states of a group's recurrent layers, in the same memory: the bytes of a state lie in the page of
+keys, then in that of values, and what does not fit there in memory that only states use. That is
+the layout of vLLM's hybrid models, where pages are as large as the larger of both.
+
+A step reads the state that the step before it left in a request's table, and writes the one after
+its last token to the entry of that token. The two may be the same block.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Protocol, cast
+
+import numpy as np
+import torch
+
+from services.worker.backends.attention import (
+    AttentionShape,
+    Int32Array,
+    LayerAttention,
+    PagedAttention,
+    Rotation,
+    StateLayer,
+    StepLayout,
+)
+from services.worker.backends.kernels import Kernels
+
+
+class PagesOfKeys(PagedAttention, Protocol):
+    """Attention on the CPU, whose memory can hold states too.
+
+    `pages`: of each page a contiguous tensor [2, num_blocks, ...] of keys and of values.
+    """
+
+    pages: list[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class StateRun:
+    """Sequences of a step that a recurrent layer computes in one call.
+
+    `tokens` are theirs, one after the other and of each sequence as many. `sources` and `targets`,
+    for each group of states int64 [num_sequences]: the blocks with the states that they go on from,
+    and those that their last states are written to. `sources` is None where sequences begin.
+    """
+
+    tokens: slice
+    num_sequences: int
+    sources: tuple[torch.Tensor, ...] | None
+    targets: tuple[torch.Tensor, ...]
+
+
+class HybridCache:
+    """See PagedAttention: keys, values and states. The layouts of groups of states follow those of
+    groups that attend. On the CPU.
+    """
+
+    def __init__(self, attention: PagesOfKeys, shape: AttentionShape) -> None:
+        self._attention = attention
+        self._shape = shape
+        self._num_attending = len(shape.layer_groups)
+        self._planes = [
+            _planes(pages, size, shape)
+            for pages, size in zip_longest(attention.pages, shape.state_bytes)
+        ]
+        self._places = {
+            layer: (group, page)
+            for group, layers in enumerate(shape.state_groups)
+            for page, layer in enumerate(layers)
+        }
+
+    def begin_step(self, layouts: Sequence[StepLayout]) -> "HybridStep":
+        attending, states = layouts[: self._num_attending], layouts[self._num_attending :]
+        return HybridStep(self._attention.begin_step(attending), self, state_runs(states))
+
+    def zero_blocks(self, block_ids: Int32Array) -> None:
+        self._attention.zero_blocks(block_ids)
+
+    def copy_blocks(self, sources: Int32Array, targets: Int32Array) -> None:
+        """Copies whole blocks one after the other, `sources[i]` to `targets[i]`. To be called
+        before the step that needs them begins.
+        """
+        for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+            for plane in (plane for planes in self._planes for plane in planes):
+                plane[target] = plane[source]
+
+    def read(self, layer: int, run: StateRun) -> tuple[torch.Tensor, ...] | None:
+        """The tensors of a recurrent layer's states that the sequences go on from, new ones
+        [num_sequences, ...]; None where they begin.
+        """
+        if run.sources is None:
+            return None
+        group, page = self._places[layer]
+        blocks, state = run.sources[group], self._shape.states[layer]
+        left, parts = state.num_bytes, []
+        for plane in self._planes[page]:
+            parts.append(plane[:, : min(left, plane.shape[1])].index_select(0, blocks))
+            left -= parts[-1].shape[1]
+        return _unpacked(torch.cat(parts, 1), state)
+
+    def write(self, layer: int, run: StateRun, tensors: Sequence[torch.Tensor]) -> None:
+        """Stores the states after the run's last tokens."""
+        group, page = self._places[layer]
+        packed = torch.cat(
+            [
+                tensor.contiguous().view(run.num_sequences, -1).view(torch.uint8)
+                for tensor in tensors
+            ],
+            1,
+        )
+        for plane in self._planes[page]:
+            part, packed = packed[:, : plane.shape[1]], packed[:, plane.shape[1] :]
+            plane[:, : part.shape[1]].index_copy_(0, run.targets[group], part)
+
+
+@dataclass(frozen=True, slots=True)
+class HybridStep:
+    """See LayerAttention; `states` and `runs` are for recurrent layers."""
+
+    attention: LayerAttention
+    states: HybridCache
+    runs: Sequence[StateRun]
+
+    def __call__(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rotation: Rotation | None,
+    ) -> torch.Tensor:
+        return self.attention(layer, query, key, value, rotation)
+
+
+def cache_of(kernels: Kernels, shape: AttentionShape) -> tuple[PagedAttention, HybridCache | None]:
+    """Allocates a cache on the CPU: attention over it, and the same once more where it holds states
+    too.
+    """
+    attention = kernels.paged_attention(shape)
+    if not shape.states:
+        return attention, None
+    hybrid = HybridCache(cast(PagesOfKeys, attention), shape)
+    return hybrid, hybrid
+
+
+def state_runs(layouts: Sequence[StepLayout]) -> list[StateRun]:
+    """The calls that recurrent layers make in a step: one for all sequences with a state and a
+    single token, and one for each other sequence. There is a layout for each group of states.
+    """
+    first = layouts[0]
+    counts = np.diff(first.query_starts)
+    computed = first.seq_lens - counts
+    # Single tokens come first, in rising order of lengths: those that begin are before the others.
+    decodes = range(int(np.count_nonzero(computed[: first.num_decodes] == 0)), first.num_decodes)
+    runs = [_run(layouts, computed, decodes)] if decodes else []
+    alone = (*range(decodes.start), *range(decodes.stop, len(counts)))
+    return runs + [_run(layouts, computed, range(index, index + 1)) for index in alone]
+
+
+def _run(layouts: Sequence[StepLayout], computed: Int32Array, sequences: range) -> StateRun:
+    own = slice(sequences.start, sequences.stop)
+    starts = layouts[0].query_starts
+
+    def blocks(num_tokens: Int32Array) -> tuple[torch.Tensor, ...]:
+        """In each group the blocks of the states after so many tokens."""
+        return tuple(
+            torch.from_numpy(
+                layout.tables[layout.rows[own], (num_tokens[own] - 1) // layout.block_size].astype(
+                    np.int64
+                )
+            )
+            for layout in layouts
+        )
+
+    return StateRun(
+        slice(int(starts[sequences.start]), int(starts[sequences.stop])),
+        len(sequences),
+        blocks(computed) if computed[sequences.start] else None,
+        blocks(layouts[0].seq_lens),
+    )
+
+
+def _planes(
+    pages: torch.Tensor | None, state_bytes: int | None, shape: AttentionShape
+) -> list[torch.Tensor]:
+    """The memory of one page, uint8 [num_blocks, any] each, in the order in which a state fills it:
+    keys, values, and what a state needs beyond them.
+    """
+    planes = (
+        []
+        if pages is None
+        else [half.view(shape.num_blocks, -1).view(torch.uint8) for half in pages]
+    )
+    more = (state_bytes or 0) - sum(plane.shape[1] for plane in planes)
+    if more > 0:
+        planes.append(torch.empty((shape.num_blocks, more), dtype=torch.uint8))
+    return planes
+
+
+def _unpacked(packed: torch.Tensor, state: StateLayer) -> tuple[torch.Tensor, ...]:
+    sizes = [StateLayer((tensor,)).num_bytes for tensor in state.tensors]
+    return tuple(
+        part.contiguous().view(dtype).view(len(packed), *shape)
+        for part, (shape, dtype) in zip(torch.split(packed, sizes, 1), state.tensors, strict=True)
+    )
