@@ -66,6 +66,8 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything, if only send operations to pool or workers."""
+        if self.running and self._state.pause_mode is None:
+            return True
         has_operations = self._kv_cache_manager.has_operations or self._state.rows.removed
         return bool(has_operations) or self.has_requests or self.has_transfers
 
