@@ -14,8 +14,7 @@ class KeyCounts:
     followed: int = 0
     """Requests that met an answer that another gateway makes or made."""
     resumed: int = 0
-    """Answers that went on here after nobody made them: their gateway, or their client, had gone.
-    """
+    """Answers that went on here after they had stopped, with their gateway or their client."""
     refused: int = 0
     """Requests whose key belongs to another request."""
     suspended: int = 0

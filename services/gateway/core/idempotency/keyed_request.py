@@ -30,8 +30,8 @@ class Wanted:
 
 
 class KeyedRequest:
-    """What is remembered under a key, and who makes and reads it. It is the Source of the
-    generations of all clients that ask for it.
+    """What is remembered under a key, the task that makes it, and its readers. It is the Source of
+    the generations of all clients that ask for it.
     """
 
     def __init__(self, wanted: Wanted, on_left: Callable[["KeyedRequest"], None]) -> None:
@@ -48,7 +48,7 @@ class KeyedRequest:
         """Where its sequences were from here."""
         self.readers: set[Reader] = set()
         self.build: Callable[[Identity], Generation] | None = None
-        """Makes its generation; None once nobody here may have to make the answer."""
+        """Makes its generation; None once this gateway will not have to make the answer."""
         self.maker: asyncio.Task[None] | None = None
         """What makes the answer here; None if it is complete, made elsewhere, or not at all."""
         self.is_followed = False
@@ -56,7 +56,7 @@ class KeyedRequest:
         self.owns_log = False
         """Whether this gateway was the last to write the log that others find it by."""
         self.opening = asyncio.Lock()
-        """Held while it is found out who makes the answer."""
+        """Held while it is found out which gateway makes the answer."""
         self.timer: Timer | None = None
         """When it is stopped or forgotten unless a client reads it."""
         self.num_bytes = 0

@@ -135,7 +135,9 @@ class KeyedRequests:
         return request
 
     async def _open(self, request: KeyedRequest, wanted: Wanted) -> bool:
-        """Makes an answer, or finds who does; whether somebody does or did."""
+        """Begins to make an answer, or finds the gateway that does; returns whether there was one
+        that makes it or made it.
+        """
         request.build = wanted.build
         role = Role.RESUMES if request.recording.num_tokens else Role.BEGINS
         if self.sharing is not None:
@@ -161,7 +163,7 @@ class KeyedRequests:
                 self.counts.followed += 1
         return role in (Role.FOLLOWS, Role.HAS_ALL)
 
-    # How an answer is made, and by whom.
+    # How an answer is made.
 
     def _make(self, request: KeyedRequest) -> None:
         assert request.build is not None
@@ -208,7 +210,7 @@ class KeyedRequests:
         request.is_followed = False
         self._settle(request)
 
-    # Who reads it, and how long it is remembered.
+    # Its readers, and how long it is remembered.
 
     def _expect_reader(self, request: KeyedRequest) -> None:
         self._detached.pop(request, None)

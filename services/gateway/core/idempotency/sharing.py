@@ -104,8 +104,8 @@ class Sharing:
     # What is asked of it.
 
     async def open(self, request: KeyedRequest) -> Role:
-        """Finds out who makes an answer that nobody here makes or reads, and takes over what is
-        there of it. Raises KeyReused if the key belongs to another request.
+        """Finds out which gateway makes an answer that this one neither makes nor follows, and
+        takes over what is there of it. Raises KeyReused if the key belongs to another request.
         """
         owned = self._owned.get(request.scope)
         if owned is not None and owned.request is request:
