@@ -64,6 +64,7 @@ class GuardedConnection(SlicedProtocol):
         self._num_body_bytes = 0
         self._refusal: tuple[int, str] | None = None
         self._answered: RequestResponseCycle | None = None
+        self._was_refused = False
 
     # The transport's side.
 
@@ -100,6 +101,17 @@ class GuardedConnection(SlicedProtocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         self._reader_timeout.stop()
+
+    @property
+    def can_wait(self) -> bool:
+        """Its next request will most likely be refused too, and others' will not."""
+        return self._was_refused
+
+    def parse_soon(self) -> None:
+        if self._was_refused:
+            self._connections.refused_turns.add(self.parse_on)
+        else:
+            super().parse_soon()
 
     def eof_received(self) -> bool:  # type: ignore[override]
         if self.scheme == "https":  # Python's TLS cannot go on writing after the client's end
@@ -192,6 +204,7 @@ class GuardedConnection(SlicedProtocol):
         if quick is None or not cycle.keep_alive or self.flow.write_paused:
             return False
         answer = quick.decide(cast(Scope, cycle.scope), cycle.default_headers)
+        self._was_refused = answer is not None
         if answer is None:
             return False
         cycle.response_started = cycle.response_complete = True

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from services.gateway.adapters.http.quick_refusals import QuickRefusals
 from services.gateway.adapters.http.starts import Starts
+from services.gateway.adapters.http.turns import Turns
 from services.gateway.settings import GatewaySettings
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,8 @@ class Connections:
         self.quick_refusals = quick_refusals
         self.refusals = RefusalLog()
         self.starts = Starts()
+        self.refused_turns = Turns()
+        """Of those whose last request was refused for want of room."""
         self._connections: set[Connection] = set()
         # Connections without a request, the one that has been so for longest first.
         self._idle: dict[Connection, None] = {}

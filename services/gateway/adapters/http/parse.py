@@ -14,6 +14,8 @@ from services.gateway.core.timeline import Part
 
 B = TypeVar("B", bound=BaseModel)
 
+# Read, checked and sent on in one turn of the event loop.
+_SMALL_BYTES = 16 * 1024
 # Listing a hundred thousand problems would take longer than serving a request.
 _MAX_PROBLEMS = 100
 # Of a client's name for a field, no more is sent back.
@@ -39,7 +41,8 @@ class BodyReader:
             raw = await self._read(request)
             record.enter(Part.PARSE)
             body = _parse(raw, model)
-            await asyncio.sleep(0)  # what is done with it is another piece of work
+            if len(raw) > _SMALL_BYTES:
+                await asyncio.sleep(0)  # what is done with it is another piece of work
             return body
 
     async def _read(self, request: Request) -> bytes:

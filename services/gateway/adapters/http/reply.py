@@ -19,6 +19,7 @@ from services.gateway.adapters.http.dialect import Dialect, event
 from services.gateway.adapters.http.errors import error_body, error_response
 from services.gateway.adapters.http.json_pieces import send_json
 from services.gateway.adapters.http.request_state import SEND_BODY
+from services.gateway.adapters.http.while_connected import while_connected
 from services.gateway.adapters.observation import Observation, Observer
 from services.gateway.adapters.request_record import RequestRecord
 from services.gateway.core.admission.arrivals import Arrival
@@ -111,16 +112,8 @@ class GenerationReply(Response):
             self._started = True
             await send(message)
 
-        work = asyncio.create_task(self._work(exchange, scope, receive, tracked))
-        gone = asyncio.create_task(_disconnected(receive))
-        try:
-            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in (work, gone):
-                task.cancel()
-            await asyncio.wait((work, gone))
-        if not work.cancelled():
-            work.result()
+        async with while_connected(receive):
+            await self._work(exchange, scope, receive, tracked)
 
     async def _work(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -224,8 +217,3 @@ async def _whole(
             answers[piece.index].add(piece)
     returned = best_answers(answers, generation.request)
     await send_json(dialect.whole(returned, generation.usage()), send)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

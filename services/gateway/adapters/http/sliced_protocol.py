@@ -26,8 +26,17 @@ class SlicedProtocol(HttpToolsProtocol):
         """Parses one slice."""
         raise NotImplementedError
 
+    def parse_soon(self) -> None:
+        """Calls `parse_on` in a later turn of the event loop."""
+        self.loop.call_soon(self.parse_on)
+
+    @property
+    def can_wait(self) -> bool:
+        """Whether what comes is to be parsed in a later turn of the event loop in any case."""
+        return False
+
     def data_received(self, data: bytes) -> None:
-        if not self._unread and len(data) <= _SLICE_BYTES:
+        if not self._unread and len(data) <= _SLICE_BYTES and not self.can_wait:
             self.parse(data)
             return
         is_first = not self._unread
@@ -36,7 +45,7 @@ class SlicedProtocol(HttpToolsProtocol):
         )
         if is_first:
             self.transport.pause_reading()
-            self.loop.call_soon(self.parse_on)
+            self.parse_soon()
 
     def parse_on(self) -> None:
         """Parses the next slice of what came, unless the request is to be served first."""
@@ -47,7 +56,7 @@ class SlicedProtocol(HttpToolsProtocol):
         if self.transport.is_closing() or self.flow.read_paused:
             return
         if self._unread:
-            self.loop.call_soon(self.parse_on)
+            self.parse_soon()
         else:
             self.transport.resume_reading()
 
