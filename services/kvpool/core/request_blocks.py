@@ -1,0 +1,286 @@
+"""The blocks of requests: admitted with what is cached, extended, published, and freed."""
+
+from collections.abc import Sequence
+from itertools import islice
+
+from services.common.block_hash import BlockHash
+from services.common.ids import BlockId, RequestKey
+from services.common.kv_cache_groups import AttentionType
+from services.common.pool_operations import (
+    Admission,
+    Admit,
+    AdmitResult,
+    EvictBlocks,
+    GroupBlocks,
+    Grow,
+    GrowResult,
+    Lookup,
+    LookupResult,
+    Release,
+    RemoveSkippedBlocks,
+    Stop,
+    StopReason,
+)
+from services.kvpool.core.block_pool import BlockPool
+from services.kvpool.core.coordinator import Coordinator, PrefixHit, Tables
+from services.kvpool.core.group_manager import Chain, GroupHit, Need
+from services.kvpool.core.pool_config import PoolConfig
+
+
+class RequestBlocks:
+    """Block tables and hashes of the requests of a pool. The operations of transactions are its
+    methods; they are valid ones.
+    """
+
+    def __init__(self, config: PoolConfig, blocks: BlockPool) -> None:
+        self.coordinator = Coordinator(config, blocks)
+        self.tables: dict[RequestKey, Tables] = {}
+        """Of the requests that hold blocks."""
+        self.chains: dict[RequestKey, Chain] = {}
+        """Of the requests that hold blocks, or were looked up."""
+        self.num_query_tokens = 0
+        self.num_hit_tokens = 0
+        self._config = config
+        self._blocks = blocks
+        self._block_size = config.groups[0].block_size
+        self._groups = self.coordinator.groups
+        self._holds_states = any(
+            spec.attention_type is AttentionType.STATE_SPACE for spec in config.groups
+        )
+
+    def release(self, release: Release) -> None:
+        """Frees the blocks of requests, and forgets their hashes."""
+        for request in release.requests:
+            self.chains.pop(request, None)
+            tables = self.tables.pop(request, None)
+            if tables is not None:
+                for group, table in zip(self._groups, tables, strict=True):
+                    group.free(table)
+
+    def remove_skipped(self, removal: RemoveSkippedBlocks) -> None:
+        """Frees the blocks that requests with so many computed tokens no longer see."""
+        for request, num_computed_tokens in zip(
+            removal.requests, removal.num_computed_tokens, strict=True
+        ):
+            if (tables := self.tables.get(request)) is not None:
+                self.coordinator.remove_skipped_blocks(tables, num_computed_tokens)
+
+    def grow(self, index: int, grow: Grow) -> tuple[GrowResult, Stop | None]:
+        """Extends the tables of admitted requests, up to the first that does not fit. `index` is
+        that of the operation.
+        """
+        if not self.coordinator.is_simple:
+            return self._grow_one_by_one(index, grow)
+        # Tables of one request are equally long here, and nothing is freed in between: all blocks
+        # can be taken at once.
+        size, num_groups = self._block_size, len(self._groups)
+        num_left = self._blocks.num_free_blocks // num_groups
+        growing: list[Tables] = []
+        num_missing: list[int] = []
+        stop = None
+        for request, num_slots in zip(grow.requests, grow.num_slots, strict=True):
+            tables = self.tables[request]
+            missing = max(0, -(-num_slots // size) - len(tables[0].blocks))
+            num_left -= missing
+            if num_left < 0:
+                stop = Stop(index, len(growing), StopReason.NO_BLOCKS)
+                break
+            growing.append(tables)
+            num_missing.append(missing)
+        blocks = self._blocks.get_new_blocks(sum(num_missing) * num_groups)
+        groups = self._distribute(blocks, growing, num_missing)
+        return GrowResult(groups), stop
+
+    def _distribute(
+        self, blocks: list[BlockId], growing: Sequence[Tables], num_missing: list[int]
+    ) -> tuple[GroupBlocks, ...]:
+        """Appends to each request's tables as many of the blocks as it lacks, in order."""
+        rest = iter(blocks)
+        groups = self._no_blocks()
+        for tables, missing in zip(growing, num_missing, strict=True):
+            for group, table in zip(groups, tables, strict=True):
+                entries = list(islice(rest, missing))
+                table.blocks += entries
+                group.block_ids.extend(entries)
+        for group in groups:
+            group.num_blocks.extend(num_missing)
+        return groups
+
+    def _grow_one_by_one(self, index: int, grow: Grow) -> tuple[GrowResult, Stop | None]:
+        result = GrowResult(self._no_blocks())
+        needs = map(Need, grow.num_slots, grow.num_tokens or grow.num_slots)
+        for item, (request, num_computed_tokens, need) in enumerate(
+            zip(grow.requests, grow.num_computed_tokens, needs, strict=True)
+        ):
+            tables = self.tables[request]
+            self.coordinator.remove_skipped_blocks(tables, num_computed_tokens)
+            if self._num_missing(tables, need) > self._blocks.num_free_blocks:
+                return result, Stop(index, item, StopReason.NO_BLOCKS)
+            for group, table, granted in zip(self._groups, tables, result.groups, strict=True):
+                _append(granted, group.extend(table, need))
+        return result, None
+
+    def look_up(self, lookup: Lookup) -> LookupResult:
+        """How much of each request's tokens is cached."""
+        result = LookupResult([], [])
+        for request, max_hit_tokens, new_hashes in zip(
+            lookup.requests, lookup.max_hit_tokens, lookup.new_hashes, strict=True
+        ):
+            chain = self._chain(request)
+            if self._config.enable_prefix_caching:
+                chain.hashes.extend(new_hashes)
+            hit = self._find_cache_hit(chain.hashes, max_hit_tokens)
+            result.num_hit_tokens.append(hit.num_tokens)
+            result.shared_prefix_boundaries.append(hit.shared_prefix_boundary)
+            if lookup.with_divergent_hits:
+                divergent = self._find_cache_hit(chain.hashes, max_hit_tokens, diverges=True)
+                result.num_divergent_hit_tokens.append(divergent.num_tokens)
+        return result
+
+    def admit(self, index: int, admit: Admit) -> tuple[AdmitResult, Stop | None]:
+        """Gives requests blocks, those that are cached first, up to the first that does not fit, or
+        of which another prefix is cached than it was looked up.
+        """
+        result = AdmitResult(self._no_blocks())
+        for item, admission in enumerate(admit.admissions):
+            if admission.holds_blocks:
+                continued = self._continue(admission)
+                if continued is None:
+                    return result, Stop(index, item, StopReason.NO_BLOCKS)
+                for granted, table in zip(result.groups, continued, strict=True):
+                    _append(granted, table.blocks)
+                continue
+            known = self.chains.get(admission.request)
+            hashes = [*(known.hashes if known else ()), *admission.new_hashes]
+            limit, diverges = admission.max_hit_tokens, admission.diverges
+            hit = self._find_cache_hit(hashes, limit, diverges=diverges)
+            now = hit.num_tokens, hit.shared_prefix_boundary
+            if now != (admission.num_hit_tokens, admission.shared_prefix_boundary):
+                return result, Stop(index, item, StopReason.HIT_CHANGED, *now)
+            hits = [
+                GroupHit(blocks, hit.num_tokens, admission.num_computed_tokens)
+                for blocks in hit.tables
+            ]
+            if not self._fits(admission, hits):
+                return result, Stop(index, item, StopReason.NO_BLOCKS)
+            tables = self._admit_one(admission, hits)
+            for granted, table in zip(result.groups, tables, strict=True):
+                _append(granted, table.blocks)
+        return result, None
+
+    def _fits(self, admission: Admission, hits: Sequence[GroupHit]) -> bool:
+        """Whether the free blocks suffice, and what was hit is stored. A free block that is a hit
+        stops being free; such blocks are counted only if that decides.
+        """
+        need = _need(admission)
+        now = reserved = admission.num_watermark_blocks
+        for group, hit in zip(self._groups, hits, strict=True):
+            if not group.is_stored(hit.blocks):
+                return False
+            now += group.num_missing_behind(hit, need)
+            reserved += group.num_reserved_behind(hit, admission.num_reserve_slots)
+        left = self._blocks.num_free_blocks - max(now + admission.num_blocks_kept_free, reserved)
+        return left >= sum(len(hit.blocks) for hit in hits) or left >= sum(
+            self._blocks.count_free(group.counted_hits(hit))
+            for group, hit in zip(self._groups, hits, strict=True)
+        )
+
+    def _admit_one(self, admission: Admission, hits: Sequence[GroupHit]) -> Tables:
+        tables = self.coordinator.admit(hits, _need(admission))
+        self.tables[admission.request] = tables
+        self._publish_admitted(admission)
+        if self._config.enable_prefix_caching and not admission.resumed:
+            self.num_query_tokens += admission.max_hit_tokens
+            self.num_hit_tokens += admission.num_hit_tokens
+        return tables
+
+    def _continue(self, admission: Admission) -> Tables | None:
+        """Extends the tables of a request that waited while it held blocks, and publishes them.
+        None if that does not fit; blocks that it no longer sees may be freed even then.
+        """
+        tables, need = self.tables[admission.request], _need(admission)
+        num_reserved = sum(
+            group.num_reserved(table, admission.num_reserve_slots)
+            for group, table in zip(self._groups, tables, strict=True)
+        )
+        if num_reserved > self._blocks.num_free_blocks - admission.num_watermark_blocks:
+            return None
+        self.coordinator.remove_skipped_blocks(tables, admission.num_hit_tokens)
+        num_left = self._blocks.num_free_blocks - admission.num_watermark_blocks
+        num_missing = self._num_missing(tables, need)
+        if num_missing + admission.num_blocks_kept_free > num_left:
+            return None
+        self.coordinator.extend(tables, need)
+        self._publish_admitted(admission)
+        return tables
+
+    def _publish_admitted(self, admission: Admission) -> None:
+        chain = self._chain(admission.request)
+        chain.num_prompt_tokens = admission.num_prompt_tokens
+        chain.shared_prefix_boundary = admission.shared_prefix_boundary
+        self.publish([admission.request], [admission.num_commit_tokens], [admission.new_hashes])
+
+    def _num_missing(self, tables: Tables, need: Need) -> int:
+        """Blocks that tables lack to hold so many slots."""
+        return sum(
+            group.num_missing(table, need)
+            for group, table in zip(self._groups, tables, strict=True)
+        )
+
+    def evict(self, evict: EvictBlocks) -> None:
+        """Removes blocks from the prefix index."""
+        evicted = self._blocks.evict(evict.block_ids)
+        for tables in self.tables.values() if evicted else ():
+            for table in tables:
+                positions = [
+                    position
+                    for position, block in enumerate(table.blocks[: table.num_published])
+                    if block in evicted
+                ]
+                table.evicted = table.evicted.union(positions)
+
+    def publish(
+        self,
+        requests: Sequence[RequestKey],
+        num_tokens: Sequence[int],
+        new_hashes: Sequence[Sequence[BlockHash]],
+    ) -> None:
+        """Makes full blocks of requests findable, after hashes that are new."""
+        chains = [self._chain(request) for request in requests]
+        if not self._config.enable_prefix_caching:
+            return
+        for chain, hashes in zip(chains, new_hashes, strict=True):
+            chain.hashes.extend(hashes)
+        tables = zip(*map(self.tables.__getitem__, requests), strict=True)
+        for group, group_tables in zip(self._groups, tables, strict=True):
+            group.publish(zip(group_tables, chains, num_tokens, strict=True))
+
+    def _chain(self, request: RequestKey) -> Chain:
+        """What is known of the tokens of a request."""
+        chain = self.chains.get(request)
+        if chain is None:
+            chain = self.chains[request] = Chain()
+        return chain
+
+    def _find_cache_hit(
+        self, chain: Sequence[BlockHash], max_hit_tokens: int, *, diverges: bool = False
+    ) -> PrefixHit:
+        if not self._config.enable_prefix_caching:
+            return PrefixHit([[] for _ in self._groups], 0)
+        if diverges and self._holds_states:
+            return self.coordinator.find_divergent_cache_hit(chain, max_hit_tokens)
+        return self.coordinator.find_longest_cache_hit(chain, max_hit_tokens)
+
+    def _no_blocks(self) -> tuple[GroupBlocks, ...]:
+        return tuple(GroupBlocks([], []) for _ in self._groups)
+
+
+def _need(admission: Admission) -> Need:
+    """What the request needs for its first step."""
+    num_slots, num_tokens = admission.num_slots, admission.num_tokens
+    return Need(num_slots, num_slots if num_tokens is None else num_tokens)
+
+
+def _append(granted: GroupBlocks, blocks: Sequence[BlockId]) -> None:
+    granted.num_blocks.append(len(blocks))
+    granted.block_ids.extend(blocks)
