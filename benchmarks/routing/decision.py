@@ -167,6 +167,9 @@ class _Link:
     def add(self, handle: int, inflight: Inflight) -> None:
         """Sends nothing."""
 
+    def add_chunk(self, handle: int, inflight: Inflight, num_tokens: int) -> None:
+        """Sends nothing."""
+
     def abort(self, handle: int, *, was_stopped: bool = False) -> None:
         """Aborts nothing."""
 

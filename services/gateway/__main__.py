@@ -181,13 +181,14 @@ class Gateway:
         health is not ready, and requests that still come over HTTP are refused as unavailable.
         """
         self.gate.close()
+        shutting_down = Unavailable("the server is shutting down", retry_after_seconds=1.0)
+        self.parts.client_sessions.end_all(shutting_down)
         await self._grpc.set_ready(False)
         self._grpc.begin_drain(self._settings.drain_seconds + _LAST_ANSWERS_SECONDS)
         self._http.end_idle()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._settings.drain_seconds):
                 await self.gate.empty()
-        shutting_down = Unavailable("the server is shutting down", retry_after_seconds=1.0)
         await self.keyed_requests.close(shutting_down)
         self.fleet.give_up(shutting_down)
         await self._stop_servers(_LAST_ANSWERS_SECONDS)

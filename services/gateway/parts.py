@@ -16,6 +16,7 @@ from services.common.tokenizer_files import tokenizer_fingerprint
 from services.common.tracing_metrics import TracingCollector
 from services.gateway.adapters.activity.feed import ActivityFeed
 from services.gateway.adapters.auth import ApiKeys
+from services.gateway.adapters.client_session_metrics import ClientSessionsCollector
 from services.gateway.adapters.directory.follower import make_follower
 from services.gateway.adapters.directory.metrics import IndexCollector
 from services.gateway.adapters.discovery.discovery import Discovery
@@ -34,6 +35,7 @@ from services.gateway.adapters.request_recorder import RecorderSettings, Request
 from services.gateway.adapters.scheduler_links import SchedulerLinks
 from services.gateway.adapters.tenant_queue_metrics import TenantQueueCollector
 from services.gateway.core.admission.queue_bounds import QueueBounds
+from services.gateway.core.client_sessions import ClientSessions
 from services.gateway.core.fleet import Fleet
 from services.gateway.core.gate import Gate
 from services.gateway.core.idempotency.keyed_requests import KeyedRequests
@@ -88,6 +90,12 @@ class Parts:
         retention = settings.idempotency_retention_seconds
         sharing = make_sharing(settings.redis_url, gateway_id, loop, retention)
         self.keyed_requests = KeyedRequests(self.fleet, loop, settings.key_limits, sharing)
+        self.client_sessions = ClientSessions(
+            loop,
+            settings.session_limits,
+            new_id=lambda: f"sess-{secrets.token_hex(16)}",
+            unix_seconds=time.time,
+        )
         self.gate = Gate(settings.max_concurrent_requests)
         self.activity = ActivityFeed(self.membership, self.links, self.prefix_index)
         self.follower = make_follower(
@@ -104,6 +112,7 @@ class Parts:
                 self.discovery,
                 TenantQueueCollector(self.fleet.admission),
                 KeyedCollector(self.keyed_requests),
+                ClientSessionsCollector(self.client_sessions, settings.model_name),
             ),
             [TlsCollector(tls, internal_tls), TracingCollector(tracing)],
         )

@@ -9,6 +9,7 @@ from services.common import names
 from services.common.addresses import is_on_this_machine
 from services.common.server import GrpcServer
 from services.gateway.adapters.auth import ApiKeys
+from services.gateway.adapters.call_records import CallRecords
 from services.gateway.adapters.http.activity_routes import ActivityRoutes
 from services.gateway.adapters.http.admin_routes import AdminRoutes, refuse_web_pages
 from services.gateway.adapters.http.app import guarded, make_app
@@ -23,6 +24,7 @@ from services.gateway.adapters.http.parse import BodyReader
 from services.gateway.adapters.http.quick_refusals import QuickRefusals
 from services.gateway.adapters.http.route import Route
 from services.gateway.adapters.http.server import HttpServer
+from services.gateway.adapters.http.session_routes import SessionRoutes
 from services.gateway.adapters.http.tenant_checks import TenantChecks
 from services.gateway.adapters.http.tokenizer_routes import TokenizerRoutes
 from services.gateway.adapters.http.trace_routes import TraceRoutes
@@ -34,6 +36,7 @@ from services.gateway.adapters.inference_servicer import (
     InferenceServicer,
 )
 from services.gateway.adapters.request_interceptor import RequestInterceptor
+from services.gateway.adapters.session_calls import STREAM_TYPES, SessionCalls
 from services.gateway.adapters.traces.keeping import TraceServicer
 from services.gateway.core.administration import Administration
 from services.gateway.parts import Parts
@@ -56,9 +59,12 @@ def http_server(parts: Parts, max_connections: int) -> HttpServer:
     budget = BodyBudget(settings.max_buffered_body_bytes, settings.body_timeout_seconds)
     bodies = BodyReader(settings.max_body_bytes, settings.max_items_per_request, budget)
     routes = client_routes(
-        GenerationRoutes(inference, parts.keyed_requests, gate, parts.observer, bodies),
+        GenerationRoutes(
+            inference, parts.keyed_requests, gate, parts.observer, bodies, parts.client_sessions
+        ),
         TokenizerRoutes(inference, parts.membership, gate, bodies),
         parts.server_routes,
+        SessionRoutes(parts.client_sessions, inference, gate, bodies),
         _view_routes(parts, sees_all=False) if settings.ui else (),
     )
     app = make_app(
@@ -128,6 +134,16 @@ def _view_routes(parts: Parts, *, sees_all: bool) -> Sequence[Route]:
 def grpc_server(parts: Parts, max_connections: int) -> GrpcServer:
     """The server of the clients' API over gRPC, for so many connections."""
     settings = parts.settings
+    sessions = SessionCalls(
+        parts.inference,
+        parts.client_sessions,
+        parts.gate,
+        parts.observer,
+        CallRecords(parts.recorder),
+        parts.metrics,
+        parts.limits,
+        reader_timeout_seconds=settings.reader_timeout_seconds,
+    )
     servicer = InferenceServicer(
         parts.inference,
         parts.keyed_requests,
@@ -136,11 +152,13 @@ def grpc_server(parts: Parts, max_connections: int) -> GrpcServer:
         parts.observer,
         parts.metrics,
         parts.limits,
+        sessions,
         reader_timeout_seconds=settings.reader_timeout_seconds,
     )
     interceptor = RequestInterceptor(
         parts.keys,
         REQUEST_TYPES,
+        STREAM_TYPES,
         admissions={GENERATE: servicer.admit, EMBED: servicer.admit},
         arriving={GENERATE: servicer.arriving, EMBED: servicer.arriving},
         operations={
@@ -151,13 +169,14 @@ def grpc_server(parts: Parts, max_connections: int) -> GrpcServer:
         max_items=settings.max_items_per_request,
         message_timeout_seconds=settings.receive_timeout_seconds,
     )
+    max_streams = settings.max_concurrent_requests + settings.max_client_sessions
     server = GrpcServer(
-        max_concurrent_rpcs=settings.max_concurrent_requests + _OTHER_RPCS,
+        max_concurrent_rpcs=max_streams + _OTHER_RPCS,
         options={
             "grpc.max_receive_message_length": settings.max_message_bytes,
             "grpc.max_allowed_incoming_connections": max_connections,
-            # A connection needs no more streams than there may be requests.
-            "grpc.max_concurrent_streams": settings.max_concurrent_requests,
+            # A connection needs no more streams than there may be requests and sessions.
+            "grpc.max_concurrent_streams": max_streams,
             "grpc.max_connection_idle_ms": _GRPC_IDLE_MILLISECONDS,
             # From connecting to the first frame, and to the settings in it.
             "grpc.server_handshake_timeout_ms": int(1000 * settings.receive_timeout_seconds),

@@ -21,6 +21,7 @@ from services.common.settings import (
     setting,
     with_default,
 )
+from services.gateway.core.client_sessions import SessionLimits
 from services.gateway.core.idempotency.keyed_requests import KeyLimits
 from services.gateway.core.routing import POLICIES
 
@@ -157,6 +158,17 @@ class GatewaySettings(ServiceSettings):
     max_concurrent_requests: int = setting(
         1024, doc="client requests served at once; further ones get 503", check=at_least(1)
     )
+    max_client_sessions: int = setting(
+        256,
+        doc="sessions of clients that may be open; further ones get 503",
+        check=at_least(0),
+    )
+    max_client_sessions_per_tenant: int = setting(
+        32, doc="sessions that one tenant may have open; further ones get 429", check=at_least(0)
+    )
+    client_session_idle_seconds: float = setting(
+        60.0, doc="a session of a client ends that begins no turn for so long", check=at_least(0.1)
+    )
     max_num_waiting_per_tenant: int = setting(
         256,
         doc="sequences of one tenant that may wait here for a place at the replicas; further "
@@ -276,6 +288,14 @@ class GatewaySettings(ServiceSettings):
             self.idempotency_retention_seconds,
             self.idempotency_max_answers,
             self.idempotency_max_bytes,
+        )
+
+    @property
+    def session_limits(self) -> SessionLimits:
+        return SessionLimits(
+            self.max_client_sessions,
+            self.max_client_sessions_per_tenant,
+            self.client_session_idle_seconds,
         )
 
     def require_admin_key(self) -> None:

@@ -66,9 +66,13 @@ class FakeLink:
 
     added: dict[int, Inflight] = field(default_factory=dict)
     aborted: list[int] = field(default_factory=list)
+    chunks: list[tuple[int, Inflight, int]] = field(default_factory=list)
 
     def add(self, handle: int, inflight: Inflight) -> None:
         self.added[handle] = inflight
+
+    def add_chunk(self, handle: int, inflight: Inflight, num_tokens: int) -> None:
+        self.chunks.append((handle, inflight, num_tokens))
 
     def abort(self, handle: int, *, was_stopped: bool = False) -> None:  # noqa: ARG002
         self.aborted.append(handle)

@@ -104,6 +104,9 @@ class SimulatedReplica:
             self._is_in_step = True
             self._clock.call_at(self._clock.time(), self._begin_step)
 
+    def add_chunk(self, handle: int, inflight: Inflight, num_tokens: int) -> None:  # noqa: ARG002
+        raise AssertionError("no session is simulated")
+
     def abort(self, handle: int, *, was_stopped: bool = False) -> None:
         """Nothing is aborted here."""
 

@@ -126,6 +126,20 @@ _REPLICAS = (
         "Replicas whose metrics are missing here, since their scheduler did not send them.",
         "model_name",
     ),
+    gauge(
+        names.METRIC_GATEWAY_SESSIONS,
+        "sessions",
+        "Sessions of clients that are open: in a turn, held by a replica between two turns, or "
+        "idle.",
+        "model_name",
+        "state",
+    ),
+    counter(
+        names.METRIC_GATEWAY_SESSIONS_EXPIRED,
+        "sessions",
+        "Sessions of clients that ended since they began no turn for too long.",
+        "model_name",
+    ),
     counter(
         names.METRIC_GATEWAY_RESUBMISSIONS,
         "sequences",

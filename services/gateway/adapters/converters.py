@@ -92,6 +92,23 @@ def inflight_to_proto(handle: int, inflight: Inflight, now: float) -> scheduler_
         timeout_millis=_timeout_millis(request.deadline, now),
         num_choices=0 if inflight.was_accepted else request.num_choices,
         pooling=pooling_to_proto(request.pooling),
+        resumable=request.session is not None,
+    )
+
+
+def chunk_to_proto(handle: int, inflight: Inflight, num_tokens: int) -> scheduler_pb2.AddChunk:
+    """What a turn adds to the first `num_tokens` tokens of its prompt, which a replica keeps."""
+    request = inflight.request
+    return scheduler_pb2.AddChunk(
+        handle=handle,
+        request_id=request.request_id,
+        token_ids=pack_token_ids(request.prompt_token_ids[num_tokens:]),
+        num_tokens=num_tokens,
+        sampling=sampling_to_proto(request.sampling),
+        arrival_unix_nanos=request.arrival_unix_nanos,
+        traceparent=numbered_traceparent(request.trace.traceparent, inflight.trace.span_number),
+        tracestate=request.trace.tracestate,
+        baggage=request.trace.baggage,
     )
 
 
@@ -146,6 +163,14 @@ def finish_from_proto(message: scheduler_pb2.Finished) -> Finish | errors.Stepwe
         case reason:
             stop_token_id = message.stop_token_id if message.HasField("stop_token_id") else None
             return Finish(reason, stop_token_id)
+
+
+def turn_end_from_proto(message: scheduler_pb2.Finished) -> Finish:
+    """How a turn of a session ended: by its output."""
+    end = finish_from_proto(message)
+    if isinstance(end, errors.StepwellError):
+        raise AssertionError(f"a turn ended by an error: {end.message}")
+    return end
 
 
 def rejection_from_proto(message: scheduler_pb2.Rejection) -> errors.StepwellError:

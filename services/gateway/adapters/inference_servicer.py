@@ -1,8 +1,7 @@
 """The gRPC service `Inference`: converts messages to requests of the core and back."""
 
-import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, ExitStack, aclosing, contextmanager
 from typing import Any
 
@@ -12,21 +11,20 @@ from stepwell.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 
 from services.common import names
 from services.common.errors import InvalidArgument
-from services.common.finish_reason_proto import finish_reason_to_proto
 from services.common.pooling import PoolingParams
-from services.common.prompt_embeds_proto import prompt_embeds_from_proto
 from services.common.sampling import SamplingParams
 from services.gateway.adapters.auth import CALL_ALLOWANCE, CALL_TENANT
-from services.gateway.adapters.converters import (
-    client_sampling_from_proto,
-    logprobs_to_proto,
+from services.gateway.adapters.generate_requests import (
+    ID_PREFIX,
+    GenerateRequests,
+    to_response,
 )
 from services.gateway.adapters.metrics import Metrics
 from services.gateway.adapters.observation import Observer
 from services.gateway.adapters.request_record import CALL_RECORD, RequestRecord
+from services.gateway.adapters.session_calls import SessionCalls, deadline_of_call
 from services.gateway.adapters.stream_reader_timeout import StreamReaderTimeout
 from services.gateway.core.admission.arrivals import Arrival
-from services.gateway.core.choice import Piece
 from services.gateway.core.gate import Gate
 from services.gateway.core.generation import Answer, Generation
 from services.gateway.core.idempotency.key import FIELD, IdempotencyKey, idempotency_key
@@ -34,7 +32,7 @@ from services.gateway.core.idempotency.keyed_requests import KeyedRequests
 from services.gateway.core.inference import Inference
 from services.gateway.core.limits.tenant_limits import NO_LIMITS, Allowance, TenantLimits
 from services.gateway.core.membership import Membership
-from services.gateway.core.request import CHAT_ROLES, ClientRequest, Prompt, check_request_id
+from services.gateway.core.request import ClientRequest, Prompt, check_request_id
 from services.gateway.core.tenant import Tenant
 from services.gateway.core.timeline import Part
 from services.gateway.core.vectors import numbers
@@ -44,16 +42,17 @@ logger = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-_API, _EMBED_API = "gen", "embd"
-"""The kinds of these answers."""
+_EMBED_API = "embd"
+"""The kind of its answers."""
 METHOD_PREFIX = "/stepwell.gateway.v1.Inference/"
 GENERATE = f"{METHOD_PREFIX}Generate"
 EMBED = f"{METHOD_PREFIX}Embed"
 REQUEST_TYPES: dict[str, type[Message]] = {
     f"{METHOD_PREFIX}{method.name}": getattr(gateway_pb2, method.input_type.name)
     for method in gateway_pb2.DESCRIPTOR.services_by_name["Inference"].methods
+    if not method.client_streaming
 }
-"""The message of each method, by its full name."""
+"""The message of each method that takes one, by its full name."""
 
 
 class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
@@ -68,6 +67,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         observer: Observer,
         metrics: Metrics,
         limits: TenantLimits,
+        sessions: SessionCalls,
         *,
         reader_timeout_seconds: float,
     ) -> None:
@@ -78,6 +78,8 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         self._observer = observer
         self._metrics = metrics
         self._limits = limits
+        self._sessions = sessions
+        self._requests = GenerateRequests(inference)
         self._reader_timeout_seconds = reader_timeout_seconds
 
     @contextmanager
@@ -88,7 +90,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         with ExitStack() as entered:
             with self._observer.counting_refusals(CALL_RECORD.get(), CALL_TENANT.get()):
                 self._gate.check()
-                entered.enter_context(self._arriving(_key(context), _deadline(context)))
+                entered.enter_context(self._arriving(_key(context), deadline_of_call(context)))
             yield
 
     async def admit(self, tenant: Tenant) -> Allowance:
@@ -113,16 +115,16 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
             observing = self._observer.observing(operation, record, tenant)
             observation = work.enter_context(observing)
             work.enter_context(self._gate.enter())
-            deadline = _deadline(context)
+            deadline = deadline_of_call(context)
             key = _key(context)
             arrival = work.enter_context(self._arriving(key, deadline))
             record.enter(Part.TOKENIZE)
-            client_request = await self._client_request(request, record)
+            client_request = await self._requests.client_request(request, record)
             generation = await self._prepare(client_request, record, deadline)
             if key is not None:
                 record.wait("idempotency_key")
                 generation = await self._keyed_requests.attach(
-                    generation, key, _API, self._inference.again
+                    generation, key, ID_PREFIX, self._inference.again
                 )
             record.enter(Part.PREPARE)
             pieces = observation.watch(generation, self._inference.run(generation), stream=True)
@@ -135,8 +137,15 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
                     for piece in added:
                         if not piece.is_empty:
                             reader.sending()
-                            await context.write(_to_response(piece, generation))
+                            await context.write(to_response(piece, generation))
                             record.write_nanos += reader.sent()
+
+    async def GenerateSession(  # type: ignore[override]  # the stubs know generators alone
+        self,
+        request_iterator: AsyncIterator[gateway_pb2.GenerateSessionRequest],
+        context: Context,
+    ) -> None:
+        await self._sessions.serve(request_iterator, context)
 
     async def _prepare(
         self, client_request: ClientRequest, record: RequestRecord, deadline: float | None
@@ -160,7 +169,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
             observing = self._observer.observing(names.GENAI_OPERATION_EMBEDDINGS, record, tenant)
             observation = work.enter_context(observing)
             work.enter_context(self._gate.enter())
-            deadline = _deadline(context)
+            deadline = deadline_of_call(context)
             arrival = work.enter_context(self._arriving(None, deadline))
             record.enter(Part.TOKENIZE)
             client_request = await self._embed_request(request, record)
@@ -230,7 +239,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         if kind is None:
             raise InvalidArgument("prompt is missing", field="prompt")
         if kind == "chat":
-            token_ids = await self._chat_tokens(request.chat)
+            token_ids = await self._requests.chat_tokens(request.chat)
         else:
             token_ids = await self._inference.tokenize(
                 request.text, add_special_tokens=not request.skip_special_tokens
@@ -261,94 +270,8 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         self._metrics.reader_timed_out("grpc")
         logger.warning("a gRPC client stopped reading: its request is ended")
 
-    async def _client_request(
-        self, request: gateway_pb2.GenerateRequest, record: RequestRecord
-    ) -> ClientRequest:
-        if request.request_id:
-            check_request_id(request.request_id)
-            record.rename(request.request_id)
-        return ClientRequest(
-            request_id=request.request_id or f"{_API}-{record.request_id}",
-            prompts=(await self._prompt(request),),
-            sampling=client_sampling_from_proto(request.sampling, self._inference.default_sampling),
-            n=request.n if request.HasField("n") else 1,
-            stop=tuple(request.stop),
-            include_stop_str_in_output=request.include_stop_str_in_output,
-            ignore_eos=request.ignore_eos,
-            skip_special_tokens=not request.keep_special_tokens,
-            priority=request.priority,
-            cache_salt=request.cache_salt,
-            session_id=request.session_id,
-            tenant=CALL_TENANT.get(),
-        )
-
-    async def _prompt(self, request: gateway_pb2.GenerateRequest) -> Prompt:
-        match request.WhichOneof("prompt"):
-            case "text":
-                if not request.text:
-                    raise InvalidArgument("prompt must not be empty", field="text")
-                [token_ids] = await self._inference.encode([request.text], add_special_tokens=True)
-                return Prompt(token_ids)
-            case "token_ids":
-                self._inference.check_num_items("token_ids", len(request.token_ids.ids))
-                return Prompt(list(request.token_ids.ids))
-            case "chat":
-                return Prompt(await self._chat_tokens(request.chat))
-            case "embeds":
-                embeds = prompt_embeds_from_proto(request.embeds)
-                await asyncio.to_thread(embeds.check_finite)
-                return Prompt(embeds.placeholders, embeds=embeds)
-        raise InvalidArgument("prompt is missing", field="prompt")
-
-    async def _chat_tokens(self, chat: gateway_pb2.Chat) -> list[int]:
-        if not chat.messages:
-            raise InvalidArgument("messages must not be empty", field="chat.messages")
-        for number, turn in enumerate(chat.messages):
-            if turn.role not in CHAT_ROLES:
-                raise InvalidArgument(
-                    f"role must be one of {', '.join(CHAT_ROLES)}, not {turn.role[:40]!r}",
-                    field=f"chat.messages[{number}].role",
-                )
-        tokenizer = self._inference.tokenizer
-        text = await tokenizer.render_chat(
-            [{"role": turn.role, "content": turn.content} for turn in chat.messages],
-            add_generation_prompt=True,
-            continue_final_message=False,
-            variables={},
-        )
-        [token_ids] = await self._inference.encode([text], add_special_tokens=False)
-        return token_ids
-
 
 def _key(context: Context) -> IdempotencyKey | None:
     """The idempotency key in the call's metadata. Raises InvalidArgument."""
     value = dict(context.invocation_metadata() or ()).get(FIELD.lower())
     return idempotency_key(None if value is None else str(value), CALL_TENANT.get())
-
-
-def _deadline(context: Context) -> float | None:
-    """The call's deadline on the event loop's clock."""
-    remaining = context.time_remaining()
-    return None if remaining is None else asyncio.get_running_loop().time() + remaining
-
-
-def _to_response(piece: Piece, generation: Generation) -> gateway_pb2.GenerateResponse:
-    response = gateway_pb2.GenerateResponse(
-        request_id=generation.request.request_id,
-        index=piece.index,
-        text=piece.text,
-        token_ids=piece.token_ids,
-        logprobs=logprobs_to_proto(piece.logprobs),
-        prompt_logprobs=logprobs_to_proto(piece.prompt_logprobs),
-    )
-    if piece.finish_reason is not None:
-        choice = generation.choices[piece.index]
-        response.finish_reason = finish_reason_to_proto(piece.finish_reason)
-        response.usage.num_prompt_tokens = choice.num_prompt_tokens
-        response.usage.num_cached_tokens = choice.num_cached_tokens
-        response.usage.num_generated_tokens = choice.num_output_tokens
-    if isinstance(piece.stop_reason, str):
-        response.stop_string = piece.stop_reason
-    elif piece.stop_reason is not None:
-        response.stop_token_id = piece.stop_reason
-    return response

@@ -1,45 +1,29 @@
 """Checks gRPC calls before their message is read, and bounds how large and slow it may be."""
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
 from typing import Any
-from urllib.parse import unquote
 
 import grpc
 from google.protobuf.message import DecodeError, Message
 
 from services.common.errors import (
-    InternalError,
     InvalidArgument,
-    QuotaExceeded,
     ResourceExhausted,
     StepwellError,
-    Unavailable,
 )
-from services.common.status import status_code
 from services.gateway.adapters.auth import CALL_ALLOWANCE, CALL_TENANT, ApiKeys
+from services.gateway.adapters.call_records import CallRecords
 from services.gateway.adapters.message_readers import MessageReaders
 from services.gateway.adapters.proto_meter import check_message
 from services.gateway.adapters.rate_limit_headers import rate_limit_headers
-from services.gateway.adapters.request_record import (
-    CALL_RECORD,
-    CANCELLED,
-    REQUEST_ID,
-    TRACE_ID,
-    Call,
-    RequestRecord,
-    is_failure,
-)
 from services.gateway.adapters.request_recorder import RequestRecorder
-from services.gateway.core.limits.tenant_limits import NO_LIMITS, Allowance
+from services.gateway.core.limits.tenant_limits import NO_LIMITS, Allowance, was_refused
 from services.gateway.core.tenant import Tenant
 from services.gateway.core.timeline import Part
 
 _HEALTH = "/grpc.health.v1.Health/"
 _MAX_OTHER_STREAMS = 64
-_NOT_THE_CLIENTS = (ResourceExhausted, Unavailable, InternalError)
-"""Errors that a request is not at fault for."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -55,6 +39,7 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         self,
         keys: ApiKeys,
         request_types: Mapping[str, type[Message]],
+        stream_types: Mapping[str, type[Message]],
         *,
         admissions: Mapping[str, Callable[[Tenant], Awaitable[Allowance]]],
         arriving: Mapping[str, Callable[[Context], AbstractContextManager[None]]],
@@ -63,17 +48,19 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         max_items: int,
         message_timeout_seconds: float,
     ) -> None:
-        """`request_types` has the message of each method, by its full name; `admissions` what is
+        """`request_types` has the message of each method that takes one, by its full name, and
+        `stream_types` those of methods that take several; `admissions` what is
         called before that message is read, and `arriving` what is entered while it is: either
         raises to refuse the call. What an admission returns is closed when the call is over.
         `operations` has the GenAI operation of each method that generates.
         """
         self._keys = keys
         self._request_types = request_types
+        self._stream_types = stream_types
         self._admissions = admissions
         self._arriving = arriving
         self._operations = operations
-        self._recorder = recorder
+        self._records = CallRecords(recorder)
         self._max_items = max_items
         self._readers = MessageReaders(message_timeout_seconds)
         self._num_other_streams = 0
@@ -96,6 +83,9 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         if method in self._request_types:
             serve = self._serve_message(handler, method)
             deserializer = None
+        elif method in self._stream_types:
+            serve = self._serve_stream(handler, method)
+            deserializer = None
         else:
             serve = self._serve_other(handler)
             deserializer = handler.request_deserializer
@@ -110,7 +100,7 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         operation = self._operations.get(method, "")
 
         async def serve(messages: AsyncIterator[bytes], context: Context) -> None:
-            with self._recording(method, operation, context) as record:
+            with self._records.recording(method, operation, context) as record:
                 tenant = record.tenant = await self._keys.authenticate(_authorization(context))
                 CALL_TENANT.set(tenant)
                 allowance = NO_LIMITS if admit is None else await admit(tenant)
@@ -127,41 +117,20 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
 
         return serve
 
-    @contextmanager
-    def _recording(self, method: str, operation: str, context: Context) -> Iterator[RequestRecord]:
-        """The record of a call, CALL_RECORD meanwhile. Its names are in the trailing metadata."""
-        call = Call("grpc", "POST", method, _client(context))
-        headers = {
-            name: value
-            for name, value in context.invocation_metadata() or ()
-            if isinstance(value, str)
-        }
-        record = self._recorder.begin(call, headers)
-        record.operation = operation
-        CALL_RECORD.set(record)
-        code = grpc.StatusCode.OK
-        try:
-            yield record
-        except StepwellError as error:
-            code = status_code(error)
-            record.failed(error.error_reason.lower(), error.message, is_failure=is_failure(error))
-            raise
-        except (asyncio.CancelledError, GeneratorExit):
-            code = grpc.StatusCode.CANCELLED
-            record.failed(CANCELLED, "the client went away", is_failure=False)
-            raise
-        except Exception as error:
-            code = grpc.StatusCode.INTERNAL
-            record.failed(type(error).__name__, "a defect", is_failure=True)
-            raise
-        finally:
-            record.status = code.name
-            names = (
-                (REQUEST_ID.lower(), record.request_id),
-                (TRACE_ID.lower(), record.trace_id),
-            )
-            context.set_trailing_metadata((*(context.trailing_metadata() or ()), *names))
-            self._recorder.end(record)
+    def _serve_stream(self, handler: Any, method: str) -> Any:
+        """Calls with several messages, each of which is checked as one message is."""
+        kind = self._stream_types[method]
+
+        async def serve(messages: AsyncIterator[bytes], context: Context) -> None:
+            CALL_TENANT.set(await self._keys.authenticate(_authorization(context)))
+
+            async def parsed() -> AsyncIterator[Message]:
+                async for raw in messages:
+                    yield self._parse(raw, kind)
+
+            await handler.stream_stream(parsed(), context)
+
+        return serve
 
     def _watch_health(self, handler: Any) -> Any:
         async def watch(request: Message, context: Context) -> None:
@@ -212,23 +181,17 @@ def _not_counted(_context: Context) -> AbstractContextManager[None]:
 def _spending(allowance: Allowance, context: Context) -> Iterator[None]:
     """Closes an allowance at the end. A call that ended well says what its tenant has left."""
     CALL_ALLOWANCE.set(allowance)
-    was_refused = False
+    refused = False
     try:
         yield
         if allowance.standing is not None:
             left = rate_limit_headers(allowance.limits, allowance.standing)
             context.set_trailing_metadata(tuple(left))
     except StepwellError as error:
-        was_refused = isinstance(error, _NOT_THE_CLIENTS) and not isinstance(error, QuotaExceeded)
+        refused = was_refused(error)
         raise
     finally:
-        allowance.close(was_refused=was_refused)
-
-
-def _client(context: Context) -> str:
-    """The client's address and port; empty over a Unix socket."""
-    kind, _, address = unquote(context.peer() or "").partition(":")
-    return address if kind in ("ipv4", "ipv6") else ""
+        allowance.close(was_refused=refused)
 
 
 def _authorization(context: Context) -> str:

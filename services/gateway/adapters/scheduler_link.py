@@ -14,6 +14,7 @@ from services.common.replica_load_proto import replica_load_from_proto
 from services.common.status import from_peer
 from services.common.trace_headers import TraceHeaders
 from services.gateway.adapters.converters import (
+    chunk_to_proto,
     description_from_proto,
     finish_from_proto,
     inflight_to_proto,
@@ -21,6 +22,7 @@ from services.gateway.adapters.converters import (
     rejection_from_proto,
     replica_state_from_proto,
     times_from_proto,
+    turn_end_from_proto,
 )
 from services.gateway.adapters.scheduler_admin import SchedulerAdmin
 from services.gateway.core.inflight import Inflight
@@ -67,6 +69,10 @@ class SchedulerLink:
 
     def add(self, handle: int, inflight: Inflight) -> None:
         self._post((handle, inflight))
+
+    def add_chunk(self, handle: int, inflight: Inflight, num_tokens: int) -> None:
+        chunk = chunk_to_proto(handle, inflight, num_tokens)
+        self._post(scheduler_pb2.SessionRequest(chunk=chunk))
 
     def abort(self, handle: int, *, was_stopped: bool = False) -> None:
         last = self._outbox[-1] if self._outbox else None
@@ -225,9 +231,17 @@ def apply_deltas(deltas: scheduler_pb2.StepDeltas, replica: Replica) -> None:
     for pooled in deltas.pooled:
         if (inflight := running.get(pooled.handle)) is not None:
             inflight.pooled(pooled.values)
-    for finished in deltas.finished:
+    _apply_ends(deltas, replica)
+
+
+def _apply_ends(deltas: scheduler_pb2.StepDeltas, replica: Replica) -> None:
+    running = replica.running
+    for finished in (*deltas.finished, *deltas.turns):
         if finished.HasField("times") and (inflight := running.get(finished.handle)) is not None:
             inflight.trace.times = times_from_proto(finished.times)
+    for finished in deltas.finished:
         replica.finished(finished.handle, finish_from_proto(finished))
+    for turn in deltas.turns:
+        replica.turn_ended(turn.handle, turn_end_from_proto(turn))
     for rejected in deltas.rejected:
         replica.rejected(rejected.handle, rejection_from_proto(rejected))

@@ -140,6 +140,8 @@ class Fleet:
         mailbox = Mailbox(requests, self._numbers, self._drop, self._nanos)
         replica, prompt = None, None
         for inflight in mailbox.resume(progress) if progress else mailbox.inflights:
+            if inflight.request.session is not None and self._continue(inflight):
+                continue
             if inflight.request.tenant != ANYONE and not inflight.was_accepted:
                 self.admission.add(inflight)
             elif replica is not None and inflight.request.prompt_token_ids is prompt:
@@ -249,6 +251,23 @@ class Fleet:
         if inflight.request.tenant != ANYONE:
             self.admission.sent(inflight, route)
         return replica
+
+    def _continue(self, inflight: Inflight) -> bool:
+        """Sends a turn of a session to the replica that keeps it, in its place there; returns False
+        if none does that can run steps.
+        """
+        session = inflight.request.session
+        held = None if session is None else session.take_held()
+        if held is None:
+            return False
+        for replica in self.membership.ready():
+            if replica is held.holder and held.fits(inflight.request):
+                route = replica.continue_session(held, inflight)
+                if inflight.request.tenant != ANYONE:
+                    self.admission.sent(inflight, route)
+                return True
+        held.release()
+        return False
 
     def _capacity(self) -> Capacity | None:
         return capacity_of(self.membership.ready())

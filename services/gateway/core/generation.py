@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
 from services.gateway.core.choice import Choice, Piece
+from services.gateway.core.client_session import tokens_after
 from services.gateway.core.delta import Delta, parts_of
 from services.gateway.core.identity import Identity
 from services.gateway.core.logprobs import LogprobRows, joined
@@ -26,7 +27,8 @@ class Usage:
 
 
 class Generation:
-    """A request that was checked, with everything its answers need.
+    """A request that was checked, with everything its answers need. If it is a turn of a session,
+    the session has its tokens when it is over.
 
     Answer number i belongs to prompt number i // num_candidates.
     """
@@ -49,6 +51,8 @@ class Generation:
         """What has its answer; None if an engine is to make it."""
         self.is_replay = False
         """Whether another request began that answer."""
+        self._turn = Answer()
+        """What a turn of a session said."""
         self.was_taken = False
         """Whether one of its sequences was scheduled; else it was refused, or is queued."""
         self.choices = [
@@ -64,6 +68,9 @@ class Generation:
         loop turns. Raises StepwellError when the engine refuses or gives up. Closing the
         iterator aborts what has not ended.
         """
+        session = self.request.session
+        if session is not None:
+            session.begin_turn(self.request.turn)
         mailbox = self.mailbox = engine.start(self.sequences)
         try:
             num_open = len(self.choices)
@@ -81,6 +88,16 @@ class Generation:
                     yield added
         finally:
             mailbox.close()
+            if session is not None:
+                session.end_turn(self._tokens_after_turn())
+
+    def _tokens_after_turn(self) -> list[int] | None:
+        """The tokens of the session after this turn; None if it was not completed."""
+        reason, last = self.choices[0].finish_reason, self._turn.last
+        if reason is None:
+            return None
+        by_token = not isinstance(last.stop_reason, str)
+        return tokens_after(self.sequences[0], self._turn.token_ids, reason, by_token=by_token)
 
     def _accept(self, index: int, delta: Delta, mailbox: DeltaSource) -> Piece:
         self.was_taken |= delta.num_cached_tokens is not None or bool(
@@ -91,6 +108,8 @@ class Generation:
         piece = self.choices[index].accept(delta)
         if piece.finish_reason is not None and delta.finish is None:
             mailbox.abort(index)
+        if self.request.session is not None:
+            self._turn.add(piece)
         return piece
 
     def usage(self) -> Usage:

@@ -12,6 +12,7 @@ from services.common.sampling_limits import MAX_BAD_WORDS, MAX_BAD_WORDS_CHARACT
 from services.common.trace_headers import UNTRACED, TraceHeaders
 from services.gateway.core.admission.arrivals import Arrival
 from services.gateway.core.choice import Piece
+from services.gateway.core.client_session import in_session
 from services.gateway.core.generation import Generation
 from services.gateway.core.identity import Identity
 from services.gateway.core.ports import Engine, TextTooLong, Tokenizer
@@ -159,7 +160,7 @@ class Inference:
         The event loop turns while many tokens are checked.
         """
         limits = self.limits()
-        request = self._defaults.bounded(request)
+        request = in_session(self._defaults.bounded(request))
         check_request(request, limits)
         num_checked = 0
         for prompt in request.prompts:

@@ -76,6 +76,8 @@ class LoadTracker:
         self._sent: dict[int, _Sent] = {}
         self._num_sharing: Counter[int] = Counter()
         self._num_uncomputed = 0
+        self.num_sessions = 0
+        """Sessions of this gateway that are kept there between two turns, each in a place."""
         self._looked_at = -LOOK_SECONDS
         self._mean_output_tokens = DEFAULT_OUTPUT_TOKENS
         self.clear()
@@ -85,6 +87,7 @@ class LoadTracker:
         self._sent.clear()
         self._num_sharing.clear()
         self._num_uncomputed = 0
+        self.num_sessions = 0
         self._num_other_requests = 0
         self._num_other_tokens = 0
         self.speeds: Speeds | None = None
@@ -94,8 +97,8 @@ class LoadTracker:
 
     @property
     def num_requests(self) -> int:
-        """Requests of all gateways there."""
-        return len(self._sent) + self._num_other_requests
+        """Requests of all gateways there, and sessions between two turns."""
+        return len(self._sent) + self.num_sessions + self._num_other_requests
 
     @property
     def num_uncomputed_tokens(self) -> int:

@@ -97,6 +97,9 @@ class Link(Protocol):
         on. What was not sent when the session ends is dropped.
         """
 
+    def add_chunk(self, handle: int, inflight: Inflight, num_tokens: int) -> None:
+        """Sends what a turn adds to the `num_tokens` tokens of the session of this handle."""
+
     def abort(self, handle: int, *, was_stopped: bool = False) -> None:
         """Ends a sequence there; nothing more comes of it. `was_stopped`: a stop string ended its
         text.

@@ -8,6 +8,7 @@ from typing import Protocol
 from services.common.errors import ResourceExhausted, StepwellError
 from services.common.queue_state import QueueState
 from services.common.replica_load import ReplicaLoad
+from services.gateway.core.client_session import ClientSession, HeldSession
 from services.gateway.core.delta import Finish
 from services.gateway.core.inflight import Inflight
 from services.gateway.core.load_tracker import LoadTracker
@@ -15,7 +16,7 @@ from services.gateway.core.no_token import NAN_IN_LOGITS, why_no_token
 from services.gateway.core.ports import Clock, Link
 from services.gateway.core.recent_prefixes import RecentPrefixes
 from services.gateway.core.request import ModelLimits
-from services.gateway.core.route import Route
+from services.gateway.core.route import Route, RoutingReason
 from services.gateway.core.sequence_trace import ResubmitCause
 
 logger = logging.getLogger(__name__)
@@ -106,6 +107,8 @@ class Replica:
         self._disconnected_since = clock.time()
         self._handles = itertools.count(1)
         self._unadmitted: set[int] = set()
+        self._held: dict[int, ClientSession] = {}
+        """Sessions that are kept there between two turns, by their handles."""
         self.queue: QueueState | None = None
         """As the scheduler announced it last."""
         self._num_others_waiting = 0
@@ -191,6 +194,46 @@ class Replica:
         self.load.sent(handle, inflight, route)
         self._link.add(handle, inflight)
 
+    def continue_session(self, held: HeldSession, inflight: Inflight) -> Route:
+        """Sends the next turn of a session that is kept there. The replica must be ready."""
+        handle, session = held.handle, self._held.pop(held.handle)
+        self.load.num_sessions -= 1
+        self.running[handle] = inflight
+        self._unadmitted.add(handle)
+        route = Route(self.address, RoutingReason.SESSION, 1, held.num_tokens)
+        inflight.sent(release=lambda: self._abort(handle), route=route)
+        self.load.sent(handle, inflight, route)
+        self._link.add_chunk(handle, inflight, held.num_tokens)
+        logger.debug("session %s goes on at %s", session.session_id, self.address)
+        return route
+
+    def release(self, handle: int) -> None:
+        """Ends a session that is kept there."""
+        if self._drop_held(handle):
+            self._link.abort(handle)
+
+    def turn_ended(self, handle: int, finish: Finish) -> None:
+        """A turn of a session ended; the replica keeps the session under its handle."""
+        inflight = self._forget(handle)
+        session = None if inflight is None else inflight.request.session
+        if inflight is None or session is None:
+            return
+        request = inflight.request
+        num_tokens = len(request.prompt_token_ids) + len(inflight.output_token_ids) - 1
+        self._held[handle] = session
+        self.load.num_sessions += 1
+        session.hold(HeldSession(self, handle, num_tokens, request.priority, request.cache_salt))
+        inflight.finished(finish)
+
+    def _drop_held(self, handle: int) -> bool:
+        """Forgets a session that was kept there; returns whether it was."""
+        session = self._held.pop(handle, None)
+        if session is None:
+            return False
+        self.load.num_sessions -= 1
+        session.held = None
+        return True
+
     def take_back(self) -> list[Inflight]:
         """Aborts all sequences there and returns them, in order of arrival."""
         taken = sorted(self.running.values(), key=lambda inflight: inflight.number)
@@ -248,6 +291,7 @@ class Replica:
             self._listener.sequence_started(inflight)
 
     def finished(self, handle: int, end: Finish | StepwellError) -> None:
+        self._drop_held(handle)
         inflight = self._forget(handle)
         if inflight is None:
             return
@@ -260,6 +304,7 @@ class Replica:
         inflight.failed(end)
 
     def rejected(self, handle: int, error: StepwellError) -> None:
+        self._drop_held(handle)
         if (inflight := self._forget(handle)) is not None:
             self._listener.request_rejected(inflight, error, self)
 
@@ -275,6 +320,8 @@ class Replica:
         self.queue = None
         self._is_blocked = False
         self._unadmitted.clear()
+        for handle in list(self._held):
+            self._drop_held(handle)
         self.load.clear()
         self.recent_prefixes.clear()
         lost, self.running = list(self.running.values()), {}
@@ -296,6 +343,6 @@ class Replica:
         return inflight
 
     def _free_handle(self) -> int:
-        while (handle := next(self._handles) % _MAX_HANDLE) in self.running:
+        while (handle := next(self._handles) % _MAX_HANDLE) in self.running.keys() | self._held:
             pass
         return handle

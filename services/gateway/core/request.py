@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from services.common.errors import InvalidArgument, OutOfRange
 from services.common.pooling import Pooler, PoolingParams, PoolingTask
@@ -13,6 +13,9 @@ from services.common.sampling_limits import check_sampling, check_token_ids
 from services.common.seeds import answer_seed
 from services.common.trace_headers import UNTRACED, TraceHeaders
 from services.gateway.core.tenant import ANYONE, Tenant
+
+if TYPE_CHECKING:
+    from services.gateway.core.client_session import ClientSession
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_LENGTH = 1024
@@ -108,6 +111,10 @@ class ClientRequest:
     tenant: Tenant = ANYONE
     best_of: int | None = None
     pooling: PoolingParams | None = None
+    session: "ClientSession | None" = None
+    """The session of which it is a turn; None if it stands alone."""
+    turn: int = 0
+    """The number of that turn, from 0."""
 
     @property
     def num_candidates(self) -> int:
@@ -147,6 +154,10 @@ class EngineRequest:
     """The client's n, in the first sequence of a prompt; 0 in the others."""
     pooling: PoolingParams | None = None
     """How its prompt is pooled; None if it is continued."""
+    session: "ClientSession | None" = None
+    """The session of which it is a turn, whose tokens its prompt begins with; None if it stands
+    alone.
+    """
 
 
 def is_request_id(name: str) -> bool:
@@ -236,6 +247,7 @@ def to_engine_requests(
                     session_id=request.session_id,
                     tenant=request.tenant,
                     num_choices=0 if child else request.n,
+                    session=request.session,
                     pooling=request.pooling
                     and replace(
                         request.pooling, num_first_text_tokens=prompt.num_first_text_tokens

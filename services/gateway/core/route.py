@@ -13,6 +13,8 @@ class RoutingReason(enum.Enum):
     """No other one could take the sequence."""
     SAME_PROMPT = "same_prompt"
     """Another sequence of the request, with the same prompt, was sent there."""
+    SESSION = "session"
+    """It keeps the session of which the sequence is a turn."""
     LEAST_LOADED = "least_loaded"
     TURN = "turn"
     HASH = "hash"

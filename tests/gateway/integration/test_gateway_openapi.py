@@ -56,12 +56,18 @@ async def test_every_generated_answer_is_as_documented(served: Serving) -> None:
 
 async def test_every_other_answer_is_as_documented(served: Serving) -> None:
     document = await documented(served)
-    assert len(document.document["paths"]) == 18
+    assert len(document.document["paths"]) == 20
+    opened = await served.http.post("/v1/sessions", json={})
+    document.check("/v1/sessions", opened)
+    session = opened.json()["id"]
     for path, operations in document.document["paths"].items():
         for method in {"get", "head"} & operations.keys():
-            response = await served.http.request(method, path.replace("{name}", "tiny"))
+            named = path.replace("{name}", "tiny").replace("{session_id}", session)
+            response = await served.http.request(method, named)
             assert response.status_code == (404 if path == "/traces/{name}" else 200), path
             document.check(path, response)
+    ended = await served.http.delete(f"/v1/sessions/{session}")
+    document.check("/v1/sessions/{session_id}", ended)
     for path, body in (
         ("/tokenize", {"prompt": "the", "return_token_strs": True}),
         ("/tokenize", {"messages": MESSAGES}),
@@ -89,6 +95,8 @@ async def test_errors_are_as_documented(served: Serving) -> None:
         (404, "POST", "/tokenize", {"json": {"prompt": "a", "model": "another"}}),
         (404, "POST", "/detokenize", {"json": {"tokens": [5], "model": "another"}}),
         (404, "GET", "/v1/models/{name}", {}),
+        (404, "DELETE", "/v1/sessions/{session_id}", {}),
+        (404, "POST", COMPLETIONS, {"json": {"prompt": "a", "session": "none"}}),
         (413, "POST", "/detokenize", {"content": too_large, "headers": JSON}),
         (415, "POST", COMPLETIONS, {"content": b"{}"}),
         (415, "POST", CHAT, {"content": b"{}", "headers": {**JSON, "Content-Encoding": "gzip"}}),

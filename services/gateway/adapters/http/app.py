@@ -99,7 +99,7 @@ def guarded(
         app = CORSMiddleware(
             app,
             allow_origins=allowed_origins,
-            allow_methods=("GET", "POST"),
+            allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
             expose_headers=(REQUEST_ID, TRACE_ID, *HINT_HEADERS, *RATE_LIMIT_HEADERS),
         )

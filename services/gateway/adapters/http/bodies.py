@@ -105,8 +105,16 @@ class CompletionBody(SamplingBody):
     echo: bool | None = None
     logprobs: Int | None = None
     best_of: Int | None = None
+    # Ours: of which session it is a turn.
+    session: str | None = Field(default=None, min_length=1, max_length=128)
     suffix: Annotated[Any, Only("", why="text cannot be inserted before a suffix")] = None
     response_format: Annotated[Any, Only({"type": "text"}, why=_NO_FORMAT)] = None
+
+
+class SessionBody(Body):
+    """POST /v1/sessions."""
+
+    model: str | None = None
 
 
 class ChatMessage(Body):

@@ -24,6 +24,7 @@ from services.gateway.adapters.http.generation_routes import (
 from services.gateway.adapters.http.openapi import answers
 from services.gateway.adapters.http.route import READ, RequestHeader, Route
 from services.gateway.adapters.http.server_routes import MODELS, ServerRoutes
+from services.gateway.adapters.http.session_routes import SessionRoutes
 from services.gateway.adapters.http.tokenizer_routes import TokenizerRoutes
 from services.gateway.core.idempotency.key import FIELD, MAX_LENGTH
 
@@ -51,6 +52,7 @@ def client_routes(
     generation: GenerationRoutes,
     tokenizer: TokenizerRoutes,
     server: ServerRoutes,
+    sessions: SessionRoutes,
     views: Sequence[Route],
 ) -> Sequence[Route]:
     """All of them. What probes, monitors and routers ask needs no key."""
@@ -63,7 +65,7 @@ def client_routes(
             tag="openai",
             body=CompletionBody,
             events=answers.CompletionChunk,
-            errors=(404, 422, 504),
+            errors=(404, 409, 422, 504),
             headers=_GENERATION_HEADERS,
             is_limited=True,
         ),
@@ -104,6 +106,7 @@ def client_routes(
             )
             for path, handler in ((SCORE, generation.score), (V1_SCORE, generation.v1_score))
         ),
+        *sessions.routes(),
         Route(MODELS, server.models, answers.ModelList, tag="openai"),
         Route(
             f"{MODELS}/{{name:path}}", server.model, answers.ModelCard, tag="openai", errors=(404,)

@@ -9,6 +9,7 @@ from typing import Protocol, TypeVar
 from fastapi import Request
 from starlette.responses import Response
 
+from services.common.errors import InvalidArgument
 from services.gateway.adapters.http.bodies import (
     ChatCompletionBody,
     CompletionBody,
@@ -31,6 +32,7 @@ from services.gateway.adapters.http.pooled import (
 from services.gateway.adapters.http.reply import Exchange, GenerationReply, WholeDialect
 from services.gateway.adapters.http.request_state import ARRIVAL
 from services.gateway.adapters.observation import Observer
+from services.gateway.core.client_sessions import ClientSessions
 from services.gateway.core.gate import Gate
 from services.gateway.core.idempotency.key import FIELD, idempotency_key
 from services.gateway.core.idempotency.keyed_requests import KeyedRequests
@@ -83,16 +85,32 @@ class GenerationRoutes:
         gate: Gate,
         observer: Observer,
         bodies: BodyReader,
+        sessions: ClientSessions,
     ) -> None:
         self._inference = inference
         self._keyed_requests = keyed_requests
         self._gate = gate
         self._observer = observer
         self._bodies = bodies
+        self._sessions = sessions
 
     async def completions(self, request: Request) -> Response:
-        """Text completions."""
-        return self._reply(request, CompletionBody, completion_request, CompletionDialect)
+        """Text completions; with `session`, a turn of it."""
+        tenant: Tenant = request.state.tenant
+
+        async def to_request(
+            body: CompletionBody, inference: Inference, name: str
+        ) -> ClientRequest:
+            if body.session is None:
+                return await completion_request(body, inference, name)
+            if request.headers.get(FIELD) is not None:
+                raise InvalidArgument(f"{FIELD} cannot be given with session", field="session")
+            session = self._sessions.find(body.session, tenant)
+            if session.token_ids and body.add_special_tokens is None:
+                body = body.model_copy(update={"add_special_tokens": False})
+            return replace(await completion_request(body, inference, name), session=session)
+
+        return self._reply(request, CompletionBody, to_request, CompletionDialect)
 
     async def chat_completions(self, request: Request) -> Response:
         """Chat completions."""

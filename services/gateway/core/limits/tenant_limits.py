@@ -3,7 +3,13 @@
 import itertools
 from collections.abc import Callable
 
-from services.common.errors import QuotaExceeded
+from services.common.errors import (
+    InternalError,
+    QuotaExceeded,
+    ResourceExhausted,
+    StepwellError,
+    Unavailable,
+)
 from services.gateway.core.generation import Generation
 from services.gateway.core.limits.rule import (
     UNITS,
@@ -21,6 +27,10 @@ DEFAULT_OUTPUT_TOKENS = 4096
 """So many tokens are reserved for an answer whose client names no length, at most."""
 _CONCURRENCY_RETRY_SECONDS = 1.0
 _SHORTEST_RETRY_SECONDS = 0.1
+
+
+_NOT_THE_CLIENTS = (ResourceExhausted, Unavailable, InternalError)
+"""Errors that a request is not at fault for."""
 
 
 class LimitReached(QuotaExceeded):
@@ -179,6 +189,11 @@ class Allowance:
             return self._num_reserved  # with its idempotency key it goes on without its client
         usage = generation.usage()
         return usage.num_prompt_tokens - usage.num_cached_tokens + usage.num_generated_tokens
+
+
+def was_refused(error: StepwellError) -> bool:
+    """Whether a request that ended so takes nothing of its tenant's limits: it is not at fault."""
+    return isinstance(error, _NOT_THE_CLIENTS) and not isinstance(error, QuotaExceeded)
 
 
 def _none_cached(_request: EngineRequest) -> int:

@@ -104,6 +104,22 @@ class CompletionChunk(Answer):
     usage: Usage | None = None
 
 
+class Session(Answer):
+    """A session, or one that was just ended. `is_held`: a replica keeps its keys and values for the
+    next turn.
+    """
+
+    id: str
+    object: Literal["session"]
+    created: int
+    model: str
+    status: Literal["idle", "in_turn", "ended"]
+    num_turns: int
+    num_tokens: int
+    is_held: bool
+    idle_timeout_seconds: float
+
+
 class TokenLogprob(Answer):
     """A token and its log-probability."""
 

@@ -1,0 +1,167 @@
+"""Calls of GenerateSession: one session each, whose turns are requests of their own."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, aclosing
+from typing import Any
+
+import grpc
+from stepwell.gateway.v1 import gateway_pb2
+
+from services.common import names
+from services.common.errors import InvalidArgument, StepwellError
+from services.gateway.adapters.auth import CALL_TENANT
+from services.gateway.adapters.call_records import CallRecords
+from services.gateway.adapters.generate_requests import GenerateRequests, to_response
+from services.gateway.adapters.metrics import Metrics
+from services.gateway.adapters.observation import Observer
+from services.gateway.adapters.request_record import RequestRecord
+from services.gateway.adapters.stream_reader_timeout import StreamReaderTimeout
+from services.gateway.core.choice import Piece
+from services.gateway.core.client_session import ClientSession
+from services.gateway.core.client_sessions import ClientSessions
+from services.gateway.core.gate import Gate
+from services.gateway.core.generation import Generation
+from services.gateway.core.idempotency.key import FIELD
+from services.gateway.core.inference import Inference
+from services.gateway.core.limits.tenant_limits import TenantLimits, was_refused
+from services.gateway.core.timeline import Part
+
+GENERATE_SESSION = "/stepwell.gateway.v1.Inference/GenerateSession"
+STREAM_TYPES = {GENERATE_SESSION: gateway_pb2.GenerateSessionRequest}
+"""The messages of the methods that take several, by their full names."""
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+logger = logging.getLogger(__name__)
+
+
+class SessionCalls:
+    """Serves them: reads a turn, answers it, and only then reads the next one."""
+
+    def __init__(
+        self,
+        inference: Inference,
+        sessions: ClientSessions,
+        gate: Gate,
+        observer: Observer,
+        records: CallRecords,
+        metrics: Metrics,
+        limits: TenantLimits,
+        *,
+        reader_timeout_seconds: float,
+    ) -> None:
+        self._inference = inference
+        self._requests = GenerateRequests(inference)
+        self._sessions = sessions
+        self._gate = gate
+        self._observer = observer
+        self._records = records
+        self._metrics = metrics
+        self._limits = limits
+        self._reader_timeout_seconds = reader_timeout_seconds
+
+    async def serve(
+        self, messages: AsyncIterator[gateway_pb2.GenerateSessionRequest], context: Context
+    ) -> None:
+        """One call from its first turn to the end of its stream."""
+        if FIELD.lower() in dict(context.invocation_metadata() or ()):
+            raise InvalidArgument(f"{FIELD} cannot be given with a session", field=FIELD)
+        self._gate.check()
+        ended: asyncio.Future[StepwellError] = asyncio.get_running_loop().create_future()
+        session = self._sessions.open(CALL_TENANT.get(), ended.set_result)
+        try:
+            while (message := await _next(messages, ended)) is not None:
+                await self._turn(session, message.turn, context)
+        finally:
+            self._sessions.end(session)
+            ended.cancel()
+
+    async def _turn(
+        self, session: ClientSession, request: gateway_pb2.GenerateRequest, context: Context
+    ) -> None:
+        is_chat = request.WhichOneof("prompt") == "chat"
+        operation = names.GENAI_OPERATION_CHAT if is_chat else names.GENAI_OPERATION_TEXT_COMPLETION
+        tenant = session.tenant
+        with self._records.recording(
+            GENERATE_SESSION, operation, context, in_trailer=False
+        ) as record:
+            with self._observer.counting_refusals(record, tenant):
+                self._inference.check_model(request.model, tenant)
+                allowance = await self._limits.admit(tenant)
+            refused = False
+            try:
+                async with AsyncExitStack() as work:
+                    observing = self._observer.observing(operation, record, tenant)
+                    observation = work.enter_context(observing)
+                    work.enter_context(self._gate.enter())
+                    deadline = deadline_of_call(context)
+                    arrival = work.enter_context(
+                        self._inference.arriving(tenant, deadline, needs_room=session.held is None)
+                    )
+                    record.enter(Part.TOKENIZE)
+                    asked = await self._requests.client_request(request, record, session)
+                    record.enter(Part.PREPARE)
+                    generation = await self._inference.prepare(
+                        asked, record.trace_headers, deadline
+                    )
+                    await allowance.reserve(generation)
+                    pieces = observation.watch(
+                        generation, self._inference.run(generation), stream=True
+                    )
+                    source = await work.enter_async_context(aclosing(pieces))
+                    arrival.end()
+                    with StreamReaderTimeout(
+                        work, self._reader_timeout_seconds, self._reader_timed_out
+                    ) as reader:
+                        async for added in source:
+                            await _write(added, generation, reader, record, context)
+            except StepwellError as error:
+                refused = was_refused(error)
+                raise
+            finally:
+                allowance.close(was_refused=refused)
+
+    def _reader_timed_out(self) -> None:
+        self._metrics.reader_timed_out("grpc")
+        logger.warning("a gRPC client stopped reading: its session is ended")
+
+
+async def _write(
+    added: list[Piece],
+    generation: Generation,
+    reader: StreamReaderTimeout,
+    record: RequestRecord,
+    context: Context,
+) -> None:
+    for piece in added:
+        if not piece.is_empty:
+            reader.sending()
+            message = to_response(piece, generation)
+            await context.write(
+                gateway_pb2.GenerateSessionResponse(turn=generation.request.turn, piece=message)
+            )
+            record.write_nanos += reader.sent()
+
+
+async def _next(
+    messages: AsyncIterator[gateway_pb2.GenerateSessionRequest],
+    ended: asyncio.Future[StepwellError],
+) -> gateway_pb2.GenerateSessionRequest | None:
+    """The next message; None at the end of the client's stream. Raises what ended the session."""
+    reading = asyncio.ensure_future(anext(messages, None))
+    try:
+        await asyncio.wait((reading, ended), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        if not reading.done():
+            reading.cancel()
+    if ended.done():
+        raise ended.result()
+    return reading.result()
+
+
+def deadline_of_call(context: Context) -> float | None:
+    """The call's deadline on the event loop's clock."""
+    remaining = context.time_remaining()
+    return None if remaining is None else asyncio.get_running_loop().time() + remaining

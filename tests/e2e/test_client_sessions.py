@@ -1,0 +1,172 @@
+"""Sessions of clients through all services: turns go on from kept blocks, whatever dies between."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import httpx
+import pytest
+from stepwell.common.v1 import common_pb2
+from stepwell.gateway.v1 import gateway_pb2, gateway_pb2_grpc
+
+from tests.e2e.conftest import TinyModel
+from tests.e2e.inference import Answer, connect, request
+from tests.e2e.prompts import random_tokens
+from tests.e2e.stack import ROOT, Stack, wait_for
+from tests.e2e.tiny import greedy
+
+DOCUMENT = ROOT / "docs" / "http-api.md"
+CHUNKS = [random_tokens(7_000, 60), random_tokens(7_001, 9), random_tokens(7_002, 31)]
+NUM_TOKENS = [20, 7, 25]
+
+
+def expected(model: TinyModel, chunks: Sequence[list[int]], counts: Sequence[int]) -> list[int]:
+    """What one request after another says to prompts that hold all that was said before."""
+    prompt: list[int] = []
+    said: list[int] = []
+    for chunk, count in zip(chunks, counts, strict=True):
+        answer = greedy(model.model, [*prompt, *chunk], count)
+        prompt += [*chunk, *answer]
+        said += answer
+    return said
+
+
+class Session:
+    """A session over gRPC."""
+
+    def __init__(self, stub: gateway_pb2_grpc.InferenceStub) -> None:
+        self.call = stub.GenerateSession()
+
+    async def turn(
+        self, chunk: list[int], count: int, on_tokens: Callable[[int], None] | None = None
+    ) -> Answer:
+        """One turn, greedy."""
+        message = gateway_pb2.GenerateSessionRequest(turn=request(chunk, count))
+        await self.call.write(message)
+        answer = Answer()
+        async for response in self.call:
+            piece = response.piece
+            answer.token_ids += piece.token_ids
+            if on_tokens is not None:
+                on_tokens(len(answer.token_ids))
+            if piece.finish_reason:
+                answer.finish_reason = piece.finish_reason
+                answer.num_cached_tokens = piece.usage.num_cached_tokens
+                break
+        return answer
+
+    async def end(self) -> None:
+        """Ends the client's stream; the gateway ends its own."""
+        await self.call.done_writing()
+        assert [response async for response in self.call] == []
+
+
+@pytest.fixture
+async def client(stack: Stack) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=stack.url, timeout=60) as client:
+        yield client
+
+
+async def test_three_turns_over_grpc_say_what_one_request_each_would(
+    stack: Stack, tiny_model: TinyModel
+) -> None:
+    async with connect(stack.grpc) as stub:
+        session = Session(stub)
+        said: list[int] = []
+        num_before = 0
+        for chunk, count in zip(CHUNKS, NUM_TOKENS, strict=True):
+            answer = await session.turn(chunk, count)
+            assert answer.finish_reason == common_pb2.FINISH_REASON_LENGTH
+            if num_before:
+                assert answer.num_cached_tokens == num_before - 1, "all but the last token"
+            num_before += len(chunk) + count
+            said += answer.token_ids
+        await session.end()
+    assert said == expected(tiny_model, CHUNKS, NUM_TOKENS)
+    wait_for(lambda: stack.status()["num_free_blocks"] == stack.status()["num_usable_blocks"])
+
+
+async def test_three_turns_over_http_are_completions_of_one_session(
+    stack: Stack, tiny_model: TinyModel, client: httpx.AsyncClient
+) -> None:
+    session = (await client.post("/v1/sessions", json={})).raise_for_status().json()
+    said: list[int] = []
+    for number, (chunk, count) in enumerate(zip(CHUNKS, NUM_TOKENS, strict=True)):
+        body = {
+            "session": session["id"],
+            "prompt": chunk,
+            "max_tokens": count,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        answer = (await client.post("/v1/completions", json=body)).raise_for_status().json()
+        said += answer["choices"][0]["token_ids"]
+        state = (await client.get(f"/v1/sessions/{session['id']}")).json()
+        assert (state["status"], state["num_turns"], state["is_held"]) == ("idle", number + 1, True)
+    assert said == expected(tiny_model, CHUNKS, NUM_TOKENS)
+    assert state["num_tokens"] == sum(map(len, CHUNKS)) + sum(NUM_TOKENS)
+    assert (await client.delete(f"/v1/sessions/{session['id']}")).json()["status"] == "ended"
+    assert (await client.get(f"/v1/sessions/{session['id']}")).status_code == 404
+    wait_for(lambda: stack.status()["num_free_blocks"] == stack.status()["num_usable_blocks"])
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["http", "grpc"])
+def test_the_examples_of_the_documentation(number: int, stack: Stack) -> None:
+    example = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)[number]
+    example = example.replace("http://127.0.0.1:8000", stack.url)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", example.replace("127.0.0.1:9000", stack.grpc)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'gen'}"},
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+async def test_a_client_that_goes_away_leaves_nothing(stack: Stack) -> None:
+    async with connect(stack.grpc) as stub:
+        session = Session(stub)
+        await session.turn(CHUNKS[0], 5)
+        assert stack.status()["num_free_blocks"] < stack.status()["num_usable_blocks"]
+        session.call.cancel()
+    wait_for(lambda: stack.status()["num_free_blocks"] == stack.status()["num_usable_blocks"])
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("service", ["worker", "kvpool", "scheduler"])
+async def test_a_session_goes_on_when_a_service_is(
+    service: str, signum: signal.Signals, stack: Stack, tiny_model: TinyModel
+) -> None:
+    """Once between two turns, and once during a turn."""
+    chunks, counts, was_hit = [*CHUNKS, CHUNKS[1]], [20, 30, 150, 20], False
+
+    def on_tokens(num_tokens: int) -> None:
+        nonlocal was_hit
+        if num_tokens >= 30 and not was_hit:
+            was_hit = True
+            stack.hit(service, signum)
+
+    async with connect(stack.grpc) as stub:
+        session = Session(stub)
+        answers = [await session.turn(chunks[0], counts[0])]
+        pid = stack.pids()[service]
+        stack.hit(service, signum)
+        answers.append(await session.turn(chunks[1], counts[1]))
+        stack.wait_until_back(service, pid)
+        pid = stack.pids()[service]
+        answers.append(await session.turn(chunks[2], counts[2], on_tokens))
+        assert was_hit
+        stack.wait_until_back(service, pid)
+        answers.append(await session.turn(chunks[3], counts[3]))
+        await session.end()
+    said = [token for answer in answers for token in answer.token_ids]
+    assert said == expected(tiny_model, chunks, counts)
+    wait_for(lambda: stack.status()["num_free_blocks"] == stack.status()["num_usable_blocks"])
