@@ -180,7 +180,7 @@ class _Replica:
         rank if there are several.
         """
         suffix = f"-{index}" if settings.replicas > 1 else ""
-        size = settings.tensor_parallel_size
+        size = settings.num_ranks
         team = f"worker{suffix}"
         workers = (team,) if size == 1 else tuple(f"{team}-{rank}" for rank in range(size))
         return cls(index, f"scheduler{suffix}", f"kvpool{suffix}", workers, team)
@@ -189,14 +189,17 @@ class _Replica:
 def _membership(
     rank: int, replica: int, settings: UpSettings, addresses: Addresses
 ) -> dict[str, Any]:
-    """A worker's rank in its group; a single worker gets the size 1, so that WORLD_SIZE and RANK in
+    """A worker's rank in its group; a single worker gets sizes of 1, so that WORLD_SIZE and RANK in
     the environment of the command do not apply.
     """
-    size = settings.tensor_parallel_size
-    if size == 1:
-        return {"tensor_parallel_size": 1}
+    sizes = {
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "pipeline_parallel_size": settings.pipeline_parallel_size,
+    }
+    if settings.num_ranks == 1:
+        return sizes
     return {
-        "tensor_parallel_size": size,
+        **sizes,
         "rank": rank,
         "master_addr": "127.0.0.1",
         "master_port": addresses.master_ports[replica],

@@ -119,7 +119,13 @@ class UpSettings:
     )
     tensor_parallel_size: int = setting(
         1,
-        doc="workers that share a replica's model, each a rank of it",
+        doc="workers that share each layer of a replica's model, each a rank of it",
+        check=between(1, MAX_RANKS),
+    )
+    pipeline_parallel_size: int = setting(
+        1,
+        doc="stages that the layers of a replica's model are divided into, each of as many workers "
+        "as share a layer",
         check=between(1, MAX_RANKS),
     )
     num_threads: int | None = passed_to(
@@ -204,3 +210,8 @@ class UpSettings:
         default=LogFormat.TEXT,
     )
     quiet: bool = setting(False, doc="show only the ready line and what goes wrong")
+
+    @property
+    def num_ranks(self) -> int:
+        """The workers of a replica."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size

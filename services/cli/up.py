@@ -45,10 +45,9 @@ def main(argv: Sequence[str]) -> int:
     admin_port = settings.admin_port
     if admin_port is not None:
         admin_port = claim_port("127.0.0.1", admin_port, "--admin-port")
-    divided = settings.tensor_parallel_size > 1
     master_ports = tuple(
         claim_port("127.0.0.1", 0, "--tensor-parallel-size")
-        for _ in range(settings.replicas if divided else 0)
+        for _ in range(settings.replicas if settings.num_ranks > 1 else 0)
     )
     with run_directory() as directory:
         addresses = Addresses(
@@ -139,7 +138,7 @@ def _check_replicas(settings: UpSettings) -> None:
 
 
 def _services(settings: UpSettings) -> str:
-    size = settings.tensor_parallel_size
+    size = settings.num_ranks
     workers = "worker" if size == 1 else f"{size} workers"
     if settings.replicas == 1:
         return f"gateway, scheduler, kvpool and {workers}"

@@ -69,7 +69,9 @@ class SchedulerSettings(ServiceSettings):
         check=at_least(0),
     )
     async_scheduling: bool = setting(
-        True, doc="plan a step while the one before it runs: two steps in flight"
+        True,
+        doc="plan a step while the one before it runs: two steps in flight; with pipeline stages "
+        "there are as many as stages in any case, and no request is in two of them",
     )
     enable_prefix_caching: bool = setting(True, doc="find and share cached prompt prefixes")
     enable_chunked_prefill: bool = setting(

@@ -117,7 +117,9 @@ class WorkerService:
                 raise Aborted("told to stop while loading")
 
         def load() -> Worker:
-            check_configuration(self._settings.model, self._member.membership.size)
+            own, settings = self._member.membership, self._settings
+            sizes = own.tensor_parallel_size, own.pipeline_parallel_size
+            check_configuration(settings.model, *sizes, settings.runner)
             group = self._member.join(checkpoint_reached)
             try:
                 return load_worker(self._settings, checkpoint_reached, group)

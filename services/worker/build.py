@@ -23,6 +23,7 @@ from services.worker.core.kv_cache import (
 from services.worker.core.kv_groups import LayerGroup, group_layers, state_block_sizes
 from services.worker.core.lockstep import Lockstep
 from services.worker.core.model_runner import ModelRunner
+from services.worker.core.pipeline import PipelineStage
 from services.worker.core.pooler import PromptPooler, vector_end
 from services.worker.core.worker import Worker, WorkerDescription
 from services.worker.models.checkpoint import Checkpoint, open_checkpoint
@@ -31,6 +32,7 @@ from services.worker.models.load import load_model, takes_whole_prompts
 from services.worker.models.model import LoadedModel, LoadOptions
 from services.worker.models.pooling_config import PoolingConfig, read_pooling
 from services.worker.parallel.group import Group
+from services.worker.parallel.membership import Membership
 from services.worker.parallel.ranks import ALONE
 from services.worker.platform_choice import (
     is_batch_invariant,
@@ -93,6 +95,7 @@ class _Builder:
         self._settings = settings
         self._checkpoint_reached = checkpoint_reached
         self._group = group
+        self._membership = Membership() if group is None else group.membership
         self._platform = select_platform(settings, checkpoint_reached, group)
         self._ranks = ALONE if group is None else group.ranks_on(self._platform.torch_device)
 
@@ -112,7 +115,8 @@ class _Builder:
         if self._group is not None:
             self._group.require_same(self._in_common(parts, fingerprint))
             every, explain = settings.check_ranks_every_steps, self._group.watch.explain
-            parts = replace(parts, lockstep=Lockstep(ranks, every, explain))
+            lockstep = Lockstep(ranks, every, explain, self._membership.rank)
+            parts = replace(parts, lockstep=lockstep, stage=_stage(self._group, loaded))
         sizing = self._size_kv_cache(parts, groups)
         for line in sizing.explanation.split("; "):
             logger.info("KV cache: %s", line)
@@ -134,8 +138,9 @@ class _Builder:
             max_num_batched_tokens=settings.max_num_batched_tokens,
             kv_cache_sizing=sizing.explanation,
             dtype=_name(loaded.dtype),
-            rank=ranks.rank,
-            world_size=ranks.size,
+            rank=self._membership.rank,
+            world_size=self._membership.size,
+            pipeline_parallel_size=self._membership.pipeline_parallel_size,
             pooler=None if parts.pooler is None else parts.pooler.end.pooler,
         )
         return Worker(self._warm_runner(parts), description)
@@ -176,7 +181,13 @@ class _Builder:
             if self._group is not None:
                 self._group.gather("loaded", "")
 
-        options = LoadOptions(settings.max_model_len, platform.dtype(settings.dtype), pooling)
+        options = LoadOptions(
+            settings.max_model_len,
+            platform.dtype(settings.dtype),
+            pooling,
+            self._membership.stage,
+            self._membership.pipeline_parallel_size,
+        )
         weights = f"the weights ({checkpoint.num_bytes / 2**20:.0f} MiB in their files)"
         with memory_for(weights, "use a machine with more, a smaller dtype, or more ranks"):
             layer_read = self._progress("loading layers")
@@ -189,12 +200,14 @@ class _Builder:
             settings.mamba_cache_mode,
         )
         shape = AttentionShape(
-            loaded.attention,
+            loaded.own_attention,
             platform.default_block_size,
             num_blocks=0,
             dtype=loaded.dtype,
             device=platform.torch_device,
-            groups=tuple(group.layers for group in groups if not group.holds_states),
+            groups=tuple(
+                loaded.own_layers(group.layers) for group in groups if not group.holds_states
+            ),
             states=loaded.states,
             state_groups=tuple(group.layers for group in groups if group.holds_states),
         )
@@ -240,6 +253,7 @@ class _Builder:
             max_model_len=limits.max_model_len,
             max_model_len_asked=settings.max_model_len is not None,
             groups=groups,
+            num_steps_in_flight=max(2, self._membership.pipeline_parallel_size),
         )
         free = self._platform.free_memory(parts)
         memory = KVCacheMemory(settings.num_blocks, settings.kv_cache_memory_bytes, free)
@@ -286,6 +300,16 @@ class _Builder:
 def _prompt_pooler(loaded: LoadedModel, pooling: PoolingConfig) -> PromptPooler:
     end = vector_end(pooling, loaded.hidden_size, takes_whole_prompts=False)
     return PromptPooler(end, loaded.model.compute_logits)
+
+
+def _stage(group: Group, loaded: LoadedModel) -> PipelineStage | None:
+    """This rank's pipeline stage; None if there is one stage."""
+    if group.link is None:
+        return None
+    own = group.membership
+    return PipelineStage(
+        own.stage, own.pipeline_parallel_size, group.link, loaded.hidden_size, loaded.dtype
+    )
 
 
 def _name(dtype: torch.dtype) -> str:

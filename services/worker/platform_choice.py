@@ -18,6 +18,10 @@ from services.worker.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
 
+_STAGES_ON_THE_CPU = (
+    "pipeline stages compute on the CPU alone; set --device cpu, or --pipeline-parallel-size 1"
+)
+
 
 def select_platform(
     settings: WorkerSettings, checkpoint_reached: Callable[[], None], group: Group | None
@@ -30,6 +34,12 @@ def select_platform(
     """
     may_be_cuda = torch.cuda.is_available() and settings.dtype is not DtypeSetting.FLOAT32
     tries_cuda = settings.device is DeviceSetting.AUTO and may_be_cuda
+    if settings.pipeline_parallel_size > 1:
+        if settings.device is DeviceSetting.CUDA:
+            raise UnsuitableDevice(_STAGES_ON_THE_CPU)
+        if tries_cuda:
+            logger.warning("computing on the CPU: %s", _STAGES_ON_THE_CPU)
+            tries_cuda = False
     if group is not None and (tries_cuda or settings.device is DeviceSetting.CUDA):
         select_cuda_device(group.local_ranks, group.membership.rank)
     if settings.device is DeviceSetting.CUDA:

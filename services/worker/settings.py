@@ -106,7 +106,14 @@ class WorkerSettings(ServiceSettings):
     )
     tensor_parallel_size: int | None = setting(
         None,
-        doc="workers that share one model, each a rank of it (default: WORLD_SIZE, else 1)",
+        doc="workers that share each layer of one model, each a rank of it (default: WORLD_SIZE by "
+        "the number of pipeline stages, else 1)",
+        check=between(1, 1024),
+    )
+    pipeline_parallel_size: int = setting(
+        1,
+        doc="stages that the layers of one model are divided into, each of as many workers as "
+        "share a layer",
         check=between(1, 1024),
     )
     rank: int | None = setting(

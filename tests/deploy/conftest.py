@@ -36,6 +36,15 @@ def groups_without_leader_worker_set() -> Values:
     )
 
 
+def stages_of_ranks() -> Values:
+    """Two pipeline stages of two ranks each, on the CPU."""
+    return example(
+        "small",
+        tensorParallel={"size": 2, "leaderWorkerSet": "never"},
+        pipelineParallel={"size": 2},
+    )
+
+
 def render_chart(sets: Mapping[str, Values]) -> dict[str, Rendered]:
     """Renders the chart for values by name, in one process for all of them. Skips the test where
     that is not possible.
@@ -56,7 +65,8 @@ def render_chart(sets: Mapping[str, Values]) -> dict[str, Rendered]:
 def releases() -> dict[str, Rendered]:
     """The chart with the values of each example, and of groups that are no LeaderWorkerSet."""
     sets = {name: example(name) for name in NAMES}
-    return render_chart({**sets, "groups": groups_without_leader_worker_set()})
+    groups = {"groups": groups_without_leader_worker_set(), "stages": stages_of_ranks()}
+    return render_chart(sets | groups)
 
 
 @pytest.fixture(params=[*NAMES, "groups"])

@@ -3,6 +3,8 @@ and no wire.
 """
 
 from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from stepwell.common.v1 import common_pb2
@@ -11,6 +13,7 @@ from services.cli.replay.inprocess_pool import InProcessPool
 from services.common.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
 from services.common.sampling_proto import sampling_from_proto
 from services.scheduler.adapters.converters import (
+    last_token_ids,
     model_runner_output_from_proto,
     scheduler_output_to_proto,
 )
@@ -19,7 +22,9 @@ from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.request import Request
 from services.scheduler.core.scheduler import Scheduler
 from services.worker.adapters.converters import step_from_proto, step_output_to_proto
+from services.worker.core.input_batch import BatchLimits
 from services.worker.core.model_runner import ModelRunner
+from services.worker.core.step import StepInput, StepOutput
 from tests.parity.situations import BLOCK_SIZE, MAX_MODEL_LEN, MAX_TOKENS, Situation, prompts
 
 
@@ -43,8 +48,29 @@ async def generate(
 ) -> Run:
     """Serves all prompts, of which the second half arrives three steps late."""
     runner.reset()
-    groups = pool_groups(runner)
-    num_blocks = min(situation.num_blocks * len(groups), runner.limits.num_blocks)
+
+    def submit(plan: SchedulerOutput) -> Future[StepOutput]:
+        answer: Future[StepOutput] = Future()
+        answer.set_result(runner.execute(step_of(plan)))
+        return answer
+
+    return await serve(
+        submit, runner.limits, situation, sampling, async_scheduling=async_scheduling
+    )
+
+
+async def serve(
+    submit: Callable[[SchedulerOutput], "Future[StepOutput]"],
+    limits: BatchLimits,
+    situation: Situation,
+    sampling: common_pb2.SamplingParams,
+    *,
+    async_scheduling: bool = False,
+    num_stages: int = 1,
+) -> Run:
+    """Serves all prompts with what runs the steps that are submitted, in order."""
+    groups = pool_groups(limits)
+    num_blocks = min(situation.num_blocks * len(groups), limits.num_blocks)
     config = SchedulerConfig(
         max_num_seqs=situation.max_num_seqs,
         max_num_batched_tokens=situation.max_num_batched_tokens,
@@ -53,6 +79,7 @@ async def generate(
         num_blocks=num_blocks,
         groups=tuple(groups),
         async_scheduling=async_scheduling,
+        pipeline_parallel_size=num_stages,
     )
     pool = InProcessPool(config)
     scheduler = Scheduler(config, pool)
@@ -68,7 +95,7 @@ async def generate(
     ]
     for request in requests[:8]:
         scheduler.add(request)
-    in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+    in_flight: deque[tuple[SchedulerOutput, Future[StepOutput]]] = deque()
     late, num_steps = requests[8:], 0
     while scheduler.has_work or in_flight or late:
         if num_steps == 3:
@@ -79,10 +106,11 @@ async def generate(
         if scheduler.has_work:
             plan = await scheduler.schedule()
             pool.core.check()
-            in_flight.append((plan, execute(runner, plan)))
+            in_flight.append((plan, submit(plan)))
             planned = bool(plan.requests)
-        if len(in_flight) > async_scheduling or not planned:
-            scheduler.update_from_output(*in_flight.popleft())
+        if len(in_flight) >= config.num_steps_in_flight or not planned:
+            done, answer = in_flight.popleft()
+            scheduler.update_from_output(done, output_of(answer.result()))
     return Run(
         [request.token_ids[request.num_prompt_tokens :] for request in requests],
         scheduler.num_preemptions,
@@ -90,9 +118,8 @@ async def generate(
     )
 
 
-def pool_groups(runner: ModelRunner) -> list[KVCacheGroup]:
-    """The runner's KV-cache groups, as the pool is told of them."""
-    limits = runner.limits
+def pool_groups(limits: BatchLimits) -> list[KVCacheGroup]:
+    """A runner's KV-cache groups, as the pool is told of them."""
     attending = [
         KVCacheGroup(AttentionType.FULL, BLOCK_SIZE)
         if window is None
@@ -109,9 +136,16 @@ def pool_groups(runner: ModelRunner) -> list[KVCacheGroup]:
     ]
 
 
-def execute(runner: ModelRunner, plan: SchedulerOutput) -> ModelRunnerOutput:
-    """Runs a step as the worker would that gets it over the wire."""
-    step = step_from_proto(scheduler_output_to_proto(plan, generation=1, traceparent=""))
+def step_of(plan: SchedulerOutput, num_stages: int = 1) -> StepInput:
+    """A step as the worker gets it over the wire."""
+    message = scheduler_output_to_proto(plan, generation=1, traceparent="")
+    if num_stages > 1:
+        message.last_token_ids = last_token_ids(plan)
+    return step_from_proto(message)
+
+
+def output_of(output: StepOutput) -> ModelRunnerOutput:
+    """A worker's output as the scheduler gets it over the wire."""
     return model_runner_output_from_proto(
-        step_output_to_proto(runner.execute(step), queue_nanos=0, execute_nanos=0)
+        step_output_to_proto(output, queue_nanos=0, execute_nanos=0)
     )

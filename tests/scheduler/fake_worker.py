@@ -40,6 +40,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         fingerprint: bytes = b"f" * 32,
         rank: int = 0,
         world_size: int = 1,
+        pipeline_parallel_size: int = 1,
         groups: Sequence[common_pb2.KVCacheGroup] = (FULL,),
         drop_last_hit_block: bool = False,
         tracing: Tracing | None = None,
@@ -60,6 +61,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             max_num_batched_tokens=max_num_batched_tokens,
             rank=rank,
             world_size=world_size,
+            pipeline_parallel_size=pipeline_parallel_size,
         )
         self.steps: list[worker_pb2.ExecuteRequest] = []
         self.nan_rows: frozenset[int] = frozenset()
@@ -128,6 +130,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             ],
             unpack_token_ids(step.block_ids_to_zero),
         )
+        per_stage = self.description.world_size // self.description.pipeline_parallel_size
+        if self.description.rank < self.description.world_size - per_stage:
+            tokens = [[] for _ in tokens]  # only the last pipeline stage samples
         if self._tracing is not None and step.traceparent:
             self._tracing.child(
                 names.SPAN_WORKER_EXECUTE, step.traceparent, kind=SpanKind.SERVER

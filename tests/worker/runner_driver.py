@@ -19,11 +19,15 @@ from services.worker.core.input_batch import BatchLimits
 from services.worker.core.kv_groups import group_layers, state_block_sizes
 from services.worker.core.lockstep import Lockstep
 from services.worker.core.model_runner import ModelRunner
+from services.worker.core.pipeline import PipelineStage, StagedModel
 from services.worker.core.step import AppendedBlocks, NewRequest, StepInput, StepOutput
+from services.worker.core.worker import StepRunner
 from services.worker.models.checkpoint import open_checkpoint
 from services.worker.models.config import DtypeSetting
 from services.worker.models.load import load_model
 from services.worker.models.model import LoadOptions, Model
+from services.worker.parallel.group import Group
+from services.worker.parallel.membership import Membership
 from services.worker.parallel.ranks import ALONE, Ranks
 from services.worker.platforms.cpu_kernels import KernelsSetting, select_kernels
 from services.worker.sampling.logprobs import LogprobRows
@@ -50,12 +54,16 @@ def build_runner(
     batch_invariant: bool = True,
     ranks: Ranks = ALONE,
     lockstep: Lockstep | None = None,
+    group: Group | None = None,
     around: Callable[[Model, PagedAttention], tuple[Model, PagedAttention]] | None = None,
     mamba_cache_mode: MambaCacheMode = MambaCacheMode.ALIGN,
 ) -> ModelRunner:
     """A runner over the model in a directory, or one rank of it. `keeps_tokens_on_device`: sampled
-    tokens stay where logits are, as on CUDA. `around` may wrap model and attention.
+    tokens stay where logits are, as on CUDA. `group`: of which this is a rank, in one of its
+    pipeline stages. `around` may wrap model and attention.
     """
+    own = Membership() if group is None else group.membership
+    ranks = ranks if group is None else group.ranks
     kernels = select_kernels(
         kernels_setting,
         default_cache_directory(),
@@ -64,16 +72,17 @@ def build_runner(
     )
     checkpoint = open_checkpoint(directory)
     asked = DtypeSetting.BFLOAT16 if dtype is torch.bfloat16 else DtypeSetting.FLOAT32
-    options = LoadOptions(MAX_MODEL_LEN, asked)
+    options = LoadOptions(MAX_MODEL_LEN, asked, None, own.stage, own.pipeline_parallel_size)
     loaded = load_model(checkpoint, options, kernels, lambda *_: None, ranks)
+    link = None if group is None else group.link
     windows = [layer.window for layer in loaded.attention]
     groups = group_layers(windows, len(loaded.states), mamba_cache_mode)
     shape = AttentionShape(
-        loaded.attention,
+        loaded.own_attention,
         block_size,
         num_blocks,
         dtype,
-        groups=tuple(group.layers for group in groups if not group.holds_states),
+        groups=tuple(loaded.own_layers(group.layers) for group in groups if not group.holds_states),
         states=loaded.states,
         state_groups=tuple(group.layers for group in groups if group.holds_states),
     )
@@ -92,8 +101,19 @@ def build_runner(
     model = loaded.model
     if around is not None:
         model, attention = around(model, attention)
+    stage = None
+    if link is not None:
+        place = own.stage, own.pipeline_parallel_size
+        stage = PipelineStage(*place, link, loaded.hidden_size, dtype)
+        model = StagedModel(model, stage)
     return ModelRunner(
-        model, attention, limits, device_tokens=device_tokens, lockstep=lockstep, states=states
+        model,
+        attention,
+        limits,
+        device_tokens=device_tokens,
+        lockstep=lockstep,
+        stage=stage,
+        states=states,
     )
 
 
@@ -145,7 +165,7 @@ class Driver:
 
     def __init__(
         self,
-        runner: ModelRunner,
+        runner: StepRunner,
         *,
         block_size: int,
         num_blocks: int,
@@ -189,6 +209,12 @@ class Driver:
                 appended_blocks=tuple(appended(*of_group) for of_group in grown)
                 if any(grown)
                 else (),
+                last_token_ids=ints(
+                    *(
+                        request.tokens[request.num_computed + count - 1]
+                        for request, count in scheduled
+                    )
+                ),
             )
         )
         self._step += 1

@@ -37,6 +37,21 @@ def scheduler_output_to_proto(
     )
 
 
+def last_token_ids(plan: SchedulerOutput) -> bytes:
+    """The last of each request's scheduled tokens, packed. With pipeline stages all of them are
+    known: no request is planned whose token is in flight.
+    """
+    counts = zip(plan.requests, plan.num_computed_tokens, plan.num_scheduled_tokens, strict=True)
+    return pack_token_ids(
+        [request.token_ids[computed + scheduled - 1] for request, computed, scheduled in counts]
+    )
+
+
+def num_stages(description: worker_pb2.DescribeResponse) -> int:
+    """The pipeline stages of a worker's model."""
+    return description.pipeline_parallel_size or 1
+
+
 def model_runner_output_from_proto(response: worker_pb2.ExecuteResponse) -> ModelRunnerOutput:
     """The output of a step."""
     return ModelRunnerOutput(

@@ -13,6 +13,7 @@ from services.common.kv_cache_groups_proto import kv_cache_group_from_proto
 from services.common.lease import Taken
 from services.common.pooling import Pooler
 from services.common.pooling_proto import pooler_from_proto
+from services.scheduler.adapters.converters import num_stages
 from services.scheduler.adapters.pool_client import PoolClient
 from services.scheduler.adapters.worker_client import WorkerGroup
 from services.scheduler.core.config import SchedulerConfig
@@ -36,6 +37,11 @@ class ReplicaShape:
     def block_size(self) -> int:
         """Tokens per block, of every group but those of states that each step overwrites."""
         return self.description.groups[0].block_size
+
+    @property
+    def pipeline_parallel_size(self) -> int:
+        """Stages that the model is divided into."""
+        return num_stages(self.description)
 
     @property
     def pooler(self) -> Pooler | None:
@@ -175,6 +181,10 @@ def _require_same(before: ReplicaShape, after: ReplicaShape) -> None:
     if _conflict(after.description, before.description) is not None:
         raise FailedPrecondition(
             "the worker came back with other groups of layers: restart the scheduler"
+        )
+    if after.pipeline_parallel_size != before.pipeline_parallel_size:
+        raise FailedPrecondition(
+            "the worker came back with another number of pipeline stages: restart the scheduler"
         )
     if after.num_blocks < before.num_blocks:
         raise FailedPrecondition(

@@ -24,6 +24,7 @@ def scheduler_config(settings: SchedulerSettings, shape: ReplicaShape) -> Schedu
     pool does not hold even the shortest, or if states would have to be cached and cannot be.
     """
     built, whole = shape.description, shape.takes_whole_prompts
+    num_stages = shape.pipeline_parallel_size
     config = SchedulerConfig(
         max_num_seqs=built.max_num_seqs,
         max_num_batched_tokens=built.max_num_batched_tokens,
@@ -32,7 +33,9 @@ def scheduler_config(settings: SchedulerSettings, shape: ReplicaShape) -> Schedu
         num_blocks=shape.num_blocks,
         fingerprint=built.fingerprint,
         policy=settings.policy,
-        async_scheduling=settings.async_scheduling,
+        # The first stage does not know the token before the scheduler does.
+        async_scheduling=settings.async_scheduling and num_stages == 1,
+        pipeline_parallel_size=num_stages,
         enable_prefix_caching=settings.enable_prefix_caching and not whole,
         enable_chunked_prefill=settings.enable_chunked_prefill and not whole,
         pooling=shape.pooler is not None,

@@ -14,11 +14,15 @@ from services.scheduler.core.ports import WorkersLost
 
 
 class SentStep:
-    """A step that was sent. `output` resolves when the last rank has answered: the answers of all
-    ranks are equal, and the last one is used. It fails if a rank is lost or late.
+    """A step that was sent. `output` resolves when every rank has answered, with the answer of the
+    last one in rank order: it is of the last pipeline stage, and those of the others there are
+    equal. It fails if a rank is lost or late.
     """
 
-    __slots__ = ("_missing", "_steps", "allowed_seconds", "number", "output", "size")
+    __slots__ = (
+        *("_missing", "_other_nanos", "_response", "_steps"),
+        *("allowed_seconds", "number", "output", "size"),
+    )
 
     def __init__(
         self, steps: "StepsInFlight", number: int, size: int, allowed_seconds: float
@@ -29,14 +33,21 @@ class SentStep:
         self.output: asyncio.Future[ModelRunnerOutput] = asyncio.get_running_loop().create_future()
         self._steps = steps
         self._missing = set(steps.ranks)
+        self._response: worker_pb2.ExecuteResponse | None = None
+        self._other_nanos = 0
+        """For how long other ranks than the last one computed, together."""
 
     def answered(self, rank: str, response: worker_pb2.ExecuteResponse) -> None:
         """Notes the answer of a rank."""
         self._missing.discard(rank)
+        if rank == self._steps.ranks[-1]:
+            self._response = response
+        else:
+            self._other_nanos += response.execute_nanos
         if not self._missing:
             self._steps.done(self)
-            if not self.output.done():  # it may have been cancelled
-                self._resolve(response)
+            if self._response is not None and not self.output.done():  # it may be cancelled
+                self._resolve(self._response)
 
     def overdue(self) -> None:
         """Fails the step because its time is over."""
@@ -54,6 +65,9 @@ class SentStep:
             self.output.exception()  # asyncio logs exceptions that are not retrieved
 
     def _resolve(self, response: worker_pb2.ExecuteResponse) -> None:
+        if (num_stages := self._steps.num_stages) > 1:
+            whole, num_ranks = response.execute_nanos + self._other_nanos, len(self._steps.ranks)
+            response.execute_nanos = whole * num_stages // num_ranks
         try:
             self.output.set_result(model_runner_output_from_proto(response))
         except ValueError as error:  # bytes that are not an array
@@ -62,11 +76,13 @@ class SentStep:
 
 class StepsInFlight:
     """The steps of all ranks, oldest first. They run one after the other: the time of a step
-    begins when the step before it is done.
+    begins when the step before it is done. `num_stages`: pipeline stages, whose times add up to
+    that of a step.
     """
 
     def __init__(self, ranks: Iterable[str], deadlines: Deadlines) -> None:
         self.ranks = tuple(ranks)
+        self.num_stages = 1
         self._deadlines = deadlines
         self._steps: deque[SentStep] = deque()
         self._alarm = Alarm(self._overdue)

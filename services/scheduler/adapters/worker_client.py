@@ -11,7 +11,11 @@ from stepwell.common.v1 import common_pb2
 from stepwell.worker.v1 import worker_pb2, worker_pb2_grpc
 
 from services.common.status import from_peer
-from services.scheduler.adapters.converters import scheduler_output_to_proto
+from services.scheduler.adapters.converters import (
+    last_token_ids,
+    num_stages,
+    scheduler_output_to_proto,
+)
 from services.scheduler.adapters.steps_in_flight import SentStep, StepsInFlight
 from services.scheduler.core.deadlines import Deadlines
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
@@ -113,6 +117,7 @@ class WorkerGroup:
     async def describe(self) -> list[worker_pb2.DescribeResponse]:
         """What each rank runs, in rank order. Raises StepwellError if one cannot be reached."""
         ranks = list(await asyncio.gather(*(rank.describe() for rank in self._ranks)))
+        self._steps.num_stages = num_stages(ranks[0])
         incarnations = [rank.incarnation for rank in ranks]
         if incarnations != self._incarnations:
             # A new process may compile or allocate in the first steps of each size.
@@ -150,6 +155,8 @@ class WorkerGroup:
         self, plan: SchedulerOutput, traceparent: str = ""
     ) -> asyncio.Future[ModelRunnerOutput]:
         request = scheduler_output_to_proto(plan, self._generation, traceparent)
+        if self._steps.num_stages > 1:
+            request.last_token_ids = last_token_ids(plan)
         return await self._send(request, plan.num_tokens, self._deadlines.seconds(plan.num_tokens))
 
     async def _send(

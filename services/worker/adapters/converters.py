@@ -49,6 +49,7 @@ def step_from_proto(message: worker_pb2.ExecuteRequest) -> StepInput:
         block_ids_to_zero=_array(message.block_ids_to_zero, "block_ids_to_zero"),
         copy_sources=_array(message.copy_sources, "copy_sources"),
         copy_targets=_array(message.copy_targets, "copy_targets"),
+        last_token_ids=_array(message.last_token_ids, "last_token_ids"),
     )
 
 

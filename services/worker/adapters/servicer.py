@@ -89,7 +89,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._seen_generation = max(self._seen_generation, first.generation)
         if self._stream is not None:
             self._stream.end(Aborted("a newer stream took the worker over"))
-        tracer = StepTracer(self._tracing, worker.description.rank)
+        description = worker.description
+        tracer = StepTracer(self._tracing, description.rank, description.pipeline_stage)
         self._metrics.stream_opened()
         stream = self._stream = _StepStream(worker.runner, self._compute, tracer, self._metrics)
         try:
@@ -257,7 +258,8 @@ class _StepStream:
         return output
 
     def _answer(self, pending: _PendingStep, output: StepOutput) -> worker_pb2.ExecuteResponse:
-        arrived, started, ended = pending.arrived_nanos, pending.started_nanos, pending.ended_nanos
+        arrived, ended = pending.arrived_nanos, pending.ended_nanos
+        started = pending.started_nanos + output.waited_nanos
         epoch = time.time_ns() - time.perf_counter_ns()
         times = StepTimes(epoch + arrived, epoch + started, epoch + ended)
         self._tracer.record(pending.message.traceparent, pending.step, times)

@@ -20,14 +20,20 @@ class StepTimes:
 
 
 class StepTracer:
-    """Turns sampled steps of one stream into spans `worker.execute`."""
+    """Turns sampled steps of one stream into spans `worker.execute`. `stage`: the worker's pipeline
+    stage; None if there is one stage.
+    """
 
-    def __init__(self, tracing: Tracing, rank: int) -> None:
+    def __init__(self, tracing: Tracing, rank: int, stage: int | None = None) -> None:
         self._tracing = tracing
-        self._rank = rank
+        self._place = {names.ATTR_RANK: rank}
+        if stage is not None:
+            self._place[names.ATTR_PIPELINE_STAGE] = stage
 
     def record(self, traceparent: str, step: StepInput, times: StepTimes) -> None:
-        """Records a step that was run; until it was started it waited for the one before."""
+        """Records a step that was run; until it was started it waited for the one before, and for
+        the pipeline stage before.
+        """
         if not traceparent or not self._tracing.enabled:
             return
         parent = sampled_parent(traceparent)
@@ -43,7 +49,7 @@ class StepTracer:
             attributes={
                 names.ATTR_STEP: step.step,
                 names.ATTR_GENERATION: step.generation,
-                names.ATTR_RANK: self._rank,
+                **self._place,
                 names.ATTR_NUM_REQUESTS: len(step.rows),
                 names.ATTR_NUM_SCHEDULED_TOKENS: int(step.num_scheduled_tokens.sum()),
             },

@@ -85,12 +85,15 @@ class LayerWeights:
 class DecoderWeights:
     """The weights of a decoder: `embedding` [vocab_size, hidden_size], the layers, the `norm` after
     the last of them, and `head`, which projects to the vocabulary.
+
+    Of a pipeline stage that is not the first, the embedding has no rows; of one that is not the
+    last, norm and head are None.
     """
 
     embedding: torch.Tensor
     layers: tuple[LayerWeights, ...]
-    norm: torch.Tensor
-    head: Linear
+    norm: torch.Tensor | None
+    head: Linear | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +121,9 @@ class FusedDecoder(Protocol):
         embedded: torch.Tensor | None,
         wanted: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Token ids, int64 [n] -> normalized hidden states [n, hidden_size] and the logits of the
-        wanted rows, in float32: see Model.forward. `embedded` [n, hidden_size], unless None,
-        replaces the embeddings of the ids.
+        """Token ids, int64 [n] -> hidden states [n, hidden_size], normalized if there is a norm,
+        and the logits of the wanted rows, in float32, if there is a head: see Model.forward.
+        `embedded` [n, hidden_size], unless None, replaces the embeddings of the ids.
         """
 
 

@@ -22,9 +22,11 @@ class _Embeds:
 
 
 class EmbeddedPrompts:
-    """The embeddings of each row whose prompt has them: those of its first tokens."""
+    """The embeddings of each row whose prompt has them: those of its first tokens. Without a model,
+    as in a later pipeline stage, they are ignored.
+    """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model | None) -> None:
         self._model = model
         self._embeds: dict[int, _Embeds] = {}
 
@@ -39,7 +41,7 @@ class EmbeddedPrompts:
         than those of the prompt that are not computed.
         """
         found: dict[int, _Embeds] = {}
-        if not step.new_requests:
+        if not step.new_requests or self._model is None:
             return found
         computed = dict(zip(step.rows.tolist(), step.num_computed_tokens.tolist(), strict=False))
         for request in step.new_requests:
@@ -55,7 +57,8 @@ class EmbeddedPrompts:
                     field=name,
                 )
             if embeds is not None:
-                found[request.row] = _Embeds(begin, end, self._to_tensor(embeds, device))
+                matrix = _to_tensor(embeds, self._model, device)
+                found[request.row] = _Embeds(begin, end, matrix)
         return found
 
     def replace(self, step: StepInput, entering: dict[int, _Embeds]) -> None:
@@ -67,7 +70,7 @@ class EmbeddedPrompts:
     def of_step(self, tokens: StepTokens, token_ids: torch.Tensor) -> torch.Tensor | None:
         """Embeddings [num_tokens, hidden_size] of a step; None if all are those of token ids."""
         embedded: torch.Tensor | None = None
-        if not self._embeds:
+        if not self._embeds or self._model is None:
             return embedded
         columns = (tokens.rows, tokens.first_tokens, tokens.num_computed_tokens, tokens.seq_lens)
         for row, first, computed, end in zip(*(x.tolist() for x in columns), strict=True):
@@ -80,9 +83,11 @@ class EmbeddedPrompts:
             embedded[first : first + count] = given.matrix[begin : begin + count]
         return embedded
 
-    def _to_tensor(self, embeds: PromptEmbeds, device: torch.device) -> torch.Tensor:
-        like = self._model.embed(torch.zeros(1, dtype=torch.int64, device=device))
-        embeds.check(like.shape[1])
-        numbers = np.frombuffer(embeds.data, np.uint8).copy()
-        matrix = torch.from_numpy(numbers).view(getattr(torch, embeds.dtype.name.lower()))
-        return matrix.view(embeds.num_tokens, -1).to(like)
+
+def _to_tensor(embeds: PromptEmbeds, model: Model, device: torch.device) -> torch.Tensor:
+    """The embeddings, in the model's data type. Raises InvalidArgument for another width."""
+    like = model.embed(torch.zeros(1, dtype=torch.int64, device=device))
+    embeds.check(like.shape[1])
+    numbers = np.frombuffer(embeds.data, np.uint8).copy()
+    matrix = torch.from_numpy(numbers).view(getattr(torch, embeds.dtype.name.lower()))
+    return matrix.view(embeds.num_tokens, -1).to(like)

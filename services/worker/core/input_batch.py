@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from services.common.sampling import SamplingParams
+from services.worker.core.errors import InvalidStep
 from services.worker.core.step import Int32Array, NewRequest, StepInput
 from services.worker.core.step_check import StepCheck
 
@@ -109,13 +110,24 @@ class InputBatch:
                 self._grow(group, row, appended.block_ids[first : first + count])
                 first += count
 
+    def place_last_tokens(self, step: StepInput) -> None:
+        """Writes the last of each request's scheduled tokens, where others sample. Raises
+        InvalidStep if the step does not have them.
+        """
+        if len(step.last_token_ids) != len(step.rows):
+            name = "last_token_ids"
+            problem = "a pipeline stage that does not sample must be sent each request's last token"
+            raise InvalidStep(f"step {step.step}: {name}: {problem}", field=name)
+        ends = step.num_computed_tokens + step.num_scheduled_tokens
+        self.token_ids[step.rows, ends - 1] = step.last_token_ids
+
     def append_one(self, rows: Int32Array, token_ids: Int32Array) -> None:
         """Adds one sampled token to each of some requests."""
         self.token_ids[rows, self.num_tokens[rows]] = token_ids
         self.num_tokens[rows] += 1
 
     def append_unknown(self, rows: Int32Array) -> None:
-        """Counts one more token of each of these requests, whose id the device alone knows."""
+        """Counts one more token of each of these requests, whose id is not known here yet."""
         self.num_tokens[rows] += 1
 
     def _enter(self, request: NewRequest) -> None:

@@ -12,7 +12,6 @@ from services.worker.core.errors import KVCacheTooSmall
 from services.worker.core.kv_groups import LayerGroup
 
 _NULL_BLOCKS = 1
-_STEPS_IN_FLIGHT = 2  # an asynchronous scheduler plans one while another is computed
 _SHORTEST_SEQUENCE = 2
 _MIB = 2**20
 
@@ -21,7 +20,8 @@ _MIB = 2**20
 class KVCacheDemand:
     """What the cache must hold. `max_model_len_asked`: whether the length is set by the operator.
 
-    `bytes_per_block`: of all pages of a block.
+    `bytes_per_block`: of all pages of a block. `num_steps_in_flight`: 2, since an asynchronous
+    scheduler plans one step while another is computed, or one for each of more pipeline stages.
     """
 
     bytes_per_block: int
@@ -31,6 +31,7 @@ class KVCacheDemand:
     max_model_len: int
     max_model_len_asked: bool
     groups: tuple[LayerGroup, ...]
+    num_steps_in_flight: int = 2
 
     @property
     def most_blocks(self) -> int:
@@ -39,9 +40,10 @@ class KVCacheDemand:
 
     def blocks_of(self, num_tokens: int) -> int:
         """Most blocks that a sequence of so many tokens holds at once, over all groups."""
+        num_steps = self.num_steps_in_flight
         return sum(
             group.kv_cache_group(self.block_size, self.max_model_len).max_held_blocks(
-                num_tokens, _STEPS_IN_FLIGHT * self.max_num_batched_tokens, _STEPS_IN_FLIGHT
+                num_tokens, num_steps * self.max_num_batched_tokens, num_steps
             )
             for group in self.groups
         )

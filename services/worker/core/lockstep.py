@@ -39,9 +39,15 @@ class Lockstep:
     """
 
     def __init__(
-        self, ranks: Ranks, check_every_steps: int, explain: Callable[[GroupBroken], GroupBroken]
+        self,
+        ranks: Ranks,
+        check_every_steps: int,
+        explain: Callable[[GroupBroken], GroupBroken],
+        rank: int | None = None,
     ) -> None:
+        """`rank`: by which an error names this one; by default its place among `ranks`."""
         self._ranks = ranks
+        self._rank = ranks.rank if rank is None else rank
         self._check_every_steps = check_every_steps
         self._explain = explain
         self._generation: int | None = None
@@ -64,7 +70,7 @@ class Lockstep:
             raise self._explain(error) from error
         except Exception as error:
             line = (str(error).splitlines() or [""])[0]
-            failed = GroupBroken(f"step {step.step} failed on rank {self._ranks.rank}: {line}")
+            failed = GroupBroken(f"step {step.step} failed on rank {self._rank}: {line}")
             raise self._explain(failed) from error
         if self._current is not None:
             self._current.output = output
@@ -111,7 +117,7 @@ class _Checked:
             *(step.rows, step.num_scheduled_tokens, step.num_computed_tokens),
             *(step.removed_rows, step.block_ids_to_zero),
             *(step.copy_sources, step.copy_targets),
-            *(step.num_draft_tokens, step.draft_token_ids),
+            *(step.num_draft_tokens, step.draft_token_ids, step.last_token_ids),
             *(request.token_ids for request in step.new_requests),
             *(table for request in step.new_requests for table in request.block_tables),
             *(appended.block_ids for appended in step.appended_blocks),

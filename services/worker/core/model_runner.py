@@ -15,6 +15,7 @@ proposed with certainty.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -25,9 +26,11 @@ from services.worker.backends.hybrid_cache import HybridCache
 from services.worker.core.decode_buckets import DecodeBuckets
 from services.worker.core.device_tokens import DeviceTokens, PendingOutput
 from services.worker.core.embedded_prompts import EmbeddedPrompts
+from services.worker.core.errors import InvalidStep
 from services.worker.core.input_batch import BatchLimits, InputBatch
 from services.worker.core.layout import SamplingRequests, StepTokens, lay_out
 from services.worker.core.lockstep import Lockstep
+from services.worker.core.pipeline import PipelineStage
 from services.worker.core.pooler import PromptPooler
 from services.worker.core.sampled import Sampled
 from services.worker.core.step import Int32Array, StepInput, StepOutput
@@ -45,7 +48,8 @@ class ModelRunner:
     `device_tokens`: keeps sampled tokens on the device, so that `begin` does not wait for them.
     `buckets`: run steps that consist of decodes. `lockstep`: runs each step together with the other
     ranks. `pooler`: prompts are pooled, and nothing is sampled. `states`: the same as `attention`
-    where layers are recurrent, whose states are copied from block to block.
+    where layers are recurrent, whose states are copied from block to block. `stage`: the model is a
+    pipeline stage of a larger one, and a StagedModel.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class ModelRunner:
         lockstep: Lockstep | None = None,
         pooler: PromptPooler | None = None,
         states: HybridCache | None = None,
+        stage: PipelineStage | None = None,
     ) -> None:
         self._model = model
         self._attention = attention
@@ -68,8 +73,10 @@ class ModelRunner:
         self._lockstep = lockstep
         self._pooler = pooler
         self._states = states
+        self._stage = stage
+        self._samples = pooler is None and (stage is None or stage.is_last)
         self._batch = InputBatch(limits)
-        self._embedded = EmbeddedPrompts(model)
+        self._embedded = EmbeddedPrompts(model if stage is None or stage.is_first else None)
         self._sampler = Sampler(limits.max_num_seqs, limits.vocab_size)
         self._generation: int | None = None
         self._num_prompt_logprobs: dict[int, int] = {}
@@ -103,9 +110,27 @@ class ModelRunner:
 
         Raises InvalidArgument for an invalid step, with the batch unchanged, and as Lockstep does.
         """
+        begin = self._begin if self._stage is None else self._begin_stage
         if self._lockstep is not None:
-            return self._lockstep.run(step, self._begin)
-        return self._begin(step)
+            return self._lockstep.run(step, begin)
+        return begin(step)
+
+    def _begin_stage(self, step: StepInput) -> StepOutput | PendingOutput:
+        """Runs a pipeline stage's part of a step."""
+        stage = self._stage
+        if stage is None:
+            raise AssertionError("the model is not a pipeline stage")
+        if len(step.draft_token_ids):
+            name = "num_draft_tokens"
+            problem = "drafts are not verified by pipeline stages"
+            raise InvalidStep(f"step {step.step}: {name}: {problem}", field=name)
+        stage.begin(step)
+        output = self._begin(step)
+        if not len(step.rows):
+            stage.skip()
+        elif isinstance(output, StepOutput):
+            output = replace(output, waited_nanos=stage.waited_nanos)
+        return output
 
     def _begin(self, step: StepInput) -> StepOutput | PendingOutput:
         if step.generation != self._generation:
@@ -120,6 +145,8 @@ class ModelRunner:
             empty = np.empty(0, np.int32)
             return StepOutput(step.generation, step.step, empty, empty)
         self._place_drafts(step)
+        if self._stage is not None and not self._samples:
+            self._batch.place_last_tokens(step)
         tokens = lay_out(step, self._batch)
         num_tokens = self._batch.num_tokens[tokens.rows]
         token_ids = self._device.upload(tokens.token_ids)
@@ -130,6 +157,9 @@ class ModelRunner:
         if self._device_tokens is not None:
             self._device_tokens.fill_in(token_ids, step, tokens, num_tokens)
         logits, logits_of = self._forward(tokens, token_ids, sampling.logits_indices)
+        if not self._samples:
+            self._batch.append_unknown(tokens.rows[sampling.requests])
+            return Sampled().output(step, {})
         prompt = self._prompt_logprobs(tokens, logits_of)
         return self._sample(step, tokens, sampling, logits, prompt)
 
@@ -141,6 +171,7 @@ class ModelRunner:
         self._embedded.replace(step, embedded)
         if self._pooler is not None:
             self._pooler.update(step)
+        if not self._samples:
             return
         for row in step.removed_rows.tolist():
             self._sampler.remove(row)

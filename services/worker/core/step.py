@@ -57,7 +57,9 @@ class StepInput:
     after the other from `copy_sources[i]` to `copy_targets[i]`, the tokens of `rows` are computed.
     `num_scheduled_tokens`, `num_computed_tokens` and `num_draft_tokens` are parallel to `rows`; the
     last is empty if the step has no drafts. Draft tokens are the last of a request's scheduled
-    tokens. If the generation is another than that of the step before, batch and cache start empty.
+    tokens. `last_token_ids` is parallel too, or empty: the last of each request's scheduled tokens,
+    for pipeline stages that do not sample. If the generation is another than that of the step
+    before, batch and cache start empty.
     """
 
     generation: int
@@ -73,6 +75,7 @@ class StepInput:
     block_ids_to_zero: Int32Array = field(default_factory=no_ints)
     copy_sources: Int32Array = field(default_factory=no_ints)
     copy_targets: Int32Array = field(default_factory=no_ints)
+    last_token_ids: Int32Array = field(default_factory=no_ints)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,8 @@ class StepOutput:
 
     `num_tokens[i]` of the concatenated `token_ids` belong to request i. `logprobs`: by index of the
     request. `nan_requests`: indexes of requests whose logits held NaN. `pooled`: vectors, float32,
-    of the requests whose prompt the step computed to its end, by index.
+    of the requests whose prompt the step computed to its end, by index. `waited_nanos`: for how
+    long it waited for the pipeline stage before.
     """
 
     generation: int
@@ -101,3 +105,4 @@ class StepOutput:
     logprobs: dict[int, RequestLogprobs] = field(default_factory=dict)
     nan_requests: Int32Array = field(default_factory=no_ints)
     pooled: dict[int, npt.NDArray[np.float32]] = field(default_factory=dict)
+    waited_nanos: int = 0

@@ -97,6 +97,10 @@ class StepCheck:
         self._require(len(rows) == count, "rows", "a row is named twice")
         missing = sorted(rows - self._in_use)
         self._require(not missing, "rows", f"row {missing[:1]} is not in use")
+        if len(step.last_token_ids):
+            name, given = "last_token_ids", len(step.last_token_ids)
+            self._require(given == count, name, f"{given} entries for {count} rows")
+            self._check_token_ids(step.last_token_ids, name)
         if len(step.num_draft_tokens) or len(step.draft_token_ids):
             self._check_drafts()
         self._check_requests()

@@ -54,7 +54,15 @@ class WorkerDescription:
     dtype: str
     rank: int = 0
     world_size: int = 1
+    pipeline_parallel_size: int = 1
     pooler: Pooler | None = None
+
+    @property
+    def pipeline_stage(self) -> int | None:
+        """This rank's pipeline stage, from 0; None if there is one stage."""
+        if self.pipeline_parallel_size == 1:
+            return None
+        return self.rank * self.pipeline_parallel_size // self.world_size
 
 
 @dataclass(frozen=True, slots=True)

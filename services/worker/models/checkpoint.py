@@ -125,6 +125,11 @@ class TensorReader:
         self._sizes: list[int] = []
 
     @property
+    def device(self) -> torch.device:
+        """Where tensors are read to."""
+        return self._checkpoint.device
+
+    @property
     def num_bytes(self) -> int:
         """The number of bytes read so far, in the stored data types."""
         return sum(self._sizes)

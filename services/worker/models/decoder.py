@@ -1,5 +1,8 @@
 """The decoder of all native architectures: attention and gated MLPs, each behind a norm.
 
+It may be a pipeline stage: then `config` has the stage's layers, and tokens enter a later stage as
+the hidden states that the stage before gave, which are the residual stream between two layers.
+
 Architectures differ in their weights (biases, query-key norms, norms of outputs, experts) and in
 their configuration (windows, scales, caps): see ModelConfig. The projections of queries, keys and
 values are one matrix, as are those of gate and up.
@@ -30,6 +33,7 @@ class Decoder:
         self._weights = weights
         self._kernels = kernels
         self._norms = [*(layer.input_norm for layer in weights.layers), weights.norm]
+        """The norm before each layer, and after the last one, where the last stage has it."""
         dtype, device = weights.embedding.dtype, weights.embedding.device
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         ropes = list(dict.fromkeys(layer.rope for layer in config.layers))
@@ -58,17 +62,23 @@ class Decoder:
         embedded: torch.Tensor | None = None,
         wanted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See Model; hidden states are normalized. The layers compute padded rows too."""
+        """See Model; hidden states are normalized, but those of a stage that is not the last are
+        not. The layers compute padded rows too.
+        """
         if self._fused is not None and self._fused.accepts(attention):
             hidden, logits = self._fused(token_ids, attention, embedded, wanted)
             return hidden, None if logits is None else self._capped(logits)
         hidden = self._through_layers(token_ids, positions, attention, embedded)
+        if self._weights.head is None:
+            return hidden, None
         return hidden, wanted_logits(self, hidden, wanted)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        num_rows = len(hidden)
+        num_rows, head = len(hidden), self._weights.head
+        if head is None:
+            raise AssertionError("a stage that is not the last has no head")
         padded = F.pad(hidden, (0, 0, 0, self._kernels.padded_rows(num_rows) - num_rows))
-        return self._capped(self._weights.head.full(padded)[:num_rows])
+        return self._capped(head.full(padded)[:num_rows])
 
     def _capped(self, logits: torch.Tensor) -> torch.Tensor:
         cap = self._config.logits_softcap
@@ -91,14 +101,17 @@ class Decoder:
             residual = self.embed(F.pad(token_ids, padding))
         else:
             residual = F.pad(embedded, (0, 0, *padding))
-        hidden = kernels.rms_norm(residual, self._norms[0], epsilon)
+        hidden = kernels.rms_norm(residual, self._weights.layers[0].input_norm, epsilon)
         for index, layer in enumerate(self._weights.layers):
             rotation = rotations[self._rope_of[index]]
             update = self._attend(index, layer, hidden, rotation, attention)
             update = self._normalized(update, layer.attention_output_norm)
             hidden = kernels.add_rms_norm(residual, update, layer.mlp_norm, epsilon)
             update = self._normalized(layer.mlp(hidden, num_tokens), layer.mlp_output_norm)
-            hidden = kernels.add_rms_norm(residual, update, self._norms[index + 1], epsilon)
+            norm = self._norms[index + 1]
+            if norm is None:
+                return residual.add_(update)[:num_tokens]
+            hidden = kernels.add_rms_norm(residual, update, norm, epsilon)
         return hidden[:num_tokens]
 
     def _normalized(self, update: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:

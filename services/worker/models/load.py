@@ -19,20 +19,41 @@ from services.worker.models.errors import UnsupportedModel
 from services.worker.models.json_file import read_json_object
 from services.worker.models.mlp import is_static
 from services.worker.models.model import LoadedModel, LoadOptions, log_loading
+from services.worker.models.pooling_config import RunnerSetting, read_pooling
 from services.worker.models.rope import RopeType
 from services.worker.models.shard import Shard, check_divisible
+from services.worker.models.stage import check_stages, layers_of_stage
 from services.worker.models.weights import Progress, load_weights
 from services.worker.parallel.ranks import ALONE, Ranks
 
 
-def check_configuration(directory: Path, num_ranks: int = 1) -> None:
-    """Raises ModelError for a wrong configuration, or one that so many ranks cannot divide, before
-    anything is loaded. The configuration of a model without native code is not checked.
+def check_configuration(
+    directory: Path,
+    num_ranks: int = 1,
+    num_stages: int = 1,
+    runner: RunnerSetting = RunnerSetting.AUTO,
+) -> None:
+    """Raises ModelError for a wrong configuration, or one that so many tensor-parallel ranks or
+    pipeline stages cannot divide, before anything is loaded. The configuration of a model without
+    native code is not checked.
     """
     name = read_architecture(directory)
+    if num_stages > 1 and read_pooling(directory, runner) is not None:
+        raise UnsupportedModel(
+            directory / "config.json",
+            "a model that pools is not divided into pipeline stages: pipeline_parallel_size must "
+            "be 1",
+        )
     if is_native(name):
         config = read_model_config(directory)
         check_divisible(config.num_heads, config.num_kv_heads, num_ranks, directory)
+        check_stages(config.num_layers, num_stages, directory)
+    elif num_stages > 1:
+        raise UnsupportedModel(
+            directory / "config.json",
+            f"architecture {name} has no native code, and transformers' is not divided into "
+            "pipeline stages: pipeline_parallel_size must be 1",
+        )
 
 
 def is_native(name: str, *, pools: bool = False) -> bool:
@@ -116,10 +137,12 @@ def _load_natively(
     max_model_len = resolve_max_model_len(asked, default, longest, path)
     dtype = resolve_dtype(options.dtype, config.checkpoint_dtype)
     log_loading(config.architecture.value, directory, dtype)
-    weights = load_weights(config, checkpoint, dtype, kernels, progress, ranks, pooling)
+    stage = layers_of_stage(checkpoint, config.num_layers, options.stage, options.num_stages)
+    weights = load_weights(config, checkpoint, dtype, kernels, progress, ranks, pooling, stage)
     own = Shard(ranks.rank, ranks.size).config(config)
+    layers = config.layers[stage.start : stage.stop]
     return LoadedModel(
-        model=Decoder(own, weights, kernels, max_model_len),
+        model=Decoder(replace(own, layers=layers), weights, kernels, max_model_len),
         architecture=config.architecture.value,
         dtype=dtype,
         vocab_size=config.vocab_size,
@@ -130,4 +153,5 @@ def _load_natively(
         attention=own.attention_layers,
         rope_length=max_model_len if config.rope.rope_type is RopeType.DYNAMIC else 0,
         is_static=all(is_static(layer.mlp) for layer in weights.layers),
+        stage=None if stage.is_whole else stage,
     )

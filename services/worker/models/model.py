@@ -1,6 +1,7 @@
 """The interface of a decoder, and a decoder in memory with its properties."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -10,6 +11,7 @@ import torch
 from services.worker.backends.attention import AttentionLayer, LayerAttention, StateLayer
 from services.worker.models.config import DtypeSetting
 from services.worker.models.pooling_config import PoolingConfig
+from services.worker.models.stage import StageLayers
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +35,9 @@ class Model(Protocol):
 
         `embedded` [n, hidden_size] replaces `embed(token_ids)`, and may be overwritten. `wanted`
         int64 [m]: rising indexes of the tokens whose logits are returned; None: of all.
+
+        A pipeline stage that is not the first begins with `embedded`, which are the hidden states
+        of the stage before; one that is not the last returns no logits.
         """
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -59,7 +64,8 @@ class LoadedModel:
     """A decoder in memory, and its properties.
 
     `max_model_len`: the longest sequence to serve. `attention`: of each layer that attends, in
-    order. `states`: what each recurrent layer keeps. `rope_length`: see
+    order, also of those that other pipeline stages compute. `states`: what each recurrent layer
+    keeps. `stage`: the layers of `model`; None: all. `rope_length`: see
     model_fingerprint. `is_native`: its layers are ours, not transformers'. `is_static`: the
     operations of a step depend on the number of tokens alone, never on values, so that a device can
     record them.
@@ -78,17 +84,31 @@ class LoadedModel:
     rope_length: int = 0
     is_static: bool = False
     is_native: bool = True
+    stage: StageLayers | None = None
+
+    @property
+    def own_attention(self) -> tuple[AttentionLayer, ...]:
+        """The attention of each layer of `model`."""
+        if self.stage is None:
+            return self.attention
+        return self.attention[self.stage.start : self.stage.stop]
+
+    def own_layers(self, layers: Sequence[int]) -> tuple[int, ...]:
+        """Those of some layers that are in `model`, by their index there."""
+        return tuple(layers) if self.stage is None else self.stage.of_group(layers)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
     """Options of loading a model. `max_model_len`: None for the model's own limit. `pooling`: None
-    for a model that generates.
+    for a model that generates. `stage` of `num_stages`: the pipeline stage to load.
     """
 
     max_model_len: int | None
     dtype: DtypeSetting
     pooling: PoolingConfig | None = None
+    stage: int = 0
+    num_stages: int = 1
 
 
 def log_loading(architecture: str, directory: Path, dtype: torch.dtype) -> None:

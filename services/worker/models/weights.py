@@ -21,6 +21,7 @@ from services.worker.models.layer_config import ExpertsConfig
 from services.worker.models.mlp import Experts, GroupedExperts, SummedMlp
 from services.worker.models.pooling_config import PoolingConfig
 from services.worker.models.shard import Shard, of_width
+from services.worker.models.stage import StageLayers
 from services.worker.models.tensor_shapes import (
     CLASS_HEAD,
     EMBEDDING,
@@ -48,9 +49,11 @@ def load_weights(
     progress: Progress,
     ranks: Ranks = ALONE,
     pooling: PoolingConfig | None = None,
+    stage: StageLayers | None = None,
 ) -> DecoderWeights:
     """Reads, converts, fuses and packs all weights, layer by layer, as the kernels need them. Only
-    this rank's part of tensors that are divided is read.
+    this rank's part of tensors that are divided is read, and of a pipeline `stage` only what it
+    computes with. A head that is tied to the embedding is read by the last stage too.
 
     With `pooling` the head is the one for classes, whole on each rank, or where there are none a
     single row that nothing is projected by: no logits are computed. The checkpoint may be that of
@@ -67,42 +70,55 @@ def load_weights(
         expected[CLASS_HEAD] = (pooling.num_labels, config.hidden_size)
     checkpoint.check(expected)
     shard = Shard(ranks.rank, ranks.size)
+    stage = stage or StageLayers(0, config.num_layers, config.num_layers)
     with checkpoint.open() as reader:
         loader = _Loader(config, reader, kernels, dtype, ranks, shard, stacked)
         layers = []
-        for index, layer in enumerate(config.layers):
+        for index in stage.indexes:
             of_layer = replace(loader, prefix=f"model.layers.{index}.")
-            layers.append(of_layer.layer(layer.experts))
-            progress(index + 1, config.num_layers)
-        embedding = loader.parts((EMBEDDING, ()))
-        norm = loader.norm("model.norm")
-        if pooling is None:
-            projection = _vocabulary_head(loader, embedding, has_own=HEAD in expected)
-        else:
-            head = loader.parts((CLASS_HEAD, ())) if pooling.num_labels else embedding[:1].clone()
-            projection = kernels.linear(head, None)
+            layers.append(of_layer.layer(config.layers[index].experts))
+            progress(len(layers), len(stage.indexes))
+        embedding = loader.parts((EMBEDDING, ())) if stage.is_first else loader.no_rows()
+        norm, projection = None, None
+        if stage.is_last:
+            norm = loader.norm("model.norm")
+            projection = _head(loader, embedding, pooling, has_own=HEAD in expected)
     shard.log_read(reader.num_bytes, checkpoint.num_bytes)
+    stage.log_read(reader.num_bytes, checkpoint.num_bytes)
     return DecoderWeights(embedding, tuple(layers), norm, projection)
 
 
+def _head(
+    loader: "_Loader", embedding: torch.Tensor, pooling: PoolingConfig | None, *, has_own: bool
+) -> Linear:
+    """The projection of the last hidden states: see load_weights."""
+    if pooling is None:
+        return _vocabulary_head(loader, embedding, has_own=has_own)
+    head = loader.parts((CLASS_HEAD, ())) if pooling.num_labels else embedding[:1].clone()
+    return loader.kernels.linear(head, None)
+
+
 def _vocabulary_head(loader: "_Loader", embedding: torch.Tensor, *, has_own: bool) -> Linear:
-    """The projection to the vocabulary: this rank's part of it."""
+    """The projection to the vocabulary: this rank's part of it. The embedding has no rows where
+    this stage does not embed.
+    """
     vocab_size = loader.config.vocab_size
     rows = loader.shard.of_head(vocab_size)
-    head = embedding[rows]
-    if has_own:
-        head = _own_head(loader.parts((HEAD, (rows,))), head, loader.config)
+    tied = loader.config.tie_word_embeddings
+    head = loader.parts((HEAD, (rows,))) if has_own else None
+    if tied or head is None:
+        whole = len(embedding) == vocab_size
+        shared = embedding[rows] if whole else loader.parts((EMBEDDING, (rows,)))
+        head = shared if head is None else _own_head(head, shared)
     projection = loader.kernels.linear(head, None)
     return GatheredLinear(projection, loader.ranks) if len(head) < vocab_size else projection
 
 
-def _own_head(head: torch.Tensor, tied: torch.Tensor, config: ModelConfig) -> torch.Tensor:
-    """The checkpoint's head, or the embedding that it is tied to if the two are equal.
+def _own_head(head: torch.Tensor, tied: torch.Tensor) -> torch.Tensor:
+    """The checkpoint's head, or the embedding that config.json ties it to if the two are equal.
 
-    If they differ the head is used, also if config.json ties them: as in transformers.
+    If they differ the head is used: as in transformers.
     """
-    if not config.tie_word_embeddings:
-        return head
     if torch.equal(head, tied):
         return tied
     logger.warning(
@@ -216,6 +232,11 @@ class _Loader:
         added = self.parts((f"{name}.bias", ())) if bias else None
         part = self.kernels.linear(weight, added)
         return SummedLinear(part, self.ranks) if self.ranks.size > 1 else part
+
+    def no_rows(self) -> torch.Tensor:
+        """An embedding of no tokens."""
+        device = self.reader.device
+        return torch.empty((0, self.config.hidden_size), dtype=self.dtype, device=device)
 
     def parts(self, *parts: tuple[str, tuple[slice | int, ...]]) -> torch.Tensor:
         """Parts of tensors, stacked along their first axis. See TensorReader."""

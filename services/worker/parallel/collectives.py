@@ -29,11 +29,7 @@ class GlooRanks:
     ) -> None:
         self.rank = rank
         self.size = size
-        options = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-        options._timeout = timeout
-        store = dist.PrefixStore("gloo", store)
-        self._group = dist.ProcessGroupGloo(store, rank, size, options)
+        self._group = gloo_group(dist.PrefixStore("gloo", store), rank, size, host, timeout)
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         if self.size == 2 and part.nbytes >= _RING_BYTES:
@@ -59,6 +55,14 @@ class GlooRanks:
         parts = torch.empty((self.size, rows, width), dtype=part.dtype)
         self._group.allgather([list(parts)], [part.contiguous()]).wait()
         return parts
+
+
+def gloo_group(store: Any, rank: int, size: int, host: str, timeout: datetime.timedelta) -> Any:
+    """A process group of gloo, over the interface of the address `host`."""
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    options._timeout = timeout
+    return dist.ProcessGroupGloo(store, rank, size, options)
 
 
 class NcclRanks:

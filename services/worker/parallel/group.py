@@ -23,7 +23,8 @@ import torch
 from services.worker.parallel.collectives import GlooRanks, NcclRanks, dist
 from services.worker.parallel.errors import GroupBroken
 from services.worker.parallel.membership import Membership
-from services.worker.parallel.ranks import Ranks
+from services.worker.parallel.ranks import ALONE, Ranks
+from services.worker.parallel.stage_link import StageLink
 from services.worker.parallel.watch import Watch
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,8 @@ class Timeouts:
 
 
 class Group:
-    """A group, formed on construction. `ranks`: the collectives of the model's parts.
+    """A group, formed on construction. `ranks`: the collectives of the ranks that share this one's
+    layers. `link`: to the pipeline stages before and behind; None if there is one stage.
 
     `local_ranks`: the ranks of this machine or container, which share its memory and processors.
     `checkpoint_reached` is called while waiting, and may raise to stop waiting.
@@ -70,7 +72,7 @@ class Group:
                 f"{str(error).splitlines()[0]}"
             ) from error
         self.watch = Watch(peers, on_broken)
-        self.ranks = self._gloo(address)
+        self.ranks, self.link = self._gloo(address)
         self._deadline = None
         hosts = self.gather("machine", f"{socket.gethostname()} {_boot_id()}")
         own = hosts[membership.rank]
@@ -148,16 +150,16 @@ class Group:
                 return
 
     def _introduce(self) -> None:
-        rank, size = self.membership.rank, self.membership.size
+        rank, size = self.membership.rank, _counts(self.membership)
         if self._store.add(f"joined/{rank}", 1) > 1:
             raise GroupBroken(
                 f"a rank {rank} has joined this group before: either two workers have the same "
                 "rank, or this one came back before its group had ended"
             )
         if rank == 0:
-            self._store.set("size", str(size))
+            self._store.set("size", size)
         self._await(["size"])
-        expected = int(self._store.get("size"))
+        expected = self._store.get("size").decode()
         if expected != size:
             raise GroupBroken(
                 f"rank 0 is of a group of {expected}, but rank {rank} of one of {size}"
@@ -190,10 +192,18 @@ class Group:
                     connection.close()
         return peers
 
-    def _gloo(self, address: str) -> GlooRanks:
-        membership = self.membership
+    def _gloo(self, address: str) -> tuple[Ranks, StageLink | None]:
+        """The collectives of this rank's stage, and its link to other stages."""
+        own, stages = self.membership, self.membership.pipeline_parallel_size
+        ranks: Ranks = ALONE
         try:
-            return GlooRanks(self._store, membership.rank, membership.size, address, self._timeout)
+            if own.tensor_parallel_size > 1:
+                store = dist.PrefixStore(f"stage {own.stage}", self._store)
+                place = own.tensor_parallel_rank, own.tensor_parallel_size
+                ranks = GlooRanks(store, *place, address, self._timeout)
+            if stages == 1:
+                return ranks, None
+            return ranks, StageLink(self._store, own, address, self._timeout)
         except RuntimeError as error:
             failed = GroupBroken(f"the ranks cannot connect: {str(error).splitlines()[0]}")
             raise self.watch.explain(failed) from error
@@ -215,6 +225,12 @@ class Group:
                 f"the ranks have not joined within {self._timeouts.join_seconds:g} s: {why}"
             )
         time.sleep(_LOOK_AGAIN_SECONDS)
+
+
+def _counts(membership: Membership) -> str:
+    """The number of ranks, and of stages if there are several."""
+    stages = membership.pipeline_parallel_size
+    return f"{membership.size}" + (f" in {stages} stages" if stages > 1 else "")
 
 
 def _listen(address: str, port: int, backlog: int) -> socket.socket:

@@ -19,29 +19,66 @@ _ORDINAL = re.compile(r"-(\d+)$")
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """A rank of a group of `size` ranks, of which rank 0 listens at the master's address."""
+    """A rank of a group of `size` ranks, of which rank 0 listens at the master's address.
+
+    The ranks of the first pipeline stage come first, then those of the second. Ranks of one stage
+    share its layers.
+    """
 
     rank: int = 0
     size: int = 1
     master_addr: str = DEFAULT_MASTER_ADDR
     master_port: int = DEFAULT_MASTER_PORT
+    pipeline_parallel_size: int = 1
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """The ranks of a stage."""
+        return self.size // self.pipeline_parallel_size
+
+    @property
+    def stage(self) -> int:
+        """The pipeline stage of this rank, from 0."""
+        return self.rank // self.tensor_parallel_size
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """This rank among those of its stage, from 0."""
+        return self.rank % self.tensor_parallel_size
 
 
 def find_membership(settings: WorkerSettings, environ: Mapping[str, str]) -> Membership:
     """The membership; flags override variables. Raises SettingError for values that contradict each
     other.
     """
-    size = settings.tensor_parallel_size or _number(environ, "WORLD_SIZE") or 1
+    stages = settings.pipeline_parallel_size
+    size = _size(settings, environ)
     if size == 1:
         if settings.rank:
-            raise SettingError(f"--rank is {settings.rank}, but --tensor-parallel-size is 1")
+            raise SettingError(
+                f"--rank is {settings.rank}, but --tensor-parallel-size and "
+                "--pipeline-parallel-size are 1"
+            )
         return Membership()
     rank, source = _rank(settings, environ)
     if rank >= size:
         raise SettingError(f"{source} is {rank}, which is no rank of a group of {size}")
     port = settings.master_port or _number(environ, "MASTER_PORT") or DEFAULT_MASTER_PORT
     address = settings.master_addr or environ.get("MASTER_ADDR") or DEFAULT_MASTER_ADDR
-    return Membership(rank, size, address, port)
+    return Membership(rank, size, address, port, stages)
+
+
+def _size(settings: WorkerSettings, environ: Mapping[str, str]) -> int:
+    """The ranks of the group: those of all stages."""
+    stages, per_stage = settings.pipeline_parallel_size, settings.tensor_parallel_size
+    if per_stage is not None:
+        return stages * per_stage
+    size = _number(environ, "WORLD_SIZE") or stages
+    if size % stages:
+        raise SettingError(
+            f"WORLD_SIZE is {size}, which is no multiple of --pipeline-parallel-size {stages}"
+        )
+    return size
 
 
 def _rank(settings: WorkerSettings, environ: Mapping[str, str]) -> tuple[int, str]:

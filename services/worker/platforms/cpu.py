@@ -6,6 +6,7 @@ from services.worker.backends.kernels import Kernels
 from services.worker.core.input_batch import BatchLimits
 from services.worker.core.kv_cache import FreeMemory
 from services.worker.core.model_runner import ModelRunner
+from services.worker.core.pipeline import StagedModel
 from services.worker.models.config import DtypeSetting
 from services.worker.models.model import LoadedModel
 from services.worker.platforms.interface import Parts
@@ -46,24 +47,27 @@ class CpuPlatform:
         takes.
         """
         loaded, limits = parts.loaded, parts.limits
+        num_sampled = limits.max_num_seqs if parts.stage is None or parts.stage.is_last else 0
         width = 6 * loaded.hidden_size + 4 * loaded.intermediate_size
         return FreeMemory(
             of_bytes=available_memory_bytes() // self._num_sharers,
             utilization=self._memory_utilization,
             activation_bytes=limits.max_num_batched_tokens * width * loaded.dtype.itemsize
-            + limits.max_num_seqs * 4 * 4 * loaded.vocab_size
+            + num_sampled * 4 * 4 * loaded.vocab_size
             + parts.kernels.attention_bytes(parts.shape, loaded.max_model_len),
         )
 
     def runner(self, parts: Parts) -> ModelRunner:
         attention, states = cache_of(parts.kernels, parts.shape)
+        model = parts.loaded.model
         return ModelRunner(
-            parts.loaded.model,
+            model if parts.stage is None else StagedModel(model, parts.stage),
             attention,
             parts.limits,
             lockstep=parts.lockstep,
             pooler=parts.pooler,
             states=states,
+            stage=parts.stage,
         )
 
     def warm_up_shapes(self, limits: BatchLimits) -> list[PromptShape]:

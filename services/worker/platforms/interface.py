@@ -11,6 +11,7 @@ from services.worker.core.input_batch import BatchLimits
 from services.worker.core.kv_cache import FreeMemory
 from services.worker.core.lockstep import Lockstep
 from services.worker.core.model_runner import ModelRunner
+from services.worker.core.pipeline import PipelineStage
 from services.worker.core.pooler import PromptPooler
 from services.worker.models.config import DtypeSetting
 from services.worker.models.model import LoadedModel
@@ -20,7 +21,7 @@ from services.worker.platforms.prompt_shapes import PromptShape
 @dataclass(frozen=True, slots=True)
 class Parts:
     """The parts of a runner. `lockstep` is None for a worker on its own, `pooler` for a model that
-    generates.
+    generates, `stage` for a whole model.
     """
 
     loaded: LoadedModel
@@ -29,6 +30,7 @@ class Parts:
     limits: BatchLimits
     lockstep: Lockstep | None = None
     pooler: PromptPooler | None = None
+    stage: PipelineStage | None = None
 
     def sized(self, num_blocks: int, max_model_len: int) -> "Parts":
         """The parts with a cache of `num_blocks`, for sequences of up to `max_model_len` tokens."""

@@ -77,6 +77,7 @@ def run_prompts(runner: StepRunner, limits: BatchLimits, shape: PromptShape) -> 
                 NewRequest(row, np.zeros(length, np.int32), length, _SAMPLING, tables)
                 for row in range(count)
             ),
+            last_token_ids=np.zeros(count, np.int32),
         )
     )
     runner.reset()

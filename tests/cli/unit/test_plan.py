@@ -192,6 +192,20 @@ def test_ranks_of_a_divided_model_find_each_other(tmp_path: Path) -> None:
     assert scheduler.workers == tuple(worker.address for worker in workers)
 
 
+def test_the_workers_of_all_stages_are_one_group(tmp_path: Path) -> None:
+    addresses = Addresses("::1", 8000, 9000, Path("/run/stepwell"), master_ports=(7000,))
+    settings = UpSettings(model=tmp_path, tensor_parallel_size=2, pipeline_parallel_size=2)
+    plan = stages(settings, addresses, {"WORLD_SIZE": "7"})
+    specs = {spec.name: spec for stage in plan for spec in stage.specs}
+    ranks = [specs[f"worker-{rank}"] for rank in range(4)]
+    workers = [parse_settings(WorkerSettings, "worker", [], spec.environ) for spec in ranks]
+    for rank, worker in enumerate(workers):
+        expected = Membership(rank, 4, "127.0.0.1", 7000, 2)
+        assert find_membership(worker, ranks[rank].environ) == expected
+    scheduler = parse_settings(SchedulerSettings, "scheduler", [], specs["scheduler"].environ)
+    assert scheduler.workers == tuple(worker.address for worker in workers)
+
+
 def test_two_replicas_share_a_gateway_and_the_machine(tmp_path: Path) -> None:
     addresses = Addresses("::1", 8000, 9000, Path("/run/stepwell"))
     url = "redis://127.0.0.1:6379"

@@ -68,7 +68,7 @@ def _check_as_the_service_does(settings: object, environ: Mapping[str, str]) -> 
 
 
 def test_ranks_are_numbered_and_listed_in_their_order(releases: dict[str, Rendered]) -> None:
-    for name, size in (("tensor-parallel-gpu", 2), ("groups", 3)):
+    for name, size, stages in (("tensor-parallel-gpu", 2, 1), ("groups", 3, 1), ("stages", 4, 2)):
         replica, rank = releases[name].pod("replica"), releases[name].pod("rank")
         scheduler = replica.containers()[-1].environment()
         workers = scheduler["STEPWELL_SCHEDULER_WORKERS"].split(",")
@@ -80,6 +80,10 @@ def test_ranks_are_numbered_and_listed_in_their_order(releases: dict[str, Render
         )
         assert (first.rank, first.master_addr) == (0, "10.0.0.7")
         assert (second.rank, second.size, first.size) == (1, size, size)
+        assert (first.pipeline_parallel_size, first.tensor_parallel_size) == (
+            stages,
+            size // stages,
+        )
         assert f"-1.{_subdomain(name)}.llm.svc:9003" in workers[1], workers
 
 

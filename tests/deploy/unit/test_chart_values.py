@@ -25,6 +25,7 @@ FURTHER = {
         *("ServiceMonitor", "PrometheusRule"),
     },
     "groups": {"StatefulSet", "Pod", "Certificate", "Issuer"},
+    "stages": {"StatefulSet", "Pod"},
 }
 
 REFUSED = {

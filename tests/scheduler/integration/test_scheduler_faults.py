@@ -207,6 +207,22 @@ async def test_a_generation_is_greater_than_what_any_rank_has_seen() -> None:
     assert [step.generation for step in ranks[0].steps] == [2**60 + 1, 2**60 + 2]
 
 
+@pytest.mark.parametrize("lost", [0, 1])
+async def test_a_lost_pipeline_stage_takes_the_others_along(lost: int) -> None:
+    stages = [FakeWorker(rank=rank, world_size=2, pipeline_parallel_size=2) for rank in range(2)]
+    async with serving_replica(*stages) as replica, gateway_of(replica) as gateway:
+        for handle in (1, 2):
+            await gateway.add(handle, prompt(9 + handle), sampling=sampling(MANY))
+            await gateway.until_tokens(handle, 5)
+        await stages[lost].stop()
+        await until_recovering(replica)
+        await stages[lost].start()
+        for handle in (1, 2):
+            await gateway.finish(handle)
+            assert gateway.heard[handle].tokens == continuation(prompt(9 + handle), MANY)
+        await replica.until_idle()
+
+
 async def test_ranks_out_of_order_end_the_scheduler_with_a_sentence() -> None:
     ranks = [FakeWorker(rank=1 - index, world_size=2) for index in range(2)]
     with pytest.raises(FailedPrecondition, match="list all ranks, in order"):

@@ -4,8 +4,10 @@ import asyncio
 import json
 import signal
 import time
+from typing import Any
 
 import pytest
+from stepwell.worker.v1 import worker_pb2
 
 from services.common.errors import StepwellError
 from tests.scheduler.fake_worker import FakeWorker
@@ -88,7 +90,16 @@ async def test_it_can_be_stopped_while_it_waits_for_pool_and_workers(free_port: 
         await scheduler.close()
 
 
-async def test_a_worker_that_comes_back_with_another_model_ends_it_with_a_sentence() -> None:
+@pytest.mark.parametrize(
+    ("changed", "what"),
+    [
+        ({"fingerprint": b"g" * 32}, "another model"),
+        ({"pipeline_parallel_size": 2}, "another number of pipeline stages"),
+    ],
+)
+async def test_a_worker_that_comes_back_otherwise_ends_it_with_a_sentence(
+    changed: dict[str, Any], what: str
+) -> None:
     worker = FakeWorker()
     async with running_scheduler(worker=worker) as running:
         gateway = Gateway(running.stub)
@@ -96,11 +107,11 @@ async def test_a_worker_that_comes_back_with_another_model_ends_it_with_a_senten
         await gateway.add(1, prompt(9), sampling=sampling(150))
         await gateway.until_tokens(1, 1)
         await worker.stop()
-        worker.description.fingerprint = b"g" * 32
+        worker.description.MergeFrom(worker_pb2.DescribeResponse(**changed))
         await worker.start()
         assert await running.scheduler.wait() == 1
         assert running.scheduler.errors[-1] == (
-            "stepwell scheduler: the worker came back with another model: restart the scheduler"
+            f"stepwell scheduler: the worker came back with {what}: restart the scheduler"
         )
         await gateway.until_ended()
 

@@ -40,6 +40,29 @@ def test_the_ordinal_of_a_stateful_set() -> None:
 
 
 @pytest.mark.parametrize(
+    ("environ", "flags"),
+    [
+        ({}, {"tensor_parallel_size": 2, "pipeline_parallel_size": 3}),
+        ({"WORLD_SIZE": "6"}, {"pipeline_parallel_size": 3}),
+        ({"WORLD_SIZE": "9"}, {"tensor_parallel_size": 2, "pipeline_parallel_size": 3}),
+    ],
+)
+def test_the_ranks_of_a_stage_follow_each_other(
+    environ: dict[str, str], flags: dict[str, int]
+) -> None:
+    ranks = [membership({**environ, "RANK": str(rank)}, **flags) for rank in range(6)]
+    assert {(own.size, own.tensor_parallel_size) for own in ranks} == {(6, 2)}
+    places = [(own.stage, own.tensor_parallel_rank) for own in ranks]
+    assert places == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+
+
+def test_a_group_of_stages_alone() -> None:
+    own = membership({"RANK": "1"}, pipeline_parallel_size=2)
+    assert own == Membership(1, 2, pipeline_parallel_size=2)
+    assert (own.stage, own.tensor_parallel_rank, own.tensor_parallel_size) == (1, 0, 1)
+
+
+@pytest.mark.parametrize(
     ("environ", "flags", "complaint"),
     [
         ({"RANK": "2"}, {"tensor_parallel_size": 2}, "RANK is 2, which is no rank of a group of 2"),
@@ -47,7 +70,13 @@ def test_the_ordinal_of_a_stateful_set() -> None:
         ({"WORLD_SIZE": "two"}, {}, "WORLD_SIZE must be a whole number, not 'two'"),
         ({"HOSTNAME": "worker"}, {"tensor_parallel_size": 2}, "--rank (or RANK, or a number"),
         ({"HOSTNAME": "worker-5", "WORLD_SIZE": "2"}, {}, "the number at the end of HOSTNAME is 5"),
-        ({}, {"rank": 1}, "--rank is 1, but --tensor-parallel-size is 1"),
+        ({}, {"rank": 1}, "--rank is 1, but --tensor-parallel-size and --pipeline-parallel-size"),
+        (
+            {"WORLD_SIZE": "4", "RANK": "0"},
+            {"pipeline_parallel_size": 3},
+            "WORLD_SIZE is 4, which is no multiple of --pipeline-parallel-size 3",
+        ),
+        ({"RANK": "4"}, {"pipeline_parallel_size": 4}, "RANK is 4, which is no rank of a group of"),
     ],
 )
 def test_what_cannot_be(environ: dict[str, str], flags: dict[str, int], complaint: str) -> None:

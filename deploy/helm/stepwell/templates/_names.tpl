@@ -97,6 +97,11 @@ master: 29500
 {{- if or .Values.redis.existingSecret .Values.redis.internal.enabled -}}true{{- end -}}
 {{- end -}}
 
+{{- /* How many ranks, and so pods, a model is over. */ -}}
+{{- define "stepwell.numRanks" -}}
+{{- mul (int .Values.tensorParallel.size) (int .Values.pipelineParallel.size) -}}
+{{- end -}}
+
 {{- /* Whether groups of pods are a LeaderWorkerSet. */ -}}
 {{- define "stepwell.hasLeaderWorkerSet" -}}
 {{- $wanted := .Values.tensorParallel.leaderWorkerSet -}}

@@ -44,7 +44,7 @@ name; master, the host of rank 0. */ -}}
 {{- $root := .root -}}
 {{- $ports := include "stepwell.ports" $root | fromYaml -}}
 {{- $worker := $root.Values.worker -}}
-{{- $size := int $root.Values.tensorParallel.size -}}
+{{- $size := int (include "stepwell.numRanks" $root) -}}
 {{- include "stepwell.container" (list $root $worker) }}
 ports:
   - {name: worker-health, containerPort: {{ $ports.workerHealth }}}
@@ -69,7 +69,9 @@ env:
   {{- if gt $size 1 }}
   {{- include "stepwell.podNameAndAddress" $root | nindent 2 }}
   - name: STEPWELL_WORKER_TENSOR_PARALLEL_SIZE
-    value: {{ $size | quote }}
+    value: {{ int $root.Values.tensorParallel.size | quote }}
+  - name: STEPWELL_WORKER_PIPELINE_PARALLEL_SIZE
+    value: {{ int $root.Values.pipelineParallel.size | quote }}
   {{- if ne (toString .rank) "" }}
   - name: STEPWELL_WORKER_RANK
     value: {{ .rank | quote }}

@@ -21,8 +21,8 @@
 {{- if and (eq $values.replicas.autoscaling.kind "keda") (empty $values.replicas.autoscaling.prometheusAddress) -}}
 {{- fail "replicas.autoscaling.kind keda needs replicas.autoscaling.prometheusAddress" -}}
 {{- end -}}
-{{- if and $scales (gt (int $values.tensorParallel.size) 1) (not (include "stepwell.hasLeaderWorkerSet" .)) -}}
-{{- fail "replicas.autoscaling with tensorParallel.size above 1 needs LeaderWorkerSets (tensorParallel.leaderWorkerSet)" -}}
+{{- if and $scales (gt (int (include "stepwell.numRanks" .)) 1) (not (include "stepwell.hasLeaderWorkerSet" .)) -}}
+{{- fail "replicas.autoscaling with tensorParallel.size or pipelineParallel.size above 1 needs LeaderWorkerSets (tensorParallel.leaderWorkerSet)" -}}
 {{- end -}}
 {{- range $bounds := list $values.replicas.autoscaling $values.gateway.autoscaling -}}
 {{- if gt (int $bounds.minReplicas) (int $bounds.maxReplicas) -}}

@@ -18,6 +18,7 @@ from services.worker.backends.native.library import (
     Decoder,
     DecoderLayer,
     Functions,
+    Projection,
     Rotation,
     set_weights,
 )
@@ -34,9 +35,11 @@ def fused_decoder(
     native. `functions`: by the data type that they compute in.
     """
     head = weights.head
-    if not _takes_rows(head) or not all(map(_is_native, weights.layers)):
+    if head is not None and not _takes_rows(head):
         return None
-    return NativeDecoder(functions[head.dtype], weights, constants, head)
+    if not all(map(_is_native, weights.layers)):
+        return None
+    return NativeDecoder(functions[weights.embedding.dtype], weights, constants, head)
 
 
 def _is_native(layer: LayerWeights) -> bool:
@@ -58,13 +61,14 @@ class NativeDecoder:
         functions: Functions,
         weights: DecoderWeights,
         constants: DecoderConstants,
-        head: NativeLinear,
+        head: NativeLinear | None,
     ) -> None:
         self._functions = functions
         self._owners = weights, constants
         """Keeps the memory that the structures below point to."""
         self._embedding = weights.embedding.contiguous()
-        self._width, self._vocab_size = len(weights.norm), head.out_features
+        self._width = weights.embedding.shape[1]
+        self._vocab_size = 0 if head is None else head.out_features
         self._layers = (DecoderLayer * len(weights.layers))()
         for target, layer, rotation in zip(
             self._layers, weights.layers, constants.rotation_of, strict=True
@@ -77,9 +81,11 @@ class NativeDecoder:
             *(self._embedding.data_ptr(), constants.embedding_scale),
             *(self._rotations, len(rotations), constants.rotations[0].cos.shape[-1]),
             *(self._layers, len(self._layers)),
-            *(weights.norm.data_ptr(), head.projection, self._width, constants.epsilon),
+            _address(weights.norm),
+            Projection() if head is None else head.projection,
+            *(self._width, constants.epsilon),
         )
-        self._dtype = head.dtype
+        self._dtype = weights.embedding.dtype
         self._cache: object = None
         """The attention layers whose pages the structures point to."""
 
@@ -98,6 +104,8 @@ class NativeDecoder:
         rows, decoder = len(token_ids), self._decoder
         hidden = _empty(rows, self._width, self._dtype)
         count = rows if wanted is None else len(wanted)
+        if not self._vocab_size:
+            count = 0
         logits = _empty(count, self._vocab_size, torch.float32) if count else None
         self._functions.run_decoder(
             *(decoder, attention.layouts, token_ids.data_ptr(), _address(embedded)),

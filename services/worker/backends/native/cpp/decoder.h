@@ -59,10 +59,10 @@ std::vector<int> positions_of(const Layout& layout) {
 
 }  // namespace
 
-// Runs a step's tokens through all layers. Gives normalized hidden states [rows, hidden_size] in
-// `output`, and logits [num_wanted, head.columns] of the rows `wanted`, rising, or of all rows if
-// that is null. A token's input is its row of `embedded`, or, if that is null, the embedding of its
-// id.
+// Runs a step's tokens through all layers. Gives hidden states [rows, hidden_size], normalized if
+// there is a norm, in `output`, and logits [num_wanted, head.columns] of the rows `wanted`, rising,
+// or of all rows if that is null. A token's input is its row of `embedded`, or, if that is null,
+// the embedding of its id.
 template <class T>
 void run_decoder(const Decoder<T>& decoder, const Layout* layouts, const std::int64_t* token_ids,
                  const T* embedded, T* output, const std::int64_t* wanted, std::int64_t num_wanted,

@@ -120,10 +120,14 @@ class StepThread {
     normalize_update(layer.mlp_output_norm);
   }
 
-  // Adds the last update and normalizes, into `output`.
+  // Adds the last update and normalizes, if there is a norm, into `output`.
   void run_final_norm(T* output) {
     const std::int64_t width = decoder_.hidden_size;
     const Range own = team_.part(rows_);
+    if (decoder_.norm == nullptr) {
+      add_update(own, output);
+      return;
+    }
     for (std::int64_t row = own.begin; row < own.end; ++row) {
       norm_row(residual_ + row * width, buffers_.update + row * width, static_cast<T*>(nullptr),
                decoder_.norm, output + row * width, width, decoder_.epsilon);
@@ -153,6 +157,18 @@ class StepThread {
   void prefetch_and_wait(const Projection<T>* next) {
     if (next != nullptr && rows_ <= MEMORY_BOUND_ROWS) prefetch(*next, team_);
     team_.wait();
+  }
+
+  // The residual stream after the last layer, of some rows.
+  void add_update(Range own, T* output) const {
+    const std::int64_t width = decoder_.hidden_size;
+    for (std::int64_t row = own.begin; row < own.end; ++row) {
+      const T* residual = residual_ + row * width;
+      const T* update = buffers_.update + row * width;
+      for (std::int64_t i = 0; i < width; ++i) {
+        output[row * width + i] = from_float<T>(to_float(residual[i]) + to_float(update[i]));
+      }
+    }
   }
 
   void embed(const T* embedding, T* target) const {

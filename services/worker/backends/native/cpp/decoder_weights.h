@@ -49,8 +49,8 @@ struct Decoder {
   int half;  // Pairs of a head that are rotated.
   const DecoderLayer<T>* layers;
   int num_layers;
-  const float* norm;
-  Projection<T> head;
+  const float* norm;   // Null in a pipeline stage that is not the last.
+  Projection<T> head;  // Of no columns there.
   std::int64_t hidden_size;
   float epsilon;
 };

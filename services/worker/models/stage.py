@@ -1,0 +1,136 @@
+"""The layers of a decoder that a pipeline stage computes.
+
+A model is divided between layers, by the bytes of weights that a step reads: of each layer all of
+them, of the head too, which projects to the vocabulary and may weigh as much as many layers. Of the
+embedding a step reads a row for each token, which is next to nothing. So the stages of a step of
+few tokens, which takes as long as its weights take to be read, are equally long.
+"""
+
+import logging
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+from services.worker.models.checkpoint import Checkpoint
+from services.worker.models.errors import UnsupportedModel
+from services.worker.models.tensor_shapes import EMBEDDING, HEAD, NORM
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StageLayers:
+    """The layers from `start` up to `stop` of `num_layers`. The first stage embeds tokens, the last
+    one has the norm after all layers and the head.
+    """
+
+    start: int
+    stop: int
+    num_layers: int
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it begins with token ids, and not with hidden states."""
+        return self.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it ends with logits, and not with hidden states."""
+        return self.stop == self.num_layers
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is the whole model."""
+        return self.is_first and self.is_last
+
+    @property
+    def indexes(self) -> range:
+        """Its layers, by their index in the model."""
+        return range(self.start, self.stop)
+
+    def of_group(self, layers: Sequence[int]) -> tuple[int, ...]:
+        """Those of some layers of the model that it computes, by their index in the stage."""
+        return tuple(layer - self.start for layer in layers if self.start <= layer < self.stop)
+
+    def log_read(self, num_bytes: int, whole: int) -> None:
+        """Logs how many of a checkpoint's bytes were read for this stage."""
+        if not self.is_whole:
+            first, last = self.start, self.stop - 1
+            own, all_of_it = num_bytes / 2**20, whole / 2**20
+            logger.info(
+                "layers %d to %d of %d: read %.1f of %.1f MiB",
+                *(first, last, self.num_layers, own, all_of_it),
+            )
+
+
+def divide_layers(layer_bytes: Sequence[int], head_bytes: int, num_stages: int) -> list[range]:
+    """Consecutive layers for each stage, at least one, so that the stage with the most bytes has as
+    few as possible; the last stage has `head_bytes` besides. Among such divisions the earlier
+    stages get as many layers as that allows.
+    """
+    num_layers = len(layer_bytes)
+    if num_stages > num_layers:
+        raise ValueError(f"{num_layers} layers are fewer than {num_stages} stages")
+    ends = [0, *accumulate(layer_bytes)]
+
+    def divided(most: int) -> list[range] | None:
+        """The division with no more than `most` bytes in a stage; None if there is none."""
+        stages, start = [], 0
+        for left in reversed(range(1, num_stages)):
+            # As many as fit, but one for each stage behind.
+            stop = min(bisect_left(ends, ends[start] + most + 1) - 1, num_layers - left)
+            if stop == start:
+                return None
+            stages.append(range(start, stop))
+            start = stop
+        fits = ends[num_layers] - ends[start] + head_bytes <= most
+        return [*stages, range(start, num_layers)] if fits else None
+
+    least, enough = 0, ends[-1] + head_bytes
+    while enough - least > 1:
+        middle = (least + enough) // 2
+        least, enough = (middle, enough) if divided(middle) is None else (least, middle)
+    found = divided(enough)
+    assert found is not None  # all bytes in one stage are enough, whatever the others get
+    return found
+
+
+def layers_of_stage(
+    checkpoint: Checkpoint, num_layers: int, stage: int, num_stages: int
+) -> StageLayers:
+    """The layers of a stage, by the sizes of the tensors in the checkpoint. Raises UnsupportedModel
+    for more stages than layers.
+    """
+    if num_stages == 1:
+        return StageLayers(0, num_layers, num_layers)
+    check_stages(num_layers, num_stages, checkpoint.directory)
+    sizes = [0] * num_layers
+    for name, tensor in checkpoint.tensors.items():
+        index = _layer_of(name)
+        if index is not None and index < num_layers:
+            sizes[index] += tensor.num_bytes
+    head = HEAD if HEAD in checkpoint.tensors else EMBEDDING
+    head_bytes = sum(
+        checkpoint.tensors[name].num_bytes for name in (head, NORM) if name in checkpoint.tensors
+    )
+    layers = divide_layers(sizes, head_bytes, num_stages)[stage]
+    return StageLayers(layers.start, layers.stop, num_layers)
+
+
+def check_stages(num_layers: int, num_stages: int, directory: Path) -> None:
+    """Raises UnsupportedModel if a stage would have no layer."""
+    if num_stages > num_layers:
+        raise UnsupportedModel(
+            directory / "config.json",
+            f"{num_layers} layers cannot be divided into {num_stages} stages: "
+            f"pipeline_parallel_size may be {num_layers} or less",
+        )
+
+
+def _layer_of(name: str) -> int | None:
+    """The layer that a tensor belongs to, by its name; None for those of no layer."""
+    prefix, _, rest = name.partition("model.layers.")
+    number = rest.partition(".")[0]
+    return int(number) if not prefix and number.isdigit() else None

@@ -1,0 +1,83 @@
+"""Pipeline stages: as many steps in flight as stages, and last tokens with each step."""
+
+import asyncio
+
+from stepwell.worker.v1 import worker_pb2
+
+from services.common.block_hash import pack_token_ids, unpack_token_ids
+from services.scheduler.adapters.steps_in_flight import StepsInFlight
+from services.scheduler.core.deadlines import Deadlines
+from tests.scheduler.fake_worker import FakeWorker
+from tests.scheduler.paged_model import continuation
+from tests.scheduler.serving_replica import gateway_of, sampling, serving_replica
+from tests.scheduler.story import prompt
+
+
+def two_stages() -> list[FakeWorker]:
+    return [FakeWorker(rank=rank, world_size=2, pipeline_parallel_size=2) for rank in range(2)]
+
+
+async def test_each_step_has_the_last_of_the_tokens_that_it_computes() -> None:
+    stages = two_stages()
+    async with serving_replica(*stages) as replica, gateway_of(replica) as gateway:
+        await gateway.add(1, prompt(100), sampling=sampling(10))
+        await gateway.finish(1)
+        await replica.until_idle()
+    tokens = [*prompt(100), *continuation(prompt(100), 10)]
+    steps = [step for step in stages[0].steps if step.rows]
+    # The budget of a step is 64 tokens; the last token is computed by none.
+    assert [unpack_token_ids(step.num_scheduled_tokens) for step in steps] == [
+        [64],
+        [36],
+        *[[1]] * 9,
+    ]
+    lasts = [unpack_token_ids(step.last_token_ids) for step in steps]
+    assert lasts == [[tokens[63]], *([token] for token in tokens[99:-1])]
+    assert stages[1].steps == stages[0].steps
+
+
+async def test_there_are_as_many_steps_in_flight_as_stages_and_no_request_decodes_in_two() -> None:
+    stages = two_stages()
+    async with serving_replica(*stages) as replica, gateway_of(replica) as gateway:
+        stages[1].going.clear()
+        for handle in range(3):
+            await gateway.add(handle, prompt(40, 100 * handle), sampling=sampling(5))
+        # 64 tokens, then the rest of 120; the third step waits for the answer to the first.
+        await replica.until(lambda _: sum(bool(step.rows) for step in stages[0].steps) == 2)
+        await asyncio.sleep(0.05)
+        assert sum(bool(step.rows) for step in stages[0].steps) == 2
+        stages[1].going.set()
+        for handle in range(3):
+            await gateway.finish(handle)
+            expected = continuation(prompt(40, 100 * handle), 5)
+            assert gateway.heard[handle].tokens == expected
+        await replica.until_idle()
+
+
+async def test_without_stages_no_token_is_sent_twice() -> None:
+    worker = FakeWorker()
+    async with serving_replica(worker) as replica, gateway_of(replica) as gateway:
+        await gateway.add(1, prompt(9), sampling=sampling(5))
+        await gateway.finish(1)
+        await replica.until_idle()
+    assert {step.last_token_ids for step in worker.steps} == {b""}
+
+
+async def test_a_step_is_what_its_last_stage_answers_and_takes_as_long_as_all_of_them() -> None:
+    def response(token_ids: list[int], nanos: int) -> worker_pb2.ExecuteResponse:
+        return worker_pb2.ExecuteResponse(
+            num_tokens=pack_token_ids([len(token_ids)]),
+            token_ids=pack_token_ids(token_ids),
+            execute_nanos=nanos,
+        )
+
+    # Two stages of two ranks each; one of the first stage answers last.
+    steps = StepsInFlight("abcd", Deadlines(1, 10))
+    steps.num_stages = 2
+    step = steps.add(1, 1, 10)
+    for rank, nanos in {"b": 7, "c": 3, "d": 3}.items():
+        step.answered(rank, response([5] if rank in "cd" else [], nanos))
+        assert not step.output.done()
+    step.answered("a", response([], 7))
+    output = await step.output
+    assert (output.token_ids, output.execute_nanos) == ([[5]], 10)
