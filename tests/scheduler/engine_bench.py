@@ -5,9 +5,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+from services.cli.replay.stand_in_connector import StandInConnector
 from services.common.sampling import SamplingParams
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.engine_core import EngineCore, EngineState
+from services.scheduler.core.kv_role import KVRole
 from services.scheduler.core.request import Request
 from services.scheduler.core.scheduler import Scheduler
 from tests.scheduler.fakes import (
@@ -26,19 +28,23 @@ BLOCK_SIZE = 4
 class Bench:
     """An engine among fakes."""
 
-    def __init__(self, *, num_blocks: int = 50, **config: Any) -> None:
+    def __init__(
+        self, *, num_blocks: int = 50, connector: StandInConnector | None = None, **config: Any
+    ) -> None:
         limits: dict[str, Any] = {
             "max_num_seqs": 4,
             "max_num_batched_tokens": 32,
             "max_model_len": 120,
         }
+        if connector is not None:
+            config["kv_role"] = KVRole.BOTH
         shape = SchedulerConfig(block_size=BLOCK_SIZE, num_blocks=num_blocks, **limits | config)
         self.pool = FragilePool(shape)
         self.executor = FakeExecutor(BLOCK_SIZE, limits["max_num_seqs"])
         self.replica = FakeReplica(self.pool, self.executor)
         self.inbox = Inbox()
         self.watcher = Watcher()
-        scheduler = Scheduler(shape, self.pool)
+        scheduler = Scheduler(shape, self.pool, connector)
         self.readiness = ReadinessLog()
         self.engine = EngineCore(
             scheduler, self.executor, self.replica, self.inbox, self.watcher, self.readiness

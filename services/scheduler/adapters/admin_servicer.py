@@ -59,7 +59,7 @@ class SchedulerAdminServicer(scheduler_pb2_grpc.SchedulerAdminServicer):
     ) -> scheduler_pb2.ResumeResponse:
         """See the contract."""
         logger.info("an operator resumes the engine")
-        self._engine.resume()
+        await self._engine.resume()
         return scheduler_pb2.ResumeResponse()
 
     async def ResetPrefixCache(

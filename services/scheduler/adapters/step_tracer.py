@@ -92,7 +92,9 @@ class StepTracer:
             step.span.record(self._tracing, now)
 
     def done(self, plan: SchedulerOutput, update: EngineCoreOutputs) -> None:
-        step, now = self._steps.pop(plan.step), self._unix_nanos()
+        step, now = self._steps.pop(plan.step, None), self._unix_nanos()
+        if step is None:
+            return  # it only brought news of transfers
         if step.only_decodes and not (update.ended or update.turns):
             uncounted = self._uncounted
             uncounted.append(

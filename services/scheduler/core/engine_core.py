@@ -33,6 +33,11 @@ from services.scheduler.core.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
+RETRY_SECONDS = 0.001
+"""Wait before requests are looked at again where none was scheduled and no step is in flight: what
+they wait for, such as a connector's answer, comes from outside. As in vLLM.
+"""
+
 
 class EngineState(enum.Enum):
     """What state the engine is in."""
@@ -205,9 +210,13 @@ class EngineCore:
         if self.scheduler.pause_mode is None:
             raise Aborted("the engine was resumed while requests ran", reason="RESUMED")
 
-    def resume(self) -> None:
-        """Plans steps again after a pause."""
-        self.scheduler.resume()
+    async def resume(self) -> None:
+        """Plans steps again after a pause. The pause ends between two turns: in a step whose
+        planning has begun some requests would be looked at in it, and others after it.
+        """
+        async with self._turns:
+            self.scheduler.resume()
+            self._turns.notify_all()
         self._observer.resumed()
         self._wake.set()
 
@@ -265,6 +274,8 @@ class EngineCore:
             await self._complete()
         elif failed := self.scheduler.end_failed():
             self._tell_ended(failed)
+        elif not planned and self.scheduler.has_requests:
+            await asyncio.sleep(RETRY_SECONDS)
 
     async def _complete(self) -> None:
         """Takes in a step's tokens. They are delivered while the loop waits for pool or workers, so

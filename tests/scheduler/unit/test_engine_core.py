@@ -5,12 +5,14 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from services.common.errors import FailedPrecondition, Unavailable
+from services.cli.replay.stand_in_connector import StandInConnector
+from services.common.errors import Aborted, FailedPrecondition, Unavailable
 from services.common.finish_reason import FinishReason
 from services.common.pause_mode import PauseMode
 from services.common.sampling import SamplingParams
 from services.scheduler.core.engine_core import EngineState
-from services.scheduler.core.request import InputChunk, RequestStatus
+from services.scheduler.core.kv_connector import ExternalMatch
+from services.scheduler.core.request import InputChunk, Request, RequestStatus
 from tests.scheduler.engine_bench import Bench, eventually, running
 from tests.scheduler.paged_model import continuation
 from tests.scheduler.story import prompt
@@ -100,7 +102,7 @@ async def test_pause_returns_when_no_step_is_in_flight_and_keeps_everything(benc
     for _ in range(20):
         await asyncio.sleep(0)
     assert (bench.executor.num_steps, len(bench.inbox.tokens["a"])) == (steps, known)
-    bench.engine.resume()
+    await bench.engine.resume()
     await bench.until_ended("a", "b")
     assert bench.inbox.tokens["a"] == continuation(prompt(5), 50)
     await bench.until_idle()
@@ -122,7 +124,7 @@ async def test_a_cancelled_pause_costs_no_token(bench: Bench, operation: str) ->
     asking.cancel()
     await asyncio.wait({asking})
     bench.executor.let_go()
-    bench.engine.resume()
+    await bench.engine.resume()
     await bench.until_ended("a")
     assert bench.inbox.tokens["a"] == continuation(prompt(5), 50)
 
@@ -141,7 +143,7 @@ async def test_workers_lost_while_a_standstill_is_awaited(bench: Bench) -> None:
     with pytest.raises(Unavailable):
         await bench.engine.reset_prefix_cache(preempt_running=True)
     bench.replica.there.set()
-    bench.engine.resume()
+    await bench.engine.resume()
     await bench.until_ended("a")
     assert bench.inbox.tokens["a"] == continuation(prompt(5), 50)
     await bench.until_idle()
@@ -155,7 +157,7 @@ async def test_pause_with_abort_ends_everything(bench: Bench) -> None:
     assert sorted(bench.inbox.ended) == [f"r{number}" for number in range(6)]
     assert bench.pool.num_free_blocks == 49
     assert bench.engine.state is EngineState.PAUSED
-    bench.engine.resume()
+    await bench.engine.resume()
     await bench.until_idle()
 
 
@@ -168,7 +170,7 @@ async def test_a_pool_that_is_lost_in_a_pause_is_found_again_when_it_is_over(ben
     bench.engine.abort([request])
     await eventually(lambda: bench.replica.num_reopened == 1)
     await eventually(lambda: bench.engine.state is EngineState.PAUSED)
-    bench.engine.resume()
+    await bench.engine.resume()
     await bench.until_ended("b")
     assert bench.inbox.tokens["b"] == continuation(prompt(5, 500), 30)
     await bench.until_idle()
@@ -178,10 +180,49 @@ async def test_pausing_and_resuming_twice_is_the_same_as_once(bench: Bench) -> N
     bench.add("a", prompt(5), max_tokens=30)
     await bench.engine.pause(PauseMode.KEEP)
     await bench.engine.pause(PauseMode.KEEP)
-    bench.engine.resume()
-    bench.engine.resume()
+    await bench.engine.resume()
+    await bench.engine.resume()
     await bench.until_ended("a")
     assert bench.inbox.tokens["a"] == continuation(prompt(5), 30)
+
+
+async def test_a_pause_ends_between_two_turns(bench: Bench) -> None:
+    bench.executor.hold()
+    bench.add("a", prompt(5), max_tokens=30)
+    await eventually(lambda: bench.executor.num_in_flight > 0)
+    pausing = asyncio.create_task(bench.engine.pause(PauseMode.WAIT))
+    resuming = asyncio.create_task(bench.engine.resume())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not resuming.done(), "the turn has yet to take in the tokens of its step"
+    bench.executor.let_go()
+    await resuming
+    with pytest.raises(Aborted, match="resumed while requests ran"):
+        await pausing
+    await bench.until_ended("a")
+
+
+class Undecided(StandInConnector):
+    """Does not know what can be loaded, until it is told."""
+
+    answer: ExternalMatch | None = None
+
+    def get_num_new_matched_tokens(
+        self,
+        request: Request,  # noqa: ARG002
+        num_computed_tokens: int,  # noqa: ARG002
+    ) -> ExternalMatch | None:
+        return self.answer
+
+
+async def test_the_loop_lets_others_run_while_no_request_can_be_scheduled() -> None:
+    connector = Undecided(4, {}, {})
+    async with running(Bench(connector=connector, enable_prefix_caching=False)) as bench:
+        bench.add("a", prompt(9), max_tokens=3)
+        await asyncio.sleep(0.01)  # without a wait of the loop's own this would not return
+        assert bench.inbox.tokens == {}
+        connector.answer = ExternalMatch(0, is_async=False)
+        await bench.until_ended("a")
 
 
 async def test_an_abort_while_paused_ends_the_request(bench: Bench) -> None:
@@ -192,7 +233,7 @@ async def test_an_abort_while_paused_ends_the_request(bench: Bench) -> None:
     await bench.until_ended("a")
     await eventually(lambda: bench.pool.num_free_blocks == 49)
     assert bench.engine.state is EngineState.PAUSED
-    bench.engine.resume()
+    await bench.engine.resume()
     await bench.until_idle()
 
 
