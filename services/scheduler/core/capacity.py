@@ -37,6 +37,11 @@ def config_conflict(config: SchedulerConfig) -> str | None:
             "prefix caching of state-space layers computes prompts in chunks of whole blocks: "
             "enable chunked prefill, or disable prefix caching"
         )
+    if config.aligns_states and config.disable_chunked_mm_input:
+        return (
+            "states are cached where blocks end, which may be inside an item of a prompt: "
+            "allow chunks to divide items"
+        )
     if not config.enable_chunked_prefill and config.token_budget < config.max_model_len:
         return (
             f"without chunked prefill a step of {config.token_budget} tokens cannot hold a "

@@ -140,6 +140,11 @@ class SchedulerConfig:
         )
 
     @property
+    def holds_states(self) -> bool:
+        """Whether some layers keep a state in place of keys and values."""
+        return any(group.attention_type is AttentionType.STATE_SPACE for group in self.all_groups)
+
+    @property
     def aligns_states(self) -> bool:
         """Whether state-space layers keep states at block boundaries, by which prefixes are found.
 

@@ -114,6 +114,8 @@ class ConnectorAdmission:
             builder.forget_hits()
             if not request.holds_blocks:
                 self._queues.note_lost_blocks(request)
+        if self._queues.is_held_back(request):
+            return WaitReason.HELD_BACK
         return builder.passing_over.reason(request)
 
     def _pass_over(self, builder: StepBuilder, request: Request, reason: WaitReason) -> None:
@@ -139,7 +141,8 @@ class ConnectorAdmission:
         (blocks,) = outcome.admitted
         self._queues.hold(request)
         request.take_blocks(terms, blocks, self._config.block_size, self._config.hash_block_size)
-        self._transfers.begin_load(request, blocks, terms.num_external_tokens)
+        request.num_computed_tokens = builder.hits[request] + builder.external[request]
+        self._transfers.begin_load(request, blocks, builder.external[request])
         builder.forget_hits()
         return None
 
@@ -174,11 +177,13 @@ class ConnectorAdmission:
 
     def _load_terms(self, builder: StepBuilder, request: Request) -> Admission:
         """A load takes blocks for what is loaded, none for what is computed then, and publishes
-        nothing.
+        nothing. Of a prompt that is loaded in full the last token is computed again: windows hold
+        what that sees, where vLLM gives back what only earlier ones see.
         """
         hit, num_external = builder.hits[request], builder.external[request]
         num_reserved = self._transfers.num_reserved_blocks(builder.plan.appended_blocks)
         config, end = self._config, hit + num_external
+        num_seen = min(end, request.num_tokens - 1) - hit
         reserve = request.num_tokens if config.scheduler_reserve_full_isl else end
         return Admission(
             request=request.key,
@@ -190,7 +195,7 @@ class ConnectorAdmission:
             num_watermark_blocks=config.num_watermark_blocks if len(self._running) else 0,
             traceparent=request.traceparent,
             resumed=request.status is RequestStatus.PREEMPTED,
-            num_external_tokens=num_external,
+            num_external_tokens=num_external if config.aligns_states else num_seen,
             num_blocks_kept_free=num_reserved,
             num_prompt_tokens=request.num_prompt_tokens,
             shared_prefix_boundary=request.shared_prefix_boundary,

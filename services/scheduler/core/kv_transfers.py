@@ -1,6 +1,6 @@
 """Transfers of keys and values that are under way, and which blocks they hold."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -68,6 +68,12 @@ class KVTransfers:
     def is_busy(self) -> bool:
         """Whether a transfer is under way, so that steps go on to hear of its end."""
         return bool(self._loading or self._leaving)
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether a transfer has not ended."""
+        loading = self._loading.values()
+        return bool(self._leaving) or not self._finished_recving.issuperset(loading)
 
     def tables(self, request: Request) -> BlockTables:
         """The block table of a request that holds blocks."""
@@ -148,7 +154,7 @@ class KVTransfers:
         else:
             self._kv_cache_manager.release(request)
             request.forget_blocks()
-            del self._block_tables[request]
+            self.preempted(request)
         return True
 
     def planned(self, plan: SchedulerOutput) -> None:
@@ -207,12 +213,14 @@ class KVTransfers:
     def take_failures(
         self,
         results: KVTransferResults,
-        plan: SchedulerOutput,
+        plans: Iterable[SchedulerOutput],
         waiting: Iterable[Request],
         running: Iterable[Request],
     ) -> set[Request]:
         """Sets the computed tokens of requests back to before the first block that was not loaded.
-        Returns those whose output of the step means nothing; with the policy FAIL, all of them.
+        `plans` are the step whose output has come and those in flight, which were planned as if all
+        had been loaded. Returns the requests whose output of these steps means nothing; with the
+        policy FAIL, all that have such a block.
         """
         recomputes = self._config.kv_load_failure_policy is KVLoadFailurePolicy.RECOMPUTE
         failed = set[Request]()
@@ -229,7 +237,9 @@ class KVTransfers:
         invalid = frozenset(results.invalid_block_ids)
         loading = [request for request in waiting if request.key in self._loading]
         failed_loads, _ = self._set_back(loading, invalid, {})
-        scheduled = dict(zip(plan.requests, plan.num_scheduled_tokens, strict=True))
+        scheduled = Counter[Request]()
+        for plan in plans:
+            scheduled.update(dict(zip(plan.requests, plan.num_scheduled_tokens, strict=True)))
         failed_running, stale = self._set_back(running, invalid, scheduled)
         if recomputes:
             self._failed_recving |= failed_loads
@@ -293,7 +303,7 @@ class KVTransfers:
         self,
         requests: Iterable[Request],
         invalid: Collection[BlockId],
-        scheduled: dict[Request, int],
+        scheduled: Mapping[Request, int],
     ) -> tuple[set[Request], list[BlockId]]:
         """Sets requests back to before their first invalid block; of several that share one, only
         the first computes it again, and the others count it as computed. Returns those that have

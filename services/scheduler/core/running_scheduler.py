@@ -47,6 +47,26 @@ class RunningScheduler:
             self._preempt(victim)
         return victims
 
+    def preempt_waiting(self, builder: StepBuilder) -> None:
+        """Where no request runs and the first that waits lacks blocks, preempts the last of those
+        that hold some while they wait. Two sessions whose next turns lack what the other holds
+        would otherwise wait for each other. Sessions between two turns keep theirs, and while
+        transfers or steps in flight are about to give blocks back none is preempted.
+        """
+        state = self._state
+        is_busy = state.transfers is not None and state.transfers.is_moving
+        if is_busy or state.steps.in_flight or self._kv_cache_manager.has_operations:
+            return
+        passed_over = builder.plan.passed_over
+        first, *others = (
+            one for one in state.queues.queued if not (one.is_blocked or one in passed_over)
+        )
+        if victims := [one for one in others if one.holds_blocks]:
+            victim = victims[-1]
+            lost = Preemption(victim, first, victim.num_computed_tokens)
+            builder.plan.preemptions.append(lost)
+            self._preempt(victim)
+
     def _grow(
         self, builder: StepBuilder, growing: Sequence[Request], traceparent: str
     ) -> Awaitable[Stop | None]:
@@ -96,7 +116,7 @@ class RunningScheduler:
         return index - 1 if victim_index < index else index, num_decided
 
     def _preempt(self, request: Request) -> None:
-        self._running.remove(request)
+        self._state.take_out(request)
         if self._state.config.requires_kv_delivery:
             self._state.steps.drop([request])
         request.awaited_step = self._state.steps.last_sampling(request)

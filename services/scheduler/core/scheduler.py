@@ -171,11 +171,12 @@ class Scheduler:
     def admit_only(self, requests: Collection[Request] | None) -> None:
         """Holds back all requests but these, also those that arrive later; None lets all be
         admitted again. No request may run. They are queued in the order in which they arrived,
-        and those that wait with blocks lose them.
+        and those that wait with blocks lose them, unless a load fills them.
         """
         if self.running:
             raise AssertionError("requests run that are to be held back")
-        self._release_waiting()
+        loading = RequestStatus.WAITING_FOR_REMOTE_KVS
+        self._release(one for one in self.kv_waiting if one.status is not loading)
         self.queues.admit_only(requests)
 
     def pause(self, mode: PauseMode) -> None:
@@ -225,6 +226,8 @@ class Scheduler:
                 self._pacing.left_waiting = (
                     wait_reason is not None and self._waiting_scheduler.left_waiting()
                 )
+            if wait_reason is WaitReason.NO_BLOCKS and not self.running:
+                self._running_scheduler.preempt_waiting(builder)
         if self._pacing.is_on:
             self._pacing.planned(builder)
         if self._kv_cache_manager.copies:
@@ -259,7 +262,7 @@ class Scheduler:
         victims = self._running_scheduler.preempt_all()
         if self.transfers is not None:
             self.transfers.forget()
-        self._release_waiting()
+        self._release(self.kv_waiting)
         for request in self.waiting:
             request.forget_blocks()
         self._kv_cache_manager.forget()
@@ -280,12 +283,12 @@ class Scheduler:
         """Forgets the embeddings of all items, as for other weights; the workers are not told."""
         self.encoder_cache.reset()
 
-    def _release_waiting(self) -> None:
+    def _release(self, waiting: Iterable[Request]) -> None:
         """Frees the blocks of requests that wait with them; they are computed again."""
-        for request in reversed(list(self.kv_waiting)):
-            self.kv_waiting.remove(request)
+        released = list(waiting)
+        self.queues.release(released)
+        for request in reversed(released):
             self._state.free(request)
-            self.queues.prepend(request)
 
     def _new_builder(self) -> StepBuilder:
         config, queues = self.config, self.queues

@@ -107,17 +107,22 @@ class StepUpdate:
         return failed
 
     def _failed_loads(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[Request]:
-        """Drops what the step computed from keys and values that were not loaded. Returns the
-        requests that end for that, in the order in which they arrived.
+        """Drops what the step computed from keys and values that were not loaded, and what steps in
+        flight go on to compute from that. Returns the requests that end for that, in the order in
+        which they arrived.
         """
-        transfers = self._state.transfers
+        transfers, steps = self._state.transfers, self._state.steps
         if transfers is None:
             raise AssertionError("there is no connector")
         transfers.processed(plan)
         affected = transfers.take_failures(
-            output.kv_transfers, plan, self._state.queues.kv_waiting, self._running
+            output.kv_transfers,
+            [plan, *steps.in_flight],
+            self._state.queues.kv_waiting,
+            self._running,
         )
         plan.dropped |= affected
+        steps.drop(affected)
         if self._config.kv_load_failure_policy is KVLoadFailurePolicy.RECOMPUTE:
             return []
         return sorted(affected, key=lambda request: request.key)
@@ -161,12 +166,18 @@ class StepUpdate:
 
     def _end_turn(self, session: Request) -> TurnEnd:
         """Lets a session begin its next turn, or wait for its input. What steps in flight sample of
-        it comes after the end of the turn, and is dropped.
+        it comes after the end of the turn, and is dropped. Where layers keep a state, these steps
+        overwrite it with what follows the token that is dropped, and drafts leave it where only the
+        workers know: then the session gives its blocks back, and goes on from what is cached.
         """
         state = self._state
+        is_in_flight = any(session in plan.requests for plan in state.steps.in_flight)
         state.steps.drop([session])
         state.take_out(session)
         end = session.end_turn(self._config.hash_block_size)
+        is_lost = is_in_flight or self._config.num_speculative_tokens
+        if is_lost and self._config.holds_states:
+            state.free(session)
         state.rows.free(session)
         if session.chunks and (chunk := session.chunks.popleft()) is not None:
             session.begin_turn(chunk, self._config.max_model_len)

@@ -1,6 +1,6 @@
 """The requests that do not run: those that hold blocks, those that do not, and those held back."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
 
 from services.scheduler.core.output import WaitReason
@@ -111,6 +111,18 @@ class WaitingRequests:
             self.waiting.prepend(request)
         self._passed_without_blocks.clear()
 
+    def release(self, requests: Iterable[Request]) -> None:
+        """These in `kv_waiting` lose their blocks, and come before all others in `waiting`."""
+        for request in reversed(list(requests)):
+            self.kv_waiting.remove(request)
+            self._lost_blocks.pop(request, None)
+            self.waiting.prepend(request)
+        self._passed_without_blocks.clear()
+
+    def is_held_back(self, request: Request) -> bool:
+        """Whether a request in `kv_waiting` must not be admitted now."""
+        return self.admitted_only is not None and request not in self.admitted_only
+
     def prepend(self, request: Request) -> None:
         """Queues a request that was preempted."""
         self.waiting.prepend(request)
@@ -132,14 +144,15 @@ class WaitingRequests:
 
     def admit_only(self, requests: Collection[Request] | None) -> None:
         """Holds back all requests but these, also those that arrive later; None lets all be
-        admitted again. None may hold blocks. They are queued in the order in which they arrived.
+        admitted again. They are queued in the order in which they arrived; those that hold blocks
+        since they load stay in `kv_waiting`.
         """
-        queued = sorted(self, key=lambda request: request.key)
+        queued = sorted(chain(self.waiting, self.held_back), key=lambda request: request.key)
         self.admitted_only = requests
         self.waiting = self._policy.create_request_queue()
         self.held_back.clear()
-        self.passed_over.clear()
         for request in queued:
+            self.passed_over.pop(request, None)
             if requests is None or request in requests:
                 self.waiting.add(request)
             else:

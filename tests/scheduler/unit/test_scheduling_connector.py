@@ -8,11 +8,21 @@ from services.cli.replay.fields import FieldError
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.cli.replay.scenario import read_scenario
 from services.cli.replay.scenario_run import run_scenario
+from services.cli.replay.stand_in_connector import ExternalTokens, StandInConnector
+from services.cli.replay.stand_in_model import continuation
+from services.common.ids import RequestKey
+from services.common.sampling import SamplingParams
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.kv_role import KVRole
+from services.scheduler.core.kv_role import KVLoadFailurePolicy, KVRole
+from services.scheduler.core.output import ModelRunnerOutput
+from services.scheduler.core.ports import PoolLost
+from services.scheduler.core.request import Request
 from services.scheduler.core.scheduler import Scheduler
 
 Record = dict[str, Any]
+
+WINDOW = [{"type": "full"}, {"type": "sliding", "window": 5}]
+STATES = [{"type": "full"}, {"type": "mamba", "mode": "align"}]
 
 
 def request(name: str, num_tokens: int, *, first: int = 100, **fields: Any) -> Record:
@@ -125,6 +135,31 @@ async def test_with_nothing_valid_the_connector_is_asked_again():
     assert (steps[2]["scheduled"], steps[2]["start"]) == ([["a", 13]], [0])
 
 
+async def test_a_failed_load_between_steps_keeps_no_block_free_for_itself():
+    """Whose load failed lacks all its blocks again, and would wait for itself forever."""
+    failing = {"async": True, "fail_recving": True}
+    steps = await story((0, request("a", 16, **elsewhere(16, **failing))), num_gpu_blocks=8)
+    assert [step["step"] for step in steps if "loads" in step] == [0, 2]
+
+
+async def test_steps_in_flight_behind_a_failed_load_are_dropped_too():
+    """With two steps in flight the second was planned as if the first had all it reads."""
+    remote = elsewhere(8, fail_blocks=[1], times=1)
+    steps = await story((0, request("a", 10, **remote)), async_scheduling=True)
+    assert [step["start"] for step in steps[:3]] == [[8], [10], [4]]
+    outputs = [step["outputs"] for step in steps if step.get("outputs")]
+    tokens = [token for output in outputs for _, tokens, *_ in output for token in tokens]
+    assert tokens == continuation([100 + offset for offset in range(10)], 4)
+
+
+async def test_a_window_holds_what_the_last_token_of_a_prompt_that_was_loaded_whole_sees():
+    """The next token would only see the second block."""
+    whole = elsewhere(8, **{"async": True})
+    steps = await story((0, request("a", 8, **whole)), kv_cache_groups=WINDOW)
+    loaded = next(step["blocks"]["a"] for step in steps if step.get("blocks"))
+    assert loaded == [[1, 2], [3, 4]]
+
+
 async def test_by_policy_a_failed_load_ends_the_request_and_its_blocks_are_not_found():
     steps = await story(
         (0, request("a", 13, **elsewhere(12, fail_blocks=[1]))),
@@ -154,10 +189,6 @@ async def test_an_aborted_load_keeps_its_blocks_until_it_ends():
     assert steps[3]["finished_recving"] == ["a"]
 
 
-WINDOW = [{"type": "full"}, {"type": "sliding", "window": 5}]
-STATES = [{"type": "full"}, {"type": "mamba", "mode": "align"}]
-
-
 async def test_blocks_that_a_window_has_left_are_not_sent():
     steps = await story((0, request("a", 12, max_tokens=1, send=2)), kv_cache_groups=WINDOW)
     assert steps[0]["blocks"]["a"] == [[1, 2, 3], [4, 5, 6]]
@@ -178,8 +209,8 @@ async def test_a_load_leaves_no_more_blocks_free_for_a_window_than_it_holds_at_o
         kv_cache_groups=WINDOW,
     )
     # Of 19 blocks the prompt holds 3 of full attention and 2 of the window, and lacks 7 and 1: its
-    # window counts ceil(12 / 4) + 1 entries, of which it has 3. The load takes two and one.
-    assert steps[1]["loads"] == [["b", 8, True, [[7, 8], [0, 9]]]]
+    # window counts ceil(12 / 4) + 1 entries, of which it has 3. The load takes two and two.
+    assert steps[1]["loads"] == [["b", 8, True, [[7, 8], [9, 10]]]]
 
 
 @pytest.mark.parametrize(("diverges", "num_loaded"), [(True, 4), (False, 12)])
@@ -212,6 +243,38 @@ async def test_without_a_load_a_hit_is_one_of_all_groups():
         connector={"divergent_hits": True},
     )
     assert (steps[3]["cached"], steps[3]["junction"]) == ({"b": 0}, {"b": 8})
+
+
+async def test_a_pool_that_is_lost_while_a_failed_load_is_looked_at_costs_computation_only():
+    """Its request had lost its blocks, and was not back in its queue yet."""
+    config = SchedulerConfig(
+        max_num_seqs=4,
+        max_num_batched_tokens=32,
+        max_model_len=64,
+        block_size=4,
+        num_blocks=30,
+        kv_role=KVRole.BOTH,
+        kv_load_failure_policy=KVLoadFailurePolicy.RECOMPUTE,
+    )
+    source = ExternalTokens(8, is_async=True, fails_whole=True, max_loads=2)
+    connector = StandInConnector(4, {RequestKey(1): source}, {})
+    pool = InProcessPool(config)
+    scheduler = Scheduler(config, pool, connector)
+    waiting = Request("a", RequestKey(1), list(range(9)), 9, SamplingParams(max_tokens=2))
+    scheduler.add(waiting)
+    plan = await scheduler.schedule()
+    connector.step += 1
+    results = connector.results(plan.step)
+    scheduler.update_from_output(plan, ModelRunnerOutput([], kv_transfers=results))
+    pool.num_answers_left = 0
+    with pytest.raises(PoolLost):
+        await scheduler.schedule()
+    scheduler.forget_pool()
+    pool.reopen()
+    assert [len(loads) for loads in [(await scheduler.schedule()).loads for _ in range(2)]] == [
+        1,
+        0,
+    ]
 
 
 def test_a_connector_and_its_role_go_together():

@@ -299,5 +299,8 @@ def test_what_states_cannot_be_served_with_is_said_in_a_sentence() -> None:
     whole = config_conflict(config(STATE, enable_chunked_prefill=False))
     assert whole is not None
     assert "enable chunked prefill" in whole
+    divided = config_conflict(config(STATE, disable_chunked_mm_input=True))
+    assert divided is not None
+    assert "allow chunks to divide items" in divided
     small = config(STATE, max_num_batched_tokens=3)  # steps end inside a block, and at its end
     assert config_conflict(small) is None

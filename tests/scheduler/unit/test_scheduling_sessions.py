@@ -1,6 +1,7 @@
 """Sessions: a request that waits with its blocks for more input, and goes on from them."""
 
 from services.common.finish_reason import FinishReason
+from services.common.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
 from services.common.sampling import SamplingParams
 from services.scheduler.core.output import WaitReason
 from services.scheduler.core.request import InputChunk, RequestStatus
@@ -92,3 +93,40 @@ async def test_a_lost_pool_costs_a_session_computation_and_no_token() -> None:
     story.scheduler.add_chunk(session, chunk(prompt(3, first=700)))
     told = await story.step()
     assert (told.start, told.granted) == ({"s": 0}, {"s": 10})
+
+
+async def test_two_sessions_do_not_wait_for_each_others_blocks() -> None:
+    """Nothing else runs, and neither turn fits beside what the other session holds."""
+    story = Story(num_blocks=9, max_model_len=32)
+    sessions = [
+        story.add(name, prompt(12, first=first), max_tokens=1, resumable=True)
+        for name, first in (("a", 100), ("b", 500))
+    ]
+    await story.step()
+    for session in sessions:
+        story.scheduler.add_chunk(session, chunk(prompt(12, first=800)))
+        story.scheduler.add_chunk(session, None)
+    told = await story.step()
+    assert (told.preempted, told.granted) == (["b"], {})
+    assert (await story.step()).new == ["a"]
+    await story.run()
+    assert [session.num_tokens for session in sessions] == [26, 26]
+
+
+async def test_a_state_that_a_step_in_flight_overwrites_is_not_gone_on_from() -> None:
+    """The step in flight takes the token in that the end of the turn drops."""
+    groups = (
+        KVCacheGroup(AttentionType.FULL, 4),
+        KVCacheGroup(AttentionType.STATE_SPACE, 4, mamba_cache_mode=MambaCacheMode.ALIGN),
+    )
+    story = Story(async_scheduling=True, groups=groups)
+    stop, _ = continuation(prompt(6), 2)
+    session = story.add("s", prompt(6), stop=[stop], resumable=True)
+    while session.status is not RequestStatus.WAITING_FOR_CHUNK:
+        await story.step()
+    story.scheduler.add_chunk(session, chunk(prompt(3, first=700)))
+    story.scheduler.add_chunk(session, None)
+    told = await story.step()
+    assert told.start == {"s": 4}, "the end of its first block, where a state is cached"
+    await story.run()
+    assert session.token_ids[9:] == continuation([*prompt(6), *prompt(3, first=700)], 2)
