@@ -7,10 +7,13 @@ computed again is found at the first token that depends on it. With speculation 
 and what it stored for wrong guesses stays there until it is overwritten.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from services.cli.replay.stand_in_grammar import StandInGrammar
+from services.common.encoder_input import EncoderInput
 from services.common.kv_cache_groups import KVCacheGroup
+from services.common.pool_operations import BlockCopy
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.request import Request
 from tests.scheduler.paged_cache import PagedCache, Tables
@@ -33,22 +36,27 @@ def continuation(prompt: Sequence[int], num_tokens: int) -> list[int]:
     return token_ids[len(prompt) :]
 
 
-def proposals(token_ids: Sequence[int], num_tokens: int) -> list[int]:
-    """Drafts for what comes after these tokens: about seven in ten right, the others one off."""
-    return [
-        token_id if (len(token_ids) * 7 + index * 13) % 10 < 7 else token_id + 1
-        for index, token_id in enumerate(continuation(token_ids, num_tokens))
-    ]
+def is_right(num_tokens: int, index: int) -> bool:
+    """Whether a draft is right that is made after so many tokens: about seven in ten are, and the
+    others are one off.
+    """
+    return (num_tokens * 7 + index * 13) % 10 < 7
 
 
 @dataclass(frozen=True, slots=True)
 class NewRow:
-    """A request that enters the batch."""
+    """A request that enters the batch. `root` is what its blocks depend on besides its tokens and
+    items: salt, adapter.
+    """
 
     row_index: int
     token_ids: Sequence[int]
     tables: Tables
-    salt: str = ""
+    root: Hashable = ""
+    items: Sequence[EncoderInput] = ()
+    grammar: StandInGrammar | None = None
+    num_prompt_tokens: int = 0
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,30 +69,88 @@ class Work:
     drafts: Sequence[int] = ()
 
 
-class _Row:
-    """A request in the batch, with what each of its positions stores: a digest of the salt and of
-    all tokens up to it.
+class StoredTokens:
+    """Tokens, with what each of their positions stores: a digest of the root, of all tokens up to
+    it, and of the item that stands there.
     """
 
-    def __init__(self, new: NewRow) -> None:
-        self.tables = [list(table) for table in new.tables]
+    def __init__(
+        self,
+        token_ids: Iterable[int],
+        root: Hashable = "",
+        items: Sequence[EncoderInput] = (),
+    ) -> None:
         self.token_ids: list[int] = []
         self.digests: list[int] = []
-        self._root = hash((_EMPTY, new.salt))
-        self.append(new.token_ids)
+        self._root = hash((_EMPTY, root))
+        self._items = {
+            item.offset + index: (item.identifier, index)
+            for item in items
+            for index in range(item.length)
+        }
+        self.append(token_ids)
 
-    def append(self, token_ids: Sequence[int]) -> None:
+    def append(self, token_ids: Iterable[int]) -> None:
         """Further tokens."""
-        self.token_ids += token_ids
-        self.digests += self.digests_of(token_ids)
+        further = list(token_ids)
+        digests = self.digests_of(further)
+        self.token_ids += further
+        self.digests += digests
 
     def digests_of(self, further: Iterable[int]) -> list[int]:
         """What further tokens would store."""
         digest, digests = self.digests[-1] if self.digests else self._root, []
-        for token_id in further:
-            digest = hash((digest, token_id))
+        for position, token_id in enumerate(further, len(self.digests)):
+            digest = hash((digest, token_id, self._items.get(position)))
             digests.append(digest)
         return digests
+
+
+class _Row(StoredTokens):
+    """A request in the batch."""
+
+    def __init__(self, new: NewRow) -> None:
+        super().__init__(new.token_ids, new.root, new.items)
+        self.tables = [list(table) for table in new.tables]
+        self.name = new.name
+        self._grammar = new.grammar
+        self._num_prompt_tokens = new.num_prompt_tokens
+
+    def take_back(self, num_tokens: int) -> None:
+        """Forgets the tokens behind the first so many."""
+        del self.token_ids[num_tokens:], self.digests[num_tokens:]
+
+    def continuation(self, num_tokens: int) -> list[int]:
+        """What comes after the tokens."""
+        if self._grammar is None:
+            return continuation(self.token_ids, num_tokens)
+        longer = list(self.token_ids)
+        for _ in range(num_tokens):
+            position = len(longer) - self._num_prompt_tokens
+            longer.append(self._grammar.sample(next_token(longer), position))
+        return longer[len(self.token_ids) :]
+
+    def proposals(self, num_tokens: int) -> list[int]:
+        """Drafts: see `proposals`. -1 from the first on that the grammar refuses."""
+        drafts = [
+            token_id if is_right(len(self.token_ids), index) else token_id + 1
+            for index, token_id in enumerate(self.continuation(num_tokens))
+        ]
+        num_allowed = self.num_allowed(drafts)
+        return drafts[:num_allowed] + [-1] * (num_tokens - num_allowed)
+
+    def num_allowed_of_last(self, num_tokens: int) -> int:
+        """How many of the last so many tokens come before the first that is refused."""
+        if self._grammar is None:
+            return num_tokens
+        begin = len(self.token_ids) - num_tokens
+        return self._grammar.num_allowed(self.token_ids[begin:], begin - self._num_prompt_tokens)
+
+    def num_allowed(self, further: Sequence[int]) -> int:
+        """How many of the tokens that are to follow come before the first that is refused."""
+        if self._grammar is None:
+            return len(further)
+        return self._grammar.num_allowed(further, len(self.token_ids) - self._num_prompt_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +162,55 @@ class _Pass:
     end: int
     drafts: Sequence[int]
     digests: Sequence[int]
+    is_void: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What workers are sent of a planned step."""
+
+    removed_rows: Sequence[int]
+    entering: Sequence[NewRow]
+    appended: Mapping[int, Tables]
+    work: Sequence[Work]
+    zeroed: Sequence[int]
+    copies: Sequence[BlockCopy]
+
+
+def work_of(
+    plan: SchedulerOutput, grammars: Mapping[str, StandInGrammar] | None = None
+) -> StepWork:
+    """What workers are sent of a plan, as it is when the step is sent. `grammars` are those of
+    requests, by id.
+    """
+    held = grammars or {}
+    starts, counts = plan.num_computed_tokens, plan.num_scheduled_tokens
+    return StepWork(
+        list(plan.removed_rows),
+        [
+            NewRow(
+                _row_of(request),
+                list(request.token_ids),
+                tuple(map(list, tables)),
+                (request.cache_salt, request.adapter_digest),
+                request.encoder_inputs,
+                held.get(request.request_id),
+                request.num_prompt_tokens,
+                request.request_id,
+            )
+            for request, tables in plan.block_tables.items()
+        ],
+        {
+            _row_of(request): tuple(map(list, tables))
+            for request, tables in plan.appended_blocks.items()
+        },
+        [
+            Work(_row_of(request), scheduled, computed, plan.draft_token_ids.get(request, ()))
+            for request, scheduled, computed in zip(plan.requests, counts, starts, strict=True)
+        ],
+        list(plan.block_ids_to_zero),
+        list(plan.copies),
+    )
 
 
 class PagedModel:
@@ -111,7 +226,8 @@ class PagedModel:
         self._num_rows = num_rows
         self._num_speculative_tokens = num_speculative_tokens
         self._rows: dict[int, _Row] = {}
-        self._cache = PagedCache(block_size, groups)
+        self._void: tuple[Collection[str], frozenset[int]] = ((), frozenset())
+        self.cache = PagedCache(block_size, groups, follows_states=not num_speculative_tokens)
 
     @property
     def num_requests(self) -> int:
@@ -130,29 +246,49 @@ class PagedModel:
 
     def run_plan(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Runs a step of the scheduler core."""
-        entering = [
-            NewRow(_row_of(request), request.token_ids, tables, request.cache_salt)
-            for request, tables in plan.block_tables.items()
-        ]
-        appended = {_row_of(request): tables for request, tables in plan.appended_blocks.items()}
-        work = [
-            Work(_row_of(request), scheduled, computed, plan.draft_token_ids.get(request, ()))
-            for request, scheduled, computed in zip(
-                plan.requests, plan.num_scheduled_tokens, plan.num_computed_tokens, strict=True
-            )
-        ]
-        token_ids = self.run(plan.removed_rows, entering, appended, work, plan.block_ids_to_zero)
-        if not self._num_speculative_tokens:
-            return ModelRunnerOutput(token_ids)
-        return ModelRunnerOutput(
-            token_ids,
-            draft_token_ids=[
-                proposals(self._rows[item.row_index].token_ids, self._num_speculative_tokens)
+        return self.run_work(work_of(plan))
+
+    def run_work(
+        self, step: "StepWork", names: Collection[str] = (), invalid: Collection[int] = ()
+    ) -> ModelRunnerOutput:
+        """Runs a step. What it computes of requests of these names is void, as is what it computes
+        from these blocks: they store what belongs to no sequence.
+        """
+        self.cache.garble(invalid)
+        self._void = names, frozenset(invalid)
+        token_ids = self.run(
+            step.removed_rows, step.entering, step.appended, step.work, step.zeroed, step.copies
+        )
+        rows = [self._rows[item.row_index] for item in step.work]
+        refused = {
+            index: num_allowed
+            for index, (row, sampled) in enumerate(zip(rows, token_ids, strict=True))
+            if (num_allowed := row.num_allowed_of_last(len(sampled))) < len(sampled)
+        }
+        drafts: list[list[int]] = []
+        if self._num_speculative_tokens:
+            drafts = [
+                [draft for draft in row.proposals(self._num_speculative_tokens) if draft >= 0]
                 if sampled
                 else []
-                for item, sampled in zip(work, token_ids, strict=True)
-            ],
-        )
+                for row, sampled in zip(rows, token_ids, strict=True)
+            ]
+        return ModelRunnerOutput(token_ids, draft_token_ids=drafts, refused_tokens=refused)
+
+    def names_holding(self, blocks: Collection[int]) -> set[str]:
+        """The requests that have one of these blocks."""
+        holding = frozenset(blocks)
+        return {
+            row.name
+            for row in self._rows.values()
+            if any(not holding.isdisjoint(table) for table in row.tables)
+        }
+
+    def take_back(self, request: Request) -> None:
+        """The scheduler did not take the last tokens of a request."""
+        row = None if request.row is None else self._rows.get(request.row)
+        if row is not None and row.name == request.request_id:
+            row.take_back(request.num_tokens)
 
     def run(
         self,
@@ -161,6 +297,7 @@ class PagedModel:
         appended: Mapping[int, Tables],
         work: Sequence[Work],
         zeroed: Iterable[int] = (),
+        copies: Iterable[BlockCopy] = (),
     ) -> list[list[int]]:
         """Runs a step; returns the sampled tokens of each request: none inside a prompt, and with
         drafts those that were right and one more.
@@ -176,8 +313,13 @@ class PagedModel:
         for row_index, grown in appended.items():
             for table, blocks in zip(self._rows[row_index].tables, grown, strict=True):
                 table.extend(blocks)
-        self._cache.zero(zeroed)
+        self.cache.zero(zeroed)
+        self.cache.copy(copies)
         passes = [self._begin(item, item.row_index in entered) for item in work]
+        for running in passes:
+            if running.is_void:
+                continue
+            self.cache.read_states(running.row.tables, running.digests, running.start)
         for running in passes:
             self._write(running)
         return [self._sample(running) for running in passes]
@@ -188,26 +330,36 @@ class PagedModel:
         """
         row, drafts = self._rows[work.row_index], work.drafts
         if -1 in drafts and not has_just_entered:
-            drafts = proposals(row.token_ids, len(drafts))
+            drafts = row.proposals(len(drafts))
         start = self.next_position(work.row_index, work.num_computed)
         digests = [*row.digests, *row.digests_of(drafts)] if drafts else row.digests
-        return _Pass(row, start, start + work.num_scheduled, drafts, digests)
+        is_void = self._is_void(row)
+        if is_void:
+            digests = [_EMPTY] * len(digests)
+        return _Pass(row, start, start + work.num_scheduled, drafts, digests, is_void)
+
+    def _is_void(self, row: _Row) -> bool:
+        names, invalid = self._void
+        if not (names or invalid):
+            return False
+        return row.name in names or any(not invalid.isdisjoint(table) for table in row.tables)
 
     def _write(self, running: _Pass) -> None:
         row, start, end = running.row, running.start, running.end
         assert start < end <= len(running.digests), f"{start}..{end} of {len(running.digests)}"
-        self._cache.write(row.tables, running.digests, start, end)
+        self.cache.write(row.tables, running.digests, start, end)
 
     def _sample(self, running: _Pass) -> list[int]:
         row, end = running.row, running.end
-        self._cache.read(row.tables, running.digests, running.start, end)
+        if not running.is_void:
+            self.cache.read(row.tables, running.digests, running.start, end)
         if end < len(row.token_ids):
             return []
-        sampled = continuation(row.token_ids, 1)
-        for draft in running.drafts:
-            if draft != sampled[-1]:
-                break
-            sampled += continuation([*row.token_ids, *sampled], 1)
+        truth = row.continuation(1 + len(running.drafts))
+        num_right = 0
+        while num_right < len(running.drafts) and running.drafts[num_right] == truth[num_right]:
+            num_right += 1
+        sampled = truth[: 1 + num_right]
         row.append(sampled)
         return sampled
 

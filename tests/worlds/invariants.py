@@ -1,0 +1,216 @@
+"""What must hold of every step in any world, recomputed from tables, tokens and limits."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from services.common.block_hash import BlockHash
+from services.common.ids import NULL_BLOCK
+from services.common.kv_cache_groups import AttentionType
+from services.common.pause_mode import PauseMode
+from services.kvpool.core.kv_pool import KVPool
+from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.output import SchedulerOutput
+from services.scheduler.core.request import Request
+from services.scheduler.core.scheduler import Scheduler
+from tests.scheduler.paged_model import PagedModel
+from tests.worlds.workers import stored_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """The queue in the order in which it is looked at, and the mode of a pause, before a step."""
+
+    queue: list[Request]
+    holding: frozenset[Request]
+    """Those of the queue that hold blocks."""
+    pause_mode: PauseMode | None
+
+    @classmethod
+    def of(cls, scheduler: Scheduler) -> "Before":
+        """As it is now."""
+        queue = list(scheduler.queues.queued)
+        holding = frozenset(request for request in queue if request.holds_blocks)
+        return cls(queue, holding, scheduler.pause_mode)
+
+
+_VICTIM_ORDERS: dict[str, Callable[[Request], Any]] = {
+    "fcfs": lambda request: request.admission_number,
+    "priority": lambda request: (request.priority, request.arrival_time),
+}
+
+
+def check_plan(
+    scheduler: Scheduler,
+    pool: KVPool,
+    before: Before,
+    plan: SchedulerOutput,
+    sent: Iterable[SchedulerOutput],
+) -> None:
+    """All that must hold of a step when it is planned; `sent` are those before it in flight."""
+    check_limits(scheduler, plan)
+    check_states(scheduler)
+    check_known_tokens(scheduler.config, plan, sent)
+    check_tables(scheduler, pool, plan)
+    check_admission_order(before, plan)
+    check_victims(scheduler, plan)
+    check_pause(scheduler, before, plan)
+
+
+def check_limits(scheduler: Scheduler, plan: SchedulerOutput) -> None:
+    """A step hands out no more than it has, to no more than may run, each of them once."""
+    config, running = scheduler.config, list(scheduler.running)
+    assert plan.num_tokens == sum(plan.num_scheduled_tokens) <= config.token_budget
+    assert all(count > 0 for count in plan.num_scheduled_tokens)
+    assert len(set(plan.requests)) == len(plan.requests)
+    assert set(plan.requests) <= set(running)
+    assert len(running) + len(scheduler.queues.between_turns) <= config.max_running
+    rows = [request.row for request in running]
+    assert len(set(rows)) == len(rows)
+    assert None not in rows
+    adapters = {request.adapter_digest for request in running} - {b""}
+    assert config.max_loras is None or len(adapters) <= config.max_loras
+    sizes = [
+        request.encoder_inputs[index].num_embeds
+        for request, indexes in plan.encoder_inputs.items()
+        for index in indexes
+    ]
+    assert sum(sizes) <= config.encoder_compute_budget
+
+
+def check_states(scheduler: Scheduler) -> None:
+    """A request is in one place only, and none that has ended is in any."""
+    everywhere = scheduler.requests
+    assert len(set(everywhere)) == len(everywhere)
+    assert not any(request.is_finished for request in everywhere)
+    for request in scheduler.running:
+        assert request.finish_reason is None
+        assert request.holds_blocks
+    assert all(not request.holds_blocks for request in scheduler.waiting)
+
+
+def check_known_tokens(
+    config: SchedulerConfig, plan: SchedulerOutput, sent: Iterable[SchedulerOutput]
+) -> None:
+    """Nothing is computed that is neither known, nor a draft, nor sampled by a step in flight."""
+    in_flight: Counter[Request] = Counter()
+    for earlier in sent:
+        ends = _ends(earlier)
+        for request, end in zip(earlier.requests, ends, strict=True):
+            if end >= request.num_tokens - in_flight[request]:
+                in_flight[request] += 1 + config.num_speculative_tokens
+    for request, end in zip(plan.requests, _ends(plan), strict=True):
+        num_drafts = len(plan.draft_token_ids.get(request, ()))
+        assert end - num_drafts <= request.num_tokens + in_flight[request], request.request_id
+        assert end <= config.max_model_len
+
+
+def check_tables(scheduler: Scheduler, pool: KVPool, plan: SchedulerOutput) -> None:
+    """What a step writes lies in blocks that no other request of the step writes, and that none
+    holds which has no part in it. What begins to load may have found what the step computes.
+    """
+    written: Counter[int] = Counter()
+    read: set[int] = set()
+    starts = plan.num_computed_tokens
+    for request, start, end in zip(plan.requests, starts, _ends(plan), strict=True):
+        tables = pool.block_tables(request.key)
+        for group, table in zip(scheduler.config.all_groups, tables, strict=True):
+            first = start // group.block_size
+            if group.attention_type is AttentionType.STATE_SPACE:
+                first = (end - 1) // group.block_size
+            blocks = table[first : -(-end // group.block_size)]
+            assert blocks, f"{request.request_id} has no block to write to"
+            assert NULL_BLOCK not in blocks, request.request_id
+            written.update(blocks)
+    begun = {load.request for load in plan.loads}
+    for request in set(scheduler.requests) - set(plan.requests) - begun:
+        for table in pool.block_tables(request.key):
+            read.update(table)
+    assert all(count == 1 for count in written.values())
+    assert read.isdisjoint(written)
+
+
+def check_admission_order(before: Before, plan: SchedulerOutput) -> None:
+    """No request is admitted before one ahead of it, unless that was passed over for a reason of
+    its own; and none in a step that preempts.
+    """
+    admitted = {*plan.new, *plan.resumed}
+    assert len(admitted) == len(plan.new) + len(plan.resumed) == len(plan.block_tables)
+    assert not (admitted and plan.preemptions)
+    begun = admitted | {load.request for load in plan.loads}
+    must_be_begun = False
+    for request in reversed(before.queue):
+        must_be_begun |= request in begun
+        assert not must_be_begun or request in begun or request in plan.passed_over
+
+
+def check_victims(scheduler: Scheduler, plan: SchedulerOutput) -> None:
+    """Victims come last by the policy, among those that ran."""
+    rank = _VICTIM_ORDERS[scheduler.config.policy]
+    left = [rank(request) for request in scheduler.running]
+    for preemption in plan.preemptions:
+        victim = preemption.victim
+        assert victim.row is None
+        assert not victim.is_finished
+        if left:
+            assert rank(victim) >= max(left)
+
+
+def check_pause(scheduler: Scheduler, before: Before, plan: SchedulerOutput) -> None:
+    """In a pause nothing is computed, or, until running requests have ended, none is admitted that
+    did not hold blocks.
+    """
+    if before.pause_mode is None or scheduler.pause_mode is not before.pause_mode:
+        return
+    if before.pause_mode is PauseMode.WAIT:
+        assert not any(
+            not request.block_hashes for request in plan.resumed if not request.num_slots
+        )
+    else:
+        assert not plan.requests
+
+
+class PublishedContents:
+    """Checks that every hash that can be found is of what its block holds."""
+
+    def __init__(self, config: SchedulerConfig, *, follows_states: bool) -> None:
+        self._config = config
+        self._follows_states = follows_states
+        self._digests: dict[BlockHash, tuple[int, list[int]]] = {}
+        """By hash: how many tokens it stands for in all, and what their positions store."""
+        self._seen: dict[Request, tuple[int, int]] = {}
+
+    def learn(self, requests: Iterable[Request]) -> None:
+        """Takes the hashes of requests."""
+        size = self._config.hash_block_size
+        for request in requests:
+            seen = len(request.block_hashes), len(request.token_ids)
+            if self._seen.get(request) != seen:
+                self._seen[request] = seen
+                digests = stored_tokens(request).digests
+                for index, block_hash in enumerate(request.block_hashes):
+                    self._digests[block_hash] = (index + 1) * size, digests
+
+    def check(self, pool: KVPool, model: PagedModel) -> None:
+        """While no step is in flight."""
+        for group, (spec, index) in enumerate(
+            zip(self._config.all_groups, pool._blocks.indexes, strict=True)
+        ):
+            is_state = spec.attention_type is AttentionType.STATE_SPACE
+            if is_state and not self._follows_states:
+                continue
+            for block in index.blocks():
+                for block_hash in index.hashes_of(block):
+                    end, digests = self._digests[block_hash]
+                    begin = end - 1 if is_state else (end - 1) // spec.block_size * spec.block_size
+                    for position in range(begin, end):
+                        assert model.cache.holds(group, block, position, digests[position]), (
+                            f"block {block} of group {group} is found by a hash of {end} tokens, "
+                            f"and does not hold position {position}"
+                        )
+
+
+def _ends(plan: SchedulerOutput) -> list[int]:
+    starts, counts = plan.num_computed_tokens, plan.num_scheduled_tokens
+    return [start + count for start, count in zip(starts, counts, strict=True)]

@@ -1,0 +1,349 @@
+"""Lives a world to its end: the engine with its scheduler and its pool, in virtual time.
+
+At each tick things come from outside, the engine goes on as far as it can, and the workers answer
+one step. Nothing else decides the order of events, so a world's life is always the same.
+"""
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Sequence
+
+from services.common.errors import Aborted, FailedPrecondition, Unavailable
+from services.common.finish_reason import FinishReason
+from services.common.pause_mode import PauseMode
+from services.common.telemetry import configure_tracing
+from services.scheduler.adapters.activity import WatchedSteps
+from services.scheduler.adapters.engine_observer import EngineObserver
+from services.scheduler.adapters.request_metrics import RequestMetrics
+from services.scheduler.adapters.statistics import StepCounts
+from services.scheduler.adapters.step_tracer import StepTracer
+from services.scheduler.core.engine_core import EngineCore
+from services.scheduler.core.grammar import GrammarStatus
+from services.scheduler.core.kv_role import KVLoadFailurePolicy
+from services.scheduler.core.output import EngineCoreOutputs, SchedulerOutput
+from services.scheduler.core.ports import PoolLost, WorkersLost
+from services.scheduler.core.recorder import Entry, RecordingScheduler
+from services.scheduler.core.request import InputChunk, Request
+from tests.scheduler.fakes import Inbox, ReadinessLog
+from tests.worlds.expected import expected_turns
+from tests.worlds.invariants import Before, PublishedContents, check_plan
+from tests.worlds.pool import WorldPool
+from tests.worlds.workers import WorldConnector, WorldWorkers
+from tests.worlds.world import Arrival, Event, Incident, World
+
+TICK = 0.001
+"""Virtual seconds."""
+MAX_TICKS = 4000
+"""After the last thing that comes from outside: more than any world needs."""
+
+
+class Life:
+    """One life of a world. `happened` counts what happened, across lives."""
+
+    def __init__(self, world: World, happened: Counter[str]) -> None:
+        config = world.config
+        self.world = world
+        self.happened = happened
+        self.entries: list[Entry] = []
+        self.requests: dict[str, Request] = {}
+        self.inbox = Inbox()
+        self.connector = self._new_connector()
+        self.pool = WorldPool(config, happened)
+        self.workers = WorldWorkers(world, self.connector)
+        self.scheduler = RecordingScheduler(config, self.pool, self.entries.append, self.connector)
+        observer = _Observer(self)
+        self.engine = EngineCore(
+            self.scheduler, self.workers, _Replica(self), self.inbox, observer, ReadinessLog()
+        )
+        self._before: Before | None = None
+        self.in_flight: list[SchedulerOutput] = []
+        """Steps that were planned and whose output was not taken in."""
+        self._contents = PublishedContents(config, follows_states=not config.num_speculative_tokens)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._events = deque(world.events)
+        self._compiling: list[tuple[int, Request, bool]] = []
+
+    async def live(self) -> None:
+        """Lives it to the end."""
+        running = asyncio.create_task(self.engine.run())
+        tick = 0
+        while not self._is_over(tick):
+            assert tick < self.world.last_tick + MAX_TICKS, self._stuck()
+            self._come(tick)
+            await asyncio.sleep(TICK)
+            if running.done():
+                running.result()
+            self.workers.answer_next()
+            tick += 1
+        running.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(running, *self._tasks, return_exceptions=True)
+        self.pool.check()
+        self._check_ends()
+        self.happened["worlds"] += 1
+        self.happened["ticks"] += tick
+
+    def _is_over(self, tick: int) -> bool:
+        return (
+            tick > self.world.last_tick + 1
+            and all(request.is_finished for request in self.requests.values())
+            and not self.engine.unfinished
+            and not self.workers.num_in_flight
+            and not self.scheduler.has_work
+            and (self.pool.is_lost or not self.pool.core.stats().num_requests)
+        )
+
+    def _stuck(self) -> str:
+        states = [
+            f"{request.request_id} {request.status.value}, {request.num_slots} slots"
+            for request in self.scheduler.requests
+        ]
+        return f"requests starve: {states}, {self.scheduler.num_free_blocks} blocks are free"
+
+    # What comes from outside
+
+    def _come(self, tick: int) -> None:
+        now = asyncio.get_running_loop().time()
+        for arrival in self.world.arrivals:
+            self._concern(arrival, tick, now)
+        for due, request, is_failed in self._compiling:
+            if due == tick:
+                error = "it cannot be compiled" if is_failed else ""
+                self.engine.grammar_compiled(request, error)
+        while self._events and self._events[0].tick <= tick:
+            self._suffer(self._events.popleft())
+        if tick == self.world.last_tick + 1:
+            self.pool.mid_plan.clear()
+            self._begin(self.engine.resume())
+        self.engine.abort_late(now)
+
+    def _concern(self, arrival: Arrival, tick: int, now: float) -> None:
+        if arrival.tick == tick:
+            self.engine.add(self._add(arrival, now))
+        request = self.requests.get(arrival.name)
+        if request is None:
+            return
+        for turn in arrival.turns:
+            if turn.tick == tick:
+                self.engine.add_chunk(request, InputChunk(turn.token_ids, turn.sampling, tick))
+        if arrival.close_at == tick:
+            self.engine.add_chunk(request, None)
+        if arrival.abort_at == tick:
+            self.engine.abort([request])
+
+    def _add(self, arrival: Arrival, now: float) -> Request:
+        request = Request(
+            arrival.name,
+            len(self.requests) + 1,
+            list(arrival.token_ids),
+            arrival.num_prompt_tokens,
+            arrival.sampling,
+            priority=arrival.priority,
+            arrival_time=arrival.tick,
+            cache_salt=arrival.salt,
+            adapter_digest=arrival.adapter,
+            encoder_inputs=arrival.items,
+            resumable=arrival.close_at is not None,
+            reads_prefix_cache=arrival.reads_prefix_cache,
+        )
+        if arrival.must_start_within is not None:
+            request.latest_start = now + arrival.must_start_within * TICK
+        if (grammar := arrival.grammar) is not None:
+            request.grammar = GrammarStatus.COMPILING
+            self._compiling.append((max(grammar.ready, arrival.tick), request, grammar.error))
+        if self.connector is not None and arrival.external is not None:
+            self.connector.sources[request.key] = arrival.external
+        if self.connector is not None and arrival.send_steps is not None:
+            self.connector.send_steps[request.key] = arrival.send_steps
+        self.requests[arrival.name] = request
+        return request
+
+    def _suffer(self, event: Event) -> None:
+        self.happened[event.incident.name] += 1
+        if event.mid_plan:
+            self.pool.mid_plan.append(lambda: self._happen(event))
+        else:
+            self._happen(event)
+
+    def _happen(self, event: Event) -> None:
+        match event.incident:
+            case Incident.PAUSE_KEEP | Incident.PAUSE_WAIT | Incident.PAUSE_ABORT:
+                self._begin(self.engine.pause(PauseMode(event.incident.value)))
+            case Incident.RESUME:
+                self._begin(self.engine.resume())
+            case Incident.RESET | Incident.RESET_RUNNING:
+                preempts = event.incident is Incident.RESET_RUNNING
+                self._begin(self._reset(preempts=preempts))
+            case Incident.RESET_ENCODER_CACHE:
+                self._begin(self._reset_encoder_cache())
+            case Incident.LOSE_WORKERS:
+                self.workers.lose()
+            case Incident.LOSE_POOL:
+                self.pool.lose_after(event.count)
+            case Incident.REPORT_LOSS:
+                self.engine.lost(WorkersLost("a worker says so"))
+            case Incident.BAD_TRANSACTION:
+                self.pool.refuse(self.world.number + event.count)
+
+    def _begin(self, work: "asyncio._CoroutineLike[None]") -> None:
+        async def suppressed() -> None:
+            try:
+                await work
+            except (Aborted, FailedPrecondition, Unavailable) as error:
+                self.happened[type(error).__name__] += 1
+
+        self._tasks.add(asyncio.create_task(suppressed()))
+
+    async def _reset(self, *, preempts: bool) -> None:
+        await self.engine.reset_prefix_cache(preempt_running=preempts)
+        assert self.pool.core.num_cached_hashes == 0
+
+    async def _reset_encoder_cache(self) -> None:
+        async with self.engine.standstill():
+            self.scheduler.reset_encoder_cache()
+
+    @property
+    def _leaves_stale_hashes(self) -> bool:
+        """Whether a load within a step may fail whose blocks are computed again: their hashes stay
+        until then, as in vLLM.
+        """
+        recomputes = self.world.config.kv_load_failure_policy is KVLoadFailurePolicy.RECOMPUTE
+        return recomputes and any(
+            arrival.external is not None
+            and arrival.external.failing_blocks
+            and not arrival.external.is_async
+            for arrival in self.world.arrivals
+        )
+
+    # Around a step
+
+    def before_plan(self) -> None:
+        """A step is about to be planned."""
+        if self.connector is not None:
+            self.connector.step += 1
+        self._before = Before.of(self.scheduler)
+
+    def planned(self, plan: SchedulerOutput) -> None:
+        """A step is planned."""
+        assert self._before is not None
+        check_plan(self.scheduler, self.pool.core, self._before, plan, self.in_flight)
+        self.in_flight.append(plan)
+        self.happened["preemptions"] += len(plan.preemptions)
+        self.happened["drafts"] += sum(map(len, plan.draft_token_ids.values()))
+        self.happened["loads"] += len(plan.loads)
+        self.happened["copies"] += len(plan.copies)
+        for reason in plan.passed_over.values():
+            self.happened[f"passed over: {reason.value}"] += 1
+
+    def updated(self, plan: SchedulerOutput, update: EngineCoreOutputs) -> None:
+        """A step's output was taken in."""
+        self.in_flight = [later for later in self.in_flight if later.step > plan.step]
+        self._contents.learn(self.requests.values())
+        is_settled = not any(later.requests for later in self.in_flight)
+        if is_settled and not self._leaves_stale_hashes and not self._evicts(update):
+            self._contents.check(self.pool.core, self.workers.model)
+
+    def _evicts(self, update: EngineCoreOutputs) -> bool:
+        """Whether hashes are forgotten with the next transaction, since a load failed."""
+        reasons = (request.finish_reason for request in update.ended)
+        return FinishReason.KV_LOAD_FAILED in reasons
+
+    # In the end
+
+    def _check_ends(self) -> None:
+        for arrival in self.world.arrivals:
+            request = self.requests[arrival.name]
+            assert request.finish_reason is not None
+            self.happened[request.finish_reason.name] += 1
+            self.happened["hits"] += bool(request.num_cached_tokens)
+            if not self.world.config.pooling:
+                self._check_answer(arrival, request)
+        assert (
+            self.pool.is_lost or self.pool.core.num_free_blocks == self.world.config.num_blocks - 1
+        )
+        assert not self.scheduler.requests
+
+    def _check_answer(self, arrival: Arrival, request: Request) -> None:
+        """Its own tokens, up to an end that it may have."""
+        turns = expected_turns(arrival, self.world.config.max_model_len)
+        delivered = self.inbox.tokens[arrival.name]
+        ends, whole = [0], list[int]()
+        for turn in turns:
+            whole += turn.token_ids
+            ends.append(len(whole))
+        assert delivered == whole[: len(delivered)], arrival.name
+        reason = request.finish_reason
+        match reason:
+            case FinishReason.ABORT if arrival.close_at is not None:
+                pass
+            case FinishReason.ABORT:
+                assert arrival.abort_at is not None or self._has(Incident.PAUSE_ABORT)
+            case FinishReason.QUEUE_TIMEOUT:
+                assert arrival.must_start_within is not None
+                assert not delivered
+            case FinishReason.NAN_IN_LOGITS:
+                assert arrival.nan_after is not None
+            case FinishReason.STEP_FAILED:
+                assert arrival.breaks_workers_at is not None
+            case FinishReason.KV_LOAD_FAILED:
+                assert self.connector is not None
+            case FinishReason.ERROR if arrival.grammar is not None and arrival.grammar.error:
+                assert not delivered
+            case FinishReason.ERROR if arrival.items and len(delivered) not in ends[1:]:
+                assert not delivered
+            case _:
+                assert len(delivered) in ends[1:], arrival.name
+                turn = turns[ends.index(len(delivered)) - 1]
+                assert reason is turn.finish_reason, arrival.name
+
+    def _has(self, incident: Incident) -> bool:
+        return any(event.incident is incident for event in self.world.events)
+
+    def _new_connector(self) -> WorldConnector | None:
+        if self.world.config.kv_role is None:
+            return None
+        size = self.world.config.block_size
+        return WorldConnector(size, {}, {}, self.world.frees_are_awaited)
+
+
+class _Replica:
+    """Brings pool and workers back."""
+
+    def __init__(self, life: Life) -> None:
+        self._life = life
+
+    async def open(self) -> None:
+        self._life.pool.open()
+        self._life.workers.renew()
+
+
+class _Observer(EngineObserver):
+    """The observer of a replica, which lets the life check what it sees."""
+
+    def __init__(self, life: Life) -> None:
+        tracer = StepTracer(
+            configure_tracing("scheduler", "", 1.0),
+            StepCounts(),
+            lambda: life.scheduler.next_candidates,
+            lambda _step, _reason: None,
+            lambda: int(asyncio.get_running_loop().time() * 1e9),
+        )
+        super().__init__(tracer, RequestMetrics(), WatchedSteps())
+        self._life = life
+
+    def begin(self) -> str:
+        self._life.before_plan()
+        return super().begin()
+
+    def planned(self, plan: SchedulerOutput) -> None:
+        super().planned(plan)
+        self._life.planned(plan)
+
+    def lost(self, preempted: Sequence[Request], lost: PoolLost | WorkersLost) -> None:
+        super().lost(preempted, lost)
+        self._life.in_flight.clear()
+
+    def done(self, plan: SchedulerOutput, update: EngineCoreOutputs) -> None:
+        super().done(plan, update)
+        self._life.updated(plan, update)

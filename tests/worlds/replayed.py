@@ -1,0 +1,19 @@
+"""A world's step log, replayed: the same decisions, bit for bit."""
+
+import json
+from collections.abc import Iterable
+
+from services.cli.replay.fields import Field
+from services.cli.replay.log_file import Header
+from services.cli.replay.log_replay import Difference, LogReplay
+from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.recorder import Entry
+
+
+async def replay_differences(config: SchedulerConfig, entries: Iterable[Entry]) -> list[Difference]:
+    """The fields of the first entry that differs; none if all entries are equal."""
+    replay = LogReplay(Header("world", config))
+    for entry in entries:
+        if differences := await replay.replay_entry(Field(json.loads(json.dumps(entry)))):
+            return differences
+    return []

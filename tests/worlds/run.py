@@ -1,0 +1,21 @@
+"""Lives one world, and replays its log."""
+
+from collections import Counter
+
+from tests.cli.virtual_time import run
+from tests.worlds.generator import make_world
+from tests.worlds.life import Life
+from tests.worlds.replayed import replay_differences
+
+
+def live_world(number: int, happened: Counter[str]) -> None:
+    """Raises AssertionError, or what the engine raises, if something is wrong."""
+    world = make_world(number)
+    happened.update(world.families)
+
+    async def live() -> None:
+        life = Life(world, happened)
+        await life.live()
+        assert await replay_differences(world.config, life.entries) == []
+
+    run(live())

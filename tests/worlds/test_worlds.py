@@ -1,0 +1,20 @@
+"""Random worlds of all families, each to its end, with what must hold of every step; then its log
+replayed, bit for bit. More of them: `python -m tests.worlds`, see docs/replaying.md.
+"""
+
+from collections import Counter
+
+from tests.worlds.generator import FAMILIES
+from tests.worlds.run import live_world
+from tests.worlds.world import Incident
+
+NUM_WORLDS = 96
+RARE = ("preemptions", "hits", "drafts", "loads", "copies", "STOP", "ABORT", "ERROR")
+
+
+def test_worlds_keep_what_must_hold_and_their_logs_replay() -> None:
+    happened: Counter[str] = Counter()
+    for number in range(NUM_WORLDS):
+        live_world(number, happened)
+    for name in (*FAMILIES, *(incident.name for incident in Incident), *RARE):
+        assert happened[name] >= 2, f"{name} hardly happened: {happened}"

@@ -1,0 +1,242 @@
+"""The workers of a world, over the paged model: each step's answer comes when the world lets it."""
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass, field, replace
+
+from services.cli.replay.stand_in_connector import StandInConnector
+from services.cli.replay.stand_in_model import pooled_output
+from services.common.ids import RequestKey
+from services.common.pool_operations import BlockTables
+from services.scheduler.core.kv_connector import NO_RESULTS
+from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
+from services.scheduler.core.ports import WorkersLost
+from services.scheduler.core.request import Request
+from tests.scheduler.paged_model import PagedModel, StepWork, StoredTokens, work_of
+from tests.worlds.world import Arrival, World
+
+_Answer = asyncio.Future[ModelRunnerOutput]
+
+
+class WorldConnector(StandInConnector):
+    """A connector both sides of which a loss ends."""
+
+    def forget(self) -> None:
+        """No transfer is under way."""
+        self._loads.clear()
+        self._sends.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class SentLoad:
+    """What a load stores: positions `begin` to `end` of a sequence."""
+
+    request: RequestKey
+    is_async: bool
+    stored: StoredTokens
+    blocks: BlockTables
+    begin: int
+    end: int
+
+
+@dataclass(slots=True)
+class SentStep:
+    """A step from its sending to its answer."""
+
+    plan: SchedulerOutput
+    work: StepWork
+    loads: list[SentLoad]
+    number: int
+    """Of the plan, as the connector counts."""
+    answer: _Answer
+    void: set[str] = field(default_factory=set)
+    """Requests of which it computes from what was not loaded."""
+
+
+class WorldWorkers:
+    """An `Executor`. Steps run one after another, each when it is answered.
+
+    Loads between steps are not ordered with them: what they store is there as soon as they are
+    sent, before steps in flight have run, or not before their end.
+    """
+
+    def __init__(self, world: World, connector: WorldConnector | None) -> None:
+        self.num_tokens = 0
+        self._world = world
+        self._config = world.config
+        self._arrivals = {arrival.name: arrival for arrival in world.arrivals}
+        self._grammars = {a.name: a.grammar for a in world.arrivals if a.grammar is not None}
+        self._connector = connector
+        self._sent: deque[SentStep] = deque()
+        self._late_loads: dict[RequestKey, SentLoad] = {}
+        """Loads whose contents come with their end, by request."""
+        self._items: dict[str, int] = {}
+        """Embeddings that are kept, by item."""
+        self._is_lost = False
+        self._last_plan: SchedulerOutput | None = None
+        self._stale: set[Request] = set()
+        """Requests whose rows may have tokens that were not taken."""
+        self.model = self._new_model()
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that were sent and not answered."""
+        return len(self._sent)
+
+    @property
+    def sent(self) -> list[SchedulerOutput]:
+        """Plans whose steps were not answered."""
+        return [step.plan for step in self._sent]
+
+    async def submit(self, plan: SchedulerOutput, traceparent: str = "") -> _Answer:  # noqa: ARG002
+        if self._is_lost:
+            raise WorkersLost("the workers are away")
+        answer: _Answer = asyncio.get_running_loop().create_future()
+        number = self._connector.step if self._connector is not None else 0
+        loads = _loads(plan)
+        for load in loads:
+            if load.is_async:
+                self._begin_load(load)
+        work = work_of(plan, self._grammars)
+        self._sent.append(SentStep(plan, work, loads, number, answer))
+        return answer
+
+    def answer_next(self) -> None:
+        """Runs the oldest step and answers it, if there is one."""
+        while self._sent and self._sent[0].answer.cancelled():
+            self._sent.popleft()
+        if not self._sent:
+            return
+        step = self._sent[0]
+        if any(map(self._breaks, step.plan.requests, _ends(step.plan))):
+            self.lose()
+            return
+        output = self._run(step)
+        self._sent.popleft()
+        step.answer.set_result(output)
+
+    def lose(self) -> None:
+        """Fails every step in flight and every further one."""
+        self._is_lost = True
+        while self._sent:
+            step = self._sent.popleft()
+            if not step.answer.done():
+                step.answer.set_exception(WorkersLost("the workers are away"))
+
+    def renew(self) -> None:
+        """New workers, with an empty batch and an empty cache."""
+        self._is_lost = False
+        self._sent.clear()
+        self._late_loads.clear()
+        self._last_plan = None
+        self._stale.clear()
+        self._items.clear()
+        if self._connector is not None:
+            self._connector.forget()
+        self.model = self._new_model()
+
+    def _new_model(self) -> PagedModel:
+        config = self._config
+        return PagedModel(
+            config.block_size, config.max_num_seqs, config.num_speculative_tokens, config.groups
+        )
+
+    def _breaks(self, request: Request, end: int) -> bool:
+        position = self._arrivals[request.request_id].breaks_workers_at
+        return position is not None and end > position
+
+    def _run(self, step: SentStep) -> ModelRunnerOutput:
+        plan = step.plan
+        self.num_tokens += plan.num_tokens
+        for load in step.loads:
+            if not load.is_async:
+                self._store(load)
+        self._encode(plan)
+        self._take_back(plan)
+        results = NO_RESULTS if self._connector is None else self._connector.results(step.number)
+        invalid = results.invalid_block_ids
+        output = self.model.run_work(step.work, step.void, invalid)
+        for later in self._sent:  # sent before this was known
+            later.void |= self.model.names_holding(invalid)
+        if self._config.pooling:
+            output = pooled_output(plan)
+        output = replace(output, nan_requests=self._nan_requests(plan, output))
+        if self._connector is None:
+            return output
+        for key in results.finished_recving:
+            if load := self._late_loads.pop(key, None):
+                self._store(load)
+        self.model.cache.garble(results.invalid_block_ids)
+        return replace(output, kv_transfers=results)
+
+    def _take_back(self, plan: SchedulerOutput) -> None:
+        """Forgets tokens that the scheduler did not take, before a step that goes on without."""
+        if self._last_plan is not None:
+            self._stale |= self._last_plan.dropped
+        for request in self._stale.intersection(plan.requests) - plan.dropped:
+            self.model.take_back(request)
+            self._stale.remove(request)
+        self._last_plan = plan
+
+    def _begin_load(self, load: SentLoad) -> None:
+        """Every other load stores at once."""
+        if load.request % 2:
+            self._store(load)
+        else:
+            self._late_loads[load.request] = load
+
+    def _store(self, load: SentLoad) -> None:
+        self.model.cache.load(load.blocks, load.stored.digests, load.begin, load.end)
+
+    def _encode(self, plan: SchedulerOutput) -> None:
+        """Computes items, and checks that every item that the step's tokens touch is there."""
+        for identifier in plan.evicted_encoder_inputs:
+            self._items.pop(identifier, None)
+        for request, indexes in plan.encoder_inputs.items():
+            for index in indexes:
+                item = request.encoder_inputs[index]
+                self._items[item.identifier] = item.num_embeds
+        starts = plan.num_computed_tokens
+        for request, start, end in zip(plan.requests, starts, _ends(plan), strict=True):
+            for item in request.encoder_inputs:
+                if item.has_embeds_between(start, end):
+                    assert item.identifier in self._items, f"{item} was not computed"
+        if all(event.incident.name != "RESET_ENCODER_CACHE" for event in self._world.events):
+            assert sum(self._items.values()) <= max(self._config.encoder_cache_size, 0)
+
+    def _nan_requests(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> frozenset[int]:
+        return frozenset(
+            index
+            for index, (request, tokens) in enumerate(
+                zip(plan.requests, output.token_ids, strict=True)
+            )
+            if tokens and _is_nan(self._arrivals[request.request_id], request)
+        )
+
+
+def _loads(plan: SchedulerOutput) -> list[SentLoad]:
+    """The loads of a plan that has just been made. Those within the step come before its tokens."""
+    starts = dict(zip(plan.requests, plan.num_computed_tokens, strict=True))
+    loads = []
+    for load in plan.loads:
+        request = load.request
+        end = request.num_computed_tokens if load.is_async else starts[request]
+        blocks = tuple(map(list, load.blocks))
+        begin, stored = end - load.num_tokens, stored_tokens(request)
+        loads.append(SentLoad(request.key, load.is_async, stored, blocks, begin, end))
+    return loads
+
+
+def stored_tokens(request: Request) -> StoredTokens:
+    """What a request's positions store."""
+    root = request.cache_salt, request.adapter_digest
+    return StoredTokens(request.token_ids, root, request.encoder_inputs)
+
+
+def _is_nan(arrival: Arrival, request: Request) -> bool:
+    return arrival.nan_after is not None and request.num_output_tokens >= arrival.nan_after
+
+
+def _ends(plan: SchedulerOutput) -> list[int]:
+    starts, counts = plan.num_computed_tokens, plan.num_scheduled_tokens
+    return [start + count for start, count in zip(starts, counts, strict=True)]
