@@ -4,7 +4,7 @@ import asyncio
 import enum
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from itertools import chain
 
@@ -19,6 +19,7 @@ from services.scheduler.core.output import (
     PreemptionCause,
     SchedulerOutput,
 )
+from services.scheduler.core.pending_changes import PendingChanges
 from services.scheduler.core.ports import (
     Delivery,
     Executor,
@@ -72,10 +73,7 @@ class EngineCore:
         self._delivery = delivery
         self._observer = observer
         self._readiness = readiness
-        self._arrivals: list[Request] = []
-        self._ends: dict[Request, FinishReason] = {}
-        self._compiled: dict[Request, str] = {}
-        self._chunks: list[tuple[Request, InputChunk | None]] = []
+        self._changes = PendingChanges(scheduler, observer, self._tell_ended)
         self._awaits_sessions = False
         """Whether the last step had no room for any request, since sessions hold what they need."""
         self._in_flight: deque[tuple[SchedulerOutput, asyncio.Future[ModelRunnerOutput]]] = deque()
@@ -93,7 +91,7 @@ class EngineCore:
     @property
     def num_waiting(self) -> int:
         """Requests that do not run: not scheduled yet, or preempted."""
-        return self.scheduler.num_waiting + len(self._arrivals)
+        return self.scheduler.num_waiting + len(self._changes.arrivals)
 
     @property
     def _is_paused(self) -> bool:
@@ -103,7 +101,7 @@ class EngineCore:
 
     def add(self, request: Request) -> None:
         """Queues a request for the next turn."""
-        self._arrivals.append(request)
+        self._changes.add(request)
         self._wake.set()
 
     def abort(self, requests: Iterable[Request], reason: FinishReason = FinishReason.ABORT) -> None:
@@ -111,9 +109,9 @@ class EngineCore:
         otherwise before the next step is planned. A step in flight is not held up. QUEUE_TIMEOUT
         ends only requests that have not been scheduled by then.
         """
-        self._ends |= dict.fromkeys(requests, reason)
+        self._changes.abort(requests, reason)
         if self._awaits_answer:
-            self._apply_changes()
+            self._changes.apply()
         else:
             self._wake.set()
 
@@ -121,20 +119,20 @@ class EngineCore:
         """Notes that the workers have the grammar of a request, or why they cannot have it, before
         the next step is planned.
         """
-        self._compiled[request] = error
+        self._changes.grammar_compiled(request, error)
         self._wake.set()
 
     def add_chunk(self, session: Request, chunk: InputChunk | None) -> None:
         """Gives a session its next input before the next step is planned; None ends it after the
         turn that runs, and at once between two turns. Does nothing if it has ended by then.
         """
-        self._chunks.append((session, chunk))
+        self._changes.add_chunk(session, chunk)
         self._wake.set()
 
     @property
     def unfinished(self) -> list[Request]:
         """All requests that run or wait."""
-        return [*self.scheduler.requests, *self._arrivals]
+        return [*self.scheduler.requests, *self._changes.arrivals]
 
     def abort_late(self, now: float) -> None:
         """Ends requests that were not scheduled by their `latest_start`."""
@@ -148,7 +146,7 @@ class EngineCore:
 
     def unscheduled(self) -> Iterator[Request]:
         """Requests that wait and were never scheduled."""
-        waiting = chain(self.scheduler.queues, self._arrivals)
+        waiting = chain(self.scheduler.queues, self._changes.arrivals)
         return (request for request in waiting if request.num_cached_tokens is None)
 
     def lost(self, lost: PoolLost | WorkersLost) -> None:
@@ -187,9 +185,9 @@ class EngineCore:
                 self.scheduler.pause(mode)
         self._observer.paused()
         async with self.standstill():
-            self._apply_changes()
+            self._changes.apply()
             if mode is PauseMode.ABORT:
-                self._end(dict.fromkeys(self.scheduler.requests, FinishReason.ABORT))
+                self._changes.end(dict.fromkeys(self.scheduler.requests, FinishReason.ABORT))
             with suppress(PoolLost):  # the next step finds out, and recovers
                 await self.scheduler.flush()
             if self.state is not EngineState.RECOVERING:
@@ -254,7 +252,7 @@ class EngineCore:
         With asynchronous scheduling the oldest is the step before, which runs while this one is
         planned. In a pause blocks of ended requests are still given back at once.
         """
-        self._apply_changes()
+        self._changes.apply()
         planned = False
         if self._may_plan() and self.scheduler.has_work:
             traceparent = self._observer.begin()
@@ -288,7 +286,7 @@ class EngineCore:
         finally:
             self._awaits_answer = False
         self._in_flight.popleft()
-        self._apply_changes()
+        self._changes.apply()
         self._deliver()
         update = self._undelivered = self.scheduler.update_from_output(plan, output)
         if self.losses.is_in_a_row:
@@ -306,49 +304,11 @@ class EngineCore:
             self._delivery.deliver(self._undelivered)
             self._undelivered = None
 
-    def _apply_changes(self) -> None:
-        """Adds the requests that arrived, notes whose grammar is compiled, then ends those that are
-        to end.
-        """
-        if self._arrivals:
-            arrivals, self._arrivals = self._arrivals, []
-            for request in arrivals:
-                self.scheduler.add(request)
-            self._observer.arrived(arrivals)
-        if self._compiled:
-            compiled, self._compiled = self._compiled, {}
-            for request, error in compiled.items():
-                self.scheduler.grammar_compiled(request, error)
-        if self._chunks:
-            self._apply_chunks()
-        if self._ends:
-            ends, self._ends = self._ends, {}
-            self._end(ends)
-
-    def _apply_chunks(self) -> None:
-        chunks, self._chunks = self._chunks, []
-        for session, chunk in chunks:
-            if session.is_finished:
-                continue
-            begins = session.status is RequestStatus.WAITING_FOR_CHUNK
-            self.scheduler.add_chunk(session, chunk)
-            if session.is_finished:
-                self._tell_ended([session])
-            elif begins:
-                self._observer.arrived([session])
-
     def _tell_begun(self, sessions: Iterable[Request]) -> None:
         """Tells of sessions whose next turn begins at once, with input that came before."""
         begun = [one for one in sessions if one.status is not RequestStatus.WAITING_FOR_CHUNK]
         if begun:
             self._observer.arrived(begun)
-
-    def _end(self, ends: Mapping[Request, FinishReason]) -> None:
-        ended = [request for request, reason in ends.items() if _can_end(request, reason)]
-        for request in ended:
-            self.scheduler.abort(request, ends[request])
-        if ended:
-            self._tell_ended(ended)
 
     def _tell_ended(self, ended: Sequence[Request]) -> None:
         """Tells of requests that ended between steps."""
@@ -357,7 +317,7 @@ class EngineCore:
         self._delivery.deliver_ends(ended)
 
     async def _until_work(self) -> None:
-        while not (self._has_changes or self._in_flight) and (
+        while not (self._changes or self._in_flight) and (
             self._is_paused
             or self._num_holds
             or self._awaits_sessions
@@ -372,11 +332,6 @@ class EngineCore:
             self._awaits_sessions = False
         self._awaits_sessions = False
         self.state = EngineState.RUNNING
-
-    @property
-    def _has_changes(self) -> bool:
-        """Whether requests are to be added, changed or ended."""
-        return bool(self._arrivals or self._compiled or self._ends or self._chunks)
 
     async def _recover(self, lost: PoolLost | WorkersLost) -> None:
         """Starts over with an empty pool and empty workers, as soon as both can be opened. Requests
@@ -417,7 +372,7 @@ class EngineCore:
             while not reopening.done():
                 self._wake.clear()
                 async with self._turns:
-                    self._apply_changes()
+                    self._changes.apply()
                 await self._wake.wait()
             reopening.result()
         finally:
@@ -431,7 +386,7 @@ class EngineCore:
         if culprit is not None:
             logger.error("a request is given up: its steps always fail", extra=culprit.log_fields)
             self.losses.made_progress()
-            self._end({culprit: FinishReason.STEP_FAILED})
+            self._changes.end({culprit: FinishReason.STEP_FAILED})
 
     def _may_plan(self) -> bool:
         """Whether a step may be planned. If the search for a fault wants other requests to run, the
@@ -466,9 +421,3 @@ class EngineCore:
                 answer.exception()
             answer.cancel()
         self._in_flight.clear()
-
-
-def _can_end(request: Request, reason: FinishReason) -> bool:
-    if reason is FinishReason.QUEUE_TIMEOUT and request.num_cached_tokens is not None:
-        return False  # it has been scheduled since
-    return not request.is_finished
